@@ -58,7 +58,7 @@ def test_a_process_that_others_do_not_reach_says_over_which_interface(
 ) -> None:
     reason, _ = processes.run(_join_alone, 2)
     assert "could not connect to all other processes over the lo" in reason
-    assert "within distributed.init_timeout_seconds = 1: " in reason
+    assert "distributed.init_timeout_seconds = 1): " in reason
 
 
 def test_a_connection_that_fails_early_is_not_said_to_have_taken_the_whole_time(
@@ -68,7 +68,7 @@ def test_a_connection_that_fails_early_is_not_said_to_have_taken_the_whole_time(
         raise RuntimeError("Connection refused")
 
     monkeypatch.setattr("torchtitan_diloco.train.join_world", refuse)
-    with pytest.raises(RanksLostError, match=r"\(failed after 0 s\): .* \(Connection refused\)"):
+    with pytest.raises(RanksLostError, match=r"failed after 0 s, .* \(Connection refused\)"):
         join(load_config("debug"))
 
 

@@ -12,7 +12,6 @@ if __name__ == "__main__":
 
 import os
 import sys
-import threading
 import time
 
 import torch
@@ -35,9 +34,6 @@ from torchtitan_diloco.utils import (
     run_and_exit,
     start_logging,
 )
-
-TORCH_SECONDS = 5.0
-"""Extra time for torch's own timeout, whose error says more."""
 
 
 def main(arguments: list[str]) -> int:
@@ -78,27 +74,7 @@ def main(arguments: list[str]) -> int:
 
 def join(config: Config) -> World:
     """Connect to the other processes of the run."""
-    limit = config.distributed.init_timeout_seconds
-    interface = config.diloco.link.interface or os.environ.get("GLOO_SOCKET_IFNAME", "default")
     started = time.monotonic()
-
-    def reason() -> str:
-        seconds = time.monotonic() - started
-        within = f"within distributed.init_timeout_seconds = {limit}"
-        return (
-            f"could not connect to all other processes over the {interface} interface "
-            f"{within if seconds >= limit else f'(failed after {seconds:.0f} s)'}: if no other "
-            "console has an earlier error, set diloco.link.interface to one that leads to the "
-            "other nodes, and open its ports (docs/troubleshooting.md)"
-        )
-
-    def give_up() -> None:  # torch waits in C++, and gloo longer than its timeout
-        _print_error(reason())
-        os._exit(WORKER_LOST)
-
-    timer = threading.Timer(limit + TORCH_SECONDS, give_up)
-    timer.daemon = True
-    timer.start()
     try:
         return join_world(
             config.distributed,
@@ -111,9 +87,14 @@ def join(config: Config) -> World:
     except torch.AcceleratorError:  # for example, a GPU that is in use
         raise
     except RuntimeError as error:
-        raise RanksLostError(f"{reason()} ({cause_of(error)})") from error
-    finally:
-        timer.cancel()
+        interface = config.diloco.link.interface or os.environ.get("GLOO_SOCKET_IFNAME", "default")
+        raise RanksLostError(
+            f"could not connect to all other processes over the {interface} interface (failed "
+            f"after {time.monotonic() - started:.0f} s, distributed.init_timeout_seconds = "
+            f"{config.distributed.init_timeout_seconds}): if no other console has an earlier "
+            "error, set diloco.link.interface to one that leads to the other nodes, and open its "
+            f"ports (docs/troubleshooting.md) ({cause_of(error)})"
+        ) from error
 
 
 def set_determinism(run: Run) -> None:

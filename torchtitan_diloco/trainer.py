@@ -112,7 +112,6 @@ class Trainer:
             self._open_telemetry(folder) as telemetry,
             build_profiler(config.profiling, folder, self.world) as profiler,
             closing(Checkpointer(config.checkpoint, run_folder, *self.parts)) as checkpointer,
-            checkpointer.saving_alone(stop, lambda: self._manifest(telemetry)),
         ):
             batches = telemetry.timed(self.loader)
             if self._validation_missed():
@@ -341,7 +340,7 @@ class Trainer:
             self.island = IslandRun(self.config, self.plan, *parts, identity)
             return self.island.outer
         if config.method == "none":
-            return DataParallel(self.model, self.world.workers, self.world.liveness)
+            return DataParallel(self.model, self.world.workers)
         return StreamingDiLoCo(
             self.model,
             self.world.group(WORKER),

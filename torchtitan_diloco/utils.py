@@ -31,15 +31,6 @@ USER_ERROR = 2
 """Exit code for a mistake in the configuration or the data."""
 WORKER_LOST = 3
 """Exit code if another worker died or did not answer in time."""
-# Timeouts of different modules that depend on each other.
-SILENCE_SECONDS = 10.0
-"""Time without a heartbeat, or without a step that others wait for, until it is reported."""
-HANGING_SECONDS = SILENCE_SECONDS + 2.0
-"""Time from a stop request until silent ranks are given up."""
-SAVE_AFTER_ERROR_SECONDS = 20.0
-"""Time for a save in progress when a run ends with an error."""
-SAVE_AFTER_LOSS_SECONDS = 2.0
-"""The same if ranks are lost: by then the save has failed, or it waits for them."""
 SAME_SIGNAL_SECONDS = 0.5
 """Service managers signal a process and then its group. Both signals count as one."""
 LOCAL_ISLANDS = "TORCHTITAN_DILOCO_LOCAL_ISLANDS"

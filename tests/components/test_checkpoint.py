@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import signal
 import threading
 import time
 from collections.abc import Callable
@@ -15,9 +14,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.components.test_resume import STEPS, TOPK, chosen, last, run
-from tests.processes import ProcessPool
-from tests.test_trainer import around_steps, records
+from tests.components.test_resume import STEPS, chosen, last, run
+from tests.test_trainer import around_steps
 from torchtitan_diloco.components import checkpoint_folders, checkpoint_schema
 from torchtitan_diloco.components.checkpoint import Checkpointer
 from torchtitan_diloco.components.checkpoint_folders import (
@@ -43,11 +41,9 @@ from torchtitan_diloco.components.checkpoint_schema import (
 )
 from torchtitan_diloco.components.run_folder import RunFolder
 from torchtitan_diloco.config.schema import Checkpoint
-from torchtitan_diloco.diloco import WorkerLostError, liveness
-from torchtitan_diloco.diloco.heartbeat import Pace
-from torchtitan_diloco.diloco.object_collectives import gather_objects
+from torchtitan_diloco.diloco import WorkerLostError
+from torchtitan_diloco.diloco.liveness import Liveness
 from torchtitan_diloco.diloco.outer_loop import DataParallel
-from torchtitan_diloco.distributed import stop
 from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.trainer import Trainer
 
@@ -220,45 +216,6 @@ def test_a_late_save_holds_its_own_step_and_is_finished_although_the_run_fails(
         assert read_manifest(path).state.totals["worker_0/steps"] == step_of(path)
 
 
-def _hangs(wanted: dict[str, str], hanging: int) -> str:
-    """Train; a rank stops for good in a step, the others get a signal, and one ends it at last."""
-    pace, pids = Pace(beat=0.1, silence=1.0), list[int]()
-
-    def hang(trainer: Trainer) -> None:
-        if trainer.step == 9:
-            pids.extend(gather_objects(os.getpid(), trainer.world.control))
-            if trainer.world.rank == hanging:
-                os.kill(os.getpid(), signal.SIGSTOP)
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    with pytest.MonkeyPatch.context() as patch, around_steps(before=hang):
-        patch.setattr(liveness, "Pace", lambda: pace)
-        patch.setattr(stop, "HANGING_SECONDS", 2.0)
-        with pytest.raises(WorkerLostError) as lost:
-            run(wanted)
-    if os.environ["RANK"] == "0":
-        os.kill(pids[hanging], signal.SIGKILL)
-    return str(lost.value)
-
-
-def test_a_worker_is_saved_although_another_hangs_at_a_stop_request(
-    text: Path, tmp_path: Path, processes: ProcessPool
-) -> None:
-    wanted = chosen(text, tmp_path, **TOPK, **{"checkpoint.every": 0})
-    error, _ = processes.run(_hangs, 2, wanted, 1, dying={1})
-    assert "worker 1 left or did not answer" in error
-    (step,) = saved_steps(tmp_path)
-    manifest = read_manifest(last(tmp_path))
-    assert manifest.workers == 1
-    processes.run(run, 2, wanted)
-    assert saved_steps(tmp_path) == [step, STEPS]
-    position = read_manifest(last(tmp_path)).state.position
-    assert position - manifest.state.position == (STEPS - step) * 12
-    assert manifest.state.totals["worker_0/steps"] < step, "what the other had to answer is lost"
-    (summary,) = records(tmp_path, "summary")
-    assert summary["counted_after_step"] == 0
-
-
 def alone(folder: Path, **settings: Any) -> Checkpointer:
     model = torch.nn.Linear(2, 2)
     world = World(rank=0, size=1, workers=1, device=torch.device("cpu"))
@@ -287,7 +244,7 @@ def test_losses_end_a_wait_for_a_save_and_do_not_hide_what_ended_the_run(
 
     found.clear()
     monkeypatch.setattr(Checkpointer, "_write", lambda *_: str(found.wait(60)))
-    monkeypatch.setattr(DataParallel, "check", lost)
+    monkeypatch.setattr(Liveness, "check", lost)
     saver = alone(tmp_path)
     saver.save(EMPTY)
     with pytest.raises(WorkerLostError, match="worker 1 left"):

@@ -63,7 +63,6 @@ def measured_round(world: World, clock: float) -> Round:
     found.applied = clock + last + 3.5
     found.delta_square, found.mean_square, found.update_square = 9.0, 4.0, 2.0 * rank
     found.drift = torch.tensor(2.0)
-    found.stopped = 0.0
     return found
 
 
@@ -76,20 +75,18 @@ def gather(world: World, rounds: list[Round], clock: float = 0.0) -> list[dict[s
 
 
 def gathered() -> list[dict[str, Any]]:
-    """Gather two rounds over all ranks, in the second of which worker 0 stops. Each rank's clock is
-    another, and begins another second before."""
+    """Gather a round over all ranks. Each rank's clock is another, and begins another second
+    before."""
     world = join_world(Distributed(), Link(), device="cpu", workers=2, fsdp=0)
     assert gather(world, []) == []
     clock = 100.0 * (world.rank + 1)
-    rounds = [measured_round(world, clock), measured_round(world, clock)]
-    rounds[1].stopped = 30.0 if world.worker == 0 else 0.0
-    return gather(world, rounds, clock - world.rank)
+    return gather(world, [measured_round(world, clock)], clock - world.rank)
 
 
 def test_ranks_and_workers_come_to_one_record(processes: ProcessPool) -> None:
     found, *others = processes.run(gathered, 4)
     assert others == [found] * 3
-    first, stopped = found
+    (first,) = found
     assert (first["kind"], first["step"], first["fragment_name"]) == ("round", 6, "blocks")
     assert (first["outer_round"], first["sent_step"], first["participants"]) == (7, 5, 2)
     assert first["parameters"] == 8 * BYTES, "of both ranks of a worker"
@@ -113,8 +110,6 @@ def test_ranks_and_workers_come_to_one_record(processes: ProcessPool) -> None:
     assert [(w.transfer_seconds, w.waited_seconds) for w in read.workers] == [(2.0, 1.0)] * 2
     assert [w.seconds("begun", "ready") for w in read.workers] == [4.0, 3.0]
     assert peak_mbit_per_second([read]) == pytest.approx(8 * 4 / 2)
-    assert (stopped["last_worker"], stopped["late_by_seconds"]) == (0, 30.0), "after its header"
-    assert [worker["stopped_seconds"] for worker in stopped["workers"]] == [30.0, 0.0]
 
 
 def test_what_was_not_measured_is_not_known() -> None:
@@ -147,7 +142,7 @@ def test_links_are_not_known_from_small_messages() -> None:
 def test_the_last_worker_waited_the_shortest(arrivals: list[float], latency: float) -> None:
     before, last = sorted(arrivals)[-2:]
     waited = [last + latency - arrival for arrival in arrivals]
-    worker, late_by = last_to_arrive(waited, [0.0] * len(arrivals))
+    worker, late_by = last_to_arrive(waited)
     assert worker is not None
     assert arrivals[worker] == pytest.approx(last, abs=1e-6)
     assert late_by == pytest.approx(last - before, abs=1e-6)
@@ -155,7 +150,7 @@ def test_the_last_worker_waited_the_shortest(arrivals: list[float], latency: flo
 
 def test_nobody_is_last_where_nobody_waited() -> None:
     for waited in ([math.nan], [math.nan, 0.3]):
-        worker, late_by = last_to_arrive(waited, [math.nan, 0.0][: len(waited)])
+        worker, late_by = last_to_arrive(waited)
         assert (worker, math.isnan(late_by)) == (None, True)
     assert peak_mbit_per_second([]) is None
 

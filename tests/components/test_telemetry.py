@@ -143,8 +143,6 @@ def test_a_logged_step_covers_the_steps_since_the_last(tmp_path: Path) -> None:
     assert (first[SENT], second[SENT]) == (20, 40)
     assert not [key for key in second if key.startswith("worker_")]
     assert len(records(tmp_path, "round")) == len(own.round_records) == outer.steps
-    assert first["time/longest_gap_worker"] == 0
-    assert first["time/longest_gap_seconds_max_over_ranks"] >= 0.0
     skipped = "train/skipped_steps_mean_over_workers"
     assert (third[LOSS], third[skipped], fourth[skipped]) == (1.0, 0.5, 1), "in no loss"
     assert (fourth[LOSS], fourth["train/gradient_norm_mean_over_workers"]) == ("nan", "inf")

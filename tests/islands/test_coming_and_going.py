@@ -67,7 +67,10 @@ def test_islands_join_and_leave(server: Join) -> None:
     for island in islands:
         island.step_seconds = 0.02
     first.each_step = hold(30, lambda: third.step)
-    second.each_step = lambda island: island.stop.set() if island.step == 50 else None
+    wait_for_third = hold(30, lambda: third.step)  # else it could take the slot of the second
+    second.each_step = lambda island: (
+        island.stop.set() if island.step == 50 else wait_for_third(island)
+    )
     with started(first, second):
         first.wait_for_step(20)
         with started(twin), pytest.raises(ValueError, match="a is running already"):

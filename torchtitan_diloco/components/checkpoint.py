@@ -2,9 +2,8 @@
 
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -32,22 +31,13 @@ from torchtitan_diloco.diloco.object_collectives import gather_objects
 from torchtitan_diloco.diloco.outer_loop import OuterLoop
 from torchtitan_diloco.diloco.round import total
 from torchtitan_diloco.diloco.state_dict import SavedState, copy_to_host
-from torchtitan_diloco.diloco.transport import WorkerLostError
-from torchtitan_diloco.distributed.collectives import (
-    RanksLostError,
-    naming_lost_ranks,
-    on_all_ranks,
-)
-from torchtitan_diloco.distributed.stop import StopRequest
+from torchtitan_diloco.distributed.collectives import naming_lost_ranks, on_all_ranks
 from torchtitan_diloco.distributed.world import FSDP, World
-from torchtitan_diloco.utils import (
-    SAVE_AFTER_ERROR_SECONDS,
-    SAVE_AFTER_LOSS_SECONDS,
-    UserError,
-    logger,
-)
+from torchtitan_diloco.utils import UserError, logger
 
 Value = TypeVar("Value")
+SAVE_AFTER_ERROR_SECONDS = 20.0
+"""Time for a save in progress when a run ends with an error."""
 
 
 @dataclass(frozen=True)
@@ -135,63 +125,19 @@ class Checkpointer:
         if self._saving is None:
             return
         while not wait([self._saving], timeout=1.0).done:
-            self._outer.check()
+            self._world.liveness.check("seen in a save")
         with naming_lost_ranks(self._world, "in a save"):
             self.failure = self._saving.result()
         self._saving = None
 
-    @contextmanager
-    def saving_alone(self, stop: StopRequest, manifest: Callable[[], Manifest]) -> Iterator[None]:
-        """If the body fails because ranks hang after a stop request, save the first worker left.
-
-        The others wait until it ends: launchers kill all processes when the first one fails.
-        """
-        try:
-            yield
-        except (WorkerLostError, RanksLostError):
-            stop.loss_is_known.set()
-            saver = self._world.liveness.first_left
-            if saver == self._world.worker:
-                self._save_alone(manifest())
-            elif saver is not None:
-                self._world.liveness.wait_for_end(saver)
-            raise
-
-    def _save_alone(self, manifest: Manifest) -> None:
-        """Save this worker as the only one, without the others."""
-        world, mesh = self._world, self._world.host_mesh
-        self._end_save()
-        self._outer.heal(world.group(FSDP))
-        state = self._outer.state_without_others(mesh)
-        if state is None or folders.checkpoint_path(self._run, manifest.step).exists():
-            return
-        if world.rank_in_worker == 0:
-            logger.warning(
-                f"worker {world.worker} saves step {manifest.step} alone: rounds in flight "
-                "are given up, and the other workers of a resumed run start from the shared "
-                "parameters"
-            )
-        alone = replace(
-            world,
-            rank=world.rank_in_worker,
-            size=world.ranks_per_worker,
-            workers=1,
-            saving=None if mesh is None else mesh.get_group(),
-        )
-        parts = alone, self._model, self._optimizer, self._outer
-        with closing(Checkpointer(self._config, RunFolder(self._run), *parts)) as saver:
-            saver._write(replace(manifest, workers=1), saver._copy_inner(), lambda: state)
-
     def close(self) -> None:
-        """Give a save under way some time. Its failure must not hide why the run has ended."""
-        self._end_save()
-        self._thread.close(timeout=0.0)
+        """Give a save under way some time. Its failure must not hide why the run has ended.
 
-    def _end_save(self) -> None:
-        """Wait for a save under way; only briefly after a loss: it fails soon, or never ends."""
-        if self._saving is not None:
-            lost = self._world.liveness.is_lost
-            wait([self._saving], SAVE_AFTER_LOSS_SECONDS if lost else SAVE_AFTER_ERROR_SECONDS)
+        After a loss the save has failed, or it waits for the lost rank.
+        """
+        if self._saving is not None and not self._world.liveness.is_lost:
+            wait([self._saving], SAVE_AFTER_ERROR_SECONDS)
+        self._thread.close(timeout=0.0)
 
     # --- in the background ------------------------------------------------------------------------
 

@@ -34,7 +34,6 @@ class WorkerRound(msgspec.Struct):
     left_out: list[str] = []
     at_seconds: dict[str, float] = {}
     """Moments by name, on worker 0's clock: see PHASES."""
-    stopped_seconds: float = NAN
     encoding_seconds: float = NAN
     decoding_seconds: float = NAN
     sent_bytes: float = NAN

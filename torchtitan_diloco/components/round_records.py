@@ -3,7 +3,7 @@
 Every machine has its own clock. The last header of a round arrives at all workers at the same time,
 up to its latency, so the moments of each worker are shifted to make this time equal to worker 0's.
 How late a worker was needs no common clock: the last worker waits the shortest time for the headers
-of the others. A worker whose process stopped during the exchange also counts as the last one.
+of the others.
 """
 
 import math
@@ -60,7 +60,6 @@ class RoundTable:
         own = {
             "weight": found.weight,
             "flags": found.flags,
-            "stopped_seconds": found.stopped,
             "encoding_seconds": traffic.encoding_seconds,
             "decoding_seconds": traffic.decoding_seconds,
         }
@@ -77,7 +76,7 @@ class RoundTable:
         workers = list(map(_worker_round, numbers))
         self._align(workers)
         waited = [max(known(one.heard_after_seconds), default=NAN) for one in workers]
-        last_worker, late_by = last_to_arrive(waited, [one.stopped_seconds for one in workers])
+        last_worker, late_by = last_to_arrive(waited)
         return RoundRecord(
             step=found.applied_step,
             fragment=found.fragment,
@@ -100,8 +99,7 @@ class RoundTable:
         heard = workers[0].at_seconds["heard"]
         for worker, one in enumerate(workers):
             shift = heard - one.at_seconds["heard"]
-            stopped = one.stopped_seconds > 0 or workers[0].stopped_seconds > 0
-            if math.isfinite(shift) and not stopped:
+            if math.isfinite(shift):
                 self._shifts[worker] = shift
             for name in one.at_seconds:
                 one.at_seconds[name] += self._shifts[worker]
@@ -125,19 +123,14 @@ def _worker_round(numbers: Mapping[str, float]) -> WorkerRound:
     )
 
 
-def last_to_arrive(waited: Sequence[float], stopped: Sequence[float]) -> tuple[int | None, float]:
+def last_to_arrive(waited: Sequence[float]) -> tuple[int | None, float]:
     """Return the worker that held up a round, or None if it is not known, and for how long.
 
-    `waited` and `stopped` are the seconds for which each worker waited for the headers of the
-    others, and for which its process did not run.
+    `waited`: the seconds for which each worker waited for the headers of the others.
     """
-    last, late_by = None, NAN
-    if len(shortest := sorted(known(waited))) > 1:
-        last, late_by = waited.index(shortest[0]), shortest[1] - shortest[0]
-    longest_stop = max(known(stopped), default=0.0)
-    if len(stopped) > 1 and longest_stop > max(0.0, late_by):
-        return stopped.index(longest_stop), longest_stop
-    return last, late_by
+    if len(shortest := sorted(known(waited))) < 2:
+        return None, NAN
+    return waited.index(shortest[0]), shortest[1] - shortest[0]
 
 
 def known(values: Iterable[float]) -> list[float]:

@@ -82,7 +82,7 @@ class _LoggedStep(NamedTuple):
     record: Record
     rounds: list[Round]
     sums: PendingSums
-    """By worker: counters, peak memory and longest gap by rank, and the numbers of each round."""
+    """By worker: counters, peak memory by rank, and the numbers of each round."""
 
 
 class Telemetry:
@@ -174,7 +174,6 @@ class Telemetry:
     def pause(self, seconds: float) -> None:
         """Exclude time that was not spent on training, such as validation, from the rates."""
         self._interval_started += seconds
-        self.world.liveness.clock.tick(counts=False)
 
     # --- a logged step ----------------------------------------------------------------------------
 
@@ -195,7 +194,6 @@ class Telemetry:
         numbers = [
             self._counters | self._outer.metrics(),
             self._of_rank(peak_memory_bytes(world.device)),
-            self._of_rank(world.liveness.clock.longest_gap()),
             *map(self._table.numbers, rounds),
         ]
         record: Record = {
@@ -227,7 +225,7 @@ class Telemetry:
         while self._in_flight and (all or self._in_flight[0].sums.is_complete):
             logged = self._in_flight.popleft()
             started = time.perf_counter()
-            counters, memory, gaps, *rounds = zip(*logged.sums.by_worker(), strict=True)
+            counters, memory, *rounds = zip(*logged.sums.by_worker(), strict=True)
             self.count("time/agreement_seconds", time.perf_counter() - started)
             records = list(map(self._table.record, logged.rounds, rounds))
             self.round_records += records
@@ -235,10 +233,7 @@ class Telemetry:
                 self.files.write(found)
             record = logged.record | self._step_record(counters, records)
             peaks = [max(by_rank.values()) for by_rank in memory]
-            longest = [max(by_rank.values()) for by_rank in gaps]
             record["memory/peak_gib_max_over_ranks"] = max(peaks) / GIB
-            record["time/longest_gap_seconds_max_over_ranks"] = max(longest)
-            record["time/longest_gap_worker"] = longest.index(max(longest))
             self.write(logged.step, record)
             logger.info(_console_line(logged, record))
             self._live.set_postfix_str(f"loss {record['train/loss_nats_per_token_global']:.4f}")

@@ -6,6 +6,7 @@ Neighbours share a token, so every token but the first is a target exactly once.
 
 import hashlib
 import itertools
+import signal
 import warnings
 from collections.abc import Iterator
 from functools import partial
@@ -19,7 +20,13 @@ from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from torchtitan_diloco.data.shards import TokenShards
-from torchtitan_diloco.utils import IGNORE_INDEX, UserError, available_cores
+from torchtitan_diloco.utils import (
+    IGNORE_INDEX,
+    STOP_SIGNALS,
+    UserError,
+    available_cores,
+    end_with_parent,
+)
 
 Batch = tuple[Tensor, Tensor]
 """Inputs and targets, int64 [sequences, sequence_length]."""
@@ -143,6 +150,7 @@ class TrainLoader:
                 pin_memory=self._pin_memory,
                 generator=torch.Generator(),  # leaves the global random state alone
                 snapshot_every_n_steps=None,
+                worker_init_fn=_follow_rank,
             )
         for batch in batches:
             self._taken += 1
@@ -158,6 +166,16 @@ class TrainLoader:
             samples = (self._start + positions).ravel()
             places = samples if self._turns is None else self._turns.positions(samples)
             yield from self._order(places).reshape(positions.shape)
+
+
+def _follow_rank(_: int) -> None:
+    """Leave signals, which torchrun sends to whole groups, to the rank, and end when it ends.
+
+    Otherwise this process would hold the lock of the run and the rank's connections for seconds.
+    """
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    end_with_parent()
 
 
 class ValidationBatches:

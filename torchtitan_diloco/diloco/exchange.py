@@ -229,6 +229,10 @@ class Exchange:
     def close(self) -> None:
         self._transport.close()
 
+    def late(self) -> list[int]:
+        """Return the workers that are waited for."""
+        return sorted(self._transport.late)
+
     @contextmanager
     def _counted(self, total: str) -> Iterator[None]:
         """Add the seconds of the body to a field of the traffic."""

@@ -8,7 +8,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_diloco.diloco.fragments import local_rows
-from torchtitan_diloco.diloco.liveness import Liveness
 from torchtitan_diloco.diloco.round import Round
 from torchtitan_diloco.diloco.state_dict import SavedState, shared_parameter_name
 from torchtitan_diloco.diloco.streaming import StreamingDiLoCo
@@ -20,23 +19,14 @@ class DataParallel:
     fragment_names: tuple[str, ...] = ()
     exposed_seconds = 0.0
 
-    def __init__(
-        self, model: nn.Module, workers: int = 1, liveness: Liveness | None = None
-    ) -> None:
-        self._model, self._workers, self._liveness = model, workers, liveness
-        self._steps = 0
+    def __init__(self, model: nn.Module, workers: int = 1) -> None:
+        self._model, self._workers = model, workers
 
-    def step(self, weight: float = 1.0) -> None:  # noqa: ARG002
-        self._steps += 1
-        if self._liveness is not None:
-            self._liveness.step_done(self._steps)
-
-    def check(self) -> None: ...
+    def step(self, weight: float = 1.0) -> None: ...
     def drain(self) -> None: ...
     def restart_from_model(self, step: int) -> None: ...
 
     def start_state_dict(self, mesh: DeviceMesh | None = None, *, shared: bool = True) -> None: ...
-    def state_without_others(self, mesh: DeviceMesh | None = None) -> None: ...
 
     def heal(self, _: dist.ProcessGroup | None) -> list[int]:
         """Return no fragments: there is no shared copy to heal from."""

@@ -68,8 +68,6 @@ class Round:
     taken: float = NEVER
     begun: float = NEVER
     ready: float = NEVER
-    stopped: float = NEVER
-    """Longest time during the exchange in which this process did not run."""
     asked: float = NEVER
     fetched: float = NEVER
     applied: float = NEVER

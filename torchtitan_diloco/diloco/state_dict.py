@@ -156,8 +156,7 @@ class Snapshot:
 
     They keep their content until the next exchange of the fragment, which is queued behind the
     copy. Only the shared copy of a fragment in flight is copied at once, as an apply may come
-    first. The exchange of a fragment that is given up never ends: the next delta contains what it
-    was to send, and its residual is forgotten.
+    first.
     """
 
     def __init__(
@@ -165,7 +164,6 @@ class Snapshot:
         state: OuterState,
         weight: float,
         in_flight: InFlight | None,
-        given_up: bool,
         *,
         shared: bool,
     ) -> None:
@@ -173,8 +171,7 @@ class Snapshot:
         self._state, self._weight, self._in_flight = state, weight, in_flight
         self._buffers: Named = {}
         if state.residual is not None:
-            residual = torch.zeros_like(state.residual) if given_up else state.residual
-            self._buffers[RESIDUAL] = residual
+            self._buffers[RESIDUAL] = state.residual
         if shared:
             self._buffers[SHARED] = state.outer if in_flight is None else state.outer.clone()
             if state.slots:

@@ -14,7 +14,7 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
@@ -103,7 +103,7 @@ class StreamingDiLoCo:
         self._exchanger = startup.build_exchange(group, config, self._states, device)
         self._in_flight: dict[int, InFlight] = {}
         self.in_use = threading.RLock()
-        self._meter, self._advancing = Meter(), threading.Lock()
+        self._meter = Meter()
         self._background = startup.start_background(config.quantization.threads)
         self._finalizer = weakref.finalize(
             self, startup.close, self._background, self._exchanger, self._liveness, liveness is None
@@ -220,7 +220,8 @@ class StreamingDiLoCo:
     def _wait(self, round_: Round, exchanged: "Future[None]") -> None:
         name, step = self.fragments[round_.fragment].name, round_.sent_step
         which = f"the exchange of fragment {round_.fragment} ({name}), sent after step {step}"
-        self._liveness.wait(exchanged, step, f"seen by worker {self.worker} in {which}")
+        late = tuple if self._exchanger is None else self._exchanger.late
+        self._liveness.wait(exchanged, step, f"seen by worker {self.worker} in {which}", late)
 
     # --- background thread ------------------------------------------------------------------------
 
@@ -245,15 +246,13 @@ class StreamingDiLoCo:
                 )
         round_.weight, round_.flags = headers[self.worker].weight, headers[self.worker].flags
         round_.participants = sum(one.weight > 0 for one in headers)
-        with self._advancing:
-            with state.background():
-                if round_.participants:
-                    squares = state.advance(average=average, measured=measured)
-                    round_.mean_square, round_.update_square = squares
-                else:
-                    state.keep()
-            round_.ready = time.perf_counter()
-        round_.stopped = self._liveness.clock.stopped_since(round_.begun)
+        with state.background():
+            if round_.participants:
+                squares = state.advance(average=average, measured=measured)
+                round_.mean_square, round_.update_square = squares
+            else:
+                state.keep()
+        round_.ready = time.perf_counter()
         self._watch.note(headers, self.config.delta_norm_limit)
 
     # --- shared model -----------------------------------------------------------------------------
@@ -298,22 +297,9 @@ class StreamingDiLoCo:
         snapshots, facts = self._take_snapshots(shared=shared), self._facts_now()
         return self._background.submit(partial(saving.save, snapshots, facts, mesh))
 
-    @one_at_a_time
-    def state_without_others(self, mesh: DeviceMesh | None = None) -> SavedState:
-        """Return the state after a loss of workers, without unfinished rounds."""
-        drop_gathered(self._model)
-        with self._advancing:  # no round ends meanwhile
-            for index, (round_, exchanged) in list(self._in_flight.items()):
-                is_done = exchanged.done() and exchanged.exception() is None
-                if is_done or not math.isnan(round_.ready):
-                    exchanged.result()
-                    self._apply([index])
-            given_up, self._in_flight = self._in_flight, {}
-            return saving.save(self._take_snapshots(given_up), self._facts_now(), mesh)
-
-    def _take_snapshots(self, lost: Container[int] = (), *, shared: bool = True) -> list[Snapshot]:
+    def _take_snapshots(self, *, shared: bool = True) -> list[Snapshot]:
         return [
-            Snapshot(state, weight, self._in_flight.get(index), index in lost, shared=shared)
+            Snapshot(state, weight, self._in_flight.get(index), shared=shared)
             for index, (state, weight) in enumerate(zip(self._states, self._weights, strict=True))
         ]
 

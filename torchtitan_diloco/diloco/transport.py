@@ -149,6 +149,8 @@ class Transport:
         self._group, self._timeout = group, timedelta(seconds=timeout_seconds)
         self._waiters = {one: BackgroundThread(f"diloco-wait-{one}") for one in self.others}
         self.traffic = Traffic()
+        self.late: set[int] = set()
+        """Workers that are waited for."""
 
     def receive(self, parts: Parts, tag: int = 0) -> Messages:
         """Post receives into buffers, skipping empty ones."""
@@ -201,6 +203,7 @@ class Transport:
     def _wait_for(self, worker: int, works: list[dist.Work]) -> float:
         """Wait for all works and return when the first was complete."""
         first = math.nan
+        self.late.add(worker)
         for number, work in enumerate(works):
             try:
                 work.wait(self._timeout)
@@ -208,6 +211,7 @@ class Transport:
                 raise WorkerLostError([worker], cause_of(error)) from error
             if number == 0:
                 first = time.perf_counter()
+        self.late.discard(worker)
         return first
 
     def _post(

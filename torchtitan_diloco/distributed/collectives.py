@@ -141,7 +141,7 @@ class RanksLostError(RuntimeError):
 
 @contextmanager
 def naming_lost_ranks(world: World, where: str) -> Iterator[None]:
-    """Turn a failure of the body, which waits for all ranks, into one that names the lost ranks."""
+    """Turn a failure of the body, which waits for all ranks, into one that names the lost rank."""
     try:
         yield
     except WorkerLostError as error:

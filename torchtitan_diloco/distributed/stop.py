@@ -2,8 +2,6 @@
 
 import os
 import signal
-import sys
-import threading
 import time
 from collections import deque
 from typing import NamedTuple, Self
@@ -13,13 +11,7 @@ from torch.distributed import ReduceOp
 from torchtitan_diloco.diloco import DiLoCoConfig
 from torchtitan_diloco.distributed.collectives import PendingReduction
 from torchtitan_diloco.distributed.world import World
-from torchtitan_diloco.utils import (
-    HANGING_SECONDS,
-    SAME_SIGNAL_SECONDS,
-    STOP_SIGNALS,
-    WORKER_LOST,
-    logger,
-)
+from torchtitan_diloco.utils import SAME_SIGNAL_SECONDS, STOP_SIGNALS, logger
 
 ASK_EVERY = 2
 """Steps between two questions of workers that train on their own. Each takes time on the links."""
@@ -48,11 +40,6 @@ class StopRequest:
     Signals reach ranks at different moments, and a rank that stops alone leaves the others waiting
     in a collective. So the ranks ask each other in the background and read the answer `lag` steps
     later. A second signal ends the process at once.
-
-    There is no answer while a rank hangs. Then a thread gives that rank up, which ends the waits of
-    the training thread: the first worker left saves alone (`Checkpointer.saving_alone`), and the
-    others end after it. If the training thread waits inside torch and does not learn of it, the
-    thread ends this process.
     """
 
     def __init__(self, world: World, lag: int = 1) -> None:
@@ -65,49 +52,6 @@ class StopRequest:
         # nohup and background jobs of scripts ignore some signals on purpose.
         handled = [one for one in STOP_SIGNALS if signal.getsignal(one) is not signal.SIG_IGN]
         self._previous = {number: signal.signal(number, self._handle) for number in handled}
-        self._ended, self.loss_is_known = threading.Event(), threading.Event()
-        """The training thread sets the second when it learns that a worker is lost."""
-        if world.control is not None:
-            read_end, self._write_end = os.pipe()
-            os.set_blocking(self._write_end, False)
-            signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
-            threading.Thread(target=self._watch, args=(read_end,), daemon=True).start()
-
-    def _watch(self, read_end: int) -> None:
-        """After a signal, give up ranks that hang, and end this process with them."""
-        with os.fdopen(read_end, "rb", buffering=0) as signals:
-            number = signals.read(1)
-            while number and number[0] not in self._previous:  # such as SIGCHLD
-                number = signals.read(1)
-            wait, liveness = HANGING_SECONDS, self._world.liveness
-            while number and not self._ended.wait(wait):
-                silent = liveness.silent_ranks()
-                if silent and not liveness.is_lost:
-                    ranks = ", ".join(
-                        f"rank {rank} of worker {rank // self._world.ranks_per_worker} ({reason})"
-                        for rank, reason in silent.items()
-                    )
-                    print(
-                        f"[rank {self._world.rank}] error: {ranks} hangs, so the run cannot stop "
-                        f"after one common step on {signal.Signals(number[0]).name}, and ends here",
-                        file=sys.stderr,
-                        flush=True,
-                    )
-                    liveness.give_up(silent)
-                if liveness.hanging:  # any other loss ends the run in the training thread
-                    self._leave()
-                wait = 1.0
-
-    def _leave(self) -> None:
-        """End this process unless the training thread, which may save, does it."""
-        liveness = self._world.liveness
-        if self.loss_is_known.wait(max(2.0, 2 * liveness.clock.last_gap)):
-            self._ended.wait()
-            return
-        saver = liveness.first_left
-        if saver not in (None, self._world.worker):
-            liveness.wait_for_end(saver)
-        os._exit(WORKER_LOST)
 
     def _handle(self, number: int, _frame: object) -> None:
         now = time.monotonic()
@@ -127,8 +71,6 @@ class StopRequest:
             started = time.perf_counter()
             found = Requests(*map(bool, self._questions.popleft()[1].result()))
             self.waited_seconds += time.perf_counter() - started
-            if found.stop:
-                self._ended.set()  # a rank that is silent now has time until it has saved
         self._save |= save
         if step % self._every == 0:
             stop = self._received is not None
@@ -147,10 +89,6 @@ class StopRequest:
         """Restore the signal handlers, and wait for open questions unless the run has failed."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
-        self._ended.set()
-        if self._world.control is not None:
-            signal.set_wakeup_fd(-1)
-            os.close(self._write_end)
         if error is None:
             for _, question in self._questions:
                 question.result()

@@ -24,7 +24,7 @@ from torchtitan_diloco.report.run_records import (
     Run,
     of_known,
 )
-from torchtitan_diloco.utils import brief, clock, markdown_table, number
+from torchtitan_diloco.utils import brief, clock, markdown_table
 
 METHODS = {"streaming": "Streaming DiLoCo", "none": "data parallelism"}
 ABSENT = "–"  # noqa: RUF001 - a dash for an empty cell
@@ -201,8 +201,6 @@ def _workers_table(run: Run) -> Table:
     """Return who arrives last and who waits. The worker that was last most often is first."""
     last, late = run.of_rounds("last_worker"), run.of_rounds("late_by_seconds")
     waited = run.of_workers("waited_seconds")
-    keys = "time/longest_gap_seconds_max_over_ranks", "time/longest_gap_worker"
-    gaps, culprits = (np.array([number(one.get(key)) for one in run.steps]) for key in keys)
     workers = sorted(range(waited.shape[1]), key=lambda worker: -(last == worker).sum())
     rows = [
         [
@@ -210,13 +208,12 @@ def _workers_table(run: Run) -> Table:
             Cell(f"{(last == worker).sum():,} of {np.isfinite(last).sum():,}", "rounds"),
             _cell(of_known(np.median, late[last == worker]), brief, "median, where it was last"),
             _cell(of_known(np.max, late[last == worker]), brief, "maximum"),
-            _cell(of_known(np.max, gaps[culprits == worker]), brief, "between two steps, its own"),
             # The median would mostly be zero.
             _cell(of_known(np.mean, waited[:, worker]), brief, "for an exchange, mean"),
         ]
         for worker in workers
     ]
-    columns = ["worker", "last to arrive", "late by", "at most", "longest gap", "training waited"]
+    columns = ["worker", "last to arrive", "late by", "at most", "training waited"]
     return Table("Workers", columns, rows)
 
 
