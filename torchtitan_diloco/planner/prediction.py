@@ -69,7 +69,7 @@ CODEC_TRAITS: dict[str, CodecTraits] = {
     "fp4_e2m1": CodecTraits(2.1e9, 0.3),
     "fp4_e3m0": CodecTraits(2.1e9, 0.3),
     "ternary": CodecTraits(2.2e9, 1.7),
-    "topk": CodecTraits(0.5e9, 4.0),
+    "topk": CodecTraits(0.5e9, 2.5),
 }
 
 
