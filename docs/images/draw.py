@@ -242,9 +242,9 @@ def draw_bytes() -> None:
     for name, share, loss in rows:
         if name.endswith("data parallel"):
             axes.axhline(float(loss), color=GREY, lw=1, ls="--")
-            axes.text(1 / 1300, float(loss), name, ha="left", va="bottom")
+            axes.text(1 / 3000, float(loss), name, ha="left", va="bottom")
         else:
-            method = re.sub(r", H = \d+", "", name)
+            method = re.sub(r", H = \d+|(?<=topk) \d+", "", name)
             method = re.sub(r"begun (\d+)", r"beginning \1, alpha to 0", method)
             part = 1 / float(share[2:].replace(",", ""))
             curves.setdefault(method, []).append((part, float(loss)))
@@ -253,10 +253,10 @@ def draw_bytes() -> None:
             axes.plot(*zip(*sorted(points), strict=True), "o-", lw=1.4, label=method)
     axes.set(xscale="log", ylabel="loss of the shared model, nats per byte")
     axes.set_xlabel("bytes a step, as a share of bf16 gradients", x=0.5)
-    ticks = [1 / 30, 1 / 100, 1 / 300, 1 / 1000]
+    ticks = [1 / 30, 1 / 100, 1 / 300, 1 / 1000, 1 / 3000]
     axes.set_xticks(ticks, [f"1/{round(1 / tick):,}" for tick in ticks])
     axes.minorticks_off()
-    axes.legend(frameon=False, fontsize=8)
+    axes.legend(frameon=False, fontsize=8, loc="upper right")
     for side in ("right", "top"):
         axes.spines[side].set_visible(False)
     figure.savefig(HERE / "bytes.svg", metadata={"Date": None})
