@@ -258,13 +258,14 @@ def test_facts_with_numbers_beyond_any_run_are_void(wrong: dict[str, Any]) -> No
 def test_rounds_open_until_a_fragment_has_its_tokens_and_the_run_ends_then() -> None:
     """Fragments may lack the work since their last rounds, a cycle at most."""
     log = Log(facts=changed(FACTS, total_tokens=100, cycle=10))
-    for slot, name in enumerate("ab"):
-        log.write(Done(run="r", slot=slot, incarnation=name))
-    end = End(run="r", slot=0, incarnation="a", absent=(), heads=log.state.heads)
-    assert log.write(end).void == "the run has not merged its tokens"
+    done = [Done(run="r", slot=slot, incarnation=name) for slot, name in enumerate("ab")]
+    end = End(run="r", slot=0, incarnation="a", absent=("a", "b"), heads=log.state.heads)
+    for record in (*done, end):
+        assert log.write(record).void == "the run has not merged its tokens"
     for fragment in log.state.fragments:
         fragment.clock = 90
-    assert not log.write(end).void
+    for record in (*done, changed(end, absent=())):
+        assert not log.write(record).void
     log = Log(facts=changed(FACTS, total_tokens=100, cycle=10))
     log.state.fragments[0].clock = 99
     assert not log.open().void

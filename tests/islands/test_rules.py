@@ -264,7 +264,7 @@ def test_an_island_leaves_when_its_last_work_is_sent() -> None:
 
 def test_an_island_that_is_done_closes_the_last_round_of_one_that_is_gone() -> None:
     """No slot is ready then."""
-    one = Alone()
+    one = Alone(total_tokens=100, cycle=100)
     one.read(Done(run="r", slot=0, incarnation="i0"))
     who: dict[str, Any] = {"run": "r", "slot": 1, "incarnation": "i1", "fragment": 0}
     one.read(Open(**who, version=1, grace=1.0))

@@ -324,6 +324,18 @@ def test_only_the_sick_island_is_left_out(sick_at: int, steps: float, seed: int)
     assert left_out == {sick.incarnation}
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_an_island_whose_parts_are_all_left_out_does_not_delay_the_end(seed: int) -> None:
+    """Its clock follows the merged tokens, and the others, which are done, add none."""
+    world = World(Plan(sync_every=20, steps=60), seed)
+    world.start("sick", Nature(sick_at=40, step=0.13))
+    for name in ("one", "other"):
+        world.start(name)
+    world.run(until=60.0)
+    state, _ = check(world)
+    assert state.ended
+
+
 FALSE = [
     {"weight": 2**52},
     {"weight": 2**53},

@@ -252,6 +252,7 @@ class State:
             case Give():
                 self.slots[record.slot].owner = None
             case Done():
+                _check(self.is_complete, "the run has not merged its tokens")
                 self.slots[record.slot].done = True
             case Open():
                 fragment = self.fragments[record.fragment]

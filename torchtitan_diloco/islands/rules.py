@@ -40,6 +40,7 @@ class Island:
         self.leaving = False
         self.habits = [Habits(len(state.fragments)) for _ in state.slots]  # by slot
         self._stopped_at, self._trains_until = 0.0, 0
+        self._last_step: int | None = None
         self._clock_floor = 0
         newest = max(fragment.clock for fragment in state.fragments)
         self._clock_base = newest, 0, max(state.facts.begin, len(state.owners()))
@@ -88,8 +89,17 @@ class Island:
         The clock is an estimate: others may have died, or their parts may be lost. An island that
         has stopped sends what it has. If the run is short of tokens then, it trains for another
         cycle.
+
+        If all its parts are left out, its clock never reaches the total, and the others would wait
+        for it. So it also stops some cycles after the run has merged its tokens, which are enough
+        to train on the rest alone.
         """
-        if self.leaving or self.state.ended or self.done:
+        if self._last_step is None and self.state.is_complete:
+            assert self.state.facts is not None
+            cycles = self.state.facts.begin + 1
+            self._last_step = self.step + cycles * self.timing.schedule.sync_every
+        trained_enough = self._last_step is not None and self.step >= self._last_step
+        if self.leaving or self.state.ended or self.done or trained_enough:
             self.stopped = True
         elif self.clock < self.total_tokens:
             self.stopped = False
