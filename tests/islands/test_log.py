@@ -229,6 +229,7 @@ BOUNDED = changed(FACTS, total_tokens=1000, cycle=10)
         ({"end": MOST_SAMPLES + 1}, "more samples than any island reads"),
         ({"end": LARGEST}, "more samples than any island reads"),
         ({"ranks": MOST_RANKS + 1}, "not a record"),
+        ({"number": LARGEST}, "leaves none after it"),
     ],
 )
 def test_no_part_can_end_a_run_or_cost_its_readers_much(wrong: dict[str, Any], reason: str) -> None:

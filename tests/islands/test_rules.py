@@ -231,6 +231,15 @@ def test_an_island_stops_when_the_run_has_merged_its_tokens() -> None:
     assert isinstance(island.last_record(42.0), Done)
 
 
+def test_an_island_counts_on_from_a_false_part_in_its_name() -> None:
+    one = Alone()
+    one.island.finish_step(40, 40, 0.1)
+    assert one.rounds.send("v0", 10.0).number == 1
+    one.read(part_of(0, number=1000))
+    one.rounds.under_way = False
+    assert one.rounds.send("v0", 10.0).number == 1001
+
+
 def test_an_island_leaves_when_its_last_work_is_sent() -> None:
     """It waits for the entry with its last part, but not forever: there may be no quorum."""
     one = Alone()

@@ -34,8 +34,7 @@ from torchtitan_diloco.utils import UserError
 VERSIONS_LATE = 4
 """Entries that may leave a part out. If the next one does too, the part is given up."""
 MOST_SAMPLES = 2**32
-"""Samples of a part. Only a false record has more; the next sample of its slot might then have no
-valid number."""
+"""Samples of a part. After a false record with more, the next sample might have no valid number."""
 LATEST_NORMS = 32
 """Norms of merged parts with which later parts of the fragment are compared."""
 
@@ -318,6 +317,7 @@ class State:
         slot, fragment = self.slots[part.slot], self.fragments[part.fragment]
         ledger = slot.ledgers[part.fragment]
         _check(part.number > ledger.number, f"part {part.number} of its writer is already known")
+        _check(part.number - ledger.number <= MOST_SAMPLES, "its number leaves none after it")
         _check(fragment.waiting_of(part.slot) is None, "another part of the slot is waiting")
         _check(part.start == ledger.taken_to, f"starts at {part.start}, not at {ledger.taken_to}")
         _check(part.end > part.start, "has no data")

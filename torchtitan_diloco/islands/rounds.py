@@ -221,7 +221,7 @@ class Rounds:
     def send(self, checksum: str, now: float, *, finite: bool = True) -> Part:
         """Return the part to append once its chunks are stored. `checksum`: of the base version."""
         island = self._island
-        before = self._ledger.number if self.sent is None else self.sent.number
+        before = max(self._ledger.number, self.sent.number if self.sent else 0)
         tokens = min(island.tokens - self._tokens_taken, island.most_weight)
         self.sent = Part(
             **island.who,
