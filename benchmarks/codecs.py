@@ -19,7 +19,7 @@ from torchtitan_diloco.diloco.config import Fragments, OuterOptimizer, Quantizat
 from torchtitan_diloco.diloco.exchange import GPU_CHUNK, PIECE
 from torchtitan_diloco.diloco.fragments import build_fragments
 from torchtitan_diloco.diloco.outer_state import OuterState
-from torchtitan_diloco.utils import describe_device
+from torchtitan_diloco.hardware import describe_device
 
 HEADER = (
     "format | bits | MB fp32 | encode GB/s | decode GB/s | copy GB/s | encode + decode ms | "

@@ -12,7 +12,7 @@ import torch
 
 from torchtitan_diloco.config import Config, ConfigError, from_command_line
 from torchtitan_diloco.config.loader import OptionParser
-from torchtitan_diloco.utils import markdown_table
+from torchtitan_diloco.log import markdown_table
 
 Settings = dict[str, str]
 """Settings of the trainer: dotted key -> value."""

@@ -24,7 +24,7 @@ from typing import Any
 
 from benchmarks import core
 from benchmarks.network import LOOPBACK, Network, NoNetworkError, Program, wait_until
-from torchtitan_diloco.utils import read_json_lines
+from torchtitan_diloco.components.records import read_json_lines
 
 HEADER = "fault | what happened | seconds | steps lost | as promised | n"
 SETTINGS: core.Settings = {

@@ -24,7 +24,8 @@ import torch
 
 from benchmarks import core
 from benchmarks.gpu_parts import GPU, MINIATURE, PARTS, Check, Scale
-from torchtitan_diloco.utils import describe_device, markdown_table
+from torchtitan_diloco.hardware import describe_device
+from torchtitan_diloco.log import markdown_table
 
 TOTAL_SECONDS = 530
 NOT_PROVEN = """

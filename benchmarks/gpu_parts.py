@@ -20,6 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from benchmarks import checkpoint, codecs, core, train_step
 from torchtitan_diloco.components.checkpoint_folders import checkpoint_path
 from torchtitan_diloco.components.checkpoint_schema import read_manifest
+from torchtitan_diloco.components.records import read_json_lines
 from torchtitan_diloco.config.schema import Model
 from torchtitan_diloco.diloco import DiLoCoConfig, Fragments, Link, OuterOptimizer, StreamingDiLoCo
 from torchtitan_diloco.diloco.codecs import CODECS, UNIT, build_codec
@@ -27,8 +28,9 @@ from torchtitan_diloco.diloco.config import BLOCK_SIZES, Quantization
 from torchtitan_diloco.diloco.fragments import build_fragments
 from torchtitan_diloco.diloco.outer_state import OuterState, background_stream
 from torchtitan_diloco.distributed.world import FSDP, world_of_one
+from torchtitan_diloco.hardware import GIB
+from torchtitan_diloco.log import REPOSITORY
 from torchtitan_diloco.models.decoder import Decoder
-from torchtitan_diloco.utils import GIB, REPOSITORY, read_json_lines
 
 
 @dataclass

@@ -29,7 +29,7 @@ from benchmarks.islands_program import SAMPLES, TOKENS
 from benchmarks.islands_run import STEP, Found, Run, TorchftRun, running
 from benchmarks.network import wait_until
 from benchmarks.torchft_loop import is_installed
-from torchtitan_diloco.utils import install_command
+from torchtitan_diloco.log import install_command
 
 COLUMNS = {"longest stall, steps": 2, "idle, %": 1, "next round, s": 1, "steps lost": 1}
 """Columns of the first table, with their number of decimals."""

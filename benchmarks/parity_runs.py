@@ -12,9 +12,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from benchmarks import core
+from torchtitan_diloco.components.records import read_json_lines
 from torchtitan_diloco.config import from_command_line
 from torchtitan_diloco.config.schema import flat_settings
-from torchtitan_diloco.utils import read_json_lines
 
 LOSS = "validation/loss_nats_per_token_global"
 

@@ -38,8 +38,8 @@ from benchmarks.slow_link_run import (
 )
 from torchtitan_diloco.components.summary import UNLIMITED
 from torchtitan_diloco.diloco import DiLoCoConfig
+from torchtitan_diloco.log import install_command
 from torchtitan_diloco.planner.prediction import predict
-from torchtitan_diloco.utils import install_command
 
 GOODPUT = 1448 / 1514
 """Payload of a full packet / its size, as counted by the token bucket."""

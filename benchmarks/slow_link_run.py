@@ -14,9 +14,8 @@ import msgspec
 
 from benchmarks import core
 from benchmarks.network import Network
-from torchtitan_diloco.components.records import Conditions, Summary, from_record
+from torchtitan_diloco.components.records import Conditions, Summary, from_record, read_json_lines
 from torchtitan_diloco.distributed.stop import STEPS_APART
-from torchtitan_diloco.utils import read_json_lines
 
 MODEL = {
     "model.activation": "gelu",

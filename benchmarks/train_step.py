@@ -34,9 +34,10 @@ from torchtitan_diloco.config import Config, from_command_line
 from torchtitan_diloco.config.schema import Optimizer
 from torchtitan_diloco.diloco import StreamingDiLoCo
 from torchtitan_diloco.distributed.world import join_world, leave_world, pick_device
+from torchtitan_diloco.hardware import GIB, describe_device, peak_flops, peak_memory_bytes
+from torchtitan_diloco.log import logger
 from torchtitan_diloco.models.decoder import Decoder
 from torchtitan_diloco.trainer import Trainer
-from torchtitan_diloco.utils import GIB, describe_device, logger, peak_flops, peak_memory_bytes
 
 Batches = Iterator[tuple[Tensor, Tensor]]
 ONE_WORKER = ["--diloco.workers", "1", "--validation.every", "0", "--diloco.method", "none"]

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import settings
 
 from tests.processes import ProcessPool
-from torchtitan_diloco.utils import STOP_SIGNALS, logger
+from torchtitan_diloco.log import STOP_SIGNALS, logger
 
 REPOSITORY = Path(__file__).parents[1]
 

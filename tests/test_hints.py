@@ -9,7 +9,7 @@ import pytest
 
 from tests.conftest import REPOSITORY
 from torchtitan_diloco import cli
-from torchtitan_diloco.utils import STARTED_BY, command_line, installed
+from torchtitan_diloco.log import STARTED_BY, command_line, installed
 
 PYTHON = f"{sys.executable} -m"
 TORCHRUN = {

@@ -15,8 +15,8 @@ from tests.processes import ProcessPool
 from tests.test_trainer import settings, words
 from torchtitan_diloco.config import load_config
 from torchtitan_diloco.distributed.collectives import RanksLostError
+from torchtitan_diloco.log import UserError, clock
 from torchtitan_diloco.train import join, main
-from torchtitan_diloco.utils import UserError, clock
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_a_connection_that_fails_early_is_not_said_to_have_taken_the_whole_time(
 def test_only_a_process_that_ends_in_order_says_goodbye(body: str, code: int, says: str) -> None:
     """Exit handlers run only then: they tell the other ranks that this one has ended in order."""
     program = (
-        "import atexit\nfrom torchtitan_diloco.utils import run_and_exit\n"
+        "import atexit\nfrom torchtitan_diloco.log import run_and_exit\n"
         f"atexit.register(print, 'goodbye')\ndef main(_):\n    {body}\nrun_and_exit(main, [])"
     )
     done = subprocess.run(

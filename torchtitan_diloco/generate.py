@@ -15,8 +15,8 @@ from torch import Tensor
 from torchtitan_diloco.data.tokenizer import Tokenizer
 from torchtitan_diloco.distributed.world import pick_device
 from torchtitan_diloco.export.saved_model import CommandParser, SavedModel, in_range, run_command
+from torchtitan_diloco.log import UserError
 from torchtitan_diloco.models import LanguageModel
-from torchtitan_diloco.utils import UserError
 
 
 def generate(

@@ -20,16 +20,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchtitan_diloco.config import Config, from_command_line
-from torchtitan_diloco.utils import (
+from torchtitan_diloco.hardware import available_cores, end_with_parent, raise_open_files_limit
+from torchtitan_diloco.log import (
     SAME_SIGNAL_SECONDS,
     STOP_SIGNALS,
     USER_ERROR,
     WORKER_LOST,
     UserError,
-    available_cores,
     cause_of,
-    end_with_parent,
-    raise_open_files_limit,
 )
 
 if TYPE_CHECKING:

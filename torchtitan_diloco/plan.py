@@ -14,13 +14,13 @@ from pathlib import Path
 
 from msgspec import ValidationError
 
-from torchtitan_diloco.components.records import Conditions, Summary, from_record
+from torchtitan_diloco.components.records import Conditions, Summary, from_record, read_json_lines
 from torchtitan_diloco.config import Config, from_command_line, load_config
 from torchtitan_diloco.config.loader import CONFIGS_FOLDER, OptionParser, find_config
 from torchtitan_diloco.config.schema import flat_settings, format_value
+from torchtitan_diloco.log import UserError, command_line
 from torchtitan_diloco.planner.paper import SYNC_EVERY, paper_table
 from torchtitan_diloco.planner.units import parse_bandwidth, parse_duration, quantity
-from torchtitan_diloco.utils import UserError, command_line, read_json_lines
 
 EPILOG = """\
 Any setting of a run can be given as well, as in --diloco.workers 4 or --parallel.fsdp 8.

@@ -21,19 +21,19 @@ from torchtitan_diloco.config.schema import Run
 from torchtitan_diloco.diloco import WorkerLostError
 from torchtitan_diloco.distributed.collectives import RanksLostError, share_cores
 from torchtitan_diloco.distributed.world import World, join_world, leave_world
+from torchtitan_diloco.hardware import raise_open_files_limit
 from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.members import IslandFailedError
-from torchtitan_diloco.trainer import Trainer
-from torchtitan_diloco.utils import (
+from torchtitan_diloco.log import (
     USER_ERROR,
     WORKER_LOST,
     UserError,
     cause_of,
     logger,
-    raise_open_files_limit,
     run_and_exit,
     start_logging,
 )
+from torchtitan_diloco.trainer import Trainer
 
 
 def main(arguments: list[str]) -> int:

@@ -48,18 +48,20 @@ from torchtitan_diloco.data.corpus import open_split
 from torchtitan_diloco.data.loader import Stream, TrainLoader, ValidationBatches
 from torchtitan_diloco.data.tokenizer import build_tokenizer
 from torchtitan_diloco.diloco import StreamingDiLoCo
+from torchtitan_diloco.diloco.meeting import agree
 from torchtitan_diloco.diloco.outer_loop import DataParallel, OuterLoop
-from torchtitan_diloco.distributed.collectives import assert_agreement
+from torchtitan_diloco.diloco.startup import MAY_DIFFER
 from torchtitan_diloco.distributed.stop import StopRequest, answer_lag
 from torchtitan_diloco.distributed.world import FSDP, WORKER, World
 from torchtitan_diloco.export.weights import load_initial_weights, weights_fingerprint
+from torchtitan_diloco.hardware import GarbageControl
 from torchtitan_diloco.island_run import IslandRun
+from torchtitan_diloco.log import UserError, logger
 from torchtitan_diloco.models import build_model, vocabulary_rows
 from torchtitan_diloco.models.parallelize import materialize, parallelize
 from torchtitan_diloco.planner.prediction import predict_observed
-from torchtitan_diloco.utils import GarbageControl, UserError, logger
 
-OWN_SETTINGS = {"run.folder", "data.cache_folder", "diloco.link.interface"}
+OWN_SETTINGS = {"run.folder", "data.cache_folder", *MAY_DIFFER}
 """Settings that may differ between the processes of a run."""
 
 
@@ -80,7 +82,7 @@ class Trainer:
         self.model = build_model(config.model, self.vocab_size, length)
         self.flops_per_token = self.model.flops_per_token(length)
         self.tokens = open_split(config.data, tokenizer, "train", self._tokens_of_run)
-        self._assert_agreement()
+        self._agree()
 
         self.resumed = self._resumed_state()
         self.step, self.lr = self.resumed.step, 0.0
@@ -388,10 +390,10 @@ class Trainer:
             if self.world.is_first:
                 logger.warning(warning)
 
-    def _assert_agreement(self) -> None:
+    def _agree(self) -> None:
         settings = flat_settings(self.config).items()
         facts = {key: str(value) for key, value in settings if key not in OWN_SETTINGS}
         tokenizer, corpus = self.tokenizer.fingerprint, self.tokens.fingerprint
         weights = weights_fingerprint("" if self.start.checkpoint else self.config.model.weights)
         facts |= {"tokenizer": tokenizer, "corpus": corpus, "model.weights": weights}
-        assert_agreement(self.world, facts)
+        agree(facts, self.world.control, "rank")

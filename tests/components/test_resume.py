@@ -165,7 +165,7 @@ import json, os, signal, sys
 from contextlib import nullcontext
 from tests.components.test_resume import run
 from tests.test_trainer import sending
-from torchtitan_diloco.utils import start_logging
+from torchtitan_diloco.log import start_logging
 
 start_logging()
 first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"

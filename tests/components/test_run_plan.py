@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from torchtitan_diloco import utils
+from torchtitan_diloco import hardware
 from torchtitan_diloco.components import run_plan
 from torchtitan_diloco.components.run_plan import RunPlan, check_size, log_early_end, plan_run
 from torchtitan_diloco.config.schema import Checkpoint, Training
 from torchtitan_diloco.diloco.config import DiLoCoConfig, Link, OuterOptimizer
 from torchtitan_diloco.distributed.world import World
-from torchtitan_diloco.utils import GIB, LOCAL_ISLANDS, free_memory_bytes
+from torchtitan_diloco.hardware import GIB, free_memory_bytes
+from torchtitan_diloco.log import LOCAL_ISLANDS
 
 ALONE = World(rank=0, size=1, workers=1, device=torch.device("cpu"))
 ON_GPU = World(rank=0, size=1, workers=1, device=torch.device("cuda", 0))
@@ -74,7 +75,7 @@ def test_the_outer_state_counts_where_it_is(
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a new one")
     properties = SimpleNamespace(total_memory=64 * MIB)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
-    monkeypatch.setattr(utils, "CGROUP", tmp_path)
+    monkeypatch.setattr(hardware, "CGROUP", tmp_path)
 
     def check(gpu: int, host: int) -> None:
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (gpu, 64 * MIB))
@@ -120,7 +121,7 @@ def test_files_that_a_container_has_read_are_not_in_the_way(
 ) -> None:
     stat = "anon 600\nactive_file 100\ninactive_file 200\n"
     write_limit(tmp_path, limit=limit, used=950, stat=stat)
-    monkeypatch.setattr(utils, "CGROUP", tmp_path)
+    monkeypatch.setattr(hardware, "CGROUP", tmp_path)
     found = free_memory_bytes(torch.device("cpu"))
     assert found == free if free is not None else found > 1000
 

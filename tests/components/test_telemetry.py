@@ -19,7 +19,7 @@ from torchtitan_diloco.components import telemetry as module
 from torchtitan_diloco.components.checkpoint_schema import RunState
 from torchtitan_diloco.components.records import drop_records_after
 from torchtitan_diloco.components.run_plan import RunPlan
-from torchtitan_diloco.components.summary import summarise
+from torchtitan_diloco.components.summary import all_reduce_bytes, summarise
 from torchtitan_diloco.components.telemetry import (
     OF_WORKER,
     RunProgress,
@@ -33,7 +33,6 @@ from torchtitan_diloco.diloco import DiLoCoConfig
 from torchtitan_diloco.diloco.outer_loop import OuterLoop
 from torchtitan_diloco.diloco.round import Round, Traffic
 from torchtitan_diloco.distributed.world import World
-from torchtitan_diloco.utils import all_reduce_bytes
 
 LOSS, SENT = "train/loss_nats_per_token_global", "diloco/sent_bytes_sum_over_ranks"
 SHARES = ("compute", "data", "exposed_communication", "other")

@@ -14,7 +14,7 @@ from torchtitan_diloco.config.schema import Data
 from torchtitan_diloco.data.corpus import open_split
 from torchtitan_diloco.data.shards import TokenShards
 from torchtitan_diloco.data.tokenizer import build_tokenizer
-from torchtitan_diloco.utils import command_line
+from torchtitan_diloco.log import command_line
 
 ROOT = Path(torchtitan_diloco.__file__).parents[1]
 BYTES = build_tokenizer("bytes")
@@ -127,7 +127,7 @@ import sys
 from torchtitan_diloco.config.schema import Data
 from torchtitan_diloco.data.corpus import open_split
 from torchtitan_diloco.data.tokenizer import build_tokenizer
-from torchtitan_diloco.utils import command_line
+from torchtitan_diloco.log import command_line
 
 data = Data(corpus=sys.argv[1], cache_folder=sys.argv[2])
 print(open_split(data, build_tokenizer("bytes"), "train").fingerprint)

@@ -14,6 +14,7 @@ from tests.data.conftest import MakeShards
 from tests.processes import ProcessPool
 from tests.test_trainer import LOSS, curve, records, settings, train
 from torchtitan_diloco.data.loader import (
+    IGNORE_INDEX,
     Indices,
     Stream,
     TrainLoader,
@@ -21,7 +22,6 @@ from torchtitan_diloco.data.loader import (
     sequence_indices,
 )
 from torchtitan_diloco.data.shards import TokenShards
-from torchtitan_diloco.utils import IGNORE_INDEX
 
 LENGTH = 10  # 1000 tokens: 99 sequences, which no batch size below divides
 

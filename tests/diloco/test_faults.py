@@ -31,7 +31,7 @@ from torchtitan_diloco.diloco import Link, StreamingDiLoCo, WorkerLostError
 from torchtitan_diloco.diloco import liveness as liveness_module
 from torchtitan_diloco.diloco.liveness import Liveness
 from torchtitan_diloco.distributed.world import WORKER
-from torchtitan_diloco.utils import logger
+from torchtitan_diloco.log import logger
 
 PATIENT, IMPATIENT = Link(timeout_seconds=600), Link(timeout_seconds=3)
 """The first is longer than a test may take: what ends in time was not ended by it."""

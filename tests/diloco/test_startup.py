@@ -29,7 +29,7 @@ from torchtitan_diloco.diloco import (
 from torchtitan_diloco.diloco.config import CodecName
 from torchtitan_diloco.diloco.fragments import build_fragments
 from torchtitan_diloco.distributed.world import WORKER
-from torchtitan_diloco.utils import logger
+from torchtitan_diloco.log import logger
 
 GPU = torch.device("cuda", 0)
 

@@ -12,18 +12,18 @@ import torch.distributed as dist
 
 from tests.distributed.test_world import join
 from tests.processes import DIED, ProcessPool
+from torchtitan_diloco.diloco.meeting import agree
 from torchtitan_diloco.distributed import collectives
 from torchtitan_diloco.distributed.collectives import (
     PendingReduction,
     PendingSums,
     RanksLostError,
-    assert_agreement,
     naming_lost_ranks,
     on_all_ranks,
     share_cores,
 )
 from torchtitan_diloco.distributed.world import leave_world
-from torchtitan_diloco.utils import cause_of
+from torchtitan_diloco.log import cause_of
 
 
 def _combine() -> tuple[Any, ...]:
@@ -33,7 +33,7 @@ def _combine() -> tuple[Any, ...]:
     largest = PendingReduction(world, values, "in the test", dist.ReduceOp.MAX)
     named = PendingSums(world, [{"one": 1.0}, {}, {"rank": world.rank, "two": 2.0}], "in the test")
     assert on_all_ranks(world.control, lambda: world.rank) == world.rank
-    assert_agreement(world, {"corpus": "same"})
+    agree({"corpus": "same"}, world.control, "rank")
     found = total.result(), largest.result(), named.by_worker()
     assert total.is_complete
     return found
@@ -92,7 +92,7 @@ def _refuse() -> tuple[str, str]:
     with pytest.raises(ValueError, match="no") as refused:
         on_all_ranks(world.control, refuse)
     with pytest.raises(ValueError, match="differently") as different:
-        assert_agreement(world, {"corpus": "a" if world.rank != 2 else "b", "text": "same"})
+        agree({"corpus": "a" if world.rank != 2 else "b", "text": "same"}, world.control, "rank")
     return str(refused.value), str(different.value)
 
 

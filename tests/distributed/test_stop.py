@@ -10,7 +10,7 @@ from tests.distributed.test_world import join
 from tests.processes import ProcessPool
 from torchtitan_diloco.distributed import stop
 from torchtitan_diloco.distributed.stop import StopRequest
-from torchtitan_diloco.utils import STOP_SIGNALS
+from torchtitan_diloco.log import STOP_SIGNALS
 
 
 def _agree(signalled_rank: int) -> tuple[list[int], int]:

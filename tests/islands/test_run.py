@@ -15,11 +15,11 @@ from tests.islands.servers import need_server
 from torchtitan_diloco import launch
 from torchtitan_diloco.components.checkpoint_folders import complete_checkpoints
 from torchtitan_diloco.components.checkpoint_schema import read_manifest
+from torchtitan_diloco.components.summary import all_reduce_bytes
 from torchtitan_diloco.config import from_command_line
 from torchtitan_diloco.config.loader import ConfigError
 from torchtitan_diloco.report.page import describe, facts_table
 from torchtitan_diloco.report.run_records import open_runs
-from torchtitan_diloco.utils import all_reduce_bytes
 
 need_server()
 

@@ -28,7 +28,7 @@ from torchtitan_diloco.islands.members import Hint
 from torchtitan_diloco.islands.records import Give, encode
 from torchtitan_diloco.islands.server import open_folder
 from torchtitan_diloco.islands.session import LogRecord
-from torchtitan_diloco.utils import USER_ERROR
+from torchtitan_diloco.log import USER_ERROR
 
 need_server()
 

@@ -14,7 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from torchtitan_diloco.launch import end_launcher, follow_launcher
-from torchtitan_diloco.utils import STOP_SIGNALS, USER_ERROR, WORKER_LOST, run_and_exit
+from torchtitan_diloco.log import STOP_SIGNALS, USER_ERROR, WORKER_LOST, run_and_exit
 
 RANK, SIZE = (int(os.environ.get(name, "0")) for name in ("RANK", "WORLD_SIZE"))
 restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))

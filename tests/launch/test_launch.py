@@ -140,7 +140,7 @@ def test_ctrl_c_during_the_imports_prints_no_traceback(tmp_path: Path) -> None:
 def test_the_limit_of_open_files_is_raised() -> None:
     code = """
 import resource
-from torchtitan_diloco.utils import raise_open_files_limit
+from torchtitan_diloco.hardware import raise_open_files_limit
 resource.setrlimit(resource.RLIMIT_NOFILE, (40, 50))
 raise_open_files_limit()
 print(*resource.getrlimit(resource.RLIMIT_NOFILE))

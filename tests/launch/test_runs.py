@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.running import launcher, two_nodes
-from torchtitan_diloco.utils import available_cores
+from torchtitan_diloco.hardware import available_cores
 
 ONLY_LOOPBACK = """
 import fcntl, os, socket, struct, sys

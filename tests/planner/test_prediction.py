@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from tests.processes import ProcessPool
 from torchtitan_diloco.components.records import Conditions
+from torchtitan_diloco.components.summary import all_reduce_bytes
 from torchtitan_diloco.config.loader import load_config
 from torchtitan_diloco.diloco.codecs import CODECS, build_codec
 from torchtitan_diloco.diloco.config import (
@@ -31,7 +32,6 @@ from torchtitan_diloco.planner.prediction import (
     predict_data_parallel,
     predict_exchange,
 )
-from torchtitan_diloco.utils import all_reduce_bytes
 
 BY_BITS: tuple[CodecName, ...] = ("fp32", "bf16", "int8", "fp4_e3m0", "ternary")
 FRAGMENTS = st.lists(st.integers(1, 50_000_000), min_size=1, max_size=12)

@@ -12,6 +12,7 @@ import pytest
 from tests.conftest import REPOSITORY, page_commands
 from tests.report.synthetic import FRAGMENTS, round_records, step_records, summary, write_run
 from torchtitan_diloco.components.records import PHASES, RoundRecord, Summary, WorkerRound, phases
+from torchtitan_diloco.components.summary import all_reduce_bytes
 from torchtitan_diloco.config import from_command_line
 from torchtitan_diloco.report.__main__ import main
 from torchtitan_diloco.report.charts import draw_timeline
@@ -25,7 +26,6 @@ from torchtitan_diloco.report.page import (
     markdown,
 )
 from torchtitan_diloco.report.run_records import Run, open_runs
-from torchtitan_diloco.utils import all_reduce_bytes
 
 LOSS = "train/loss_nats_per_token_global"
 

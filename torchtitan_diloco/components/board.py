@@ -10,7 +10,7 @@ from torch.utils.tensorboard import FileWriter
 from torch.utils.tensorboard.summary import hparams
 
 from torchtitan_diloco.components.records import Record
-from torchtitan_diloco.utils import UserError, install_command
+from torchtitan_diloco.log import UserError, install_command
 
 FIRST = {
     "train/loss_nats_per_token_global": ("loss/train", "nats per token, mean over all workers"),

@@ -33,7 +33,7 @@ from torchtitan_diloco.diloco.round import total
 from torchtitan_diloco.diloco.state_dict import SavedState, copy_to_host
 from torchtitan_diloco.distributed.collectives import naming_lost_ranks, on_all_ranks
 from torchtitan_diloco.distributed.world import FSDP, World
-from torchtitan_diloco.utils import UserError, logger
+from torchtitan_diloco.log import UserError, logger
 
 Value = TypeVar("Value")
 SAVE_AFTER_ERROR_SECONDS = 20.0

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from itertools import count
 from pathlib import Path
 
-from torchtitan_diloco.utils import write_whole
+from torchtitan_diloco.hardware import write_whole
 
 MANIFEST = "manifest.json"
 INCOMPLETE, DAMAGED = ".incomplete", ".damaged"

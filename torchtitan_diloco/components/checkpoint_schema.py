@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_diloco.components.checkpoint_folders import MANIFEST, flush_to_disk
 from torchtitan_diloco.components.optimizer import initial_state, local_of, shard_rows
-from torchtitan_diloco.utils import UserError
+from torchtitan_diloco.log import UserError
 
 Result = TypeVar("Result")
 VERSION = 5

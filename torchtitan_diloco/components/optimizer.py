@@ -14,7 +14,7 @@ from torch.nn.utils import get_total_norm
 from torch.optim import AdamW
 
 from torchtitan_diloco.config.schema import LrSchedule, Optimizer
-from torchtitan_diloco.utils import UserError, logger
+from torchtitan_diloco.log import UserError, logger
 
 
 def compute_dtype(choice: str, device: torch.device) -> torch.dtype:

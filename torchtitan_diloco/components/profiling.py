@@ -8,7 +8,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from torchtitan_diloco.config.schema import Profiling
 from torchtitan_diloco.distributed.world import World
-from torchtitan_diloco.utils import UserError, logger
+from torchtitan_diloco.log import UserError, logger
 
 
 def build_profiler(

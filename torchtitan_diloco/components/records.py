@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TextIO, TypeVar
 import msgspec
 
 from torchtitan_diloco.config.schema import Metrics
-from torchtitan_diloco.utils import UserError, logger, read_json_lines, write_whole
+from torchtitan_diloco.hardware import write_whole
+from torchtitan_diloco.log import UserError, logger
 
 if TYPE_CHECKING:
     from torchtitan_diloco.components.board import Board
@@ -315,3 +316,30 @@ def write_trace(path: Path, rounds: Sequence[RoundRecord]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     trace = {"traceEvents": events, "displayTimeUnit": "ms"}
     write_whole(path, json.dumps(trace).encode())
+
+
+def read_json_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """Return the objects of a JSON Lines file, and the number of unreadable lines.
+
+    A last line that is still being written is skipped.
+    """
+    text = path.read_text(encoding="utf-8", errors="replace")
+    lines = [line for line in text.split("\n") if line.strip()]
+    found, unreadable = [], 0
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            record = None
+        if isinstance(record, dict):
+            found.append(record)
+        else:
+            unreadable += number < len(lines) or text.endswith("\n")
+    return found, unreadable
+
+
+def number(value: object) -> float:
+    """Convert a value of a JSON record to a float, NaN if it is not a number."""
+    if isinstance(value, str) and value in ("inf", "-inf"):  # JSON has no such numbers
+        return float(value)
+    return float(value) if isinstance(value, int | float) else math.nan

@@ -35,7 +35,7 @@ from torchtitan_diloco.diloco.state_dict import (
 )
 from torchtitan_diloco.distributed.collectives import on_all_ranks
 from torchtitan_diloco.distributed.world import WORKER, World
-from torchtitan_diloco.utils import UserError, logger
+from torchtitan_diloco.log import UserError, logger
 
 STORED_FOLDER = "torchtitan_diloco/run folder"
 """Key of torchrun's store. It tells ranks that were started again where the run goes on."""

@@ -18,7 +18,7 @@ from torchtitan_diloco.config.schema import Checkpoint, Run
 from torchtitan_diloco.diloco.object_collectives import broadcast_object, gather_objects
 from torchtitan_diloco.distributed.collectives import on_all_ranks
 from torchtitan_diloco.distributed.world import World
-from torchtitan_diloco.utils import UserError, logger
+from torchtitan_diloco.log import UserError, logger
 
 LOCK = "run.lock"
 VISIBLE_WITHIN_SECONDS = 10.0

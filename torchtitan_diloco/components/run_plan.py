@@ -15,17 +15,14 @@ from torchtitan_diloco.diloco.startup import state_bytes, state_device
 from torchtitan_diloco.distributed.collectives import on_all_ranks
 from torchtitan_diloco.distributed.stop import Requests
 from torchtitan_diloco.distributed.world import World
-from torchtitan_diloco.utils import (
+from torchtitan_diloco.hardware import (
     GIB,
-    LOCAL_ISLANDS,
-    UserError,
     available_cores,
     describe_device,
     free_memory_bytes,
-    local_ranks,
-    logger,
     peak_flops,
 )
+from torchtitan_diloco.log import LOCAL_ISLANDS, UserError, logger
 
 CORE_FLOPS, LONG_DAYS = 1e11, 60
 """FLOP/s that few CPU cores reach, and days that a run is unlikely to be meant to take."""
@@ -159,7 +156,8 @@ def check_size(
     plan: RunPlan, world: World, flops_per_token: int, diloco: DiLoCoConfig, *, island: bool = False
 ) -> None:
     """Raise if the state of the run cannot fit into memory. Warn if it takes very long."""
-    device, ranks, smaller = world.device, local_ranks(), "--config 35m, or --config debug to try"
+    device, smaller = world.device, "--config 35m, or --config debug to try"
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     tokens = plan.tokens_at(plan.total_steps) - plan.start_tokens
     peak = peak_flops(device) or (device.type == "cpu" and CORE_FLOPS * available_cores() / ranks)
     days = flops_per_token * tokens / (peak * plan.ranks) / 86_400 if peak else 0.0

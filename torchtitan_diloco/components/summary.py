@@ -10,7 +10,7 @@ from torchtitan_diloco.components.records import Conditions, RoundRecord, Summar
 from torchtitan_diloco.components.round_records import known, percent_without
 from torchtitan_diloco.components.telemetry import OF_WORKER, Telemetry, worker_key
 from torchtitan_diloco.diloco.config import DiLoCoConfig
-from torchtitan_diloco.utils import all_reduce_bytes, clock, command_line, logger
+from torchtitan_diloco.log import clock, command_line, logger
 
 HIDDEN_WELL_PERCENT = 90
 REASONS = {
@@ -177,3 +177,8 @@ def coded_bytes(values: int, workers: int, codec: str) -> float:
     and all means.
     """
     return 4 * values * (1 + workers if workers == 2 or codec == "topk" else 3 + 1 / workers)
+
+
+def all_reduce_bytes(parameters: float, workers: int) -> float:
+    """Return the bytes that one worker sends in a ring all-reduce of all gradients in bf16."""
+    return 2 * (workers - 1) / workers * 2 * parameters

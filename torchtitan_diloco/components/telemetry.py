@@ -37,7 +37,8 @@ from torchtitan_diloco.diloco.outer_loop import OuterLoop
 from torchtitan_diloco.diloco.round import Round, total
 from torchtitan_diloco.distributed.collectives import PendingSums
 from torchtitan_diloco.distributed.world import World
-from torchtitan_diloco.utils import GIB, clock, logger, peak_flops, peak_memory_bytes
+from torchtitan_diloco.hardware import GIB, peak_flops, peak_memory_bytes
+from torchtitan_diloco.log import clock, logger
 
 Batch = tuple[Tensor, Tensor]
 OF_WORKER = ("steps", "seconds", "squares")

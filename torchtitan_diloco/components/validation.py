@@ -16,7 +16,7 @@ from torchtitan_diloco.diloco.fragments import drop_gathered
 from torchtitan_diloco.diloco.outer_loop import OuterLoop
 from torchtitan_diloco.distributed.collectives import PendingReduction
 from torchtitan_diloco.distributed.world import World
-from torchtitan_diloco.utils import logger
+from torchtitan_diloco.log import logger
 
 
 class ValidationResult(NamedTuple):

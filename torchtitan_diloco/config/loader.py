@@ -21,7 +21,7 @@ import tomli_w
 from torchtitan_diloco.config.checks import RUN_LENGTH, config_mistakes
 from torchtitan_diloco.config.schema import Config, flat_settings, flatten, format_value
 from torchtitan_diloco.diloco.fields import convert, nearest, setting_types
-from torchtitan_diloco.utils import UserError, command_line
+from torchtitan_diloco.log import UserError, command_line
 
 CONFIGS_FOLDER = Path(__file__).parents[1] / "train_configs"
 DEFAULT_CONFIG = "demo"

@@ -20,13 +20,8 @@ from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from torchtitan_diloco.data.shards import TokenShards
-from torchtitan_diloco.utils import (
-    IGNORE_INDEX,
-    STOP_SIGNALS,
-    UserError,
-    available_cores,
-    end_with_parent,
-)
+from torchtitan_diloco.hardware import available_cores, end_with_parent
+from torchtitan_diloco.log import STOP_SIGNALS, UserError
 
 Batch = tuple[Tensor, Tensor]
 """Inputs and targets, int64 [sequences, sequence_length]."""
@@ -261,3 +256,7 @@ def _mix(words: _Words) -> _Words:
     for multiplier in _MULTIPLIERS:
         words = (words ^ (words >> _SHIFT)) * multiplier
     return words ^ (words >> _SHIFT)
+
+
+IGNORE_INDEX = -100
+"""Target of a position that the loss ignores."""

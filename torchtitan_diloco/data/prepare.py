@@ -37,7 +37,8 @@ from torchtitan_diloco.data.text import (
     open_corpus,
 )
 from torchtitan_diloco.data.tokenizer import BEGINS, Tokenizer, build_tokenizer
-from torchtitan_diloco.utils import UserError, available_cores, command_line
+from torchtitan_diloco.hardware import available_cores
+from torchtitan_diloco.log import UserError, command_line
 
 DEFAULT_SHARD_TOKENS = 2**28  # half a gigabyte at two bytes a token
 _PIECES_AHEAD = 128  # for each thread; bounds memory

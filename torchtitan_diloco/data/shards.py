@@ -19,7 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from torchtitan_diloco.data.tokenizer import Tokenizer
-from torchtitan_diloco.utils import UserError, aside_path, logger, write_whole
+from torchtitan_diloco.hardware import aside_path, write_whole
+from torchtitan_diloco.log import UserError, logger
 
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, ...] = ("train", "validation")

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, NamedTuple, cast
 
 from tqdm import tqdm
 
-from torchtitan_diloco.utils import UserError, install_command
+from torchtitan_diloco.log import UserError, install_command
 
 STDLIB = "stdlib"
 TEXT_FIELD = "text"

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import tiktoken
 
-from torchtitan_diloco.utils import UserError, install_command, installed
+from torchtitan_diloco.log import UserError, install_command, installed
 
 END_OF_DOCUMENT = "<|endoftext|>"
 ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "<|eot_id|>", "</s>", "<eos>", "<|im_end|>")

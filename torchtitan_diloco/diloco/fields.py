@@ -7,7 +7,7 @@ from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from torchtitan_diloco.utils import UserError
+from torchtitan_diloco.log import UserError
 
 NAMES = {"`bool`": "true or false", "`array`": "a list", "`str`": "text, in quotes"}
 

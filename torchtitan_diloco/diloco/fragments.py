@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from torchtitan_diloco.diloco.config import Fragments
-from torchtitan_diloco.utils import UserError
+from torchtitan_diloco.log import UserError
 
 REST = "embedding, head and norms"
 
@@ -109,6 +109,15 @@ def fragment_table(fragments: Iterable[Fragment], slots: Iterable[int]) -> str:
 
 Group = tuple[str, list[Part]]
 """Name and parts of a fragment or block."""
+
+
+def describe_layout(fragments: Iterable[Fragment]) -> list[str]:
+    """Describe each parameter of the fragments on one line, the same on all ranks of a worker."""
+    return [
+        f"{fragment.index} {part.name} {tuple(part.parameter.shape)} {part.parameter.dtype}"
+        for fragment in fragments
+        for part in fragment.parts
+    ]
 
 
 def _merge(groups: list[Group]) -> Group:

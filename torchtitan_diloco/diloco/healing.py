@@ -18,7 +18,7 @@ from torchtitan_diloco.diloco.transport import (
     Header,
     WorkerLostError,
 )
-from torchtitan_diloco.utils import UserError, cause_of, logger
+from torchtitan_diloco.log import UserError, cause_of, logger
 
 LATEST = 32  # norms in the median
 FEWEST = 5  # norms that are needed to find an outlier

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_diloco.diloco.transport import WorkerLostError
-from torchtitan_diloco.utils import cause_of, logger
+from torchtitan_diloco.log import cause_of, logger
 
 Result = TypeVar("Result")
 FOREVER = timedelta(days=3650)

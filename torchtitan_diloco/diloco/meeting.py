@@ -1,10 +1,13 @@
-"""Where the ranks that torchrun has started meet, also after it has started them again."""
+"""How ranks meet, also after torchrun has started them again, and agree on what they run."""
 
 import hashlib
 import os
 import secrets
 import time
+from collections.abc import Mapping
 from datetime import timedelta
+from functools import cache
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -12,7 +15,8 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
-from torchtitan_diloco.utils import UserError
+from torchtitan_diloco.diloco.object_collectives import gather_objects
+from torchtitan_diloco.log import UserError
 
 HIDDEN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK")
 
@@ -75,3 +79,49 @@ def join_workers() -> dist.ProcessGroup:
     group = dist.group.WORLD
     assert group is not None
     return group
+
+
+# --- agreement ------------------------------------------------------------------------------------
+
+
+def agree(facts: Mapping[str, str], group: dist.ProcessGroup | None, member: str) -> None:
+    """Raise on every rank of `group` if the facts, code or torch of one differ from the first's.
+
+    `member`: what the message calls a rank of the group, such as "worker".
+    """
+    mine = {**facts, "code": code_fingerprint(), "torch version": str(torch.__version__)}
+    gathered = enumerate(gather_objects(mine, group))
+    differences = find_differences({f"on {member} {n}": one for n, one in gathered})
+    if differences:
+        raise UserError(
+            f"{member}s were started differently; start all of them with the same:\n  "
+            + "\n  ".join(differences)
+        )
+
+
+@cache
+def code_fingerprint() -> str:
+    """Return a hash of the source of this package, which must be the same on all nodes."""
+    package = Path(__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        digest.update(str(path.relative_to(package)).encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def find_differences(gathered: Mapping[str, Mapping[str, str]]) -> list[str]:
+    """Describe up to eight differences from the first facts. A key such as "on rank 0" says whose
+    facts they are."""
+    (first, reference), *others = gathered.items()
+    differences = [
+        f"{key}: {_shorten(reference.get(key))} {first}, {_shorten(theirs.get(key))} {where}"
+        for where, theirs in others
+        for key in sorted({*reference, *theirs})
+        if theirs.get(key) != reference.get(key)
+    ]
+    more = [f"and {len(differences) - 8} more"] if len(differences) > 8 else []
+    return differences[:8] + more
+
+
+def _shorten(value: str | None) -> str:
+    return "nothing" if value is None else value if len(value) <= 60 else value[:57] + "..."

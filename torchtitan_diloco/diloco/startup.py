@@ -16,12 +16,14 @@ from torchtitan_diloco.diloco.codecs import build_codec, describe, kernels_name
 from torchtitan_diloco.diloco.config import DiLoCoConfig, diloco_mistakes
 from torchtitan_diloco.diloco.exchange import Exchange
 from torchtitan_diloco.diloco.fields import check_class, flat_settings, raise_mistakes
-from torchtitan_diloco.diloco.fragments import Fragment
+from torchtitan_diloco.diloco.fragments import Fragment, describe_layout
 from torchtitan_diloco.diloco.liveness import Liveness
-from torchtitan_diloco.diloco.object_collectives import broadcast_object, gather_objects
+from torchtitan_diloco.diloco.meeting import agree
+from torchtitan_diloco.diloco.object_collectives import broadcast_object
 from torchtitan_diloco.diloco.outer_optimizer import slot_count
 from torchtitan_diloco.diloco.outer_state import OuterState
-from torchtitan_diloco.utils import GIB, UserError, code_fingerprint, find_differences, logger
+from torchtitan_diloco.hardware import GIB
+from torchtitan_diloco.log import UserError, logger
 
 MAY_DIFFER = {"diloco.link.interface"}
 """Settings that may differ between workers."""
@@ -107,16 +109,11 @@ def agree_on_run(
     seed: int,
 ) -> int:
     """Raise if workers differ in settings, code or model; return a number unique to this run."""
-    layout = [
-        f"{fragment.index} {part.name} {tuple(part.parameter.shape)} {part.local().numel()} "
-        f"{part.parameter.dtype}"
-        for fragment in fragments
-        for part in fragment.parts
-    ]
+    layout = describe_layout(fragments)
+    layout += [str(part.local().numel()) for fragment in fragments for part in fragment.parts]
     settings = flat_settings(config, "diloco.")
     mine = {key: str(value) for key, value in settings.items() if key not in MAY_DIFFER}
     mine |= {
-        "code": code_fingerprint(),
         "total_steps": str(total_steps),
         "seed": str(seed),
         "model": hashlib.sha256("\n".join(layout).encode()).hexdigest()[:16],
@@ -124,13 +121,7 @@ def agree_on_run(
         "memory of the outer state (diloco.link.outer_state)": device.type,
         "codec kernels": kernels_name() if device.type == "cuda" else "torch",
     }
-    gathered = {f"on worker {n}": one for n, one in enumerate(gather_objects(mine, group))}
-    differences = find_differences(gathered)
-    if differences:
-        raise UserError(
-            "workers were started differently; give all of them the same:\n  "
-            + "\n  ".join(differences)
-        )
+    agree(mine, group, "worker")
     # Worker 0's random part distinguishes two runs of one configuration.
     name = "/".join([*mine.values(), broadcast_object(secrets.token_hex(8), str, group)])
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")

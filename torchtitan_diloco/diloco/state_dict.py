@@ -18,7 +18,7 @@ from torchtitan_diloco.diloco.config import DiLoCoConfig
 from torchtitan_diloco.diloco.fragments import check_identity, drop_gathered, local_rows
 from torchtitan_diloco.diloco.outer_state import OuterState
 from torchtitan_diloco.diloco.round import InFlight, total
-from torchtitan_diloco.utils import UserError
+from torchtitan_diloco.log import UserError
 
 Facts = dict[str, Any]
 Named = dict[str, Tensor]

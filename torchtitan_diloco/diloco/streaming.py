@@ -41,7 +41,7 @@ from torchtitan_diloco.diloco.round import InFlight, Meter, Round
 from torchtitan_diloco.diloco.schedule import build_schedule, is_dropped, is_measured
 from torchtitan_diloco.diloco.state_dict import Facts, SavedState, Snapshot
 from torchtitan_diloco.diloco.transport import DROPPED, WENT_WRONG, Header
-from torchtitan_diloco.utils import UserError, logger
+from torchtitan_diloco.log import UserError, logger
 
 
 class StreamingDiLoCo:

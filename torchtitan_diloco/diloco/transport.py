@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torchtitan_diloco.diloco.background import BackgroundThread
 from torchtitan_diloco.diloco.round import Traffic
-from torchtitan_diloco.utils import UserError, cause_of
+from torchtitan_diloco.log import UserError, cause_of
 
 
 class WorkerLostError(RuntimeError):

@@ -13,28 +13,10 @@ import torch.distributed as dist
 from torchtitan_diloco.diloco.object_collectives import gather_objects
 from torchtitan_diloco.diloco.transport import WorkerLostError
 from torchtitan_diloco.distributed.world import World
-from torchtitan_diloco.utils import (
-    UserError,
-    available_cores,
-    cause_of,
-    code_fingerprint,
-    find_differences,
-    logger,
-)
+from torchtitan_diloco.hardware import available_cores
+from torchtitan_diloco.log import UserError, cause_of, logger
 
 Value = TypeVar("Value")
-
-
-def assert_agreement(world: World, facts: Mapping[str, str]) -> None:
-    """Raise on every rank if facts, code or torch of a rank differ from those of rank 0."""
-    own = {**facts, "code": code_fingerprint(), "torch version": str(torch.__version__)}
-    gathered = {f"on rank {n}": one for n, one in enumerate(gather_objects(own, world.control))}
-    differences = find_differences(gathered)
-    if differences:
-        raise UserError(
-            "processes were started differently; start all of them with the same:\n  "
-            + "\n  ".join(differences)
-        )
 
 
 def share_cores(world: World, *, has_islands: bool) -> None:

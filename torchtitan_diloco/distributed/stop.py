@@ -11,7 +11,7 @@ from torch.distributed import ReduceOp
 from torchtitan_diloco.diloco import DiLoCoConfig
 from torchtitan_diloco.distributed.collectives import PendingReduction
 from torchtitan_diloco.distributed.world import World
-from torchtitan_diloco.utils import SAME_SIGNAL_SECONDS, STOP_SIGNALS, logger
+from torchtitan_diloco.log import SAME_SIGNAL_SECONDS, STOP_SIGNALS, logger
 
 ASK_EVERY = 2
 """Steps between two questions of workers that train on their own. Each takes time on the links."""

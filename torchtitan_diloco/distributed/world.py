@@ -16,7 +16,7 @@ from torchtitan_diloco.config.schema import Distributed
 from torchtitan_diloco.diloco.config import Link
 from torchtitan_diloco.diloco.liveness import Liveness
 from torchtitan_diloco.diloco.meeting import store_of_attempt, store_of_job
-from torchtitan_diloco.utils import UserError, logger
+from torchtitan_diloco.log import UserError, logger
 
 WORKER, FSDP = "worker", "fsdp"
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"

@@ -18,7 +18,7 @@ from torchtitan_diloco.config import to_toml
 from torchtitan_diloco.export.hugging_face import TOKENIZER_NAME, save_hugging_face
 from torchtitan_diloco.export.saved_model import CommandParser, SavedModel, run_command
 from torchtitan_diloco.export.weights import WEIGHTS_NAME, new_folder
-from torchtitan_diloco.utils import UserError
+from torchtitan_diloco.log import UserError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 DEFAULTS = ("float32", "shared")

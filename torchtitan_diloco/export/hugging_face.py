@@ -12,9 +12,9 @@ from torch import Tensor
 
 from torchtitan_diloco.data.tokenizer import Tokenizer
 from torchtitan_diloco.export.weights import CONFIG_NAME, WEIGHTS_NAME, new_folder
+from torchtitan_diloco.log import logger
 from torchtitan_diloco.models import LanguageModel
 from torchtitan_diloco.models.hugging_face import transformers_config, transformers_names
-from torchtitan_diloco.utils import logger
 
 TOKENIZER_NAME = "tokenizer.json"
 

@@ -32,8 +32,8 @@ from torchtitan_diloco.config import Config, parse_config
 from torchtitan_diloco.config.loader import OptionParser
 from torchtitan_diloco.data.tokenizer import Tokenizer, build_tokenizer
 from torchtitan_diloco.diloco.state_dict import shared_parameter_name
+from torchtitan_diloco.log import UserError, command_line
 from torchtitan_diloco.models import LanguageModel, build_model, vocabulary_rows
-from torchtitan_diloco.utils import UserError, command_line
 
 
 @dataclass(frozen=True)

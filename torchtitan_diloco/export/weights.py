@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from torchtitan_diloco.log import UserError, logger
 from torchtitan_diloco.models.base import LanguageModel, copy_shard
 from torchtitan_diloco.models.hugging_face import differing_settings, transformers_names
-from torchtitan_diloco.utils import UserError, logger
 
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"

@@ -25,13 +25,7 @@ from torchtitan_diloco.islands.log import Outcome, State
 from torchtitan_diloco.islands.members import Member, name_of
 from torchtitan_diloco.islands.server import make_streams, open_folder
 from torchtitan_diloco.islands.session import Leave, check_installed
-from torchtitan_diloco.utils import (
-    STOP_SIGNALS,
-    USER_ERROR,
-    UserError,
-    command_line,
-    markdown_table,
-)
+from torchtitan_diloco.log import STOP_SIGNALS, USER_ERROR, UserError, command_line, markdown_table
 
 LISTEN_SECONDS = 3.0
 """Time to receive heartbeats before the first output."""

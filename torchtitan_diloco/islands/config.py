@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from torchtitan_diloco.diloco.config import Mistakes, NotNegative, Positive
 from torchtitan_diloco.diloco.fields import Section, convert
-from torchtitan_diloco.utils import UserError, command_line
+from torchtitan_diloco.log import UserError, command_line
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from torchtitan_diloco.islands.session import (
     stream_of,
     subject_of,
 )
-from torchtitan_diloco.utils import UserError, logger
+from torchtitan_diloco.log import UserError, logger
 
 if TYPE_CHECKING:
     from nats.js import JetStreamContext

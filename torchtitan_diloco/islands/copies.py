@@ -22,11 +22,12 @@ from torchtitan_diloco.diloco.codecs import UNIT, Codec, build_codec
 from torchtitan_diloco.diloco.config import DiLoCoConfig
 from torchtitan_diloco.diloco.exchange import PIECE
 from torchtitan_diloco.diloco.fields import flat_settings
+from torchtitan_diloco.diloco.fragments import describe_layout
+from torchtitan_diloco.diloco.meeting import code_fingerprint
 from torchtitan_diloco.diloco.object_collectives import broadcast_object
 from torchtitan_diloco.diloco.outer_optimizer import BLOCK, outer_step, slot_count
 from torchtitan_diloco.diloco.outer_state import OuterState
 from torchtitan_diloco.islands.shards import Layout, Ranks, collect
-from torchtitan_diloco.utils import code_fingerprint
 
 MAY_DIFFER = re.compile(r"diloco\.(link\.|workers|measure_every|quantization\.threads)")
 """Settings in which islands may differ."""
@@ -282,12 +283,8 @@ def fingerprints(
 ) -> dict[str, str]:
     settings = flat_settings(config, "diloco.")
     found = {key: str(value) for key, value in settings.items() if not MAY_DIFFER.match(key)}
-    model = [
-        f"{state.fragment.index} {part.name} {tuple(part.parameter.shape)} {part.parameter.dtype}"
-        for state in states
-        for part in state.fragment.parts
-    ]
-    found |= {"code": code_fingerprint(), "model": "\n".join(model)}
+    model = "\n".join(describe_layout([state.fragment for state in states]))
+    found |= {"code": code_fingerprint(), "model": model}
     found |= {"arithmetic": arithmetic(config, states[0].outer.device), **facts}
     return {key.replace(" ", "-"): _short(value) for key, value in found.items()}
 

@@ -10,7 +10,7 @@ from torchtitan_diloco.islands.connection import Connection, GivenUpError
 from torchtitan_diloco.islands.members import name_of
 from torchtitan_diloco.islands.replay import as_buffer
 from torchtitan_diloco.islands.session import Snapshot, SnapshotWanted
-from torchtitan_diloco.utils import logger
+from torchtitan_diloco.log import logger
 
 
 class Giver:

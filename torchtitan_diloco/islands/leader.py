@@ -30,7 +30,7 @@ from torchtitan_diloco.islands.replay import RETRY, Replay, Saved, as_buffer
 from torchtitan_diloco.islands.rounds import Mode, Rounds, Timing
 from torchtitan_diloco.islands.rules import Island
 from torchtitan_diloco.islands.session import Snapshot, SnapshotWanted
-from torchtitan_diloco.utils import UserError, logger
+from torchtitan_diloco.log import UserError, logger
 
 BEAT, REPORT = 0.5, 10.0
 """Seconds between heartbeats, and between log messages about waiting."""

@@ -8,8 +8,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from torchtitan_diloco.hardware import end_with_parent
 from torchtitan_diloco.islands.server import Server, open_folder
-from torchtitan_diloco.utils import LOCAL_ISLANDS, STOP_SIGNALS, end_with_parent
+from torchtitan_diloco.log import LOCAL_ISLANDS, STOP_SIGNALS
 
 LOCAL_GB = 1
 PORTS_TRIED = 3

@@ -29,7 +29,7 @@ from torchtitan_diloco.islands.records import (
     digest,
     encode,
 )
-from torchtitan_diloco.utils import UserError
+from torchtitan_diloco.log import UserError
 
 VERSIONS_LATE = 4
 """Entries that may leave a part out. If the next one does too, the part is given up."""

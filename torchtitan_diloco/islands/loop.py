@@ -46,7 +46,7 @@ from torchtitan_diloco.islands.records import Facts, Part
 from torchtitan_diloco.islands.replay import Saved
 from torchtitan_diloco.islands.rounds import Mode, Timing
 from torchtitan_diloco.islands.shards import Ranks, collect
-from torchtitan_diloco.utils import UserError, logger
+from torchtitan_diloco.log import UserError, logger
 
 LOOK = 0.05  # seconds between two looks at the log at the end of the run
 

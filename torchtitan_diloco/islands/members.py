@@ -9,7 +9,7 @@ import msgspec
 
 from torchtitan_diloco.islands.log import State
 from torchtitan_diloco.islands.records import Count, Name, Seconds
-from torchtitan_diloco.utils import UserError
+from torchtitan_diloco.log import UserError
 
 
 class IslandFencedError(UserError):

@@ -7,7 +7,7 @@ from typing import Annotated, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from torchtitan_diloco.utils import UserError
+from torchtitan_diloco.log import UserError
 
 
 class VoidError(ValueError):

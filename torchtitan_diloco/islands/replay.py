@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_diloco.diloco.background import BackgroundThread
+from torchtitan_diloco.diloco.meeting import find_differences
 from torchtitan_diloco.islands.connection import (
     Connection,
     CorruptError,
@@ -39,7 +40,7 @@ from torchtitan_diloco.islands.records import (
 from torchtitan_diloco.islands.rounds import Checked
 from torchtitan_diloco.islands.rules import Island
 from torchtitan_diloco.islands.session import LogRecord, Snapshot, SnapshotWanted
-from torchtitan_diloco.utils import UserError, find_differences, logger
+from torchtitan_diloco.log import UserError, logger
 
 NOTHING = torch.empty(0, dtype=torch.uint8)
 RETRY = 0.5

@@ -22,10 +22,11 @@ import msgspec
 from msgspec import Meta
 
 from torchtitan_diloco.diloco.fields import convert, setting_types
+from torchtitan_diloco.hardware import end_with_parent
 from torchtitan_diloco.islands.config import HOST_PATTERN, RUN_PATTERN, Join
 from torchtitan_diloco.islands.connection import LOG_PATIENCE
 from torchtitan_diloco.islands.session import Session, check_installed, stream_of, subject_of
-from torchtitan_diloco.utils import UserError, end_with_parent, install_command, logger
+from torchtitan_diloco.log import UserError, install_command, logger
 
 ANY_IPV4, ANY_IPV6 = "0.0.0.0", "::"
 ISLAND, ADMIN = "island", "admin"

@@ -16,7 +16,7 @@ import msgspec
 from torchtitan_diloco.islands.config import Join, RefusedError, explain
 from torchtitan_diloco.islands.members import Hint, Members
 from torchtitan_diloco.islands.records import AnotherLogError, Chunk, Count, digest
-from torchtitan_diloco.utils import UserError, install_command, logger
+from torchtitan_diloco.log import UserError, install_command, logger
 
 if TYPE_CHECKING:
     from nats.aio.msg import Msg

@@ -3,9 +3,9 @@
 import torch
 
 from torchtitan_diloco.config.schema import Model
+from torchtitan_diloco.log import UserError
 from torchtitan_diloco.models.base import LanguageModel
 from torchtitan_diloco.models.decoder import FLAVORS, Decoder
-from torchtitan_diloco.utils import UserError
 
 __all__ = ["MODELS", "Decoder", "LanguageModel", "build_model", "vocabulary_rows"]
 

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan_diloco.config.schema import Model
+from torchtitan_diloco.log import UserError
 from torchtitan_diloco.models.base import Head, LanguageModel
-from torchtitan_diloco.utils import UserError
 
 EMBEDDING_STD = 0.02
 SHORT_LENGTH, LOW, HIGH = 8192, 1.0, 4.0

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from torchtitan_diloco.log import UserError
 from torchtitan_diloco.models.base import LanguageModel
 from torchtitan_diloco.models.decoder import HIGH, LOW, SHORT_LENGTH, Decoder
-from torchtitan_diloco.utils import UserError
 
 KEYS = {
     "vocab_size": "vocab_size",

@@ -11,9 +11,9 @@ from dataclasses import replace
 from torchtitan_diloco.components.records import Conditions
 from torchtitan_diloco.diloco.codecs import bits_per_parameter, build_codec
 from torchtitan_diloco.diloco.config import FEW_ROUNDS, CodecName, DiLoCoConfig, Quantization
+from torchtitan_diloco.log import clock, markdown_table
 from torchtitan_diloco.planner.prediction import Prediction, Workload
 from torchtitan_diloco.planner.units import quantity
-from torchtitan_diloco.utils import clock, markdown_table
 
 DELAYS = (1, 2, 5, 10)
 CODECS: tuple[CodecName, ...] = ("int8", "fp4_e3m0")

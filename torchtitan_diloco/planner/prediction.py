@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from torchtitan_diloco.components.records import Conditions, RoundRecord, Summary
 from torchtitan_diloco.components.run_plan import RunPlan, plan_run
-from torchtitan_diloco.components.summary import coded_bytes
+from torchtitan_diloco.components.summary import all_reduce_bytes, coded_bytes
 from torchtitan_diloco.config.schema import Config
 from torchtitan_diloco.diloco.codecs import build_codec
 from torchtitan_diloco.diloco.config import Beginning, DiLoCoConfig, Fragments, Quantization
@@ -30,7 +30,6 @@ from torchtitan_diloco.diloco.fragments import build_fragments
 from torchtitan_diloco.diloco.schedule import Schedule, build_schedule
 from torchtitan_diloco.diloco.transport import HEADER_BYTES
 from torchtitan_diloco.models import LanguageModel, build_model
-from torchtitan_diloco.utils import all_reduce_bytes
 
 APPLY, SEND, APPLY_AT_ONCE = range(3)
 """Order of events after a step. With no delay and at the end a send is applied at once."""

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torchtitan_diloco.components.records import phases
+from torchtitan_diloco.log import UserError, command_line
 from torchtitan_diloco.report.charts import save_timeline
 from torchtitan_diloco.report.page import html_page, markdown
 from torchtitan_diloco.report.run_records import Run, open_runs
-from torchtitan_diloco.utils import UserError, command_line
 
 ABOUT = "Write a report about one or several runs, finished or still going on."
 OUT_HELP = "file to write (report.html in the folder of the first run; with --format md: stdout)"

@@ -21,8 +21,8 @@ from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from torchtitan_diloco.components.records import LANES, PHASE_COLOURS, Phase
+from torchtitan_diloco.log import brief
 from torchtitan_diloco.report.run_records import Array
-from torchtitan_diloco.utils import brief
 
 COLOURS = {  # name: on a light and on a dark background
     "surface": ("#ffffff", "#15181d"),

@@ -12,6 +12,7 @@ import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from matplotlib.ticker import EngFormatter
 
+from torchtitan_diloco.log import brief, clock, markdown_table
 from torchtitan_diloco.report.charts import css_variables
 from torchtitan_diloco.report.figures import figures
 from torchtitan_diloco.report.run_records import (
@@ -24,7 +25,6 @@ from torchtitan_diloco.report.run_records import (
     Run,
     of_known,
 )
-from torchtitan_diloco.utils import brief, clock, markdown_table
 
 METHODS = {"streaming": "Streaming DiLoCo", "none": "data parallelism"}
 ABSENT = "–"  # noqa: RUF001 - a dash for an empty cell

@@ -11,9 +11,17 @@ import numpy as np
 import tomli
 from numpy.typing import NDArray
 
-from torchtitan_diloco.components.records import Record, RoundRecord, Summary, from_record
+from torchtitan_diloco.components.records import (
+    Record,
+    RoundRecord,
+    Summary,
+    from_record,
+    number,
+    read_json_lines,
+)
+from torchtitan_diloco.components.summary import all_reduce_bytes
 from torchtitan_diloco.config.schema import flatten
-from torchtitan_diloco.utils import UserError, all_reduce_bytes, number, read_json_lines
+from torchtitan_diloco.log import UserError
 
 METRICS = "metrics.jsonl"
 TRAINING_LOSS = "train/loss_nats_per_token_global"

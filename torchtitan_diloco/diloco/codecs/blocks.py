@@ -16,7 +16,7 @@ from torch import Tensor
 
 from torchtitan_diloco.diloco.codecs.base import BIAS, LOWEST, NOT_FINITE, UNIT, Codec
 from torchtitan_diloco.diloco.config import BLOCK_SIZES
-from torchtitan_diloco.utils import logger
+from torchtitan_diloco.log import logger
 
 
 @cache

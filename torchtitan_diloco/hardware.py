@@ -1,0 +1,137 @@
+"""The machine: GPUs, memory, cores, processes and files. Importing it does not import torch."""
+
+import ctypes
+import gc
+import math
+import os
+import resource
+import signal
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+PR_SET_PDEATHSIG = 1
+GIB = 2**30
+CGROUP = Path("/sys/fs/cgroup")
+PAGE_CACHE = ("active_file", "inactive_file")
+"""Reclaimable memory of a container."""
+PEAK_BF16_FLOPS = {
+    "B200": 2.25e15,
+    "GH200": 989e12,
+    "H200": 989e12,
+    "H100 NVL": 835e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "MI300X": 1307e12,
+    "MI250X": 191.5e12,  # one of its two dies, which is one device to torch
+}
+"""Dense bf16 FLOP/s from data sheets. A name comes before those it contains."""
+
+
+def peak_flops(device: "torch.device") -> float | None:
+    """Return the peak bf16 FLOP/s of a GPU, None if unknown."""
+    import torch
+
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((flops for key, flops in PEAK_BF16_FLOPS.items() if key in name), None)
+
+
+def describe_device(device: "torch.device") -> str:
+    import torch
+
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        return f"{torch.cuda.get_device_name(device)}, {total / GIB:.0f} GiB"
+    return f"CPU, {available_cores()} cores, {torch.get_num_threads()} threads a process"
+
+
+def peak_memory_bytes(device: "torch.device") -> int:
+    """Return the peak allocated GPU memory, or the peak resident set size on the CPU."""
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return used if sys.platform == "darwin" else used * 1024
+
+
+def free_memory_bytes(device: "torch.device") -> float:
+    """Return the free memory of a GPU, or what is available to the machine or container.
+
+    The latter is infinity if it is not known.
+    """
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    found = [math.inf]
+    with suppress(OSError):
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        found += [1024.0 * int(one.split()[1]) for one in lines if one.startswith("MemAvailable:")]
+    with suppress(OSError, ValueError):  # "max" is no limit
+        limit, used = (int((CGROUP / f"memory.{name}").read_text()) for name in ("max", "current"))
+        lines = (CGROUP / "memory.stat").read_text().splitlines()
+        cached = [int(one.split()[1]) for one in lines if one.startswith(PAGE_CACHE)]
+        found.append(float(limit - used + sum(cached)))
+    return min(found)
+
+
+def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
+    """Send this process a signal when its parent ends. Only on Linux."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
+
+
+def available_cores() -> int:
+    """Return the number of CPU cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def raise_open_files_limit() -> None:
+    """Raise the soft limit of open files to the hard limit, as every connection needs one."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with suppress(ValueError, OSError):  # macOS has a lower limit of its own
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+class GarbageControl:
+    """Run Python's garbage collector at the same steps on every rank."""
+
+    def __init__(self, every: int) -> None:
+        self._every = every
+        if every:
+            gc.disable()
+            gc.collect()
+
+    def after_step(self, step: int) -> None:
+        if self._every and step % self._every == 0:
+            gc.collect(1)
+
+    def close(self) -> None:
+        if self._every:
+            gc.enable()
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file atomically, even if this process is killed."""
+    aside = aside_path(path)
+    with aside.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.replace(path)
+
+
+def aside_path(path: Path) -> Path:
+    """Return the temporary name under which a file is written."""
+    return path.with_name(f".{path.name}.partial")

@@ -1,0 +1,144 @@
+"""What a process tells its user: log lines, errors, exit codes, and commands to type."""
+
+import logging
+import os
+import re
+import shlex
+import signal
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NoReturn
+
+logger = logging.getLogger("torchtitan_diloco")
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that stop a run after the current step."""
+USER_ERROR = 2
+"""Exit code for a mistake in the configuration or the data."""
+WORKER_LOST = 3
+"""Exit code if another worker died or did not answer in time."""
+SAME_SIGNAL_SECONDS = 0.5
+"""Service managers signal a process and then its group. Both signals count as one."""
+LOCAL_ISLANDS = "TORCHTITAN_DILOCO_LOCAL_ISLANDS"
+"""Environment variable: the folder of a run of `islands.local`, whose islands are below it."""
+STARTED_BY = "TORCHTITAN_DILOCO_STARTED_BY"
+"""Environment variable: the program that the user started, run_train.sh or torchtitan-diloco."""
+REPOSITORY = Path(__file__).parents[1]
+
+
+class UserError(ValueError):
+    """A mistake of the user. The message has the value, its key and the remedy, and needs no
+    traceback. Any other ValueError, such as one of torch, is a bug."""
+
+
+def run_and_exit(main: Callable[[list[str]], int], arguments: list[str]) -> NoReturn:
+    """Call `main` and exit with its code. Skip all clean-up after a failure.
+
+    Clean-up would wait for other ranks, and tell them that this one ended normally. Without it, the
+    rank that fails first is the first to exit, and its exit code is that of the run.
+    """
+    try:
+        code = main(arguments)
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    if code == 0:
+        sys.exit()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):
+            stream.flush()
+    os._exit(code)
+
+
+def start_logging() -> None:
+    """Log to stdout on the first rank of each node, and warnings to stderr on the other ranks."""
+    first = os.environ.get("LOCAL_RANK", "0") == "0"
+    handler = logging.StreamHandler(sys.stdout if first else sys.stderr)
+    handler.setFormatter(_RankFormatter())
+    logger.handlers = [handler]
+    logger.propagate = False
+    logger.setLevel(logging.INFO if first else logging.WARNING)
+
+
+class _RankFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        message = super().format(record)
+        if record.levelno < logging.WARNING:
+            return message
+        rank = f"[rank {os.environ['RANK']}] " if os.environ.get("RANK") else ""
+        return f"{rank}{record.levelname.lower()}: {message}"
+
+
+def clock(seconds: float) -> str:
+    """Format as `2d 3:04:05`."""
+    days, rest = divmod(round(seconds), 86_400)
+    hours, rest = divmod(rest, 3600)
+    minutes, rest = divmod(rest, 60)
+    return (f"{days}d " if days else "") + f"{hours}:{minutes:02d}:{rest:02d}"
+
+
+def brief(seconds: float) -> str:
+    """Format as `1.23 s` or `45.6 ms`."""
+    return f"{seconds:.2f} s" if abs(seconds) >= 1 else f"{1000 * seconds:.1f} ms"
+
+
+def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table with aligned columns."""
+    widths = [max(3, *map(len, column)) for column in zip(columns, *rows, strict=True)]
+    rows = [columns, ["-" * width for width in widths], *rows]
+    lines = [map(str.ljust, row, widths) for row in rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def install_command(extra: str) -> str:
+    """Return the command that installs an extra of this package."""
+    checkout = (REPOSITORY / "pyproject.toml").exists()
+    package = f"-e '{REPOSITORY}[{extra}]'" if checkout else f"'torchtitan_diloco[{extra}]'"
+    return f"{sys.executable} -m pip install {package}"
+
+
+def command_line(name: str) -> str:
+    """Return how to start a command, such as `train` or `report`, as this process was started."""
+    program, own = os.environ.get(STARTED_BY), f"-m torchtitan_diloco {name}"
+    if program and Path(program).name == "run_train.sh":
+        if name == "train":
+            return _relative(program)
+        program = installed("torchtitan-diloco")
+        if not Path(program).exists():  # a Python of the user, without this package
+            return f"PYTHONPATH={shlex.quote(str(REPOSITORY))} {_relative(sys.executable)} {own}"
+    if program:
+        return f"{_relative(program)} {name}"
+    if name == "train" and "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun
+        nodes = os.environ["GROUP_WORLD_SIZE"]
+        meeting = f"--rdzv-backend c10d --rdzv-endpoint {os.environ['MASTER_ADDR']}:29500"
+        where = "--standalone" if nodes == "1" else f"--nnodes {nodes} {meeting}"
+        ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
+        own = f"{where} --nproc-per-node {ranks} -m torchtitan_diloco.train"
+        return f"{_relative(sys.executable)} -m torch.distributed.run {own}"
+    return f"{_relative(sys.executable)} {own}"
+
+
+def installed(program: str) -> str:
+    """Return where pip puts a program for this Python."""
+    return str(Path(sysconfig.get_path("scripts"), program))
+
+
+def _relative(program: str) -> str:
+    """Return the path of a program, relative to the current folder if it is inside."""
+    if Path(program).is_relative_to(Path.cwd()):
+        program = str(Path(program).relative_to(Path.cwd()))
+        program = program if "/" in program else f"./{program}"
+    return shlex.quote(program)
+
+
+GLOO_LOCATION = re.compile(r"^\[[^]]*:\d+\]\s*")
+
+
+def cause_of(error: Exception) -> str:
+    """Return the first line of an error, without gloo's source location."""
+    line = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    text, found = GLOO_LOCATION.subn("", line)
+    return text.partition(". ")[0] if found else line
