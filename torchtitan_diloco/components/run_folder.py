@@ -25,6 +25,11 @@ VISIBLE_WITHIN_SECONDS = 10.0
 """Some network file systems show a new file with a delay."""
 
 
+def folder_of_worker(run: Path, worker: int) -> Path:
+    """Return where a worker has its checkpoints, records and TensorBoard."""
+    return run / f"worker-{worker}"
+
+
 @contextmanager
 def _explaining_errors() -> Iterator[None]:
     try:
