@@ -133,7 +133,7 @@ class Trainer:
                     progress = None if self.island is None else self.island.progress
                     telemetry.open(self.step, self.lr, stop.waited_seconds, progress)
                 telemetry.publish(all=then.flush)
-                if then.validate and not (self.island and self.island.outer.left):
+                if then.validate and not (self.island and self.island.peers.left):
                     telemetry.pause(self.validator.validate(self.step, telemetry))
                 if then.save:
                     telemetry.pause(checkpointer.save(self._manifest(telemetry)))
@@ -195,7 +195,7 @@ class Trainer:
     def finished(self) -> bool:
         """Whether all tokens of the run have been trained. Islands count them together."""
         island = self.island
-        return self.step == self.plan.total_steps if island is None else island.outer.finished
+        return self.step == self.plan.total_steps if island is None else island.peers.finished
 
     def _next_lr_factor(self) -> float:
         step = self.step if self.island is None else self.island.step
@@ -337,10 +337,9 @@ class Trainer:
     def _build_outer_loop(self) -> OuterLoop:
         config = self.config.diloco
         if self.config.islands.join:
-            parts = self.world, self.model, self.optimizer
             identity = self._data_identity() | {"tokenizer": self.tokenizer.fingerprint}
-            self.island = IslandRun(self.config, self.plan, *parts, identity)
-            return self.island.outer
+            self.island = IslandRun(self.config, self.plan, self.world, identity)
+            return StreamingDiLoCo(self.model, self.island.peers, config, optimizer=self.optimizer)
         if config.method == "none":
             return DataParallel(self.model, self.world.workers)
         return StreamingDiLoCo(

@@ -201,7 +201,7 @@ def test_threads_end_with_their_owner_and_leave_torchs_threads_alone() -> None:
     assert set(threading.enumerate()) <= before
     chosen = replace(AVERAGE_EVERY_STEP, quantization=Quantization(threads=threads + 1))
     outer = StreamingDiLoCo(Net(), None, chosen)
-    assert outer._background.submit(_threads_after_work).result() == threads + 1
+    assert outer.peers.background.submit(_threads_after_work).result() == threads + 1
     seen: list[int] = []
     later = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
     later.start()

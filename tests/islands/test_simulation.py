@@ -10,7 +10,7 @@ The properties of the rules, and the tests that show them; those without a file 
  5. Openings come no faster than H steps of the fastest, all work is merged within 4 versions:
     test_all_work_is_merged_in_time.
  6. A waiting part whose sender, or whose peers, die: test_a_waiting_part_whose...
- 7. Lockstep is one world: test_lockstep_is_one_world; with tensors and codecs: test_loop,
+ 7. Lockstep is one world: test_lockstep_is_one_world; with tensors and codecs: test_peers,
     test_two_islands_have_the_bits... Jitter beyond the grace has no such bits: 5.
  8. Late, then taken: toy.Expected says what the next delta has, and is asserted for each, with any
     alpha. It has older work too, as alpha is 1/2 at least then: a share of what the entry has left
@@ -21,8 +21,8 @@ The properties of the rules, and the tests that show them; those without a file 
 11. Replay from the start and from snapshots: `check`, after every simulation; with tensors:
     test_coming_and_going, test_the_log_gives..., also in a process with plain instructions; with
     all codecs: test_copies, test_another...
-12. Islands of 1, 2, 3 ranks, one slow: test_loop, test_islands_of_several_ranks...; a dead rank
-    leaves no part: test_loop, test_a_dead_rank...
+12. Islands of 1, 2, 3 ranks, one slow: test_peers, test_islands_of_several_ranks...; a dead rank
+    leaves no part: test_peers, test_a_dead_rank...
 
 Every state of joining: test_coming_and_going, test_a_joiner_may_die_at_any_time.
 """

@@ -59,11 +59,11 @@ def check_group(group: dist.ProcessGroup | None) -> None:
     try:
         if group is not None:
             dist.get_backend(group)
-    except ValueError as error:
+    except (ValueError, TypeError, AttributeError) as error:
         raise UserError(
-            "group: torch.distributed does not know it, or this rank is not in it. Start all "
-            "workers in one world (torchrun's --nnodes) and hand in dist.new_group(ranks), which "
-            "all ranks call; jobs of their own are joined by torchtitan_diloco.islands"
+            f"group: torch.distributed does not know {group!r}, or this rank is not in it. Start "
+            "all workers in one world (torchrun's --nnodes) and hand in dist.new_group(ranks), "
+            "which all ranks call; jobs of their own are joined by islands.IslandPeers(...)"
         ) from error
 
 
@@ -179,12 +179,11 @@ def build_exchange(
     group: dist.ProcessGroup | None,
     config: DiLoCoConfig,
     states: Sequence[OuterState],
-    device: torch.device,
 ) -> Exchange | None:
     """Return the exchange between the workers of `group`; None for one worker."""
     if group is None or group.size() == 1:
         return None
-    sizes = [state.values for state in states]
+    sizes, device = [state.values for state in states], states[0].outer.device
     exchange = Exchange(
         group,
         build_codec(config.quantization),

@@ -263,18 +263,6 @@ def encode_delta(codec: Codec, delta: Tensor) -> Tensor:
     return payload.cpu()
 
 
-@torch.no_grad()
-def add_change(state: OuterState, new: Tensor, old: Tensor) -> None:
-    """Add the change of the shared copy to the parameters."""
-    changes = state.views(torch.sub(new, old))
-    for part, added in zip(state.fragment.parts, changes, strict=True):
-        local = part.local()
-        if local.dtype == torch.float32:
-            local.add_(added)
-        else:  # add in fp32 and round once
-            local.copy_(added.add_(local))
-
-
 # --- what must be equal on all islands of a run ---------------------------------------------------
 
 

@@ -55,7 +55,7 @@ class Seat(msgspec.Struct, frozen=True):
     """Versions of the fragments with which the island begins."""
 
 
-class Apply(msgspec.Struct, frozen=True):
+class Due(msgspec.Struct, frozen=True):
     """Apply the next version of a fragment to the parameters."""
 
     fragment: int
@@ -82,7 +82,7 @@ class Boundary(msgspec.Struct, frozen=True):
     """Before the end of the run."""
     over: bool = False
     """Nothing is left to send or apply."""
-    applied: list[Apply] = []
+    applied: list[Due] = []
     sent: list[Part] = []
     """Parts whose deltas are taken now, after the applies."""
 
@@ -194,7 +194,7 @@ class Leader(Replay):
                 sent=sent,
             )
 
-    def _due_applies(self) -> Iterator[Apply]:
+    def _due_applies(self) -> Iterator[Due]:
         for fragment, rounds in enumerate(self.joined.rounds):
             started = time.monotonic()
             with self.changed:
@@ -202,7 +202,7 @@ class Leader(Replay):
                     entry = rounds.unapplied[0]
                     own = entry.part_of(self.incarnation)
                     others = [part for part in entry.parts if part is not own]
-                    yield Apply(
+                    yield Due(
                         fragment,
                         entry.close.version,
                         mode,
