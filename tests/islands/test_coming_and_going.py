@@ -54,7 +54,7 @@ def die(island: Island) -> None:
 
 
 def save_in(saved: list[SavedState]) -> Action:
-    return lambda island: saved.append(island.outer.start_state_dict().result(PATIENCE))
+    return lambda island: saved.append(SavedState(**island.outer.state_dict()))
 
 
 # --- islands that come and go ---------------------------------------------------------------------

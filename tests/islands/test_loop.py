@@ -216,7 +216,7 @@ def test_what_one_world_had_in_flight_is_applied_with_its_alpha(
     one_world = StreamingDiLoCo(model, None, chosen, total_steps=40)
     while one_world.step_count < 20 or not one_world._in_flight:
         one_world.step(weight=TOKENS)
-    saved = one_world.start_state_dict().result(20)
+    saved = one_world.state_dict()
     expected, found = one_world._mixing(0, 1), list[float]()
     apply_early = saving.apply_early
 

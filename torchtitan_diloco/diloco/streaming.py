@@ -39,7 +39,7 @@ from torchtitan_diloco.diloco.liveness import Liveness
 from torchtitan_diloco.diloco.outer_state import OuterState
 from torchtitan_diloco.diloco.round import InFlight, Meter, Round
 from torchtitan_diloco.diloco.schedule import build_schedule, is_dropped, is_measured
-from torchtitan_diloco.diloco.state_dict import Facts, SavedState, Snapshot
+from torchtitan_diloco.diloco.state_dict import Facts, SavedState
 from torchtitan_diloco.diloco.transport import DROPPED, WENT_WRONG, Header
 from torchtitan_diloco.log import UserError, logger
 
@@ -276,35 +276,21 @@ class StreamingDiLoCo:
 
     # --- restart ----------------------------------------------------------------------------------
 
+    @one_at_a_time
     def state_dict(self, mesh: DeviceMesh | None = None) -> dict[str, Any]:
         """Return what a restart needs besides the model and inner optimizer, in host memory.
 
         Fragments in flight are waited for but not applied: their results are part of the state.
-        """
-        last_sent = max((one.sent_step for one, _ in self._in_flight.values()), default=0)
-        return vars(self._liveness.wait(self.start_state_dict(mesh), last_sent))
-
-    @one_at_a_time
-    def start_state_dict(
-        self, mesh: DeviceMesh | None = None, *, shared: bool = True
-    ) -> "Future[SavedState]":
-        """Copy the current state in the background, after the exchanges in flight.
-
-        `mesh`: a CPU mesh of this worker's ranks, for models that are sharded over GPUs. `shared`:
-        include what is equal on all workers, which only one of them saves.
+        `mesh`: a CPU mesh of this worker's ranks, for models that are sharded over GPUs.
         """
         self.check()
-        snapshots, facts = self._take_snapshots(shared=shared), self._facts_now()
-        return self._background.submit(partial(saving.save, snapshots, facts, mesh))
-
-    def _take_snapshots(self, *, shared: bool = True) -> list[Snapshot]:
-        return [
-            Snapshot(state, weight, self._in_flight.get(index), shared=shared)
-            for index, (state, weight) in enumerate(zip(self._states, self._weights, strict=True))
-        ]
+        for round_, exchanged in self._in_flight.values():
+            self._wait(round_, exchanged)
+        rounds = {index: round_ for index, (round_, _) in self._in_flight.items()}
+        return vars(saving.save(self._states, self._weights, rounds, self._facts_now(), mesh))
 
     def _facts_now(self) -> Facts:
-        """Return the part of `SavedState.facts` that is known already."""
+        """Return `SavedState.facts` without those of each fragment."""
         return {
             "step": self.step_count,
             "progress": self.progress,
@@ -343,7 +329,7 @@ class StreamingDiLoCo:
             state.restart()
 
     def _give_up_in_flight(self) -> None:
-        """Wait for exchanges and saves in flight, and drop their results."""
+        """Wait for the exchanges in flight, and drop their results."""
         self._liveness.wait(self._background.submit(lambda: None))
         self._in_flight.clear()
 

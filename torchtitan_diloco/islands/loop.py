@@ -6,7 +6,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -351,34 +351,28 @@ class IslandDiLoCo(StreamingDiLoCo):
 
     # --- restart ----------------------------------------------------------------------------------
 
-    def start_state_dict(self, mesh: DeviceMesh | None = None, **_: bool) -> Future[SavedState]:
+    @one_at_a_time
+    def state_dict(self, mesh: DeviceMesh | None = None) -> dict[str, Any]:
         """Save the newest shared copies, between two records of the log. Each island does so.
 
         The work since the last part is not saved. After a restart, its samples are read again.
         """
         self.check()
-        facts = self._facts_now()
-        saved: Future[SavedState] = Future()
-
-        def save() -> None:  # in the thread that computes the copies
-            try:
-                saved.set_result(self._save(facts, mesh))
-            except BaseException as error:
-                saved.set_exception(error)
-
-        self._copies.saves.put(save)
-        return saved
+        saved = self._copies.save_soon(partial(self._save, self._facts_now(), mesh))
+        while not wait([saved], timeout=LOOK).done:
+            self.check()
+        return vars(saved.result())
 
     def _save(self, facts: dict[str, Any], mesh: DeviceMesh | None) -> SavedState:
         copies = self._copies.fragments
         facts["fragments"] = [{"weight": 0.0, "delta_norms": []} for _ in copies]
         if self._leader is not None:
             facts["island"] = vars(self._leader.to_save())
-        shared: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for copy in copies:  # sgd has no momentum
             for kind, buffer in zip((saving.SHARED, saving.MOMENTUM), copy.buffers(), strict=False):
-                shared |= saving.named(kind, copy.state, buffer.to("cpu", copy=True), mesh)
-        return SavedState(facts, shared)
+                tensors |= saving.named(kind, copy.state, buffer.to("cpu", copy=True), mesh)
+        return SavedState(facts, tensors)
 
     def load_state_dict(self, saved: SavedState | dict[str, Any]) -> list[str]:
         """Resume from a saved state, before `join`."""
