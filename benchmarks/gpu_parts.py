@@ -142,7 +142,7 @@ def outer_round(model_device: torch.device, state_device: torch.device) -> tuple
     with state.background():
         state.finish_delta()
         state.advance()
-    state.apply(0.5)
+    state.apply(state.delta, share=0.5)
     local = torch.cat([parameter.detach().cpu().flatten() for parameter in model.parameters()])
     return state.outer.cpu(), local
 

@@ -45,7 +45,7 @@ from torchtitan_diloco.diloco import (
 )
 from torchtitan_diloco.diloco.codecs import CODECS
 from torchtitan_diloco.distributed.world import WORKER, World, join_world
-from torchtitan_diloco.islands import IslandDiLoCo, Islands
+from torchtitan_diloco.islands import IslandPeers, Islands
 from torchtitan_diloco.islands.local import local_server
 from torchtitan_diloco.models.decoder import Decoder
 
@@ -190,9 +190,10 @@ def build_loop(
     model.init_weights(seed=0)
     name = f"island-{world.worker}"
     settings = Islands(through.place, name, begin=WORKERS, grace_seconds=TIMEOUT)
-    island = IslandDiLoCo(model, settings, config, total_tokens=10**9)
+    island = IslandPeers(settings, total_tokens=10**9)
+    outer = StreamingDiLoCo(model, island, config)
     island.join()
-    return island
+    return outer
 
 
 def cpu_seconds(process: int) -> float:

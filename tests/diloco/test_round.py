@@ -123,7 +123,7 @@ def test_steps_are_torchs(name: str, size: int) -> None:
         state.advance()
         assert torch.equal(state.outer, before), "whole until the fragment is applied"
         assert state.checksum == checksum(state.delta)
-        state.apply(mixing=0.0)
+        state.apply(state.delta, share=0.0)
         torch.testing.assert_close(state.outer, expected, rtol=1e-5, atol=1e-6)
         assert torch.equal(model["weight"], state.outer)
 

@@ -76,9 +76,7 @@ class Island(threading.Thread):
             samples_per_step=2,
             facts=self.facts,
         )
-        self.outer = StreamingDiLoCo(
-            self.model, self.peers, self.chosen, optimizer=self.optimizer
-        )
+        self.outer = StreamingDiLoCo(self.model, self.peers, self.chosen, optimizer=self.optimizer)
 
     def __hash__(self) -> int:
         return id(self)

@@ -275,7 +275,12 @@ def test_the_loop_of_the_documentation(server: Join) -> None:
     def run(name: str) -> dict[str, Tensor]:
         torch.set_num_threads(1)
         model = Net()
-        given = {"model": model, "optimizer": sgd(model), "join": str(server), "tokens": 2_500_000}
+        given: dict[str, Any] = {
+            "model": model,
+            "optimizer": sgd(model),
+            "join": str(server),
+            "tokens": 2_500_000,
+        }
         given |= {
             "batch": torch.arange(11),
             "loss": lambda model, batch: model(batch).square().mean(),

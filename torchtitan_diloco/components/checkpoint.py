@@ -30,7 +30,7 @@ from torchtitan_diloco.diloco.healing import is_finite
 from torchtitan_diloco.diloco.object_collectives import gather_objects
 from torchtitan_diloco.diloco.outer_loop import OuterLoop
 from torchtitan_diloco.diloco.round import total
-from torchtitan_diloco.diloco.state_dict import SavedState, copy_to_host
+from torchtitan_diloco.diloco.state_dict import RESIDUAL, SavedState, copy_to_host
 from torchtitan_diloco.distributed.collectives import naming_lost_ranks, on_all_ranks
 from torchtitan_diloco.distributed.world import FSDP, World
 from torchtitan_diloco.log import UserError, logger
@@ -52,9 +52,8 @@ class _Part:
 class Checkpointer:
     """Saves one checkpoint at a time; a failed save leaves training and earlier checkpoints alone.
 
-    The results of fragments in flight are known only after training goes on: the thread that writes
-    waits for them. Files are safetensors and JSON, as `torch.distributed.checkpoint` pickles its
-    metadata.
+    Training waits for the exchanges in flight and for copies in host memory. Files are safetensors
+    and JSON, as `torch.distributed.checkpoint` pickles its metadata.
     """
 
     def __init__(
@@ -102,8 +101,7 @@ class Checkpointer:
         self._outer.heal(self._world.group(FSDP))
         writes = self._outer.fragment_names or self._shares  # else all hold the same
         inner = self._copy_inner() if writes else {}
-        state = self._outer.start_state_dict(self._world.host_mesh, shared=self._shares)
-        outer = (lambda: SavedState({}, {})) if state is None else state.result
+        outer = SavedState(**self._outer.state_dict(self._world.host_mesh))
         self._saving = self._thread.submit(partial(self._write, manifest, inner, outer))
         if not self._config.asynchronous:
             self.wait()
@@ -141,9 +139,7 @@ class Checkpointer:
 
     # --- in the background ------------------------------------------------------------------------
 
-    def _write(
-        self, manifest: Manifest, inner: dict[str, Tensor], outer: Callable[[], SavedState]
-    ) -> str:
+    def _write(self, manifest: Manifest, inner: dict[str, Tensor], saved: SavedState) -> str:
         """Write a checkpoint. Return on every rank why it failed, or an empty text."""
         started, config = time.perf_counter(), self._config
         path = folders.checkpoint_path(self._run, manifest.step)
@@ -154,7 +150,7 @@ class Checkpointer:
             self._copied.synchronize()
         try:
             self._on_first(lambda: folders.begin(path))
-            part = self._on_all(lambda: self._write_part(written, inner, outer))
+            part = self._on_all(lambda: self._write_part(written, inner, saved))
             merged = self._merge(manifest, gather_objects(part, self._world.saving))
             self._on_first(lambda: folders.write_manifest(path, merged.files, merged.to_json()))
             self._on_first(lambda: folders.complete(path))
@@ -194,15 +190,15 @@ class Checkpointer:
         """Run `task` on the first rank of each disk."""
         self._on_all(lambda: task() if self._is_first else None)
 
-    def _write_part(
-        self, folder: Path, inner: dict[str, Tensor], outer: Callable[[], SavedState]
-    ) -> _Part:
+    def _write_part(self, folder: Path, inner: dict[str, Tensor], saved: SavedState) -> _Part:
         """Write the tensors of this rank. Raise if one is not finite, as every restart would be."""
-        saved, rank = outer(), self._world.rank_in_worker
+        rank = self._world.rank_in_worker
         own = worker_folder(self._world.worker if self._outer.fragment_names else 0)
-        tensors = {own: inner | rows_to_write(saved.own, rank)}
+        kept = {name: one for name, one in saved.tensors.items() if name.startswith(RESIDUAL)}
+        tensors = {own: inner | rows_to_write(kept, rank)}
         if self._shares:
-            tensors[SHARED] = rows_to_write(saved.shared, rank)
+            shared = {name: one for name, one in saved.tensors.items() if name not in kept}
+            tensors[SHARED] = rows_to_write(shared, rank)
         files = {}
         for name, rows in tensors.items():
             for tensor, value in rows.items():

@@ -216,9 +216,9 @@ def restore(
         # Frozen parameters are not shared: they stay as the workers have agreed.
         shared.fill({name: one.detach() for name, one in named if name in shared.shapes})
     own_names = own.shapes if existed else ()
-    saved = SavedState.template(model, facts, shared.shapes, own_names, world.host_mesh)
-    shared.fill(saved.shared)
-    own.fill(saved.own)
+    saved = SavedState.template(model, facts, [*shared.shapes, *own_names], world.host_mesh)
+    shared.fill({name: one for name, one in saved.tensors.items() if name in shared.shapes})
+    own.fill({name: one for name, one in saved.tensors.items() if name in own_names})
     notes += outer.load_state_dict(saved)
     if not streaming or manifest.workers == world.workers:
         return notes

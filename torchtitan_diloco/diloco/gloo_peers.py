@@ -163,6 +163,7 @@ class GlooPeers(Peers):
         for round_, exchanged in self.in_flight.values():
             self._wait(round_, exchanged)
         rounds = {index: round_ for index, (round_, _) in self.in_flight.items()}
+        facts["in_flight"] = list(rounds)
         return saving.save(self.states, self._weights, rounds, facts, mesh)
 
     def load(self, saved: SavedState) -> list[str]:

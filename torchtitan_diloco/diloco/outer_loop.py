@@ -1,6 +1,7 @@
 """Outer loop of a trainer: Streaming DiLoCo, or a stand-in for it under data parallelism."""
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,8 @@ class DataParallel:
     def drain(self) -> None: ...
     def restart_from_model(self, step: int) -> None: ...
 
-    def start_state_dict(self, mesh: DeviceMesh | None = None, *, shared: bool = True) -> None: ...
+    def state_dict(self, _: DeviceMesh | None = None) -> dict[str, Any]:
+        return vars(SavedState({}, {}))
 
     def heal(self, _: dist.ProcessGroup | None) -> list[int]:
         """Return no fragments: there is no shared copy to heal from."""
@@ -49,7 +51,7 @@ class DataParallel:
     def load_state_dict(self, saved: SavedState) -> list[str]:
         """Start from the shared parameters of a run with an outer loop."""
         for name, parameter in self._model.named_parameters():
-            if (shared := saved.shared.get(shared_parameter_name(name))) is not None:
+            if (shared := saved.tensors.get(shared_parameter_name(name))) is not None:
                 local_rows(name, parameter.detach()).copy_(local_rows(name, shared))
         return [
             "there is no outer loop any more: the model starts from the shared parameters, the "

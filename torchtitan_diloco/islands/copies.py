@@ -9,6 +9,7 @@ import math
 import re
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from queue import SimpleQueue
 from typing import Any, TypeVar
@@ -86,7 +87,7 @@ class Copies:
         self.fragments = [
             SharedCopy(state, Layout(state.fragment, ranks.size, ranks.rank)) for state in states
         ]
-        self.saves: SimpleQueue[Callable[[], object]] = SimpleQueue()
+        self.saves: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
         """Tasks of `save` on this rank, in order."""
         self._content: Sequence[Tensor] = ()
         """Tensors from the first rank for the current call."""
@@ -120,9 +121,19 @@ class Copies:
     def stop(self) -> None:
         self._stopped = True
 
+    def save_soon(self, task: Callable[[], Result]) -> "Future[Result]":
+        """Let the thread that computes the copies run a task, while no copy changes."""
+        future: Future[Result] = Future()
+        self.saves.put((future, task))
+        return future
+
     def save(self) -> None:
-        """Run the next task in `saves`, while no copy changes."""
-        self.saves.get()()
+        """Run the next task in `saves`."""
+        future, task = self.saves.get()
+        try:
+            future.set_result(task())
+        except BaseException as error:
+            future.set_exception(error)
 
     def declare(self, fragment: int, version: int, fresh: bool = False) -> str:
         """Declare the outer state to be this version, and return its checksum.

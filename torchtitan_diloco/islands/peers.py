@@ -344,15 +344,7 @@ class IslandPeers(Peers):
 
         The work since the last part is not saved. After a restart, its samples are read again.
         """
-        saved: Future[SavedState] = Future()
-
-        def save() -> None:  # in the thread that computes the copies
-            try:
-                saved.set_result(self._save(facts, mesh))
-            except BaseException as error:
-                saved.set_exception(error)
-
-        self._copies.saves.put(save)
+        saved = self._copies.save_soon(partial(self._save, facts, mesh))
         while not wait([saved], LOOK).done:
             self.check()
         return saved.result()
@@ -363,11 +355,11 @@ class IslandPeers(Peers):
         facts["fragments"] = [{"weight": 0.0, "delta_norms": []} for _ in copies]
         if self._leader is not None:
             facts["island"] = vars(self._leader.to_save())
-        shared: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for copy in copies:  # sgd has no momentum
             for kind, buffer in zip((saving.SHARED, saving.MOMENTUM), copy.buffers(), strict=False):
-                shared |= saving.named(kind, copy.state, buffer.to("cpu", copy=True), mesh)
-        return SavedState(facts, shared)
+                tensors |= saving.named(kind, copy.state, buffer.to("cpu", copy=True), mesh)
+        return SavedState(facts, tensors)
 
     def load(self, saved: SavedState) -> list[str]:
         """Resume from a saved state, before `join`."""
