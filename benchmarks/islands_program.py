@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchtitan_diloco.diloco import DiLoCoConfig, Fragments, Overlap, Quantization
-from torchtitan_diloco.islands import IslandDiLoCo, Islands
+from torchtitan_diloco.diloco import DiLoCoConfig, Fragments, Overlap, Quantization, StreamingDiLoCo
+from torchtitan_diloco.islands import IslandPeers, Islands
 from torchtitan_diloco.islands.__main__ import open_reader
 from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.log import Entry, Outcome, State
@@ -68,23 +68,21 @@ def train(
         note(event="started")
         model = Net(blocks, width)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        outer = IslandDiLoCo(
-            model,
+        island = IslandPeers(
             Islands(join, name, slots=slots, begin=begin, grace_seconds=DELAY * 0.1),
-            replace(CONFIG, quantization=Quantization(codec=codec)),  # type: ignore[arg-type]
             total_tokens=total_tokens,
-            optimizer=optimizer,
             tokens_per_step=TOKENS,
             samples_per_step=SAMPLES,
         )
-        outer.join()
-        seat = outer.seat
+        config = replace(CONFIG, quantization=Quantization(codec=codec))  # type: ignore[arg-type]
+        outer = StreamingDiLoCo(model, island, config, optimizer=optimizer)
+        seat = island.join()
         note(event="joined", slot=seat.slot, position=seat.position)
-        leader = outer._leader
+        leader = island._leader
         assert leader is not None
         step, ledgers = 0, leader.state.slots[seat.slot].ledgers
         joined_at = [one.version for one in leader.state.fragments]
-        while not outer.finished:
+        while not island.finished:
             step, started = step + 1, time.time()
             time.sleep(step_seconds)
             inner_step(model, optimizer, seat.slot, step)

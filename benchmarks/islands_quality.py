@@ -43,9 +43,11 @@ from torchtitan_diloco.config import Config, from_command_line
 from torchtitan_diloco.data.corpus import open_split
 from torchtitan_diloco.data.loader import Stream, TrainLoader, ValidationBatches
 from torchtitan_diloco.data.tokenizer import build_tokenizer
+from torchtitan_diloco.diloco import StreamingDiLoCo
 from torchtitan_diloco.distributed.world import World
-from torchtitan_diloco.islands import IslandDiLoCo, Islands, connection, leader
+from torchtitan_diloco.islands import IslandPeers, Islands, connection, leader
 from torchtitan_diloco.islands.config import Join
+from torchtitan_diloco.islands.leader import Seat
 from torchtitan_diloco.islands.local import local_server
 from torchtitan_diloco.models import LanguageModel, build_model, vocabulary_rows
 
@@ -97,7 +99,7 @@ def settings(tokens: int, seed: int) -> core.Settings:
     return run | {"lr_schedule.warmup_steps": str(3 * steps // 10), "run.seed": str(seed)}
 
 
-class LateIsland(IslandDiLoCo):
+class LatePeers(IslandPeers):
     """An island on a slow link."""
 
     upload_seconds: Callable[[], float]
@@ -120,8 +122,7 @@ class Island(threading.Thread):
         self.shared: dict[str, Tensor] = {}
         self.model = run.build_model()
         self.optimizer = build_optimizer(self.model, config.optimizer, config.training.steps)
-        self.outer = (LateIsland if case.late and last else IslandDiLoCo)(
-            self.model,
+        self.peers = (LatePeers if case.late and last else IslandPeers)(
             Islands(
                 str(run.join),
                 self.name,
@@ -129,14 +130,15 @@ class Island(threading.Thread):
                 begin=case.islands[0],
                 grace_seconds=case.grace,
             ),
-            config.diloco,
             total_tokens=run.tokens,
-            optimizer=self.optimizer,
             tokens_per_step=config.training.batch_size * config.training.sequence_length,
             samples_per_step=config.training.batch_size,
         )
-        if isinstance(self.outer, LateIsland):
-            self.outer.upload_seconds = lambda: UPLOAD_STEPS * run.usual_seconds()
+        self.outer = StreamingDiLoCo(
+            self.model, self.peers, config.diloco, optimizer=self.optimizer
+        )
+        if isinstance(self.peers, LatePeers):
+            self.peers.upload_seconds = lambda: UPLOAD_STEPS * run.usual_seconds()
 
     def run(self) -> None:
         torch.set_num_threads(1)
@@ -149,9 +151,8 @@ class Island(threading.Thread):
 
     def _train(self) -> None:
         outer, run, training = self.outer, self.run_, self.run_.config.training
-        outer.join()
-        batches = iter(run.load(outer))
-        while not outer.finished and not self.leaves.is_set():
+        batches = iter(run.load(self.peers.join()))
+        while not self.peers.finished and not self.leaves.is_set():
             started = time.perf_counter()
             self._step(*next(batches))
             if self.number == 0:
@@ -159,7 +160,7 @@ class Island(threading.Thread):
             time.sleep((self.slow - 1) * run.usual_seconds())
             if self.dies.is_set():
                 return
-            run.trained[outer.seat.slot] += training.batch_size
+            run.trained[self.peers.seat.slot] += training.batch_size
             outer.step(weight=training.batch_size * training.sequence_length)
         outer.drain()
         if not self.leaves.is_set():
@@ -168,7 +169,7 @@ class Island(threading.Thread):
     def _step(self, inputs: Tensor, targets: Tensor) -> None:
         """Take an inner step, as `Trainer.train_step` does."""
         config, training = self.run_.config, self.run_.config.training
-        share = self.outer.clock / self.run_.tokens * training.steps + 1
+        share = self.peers.clock / self.run_.tokens * training.steps + 1
         set_lr(self.optimizer, lr_factor(share, training.steps, config.lr_schedule))
         head = loss_head(targets, z_loss=training.z_loss, chunk_tokens=training.loss_chunk_tokens)
         (self.model(inputs, head=head).objective / inputs.numel()).backward()
@@ -202,9 +203,9 @@ class Run:
         model.init_weights(self.config.run.seed)
         return model
 
-    def load(self, outer: IslandDiLoCo) -> TrainLoader:
+    def load(self, seat: Seat) -> TrainLoader:
         """Return batches from the position at which the island joins its stream."""
-        training, seat = self.config.training, outer.seat
+        training = self.config.training
         return TrainLoader(
             self._text,
             sequence_length=training.sequence_length,
@@ -234,7 +235,7 @@ class Run:
         died = 0
         while not any(island.shared for island in started):
             raise_failures(started)
-            clock = max((island.outer.clock for island in started), default=0)
+            clock = max((island.peers.clock for island in started), default=0)
             phases = zip(case.ends, case.islands, strict=True)
             wanted = next((n for end, n in phases if clock < end * self.tokens), case.islands[-1])
             for number in range(max(case.islands)):
