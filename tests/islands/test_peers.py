@@ -18,7 +18,7 @@ from tests.diloco.toy import Net, config, full, inner_step, join, sgd, sharded
 from tests.islands.running import FP4, TOKENS, Island, same, started
 from tests.islands.servers import PATIENCE, need_server, wait_until
 from tests.processes import ProcessPool
-from torchtitan_diloco.diloco import DiLoCoConfig, Overlap, Quantization, StreamingDiLoCo
+from torchtitan_diloco.diloco import Beginning, DiLoCoConfig, Overlap, Quantization, StreamingDiLoCo
 from torchtitan_diloco.diloco import state_dict as saving
 from torchtitan_diloco.diloco.outer_state import OuterState
 from torchtitan_diloco.distributed.world import WORKER
@@ -55,8 +55,9 @@ def _one_world(chosen: DiLoCoConfig, steps: int) -> dict[str, Tensor]:
         FP4,
         replace(config(0, delay=0, mixing=0.0), quantization=Quantization(codec="fp32")),
         replace(config(2, delay=5, mixing=0.5), quantization=Quantization(codec="int8")),
+        replace(FP4, quantization=Quantization(codec="topk", top_values=8)),
     ],
-    ids=["tau 1", "tau 0, one fragment, fp32", "tau 5, int8"],
+    ids=["tau 1", "tau 0, one fragment, fp32", "tau 5, int8", "topk"],
 )
 def test_two_islands_have_the_bits_of_one_world(
     processes: ProcessPool, server: Join, chosen: DiLoCoConfig
@@ -174,8 +175,8 @@ def test_deltas_and_chunks_that_are_not_finite_are_left_out(
     second = Island(server, "b", steps=48, grace=2.0, step_seconds=0.01, each_step=poison)
     encode, uploads = second.peers._encode, count(1)
 
-    def damaged(delta: Tensor) -> Tensor:
-        payload = encode(delta)  # scale bytes of 255 are decoded as NaN
+    def damaged(*arguments: Any) -> Tensor:
+        payload = encode(*arguments)  # scale bytes of 255 are decoded as NaN
         return payload.fill_(255) if next(uploads) == 2 else payload
 
     second.peers._encode = damaged  # type: ignore[assignment]
@@ -237,9 +238,9 @@ def test_settings_are_checked() -> None:
         return StreamingDiLoCo(Net(), IslandPeers(islands, total_tokens=tokens), chosen)
 
     with pytest.raises(ValueError, match=r"join: .*not of the form") as error:
-        build(Islands("nats://a", "a b"), replace(FP4, quantization=Quantization(codec="topk")))
+        build(Islands("nats://a", "a b"), replace(FP4, beginning=Beginning(steps=8)))
     assert "islands.name = 'a b': must be at most 60 of the characters A-Z" in str(error.value)
-    assert "codec = 'topk': does not work with islands" in str(error.value)
+    assert "beginning.steps = 8: does not work with islands" in str(error.value)
     with pytest.raises(ValueError, match=r"islands.name = 'münchen': .* of the characters A-Z"):
         build(replace(here, name="münchen"))
     with pytest.raises(ValueError, match=r"Islands.quorum = 0: expected `int` >= 1"):

@@ -172,7 +172,6 @@ def diloco_mistakes(diloco: DiLoCoConfig, *, islands: bool = False) -> Mistakes:
     refused = {
         "diloco.method": diloco.method == "none",
         "diloco.beginning.steps": diloco.beginning.steps > 0,
-        "diloco.quantization.codec": diloco.quantization.codec == "topk",  # it has a residual
         "diloco.link.drop_probability": diloco.link.drop_probability,
         "diloco.link.outer_state": diloco.link.outer_state == "cpu",
     }

@@ -198,26 +198,37 @@ class Copies:
         with copy.state.background(copy.state.moment()):
             theta, optimizer = copy.versions[copy.newest], replace(self._optimizer, lr=lr)
             new = copy.free_buffer()
-            if not any(weights):
+            if any(weights):
+                self._average(fragment, weights, ranks, out=new)
+                block = BLOCK if new.device.type == "cpu" else max(1, new.numel())
+                buffers = (one.split(block) for one in (theta, new, *copy.state.slots))
+                for before, mean, *slots in zip(*buffers, strict=True):
+                    outer_step(optimizer, before, mean, slots)
+            else:
                 new.copy_(theta)
-            total = 0
-            for payload, sent_by, weight in zip(self._content, ranks, weights, strict=True):
-                total += weight
-                pieces = self.decode(fragment, payload, sent_by)
-                for mean, values in zip(new.split(PIECE), pieces, strict=True):
-                    if total == weight:  # the first one: the mean is not initialized
-                        mean.copy_(values)
-                    else:
-                        mean.lerp_(values, weight / total)
-            block = BLOCK if new.device.type == "cpu" else max(1, new.numel())
-            buffers = (one.split(block) for one in (theta, new, *copy.state.slots))
-            for before, mean, *slots in zip(*buffers, strict=True) if total else ():
-                outer_step(optimizer, before, mean, slots)
             copy.versions[version] = new
             copy.newest = version
             if only_newest:
                 copy.drop_before(version)
             return self._checksum(copy)
+
+    def _average(self, fragment: int, weights: list[int], ranks: list[int], *, out: Tensor) -> None:
+        """Write the weighted mean of the parts in the content to `out`, with the bits of
+        `Codec.average`: a mean of sparse parts leaves out those that do not send a value."""
+        totals = torch.zeros_like(out) if self._decoder.is_sparse else None
+        total = 0
+        for payload, sent_by, weight in zip(self._content, ranks, weights, strict=True):
+            is_first, total, start = total == 0, total + weight, 0
+            for values in self.decode(fragment, payload, sent_by):
+                piece = slice(start, start := start + values.numel())
+                if is_first:  # the mean is not initialized
+                    out[piece].copy_(values)
+                if totals is not None:
+                    sent = (values != 0).float().mul_(weight)
+                    share = sent / totals[piece].add_(sent)
+                    out[piece].lerp_(values, share.nan_to_num_(0.0))
+                elif not is_first:
+                    out[piece].lerp_(values, weight / total)
 
     def decode(self, fragment: int, payload: Tensor, ranks: int) -> Iterator[Tensor]:
         """Yield this rank's values of a part from an island with `ranks` ranks, in pieces.
@@ -265,12 +276,19 @@ def _decoded_pieces(decoder: Codec, payload: Tensor, size: int) -> Iterator[Tens
 
 
 @torch.no_grad()
-def encode_delta(codec: Codec, delta: Tensor) -> Tensor:
-    """Return the payload of this rank's delta. No other thread may use the codec meanwhile."""
+def encode_delta(codec: Codec, delta: Tensor, residual: Tensor | None = None) -> Tensor:
+    """Return the payload of this rank's delta. No other thread may use the codec meanwhile.
+
+    `residual`: of a sparse codec. It is added to the delta and updated.
+    """
     payload = torch.empty(codec.wire_bytes(delta.numel()), dtype=torch.uint8, device=delta.device)
     pieces = payload.split(codec.wire_bytes(PIECE))
-    for values, encoded in zip(delta.split(PIECE), pieces, strict=True):
-        codec.encode(values, encoded)
+    for number, (values, encoded) in enumerate(zip(delta.split(PIECE), pieces, strict=True)):
+        if residual is None:
+            codec.encode(values, encoded)
+        else:
+            unsent = residual[number * PIECE :][: values.numel()]
+            codec.encode_with_residual(values, unsent, encoded)
     return payload.cpu()
 
 

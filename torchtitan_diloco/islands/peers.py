@@ -327,7 +327,8 @@ class IslandPeers(Peers):
             round_.delta_square = state.finish_delta()
             whole = healing.sum_over_ranks(round_.delta_square, group, 0)
             round_.flags = 0 if math.isfinite(whole) else NOT_FINITE
-            payload = self._encode(state.delta)
+            residual = None if round_.flags else state.residual
+            payload = self._encode(state.delta, residual)
         round_.traffic.encoded = time.perf_counter()
         sizes = self._copies.payload_sizes(part.fragment, self._ranks.size)
         collected = collect(payload, sizes, group)
@@ -344,18 +345,26 @@ class IslandPeers(Peers):
 
         The work since the last part is not saved. After a restart, its samples are read again.
         """
-        saved = self._copies.save_soon(partial(self._save, facts, mesh))
+        for _, stored in self._sent.values():  # an upload changes its residual
+            self._liveness.wait(stored)
+        residuals = dict[str, Tensor]()
+        for state in self.states:
+            if state.residual is not None:
+                unsent = state.residual.to("cpu", copy=True)
+                residuals |= saving.named(saving.RESIDUAL, state, unsent, mesh)
+        saved = self._copies.save_soon(partial(self._save, facts, mesh, residuals))
         while not wait([saved], LOOK).done:
             self.check()
         return saved.result()
 
-    def _save(self, facts: dict[str, Any], mesh: DeviceMesh | None) -> SavedState:
+    def _save(
+        self, facts: dict[str, Any], mesh: DeviceMesh | None, tensors: dict[str, Tensor]
+    ) -> SavedState:
         copies = self._copies.fragments
         facts["in_flight"] = []
         facts["fragments"] = [{"weight": 0.0, "delta_norms": []} for _ in copies]
         if self._leader is not None:
             facts["island"] = vars(self._leader.to_save())
-        tensors: dict[str, Tensor] = {}
         for copy in copies:  # sgd has no momentum
             for kind, buffer in zip((saving.SHARED, saving.MOMENTUM), copy.buffers(), strict=False):
                 tensors |= saving.named(kind, copy.state, buffer.to("cpu", copy=True), mesh)
