@@ -1,6 +1,6 @@
 """Predict the share of its time that a run computes, from links, step times, model and settings.
 
-The rules are those of `diloco/streaming.py`. A fragment is sent after an inner step. Its exchange
+The rules are those of `diloco/gloo_peers.py`. A fragment is sent after an inner step. Its exchange
 starts when the last worker has reached that step and the previous exchange is done, because one
 background thread does them in order. The result is applied `delay` steps after the send, and
 training waits if it is not there. Each worker has its own clock.
