@@ -138,7 +138,7 @@ def test_a_file_that_cannot_be_used_is_refused(
 def test_a_missing_file_or_package_names_the_remedy(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    message = r'"none.json" is not a file .* Train one as in docs/data.md#train-a-tokenizer'
+    message = r'"none.json" is not a file .* as in docs/data-and-models.md#train-a-tokenizer'
     with pytest.raises(ValueError, match=message):
         build_tokenizer("none.json")
     monkeypatch.setitem(sys.modules, "tokenizers", None)
@@ -163,7 +163,7 @@ def test_encoding_that_cannot_be_fetched_names_the_remedies(
 
     monkeypatch.setattr(requests, "get", no_network)
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
-    message = r"(?s)p50k_edit.*could not load.*no network.*docs/data.md.*or use a tokenizer.json"
+    message = r"(?s)p50k_edit.*could not load.*no network.*docs/data-and-models.md.*tokenizer.json"
     with pytest.raises(ValueError, match=message):
         build_tokenizer("p50k_edit")
 

@@ -85,7 +85,7 @@ def _from_file(spec: str) -> Tokenizer:
     if not path.is_file():
         raise UserError(
             f'data.tokenizer = "{spec}" is not a file ({path.absolute()}). Train one as in '
-            "docs/data.md#train-a-tokenizer, or download that of a model with\n    "
+            "docs/data-and-models.md#train-a-tokenizer, or download that of a model with\n    "
             + _download_command(path)
         )
     try:
@@ -166,7 +166,7 @@ def _named_encoding(name: str) -> Tokenizer:
         raise UserError(
             f'data.tokenizer = "{name}": tiktoken could not load this encoding with an '
             f"{END_OF_DOCUMENT} token ({type(error).__name__}: {error}). Copy it from a machine "
-            "with a network (docs/data.md#tokenizers), or use a tokenizer.json"
+            "with a network (docs/data-and-models.md#tokenizers), or use a tokenizer.json"
         ) from error
 
     def token(number: int) -> bytes | None:
