@@ -63,7 +63,7 @@ class Plan:
 
     @property
     def timing(self) -> Timing:
-        return Timing(self.schedule, self.quorum, self.floor, NORM_LIMIT)
+        return Timing(self.schedule, self.floor, NORM_LIMIT)
 
     @property
     def facts(self) -> Facts:
@@ -71,6 +71,7 @@ class Plan:
             run=RUN_ID,
             slots=self.slots,
             begin=self.begin,
+            quorum=self.quorum,
             total_tokens=self.steps * self.begin * self.batch * toy.TOKENS,
             cycle=self.sync_every * self.begin * self.batch * toy.TOKENS,
             outer_lr=1.0,

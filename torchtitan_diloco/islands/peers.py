@@ -26,6 +26,7 @@ from torchtitan_diloco.diloco.config import DiLoCoConfig, diloco_mistakes
 from torchtitan_diloco.diloco.fields import check_class, raise_mistakes
 from torchtitan_diloco.diloco.fragments import drop_gathered
 from torchtitan_diloco.diloco.liveness import Liveness
+from torchtitan_diloco.diloco.meeting import code_fingerprint
 from torchtitan_diloco.diloco.object_collectives import broadcast_object
 from torchtitan_diloco.diloco.peers import Apply, Peers, Send, local_share
 from torchtitan_diloco.diloco.round import InFlight, Round
@@ -155,16 +156,17 @@ class IslandPeers(Peers):
             run=join.run,
             slots=chosen.slots,
             begin=chosen.begin,
+            quorum=chosen.quorum,
             total_tokens=self.total_tokens,
             cycle=chosen.begin * config.sync_every * self._tokens_per_step,
             outer_lr=config.outer_optimizer.lr,
             checksums=tuple(declare(one, 0) for one in range(len(self.states))),
             block=self._samples_per_step,
             fingerprints=fingerprints(config, self.states, self._facts),
+            code=code_fingerprint(),
         )
         timing = Timing(
             schedule=self.schedule,
-            quorum=chosen.quorum,
             floor=chosen.grace_seconds,
             norm_limit=config.delta_norm_limit,
         )

@@ -114,17 +114,24 @@ class Replay:
                 asked_at = time.monotonic()
             self._connection.receive()
         facts = found[0]
-        if facts.total_tokens != self._mine.total_tokens:
-            logger.warning(
-                f"the run has {facts.total_tokens:,} tokens, as its first island says, and not "
-                f"{self._mine.total_tokens:,}, as the settings of this one do"
-            )
         both = {"in the run": _flat(facts), "in this island": _flat(self._mine)}
         differences = find_differences(both)
         if differences:
             raise UserError(
-                "this island does not fit the run: start it with the same settings, code, data and "
+                "this island does not fit the run: start it with the same settings, data and "
                 "model:\n  " + "\n  ".join(differences)
+            )
+        for name in ("total_tokens", "slots", "begin", "quorum"):
+            theirs, mine = (getattr(one, name) for one in (facts, self._mine))
+            if theirs != mine:
+                logger.warning(
+                    f"the run has {name} = {theirs:,}, as its first island says, and not {mine:,}, "
+                    "as the settings of this one do"
+                )
+        if facts.code != self._mine.code:
+            logger.warning(
+                "this island runs other code than the first one; it has the same protocol and "
+                "arithmetic"
             )
         return facts
 
@@ -331,4 +338,4 @@ def as_buffer(content: Tensor) -> memoryview:
 
 
 def _flat(facts: Facts) -> dict[str, str]:
-    return {**facts.fingerprints, "slots": str(facts.slots), "begin": str(facts.begin)}
+    return {**facts.fingerprints, "protocol": str(facts.protocol)}
