@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 import torch
 
 from torchtitan_diloco.config import Config, ConfigError, from_command_line
-from torchtitan_diloco.config.loader import OptionParser
 from torchtitan_diloco.log import markdown_table
 
 Settings = dict[str, str]
@@ -24,13 +23,14 @@ Item = TypeVar("Item")
 # --- command line ---------------------------------------------------------------------------------
 
 
-class _Parser(OptionParser):
+class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {message}\n")
 
 
 def build_parser(description: str | None) -> argparse.ArgumentParser:
-    return _Parser(description=description)
+    form = argparse.RawDescriptionHelpFormatter
+    return _Parser(description=description, formatter_class=form, allow_abbrev=False)
 
 
 def positive(text: str) -> int:

@@ -17,10 +17,10 @@ import torch
 import torchtitan_diloco.trainer
 from tests.processes import ProcessPool
 from torchtitan_diloco.components.loss import loss_head
-from torchtitan_diloco.components.optimizer import local_of
 from torchtitan_diloco.components.run_plan import AfterStep, after_step
 from torchtitan_diloco.components.telemetry import StepResult
 from torchtitan_diloco.config import Config, load_config, to_toml
+from torchtitan_diloco.diloco.fragments import local_of
 from torchtitan_diloco.distributed.stop import Requests
 from torchtitan_diloco.distributed.world import FSDP, World, join_world, leave_world, world_of_one
 from torchtitan_diloco.train import main

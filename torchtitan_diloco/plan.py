@@ -16,7 +16,7 @@ from msgspec import ValidationError
 
 from torchtitan_diloco.components.records import Conditions, Summary, from_record, read_json_lines
 from torchtitan_diloco.config import Config, from_command_line, load_config
-from torchtitan_diloco.config.loader import CONFIGS_FOLDER, OptionParser, find_config
+from torchtitan_diloco.config.loader import CONFIGS_FOLDER, find_config
 from torchtitan_diloco.config.schema import flat_settings, format_value
 from torchtitan_diloco.log import UserError, command_line
 from torchtitan_diloco.planner.paper import SYNC_EVERY, paper_table
@@ -45,10 +45,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Return the options, and the remaining words, which are settings of a run."""
-    parser = OptionParser(
+    parser = argparse.ArgumentParser(
         prog=command_line("plan"),
         description="Find the first settings of a ladder that reach a utilisation on a link.",
         epilog=EPILOG,
+        allow_abbrev=False,
     )
     add, seconds = parser.add_argument, partial(parse_duration, default_unit="s")
     add("--config", metavar="NAME_OR_PATH", help="a TOML file, or the name of a preset")

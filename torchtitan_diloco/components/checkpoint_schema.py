@@ -31,7 +31,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from torchtitan_diloco.components.checkpoint_folders import MANIFEST, flush_to_disk
-from torchtitan_diloco.components.optimizer import initial_state, local_of, shard_rows
+from torchtitan_diloco.components.optimizer import initial_state
+from torchtitan_diloco.diloco.fragments import local_of, shard_rows
 from torchtitan_diloco.log import UserError
 
 Result = TypeVar("Result")

@@ -24,8 +24,8 @@ from torchtitan_diloco.components.checkpoint_schema import (
     read_manifest,
     worker_folder,
 )
-from torchtitan_diloco.components.optimizer import local_of
 from torchtitan_diloco.config.schema import flatten
+from torchtitan_diloco.diloco.fragments import local_of
 from torchtitan_diloco.diloco.object_collectives import broadcast_object, gather_objects
 from torchtitan_diloco.diloco.outer_loop import OuterLoop
 from torchtitan_diloco.diloco.state_dict import (

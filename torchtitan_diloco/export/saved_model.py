@@ -29,7 +29,6 @@ from torchtitan_diloco.components.checkpoint_schema import (
     worker_folder,
 )
 from torchtitan_diloco.config import Config, parse_config
-from torchtitan_diloco.config.loader import OptionParser
 from torchtitan_diloco.data.tokenizer import Tokenizer, build_tokenizer
 from torchtitan_diloco.diloco.state_dict import shared_parameter_name
 from torchtitan_diloco.log import UserError, command_line
@@ -108,13 +107,11 @@ def find_checkpoint(run: Path, step: int | None = None) -> Path:
 # --- commands -------------------------------------------------------------------------------------
 
 
-class CommandParser(OptionParser):
+class CommandParser(argparse.ArgumentParser):
     """Parser with the arguments that choose a model."""
 
-    takes_settings = False
-
     def __init__(self, name: str, description: str) -> None:
-        super().__init__(prog=command_line(name), description=description)
+        super().__init__(prog=command_line(name), description=description, allow_abbrev=False)
         add = self.add_argument
         add("run", type=Path, metavar="RUN", help="folder of a run, or of one of its checkpoints")
         add("--step", type=int, metavar="N", help="step of the checkpoint (default: the latest)")

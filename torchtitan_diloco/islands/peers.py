@@ -40,7 +40,8 @@ from torchtitan_diloco.islands.config import (
 )
 from torchtitan_diloco.islands.connection import Connection
 from torchtitan_diloco.islands.copies import Copies, encode_delta, fingerprints
-from torchtitan_diloco.islands.leader import Boundary, Due, Leader, Seat
+from torchtitan_diloco.islands.leader import Leader, Seat
+from torchtitan_diloco.islands.machine import Boundary, Due
 from torchtitan_diloco.islands.records import Facts, Part
 from torchtitan_diloco.islands.replay import Saved
 from torchtitan_diloco.islands.rounds import Mode, Timing
@@ -243,7 +244,7 @@ class IslandPeers(Peers):
         self._boundary_at = time.perf_counter()
 
     def rest(self) -> Iterator[Send | Apply]:
-        if self._leader is not None and self._leader.island is not None:
+        if self._leader is not None:
             self._leader.stop()
         while not self._last.over and (self._leader or self._follower):
             yield from self._boundary()
@@ -261,26 +262,22 @@ class IslandPeers(Peers):
 
     def _boundary(self) -> Iterator[Send | Apply]:
         """Yield on all ranks what the first rank decides."""
-        if self.config.overlap.delay:
-            yield from self._decided(applies=True, sends=True)
-        else:  # wait for what was sent
-            yield from self._decided(applies=False, sends=True)
-            yield from self._decided(applies=True, sends=False)
-
-    def _decided(self, *, applies: bool, sends: bool) -> Iterator[Send | Apply]:
-        started = time.perf_counter()
-        mine = None if self._leader is None else self._leader.decide(applies, sends)
-        self._last = last = broadcast_object(mine, Boundary, self._ranks.decisions)
-        counted = sum(one.waited for one in last.applied)  # by their rounds
-        self.meter.waited(time.perf_counter() - started - counted)
-        for due in last.applied:
-            yield from self._apply(due)
-        for part in last.sent:
-            values, now = self.states[part.fragment].values, time.perf_counter()
-            round_ = Round(part.fragment, part.base + 1, self.step, values, due=now)
-            yield Send(round_)
-            stored = self.background.submit(partial(self._upload, part, round_))
-            self._sent[part.fragment] = round_, stored
+        waits = True
+        while waits:
+            started = time.perf_counter()
+            mine = None if self._leader is None else self._leader.decide()
+            self._last = last = broadcast_object(mine, Boundary, self._ranks.decisions)
+            waits = last.waits_until is not None
+            counted = sum(one.waited for one in last.applied)  # by their rounds
+            self.meter.waited(time.perf_counter() - started - counted)
+            for due in last.applied:
+                yield from self._apply(due)
+            for part in last.sent:
+                values, now = self.states[part.fragment].values, time.perf_counter()
+                round_ = Round(part.fragment, part.base + 1, self.step, values, due=now)
+                yield Send(round_)
+                stored = self.background.submit(partial(self._upload, part, round_))
+                self._sent[part.fragment] = round_, stored
 
     def _apply(self, due: Due) -> Iterator[Apply]:
         fragment, now = due.fragment, time.perf_counter()
