@@ -245,16 +245,31 @@ def check_same_model(states: Sequence[OuterState], saved: SavedState) -> None:
     parts = [part for state in states for part in state.fragment.parts]
     mine = {part.name: tuple(part.parameter.shape) for part in parts}
     theirs = {name: tuple(value.shape) for name, value in saved.kind(SHARED).items()}
-    found = [
-        f"{name} is {mine.get(name, 'absent')} here and {theirs.get(name, 'absent')} there"
-        for name in {**mine, **theirs}
-        if mine.get(name) != theirs.get(name)
-    ]
-    if found:
+    if found := differences(mine, theirs):
         raise UserError(
             f"the saved outer state is that of another model ({len(found)} parameters differ): "
             + "; ".join(found[:3])
         )
+
+
+def differences(
+    mine: Mapping[str, tuple[int, ...]], theirs: Mapping[str, tuple[int, ...]]
+) -> list[str]:
+    """Describe the parameters whose shapes differ."""
+    return [
+        f"{name} is {mine.get(name, 'absent')} here and {theirs.get(name, 'absent')} there"
+        for name in {**mine, **theirs}
+        if mine.get(name) != theirs.get(name)
+    ]
+
+
+@torch.no_grad()
+def write_shared(model: nn.Module, saved: SavedState) -> None:
+    """Copy the shared parameters of a saved state to a model."""
+    shared = saved.kind(SHARED)
+    for name, parameter in model.named_parameters():
+        if name in shared:  # else it is frozen
+            local_rows(name, parameter.detach()).copy_(local_rows(name, shared[name]))
 
 
 @torch.no_grad()
