@@ -59,7 +59,7 @@ def measure(
     saver = Checkpointer(Checkpoint(keep_latest=1), folder, world, *parts)
     found: dict[str, list[float]] = {"held up": [], "save": [], "load": [], "plain copy": []}
     for step in range(rounds + 1):
-        manifest = Manifest(RunState(step), workers=1, ranks_per_worker=1, data={}, config="")
+        manifest = Manifest(RunState(step), workers=1, data={}, config="")
         started = time.perf_counter()
         held_up = saver.save(manifest)
         saver.wait()

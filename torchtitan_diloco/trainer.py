@@ -255,7 +255,6 @@ class Trainer:
         return Manifest(
             state,
             workers=1 if self.config.diloco.method == "none" else self.world.workers,
-            ranks_per_worker=self.world.ranks_per_worker,
             data=self._data_identity(),
             config=self.toml,
             tokenizer=self.tokenizer.fingerprint,

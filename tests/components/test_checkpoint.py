@@ -41,7 +41,7 @@ from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.trainer import Trainer
 
 TENSORS = "rank-0.safetensors"
-EMPTY = Manifest(RunState(), workers=1, ranks_per_worker=1, data={}, config="")
+EMPTY = Manifest(RunState(), workers=1, data={}, config="")
 
 
 def saved_steps(folder: Path) -> list[int]:

@@ -86,7 +86,6 @@ class Manifest:
     state: RunState
     workers: int
     """Workers that have saved this step; 1 with data parallelism."""
-    ranks_per_worker: int
     data: dict[str, Any]
     """Corpus, sequence length and order that `RunState.position` refers to."""
     config: str
@@ -237,10 +236,7 @@ def write_tensors(folder: Path, rows: dict[str, Tensor], rank: int) -> Files:
         if value.is_floating_point() and not is_finite([value]):
             raise UserError(f"{name} is not finite")
     if not folder.is_dir():
-        raise OSError(
-            f"{folder} was made by another node of the worker and is not here: its nodes must "
-            "share run.folder"
-        )
+        raise OSError(f"{folder} of another node is not here: its nodes must share run.folder")
     file = folder / rank_file(rank)
     try:
         save_file(rows, file)
@@ -288,11 +284,11 @@ class Checkpointer:
         The timer starts again at once, as all ranks agree on the save some steps later.
         """
         minutes, now = self._config.every_minutes, time.monotonic()
-        saving = self._saving is not None and not self._saving.done()
-        passed = minutes > 0 and now - self._timer_start >= 60 * minutes
-        due = self._world.is_first and passed and not saving
-        self._timer_start = now if due else self._timer_start
-        return due
+        waits = minutes == 0 or not self._world.is_first or now < self._timer_start + 60 * minutes
+        if waits or (self._saving is not None and not self._saving.done()):
+            return False
+        self._timer_start = now
+        return True
 
     def save(self, manifest: Manifest) -> float:
         """Start a save and return the seconds that training waited. Every rank calls it after the

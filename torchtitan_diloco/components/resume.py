@@ -156,23 +156,17 @@ def find_start(world: World, resume: str, run_folder: str) -> Start:
     has none is new, or has lost its disk: it gets a copy.
     """
     group, ranks = world.control, world.ranks_per_worker
-    wanted = on_all_ranks(group, lambda: _after_restart(world, resume, run_folder))
-    resume, folder_of_first = broadcast_object(wanted, list[str], group)
-    folder, own = _candidates(world, resume, run_folder or folder_of_first)
-    begun, listed = gather_objects(folder is not None, group), gather_objects(list(own), group)
-    if any(begun):  # in another place
-        folder = folder or Path(run_folder or folder_of_first or resume).expanduser()
+    again = broadcast_object(_after_restart(world, resume, run_folder), list[str], group)
+    resume, run_folder = again[0], run_folder or again[1]
+    folder, own = _candidates(world, resume, run_folder)
+    listed, wrong = gather_objects(list(own), group), list[str]()
     for rank, names in enumerate(listed):
         if names != listed[rank - rank % ranks]:
-            raise UserError(
-                f"rank {rank} sees other checkpoints of worker {rank // ranks} than the worker's "
-                "first rank: its nodes must share run.folder"
-            )
-    wrong = list[str]()
+            reason = "does not see the checkpoints that its worker's first rank sees"
+            raise UserError(f"rank {rank} {reason}: its nodes must share run.folder")
     known = {name for names in listed for name in names}
     for name in sorted(known, key=lambda name: (len(name), name), reverse=True):
-        answer = on_all_ranks(group, partial(_verify, world, own, name))
-        answers = gather_objects(answer, group)
+        answers = gather_objects(on_all_ranks(group, partial(_verify, world, own, name)), group)
         holders, problem = judge(answers, ranks)
         if not problem:
             for newer in wrong if world.is_first else ():
@@ -183,8 +177,8 @@ def find_start(world: World, resume: str, run_folder: str) -> Start:
         wrong.append(problem)
     if wrong:
         raise UserError(
-            f"no checkpoint can be resumed: {'; '.join(wrong)}. Remove the worker's checkpoints to "
-            "let it start from a copy of another one's, or start a new run in another run.folder"
+            f"no checkpoint can be resumed: {'; '.join(wrong)}. Remove a worker's checkpoints to "
+            "give it a copy of another one's, or start a new run in another run.folder"
         )
     if resume not in ("auto", "never"):
         raise UserError(
@@ -201,7 +195,8 @@ def _after_restart(world: World, resume: str, run_folder: str) -> list[str]:
     if not world.is_first or store is None or not store.check([STORED_FOLDER]):
         return [resume, run_folder]
     own = run_folder or store.get(STORED_FOLDER).decode()
-    if resume in ("auto", "never") or complete_checkpoints(folder_of_worker(Path(own), 0)):
+    saved = complete_checkpoints(folder_of_worker(Path(own).expanduser(), 0))
+    if saved or resume in ("auto", "never"):
         return ["auto", own]
     return [resume, run_folder]
 

@@ -33,7 +33,7 @@ STORED_FOLDER = "torchtitan_diloco/run folder"
 
 def folder_of_worker(run: Path, worker: int) -> Path:
     """Return where a worker has its checkpoints, records and TensorBoard."""
-    return run.expanduser() / f"worker-{worker}"
+    return run / f"worker-{worker}"
 
 
 def has_run(path: Path) -> bool:
