@@ -279,7 +279,7 @@ def test_one_process_under_fsdp2_trains_and_resumes_as_one_without(
     ("changes", "reason"),
     [
         ({"data.corpus": "nowhere/*.txt"}, "nowhere"),
-        ({"run.folder": "/dev/null/run"}, "cannot write the folder of the run: "),
+        ({"run.folder": "/dev/null/run"}, "run.folder = /dev/null/run cannot be written"),
         ({"model.vocab_size": 100}, "model.vocab_size = 100"),
         ({"training.sequence_length": 10**7}, "sequence"),
         ({"profiling.enable": "true", "profiling.ranks": "[3]"}, "profiling.ranks has 3"),

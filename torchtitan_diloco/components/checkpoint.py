@@ -19,13 +19,14 @@ import re
 import shutil
 import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -46,7 +47,6 @@ from torchtitan_diloco.distributed.world import FSDP, World
 from torchtitan_diloco.hardware import write_whole
 from torchtitan_diloco.log import UserError, logger
 
-Value = TypeVar("Value")
 Files = dict[str, tuple[int, int]]
 VERSION = 6
 MANIFEST = "manifest.json"
@@ -169,8 +169,9 @@ def prune(folder: Path, keep_latest: int, keep_every: int) -> None:
     """Delete a worker's checkpoints but the latest and those at steps to keep."""
     for path in complete_checkpoints(folder)[:-keep_latest]:
         if not keep_every or step_of(path) % keep_every:
-            path.rename(incomplete(path))  # a folder that is half deleted is no checkpoint
-            shutil.rmtree(incomplete(path), ignore_errors=True)
+            with suppress(OSError):  # the next one may work
+                path.rename(incomplete(path))  # a folder that is half deleted is no checkpoint
+                shutil.rmtree(incomplete(path))
 
 
 def set_aside(path: Path) -> Path:
@@ -337,14 +338,14 @@ class Checkpointer:
     ) -> str:
         """Write a checkpoint. Return on every rank why it failed, or an empty text."""
         started, path = time.perf_counter(), checkpoint_path(self._folder, manifest.step)
-        rank, saving = self._world.rank_in_worker, self._world.saving
+        world, what = self._world, f"checkpoint of step {manifest.step}"
+        on_all = partial(on_all_ranks, world.saving)
         try:
-            self._on_all(lambda: begin(path) if self._is_first else None)
-            mine = self._on_all(lambda: write_tensors(incomplete(path), rows, rank))
-            files = gather_objects(mine, saving)
-            totals = total([manifest.state.totals, *gather_objects(exchanged, saving)])
-            first = self._world.rank - rank
-            own = files[first : first + self._world.ranks_per_worker]
+            on_all(lambda: begin(path) if self._is_first else None)
+            mine = on_all(lambda: write_tensors(incomplete(path), rows, world.rank_in_worker))
+            files = gather_objects(mine, world.saving)
+            own = files[world.rank - world.rank_in_worker :][: world.ranks_per_worker]
+            totals = total([manifest.state.totals, *gather_objects(exchanged, world.saving)])
             manifest = replace(
                 manifest,
                 state=replace(manifest.state, totals=totals),
@@ -352,32 +353,16 @@ class Checkpointer:
                 save=crc_of(files),
             )
             text = manifest.to_json()
-            self._on_all(lambda: complete(path, text) if self._is_first else None)
-        except ValueError as error:
+            on_all(lambda: complete(path, text) if self._is_first else None)
+        except (ValueError, OSError) as error:
             if self._is_first:
                 shutil.rmtree(incomplete(path), ignore_errors=True)
-            if self._world.is_first:
-                what = f"checkpoint of step {manifest.step} could not be saved: {error}"
-                logger.error(f"{what}; earlier ones are untouched")
+            if world.is_first:
+                logger.error(f"{what} could not be saved: {error}; earlier ones are untouched")
             return str(error)
-        try:
-            if self._is_first:  # now that all workers have this one
-                prune(self._folder, self._config.keep_latest, self._config.keep_every)
-        except OSError as error:
-            logger.warning(f"old checkpoints in {path.parent} could not be deleted: {error}")
+        if self._is_first:  # now that all workers have this one
+            prune(self._folder, self._config.keep_latest, self._config.keep_every)
         megabytes = sum(size for part in files for size, _ in part.values()) / 1e6
-        seconds, what = time.perf_counter() - started, f"checkpoint of step {manifest.step}"
+        seconds = time.perf_counter() - started
         logger.info(f"{what}: {megabytes:,.1f} MB in {seconds:.1f} s, {path}")
         return ""
-
-    def _on_all(self, task: Callable[[], Value]) -> Value:
-        """Return the result of `task`, or raise ValueError if it failed on one of the ranks."""
-
-        def explained() -> Value:
-            try:
-                return task()
-            except Exception as error:
-                kind = "" if isinstance(error, OSError | UserError) else f"{type(error).__name__}: "
-                raise UserError(f"{kind}{error}") from error
-
-        return on_all_ranks(self._world.saving, explained)

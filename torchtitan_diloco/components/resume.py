@@ -331,16 +331,10 @@ def _copy_to_others(tensors: Mapping[str, Tensor], world: World, readers: Sequen
 
 
 def _changed_workers(before: int, now: int, readers: Sequence[int]) -> list[str]:
-    notes = list[str]()
-    if before > now:
-        end = f"what those from {now} on had not sent yet is left behind"
-        notes.append(f"{before} workers are now {now}: {end}")
-    if new := [worker for worker in range(now) if worker not in readers]:
-        notes.append(
-            f"workers {new} have no checkpoint: they start from the shared parameters, with the "
-            f"inner optimizer of worker {readers[0]}"
-        )
-    return notes
+    new = [worker for worker in range(now) if worker not in readers]
+    copied = f"workers {new} have no checkpoint: they get a copy from worker {readers[0]}, with the"
+    left = f"{before} workers are now {now}: what those from {now} on had not sent yet is left"
+    return [f"{left} behind"] * (before > now) + [f"{copied} shared parameters"] * bool(new)
 
 
 def changed_settings(before: str, now: str) -> list[str]:

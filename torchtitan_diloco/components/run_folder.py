@@ -10,6 +10,7 @@ import secrets
 import socket
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import TextIO
 
@@ -21,7 +22,7 @@ from torchtitan_diloco.components.checkpoint import (
     step_of,
 )
 from torchtitan_diloco.config.schema import Run
-from torchtitan_diloco.diloco.object_collectives import broadcast_object
+from torchtitan_diloco.diloco.object_collectives import broadcast_object, gather_objects
 from torchtitan_diloco.distributed.collectives import on_all_ranks
 from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.log import UserError, logger
@@ -64,29 +65,24 @@ class Start:
 def claim_run_folder(world: World, run: Run, start: Start, toml: str) -> tuple[Path, TextIO | None]:
     """Create the folder of a run and write the configuration `toml` into it.
 
-    Return the folder and, on the first rank of each worker, its lock, which is held until it is
-    closed.
+    Return it and, on the first rank of a worker, the lock of its folder, held until it is closed.
     """
     new = f"outputs/{run.name}-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
     named = broadcast_object(str(start.folder or run.folder or new), str, world.control)
     path = Path(start.folder or run.folder or named).expanduser()
-    on_all_ranks(world.control, lambda: _check_unused(world, path, start))
-    is_first = world.rank_in_worker == 0
-    lock = on_all_ranks(
-        world.control, lambda: _claim(path, world.worker, start, toml) if is_first else None
-    )
-    if world.is_first and world.store is not None:
-        world.store.set(STORED_FOLDER, str(path.absolute()))
-    return path, lock
-
-
-def _check_unused(world: World, path: Path, start: Start) -> None:
     restarted = world.store is not None and world.store.check([STORED_FOLDER])
-    if has_run(path) and not (start.folder or restarted):
+    is_taken = has_run(path) and not start.folder and not restarted
+    if any(gather_objects(is_taken, world.control)):
         raise UserError(
             f"run.folder = {path} already holds a run: choose another folder, leave run.folder "
             'empty for a new one, or resume it with checkpoint.resume = "auto"'
         )
+    is_first = world.rank_in_worker == 0
+    claim = partial(_claim, path, world.worker, start, toml) if is_first else lambda: None
+    lock = on_all_ranks(world.control, claim)
+    if world.is_first and world.store is not None:
+        world.store.set(STORED_FOLDER, str(path.absolute()))
+    return path, lock
 
 
 def _claim(path: Path, worker: int, start: Start, toml: str) -> TextIO:
@@ -95,10 +91,7 @@ def _claim(path: Path, worker: int, start: Start, toml: str) -> TextIO:
         own.mkdir(parents=True, exist_ok=True)
         lock = lock_folder(own)
         if start.folder and complete_checkpoints(own) != start.found:
-            raise UserError(
-                f"run.folder = {path}: another run has just ended there, so this one would not "
-                "resume from its end: start it again"
-            )
+            raise UserError(f"run.folder = {path}: another run has just ended there: start again")
         for newer in start.found if start.folder else ():
             if step_of(newer) > step:
                 logger.warning(f"{newer} is kept as {set_aside(newer)}")
@@ -106,8 +99,7 @@ def _claim(path: Path, worker: int, start: Start, toml: str) -> TextIO:
         (path / config).write_text(toml, encoding="utf-8")
     except OSError as error:
         raise UserError(
-            f"cannot write the folder of the run: {error}; set run.folder to a folder that can be "
-            "written"
+            f"run.folder = {path} cannot be written ({error}): choose another"
         ) from None
     return lock
 
