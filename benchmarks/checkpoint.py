@@ -18,16 +18,14 @@ from typing import Any
 import torch
 
 from benchmarks import core
-from torchtitan_diloco.components.checkpoint import Checkpointer
-from torchtitan_diloco.components.checkpoint_folders import checkpoint_path
-from torchtitan_diloco.components.checkpoint_schema import (
+from torchtitan_diloco.components.checkpoint import (
+    Checkpointer,
     Manifest,
     RunState,
-    read_manifest,
+    checkpoint_path,
 )
 from torchtitan_diloco.components.optimizer import build_optimizer
-from torchtitan_diloco.components.resume import find_start, restore
-from torchtitan_diloco.components.run_folder import RunFolder
+from torchtitan_diloco.components.resume import find_start, read_manifest, restore
 from torchtitan_diloco.config.schema import Checkpoint, Model, Optimizer
 from torchtitan_diloco.diloco import DiLoCoConfig, StreamingDiLoCo
 from torchtitan_diloco.distributed.world import World
@@ -42,9 +40,7 @@ def copy_and_flush(source: str, target: str) -> None:
 
 def load(path: Path, world: World, *parts: Any) -> None:
     """Verify and load a checkpoint, as at the start of a run."""
-    manifest = find_start(world, str(path), "").manifest
-    assert manifest is not None
-    restore(path, manifest, world, *parts)
+    restore(find_start(world, str(path), ""), world, *parts)
 
 
 def measure(
@@ -60,10 +56,10 @@ def measure(
     world = World(rank=0, size=1, workers=1, device=device)
     outer = StreamingDiLoCo(model, None, DiLoCoConfig())
     parts = model, optimizer, outer
-    saver = Checkpointer(Checkpoint(keep_latest=1), RunFolder(folder), world, *parts)
+    saver = Checkpointer(Checkpoint(keep_latest=1), folder, world, *parts)
     found: dict[str, list[float]] = {"held up": [], "save": [], "load": [], "plain copy": []}
     for step in range(rounds + 1):
-        manifest = Manifest(RunState(step), workers=1, ranks_per_worker=1, data={}, config="")
+        manifest = Manifest(RunState(step), workers=1, data={}, config="")
         started = time.perf_counter()
         held_up = saver.save(manifest)
         saver.wait()

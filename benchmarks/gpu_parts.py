@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from benchmarks import checkpoint, codecs, core, train_step
-from torchtitan_diloco.components.checkpoint_folders import checkpoint_path
-from torchtitan_diloco.components.checkpoint_schema import read_manifest
+from torchtitan_diloco.components.checkpoint import checkpoint_path
 from torchtitan_diloco.components.records import read_json_lines
+from torchtitan_diloco.components.resume import read_manifest
 from torchtitan_diloco.config.schema import Model
 from torchtitan_diloco.diloco import DiLoCoConfig, Fragments, Link, OuterOptimizer, StreamingDiLoCo
 from torchtitan_diloco.diloco.codecs import CODECS, UNIT, build_codec
@@ -258,8 +258,10 @@ def save(scale: Scale, folder: Path) -> list[Check]:
     length |= {"checkpoint__every": "4", "diloco__sync_every": "3"}
     one, other = folder / "saved", folder / "resumed"
     train(scale, one, **length)
-    train(scale, other, **length, checkpoint__resume=str(checkpoint_path(one, 4)))
-    first, second = (read_manifest(checkpoint_path(run, 8)).files for run in (one, other))
+    train(scale, other, **length, checkpoint__resume=str(checkpoint_path(one / "worker-0", 4)))
+    first, second = (
+        read_manifest(checkpoint_path(run / "worker-0", 8)).files for run in (one, other)
+    )
     differing = [name for name in first if first[name] != second.get(name)]
     same = ", ".join(differing) or "the same bits"
     flavor = "paper-100m" if scale.device.type == "cuda" else "debug"

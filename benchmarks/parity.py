@@ -98,7 +98,7 @@ def main() -> None:
             run = runs[name] | {"run.seed": str(seed)}
             if step := table.begin(name, steps):
                 control = runs[table.control_of(name)] | {"run.seed": str(seed)}
-                path = run_folder(options.out, control) / "checkpoints" / f"step-{step:08d}"
+                path = run_folder(options.out, control) / f"worker-0/step-{step:08d}"
                 run["checkpoint.resume"] = str(path)
             todo.append((seed, name, run))
     named = [(f"seed {seed}, {name}", run) for seed, name, run in todo]

@@ -17,6 +17,7 @@ from torchtitan_diloco.config import from_command_line
 from torchtitan_diloco.config.schema import flat_settings
 
 LOSS = "validation/loss_nats_per_token_global"
+CHECKPOINTS = "worker-*/step-*"
 
 
 def resolved(settings: core.Settings) -> core.Settings:
@@ -64,7 +65,7 @@ def train_all(out: Path, named: Sequence[tuple[str, core.Settings]], jobs: int =
 
 def run(folder: Path, settings: core.Settings) -> dict[str, float]:
     """Start a run, or resume it after an interruption, and return its last validation loss."""
-    if "checkpoint.resume" in settings or not (folder / "checkpoints").exists():
+    if "checkpoint.resume" in settings or not [*folder.glob(CHECKPOINTS)]:
         shutil.rmtree(folder, ignore_errors=True)  # left by a run that cannot be resumed
     words = core.command_line(settings | {"run.folder": str(folder)})
     command = [sys.executable, "-m", "torchtitan_diloco.launch", *words]
@@ -78,5 +79,6 @@ def run(folder: Path, settings: core.Settings) -> dict[str, float]:
     if not losses:
         raise SystemExit(f"{folder} was interrupted: the same command continues it")
     if "checkpoint.keep_every" not in settings:
-        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+        for path in folder.glob(CHECKPOINTS):
+            shutil.rmtree(path)
     return {"loss": losses[-1]}

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks import core
-from torchtitan_diloco.components.checkpoint_schema import RunState
+from torchtitan_diloco.components.checkpoint import RunState
 from torchtitan_diloco.components.optimizer import build_optimizer, set_lr
 from torchtitan_diloco.components.telemetry import Telemetry
 from torchtitan_diloco.config import Config, from_command_line

@@ -4,15 +4,13 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, nullcontext
 from dataclasses import replace
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from torchtitan_diloco.components.checkpoint import Checkpointer
-from torchtitan_diloco.components.checkpoint_schema import Manifest, RunState, check_tokenizer
+from torchtitan_diloco.components.checkpoint import Checkpointer, Manifest, RunState
 from torchtitan_diloco.components.loss import loss_head
 from torchtitan_diloco.components.optimizer import (
     SkippedSteps,
@@ -27,8 +25,13 @@ from torchtitan_diloco.components.optimizer import (
 )
 from torchtitan_diloco.components.profiling import build_profiler
 from torchtitan_diloco.components.records import Summary
-from torchtitan_diloco.components.resume import changed_settings, find_start, restore
-from torchtitan_diloco.components.run_folder import claim_run_folder
+from torchtitan_diloco.components.resume import (
+    changed_settings,
+    check_tokenizer,
+    find_start,
+    restore,
+)
+from torchtitan_diloco.components.run_folder import claim_run_folder, folder_of_worker
 from torchtitan_diloco.components.run_plan import (
     RunPlan,
     after_step,
@@ -74,9 +77,7 @@ class Trainer:
         self.start = find_start(world, config.checkpoint.resume, config.run.folder)
         logger.info(f"{'reading':<10} {config.data.corpus}, tokenizer {config.data.tokenizer}")
         tokenizer = self.tokenizer = build_tokenizer(config.data.tokenizer)
-        if self.start.manifest is not None:
-            saved = self.start.checkpoint, self.start.manifest
-            check_tokenizer(*saved, tokenizer.name, tokenizer.fingerprint)
+        check_tokenizer(self.start.manifest, tokenizer.name, tokenizer.fingerprint)
         self.vocab_size = vocabulary_rows(config.model, tokenizer.vocab_size)
         length = config.training.sequence_length
         self.model = build_model(config.model, self.vocab_size, length)
@@ -98,22 +99,20 @@ class Trainer:
     def run(self) -> Path:
         """Train until the last step, `stop_after` or a signal, and return the run folder."""
         config, stop_after = self.config, self.config.training.stop_after
-        stops_early = 0 < stop_after < self.plan.total_steps
-        claim = partial(claim_run_folder, self.world, config.run, config.checkpoint)
-        run_folder = claim(self.start, self.toml, stops_early=stops_early)
-        folder = run_folder.path
+        folder, lock = claim_run_folder(self.world, config.run, self.start, self.toml)
         for line in (f"{'folder':<10} {folder}", *self.outer.describe()):
             logger.info(line)
         self._resume()
         self.begin()
         sections = config.training, config.checkpoint, config.metrics, config.validation
+        own_folder = folder_of_worker(folder, self.world.worker)
         garbage = GarbageControl(config.run.garbage_collect_every)
         with (
-            run_folder.lock or nullcontext(),
+            lock or nullcontext(),
             StopRequest(self.world, answer_lag(self.world, config.diloco)) as stop,
             self._open_telemetry(folder) as telemetry,
             build_profiler(config.profiling, folder, self.world) as profiler,
-            closing(Checkpointer(config.checkpoint, run_folder, *self.parts)) as checkpointer,
+            closing(Checkpointer(config.checkpoint, own_folder, *self.parts)) as checkpointer,
         ):
             batches = telemetry.timed(self.loader)
             if self._validation_missed():
@@ -147,7 +146,7 @@ class Trainer:
         if early:
             about = self.plan, self.step, config.training, config.checkpoint, folder
             log_early_end(*about, island=self.island is not None)
-        has_control = not (self.island or config.data.shard_by != "none" or self.start.checkpoint)
+        has_control = not (self.island or config.data.shard_by != "none" or self.start.manifest)
         log_summary(
             summary,
             folder,
@@ -256,7 +255,6 @@ class Trainer:
         return Manifest(
             state,
             workers=1 if self.config.diloco.method == "none" else self.world.workers,
-            ranks_per_worker=self.world.ranks_per_worker,
             data=self._data_identity(),
             config=self.toml,
             tokenizer=self.tokenizer.fingerprint,
@@ -273,14 +271,15 @@ class Trainer:
 
     def _resume(self) -> None:
         """Load the checkpoint, and log what has changed since the save."""
-        path, manifest = self.start.checkpoint, self.start.manifest
-        if path is None or manifest is None:
+        manifest = self.start.manifest
+        if manifest is None:
             return
-        notes = restore(path, manifest, *self.parts)
+        notes = restore(self.start, *self.parts)
         if manifest.data != self._data_identity():
             notes.append("the data or their order have changed: they are read from the beginning")
         if self.config.model.weights:
             notes.append("model.weights is for new runs: the checkpoint's weights are used")
+        path = self.start.checkpoint or f"worker {self.start.holders[0]}"
         logger.info(f"resumed from {path}: step {manifest.step}, {manifest.state.tokens:,} tokens")
         changes = changed_settings(manifest.config, self.toml)
         for line in [*(f"changed: {change}" for change in changes), *notes]:
@@ -301,7 +300,7 @@ class Trainer:
         """Return whether the run was stopped between the resumed step and its validation."""
         due = validation_due(self.step, self.finished, self.config.validation.every)
         done = 0 if self.validator.validated is None else self.validator.validated[0]
-        return bool(self.start.checkpoint) and due and done < self.step
+        return self.start.manifest is not None and due and done < self.step
 
     # --- parts ------------------------------------------------------------------------------------
 
@@ -331,7 +330,7 @@ class Trainer:
             compute_dtype=dtype,
         )
         materialize(self.model, device, config.run.seed)
-        if config.model.weights and not self.start.checkpoint:
+        if config.model.weights and self.start.manifest is None:
             load_initial_weights(self.model, config.model.weights)
 
     def _build_outer_loop(self) -> OuterLoop:
@@ -393,6 +392,6 @@ class Trainer:
         settings = flat_settings(self.config).items()
         facts = {key: str(value) for key, value in settings if key not in OWN_SETTINGS}
         tokenizer, corpus = self.tokenizer.fingerprint, self.tokens.fingerprint
-        weights = weights_fingerprint("" if self.start.checkpoint else self.config.model.weights)
+        weights = weights_fingerprint("" if self.start.manifest else self.config.model.weights)
         facts |= {"tokenizer": tokenizer, "corpus": corpus, "model.weights": weights}
         agree(facts, self.world.control, "rank")

@@ -91,7 +91,7 @@ class Trainer:
     def __call__(self, command: list[str], **_: Any) -> "subprocess.CompletedProcess[str]":
         assert command[:3] == [sys.executable, "-m", "torchtitan_diloco.launch"]
         folder = Path(command[command.index("--run.folder") + 1])
-        (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+        (folder / "worker-0/step-00000010").mkdir(parents=True, exist_ok=True)
         record = {"step": 10} if self.interrupted else {parity_runs.LOSS: 1.5 + len(self.started)}
         with (folder / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(record) + "\n")
@@ -123,11 +123,11 @@ def test_an_interrupted_run_is_continued(
     trainer.interrupted = False
     (folder,) = trainer.started
     if not can_be_resumed:
-        (folder / "checkpoints").rmdir()
+        (folder / "worker-0/step-00000010").rmdir()
     assert train_all(tmp_path, [("", RUN)]) == [2.5]
     assert trainer.started == [folder, folder]
     assert len((folder / "metrics.jsonl").read_text().splitlines()) == 1 + can_be_resumed
-    assert not (folder / "checkpoints").exists(), "a finished run needs none"
+    assert not [*folder.glob("worker-*/step-*")], "a finished run needs none"
 
 
 def test_as_many_processes_train_at_once_as_there_is_room_for(

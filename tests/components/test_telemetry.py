@@ -16,7 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tests.test_trainer import records
 from torchtitan_diloco.components import records as records_module
 from torchtitan_diloco.components import telemetry as module
-from torchtitan_diloco.components.checkpoint_schema import RunState
+from torchtitan_diloco.components.checkpoint import RunState
 from torchtitan_diloco.components.records import drop_records_after
 from torchtitan_diloco.components.run_plan import RunPlan
 from torchtitan_diloco.components.summary import all_reduce_bytes, summarise

@@ -24,7 +24,7 @@ from torch import Tensor
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from torchtitan_diloco.components.checkpoint_schema import RunState
+from torchtitan_diloco.components.checkpoint import RunState
 from torchtitan_diloco.components.records import Record, RecordFiles, RoundRecord
 from torchtitan_diloco.components.round_records import (
     RoundTable,

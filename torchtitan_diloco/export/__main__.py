@@ -21,7 +21,6 @@ from torchtitan_diloco.export.weights import WEIGHTS_NAME, new_folder
 from torchtitan_diloco.log import UserError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-DEFAULTS = ("float32", "shared")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -53,9 +52,9 @@ def _export(saved: SavedModel, options: argparse.Namespace) -> None:
 def _default_folder(checkpoint: Path, options: argparse.Namespace) -> Path:
     """Return a folder in the run, or beside a checkpoint that was moved elsewhere."""
     parent = checkpoint.parent
-    run = parent.parent if parent.name == "checkpoints" else parent
-    names = [checkpoint.name, options.format, options.dtype, options.weights]
-    return run / "export" / "-".join(name for name in names if name not in DEFAULTS)
+    run = parent.parent if parent.name.startswith("worker-") else parent
+    dtype = [] if options.dtype == "float32" else [options.dtype]
+    return run / "export" / "-".join([checkpoint.name, options.format, *dtype])
 
 
 def save_for_another_run(folder: Path, saved: SavedModel, dtype: torch.dtype) -> None:
@@ -72,7 +71,6 @@ def save_for_another_run(folder: Path, saved: SavedModel, dtype: torch.dtype) ->
         "format": "pt",  # transformers refuses a file that does not name its framework
         "producer": f"torchtitan_diloco {__version__}",
         "step": str(saved.step),
-        "weights": saved.weights,
         "tokenizer": f"{tokenizer.name} {tokenizer.fingerprint}",
     }
     tensors = {name: value.to(dtype) for name, value in saved.model.state_dict().items()}
