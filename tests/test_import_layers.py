@@ -19,7 +19,7 @@ MAY_IMPORT = {
     "islands": {"diloco"},
     "distributed": {"config", "diloco"},
     "models": {"config"},
-    "data": {"config"},
+    "data": {"config", "diloco.fields"},
     "components": {"config", "diloco", "distributed", "models", "data"},
     "planner": {"config", "diloco", "models", "components"},
     "export": {

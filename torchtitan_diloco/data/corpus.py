@@ -15,7 +15,6 @@ from torchtitan_diloco.data.shards import (
     Split,
     TokenShards,
     read_index,
-    token_type,
 )
 from torchtitan_diloco.data.text import HUGGING_FACE_PREFIX, STDLIB, open_corpus, text_kind
 from torchtitan_diloco.data.tokenizer import Tokenizer
@@ -37,8 +36,8 @@ def open_split(
         return TokenShards(folder, split, tokenizer)
     if own == corpus and not _is_shard_folder(own):
         raise UserError(
-            f'data.validation_corpus = "{own}" is data.corpus itself, which is trained on; leave '
-            f"it empty to hold out data.validation_fraction of the corpus"
+            f'data.validation_corpus = "{own}" is data.corpus, which is trained on: leave it empty '
+            "to hold out data.validation_fraction of it"
         )
     folder = _folder(data, "data.validation_corpus", tokenizer, fraction=0.0)
     # Validate on the held-out split of the folder, or on all of it if that split is empty.
@@ -59,26 +58,22 @@ def _folder(
     if spec.startswith(HUGGING_FACE_PREFIX):
         command = _command(spec, data, f"corpora/{slug}", tokens_of_run)
         raise UserError(
-            f'{key} = "{spec}": a Hugging Face dataset is prepared before the run. Prepare it with'
-            f'\n    {command}\nand set {key} = "corpora/{slug}".'
+            f'{key} = "{spec}" is prepared before the run: set {key} = "corpora/{slug}" after'
+            f"\n    {command}"
         )
     if _is_shard_folder(spec):
         folder = Path(spec).expanduser()
         if not (folder / INDEX_NAME).exists():
-            source = data.source if key == "data.corpus" else ""
-            hint = "" if source else " (TEXT: what to tokenise, as in data.source)"
-            command = _command(source or "TEXT", data, spec, tokens_of_run)
-            size = token_type(tokenizer.vocab_size).itemsize
+            source = (data.source if key == "data.corpus" else "") or "TEXT"
+            command = _command(source, data, spec, tokens_of_run)
             raise UserError(
-                f'{key} = "{spec}" is no finished folder of token shards ({folder.absolute()}). '
-                f"Prepare it{hint} with\n    {command}\n"
-                f"or set {key} to text: stdlib, files, a folder or a glob. --max-tokens stops at "
-                f"so many tokens, each of which takes {size} bytes on disk."
+                f'{key} = "{spec}" is no finished folder of token shards ({folder.absolute()}): '
+                f"set {key} to text, such as stdlib, or prepare the folder with\n    {command}"
             )
         return folder
     try:
         corpus = open_corpus(spec)
-    except ValueError as error:
+    except UserError as error:
         raise UserError(f"{key}: {error}") from error
     made_of = f"{corpus.fingerprint[:8]}-{tokenizer.fingerprint[:8]}-{fraction:g}"
     name = f"{slug[-40:]}-{made_of}-v{FORMAT_VERSION}"

@@ -7,7 +7,6 @@ continues after its finished shards.
 """
 
 import argparse
-import re
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -23,9 +22,7 @@ from torchtitan_diloco.data.shards import (
     STARTED_NAME,
     ShardWriter,
     Split,
-    TokenShards,
     only_writer,
-    read_index,
     read_or_begin_index,
 )
 from torchtitan_diloco.data.text import (
@@ -55,7 +52,6 @@ def prepare(
     validation_fraction: float,
     shard_tokens: int = DEFAULT_SHARD_TOKENS,
     max_tokens: int | None = None,
-    threads: int | None = None,
     begin: bool = False,
     wait: bool = False,
 ) -> bool:
@@ -77,7 +73,8 @@ def prepare(
         "shard_tokens": shard_tokens,
         "max_tokens": max_tokens,
         "piece_characters": PIECE_CHARACTERS,
-    } | ({"begin_token": begin_token} if begin else {})
+        "begin_token": begin_token,
+    }
     start, new_tokens = time.monotonic(), 0
     with only_writer(folder, wait=wait):
         index = read_or_begin_index(folder, settings)
@@ -85,7 +82,7 @@ def prepare(
             return False
         writers = {split: ShardWriter(folder, split, index, shard_tokens) for split in SPLITS}
         done = {split: writer.end_piece for split, writer in writers.items()}
-        pieces = _tokenised(corpus, tokenizer, done, validation_fraction, begin_token, threads)
+        pieces = _tokenised(corpus, tokenizer, done, validation_fraction, begin_token)
         for number, split, tokens, ends_document in pieces:
             enough = max_tokens is not None and writers["train"].tokens >= max_tokens
             if enough and number >= writers["train"].end_piece:
@@ -112,7 +109,6 @@ def _tokenised(
     done: dict[Split, int],
     fraction: float,
     begin_token: int | None,
-    threads: int | None,
 ) -> Iterator[Tokenised]:
     """Yield the pieces of the corpus in order, except those that are done."""
 
@@ -129,10 +125,10 @@ def _tokenised(
             tokens = np.insert(tokens, 0, begin_token)
         return number, split, tokens, ends
 
-    threads, pending = threads or available_cores(), deque[Future[Tokenised]]()
+    threads, pending = available_cores(), deque[Future[Tokenised]]()
     begins_document = True
     with ThreadPoolExecutor(threads) as pool:  # tokenizers release the GIL
-        for number, piece in enumerate(corpus.pieces("tokenising")):
+        for number, piece in enumerate(corpus.pieces()):
             if number >= done[split_of(number)]:
                 pending.append(pool.submit(tokenise, number, piece, begins_document))
             begins_document = piece.ends_document
@@ -145,54 +141,42 @@ def _tokenised(
 # --- the command ---
 
 
-def parse_quantity(text: str) -> int:
-    """Parse a positive integer: 1000000, 1_000_000, 1e6, 1M and 1MB are the same."""
-    match = re.fullmatch(r"(\d[\d_]*(?:\.\d+)?(?:e\d+)?)([KMGT]?)B?", text, re.IGNORECASE)
-    scale = 1000 ** "_KMGT".index(match[2].upper() or "_") if match else 0
-    value = float(match[1]) * scale if match else 0
-    if value < 1 or value != int(value):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a whole number from 1 on such as 1000000, 1e6, 1M or 1GB"
-        )
+def whole_number(text: str) -> int:
+    """Parse 1000000, 1_000_000 or 1e6."""
+    value = float(text)
+    if value < 1 or not value.is_integer():
+        raise argparse.ArgumentTypeError(f"{text} is no whole number such as 1000000 or 1e6")
     return int(value)
+
+
+def share(text: str) -> float:
+    if not 0 <= (value := float(text)) <= 0.5:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 0.5")
+    return value
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog=command_line("prepare"),
         description="Tokenise a corpus into a folder of token shards.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--source", help="stdlib; files, folders, globs with commas; or hf:NAME[/SUBSET][:SPLIT]")
-    tokenizer_help = "bytes, a tokenizer.json, or a tiktoken encoding"
-    add("--tokenizer", default="bytes", help=tokenizer_help)
+    sources = "stdlib; files, folders, globs with commas; or hf:NAME[/SUBSET][:SPLIT]"
+    add("--source", required=True, help=sources)
+    tokenizers = "bytes, a tokenizer.json, or a tiktoken encoding"
+    add("--tokenizer", default="bytes", help=tokenizers)
     add("--out", required=True, type=Path, help="folder of the shards")
-    add("--validation-fraction", type=float, default=0.005, help="share held out (default 0.005)")
-    shard_help = "a shard is closed once it has so many tokens, such as 100M (default 2**28)"
-    add("--shard-tokens", type=parse_quantity, default=DEFAULT_SHARD_TOKENS, help=shard_help)
-    add("--threads", type=parse_quantity, help="default: every core")
-    add("--max-tokens", type=parse_quantity, help="stop at so many tokens to train on")
-    begin_help = "write the tokenizer's begin token before each document, as Llama 3 was trained"
-    add("--begin-token", action="store_true", help=begin_help)
-    field_help = "field of the text in JSON lines and data sets (default text)"
-    add("--text-field", default=TEXT_FIELD, metavar="NAME", help=field_help)
-    add("--verify", action="store_true", help="check every byte; without --source: only that")
+    add("--validation-fraction", type=share, default=0.005, help="share held out")
+    shard = "a shard is closed once it has so many tokens"
+    add("--shard-tokens", type=whole_number, default=DEFAULT_SHARD_TOKENS, help=shard)
+    add("--max-tokens", type=whole_number, help="stop at so many tokens to train on")
+    begin = "write the tokenizer's begin token before each document, as Llama 3 was trained"
+    add("--begin-token", action="store_true", help=begin)
+    field = "field of the text in JSON lines and data sets"
+    add("--text-field", default=TEXT_FIELD, metavar="NAME", help=field)
     options = parser.parse_args(arguments)
     try:
-        _run(options)
-    except ValueError as error:
-        parser.exit(2, f"error: {error}\n")
-    except KeyboardInterrupt:
-        parser.exit(130, f"\ninterrupted; the same command continues {options.out}\n")
-
-
-def _run(options: argparse.Namespace) -> None:
-    if options.source is None and not options.verify:
-        raise UserError("--source is missing; --verify alone checks a finished folder")
-    if not 0 <= options.validation_fraction <= 0.5:
-        share = options.validation_fraction
-        raise UserError(f"--validation-fraction {share:g} is not between 0 and 0.5")
-    if options.source is not None:
         done = prepare(
             open_corpus(options.source, options.text_field),
             build_tokenizer(options.tokenizer),
@@ -200,16 +184,14 @@ def _run(options: argparse.Namespace) -> None:
             validation_fraction=options.validation_fraction,
             shard_tokens=options.shard_tokens,
             max_tokens=options.max_tokens,
-            threads=options.threads,
             begin=options.begin_token,
         )
-        if not done:
-            print(f"{options.out} was complete already")
-    if options.verify:
-        for split, index in read_index(options.out / INDEX_NAME).splits.items():
-            if index.shards:
-                TokenShards(options.out, split).verify()
-            print(f"{split}: {index.tokens:,} tokens as they were written")
+    except UserError as error:
+        parser.exit(2, f"error: {error}\n")
+    except KeyboardInterrupt:
+        parser.exit(130, f"\ninterrupted; the same command continues {options.out}\n")
+    if not done:
+        print(f"{options.out} was complete already")
 
 
 if __name__ == "__main__":
