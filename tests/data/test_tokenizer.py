@@ -145,10 +145,9 @@ def test_a_missing_file_or_package_names_the_remedy(
 # --- named encodings ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "nearest"), [("gtp2", "gpt2"), ("byte", "bytes")])
-def test_unknown_name_gets_the_nearest_one(name: str, nearest: str) -> None:
-    with pytest.raises(ValueError, match=rf'data\.tokenizer = "{name}".*did you mean {nearest}'):
-        build_tokenizer(name)
+def test_an_unknown_name_gets_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r'data\.tokenizer = "gtp2" is none of bytes, .*gpt2'):
+        build_tokenizer("gtp2")
 
 
 def test_encoding_that_cannot_be_fetched_names_the_remedies(

@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from tests.conftest import save_tokenizer, write_text
 from tests.export.reading import read_weights
 from tests.processes import ProcessPool
 from tests.test_trainer import curve, join, records, settings
-from torchtitan_diloco import generate, validate
+from torchtitan_diloco import evaluate
 from torchtitan_diloco.config import load_config
 from torchtitan_diloco.diloco.state_dict import shared_parameter_name
 from torchtitan_diloco.export import __main__ as export
@@ -29,7 +30,11 @@ STREAMING = {
     "training.batch_size": 3,
     "checkpoint.at_end": "true",
 }
-COMMANDS = {"export": export.main, "generate": generate.main, "validate": validate.main}
+COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "export": export.main,
+    "generate": lambda words: evaluate.main(["generate", *words]),
+    "validate": lambda words: evaluate.main(["validate", *words]),
+}
 Capture = pytest.CaptureFixture[str]
 
 
@@ -132,7 +137,7 @@ def test_the_shared_parameters_are_those_of_any_worker(trained: Path, corpus: Pa
 
 
 def loss(capsys: Capture, *arguments: str) -> float:
-    assert validate.main([*arguments, "--device", "cpu"]) == 0
+    assert COMMANDS["validate"]([*arguments, "--device", "cpu"]) == 0
     found = re.search(r"loss (\d+\.\d+), perplexity", capsys.readouterr().out)
     assert found is not None
     return float(found[1])
@@ -144,7 +149,7 @@ def test_the_loss_is_the_one_that_the_run_printed(trained: Path, capsys: Capture
     assert len(set(printed)) == 3
     for step, expected in zip(("8", "16", "24"), printed, strict=True):
         assert loss(capsys, str(trained), "--step", step) == pytest.approx(expected, abs=1e-4)
-    assert validate.main([str(trained), "--device", "cpu"]) == 0
+    assert COMMANDS["validate"]([str(trained), "--device", "cpu"]) == 0
     output = capsys.readouterr()
     assert "224 tokens (7 sequences of 32)" in output.out
     assert "step 24, shared parameters" in output.err
@@ -161,16 +166,14 @@ def test_other_text_and_batches(trained: Path, tmp_path: Path, capsys: Capture) 
 
 def test_text_is_repeatable(trained: Path, capsys: Capture) -> None:
     def text(*more: str) -> str:
-        assert generate.main([str(trained), "--device", "cpu", "--tokens", "20", *more]) == 0
+        assert COMMANDS["generate"]([str(trained), "--device", "cpu", "--tokens", "20", *more]) == 0
         return capsys.readouterr().out
 
     first = text("--prompt", "the sto")
     assert first.startswith("the sto")
     assert first == text("--prompt", "the sto")
     assert first != text("--prompt", "the sto", "--seed", "1")
-    assert text("--temperature", "0") == text("--top-k", "1", "--seed", "5")
-    both = text("--prompt", "the sto", "--count", "2")
-    assert both.startswith(f"--- 1 of 2, seed 0\n{first}--- 2 of 2, seed 1\nthe sto")
+    assert text("--temperature", "0") == text("--top-p", "0", "--seed", "5")
 
 
 # --- mistakes -------------------------------------------------------------------------------------
@@ -183,10 +186,8 @@ def test_text_is_repeatable(trained: Path, capsys: Capture) -> None:
         ("validate", "empty", r"empty has no complete checkpoint: name .* checkpoint.every"),
         ("generate", "run --step 7", r"--step 7: .*run has no checkpoint .* it has 8, 16, 24"),
         ("export", "run/worker-0/step-00000008 --step 16", r"--step 16: .* step; it has 8"),
-        ("validate", "run --sequences 0", r"--sequences: 0 is out of range: give"),
-        ("generate", "run --temperature nan", r"--temperature: nan is out of range: give"),
-        ("generate", "run --top-p 1.1", r"--top-p: 1.1 is out of range: give"),
-        ("validate", "run --data.corpus x", r"--data.corpus is unknown: did you mean --corpus\?"),
+        ("generate", "run --temperature nan", r"--temperature nan .*: give"),
+        ("generate", "run --top-p 1.1", r"--top-p 1.1: give"),
     ],
 )
 def test_a_mistake_is_one_line(
@@ -213,7 +214,7 @@ def test_a_damaged_file_or_another_tokenizer_is_named(
         assert main([str(folder)]) == 2
         expected = r"error: .*step-00000024/rank-0.safetensors has other content.* --step"
         assert re.match(expected, capsys.readouterr().err)
-    assert generate.main([str(folder), "--step", "16", "--tokens", "1"]) == 0
+    assert COMMANDS["generate"]([str(folder), "--step", "16", "--tokens", "1"]) == 0
     capsys.readouterr()
     try:
         save_tokenizer(own, 259)

@@ -27,9 +27,9 @@ from tests.export.reading import (
 )
 from torchtitan_diloco.config.schema import Model
 from torchtitan_diloco.data.tokenizer import build_tokenizer
+from torchtitan_diloco.evaluate import generate
 from torchtitan_diloco.export.hugging_face import save_hugging_face
 from torchtitan_diloco.export.weights import load_initial_weights
-from torchtitan_diloco.generate import generate
 from torchtitan_diloco.models import Decoder
 
 SMALL: dict[str, Any] = {"layers": 2, "width": 32, "heads": 4, "head_dim": 16, "feed_forward": 48}

@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 import tiktoken
 
-from torchtitan_diloco.diloco.fields import nearest
 from torchtitan_diloco.log import UserError, install_command, installed
 
 END_OF_DOCUMENT = "<|endoftext|>"
@@ -121,8 +120,7 @@ def _named_encoding(name: str) -> Tokenizer:
     known = sorted(["bytes", *tiktoken.list_encoding_names()])
     if name not in known:
         raise UserError(
-            f'data.tokenizer = "{name}" is none of {", ".join(known)}, and no path that ends in '
-            f".json{nearest(name, known)}"
+            f'data.tokenizer = "{name}" is none of {", ".join(known)}, and no .json file'
         )
     try:
         encoding = tiktoken.get_encoding(name)

@@ -5,12 +5,10 @@ run may have changed.
 """
 
 import argparse
-import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from torchtitan_diloco.components.checkpoint import (
     MANIFEST,
@@ -106,22 +104,11 @@ class CommandParser(argparse.ArgumentParser):
         add("run", type=Path, metavar="RUN", help="folder of a run, or of one of its checkpoints")
         add("--step", type=int, metavar="N", help="step of the checkpoint (default: the latest)")
 
-    def add_device(self) -> None:
-        devices = ("auto", "cpu", "cuda")
-        self.add_argument("--device", choices=devices, default="auto", help="default auto: a GPU")
 
-
-def in_range(kind: Callable[[str], float], low: float, high: float = math.inf) -> Any:
-    """Return an argument type for numbers from `low` to `high`."""
-
-    def parse(text: str) -> float:
-        value = kind(text)
-        if not low <= value <= high:
-            wanted = f"a number from {low:g} {'up' if high == math.inf else f'to {high:g}'}"
-            raise argparse.ArgumentTypeError(f"{text} is out of range: give {wanted}")
-        return value
-
-    return parse
+def positive(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: give a whole number from 1 up")
+    return value
 
 
 def run_command(

@@ -17,11 +17,10 @@ from torchtitan_diloco.models.base import LanguageModel, copy_shard
 from torchtitan_diloco.models.hugging_face import differing_settings, transformers_names
 
 WEIGHTS_NAME = "model.safetensors"
-INDEX_NAME = "model.safetensors.index.json"
 CONFIG_NAME = "config.json"
 """Found only in folders of transformers."""
-PARTS, PART_BYTES = 4, 1 << 20
-"""Parts of each file that are read for its fingerprint."""
+PART_BYTES = 1 << 20
+"""Part of each file that is read for its fingerprint."""
 
 
 @contextmanager
@@ -74,10 +73,8 @@ def load_initial_weights(model: LanguageModel, path: str) -> None:
         if differing:
             name = differing[0]
             raise UserError(
-                f'model.weights = "{path}" does not fit the model: {name} is '
-                f"{there.get(name, 'absent')} there and {here.get(name, 'absent')} in this run, "
-                f"and {len(differing) - 1} more differ. Set the [model] section, the tokenizer and "
-                "training.sequence_length as in the run that was exported"
+                f'model.weights = "{path}" does not fit: {name} is {there.get(name, "absent")} '
+                f"there and {here.get(name, 'absent')} in this run: set [model] as there"
             )
         for name, parameter in parameters.items():
             value = torch.cat([stored[part].get_tensor(part) for part in parts[name]])
@@ -118,39 +115,27 @@ def open_weights(path: str | Path) -> Iterator[dict[str, Any]]:
 
 
 def weight_files(path: str | Path) -> list[Path]:
-    """Return the file itself, or the files in the index of a folder, or all files of the folder."""
+    """Return the file itself, or all files of a folder that are named as in transformers."""
     given = Path(path).expanduser()
-    if not given.is_dir():
-        return [given]
-    files = sorted(given.glob("*.safetensors"))
-    if (index := given / INDEX_NAME).exists():
-        try:
-            names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
-            files = sorted({given / name for name in names})
-        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-            raise _unreadable(path, index, error) from error
+    files = sorted(given.glob("model*.safetensors")) if given.is_dir() else [given]
     if not files:
-        raise UserError(f'model.weights = "{path}": the folder has no .safetensors file')
+        raise UserError(f'model.weights = "{path}": the folder has no model*.safetensors')
     return files
 
 
 def weights_fingerprint(path: str) -> str:
-    """Return a hash of parts of each file, to detect different weights of the same model."""
+    """Return a hash of a part of each file, to detect different weights of the same model."""
     digest = hashlib.sha256()
     for file in weight_files(path) if path else ():
         try:
             with file.open("rb") as opened:
-                size = opened.seek(0, os.SEEK_END)
-                for part in range(PARTS):
-                    opened.seek(size * part // PARTS)
-                    digest.update(opened.read(PART_BYTES))
+                opened.seek(file.stat().st_size // 2)
+                digest.update(opened.read(PART_BYTES))
         except OSError as error:
             raise _unreadable(path, file, error) from error
     return digest.hexdigest()[:16]
 
 
 def _unreadable(path: str | Path, file: Path, error: Exception) -> ValueError:
-    return UserError(
-        f'model.weights = "{path}": {file} cannot be read ({error}): give a complete .safetensors '
-        "file, or the folder of a complete export"
-    )
+    remedy = "give a complete .safetensors file, or the folder of a complete export"
+    return UserError(f'model.weights = "{path}": {file} cannot be read ({error}): {remedy}')
