@@ -346,36 +346,28 @@ def _run_on_a_node_of_its_own(wanted: dict[str, str], parent: Path) -> str:
         os.chdir(before)
 
 
-@pytest.mark.parametrize("method", ["streaming", "none"])
 def test_workers_on_disks_of_their_own_go_on_as_on_one(
-    text: Path, tmp_path: Path, processes: ProcessPool, method: str
+    text: Path, whole: Path, tmp_path: Path, processes: ProcessPool
 ) -> None:
-    """One is behind the other; then one has lost all it had, and gets a copy from the other."""
+    """One is behind the other; then it has lost all it had, and gets a copy from the other."""
 
     def train(**more: Any) -> None:
-        wanted = chosen(text, "", **(FP32 | {"diloco.method": method} | more))
-        wanted["run.folder"] = "run"
+        wanted = chosen(text, "", **FP32, **more) | {"run.folder": "run"}
         assert processes.run(_run_on_a_node_of_its_own, 2, wanted, tmp_path) == ["run", "run"]
-        wanted["run.folder"] = str(tmp_path / "one-disk")
-        processes.run(run, 2, wanted)
 
     nodes = [tmp_path / f"node-{rank}" / "run" for rank in range(2)]
-    places = nodes if method == "streaming" else nodes[:1]  # data parallelism: of worker 0 alone
     train(**{"training.stop_after": 12})
-    shutil.rmtree(last(places[-1], worker=len(places) - 1))  # this node was lost in its last save
+    shutil.rmtree(last(nodes[1], worker=1))  # this node was lost in its last save
     train()
-    for worker, node in enumerate(places):
-        assert step_of(last(node, worker)) == STEPS
-        assert_same(tensors(last(node, worker)), tensors(last(tmp_path / "one-disk", worker)))
-    aside = checkpoint(nodes[0], 12).with_name("step-00000012.damaged")
-    assert aside.is_dir() == (method == "streaming")
-    models = [open_saved(node).model.state_dict() for node in places]
-    assert all(torch.equal(value, models[0][name]) for name, value in models[-1].items())
-    for folder in (nodes[1], tmp_path / "one-disk/worker-1"):  # a new disk
-        shutil.rmtree(folder)
+    for worker, node in enumerate(nodes):
+        assert_same(tensors(last(node, worker)), tensors(last(whole, worker)))
+    assert checkpoint(nodes[0], 12).with_name("step-00000012.damaged").is_dir()
+    one, other = (open_saved(node).model.state_dict() for node in nodes)
+    assert all(torch.equal(value, other[name]) for name, value in one.items())
+    shutil.rmtree(nodes[1])  # a new disk
     train(**{"training.steps": STEPS + 1})
-    for worker, node in enumerate(places):
-        assert_same(tensors(last(node, worker)), tensors(last(tmp_path / "one-disk", worker)))
+    assert step_of(last(nodes[1], worker=1)) == STEPS + 1
+    assert_same(shared_part(last(nodes[1], worker=1)), shared_part(last(nodes[0])))
 
 
 def test_nodes_of_one_worker_have_to_share_a_disk(

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.components.test_checkpoint import EMPTY, TENSORS, write_checkpoint
 from tests.components.test_resume import LOSS, STEPS, chosen, last, run
@@ -16,7 +17,13 @@ from tests.test_trainer import curve, records
 from torchtitan_diloco.components import run_folder
 from torchtitan_diloco.components.checkpoint import MANIFEST, complete_checkpoints
 from torchtitan_diloco.components.resume import Answer, find_start, judge, read_manifest
-from torchtitan_diloco.components.run_folder import folder_of_worker, lock_folder
+from torchtitan_diloco.components.run_folder import (
+    Start,
+    claim_run_folder,
+    folder_of_worker,
+    lock_folder,
+)
+from torchtitan_diloco.config.schema import Run
 from torchtitan_diloco.distributed.world import World
 
 ALONE = World(rank=0, size=1, workers=1, device=torch.device("cpu"))
@@ -117,6 +124,19 @@ def test_a_folder_has_one_run_at_a_time(text: Path, tmp_path: Path) -> None:
         run(chosen(text, tmp_path))
     assert [path.name for path in own.iterdir()] == ["run.lock"]
     run(chosen(text, tmp_path))
+
+
+def test_only_a_restart_goes_on_in_a_folder_that_it_does_not_resume(tmp_path: Path) -> None:
+    """As with a run from another one's checkpoint, which crashes before its first save."""
+    world = replace(ALONE, store=dist.HashStore())  # type: ignore[attr-defined]
+    wanted = Run(folder=str(tmp_path / "run"))
+    for _ in range(2):
+        path, lock = claim_run_folder(world, wanted, Start(), "")
+        assert lock is not None
+        lock.close()
+    assert find_start(world, "never", "").folder == path
+    with pytest.raises(ValueError, match="already holds a run"):
+        claim_run_folder(ALONE, wanted, Start(), "")
 
 
 def test_a_run_without_a_checkpoint_starts_over(text: Path, tmp_path: Path) -> None:
