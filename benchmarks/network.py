@@ -163,7 +163,7 @@ class Network:
 
         It gets the variables of a rank. The process is the program itself, not a shell.
         """
-        variables = {"OMP_NUM_THREADS": "1", **env, **self.rank_variables(worker)}
+        variables = {"OMP_NUM_THREADS": "1", **self.rank_variables(worker), **env}
         with log.open("ab") as output:
             process = subprocess.Popen(
                 [*self.inside(self.namespace(worker)), *command],

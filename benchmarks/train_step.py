@@ -30,7 +30,7 @@ from benchmarks import core
 from torchtitan_diloco.components.checkpoint_schema import RunState
 from torchtitan_diloco.components.optimizer import build_optimizer, set_lr
 from torchtitan_diloco.components.telemetry import Telemetry
-from torchtitan_diloco.config import Config, from_command_line
+from torchtitan_diloco.config import Config
 from torchtitan_diloco.config.schema import Optimizer
 from torchtitan_diloco.diloco import StreamingDiLoCo
 from torchtitan_diloco.distributed.world import join_world, leave_world, pick_device
@@ -40,7 +40,7 @@ from torchtitan_diloco.models.decoder import Decoder
 from torchtitan_diloco.trainer import Trainer
 
 Batches = Iterator[tuple[Tensor, Tensor]]
-ONE_WORKER = ["--diloco.workers", "1", "--validation.every", "0", "--diloco.method", "none"]
+ONE_WORKER = {"diloco.workers": "1", "validation.every": "0", "diloco.method": "none"}
 OURS, BARE, TITAN = "torchtitan_diloco", "bare PyTorch loop", "torchtitan's Llama 3, bare loop"
 OUTER_STEPS = 1000
 """Number of calls of the outer loop that are timed together."""
@@ -147,8 +147,9 @@ def run_steps(loop: Loop, steps: int, device: torch.device) -> core.Seconds:
     return core.Seconds(seconds.wall / steps, seconds.cpu / steps)
 
 
-def measure(names: Sequence[str], config: Config, rounds: int, steps: int) -> list[Result]:
+def measure(names: Sequence[str], settings: core.Settings, rounds: int, steps: int) -> list[Result]:
     """Measure loops in turns."""
+    config = core.load(settings | ONE_WORKER)
     trainer, batches, ours = build_trainer_loop(config)
     device, builders = trainer.world.device, {BARE: bare_pytorch, TITAN: bare_torchtitan}
     loops = {name: builders[name](trainer, batches) if name != OURS else ours for name in names}
@@ -166,12 +167,10 @@ def measure(names: Sequence[str], config: Config, rounds: int, steps: int) -> li
     return results
 
 
-def measure_alone(name: str, words: Sequence[str], rounds: int, steps: int) -> Result:
+def measure_alone(name: str, settings: core.Settings, rounds: int, steps: int) -> Result:
     """Measure a loop in a process of its own."""
-    config = from_command_line([*words, *ONE_WORKER])
-    assert config is not None
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        (result,) = pool.submit(measure, [name], config, rounds, steps).result()
+        (result,) = pool.submit(measure, [name], settings, rounds, steps).result()
     return result
 
 
@@ -181,9 +180,9 @@ def build_row(result: Result, ours: Result) -> list[str]:
     return [
         result.loop,
         f"{result.parameters / 1e6:.1f}",
-        core.summary([result.tokens / seconds for seconds in result.wall], 0),
+        core.summary([result.tokens / seconds for seconds in result.wall], ",.0f"),
         core.summary([own / other for other, own in pairs]),
-        core.summary(result.cpu, 1, 1e3),
+        core.summary(result.cpu, ",.1f", 1e3),
         core.summary([own / other for other, own in cpu]),
         f"{result.mfu_percent:.1f}" if result.mfu_percent else "-",
         f"{result.peak_bytes / GIB:.2f}" if result.peak_bytes else "-",
@@ -222,15 +221,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=core.positive, default=7)
     parser.add_argument("--steps", type=core.positive, default=10, help="of each loop in a round")
     options, words = parser.parse_known_args()
-    config = core.parse_config(parser, [*words, *ONE_WORKER])
-    counts = options.rounds, options.steps
+    settings, counts = core.parse_settings(parser, words), (options.rounds, options.steps)
+    config = core.load(settings | ONE_WORKER)
     device = pick_device(config.run.device, 0)
     has_torchtitan = importlib.util.find_spec("torchtitan") is not None
     names = [OURS, BARE, *([TITAN] if has_torchtitan else [])]
     if device.type == "cuda":
-        results = [measure_alone(name, words, *counts) for name in names]
+        results = [measure_alone(name, settings, *counts) for name in names]
     else:
-        results = measure(names, config, *counts)
+        results = measure(names, settings, *counts)
     trainer, ours = build_trainer_loop(config)[0], results[0]
     parts = part_seconds(trainer, options.rounds)
     leave_world(trainer.world)
@@ -243,15 +242,10 @@ def main() -> None:
         f"ratio: time of {OURS} / time of this loop, per round; above 1 this loop is faster"
     )
     core.print_table(title, HEADER, [build_row(result, ours) for result in results])
-    step = statistics.median(ours.wall)
-    core.print_table(
-        f"parts of a step; n = {options.rounds} rounds",
-        f"part | milliseconds | % of {OURS}'s step",
-        [
-            [name, core.summary(times, 4, 1e3), core.summary([one / step for one in times], 4, 100)]
-            for name, times in parts.items()
-        ],
-    )
+    rows = [
+        [name, core.summary(times, ".4f", 1e3), str(len(times))] for name, times in parts.items()
+    ]
+    core.print_table("parts of a step", "part | milliseconds | n", rows)
 
 
 if __name__ == "__main__":

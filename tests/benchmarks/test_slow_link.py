@@ -4,14 +4,14 @@ import math
 
 import pytest
 
-from benchmarks.slow_link import Table
-from benchmarks.slow_link_run import (
+from benchmarks.slow_link import (
     DATA_PARALLEL,
     LATE,
     OURS,
     SAMPLE_SECONDS,
     Measured,
     Samples,
+    Table,
     data_parallel_length,
     run_length,
     summarise,
