@@ -27,19 +27,26 @@ import signal
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 from benchmarks import core
-from benchmarks.islands_program import SAMPLES, TOKENS, audit, fork, island_settings
-from benchmarks.islands_run import STEP, Found, Run, TorchftRun, final_loss, running
+from benchmarks.islands_program import LENGTH, audit, island_settings
+from benchmarks.islands_run import (
+    SAMPLES,
+    STEP,
+    TOKENS,
+    Case,
+    Found,
+    Run,
+    TextRun,
+    TorchftRun,
+    running,
+)
 from benchmarks.network import wait_until
 from benchmarks.torchft_loop import is_installed
-from tests.processes import FORKS
 from torchtitan_diloco.islands.local import local_server
 from torchtitan_diloco.log import install_command
 
@@ -160,8 +167,8 @@ def fast_and_slow(folder: Path, kind: type[Run] = Run) -> Found:
             steps, slot = run.steps("island-1"), run.event("island-1", "joined")["slot"]
             # Steps after the last round can no longer be merged.
             before = sum(one["rounds"] < steps[-1]["rounds"] for one in steps)
-            merged = audit["merged_samples"][slot] / SAMPLES
-            found["slow one's steps merged, %"] = 100 * merged / before
+            merged = min(1.0, audit["merged_samples"][slot] / before)
+            found["slow one's steps merged, %"] = 100 * merged
         return found
 
 
@@ -197,7 +204,7 @@ def storm(folder: Path, seconds: float) -> Found:
         ended = max(run.event(name, "ended")["time"] for name in run.programs)
         usual = statistics.median(map(run.usual, run.programs))
         found = run.losses(audit, run.programs)
-    full = 4 * TOKENS * (ended - began) / usual
+    full = 4 * LENGTH * (ended - began) / usual
     found["goodput, %"] = 100 * (audit["merged_tokens"] - merged) / full
     return found | {"participation, %": 100 * statistics.mean(audit["participants"]) / 4}
 
@@ -243,26 +250,6 @@ def measure_faults(cases: Mapping[str, Callable[..., Found]], repeats: int, out:
 
 # --- quality --------------------------------------------------------------------------------------
 
-UPLOAD_STEPS = 5
-"""By how much the uploads of a late island take longer: more than the grace, less than H."""
-ROUNDS_OF_A_LIFE = 20
-
-
-@dataclass(frozen=True)
-class Case:
-    islands: tuple[int, ...] = (2,)
-    """Number of islands in each phase."""
-    ends: tuple[float, ...] = (1.0,)
-    """End of each phase, as a share of the tokens of the run."""
-    grace: float = 0.1
-    slow: float = 1.0
-    """Length of the last island's steps / that of the others."""
-    late: bool = False
-    """The uploads of the last island take UPLOAD_STEPS longer."""
-    dies: bool = False
-    """The last island dies repeatedly, and restarts with a fresh inner optimizer."""
-
-
 CONTROL = "lockstep"
 QUALITY = {
     CONTROL: Case(grace=60.0),
@@ -279,68 +266,9 @@ QUALITY = {
 """All phases of a case take equally long if all islands are equally fast."""
 
 
-@dataclass
-class TextRun:
-    """Starts and stops islands as a case says."""
-
-    case: Case
-    tokens: int
-    settings: core.Settings
-    folder: Path
-    clock: Any = field(default_factory=lambda: FORKS.Value("d", 0.0))
-    """Tokens of the run so far."""
-    lives: list[tuple[Path, BaseProcess]] = field(default_factory=list)
-    latest: dict[int, BaseProcess] = field(default_factory=dict)
-
-    def start(self, number: int) -> None:
-        case, name = self.case, f"island-{number}"
-        folder = self.folder / f"{name}-{len(self.lives)}"
-        own = {"run.folder": str(folder), "islands.name": name}
-        last = number == case.islands[0] - 1
-        slow, late = (case.slow, UPLOAD_STEPS * case.late) if last else (1.0, 0)
-        arguments = {
-            "settings": self.settings | own,
-            "path": str(folder.with_suffix(".jsonl")),
-            "slow": slow,
-            "late": late,
-            "clock": self.clock,
-        }
-        given = folder.with_suffix(".txt"), arguments
-        self.latest[number] = FORKS.Process(target=fork, args=given, daemon=True)
-        self.latest[number].start()
-        self.lives.append((folder, self.latest[number]))
-
-    def train(self) -> float:
-        """Return the loss of the shared copy, which all islands that reach the end agree on."""
-        case, died = self.case, 0
-        life = ROUNDS_OF_A_LIFE * 10 * 2 * TOKENS  # H = 10, two islands
-        while self.clock.value < self.tokens:
-            clock, phases = self.clock.value, zip(case.ends, case.islands, strict=True)
-            wanted = next((n for end, n in phases if clock < end * self.tokens), case.islands[-1])
-            for number in range(max(case.islands)):
-                alive = number in self.latest and self.latest[number].is_alive()
-                if number >= wanted and alive:
-                    self.latest[number].terminate()  # it leaves
-                    self.latest[number].join()
-                elif number < wanted and not alive:
-                    self.start(number)
-            if case.dies and life * (died + 1) < clock < 0.9 * self.tokens:
-                died += 1
-                self.latest[1].kill()
-            time.sleep(0.01)
-        for process in self.latest.values():
-            process.join(60.0)
-        for folder, process in self.lives:
-            if process.exitcode not in (0, -signal.SIGKILL):
-                raise SystemExit(folder.with_suffix(".txt").read_text()[-2000:])
-        losses = {final_loss(folder) for folder, _ in self.lives} - {None}
-        assert len(losses) == 1, f"{self.folder}: copies differ: {losses}"
-        return losses.pop() or 0.0
-
-
 def train_case(case: Case, tokens: int, seed: int, folder: Path) -> core.Record:
     begin = case.islands[0]
-    settings = island_settings() | {
+    settings = island_settings(SAMPLES) | {
         "training.tokens": str(tokens),
         "lr_schedule.warmup_steps": str(3 * tokens // (10 * begin * TOKENS)),
         "run.seed": str(seed),

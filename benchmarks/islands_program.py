@@ -31,18 +31,17 @@ from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.log import Entry, Outcome, State
 from torchtitan_diloco.trainer import Trainer
 
-SAMPLES, LENGTH = 4, 64
-"""Samples of an island's step, and tokens of a sample."""
-TOKENS = SAMPLES * LENGTH
+LENGTH = 64
+"""Tokens of a sample."""
 
 
-def island_settings() -> core.Settings:
+def island_settings(samples: int) -> core.Settings:
     """Return the settings of the decoder of 0.12M parameters of docs/measurements.md."""
     tables = read_tables()
     settings = tables.defaults | tables.shapes["many-steps"]
     for key in ("training.global_batch_size", "diloco.workers"):
         del settings[key]
-    return settings | {"training.batch_size": str(SAMPLES)}
+    return settings | {"training.batch_size": str(samples)}
 
 
 # --- the trainer ----------------------------------------------------------------------------------

@@ -9,28 +9,29 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 from benchmarks import core
-from benchmarks.islands_program import SAMPLES, TOKENS, island_settings
+from benchmarks.islands_program import LENGTH, fork, island_settings
 from benchmarks.network import Network, Program, wait_until
 from benchmarks.torchft_loop import LIGHTHOUSE_PORT
+from tests.processes import FORKS
 
 STEP = 0.1
-"""Seconds that a step sleeps."""
-SETTINGS = {
+"""Seconds that a step sleeps. It also trains on one sample."""
+SETTINGS = island_settings(samples=1) | {
     "diloco.sync_every": "20",
     "diloco.overlap.delay": "5",
-    "islands.grace_seconds": str(5 * STEP),
     "validation.sequences": "64",
 }
 TORCHFT_SETTINGS = {  # H is a multiple of the number of fragments, and tau below H / fragments
     "diloco.workers": "1",
-    "diloco.sync_every": "21",
     "diloco.link.timeout_seconds": "10",
     "diloco.quantization.codec": "fp32",
-    "training.steps": "1000000",
+    "training.tokens": "1000000000",
 }
 END_SECONDS = 150
 """Time without a step of any island after which a run is considered stuck."""
@@ -44,12 +45,12 @@ class Run:
 
     torchft = False
 
-    def __init__(self, folder: Path, network: Network, settings: core.Settings) -> None:
+    def __init__(self, folder: Path, network: Network, begin: int, settings: core.Settings) -> None:
+        """`begin`: number of islands that start together."""
         folder.mkdir(parents=True)
-        self.folder, self.network = folder, network
+        self.folder, self.network, self.begin = folder, network, begin
         self.islands = network.workers - 1
-        begin = {key: str(self.islands) for key in ("islands.begin", "islands.slots")}
-        self._settings = island_settings() | SETTINGS | begin | settings
+        self.settings = SETTINGS | settings
         self.programs: dict[str, Program] = {}
         self.join = ""
         self.serve()
@@ -78,7 +79,7 @@ class Run:
     def start(self, worker: int, sleep: float = STEP, inside: Sequence[str] = ()) -> None:
         """Start an island in the namespace of a worker."""
         name, folder = f"island-{worker}", self.folder / f"run-{worker}-{time.time():.1f}"
-        settings = self._settings | self.join_settings(name) | {"run.folder": str(folder)}
+        settings = self.settings | self.join_settings(name) | {"run.folder": str(folder)}
         path = str(self._path(name))
         job = {"settings": settings, "path": path, "sleep": sleep, "torchft": self.torchft}
         words = ["-m", "benchmarks.islands_program", "train", json.dumps(job)]
@@ -94,7 +95,13 @@ class Run:
         )
 
     def join_settings(self, name: str) -> core.Settings:
-        return {"islands.join": self.join, "islands.name": name}
+        return {
+            "islands.join": self.join,
+            "islands.name": name,
+            "islands.begin": str(self.begin),
+            "islands.slots": str(self.islands),
+            "islands.grace_seconds": str(5 * STEP),
+        }
 
     def start_all(self, workers: int, steps: int) -> None:
         """Start islands, and wait until each has taken `steps` steps."""
@@ -189,7 +196,7 @@ class Run:
         slots = [int(self.event(name, "joined")["slot"]) for name in names]
         samples = sum(audit["lost_samples"][one] + audit["read_twice"][one] for one in slots)
         return {
-            "steps lost": samples / SAMPLES,
+            "steps lost": samples,
             "most versions late": max(audit["late"]),
             "problems": len(audit["problems"]),
         }
@@ -209,7 +216,14 @@ class TorchftRun(Run):
         self.server.kill()
 
     def join_settings(self, name: str) -> core.Settings:
-        return TORCHFT_SETTINGS | {"run.description": name}
+        layers, at_once = "model.layers", "diloco.fragments.layers_per_fragment"
+        fragments = int(self.settings[layers]) // int(self.settings[at_once]) + 1
+        turn = round(20 / fragments)
+        own = {
+            "diloco.sync_every": str(turn * fragments),
+            "diloco.overlap.delay": str(min(5, turn - 1)),
+        }
+        return TORCHFT_SETTINGS | own | {"run.description": name}
 
     def finish(self, dead: str = "") -> dict[str, Any]:
         time.sleep(AFTER_SECONDS)
@@ -242,9 +256,90 @@ def running(
 ) -> Iterator[Run]:
     """Yield a run with as many tokens as its first islands train in `seconds`."""
     begin = begin or islands
-    own = {
-        "training.tokens": str(round(begin * seconds / STEP) * TOKENS),
-        "islands.begin": str(begin),
-    }
+    length = {"training.tokens": str(round(begin * seconds / STEP) * LENGTH)}
     with Network(islands + 1, up=rate, down=rate) as network:
-        yield kind(folder, network, own | (settings or {}))
+        yield kind(folder, network, begin, length | (settings or {}))
+
+
+# --- islands that come and go --------------------------------------------------------------------
+
+SAMPLES = 4
+"""Samples of an island's step."""
+TOKENS = SAMPLES * LENGTH
+UPLOAD_STEPS = 5
+"""By how much the uploads of a late island take longer: more than the grace, less than H."""
+ROUNDS_OF_A_LIFE = 20
+
+
+@dataclass(frozen=True)
+class Case:
+    islands: tuple[int, ...] = (2,)
+    """Number of islands in each phase."""
+    ends: tuple[float, ...] = (1.0,)
+    """End of each phase, as a share of the tokens of the run."""
+    grace: float = 0.1
+    slow: float = 1.0
+    """Length of the last island's steps / that of the others."""
+    late: bool = False
+    """The uploads of the last island take UPLOAD_STEPS longer."""
+    dies: bool = False
+    """The last island dies repeatedly, and restarts with a fresh inner optimizer."""
+
+
+@dataclass
+class TextRun:
+    """Starts and stops islands as a case says."""
+
+    case: Case
+    tokens: int
+    settings: core.Settings
+    folder: Path
+    clock: Any = field(default_factory=lambda: FORKS.Value("d", 0.0))
+    """Tokens of the run so far."""
+    lives: list[tuple[Path, BaseProcess]] = field(default_factory=list)
+    latest: dict[int, BaseProcess] = field(default_factory=dict)
+
+    def start(self, number: int) -> None:
+        case, name = self.case, f"island-{number}"
+        folder = self.folder / f"{name}-{len(self.lives)}"
+        own = {"run.folder": str(folder), "islands.name": name}
+        last = number == case.islands[0] - 1
+        slow, late = (case.slow, UPLOAD_STEPS * case.late) if last else (1.0, 0)
+        arguments = {
+            "settings": self.settings | own,
+            "path": str(folder.with_suffix(".jsonl")),
+            "slow": slow,
+            "late": late,
+            "clock": self.clock,
+        }
+        given = folder.with_suffix(".txt"), arguments
+        self.latest[number] = FORKS.Process(target=fork, args=given, daemon=True)
+        self.latest[number].start()
+        self.lives.append((folder, self.latest[number]))
+
+    def train(self) -> float:
+        """Return the loss of the shared copy, which all islands that reach the end agree on."""
+        case, died = self.case, 0
+        life = ROUNDS_OF_A_LIFE * 10 * 2 * TOKENS  # H = 10, two islands
+        while self.clock.value < self.tokens:
+            clock, phases = self.clock.value, zip(case.ends, case.islands, strict=True)
+            wanted = next((n for end, n in phases if clock < end * self.tokens), case.islands[-1])
+            for number in range(max(case.islands)):
+                alive = number in self.latest and self.latest[number].is_alive()
+                if number >= wanted and alive:
+                    self.latest[number].terminate()  # it leaves
+                    self.latest[number].join()
+                elif number < wanted and not alive:
+                    self.start(number)
+            if case.dies and life * (died + 1) < clock < 0.9 * self.tokens:
+                died += 1
+                self.latest[1].kill()
+            time.sleep(0.01)
+        for process in self.latest.values():
+            process.join(60.0)
+        for folder, process in self.lives:
+            if process.exitcode not in (0, -signal.SIGKILL):
+                raise SystemExit(folder.with_suffix(".txt").read_text()[-2000:])
+        losses = {final_loss(folder) for folder, _ in self.lives} - {None}
+        assert len(losses) == 1, f"{self.folder}: copies differ: {losses}"
+        return losses.pop() or 0.0

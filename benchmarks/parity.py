@@ -11,7 +11,6 @@ Without --corpus, the text is the source of the Python standard library.
 import hashlib
 import json
 import statistics
-import threading
 import tomllib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,18 +26,11 @@ from torchtitan_diloco.components.records import Summary, from_record
 CONTROL = "data parallel"
 SCALED = ("lr_schedule.warmup_steps", "diloco.beginning.steps")
 """Settings in steps, which become shorter or longer with the run."""
-RESERVED = (
+RESERVED = {
     "run.folder",
-    "run.seed",
-    "data.corpus",
-    "training.steps",
-    "training.batch_size",
-    "training.global_batch_size",
-    "training.sequence_length",
-    "diloco.method",
-    "diloco.workers",
-    "diloco.sync_every",
-)
+    *("run.seed", "data.corpus", "diloco.method", "diloco.workers", "diloco.sync_every"),
+    *(f"training.{key}" for key in ("steps", "batch_size", "global_batch_size", "sequence_length")),
+}
 """Settings that the tables set themselves."""
 
 
@@ -135,25 +127,15 @@ def train(out: Path, settings: core.Settings) -> core.Record:
 def train_all(
     out: Path, runs: Mapping[tuple[int, str], core.Settings], jobs: int = 1
 ) -> dict[tuple[int, str], core.Record]:
-    """Train runs in their order, `jobs` processes at a time. A run has as many as workers."""
-    free = threading.Semaphore(jobs)
+    """Train runs in their order, `jobs` at a time."""
 
-    def train_one(seed: int, name: str, room: int) -> core.Record:
-        try:
-            result = train(out, runs[seed, name])
-        finally:
-            free.release(room)
-        print(f"seed {seed}, {name}: {result['loss']:.4f}", flush=True)
+    def train_one(key: tuple[int, str]) -> core.Record:
+        result = train(out, runs[key])
+        print(f"seed {key[0]}, {key[1]}: {result['loss']:.4f}", flush=True)
         return result
 
-    futures = {}
     with ThreadPoolExecutor(jobs) as pool:
-        for (seed, name), settings in runs.items():
-            room = min(jobs, int(settings["diloco.workers"]))
-            for _ in range(room):
-                free.acquire()
-            futures[seed, name] = pool.submit(train_one, seed, name, room)
-    return {key: future.result() for key, future in futures.items()}
+        return dict(zip(runs, pool.map(train_one, runs), strict=True))
 
 
 # --- the table ------------------------------------------------------------------------------------
@@ -205,8 +187,7 @@ def main() -> None:
     parser.add_argument("--steps", type=core.positive, help=steps_help)
     parser.add_argument("--seeds", type=core.list_of(int), default=[0, 1, 2])
     parser.add_argument("--runs", default="", help="names, separated by ';' (default: all)")
-    jobs_help = "training processes at once; a run has as many as workers"
-    parser.add_argument("--jobs", type=core.positive, default=1, help=jobs_help)
+    parser.add_argument("--jobs", type=core.positive, default=1, help="runs at once")
     parser.add_argument("--out", type=Path, default=Path("outputs/parity"))
     options, words = parser.parse_known_args()
     table, extra = tables[options.table], core.parse_settings(parser, words, RESERVED)

@@ -62,36 +62,25 @@ METHODS: dict[str, core.Settings] = {
     OURS: {"diloco.quantization.codec": "fp4_e3m0"},
     TORCHFT: {},
 }
-RESERVED = (
-    "run.folder",
-    "training.steps",
-    "metrics.log_every",
-    "diloco.method",
-    "diloco.workers",
-    "diloco.sync_every",
-    "diloco.overlap.delay",
-    "diloco.overlap.mixing",
-    "diloco.quantization.codec",
-)
+RESERVED = {"run.folder", "training.steps", "metrics.log_every", "diloco.workers"} | {
+    key for method in METHODS.values() for key in method
+}
 """Settings that the benchmark sets itself."""
 LATE = STEPS_APART + 1
 """Steps until our trainer has written the record of a step, plus one to be safe."""
-SAMPLE_SECONDS, PEAK_SAMPLES = 0.05, 10
-"""Time between two samples of the counters, and number of samples averaged for the peak."""
+SAMPLE_SECONDS = 0.05
+"""Time between two samples of the counters."""
 SETTLED = 4
 """Steps of data parallelism before measuring starts. The link becomes slow during the third."""
 HEADER = (
-    "Mbit/s | method | tokens/s | utilisation % | not exposed % | predicted % | "
-    "exposed ms a step | sent kB a step | peak Mbit/s | n (steps)"
+    "Mbit/s | method | tokens/s | utilisation % | not exposed % | predicted % | sent kB a step | "
+    "n (steps)"
 )
 LEGEND = """\
-utilisation: tokens/s against the fastest method without a limit in the same repeat; exposed: time
-of the training thread by its own clock (data parallelism: its step less the reference's); not
-exposed: the rest of a step, which does not depend on changes of the machine's speed between runs;
-predicted: utilisation of the whole run by the planner, from the link and speeds that the trainer
-has measured; sent: bytes of one worker by the counter of its interface; peak: most in half a
-second, of the worker that sends most. Median (min ... max) of n runs, in each of which so many
-steps are measured."""
+utilisation: tokens/s against the fastest method without a limit in the same repeat; not exposed:
+share of a step by the clock of the training thread (data parallelism: utilisation); predicted:
+utilisation of the whole run by the planner, from what the trainer has measured; sent: by the
+counter of a worker's interface. Median (min ... max) of n runs of so many steps."""
 
 
 # --- a run ----------------------------------------------------------------------------------------
@@ -108,38 +97,21 @@ class Measured:
     """Per step, as measured by the trainer; None with data parallelism."""
     sent_per_step: float
     """Bytes sent by the interface of a worker in a step, mean over workers."""
-    peak_mbit: float
-    """Highest rate of a worker over half a second."""
     predicted_percent: float | None = None
     """Utilisation by the planner; None without our outer loop."""
 
 
 @dataclass
 class Samples:
-    """Counters of a run over time, and its records."""
+    """Records of logged steps, and the bytes that all workers had sent when each was found."""
 
-    times: list[float] = field(default_factory=list)
-    sent: list[list[int]] = field(default_factory=list)
-    """By sample and worker."""
-    records: list[tuple[int, core.Record]] = field(default_factory=list)
-    """Records of logged steps, each with the number of the first sample that found it."""
+    records: list[core.Record] = field(default_factory=list)
+    sent: list[int] = field(default_factory=list)
 
     def take(self, network: Network, folder: Path) -> None:
-        self.times.append(time.perf_counter())
-        self.sent.append([network.counters(worker)[0] for worker in range(network.workers)])
-        records = core.steps_of(core.read_records(folder))
-        number = len(self.times) - 1
-        self.records += [(number, record) for record in records[len(self.records) :]]
-
-    def peak_mbit(self, start: int, end: int) -> float:
-        """Return the highest rate of a worker over PEAK_SAMPLES samples."""
-        peak = 0.0
-        for number in range(start, end + 1 - PEAK_SAMPLES):
-            later = number + PEAK_SAMPLES
-            pairs = zip(self.sent[number], self.sent[later], strict=True)
-            duration = self.times[later] - self.times[number]
-            peak = max(peak, max(now - before for before, now in pairs) * 8e-6 / duration)
-        return peak
+        sent = sum(network.counters(worker)[0] for worker in range(network.workers))
+        self.records = core.steps_of(core.read_records(folder))
+        self.sent += [sent] * (len(self.records) - len(self.sent))
 
 
 def run_length(sync_every: int, delay: int) -> core.Settings:
@@ -162,9 +134,8 @@ def watch(method: str, rate: float, settings: core.Settings, folder: Path) -> Sa
     """Run the workers until they end. Limit the links to `rate` Mbit/s after the first record."""
     shutil.rmtree(folder, ignore_errors=True)  # left by an interrupted run
     folder.mkdir(parents=True)
-    program = ["torchtitan_diloco.train"]
-    if method == TORCHFT:
-        program = ["benchmarks.torchft_loop", "trainer"]
+    ours, theirs = ["torchtitan_diloco.train"], ["benchmarks.torchft_loop", "trainer"]
+    program = theirs if method == TORCHFT else ours
     words = core.command_line(settings | {"run.folder": str(folder)})
     command, log = [sys.executable, "-m", *program, *words], folder / "log.txt"
     samples, limited, workers = Samples(), False, range(int(settings["diloco.workers"]))
@@ -187,16 +158,16 @@ def watch(method: str, rate: float, settings: core.Settings, folder: Path) -> Sa
     return samples
 
 
-def summarise(samples: Samples, sync_every: int | None) -> Measured:
+def summarise(samples: Samples, workers: int, sync_every: int | None) -> Measured:
     """Measure the second cycle of `sync_every` steps, or, if that is None (data parallelism), all
     steps after the link has become slow."""
-    steps = [int(record["step"]) for _, record in samples.records]
+    steps = [int(record["step"]) for record in samples.records]
     if sync_every is None:
         first = next(number for number, step in enumerate(steps) if step >= SETTLED - 1)
         last = len(steps) - 2  # the last record is written without the usual delay
     else:
         first, last = steps.index(sync_every), steps.index(2 * sync_every)
-    records = [record for _, record in samples.records[first + 1 : last + 1]]
+    records = samples.records[first + 1 : last + 1]
     counts = [now - before for before, now in pairwise(steps[first : last + 1])]
     count, key = sum(counts), "diloco/exposed_seconds_mean_over_ranks"
     seconds = math.fsum(
@@ -205,15 +176,12 @@ def summarise(samples: Samples, sync_every: int | None) -> Measured:
     )
     tokens = records[0]["speed/tokens_per_second_global"] * records[0]["speed/seconds_per_step"]
     exposed = [record[key] for record in records if key in record]
-    start, end = samples.records[first][0], samples.records[last][0]
-    sent = sum(samples.sent[end]) - sum(samples.sent[start])
     return Measured(
         steps=count,
         seconds_per_step=seconds / count,
         tokens_per_second=tokens * count / seconds,
         exposed_seconds=math.fsum(exposed) / count if exposed else None,
-        sent_per_step=sent / len(samples.sent[0]) / count,
-        peak_mbit=samples.peak_mbit(start, end),
+        sent_per_step=(samples.sent[last] - samples.sent[first]) / workers / count,
     )
 
 
@@ -223,7 +191,7 @@ def measure(method: str, rate: float, settings: core.Settings, folder: Path) -> 
     def run() -> core.Record:
         samples = watch(method, rate, settings, folder)
         sync_every = None if method == DATA_PARALLEL else int(settings["diloco.sync_every"])
-        measured = summarise(samples, sync_every)
+        measured = summarise(samples, int(settings["diloco.workers"]), sync_every)
         end = core.read_records(folder)[-1]
         measured.predicted_percent = end.get("predicted_utilisation_percent")
         return asdict(measured)
@@ -254,13 +222,15 @@ class Table:
         return [run.tokens_per_second / reference for run, reference in pairs]
 
     def free_step(self) -> tuple[float, float]:
-        """Return the seconds of a step without a limit, and the bytes data parallelism sends in it.
+        """Return the seconds of a step without a limit, and the Mbit of data parallelism in it.
 
         Both are from the first repeat, so that a continued table has the same rates.
         """
+        if not self.runs:
+            return 0.0, 0.0
         firsts = [self.runs[math.inf, method][0] for method in self.methods]
         seconds = min(run.seconds_per_step for run in firsts)
-        return seconds, self.runs[math.inf, DATA_PARALLEL][0].sent_per_step
+        return seconds, self.runs[math.inf, DATA_PARALLEL][0].sent_per_step * 8e-6
 
     def rate_of(self, text: str) -> float:
         """Return a rate in Mbit/s. Multiples are rounded, as they are part of folder names.
@@ -269,34 +239,28 @@ class Table:
         """
         if not text.endswith("x"):
             return float(text)
-        seconds, sent = self.free_step()
-        return float(f"{float(text.removesuffix('x')) * sent * 8e-6 / (9 * seconds):.2g}")
+        seconds, mbit = self.free_step()
+        return float(f"{float(text.removesuffix('x')) * mbit / (9 * seconds):.2g}")
 
     def expected_seconds(self, rate: float) -> float:
         """Return the expected time of a step of data parallelism."""
-        if not self.runs:
-            return 0.0
-        seconds, sent = self.free_step()
-        return seconds + sent * 8e-6 / rate
+        seconds, mbit = self.free_step()
+        return seconds + mbit / rate
 
     def row(self, rate: float, method: str) -> list[str]:
         runs, utilisations = self.runs[rate, method], self.utilisations(rate, method)
-        exposed = [run.exposed_seconds or 0.0 for run in runs]
+        free = [1 - (run.exposed_seconds or 0.0) / run.seconds_per_step for run in runs]
         if method == DATA_PARALLEL:
-            pairs = zip(utilisations, runs, strict=True)
-            exposed = [max(0.0, 1 - used) * run.seconds_per_step for used, run in pairs]
-        waited = [lost / run.seconds_per_step for lost, run in zip(exposed, runs, strict=True)]
+            free = [min(1.0, used) for used in utilisations]
         predicted = [run.predicted_percent for run in runs if run.predicted_percent is not None]
         return [
             "no limit" if rate == math.inf else f"{rate:.3g}",
             method,
             core.summary([run.tokens_per_second for run in runs], ",.0f"),
             core.summary(utilisations, ".1f", 100),
-            core.summary([1 - share for share in waited], ".1f", 100),
+            core.summary(free, ".1f", 100),
             core.summary(predicted, ".1f") if predicted else "-",
-            core.summary(exposed, ",.1f", 1e3),
             core.summary([run.sent_per_step for run in runs], ",.1f", 1e-3),
-            core.summary([run.peak_mbit for run in runs], ",.1f"),
             f"{len(runs)} ({runs[0].steps})",
         ]
 

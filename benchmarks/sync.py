@@ -16,13 +16,14 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -139,10 +140,15 @@ def outer_step_row(rounds: int) -> list[str]:
 class Case:
     fragments: int
     delay: int
-    codec: str
     rounds: int
+    codec: str = "fp32"
     measured: bool = False
     """Measure norms, cosines and drift in all rounds instead of none."""
+    through: Literal["gloo", "islands", "torchft"] = "gloo"
+    place: str = ""
+    """Join string of islands, or address of torchft's lighthouse."""
+    server: int = 0
+    """Process id of the server of islands."""
 
     @property
     def config(self) -> DiLoCoConfig:
@@ -157,16 +163,6 @@ class Case:
             outer_optimizer=OuterOptimizer(name="nesterov", lr=0.7, momentum=0.9),
             quantization=Quantization(codec=self.codec),  # type: ignore[arg-type]
         )
-
-
-class Through(NamedTuple):
-    """What connects the workers, if not our gloo group."""
-
-    kind: Literal["torchft", "islands"]
-    place: str
-    """Address of the lighthouse, or join string."""
-    server: int = 0
-    """Process id of the server of islands."""
 
 
 @dataclass
@@ -194,7 +190,7 @@ def inner_step(model: nn.Module, worker: int) -> None:
         parameter.mul_(0.999 - 0.0001 * worker)
 
 
-def measure(case: Case, through: Through | None = None) -> Measured:
+def measure(case: Case) -> Measured:
     """Measure StreamingDiLoCo, an island or torchft's DiLoCo on this rank."""
     link = Link(timeout_seconds=TIMEOUT)
     world = join_world(Distributed(), link, device="cpu", workers=WORKERS, fsdp=0)
@@ -212,7 +208,7 @@ def measure(case: Case, through: Through | None = None) -> Measured:
         work.wait()
     plain, step = peak_megabytes(), None
     outer: StreamingDiLoCo | torchft_loop.TorchftLoop
-    if through is not None and through.kind == "torchft":
+    if case.through == "torchft":
         inner = SGD(model.parameters(), lr=0.0)  # without gradients, a step only runs the hooks
         outer, step = (
             torchft_loop.TorchftLoop(
@@ -221,7 +217,7 @@ def measure(case: Case, through: Through | None = None) -> Measured:
                 case.config,
                 WORKERS,
                 f"replica_{world.worker}",
-                lighthouse=through.place,
+                lighthouse=case.place,
                 address="localhost",
                 timeout_seconds=TIMEOUT,
             ),
@@ -229,17 +225,17 @@ def measure(case: Case, through: Through | None = None) -> Measured:
         )
         sizes = outer.sizes
     else:
-        outer = build_loop(model, world, case.config, through)
+        outer = build_loop(model, world, case)
         sizes = [one.parameters for one in outer.fragments]
         for _ in range(case.config.sync_every - 1):  # nothing is sent in the first cycle
             outer.step()
-    syncs, server = [], 0 if through is None else through.server
+    syncs = []
     for number in range((case.rounds + 1) * case.fragments):
         inner_step(model, world.worker)
         floor = time_all_reduce(values[: sizes[number % case.fragments]])
-        at_server = cpu_seconds(server)
+        at_server = cpu_seconds(case.server)
         exposed, cpu, wire = time_window(step or outer.step, case.delay)
-        at_server = cpu_seconds(server) - at_server
+        at_server = cpu_seconds(case.server) - at_server
         sent = int(outer.metrics().get("diloco/sent_bytes", 0))
         if number >= case.fragments:  # the first round touches all buffers for the first time
             syncs.append(Sync(floor, exposed, cpu, at_server, wire, sent))
@@ -248,15 +244,13 @@ def measure(case: Case, through: Through | None = None) -> Measured:
     return syncs, memory
 
 
-def build_loop(
-    model: Decoder, world: World, config: DiLoCoConfig, through: Through | None
-) -> StreamingDiLoCo:
-    if through is None:
-        return StreamingDiLoCo(model, world.group(WORKER), config)
+def build_loop(model: Decoder, world: World, case: Case) -> StreamingDiLoCo:
+    if case.through == "gloo":
+        return StreamingDiLoCo(model, world.group(WORKER), case.config)
     model.init_weights(seed=0)
     name = f"island-{world.worker}"
-    settings = Islands(through.place, name, begin=WORKERS, grace_seconds=TIMEOUT)
-    island = IslandDiLoCo(model, settings, config, total_tokens=10**9)
+    settings = Islands(case.place, name, begin=WORKERS, grace_seconds=TIMEOUT)
+    island = IslandDiLoCo(model, settings, case.config, total_tokens=10**9)
     island.join()
     return island
 
@@ -303,29 +297,29 @@ def peak_megabytes() -> float:
 # --- the tables -----------------------------------------------------------------------------------
 
 
-def run(case: Case, kind: str = "") -> Measured:
-    """Measure in new processes, as memory freed by earlier cases would be reused."""
-    pool = ProcessPool(TIMEOUT)
-    if kind == "torchft":
+@contextmanager
+def connected(case: Case) -> Iterator[Case]:
+    """Start what the workers need besides each other."""
+    if case.through == "torchft":
         os.environ.setdefault("RUST_LOG", "warn")  # otherwise it logs every quorum
         lighthouse = torchft_loop.serve_lighthouse("127.0.0.1:0", WORKERS)
-        address = f"http://localhost:{lighthouse.address().rpartition(':')[2]}"
-        measured = pool.run(measure, WORKERS, case, Through("torchft", address))[0]
+        port = lighthouse.address().rpartition(":")[2]
+        yield replace(case, place=f"http://localhost:{port}")
         lighthouse.shutdown()
-    elif kind == "islands":
+    elif case.through == "islands":
         with tempfile.TemporaryDirectory() as folder, local_server(Path(folder, "it")) as server:
             assert server.process is not None
-            through = Through("islands", str(server.join), server.process.pid)
-            measured = pool.run(measure, WORKERS, case, through)[0]
+            yield replace(case, place=str(server.join), server=server.process.pid)
     else:
-        measured = pool.run(measure, WORKERS, case)[0]
+        yield case
+
+
+def sync_row(name: str, case: Case) -> list[str]:
+    """Measure in new processes, as memory freed by earlier cases would be reused."""
+    pool = ProcessPool(TIMEOUT)
+    with connected(case) as case:
+        syncs, memory = pool.run(measure, WORKERS, case)[0]
     pool.close()
-    found: Measured = measured
-    return found
-
-
-def sync_row(name: str, case: Case, kind: str = "") -> list[str]:
-    syncs, memory = run(case, kind)
     sent = statistics.median(sync.sent for sync in syncs)
     wire = statistics.median(sync.wire for sync in syncs)
     server = statistics.mean(sync.server for sync in syncs)
@@ -348,15 +342,16 @@ def sync_row(name: str, case: Case, kind: str = "") -> list[str]:
 def sync_rows(options: argparse.Namespace) -> list[list[str]]:
     rows = []
     for fragments, delay in product(options.fragments, options.delays):
-        plain = Case(fragments, delay, "fp32", options.rounds)
+        plain = Case(fragments, delay, options.rounds)
         cases = {codec: replace(plain, codec=codec) for codec in options.codecs}
-        rows += [sync_row(name, case) for name, case in cases.items()]
         if "fp32" in options.codecs:
-            rows.append(sync_row("fp32, measured", replace(plain, measured=True)))
+            cases["fp32, measured"] = replace(plain, measured=True)
         if find_spec("nats"):
-            rows += [sync_row(f"islands, {name}", case, "islands") for name, case in cases.items()]
+            for codec in options.codecs:
+                cases[f"islands, {codec}"] = replace(plain, codec=codec, through="islands")
         if torchft_loop.is_installed():
-            rows.append(sync_row("torchft, fp32", plain, "torchft"))
+            cases["torchft, fp32"] = replace(plain, through="torchft")
+        rows += [sync_row(name, case) for name, case in cases.items()]
     return rows
 
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple, get_args, get_type_hints
+from typing import get_args, get_type_hints
 
 import torch
 import torch.nn.functional as F
@@ -44,24 +44,18 @@ ONE_WORKER = {"diloco.workers": "1", "validation.every": "0", "diloco.method": "
 OURS, BARE, TITAN = "torchtitan_diloco", "bare PyTorch loop", "torchtitan's Llama 3, bare loop"
 OUTER_STEPS = 1000
 """Number of calls of the outer loop that are timed together."""
-HEADER = (
-    "loop | M parameters | tokens/s | ratio | CPU ms a step | ratio of CPU time | MFU % | peak GiB"
-)
-
-
-class Loop(NamedTuple):
-    step: Callable[[], None]
-    parameters: int
+HEADER = "loop | tokens/s | ratio | CPU ms a step | ratio of CPU time | MFU % | peak GiB"
+Loop = Callable[[], None]
+"""A training step."""
 
 
 @dataclass
 class Result:
     loop: str
-    parameters: int
     wall: list[float]
     """Mean seconds of a step in each round."""
     cpu: list[float]
-    """Mean CPU seconds of a step in each round."""
+    """The same of all threads' CPU time."""
     tokens: int
     """Tokens of a step."""
     mfu_percent: float
@@ -88,7 +82,7 @@ def build_trainer_loop(config: Config) -> tuple[Trainer, Batches, Loop]:
             telemetry.open(trainer.step, trainer.lr)
         telemetry.publish()
 
-    return trainer, batches, Loop(step, trainer.plan.parameters)
+    return trainer, batches, step
 
 
 def bare_loop(model: nn.Module, blocks: nn.Module, trainer: Trainer, batches: Batches) -> Loop:
@@ -109,7 +103,7 @@ def bare_loop(model: nn.Module, blocks: nn.Module, trainer: Trainer, batches: Ba
         optimizer.step()
         optimizer.zero_grad()
 
-    return Loop(step, sum(parameter.numel() for parameter in model.parameters()))
+    return step
 
 
 def bare_pytorch(trainer: Trainer, batches: Batches) -> Loop:
@@ -143,7 +137,12 @@ def bare_torchtitan(trainer: Trainer, batches: Batches) -> Loop:
 
 def run_steps(loop: Loop, steps: int, device: torch.device) -> core.Seconds:
     """Return the mean time of a step."""
-    seconds = core.timed(lambda: [loop.step() for _ in range(steps)], device)
+
+    def run() -> None:
+        for _ in range(steps):
+            loop()
+
+    seconds = core.timed(run, device)
     return core.Seconds(seconds.wall / steps, seconds.cpu / steps)
 
 
@@ -159,10 +158,10 @@ def measure(names: Sequence[str], settings: core.Settings, rounds: int, steps: i
     flops = tokens * trainer.model.flops_per_token(config.training.sequence_length)
     memory = peak_memory_bytes(device) if device.type == "cuda" else 0
     results = []
-    for name, loop in loops.items():
-        wall, cpu = map(list, zip(*found[name], strict=True))
+    for name, times in found.items():
+        wall, cpu = map(list, zip(*times, strict=True))
         mfu = 0.0 if peak is None else 100 * flops / statistics.median(wall) / peak
-        results.append(Result(name, loop.parameters, wall, cpu, tokens, mfu, memory))
+        results.append(Result(name, wall, cpu, tokens, mfu, memory))
     leave_world(trainer.world)
     return results
 
@@ -175,15 +174,14 @@ def measure_alone(name: str, settings: core.Settings, rounds: int, steps: int) -
 
 
 def build_row(result: Result, ours: Result) -> list[str]:
-    pairs = list(zip(result.wall, ours.wall, strict=True))
-    cpu = list(zip(result.cpu, ours.cpu, strict=True))
+    ratios = [own / other for other, own in zip(result.wall, ours.wall, strict=True)]
+    cpu = [own / other for other, own in zip(result.cpu, ours.cpu, strict=True)]
     return [
         result.loop,
-        f"{result.parameters / 1e6:.1f}",
         core.summary([result.tokens / seconds for seconds in result.wall], ",.0f"),
-        core.summary([own / other for other, own in pairs]),
+        core.summary(ratios),
         core.summary(result.cpu, ",.1f", 1e3),
-        core.summary([own / other for other, own in cpu]),
+        core.summary(cpu),
         f"{result.mfu_percent:.1f}" if result.mfu_percent else "-",
         f"{result.peak_bytes / GIB:.2f}" if result.peak_bytes else "-",
     ]
@@ -242,10 +240,8 @@ def main() -> None:
         f"ratio: time of {OURS} / time of this loop, per round; above 1 this loop is faster"
     )
     core.print_table(title, HEADER, [build_row(result, ours) for result in results])
-    rows = [
-        [name, core.summary(times, ".4f", 1e3), str(len(times))] for name, times in parts.items()
-    ]
-    core.print_table("parts of a step", "part | milliseconds | n", rows)
+    rows = [[name, core.summary(times, ".4f", 1e3)] for name, times in parts.items()]
+    core.print_table(f"parts of a step; n = {options.rounds}", "part | milliseconds", rows)
 
 
 if __name__ == "__main__":

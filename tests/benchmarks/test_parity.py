@@ -1,10 +1,8 @@
-import threading
-import time
 from pathlib import Path
 
 import pytest
 
-from benchmarks import core, parity
+from benchmarks import core
 from benchmarks.parity import SCALED, Table, expand, print_losses, read_tables, train_all
 
 TABLES = read_tables().tables
@@ -72,31 +70,6 @@ def test_a_finished_run_is_not_repeated_and_an_interrupted_one_is(
         results = train_all(tmp_path, runs)
         assert [result["loss"] for result in results.values()] == [1.0, 3.0]
     assert len(set(started)) == 3
-
-
-def test_as_many_processes_train_at_once_as_there_is_room_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    training, most, lock = 0, 0, threading.Lock()
-
-    def train(_: Path, settings: core.Settings) -> core.Record:
-        nonlocal training, most
-        with lock:
-            training += int(settings["diloco.workers"])
-            most = max(most, training)
-        time.sleep(0.01)
-        with lock:
-            training -= int(settings["diloco.workers"])
-        return {"loss": 0.0}
-
-    monkeypatch.setattr(parity, "train", train)
-    workers = [1, 2, 4, 8, 2, 1, 1, 1, 4]
-    runs = {
-        (seed, ""): RUN | {"run.seed": str(seed), "diloco.workers": str(count)}
-        for seed, count in enumerate(workers)
-    }
-    assert list(train_all(tmp_path, runs, jobs=8)) == list(runs)
-    assert most == 8
 
 
 def test_losses_are_compared_with_the_control_and_with_the_first_run(
