@@ -120,8 +120,9 @@ def test_blocks_run_as_written(
 def run_module(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     program, name, *more = words
     assert program == ".venv/bin/torchtitan-diloco"
-    module = f"torchtitan_diloco.{COMMANDS[name][0]}"
-    monkeypatch.setattr(sys, "argv", [module, *more])
+    file, *first = COMMANDS[name][0].split()
+    module = f"torchtitan_diloco.{file}"
+    monkeypatch.setattr(sys, "argv", [module, *first, *more])
     code: object = None
     try:
         runpy.run_module(module, run_name="__main__")
