@@ -122,7 +122,8 @@ def assert_same_records(one: Path, other: Path) -> None:
     for key in (LOSS, "train/lr", "train/tokens_global", VALIDATION):
         assert curve(mine, key) == curve(theirs, key), key
     key = "sent_bytes_mean_over_workers"
-    assert records(one, "summary")[-1][key] == records(other, "summary")[-1][key] > 0
+    sent, others = (records(run, "summary")[-1][key] for run in (one, other))
+    assert sent >= others > 0, "less those in flight at a save"
 
 
 @pytest.fixture(scope="module")

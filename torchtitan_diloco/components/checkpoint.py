@@ -41,7 +41,6 @@ from torchtitan_diloco.diloco.fragments import local_of
 from torchtitan_diloco.diloco.healing import is_finite
 from torchtitan_diloco.diloco.object_collectives import gather_objects
 from torchtitan_diloco.diloco.outer_loop import OuterLoop
-from torchtitan_diloco.diloco.round import total
 from torchtitan_diloco.diloco.state_dict import SavedState, copy_to_host
 from torchtitan_diloco.distributed.collectives import naming_lost_ranks, on_all_ranks
 from torchtitan_diloco.distributed.world import FSDP, World
@@ -308,7 +307,7 @@ class Checkpointer:
         if self._world.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
         manifest = replace(manifest, outer=saved.facts)
-        self._saving = self._thread.submit(partial(self._write, manifest, rows, saved.exchanged))
+        self._saving = self._thread.submit(partial(self._write, manifest, rows))
         if not self._config.asynchronous:
             self.wait()
         return time.perf_counter() - started
@@ -334,9 +333,7 @@ class Checkpointer:
 
     # --- in the background ------------------------------------------------------------------------
 
-    def _write(
-        self, manifest: Manifest, rows: dict[str, Tensor], exchanged: dict[str, float]
-    ) -> str:
+    def _write(self, manifest: Manifest, rows: dict[str, Tensor]) -> str:
         """Write a checkpoint. Return on every rank why it failed, or an empty text."""
         started, path = time.perf_counter(), checkpoint_path(self._folder, manifest.step)
         world, what = self._world, f"checkpoint of step {manifest.step}"
@@ -346,14 +343,8 @@ class Checkpointer:
             mine = on_all(lambda: write_tensors(incomplete(path), rows, world.rank_in_worker))
             files = gather_objects(mine, world.saving)
             own = files[world.rank - world.rank_in_worker :][: world.ranks_per_worker]
-            totals = total([manifest.state.totals, *gather_objects(exchanged, world.saving)])
-            manifest = replace(
-                manifest,
-                state=replace(manifest.state, totals=totals),
-                files={name: known for part in own for name, known in part.items()},
-                save=crc_of(files),
-            )
-            text = manifest.to_json()
+            own_files = {name: known for part in own for name, known in part.items()}
+            text = replace(manifest, files=own_files, save=crc_of(files)).to_json()
             on_all(lambda: complete(path, text) if self._is_first else None)
         except (ValueError, OSError) as error:
             if self._is_first:

@@ -81,7 +81,7 @@ def claim_run_folder(world: World, run: Run, start: Start, toml: str) -> tuple[P
     claim = partial(_claim, path, world.worker, start, toml) if is_first else lambda: None
     lock = on_all_ranks(world.control, claim)
     if world.is_first and world.store is not None:
-        world.store.set(STORED_FOLDER, str(path.absolute()))
+        world.store.set(STORED_FOLDER, str(path))
     return path, lock
 
 

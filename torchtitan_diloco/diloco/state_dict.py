@@ -6,7 +6,7 @@ flight is saved with the shared copy that its exchange results in, to be applied
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan_diloco.diloco.config import DiLoCoConfig
 from torchtitan_diloco.diloco.fragments import check_identity, drop_gathered, local_rows
 from torchtitan_diloco.diloco.outer_state import OuterState
-from torchtitan_diloco.diloco.round import Round, total
+from torchtitan_diloco.diloco.round import Round
 from torchtitan_diloco.log import UserError
 
 Facts = dict[str, Any]
@@ -68,8 +68,6 @@ class SavedState:
     tensors: Named
     """Equal on all workers: outer/NAME, next/NAME (fragments in flight), momentum/NAME. This
     worker's: residual/NAME."""
-    exchanged: dict[str, float] = field(default_factory=dict)
-    """Totals of exchanges in flight that are not in the metrics yet. Not read by a load."""
 
     @staticmethod
     def template(
@@ -155,7 +153,6 @@ def save(
         record = {"weight": weight, "delta_norms": list(state.norms.latest)}
         if (round_ := in_flight.get(index)) is not None:
             record |= {one: getattr(round_, one) for one in ("sent_step", "participants", "flags")}
-            saved.exchanged = total([saved.exchanged, round_.exchange_sums()])
         for kind, buffer in buffers_of(state, in_flight=round_ is not None).items():
             saved.tensors |= named(kind, state, copy_to_host(buffer), mesh)
         saved.facts["fragments"].append(record)
