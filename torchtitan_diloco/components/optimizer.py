@@ -23,10 +23,7 @@ def compute_dtype(choice: str, device: torch.device) -> torch.dtype:
     if choice == "auto":
         choice = "bfloat16" if device.type == "cuda" else "float32"
     if choice == "bfloat16" and device.type != "cuda":
-        raise UserError(
-            'parallel.compute_dtype = "bfloat16" needs a GPU, and there is none: use "auto" or '
-            '"float32"'
-        )
+        raise UserError('parallel.compute_dtype = "bfloat16" needs a GPU: use "auto" or "float32"')
     return {"bfloat16": torch.bfloat16, "float32": torch.float32}[choice]
 
 
@@ -146,10 +143,8 @@ class SkippedSteps:
             logger.warning(f"step {step}: gradient norm is {norm}; skip steps until it is finite")
         if self.in_a_row > self.limit:
             raise UserError(
-                f"{self.in_a_row} steps in a row, up to step {step}, had gradients that are not "
-                f"finite, more than training.max_skipped_steps = {self.limit}: lower "
-                "optimizer.lr, lengthen lr_schedule.warmup_steps, or look at the data; the last "
-                "checkpoint has only finite values"
+                f"more than training.max_skipped_steps = {self.limit} steps up to step {step} had "
+                "gradients that are not finite: lower optimizer.lr, or raise the warmup_steps"
             )
         return True
 

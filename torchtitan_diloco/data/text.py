@@ -11,6 +11,7 @@ import sysconfig
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +28,7 @@ PIECE_CHARACTERS = 32 * 1024
 
 _KINDS = f"{' '.join(TEXT_SUFFIXES)}, each also with {COMPRESSED_SUFFIX}"
 _NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-_BLOCK_BYTES = 1 << 18
+_BLOCK_CHARACTERS = 1 << 18
 
 
 class Piece(NamedTuple):
@@ -164,37 +165,25 @@ def _read_file(path: Path, field: str) -> Iterator[Piece]:
     """Yield the pieces of one file. Each line of `.jsonl` is a document, as is any other file."""
     opener: Any = gzip.open if path.suffix == COMPRESSED_SUFFIX else open
     try:
-        with opener(path, "rb") as file:
-            lines = text_kind(path) == ".jsonl"
-            for document in _json_lines(path, file, field) if lines else [_text(path, file)]:
-                yield from split_into_pieces(document)
+        with opener(path, "rt", encoding="utf-8", newline="\n") as file:
+            if text_kind(path) != ".jsonl":
+                yield from split_into_pieces(iter(partial(file.read, _BLOCK_CHARACTERS), ""))
+                return
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    text = _json_text(line, field, f"{path}, line {number}")
+                    yield from split_into_pieces([text])
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 ({error}): convert it, as with iconv") from error
     except (OSError, EOFError, zlib.error) as error:  # the latter two: a damaged .gz file
         raise UserError(f"cannot read {path}: {error}") from error
 
 
-def _text(path: Path, file: Any) -> Iterator[str]:
-    """Yield the text of a file in blocks of whole lines."""
-    number = 1
-    while lines := file.readlines(_BLOCK_BYTES):
-        block = b"".join(lines)
-        try:
-            yield block.decode()
-        except UnicodeDecodeError as error:
-            number += block[: error.start].count(b"\n")
-            raise UserError(
-                f"{path}, line {number} is not UTF-8: convert it, as with iconv -f latin1"
-            ) from error
-        number += len(lines)
-
-
-def _json_lines(path: Path, file: Any, field: str) -> Iterator[list[str]]:
-    for number, line in enumerate(file, start=1):
-        if line.strip():
-            try:
-                record = json.loads(line.decode())
-            except (ValueError, RecursionError) as error:
-                raise UserError(f"{path}, line {number}: not JSON in UTF-8: {error}") from error
-            yield [_text_field(record, field, f"{path}, line {number}")]
+def _json_text(line: str, field: str, where: str) -> str:
+    try:
+        return _text_field(json.loads(line), field, where)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise UserError(f"{where}: not JSON: {error}") from error
 
 
 def _text_field(record: Any, field: str, where: str) -> str:

@@ -53,9 +53,8 @@ def transformers_config(model: LanguageModel) -> dict[str, Any]:
     """Return the config.json. Versions and programs read different names of the rotary settings."""
     if not isinstance(model, Decoder) or model.shape.activation != "swiglu":
         raise UserError(
-            f'--format hf: a model of model.flavor = "{model.config.flavor}" '
-            f"({model.shape}) has no form in transformers: use --format safetensors, or train with "
-            'model.activation = "swiglu"'
+            f'--format hf: model.flavor = "{model.config.flavor}" ({model.shape}) has no form in '
+            'transformers: use --format safetensors, or train with model.activation = "swiglu"'
         )
     shape, values = model.shape, settings_of_model(model)
     length, family = model.sequence_length, "qwen3" if shape.qk_norm else "llama"
@@ -98,9 +97,9 @@ def settings_of_model(model: Decoder) -> dict[str, Any]:
 
 def differing_settings(model: LanguageModel, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of [model] that differ in a config.json, with their values there."""
-    there = settings_of_config(config)
-    mine = settings_of_model(model) if isinstance(model, Decoder) else {}
-    return {key: value for key, value in there.items() if value != mine.get(key)}
+    assert isinstance(model, Decoder)
+    there, mine = settings_of_config(config), settings_of_model(model)
+    return {key: value for key, value in there.items() if value != mine[key]}
 
 
 def settings_of_config(config: Mapping[str, Any]) -> dict[str, Any]:
