@@ -68,7 +68,7 @@ class Job:
     @property
     def step(self) -> int:
         """Last step with a record."""
-        path = self.folder / "run" / "metrics.jsonl"
+        path = self.folder / "run" / "worker-0" / "metrics.jsonl"
         records: list[dict[str, Any]] = read_json_lines(path)[0] if path.exists() else []
         return max((int(one["step"]) for one in records if "kind" not in one), default=0)
 

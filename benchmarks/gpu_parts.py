@@ -20,6 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from benchmarks import checkpoint, codecs, core, train_step
 from torchtitan_diloco.components.checkpoint_folders import checkpoint_path
 from torchtitan_diloco.components.checkpoint_schema import read_manifest
+from torchtitan_diloco.components.metrics import add_totals, hidden_percent, utilisation_percent
 from torchtitan_diloco.components.records import read_json_lines
 from torchtitan_diloco.config.schema import Model
 from torchtitan_diloco.diloco import DiLoCoConfig, Fragments, Link, OuterOptimizer, StreamingDiLoCo
@@ -206,8 +207,8 @@ def outer(scale: Scale, _: Path) -> list[Check]:
         core.timed(lambda: None, scale.device)
         found = loop.metrics()
         loop.close()
-        own = found["diloco/exposed_seconds"] - found["diloco/exposed_waiting_seconds"]
-        each = 1e3 * own / (2 * found["diloco/fragments_applied"])
+        own = found["worker/exposed_seconds"] - found["worker/exposed_waiting_seconds"]
+        each = 1e3 * own / (2 * found["worker/fragments_applied"])
         passed = each < 5 if scale.device.type == "cuda" else None
         what = f"take and apply, mean of both, {scale.flavor}, state: {memory}"
         checks.append(Check(what, "under 5 ms", f"{each:.2f} ms", passed))
@@ -221,7 +222,7 @@ def train(scale: Scale, folder: Path, **changes: str) -> list[dict[str, Any]]:
     command = [sys.executable, "-m", "torchtitan_diloco.launch", *words]
     environment = os.environ | {"NPROC": own["diloco.workers"]}
     subprocess.run(command, check=True, cwd=REPOSITORY, env=environment)
-    return read_json_lines(folder / "metrics.jsonl")[0]
+    return read_json_lines(folder / "worker-0/metrics.jsonl")[0]
 
 
 def workers(scale: Scale, folder: Path) -> list[Check]:
@@ -239,12 +240,13 @@ def workers(scale: Scale, folder: Path) -> list[Check]:
             training__batch_size="4",
             checkpoint__at_end="false",
         )
-        key = "train/loss_nats_per_token_global"
+        key = "loss/train"
         losses = [record[key] for record in records if key in record]
-        end = records[-1]
+        totals: dict[str, float] = {}
+        add_totals(totals, records)
         measured = (
-            f"{losses[0]:.2f} -> {losses[-1]:.2f}; {end['hidden_percent']:.0f} % hidden, "
-            f"utilisation {end['measured_utilisation_percent']:.0f} %"
+            f"{losses[0]:.2f} -> {losses[-1]:.2f}; {hidden_percent(totals):.0f} % hidden, "
+            f"utilisation {utilisation_percent(totals):.0f} %"
         )
         what = f"{count} workers, fp4, tau {delay}"
         expected = "no mismatch, the loss falls"

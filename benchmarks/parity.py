@@ -17,11 +17,10 @@ from pathlib import Path
 from benchmarks import core
 from benchmarks.parity_runs import run_folder, train_all
 from benchmarks.parity_tables import RESERVED, TABLES, Table
-from torchtitan_diloco.components.records import Conditions
 from torchtitan_diloco.components.summary import all_reduce_bytes
 from torchtitan_diloco.config.loader import load_config
 from torchtitan_diloco.diloco.schedule import build_schedule
-from torchtitan_diloco.planner.prediction import Workload
+from torchtitan_diloco.planner.prediction import Conditions, Workload
 
 BYTES = 256
 """Vocabulary."""

@@ -16,7 +16,7 @@ from torchtitan_diloco.components.records import read_json_lines
 from torchtitan_diloco.config import from_command_line
 from torchtitan_diloco.config.schema import flat_settings
 
-LOSS = "validation/loss_nats_per_token_global"
+LOSS = "loss/val"
 
 
 def resolved(settings: core.Settings) -> core.Settings:
@@ -73,7 +73,7 @@ def run(folder: Path, settings: core.Settings) -> dict[str, float]:
     if done.returncode:
         text = done.stdout[-2000:] + done.stderr[-2000:]
         raise SystemExit(f"{' '.join(command)} failed:\n{text}")
-    records, _ = read_json_lines(folder / "metrics.jsonl")
+    records, _ = read_json_lines(folder / "worker-0/metrics.jsonl")
     losses = [record[LOSS] for record in records if LOSS in record]
     if not losses:
         raise SystemExit(f"{folder} was interrupted: the same command continues it")

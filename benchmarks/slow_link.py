@@ -36,9 +36,9 @@ from benchmarks.slow_link_run import (
     measure,
     run_length,
 )
-from torchtitan_diloco.components.summary import UNLIMITED
 from torchtitan_diloco.diloco import DiLoCoConfig
 from torchtitan_diloco.log import install_command
+from torchtitan_diloco.planner.observed import UNLIMITED
 from torchtitan_diloco.planner.prediction import predict
 
 GOODPUT = 1448 / 1514

@@ -14,8 +14,11 @@ import msgspec
 
 from benchmarks import core
 from benchmarks.network import Network
-from torchtitan_diloco.components.records import Conditions, Summary, from_record, read_json_lines
+from torchtitan_diloco.components.records import read_json_lines
 from torchtitan_diloco.distributed.stop import STEPS_APART
+from torchtitan_diloco.planner.observed import observed_conditions
+from torchtitan_diloco.planner.prediction import Conditions
+from torchtitan_diloco.report.run_records import open_runs
 
 MODEL = {
     "model.activation": "gelu",
@@ -124,10 +127,10 @@ def measure(method: str, rate: float, settings: core.Settings, folder: Path) -> 
         samples = watch(method, rate, settings, folder)
         sync_every = None if method == DATA_PARALLEL else int(settings["diloco.sync_every"])
         measured = summarise(samples, sync_every)
-        records, _ = read_json_lines(folder / "metrics.jsonl")
-        sizes = {one["fragment"]: one["parameters"] for one in records if "fragment" in one}
+        (own,) = open_runs([folder])
+        sizes = {one.fragment: one.parameters for one in own.workers[0].rounds}
         measured.fragments = [sizes[fragment] for fragment in sorted(sizes)]
-        measured.observed = from_record(Summary, records[-1]).observed
+        measured.observed = observed_conditions(own)
         return asdict(measured)
 
     return msgspec.convert(core.kept(folder, settings, run), Measured, strict=False)
@@ -171,7 +174,7 @@ def watch(method: str, rate: float, settings: core.Settings, folder: Path) -> Sa
         running = True
         while running:
             running = any(program.running for program in programs)
-            samples.take(network, folder / "metrics.jsonl")
+            samples.take(network, folder / "worker-0/metrics.jsonl")
             if samples.records and not limited:
                 for worker in workers:
                     network.set_rate(worker, up=rate, down=rate)
@@ -196,12 +199,12 @@ def summarise(samples: Samples, sync_every: int | None) -> Measured:
         first, last = steps.index(sync_every), steps.index(2 * sync_every)
     records = [record for _, record in samples.records[first + 1 : last + 1]]
     counts = [now - before for before, now in pairwise(steps[first : last + 1])]
-    count, key = sum(counts), "diloco/exposed_seconds_mean_over_ranks"
+    count, key = sum(counts), "worker/exposed_seconds"
     seconds = math.fsum(
         number * record["speed/seconds_per_step"]
         for number, record in zip(counts, records, strict=True)
     )
-    tokens = records[0]["speed/tokens_per_second_global"] * records[0]["speed/seconds_per_step"]
+    tokens = records[0]["speed/tokens_per_second"] * records[0]["speed/seconds_per_step"]
     exposed = [record[key] for record in records if key in record]
     start, end = samples.records[first][0], samples.records[last][0]
     sent = sum(samples.sent[end]) - sum(samples.sent[start])

@@ -93,7 +93,8 @@ class Trainer:
         folder = Path(command[command.index("--run.folder") + 1])
         (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
         record = {"step": 10} if self.interrupted else {parity_runs.LOSS: 1.5 + len(self.started)}
-        with (folder / "metrics.jsonl").open("a") as file:
+        (folder / "worker-0").mkdir(exist_ok=True)
+        with (folder / "worker-0/metrics.jsonl").open("a") as file:
             file.write(json.dumps(record) + "\n")
         self.started.append(folder)
         return subprocess.CompletedProcess(command, 0, "", "")
@@ -126,7 +127,7 @@ def test_an_interrupted_run_is_continued(
         (folder / "checkpoints").rmdir()
     assert train_all(tmp_path, [("", RUN)]) == [2.5]
     assert trainer.started == [folder, folder]
-    assert len((folder / "metrics.jsonl").read_text().splitlines()) == 1 + can_be_resumed
+    assert len((folder / "worker-0/metrics.jsonl").read_text().splitlines()) == 1 + can_be_resumed
     assert not (folder / "checkpoints").exists(), "a finished run needs none"
 
 

@@ -28,7 +28,7 @@ from torchtitan_diloco.components.run_folder import lock_run_folder
 from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.export.saved_model import open_saved
 
-LOSS = "train/loss_nats_per_token_global"
+LOSS = "loss/train"
 
 
 ALONE = World(rank=0, size=1, workers=1, device=torch.device("cpu"))
@@ -125,10 +125,12 @@ def test_a_folder_has_one_run_at_a_time(text: Path, tmp_path: Path) -> None:
 
 
 def test_a_run_without_a_checkpoint_starts_over(text: Path, tmp_path: Path) -> None:
-    (tmp_path / "metrics-1.jsonl").touch()  # of a start before
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "train/lr": 1.0}\n{"step": 2, "tr')
+    own = tmp_path / "worker-0"
+    own.mkdir()
+    (own / "metrics-before.jsonl").touch()  # of a start before
+    (own / "metrics.jsonl").write_text('{"step": 1, "train/lr": 1.0}\n{"step": 2, "tr')
     run(chosen(text, tmp_path))
-    assert (tmp_path / "metrics-2.jsonl").read_text().startswith('{"step": 1')
+    assert (own / "metrics-before.jsonl").read_text().startswith('{"step": 1')
     assert len(curve(records(tmp_path), LOSS)) == STEPS
 
 

@@ -114,7 +114,7 @@ def _look(resume: str, run_folder: str) -> tuple[Path | None, list[Path]]:
     own = Path(run_folder).expanduser() if run_folder else None
     if resume in ("auto", "strict", "never"):
         found = folders.complete_checkpoints(own) if own and resume != "never" else []
-        begun = own and resume != "never" and (found or (own / "metrics.jsonl").exists())
+        begun = own and resume != "never" and (found or any(own.glob("worker-*/metrics.jsonl")))
         return own if begun else None, found
     path = Path(resume).expanduser()
     if (path / folders.MANIFEST).exists() or (path.is_dir() and folders.is_checkpoint(path)):

@@ -65,7 +65,7 @@ def claim_run_folder(
 
     @_explaining_errors()
     def create() -> None:
-        begun = (path / "metrics.jsonl").exists() or (path / "checkpoints").exists()
+        begun = any(path.glob("worker-*/metrics.jsonl")) or (path / "checkpoints").exists()
         if begun and not start.folder:
             raise UserError(
                 f"run.folder = {path} already holds a run: choose another folder, leave run.folder "

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan_diloco.diloco.fragments import local_rows
+from torchtitan_diloco.diloco.fragments import Fragment, local_rows
 from torchtitan_diloco.diloco.round import Round
 from torchtitan_diloco.diloco.state_dict import SavedState, shared_parameter_name
 from torchtitan_diloco.diloco.streaming import StreamingDiLoCo
@@ -16,6 +16,7 @@ from torchtitan_diloco.diloco.streaming import StreamingDiLoCo
 class DataParallel:
     """The interface of StreamingDiLoCo for `method = "none"`, where nothing is exchanged."""
 
+    fragments: tuple[Fragment, ...] = ()
     fragment_names: tuple[str, ...] = ()
     exposed_seconds = 0.0
 

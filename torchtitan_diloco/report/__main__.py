@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from torchtitan_diloco.components.records import phases
+from torchtitan_diloco.components.timeline import phases
 from torchtitan_diloco.log import UserError, command_line
 from torchtitan_diloco.report.charts import save_timeline
 from torchtitan_diloco.report.page import html_page, markdown
@@ -24,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Return its exit status."""
     parser = argparse.ArgumentParser(prog=command_line("report"), description=ABOUT)
     add = parser.add_argument
-    add("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, or its metrics.jsonl")
+    add("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run or of an island")
     add("--out", type=Path, metavar="FILE", help=OUT_HELP)
     add("--format", choices=("html", "md"), default="html", help=FORMAT_HELP)
     add("--timeline", type=Path, metavar="FILE", help=TIMELINE_HELP)
@@ -54,11 +54,11 @@ def _save_timeline(runs: Sequence[Run], path: Path) -> None:
         raise UserError(f"--timeline {path}: the file name must end in .svg or .png")
     if len(runs) > 1:
         raise UserError(f"--timeline shows one run, but {len(runs)} are given: name one RUN")
-    shown = phases(runs[0].rounds[-8:])
+    shown = phases(runs[0].exchanges[-8:])
     if not any(phase.seconds > 0 for phase in shown):
         folder = runs[0].folder
         raise UserError(f"RUN = {folder} has no exchanges: give one with diloco.method streaming")
-    save_timeline("The last exchanges", shown, path)
+    save_timeline("The last exchanges", shown, runs[0].worker_names, path)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatter
 
-from torchtitan_diloco.components.records import LANES, PHASE_COLOURS, Phase
+from torchtitan_diloco.components.timeline import LANES, PHASE_COLOURS, Phase
 from torchtitan_diloco.log import brief
 from torchtitan_diloco.report.run_records import Array
 
@@ -219,17 +220,19 @@ def _escape(text: str) -> str:
 # --- timeline ------------------------------------------------------------------------------------
 
 
-def timeline_svg(title: str, found: Sequence[Phase], width: float = TIMELINE_WIDTH) -> str:
+def timeline_svg(
+    title: str, found: Sequence[Phase], names: Sequence[str], width: float = TIMELINE_WIDTH
+) -> str:
     """Return two lanes for each worker as SVG, without title and legend."""
-    figure, shown = draw_timeline(found, width)
-    return svg(figure, title, list(map(_tooltip, shown)))
+    figure, shown = draw_timeline(found, names, width)
+    return svg(figure, title, [_tooltip(phase, names) for phase in shown])
 
 
-def save_timeline(title: str, found: Sequence[Phase], path: Path) -> None:
+def save_timeline(title: str, found: Sequence[Phase], names: Sequence[str], path: Path) -> None:
     """Write a timeline with title and legend to an .svg or .png file."""
-    figure, shown = draw_timeline(found, title=title)
+    figure, shown = draw_timeline(found, names, title=title)
     if path.suffix == ".svg":
-        text = svg(figure, title, list(map(_tooltip, shown)), standalone=True)
+        text = svg(figure, title, [_tooltip(phase, names) for phase in shown], standalone=True)
         path.write_text(text, encoding="utf-8")
     else:
         figure.savefig(path, dpi=144)
@@ -237,9 +240,12 @@ def save_timeline(title: str, found: Sequence[Phase], path: Path) -> None:
 
 @rc_context(STYLE)
 def draw_timeline(
-    found: Sequence[Phase], width: float = TIMELINE_WIDTH, title: str = ""
+    found: Sequence[Phase],
+    names: Sequence[str],
+    width: float = TIMELINE_WIDTH,
+    title: str = "",
 ) -> tuple[Figure, list[Phase]]:
-    """Draw two lanes for each worker, with a legend if there is a `title`.
+    """Draw two lanes for each worker, whose names are given, and a legend if there is a `title`.
 
     Return the figure and the phases in it. The bar of phase n has the id `tip-n`. At least one
     phase must have a length.
@@ -254,16 +260,17 @@ def draw_timeline(
     more = f"; {hidden} more workers are not shown" if hidden else ""
     height = WORKER_STEP * len(tops)
     figure = Figure((width / 72, (height + (112 if title else 54)) / 72), layout="constrained")
-    x_label = f"seconds, from {start:,.2f} s on worker 0's clock{more}"
+    began = datetime.fromtimestamp(start, tz=UTC)
+    x_label = f"seconds, from {began:%H:%M:%S} UTC on the clock of {names[0]}{more}"
     axes = figure.add_subplot(xlabel=x_label, xlim=(0, length), ylim=(height, 0))
     axes.xaxis.set_major_formatter(short_number)
     axes.xaxis.set_major_locator(MaxNLocator(8 if width > 600 else 4, steps=[1, 2, 5, 10]))
     for top in tops.values():
         axes.add_patch(Rectangle((0, top), length, LANE, color=LIGHT["band"], linewidth=0))
         axes.axhline(top + LANE_STEP + LANE / 2, color=LIGHT["grid"], linewidth=1, zorder=0)
-    names = [name for worker in tops for name in (f"worker {worker}", "exchange")]
+    rows = [text for worker in tops for text in (names[worker], "exchange")]
     ticks = [top + lane + LANE / 2 for top in tops.values() for lane in (0, LANE_STEP)]
-    axes.set_yticks(ticks, names)
+    axes.set_yticks(ticks, rows)
     for label in axes.get_yticklabels()[::2]:
         label.set(color=LIGHT["text"], weight="bold")
     seconds_per_point = length / (width - MARGINS)
@@ -284,10 +291,10 @@ def draw_timeline(
     return figure, found
 
 
-def _tooltip(phase: Phase) -> str:
-    found, sent_bytes = phase.round, phase.round.workers[phase.worker].sent_bytes
-    sent = f", {short_number(sent_bytes)}B sent" if np.isfinite(sent_bytes) else ""
+def _tooltip(phase: Phase, names: Sequence[str]) -> str:
+    found = phase.round
+    sent = f", {short_number(found.sent_bytes)}B sent" if np.isfinite(found.sent_bytes) else ""
     return (
-        f"worker {phase.worker}: {phase.name} {brief(phase.seconds)}\n"
+        f"{names[phase.worker]}: {phase.name} {brief(phase.seconds)}\n"
         f"fragment {found.fragment} ({found.fragment_name}), round {found.outer_round}{sent}"
     )
