@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from benchmarks import checkpoint, codecs, core, train_step
 from torchtitan_diloco.components.checkpoint_folders import checkpoint_path
 from torchtitan_diloco.components.checkpoint_schema import read_manifest
-from torchtitan_diloco.components.metrics import add_totals, hidden_percent, utilisation_percent
+from torchtitan_diloco.components.metrics import hidden_percent, totals_of, utilisation_percent
 from torchtitan_diloco.components.records import read_json_lines
 from torchtitan_diloco.config.schema import Model
 from torchtitan_diloco.diloco import DiLoCoConfig, Fragments, Link, OuterOptimizer, StreamingDiLoCo
@@ -242,8 +242,7 @@ def workers(scale: Scale, folder: Path) -> list[Check]:
         )
         key = "loss/train"
         losses = [record[key] for record in records if key in record]
-        totals: dict[str, float] = {}
-        add_totals(totals, records)
+        totals = totals_of(records, streaming=True)
         measured = (
             f"{losses[0]:.2f} -> {losses[-1]:.2f}; {hidden_percent(totals):.0f} % hidden, "
             f"utilisation {utilisation_percent(totals):.0f} %"

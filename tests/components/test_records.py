@@ -1,27 +1,20 @@
-"""Records of rounds, their phases on one clock, and the file of records."""
+"""Records of rounds, and the file of records."""
 
 import math
-from collections import defaultdict
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from torchtitan_diloco.components.records import drop_records_after, from_record, to_line
-from torchtitan_diloco.components.summary import longest_phase
-from torchtitan_diloco.components.timeline import (
-    PHASES,
-    Phase,
+from torchtitan_diloco.components.records import (
     RoundRecord,
-    last_to_arrive,
-    phases,
+    drop_records_after,
+    from_record,
     round_record,
+    to_line,
 )
 from torchtitan_diloco.diloco.round import Round, Traffic
 from torchtitan_diloco.diloco.transport import OUTLIER
@@ -75,61 +68,6 @@ def test_what_was_not_measured_is_not_known() -> None:
         link = Traffic(header_sent=1.0, heard={0: 2.0}, link_until={0: 3.0}, link_bytes={0: size})
         found = written(measured_round(traffic=link))
         assert found["received_bits_per_second_from"] == [rate, None]
-
-
-def record(at_seconds: dict[str, float], heard_after: tuple[float, ...] = ()) -> RoundRecord:
-    own = {"at_seconds": at_seconds, "heard_after_seconds": list(heard_after)}
-    return RoundRecord(3, 0, "blocks", 1, 2, 100, 100, **own)  # type: ignore[arg-type]
-
-
-@given(st.lists(st.floats(0, 100), min_size=2, max_size=6), st.floats(0, 1))
-def test_the_last_worker_waited_the_shortest(arrivals: list[float], latency: float) -> None:
-    before, last = sorted(arrivals)[-2:]
-    found = [record({}, (math.nan, last + latency - arrival)) for arrival in arrivals]
-    worker, late_by = last_to_arrive(found)
-    assert worker is not None
-    assert arrivals[worker] == pytest.approx(last, abs=1e-6)
-    assert late_by == pytest.approx(last - before, abs=1e-6)
-
-
-def test_nobody_is_last_where_nobody_waited() -> None:
-    for exchange in ([record({})], [record({}, (0.3,)), None]):
-        worker, late_by = last_to_arrive(exchange)
-        assert (worker, math.isnan(late_by)) == (None, True)
-
-
-# --- phases ---------------------------------------------------------------------------------------
-
-NAMES = sorted({moment for _, *moments, _ in PHASES.values() for moment in moments})
-MOMENT = st.just(math.nan) | st.floats(-1e3, 1e3)
-MOMENTS = st.fixed_dictionaries(dict.fromkeys(NAMES, MOMENT))
-EXCHANGE = st.lists(st.none() | MOMENTS.map(record), min_size=1, max_size=3)
-
-
-@given(st.lists(EXCHANGE, max_size=4))
-def test_phases_are_of_known_moments_and_do_not_overlap_in_a_thread(
-    exchanges: list[list[RoundRecord | None]],
-) -> None:
-    lanes = defaultdict[tuple[int, str], list[Phase]](list)
-    for phase in phases(exchanges):
-        assert PHASES[phase.name][0] == phase.lane
-        lanes[phase.worker, phase.lane].append(phase)
-    for lane in lanes.values():
-        for before, after in pairwise(lane):
-            assert before.start_seconds <= before.end_seconds <= after.start_seconds
-
-
-def test_clocks_are_aligned_where_the_headers_have_arrived() -> None:
-    moments = {"begun": 1.0, "heard": 1.5, "received": 3.0, "encoded": 2.0, "ready": 4.5}
-    later = {name: moment + 0.7 for name, moment in moments.items()}
-    found = phases([[record(moments), record(later)], [None, record(later | {"heard": math.nan})]])
-    own = [(one.name, one.start_seconds, one.end_seconds) for one in found if one.worker == 0]
-    assert own == [("encoding", 1, 2), ("transfer", 2, 3), ("outer step", 3, 4.5)]
-    assert len(found) == 8
-    starts = [one.start_seconds for one in found if one.worker == 1]  # also where it is not known
-    assert starts == pytest.approx([1, 2, 2, 3, 4.5])
-    assert longest_phase([record(moments)]) == "outer step"
-    assert longest_phase([record({})]) == ""
 
 
 def test_a_resume_drops_what_it_repeats_and_what_is_damaged(

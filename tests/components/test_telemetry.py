@@ -143,7 +143,7 @@ def test_a_logged_step_covers_the_steps_since_the_last(tmp_path: Path) -> None:
     assert (first["train/tokens"], second["train/tokens"]) == (128, 256)
     assert own.totals["worker/steps"] == 8
     assert (first[SENT], own.totals[SENT]) == (2 * 10 / 2, 40), "mean over the workers"
-    assert len(records(tmp_path, "round")) == len(own.rounds) == outer.steps
+    assert len(records(tmp_path, "round")) == outer.steps
     skipped = "worker/skipped_steps"
     assert (third[LOSS], third[skipped], fourth[skipped]) == (1.0, 1, 2), "in no loss"
     assert (fourth[LOSS], fourth["train/gradient_norm"]) == ("nan", "inf")

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from torchtitan_diloco.components.records import Start, to_line
-from torchtitan_diloco.components.timeline import RoundRecord
+from torchtitan_diloco.components.records import RoundRecord, Start, to_line
 
 FRAGMENTS = {"blocks.0, blocks.2": 800_000, "blocks.1, blocks.3": 800_000, "embedding": 1_200_000}
 TOKENS_PER_STEP = 16_384

@@ -78,11 +78,19 @@ Totals = dict[str, float]
 """Sums of the counters of records, which are named worker/..."""
 
 
-def add_totals(totals: Totals, records: Iterable[Mapping[str, Any]]) -> None:
+def add_totals(totals: Totals, record: Mapping[str, Any]) -> None:
+    for name, value in record.items():
+        if name.startswith("worker/") and isinstance(value, int | float):
+            totals[name] = totals.get(name, 0.0) + value
+
+
+def totals_of(records: Iterable[Record], *, streaming: bool) -> Totals:
+    """Return the totals over the steps with an outer loop, or over those without."""
+    totals: Totals = {}
     for record in records:
-        for name, value in record.items():
-            if name.startswith("worker/") and isinstance(value, int | float):
-                totals[name] = totals.get(name, 0.0) + value
+        if ("worker/exposed_seconds" in record) == streaming:
+            add_totals(totals, record)
+    return totals
 
 
 def percent(part: float, whole: float) -> float:

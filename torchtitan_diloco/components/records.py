@@ -1,12 +1,12 @@
 """Records of a worker: RUN/worker-K/metrics.jsonl, which its first rank writes, and its boards.
 
-Each line is a JSON object: a `Start`, a round of a fragment (timeline.py), or a step (metrics.py),
-which is a dictionary without `kind`. docs/report.md describes them.
+Each line is a JSON object: a `Start`, a `RoundRecord`, or the numbers of a step, without `kind`
+(metrics.py). docs/report.md describes them.
 """
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
@@ -15,6 +15,8 @@ import msgspec
 
 from torchtitan_diloco.components.metrics import Record
 from torchtitan_diloco.config.schema import Metrics
+from torchtitan_diloco.diloco.round import Round
+from torchtitan_diloco.diloco.transport import FLAG_NAMES
 from torchtitan_diloco.hardware import write_whole
 from torchtitan_diloco.log import logger
 
@@ -23,6 +25,9 @@ if TYPE_CHECKING:
 
 METRICS_FILE = "metrics.jsonl"
 Kind = TypeVar("Kind", bound=msgspec.Struct)
+NAN = math.nan
+LEAST_LINK_BYTES = 16_384
+"""A smaller message is no measure of the link: it takes as long as a thread needs to wake up."""
 
 
 class Start(msgspec.Struct, tag_field="kind", tag="start"):
@@ -33,6 +38,109 @@ class Start(msgspec.Struct, tag_field="kind", tag="start"):
     workers: int
     """Of the whole run, or the islands that begin together."""
     parameters: int
+
+
+class RoundRecord(msgspec.Struct, tag_field="kind", tag="round"):
+    """A worker's part of one exchange of one fragment. An unknown number is NaN."""
+
+    step: int
+    """After which the fragment was applied."""
+    fragment: int
+    fragment_name: str
+    outer_round: int
+    """Number of exchanges of this fragment so far."""
+    sent_step: int
+    parameters: int
+    """Of the fragment."""
+    values: int
+    """Of them on the first rank."""
+    participants: int = 0
+    """Workers whose delta is in the mean."""
+    weight: float = NAN
+    """In the mean: tokens since the last exchange."""
+    left_out: list[str] = []
+    """Why its delta is not in the mean."""
+    at_seconds: dict[str, float] = {}
+    """Moments by name: see PHASES."""
+    encoding_seconds: float = NAN
+    decoding_seconds: float = NAN
+    sent_bytes: float = NAN
+    received_bytes: float = NAN
+    outer_gradient_norm: float = NAN
+    update_norm: float = NAN
+    """Of the change of the shared parameters. This and the next are rarely measured."""
+    drift_norm: float = NAN
+    """Distance of its parameters from the new shared ones."""
+    cosine_to_mean: float = NAN
+    heard_after_seconds: list[float] = []
+    """By other worker: from sending its own header to receiving that of the other."""
+    received_bits_per_second_from: list[float] = []
+    """By other worker."""
+
+    def seconds(self, start: str, end: str) -> float:
+        """Return the time between two moments, 0 if they are in the other order."""
+        found = self.at_seconds.get(end, NAN) - self.at_seconds.get(start, NAN)
+        return max(found, 0.0)  # NaN stays NaN
+
+    @property
+    def waited_seconds(self) -> float:
+        """Seconds in which training waited for the result."""
+        return self.seconds("asked", "arrived")
+
+    @property
+    def waited_for_headers(self) -> float:
+        return max(known(self.heard_after_seconds), default=NAN)
+
+
+def round_record(
+    found: Round, name: str, parameters: int, workers: int, clock: float
+) -> RoundRecord:
+    """Return the record of a round. `clock`: the wall clock less time.perf_counter."""
+    traffic = found.traffic
+    moments = {
+        "due": found.due,
+        "taken": found.taken,
+        "begun": found.begun,
+        "encoded": traffic.encoded,
+        "heard": max(traffic.heard.values(), default=NAN),
+        "received": traffic.received,
+        "ready": found.ready,
+        "asked": found.asked,
+        "arrived": found.fetched,
+        "applied": found.applied,
+    }
+    norms = math.sqrt(found.delta_square * found.mean_square)
+    rates = [NAN] * workers
+    for other, size in traffic.link_bytes.items():
+        if size >= LEAST_LINK_BYTES and (seconds := traffic.link_seconds(other)) > 0:
+            rates[other] = 8 * size / seconds
+    return RoundRecord(
+        step=found.applied_step,
+        fragment=found.fragment,
+        fragment_name=name,
+        outer_round=found.outer_round,
+        sent_step=found.sent_step,
+        parameters=parameters,
+        values=found.values,
+        participants=found.participants,
+        weight=found.weight,
+        left_out=[name for flag, name in FLAG_NAMES.items() if found.flags & flag],
+        at_seconds={name: clock + at for name, at in moments.items() if math.isfinite(at)},
+        encoding_seconds=traffic.encoding_seconds,
+        decoding_seconds=traffic.decoding_seconds,
+        sent_bytes=traffic.bytes_sent,
+        received_bytes=traffic.bytes_received,
+        outer_gradient_norm=math.sqrt(found.delta_square),
+        update_norm=math.sqrt(found.update_square),
+        drift_norm=float(found.drift),
+        cosine_to_mean=traffic.dot / norms if norms else NAN,
+        heard_after_seconds=[traffic.heard_after(other) for other in range(workers)],
+        received_bits_per_second_from=rates,
+    )
+
+
+def known(values: Iterable[float]) -> list[float]:
+    return [value for value in values if math.isfinite(value)]
 
 
 def to_line(record: msgspec.Struct | Mapping[str, Any]) -> str:

@@ -8,7 +8,7 @@ since the last one. All other numbers are its own.
 
 import math
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,11 +18,16 @@ from torch import Tensor
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from torchtitan_diloco.components.metrics import Record, Totals, add_totals, hidden_percent, percent
-from torchtitan_diloco.components.records import RecordFiles, Start
+from torchtitan_diloco.components.metrics import (
+    Record,
+    add_totals,
+    hidden_percent,
+    percent,
+    totals_of,
+)
+from torchtitan_diloco.components.records import RecordFiles, RoundRecord, Start, round_record
 from torchtitan_diloco.components.run_folder import folder_of_worker
 from torchtitan_diloco.components.run_plan import RunPlan
-from torchtitan_diloco.components.timeline import RoundRecord, round_record
 from torchtitan_diloco.config.schema import Metrics
 from torchtitan_diloco.diloco.outer_loop import OuterLoop
 from torchtitan_diloco.diloco.round import Round
@@ -32,18 +37,6 @@ from torchtitan_diloco.hardware import GIB, peak_flops, peak_memory_bytes
 from torchtitan_diloco.log import clock, logger
 
 Batch = tuple[Tensor, Tensor]
-COUNTED = (
-    "steps",
-    "skipped_steps",
-    "agreement_seconds",
-    "compute_seconds",
-    "data_seconds",
-    "step_seconds",
-    "wall_seconds",
-)
-"""Counters of a rank between two logged steps, besides those of the outer loop."""
-KEPT_ROUNDS = 1000
-"""Latest rounds to keep for the summary."""
 
 
 class RunProgress(NamedTuple):
@@ -100,34 +93,25 @@ class Telemetry:
     ) -> None:
         self.world, self.plan, self._outer = world, plan, outer
         self._flops_per_token, self._peak_flops = flops_per_token, peak_flops(world.device)
-        self._wall_clock = time.time() - time.perf_counter()
         self._interval_started = self._started = time.perf_counter()
+        self._clock = time.time() - self._started
         self._agreement_before = 0.0
-        self._counters = dict.fromkeys(COUNTED, 0.0)
-        self._compute_squares = 0.0
-        self.sums = Sums()
-        self._last: StepResult
-        self._rounds: list[Round] = []
+        self._begin_interval()
         self._in_flight: deque[_LoggedStep] = deque()
-        self.rounds: deque[RoundRecord] = deque(maxlen=KEPT_ROUNDS)
-        writes = folder is not None and world.rank_in_worker == 0
+        self.workers = plan.ranks // world.ranks_per_worker
+        """Of the run: so many as have begun, or the most islands that shared a round."""
+        if folder is not None:
+            folder = None if world.rank_in_worker else folder_of_worker(folder, world.worker)
+        workers, of_run = world.workers, world.is_first
         self.files = RecordFiles(
-            config,
-            folder_of_worker(folder, world.worker) if folder is not None and writes else None,
-            step,
-            settings or {},
-            workers=world.workers,
-            of_run=world.is_first,
+            config, folder, step, settings or {}, workers=workers, of_run=of_run
         )
-        self.totals: Totals = {}
-        """Of the records of this worker, those of a resumed run with the same method included."""
-        streaming = bool(outer.fragments)
-        same = [one for one in self.files.kept if ("worker/exposed_seconds" in one) == streaming]
-        add_totals(self.totals, same)
-        before = [one.get("worker/elapsed_seconds", 0.0) for one in self.files.kept]
-        self._started -= max(before, default=0.0)
-        began = plan.ranks // world.ranks_per_worker
-        self.files.write(Start(step, time.time(), workers=began, parameters=plan.parameters))
+        kept = self.files.kept
+        self._started -= max((one.get("worker/elapsed_seconds", 0) for one in kept), default=0)
+        self.totals = totals_of(kept, streaming=bool(outer.fragments))
+        """Of the records of this worker, including those before a resume."""
+        now = time.time()
+        self.files.write(Start(step, now, workers=self.workers, parameters=plan.parameters))
         self._done: float | None = None
         self._live = tqdm(
             total=plan.total_steps,
@@ -145,13 +129,17 @@ class Telemetry:
         """Seconds of the run, including those before a resume."""
         return time.perf_counter() - self._started
 
+    def _begin_interval(self) -> None:
+        self._counters, self._compute_squares = defaultdict[str, float](float), 0.0
+        self.sums, self._rounds = Sums(), list[Round]()
+
     # --- every step -------------------------------------------------------------------------------
 
     def timed(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Yield the batches, and count the time of waiting for them."""
         started = time.perf_counter()
         for batch in batches:
-            self._counters["data_seconds"] += time.perf_counter() - started
+            self._counters["worker/data_seconds"] += time.perf_counter() - started
             yield batch
             started = time.perf_counter()
 
@@ -160,14 +148,15 @@ class Telemetry:
         self._last = train_step()
         seconds = time.perf_counter() - started
         compute = seconds - (self._waited() - waited)
-        self._counters["steps"] += 1
-        self._counters["skipped_steps"] += self._last.skipped
-        self._counters["step_seconds"] += seconds
-        self._counters["compute_seconds"] += compute
+        counters, trained = self._counters, not self._last.skipped
+        counters["worker/steps"] += 1
+        counters["worker/skipped_steps"] += self._last.skipped
+        counters["worker/step_seconds"] += seconds
+        counters["worker/compute_seconds"] += compute
         self._compute_squares += compute**2
         rounds = self._outer.rounds()  # at every step, as it keeps only the latest
         self._rounds += rounds
-        trained = not self._last.skipped
+        self.workers = max([self.workers, *(one.participants for one in rounds)])
         sent = sum(one.exchange_sums().get("worker/sent_bytes", 0.0) for one in rounds)
         self.sums = Sums(
             cross_entropy=self.sums.cross_entropy + (self._last.cross_entropy if trained else 0),
@@ -178,7 +167,7 @@ class Telemetry:
 
     def _waited(self) -> float:
         """Return seconds of waiting for data and communication, for differences within a step."""
-        return self._counters["data_seconds"] + self._outer.exposed_seconds
+        return self._counters["worker/data_seconds"] + self._outer.exposed_seconds
 
     def pause(self, seconds: float) -> None:
         """Exclude time that was not spent on training, such as validation, from the rates."""
@@ -199,11 +188,11 @@ class Telemetry:
         `sums`: those of `self.sums` over all ranks. `agreement_seconds`: total time for which the
         training thread of this process has waited for other ranks. `run`: only on an island.
         """
-        progress, steps_left = self._progress(step, None if run is None else run.steps)
         now, counters = time.perf_counter(), self._counters
-        counters["wall_seconds"] += now - self._interval_started
-        counters["agreement_seconds"] += agreement_seconds - self._agreement_before
+        counters["worker/wall_seconds"] += now - self._interval_started
+        counters["worker/agreement_seconds"] += agreement_seconds - self._agreement_before
         self._interval_started, self._agreement_before = now, agreement_seconds
+        progress, steps_left = self._progress(step, None if run is None else run.steps)
         record: Record = {
             "step": step,
             "time": time.time(),
@@ -211,20 +200,18 @@ class Telemetry:
             "train/tokens": self.plan.tokens_at(step) if run is None else run.tokens,
             "train/gradient_norm": self._last.gradient_norm,
             "train/memory_gib": peak_memory_bytes(self.world.device) / GIB,
-            **self._speed(counters["wall_seconds"] / counters["steps"]),
-            "worker/elapsed_seconds": self.elapsed_seconds,
-            "worker/compute_spread": self._compute_spread(),
-            **{f"worker/{name}": value for name, value in counters.items()},
+            **self._speed(),
+            **counters,
             **self._outer.metrics(),
+            "worker/elapsed_seconds": self.elapsed_seconds,
         }
         rounds = list(map(self._round_record, self._rounds))
         self._in_flight.append(_LoggedStep(progress, steps_left, record, rounds, sums))
-        self._counters = dict.fromkeys(COUNTED, 0.0)
-        self._compute_squares, self.sums, self._rounds = 0.0, Sums(), []
+        self._begin_interval()
 
     def _progress(self, step: int, done: float | None) -> tuple[str, float]:
         """Return the progress of the run, and the steps left to this island or run at its rate."""
-        whole, own = self.plan.total_steps, self._counters["steps"]
+        whole, own = self.plan.total_steps, self._counters["worker/steps"]
         if done is None:
             return f"{step:>{len(str(whole))}}/{whole}", whole - step
         made = own if self._done is None else done - self._done
@@ -232,26 +219,25 @@ class Telemetry:
         left = max(0.0, whole - done) * (own / made if made else 1.0)
         return f"{step:>{len(str(whole))}}  run {100 * min(1.0, done / whole):.0f} %", left
 
-    def _speed(self, seconds_per_step: float) -> Record:
-        size = self.world.size
+    def _speed(self) -> Record:
+        steps, size = self._counters["worker/steps"], self.world.size
+        seconds = self._counters["worker/wall_seconds"] / steps
+        compute = self._counters["worker/compute_seconds"] / steps
         tokens = self.plan.tokens_per_step * size / self.plan.ranks
         speed: Record = {
-            "speed/seconds_per_step": seconds_per_step,
-            "speed/tokens_per_second": tokens / seconds_per_step,
+            "speed/seconds_per_step": seconds,
+            "speed/tokens_per_second": tokens / seconds,
+            "worker/compute_spread": max(0.0, self._compute_squares / steps - compute**2) ** 0.5,
         }
         if self._peak_flops is not None:
-            flops = self._flops_per_token * tokens / seconds_per_step
+            flops = self._flops_per_token * tokens / seconds
             speed["speed/mfu_percent"] = percent(flops, self._peak_flops * size)
         return speed
-
-    def _compute_spread(self) -> float:
-        steps, seconds = self._counters["steps"], self._counters["compute_seconds"]
-        return math.sqrt(max(0.0, self._compute_squares / steps - (seconds / steps) ** 2))
 
     def _round_record(self, found: Round) -> RoundRecord:
         fragment, workers = self._outer.fragments[found.fragment], self.world.workers
         named = fragment.name, fragment.parameters
-        return round_record(found, *named, workers=workers, clock=self._wall_clock)
+        return round_record(found, *named, workers=workers, clock=self._clock)
 
     def publish(self, *, all: bool = False) -> None:
         """Write the logged steps whose sums are there, or wait for all."""
@@ -259,9 +245,8 @@ class Telemetry:
             logged = self._in_flight.popleft()
             started = time.perf_counter()
             self._add_sums(logged.record, Sums(*logged.sums.result()[-len(Sums._fields) :]))
-            self._counters["agreement_seconds"] += time.perf_counter() - started
-            add_totals(self.totals, [logged.record])
-            self.rounds += logged.rounds
+            self._counters["worker/agreement_seconds"] += time.perf_counter() - started
+            add_totals(self.totals, logged.record)
             for found in logged.rounds:
                 self.files.write(found)
             self.files.write(logged.record)

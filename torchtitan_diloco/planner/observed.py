@@ -4,7 +4,7 @@ import math
 import statistics
 from collections.abc import Collection, Iterable
 
-from torchtitan_diloco.components.timeline import RoundRecord, known
+from torchtitan_diloco.components.records import RoundRecord, known
 from torchtitan_diloco.planner.prediction import Conditions, coded_bytes
 from torchtitan_diloco.report.run_records import Run
 

@@ -8,9 +8,9 @@ import numpy as np
 
 from torchtitan_diloco.components.metrics import time_shares
 from torchtitan_diloco.components.records import number
-from torchtitan_diloco.components.timeline import PHASE_COLOURS, phases
-from torchtitan_diloco.report.charts import SERIES, Curve, line_chart, series_colour, timeline_svg
+from torchtitan_diloco.report.charts import SERIES, Curve, line_chart, series_colour
 from torchtitan_diloco.report.run_records import Array, Run, of_known
+from torchtitan_diloco.report.timeline import PHASE_COLOURS, phases, timeline_svg
 
 ELAPSED_SECONDS, TOKENS = "worker/elapsed_seconds", "train/tokens"
 SHARE_COLOURS = {

@@ -13,11 +13,11 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from matplotlib.ticker import EngFormatter
 
 from torchtitan_diloco.components.metrics import hidden_percent, time_shares, utilisation_percent
-from torchtitan_diloco.components.timeline import last_to_arrive
 from torchtitan_diloco.log import brief, clock, markdown_table
 from torchtitan_diloco.report.charts import css_variables
 from torchtitan_diloco.report.figures import figures
 from torchtitan_diloco.report.run_records import Run, of_known
+from torchtitan_diloco.report.timeline import last_to_arrive
 
 METHODS = {"streaming": "Streaming DiLoCo", "none": "data parallelism"}
 ABSENT = "–"  # noqa: RUF001 - a dash for an empty cell

@@ -12,16 +12,16 @@ import numpy as np
 import tomli
 from numpy.typing import NDArray
 
-from torchtitan_diloco.components.metrics import Record, Totals, add_totals
+from torchtitan_diloco.components.metrics import Record, Totals, totals_of
 from torchtitan_diloco.components.records import (
     METRICS_FILE,
+    RoundRecord,
     Start,
     from_record,
     number,
     read_json_lines,
 )
 from torchtitan_diloco.components.summary import all_reduce_bytes
-from torchtitan_diloco.components.timeline import Exchange, RoundRecord
 from torchtitan_diloco.config.schema import flatten
 from torchtitan_diloco.log import UserError
 
@@ -45,10 +45,7 @@ class Worker:
     def totals(self) -> Totals:
         """Sums over the steps with the last method of the run."""
         logged = [record for record in self.steps if "worker/steps" in record]
-        streaming = bool(logged) and "worker/exposed_seconds" in logged[-1]
-        found: Totals = {}
-        add_totals(found, (one for one in logged if ("worker/exposed_seconds" in one) == streaming))
-        return found
+        return totals_of(logged, streaming="worker/exposed_seconds" in (logged or [{}])[-1])
 
     @property
     def compute_spread(self) -> float:
@@ -89,7 +86,7 @@ class Run:
         return {name: of_known(np.mean, values) for name, values in known.items()}
 
     @cached_property
-    def exchanges(self) -> list[Exchange]:
+    def exchanges(self) -> list[list[RoundRecord | None]]:
         """The rounds of all workers, in the order of the first worker that has them."""
         found = defaultdict[tuple[int, int], list[RoundRecord | None]](
             lambda: [None] * len(self.workers)
