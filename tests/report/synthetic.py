@@ -98,8 +98,8 @@ def round_records(
 def _times(due: float, arrivals: list[float], worker: int) -> dict[str, Any]:
     """Return a worker's times of a round, in which the transfer takes the longest."""
     heard, asked, others = max(arrivals) + 0.05, due + 1.5, len(arrivals) - 1
-    rates = [math.nan if sender == worker else 2e8 for sender in range(len(arrivals))]
-    if worker == 0:
+    rates = {sender: 2e8 for sender in range(len(arrivals)) if sender != worker}
+    if worker == 0 and others:
         rates[others] = 4e7
     moments = {
         "due": due,
@@ -113,7 +113,7 @@ def _times(due: float, arrivals: list[float], worker: int) -> dict[str, Any]:
         "arrived": asked + 0.1,
         "applied": asked + 0.13,
     }
-    waited = [heard - arrivals[worker] if rate > 0 else math.nan for rate in rates]
+    waited = dict.fromkeys(rates, heard - arrivals[worker])
     return {
         "at_seconds": {name: at + 0.3 * worker for name, at in moments.items()},
         "heard_after_seconds": waited,

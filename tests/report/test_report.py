@@ -140,7 +140,6 @@ def test_islands_are_workers_in_other_places(tmp_path: Path) -> None:
         (rounds,) = round_records(100, workers=1)
         for number, record in enumerate(rounds):
             record.participants = 2 if number < 2 else 3
-            record.heard_after_seconds = record.received_bits_per_second_from = []
         settings = f'[diloco]\nworkers = 9\n[islands]\nname = "{name}"\nbegin = 2\n'
         steps = step_records(100, seed=place)
         folders.append(write_run(tmp_path / "all" / name, steps, [rounds], settings))

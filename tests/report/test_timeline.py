@@ -12,16 +12,17 @@ from torchtitan_diloco.components.records import RoundRecord
 from torchtitan_diloco.report.timeline import PHASES, Phase, last_to_arrive, phases
 
 
-def record(at_seconds: dict[str, float], heard_after: tuple[float, ...] = ()) -> RoundRecord:
+def record(at_seconds: dict[str, float], heard_after: float | None = None) -> RoundRecord:
     found = RoundRecord(3, 0, "blocks", 1, 2, 100, 100)
-    found.at_seconds, found.heard_after_seconds = at_seconds, list(heard_after)
+    found.at_seconds = at_seconds
+    found.heard_after_seconds = {} if heard_after is None else {9: heard_after}
     return found
 
 
 @given(st.lists(st.floats(0, 100), min_size=2, max_size=6), st.floats(0, 1))
 def test_the_last_worker_waited_the_shortest(arrivals: list[float], latency: float) -> None:
     before, last = sorted(arrivals)[-2:]
-    found = [record({}, (math.nan, last + latency - arrival)) for arrival in arrivals]
+    found = [record({}, last + latency - arrival) for arrival in arrivals]
     worker, late_by = last_to_arrive(found)
     assert worker is not None
     assert arrivals[worker] == pytest.approx(last, abs=1e-6)
@@ -29,7 +30,7 @@ def test_the_last_worker_waited_the_shortest(arrivals: list[float], latency: flo
 
 
 def test_nobody_is_last_where_nobody_waited() -> None:
-    for exchange in ([record({})], [record({}, (0.3,)), None]):
+    for exchange in ([record({})], [record({}, 0.3), None]):
         worker, late_by = last_to_arrive(exchange)
         assert (worker, math.isnan(late_by)) == (None, True)
 

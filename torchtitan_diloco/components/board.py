@@ -1,7 +1,6 @@
 """Curves and settings in TensorBoard and Weights & Biases."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,39 +9,18 @@ from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
 from torch.utils.tensorboard import FileWriter
 from torch.utils.tensorboard.summary import hparams
 
-from torchtitan_diloco.components.metrics import METRICS, WORKER, Record, described
+from torchtitan_diloco.components.metrics import described
 from torchtitan_diloco.log import UserError, install_command
 
 COMPARED = ("loss/train", "loss/val", "speed/tokens_per_second")
 """Curves whose last values are shown beside the settings in the tab HPARAMS."""
 
 
-@dataclass(frozen=True)
-class Curves:
-    """Chooses the values of a record that are shown."""
-
-    first_step: int
-    """Its speed is an outlier and left out."""
-    workers: int
-    of_run: bool
-    """Show the numbers of the run, and not only those of this worker."""
-
-    def of(self, record: Record) -> Iterator[tuple[str, float]]:
-        slow = record["step"] == self.first_step
-        for name, value in record.items():
-            of_run = name in METRICS and METRICS[name].scope != WORKER
-            hidden = (of_run and not self.of_run) or (slow and name.startswith("speed/"))
-            if value is not None and "/" in name and not hidden:
-                yield name, value
-
-
 class TensorBoard:
     """Event files of a worker that starts or resumes after `step`."""
 
-    def __init__(
-        self, folder: Path, step: int, settings: Mapping[str, Any], curves: Curves
-    ) -> None:
-        self._files, self._curves = FileWriter(str(folder), flush_secs=10), curves
+    def __init__(self, folder: Path, step: int, settings: Mapping[str, Any], workers: int) -> None:
+        self._files, self._workers = FileWriter(str(folder), flush_secs=10), workers
         restart = SessionLog(status=SessionLog.START)  # hides later steps of the run before
         self._files.add_event(Event(step=step + 1, session_log=restart))
         self._described = set[str]()
@@ -50,19 +28,18 @@ class TensorBoard:
             key: value if isinstance(value, bool | int | float | str) else str(value)
             for key, value in settings.items()
         }
-        if curves.of_run:
-            for summary in hparams(known, dict.fromkeys(COMPARED, 0.0)):
-                self._files.add_summary(summary)
+        for summary in hparams(known, dict.fromkeys(COMPARED, 0.0)) if known else ():
+            self._files.add_summary(summary)
 
-    def add(self, record: Record) -> None:
-        for name, value in self._curves.of(record):
+    def add(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
             metadata = None
             if name not in self._described:
-                text = described(name, self._curves.workers)
+                text = described(name, self._workers)
                 metadata = SummaryMetadata(summary_description=text)
                 self._described.add(name)
             scalar = Summary.Value(tag=name, simple_value=value, metadata=metadata)
-            self._files.add_summary(Summary(value=[scalar]), record["step"])
+            self._files.add_summary(Summary(value=[scalar]), step)
 
     def close(self) -> None:
         self._files.close()
@@ -71,15 +48,13 @@ class TensorBoard:
 class WeightsAndBiases:
     """Run in a project of Weights & Biases, which a resumed run continues."""
 
-    def __init__(
-        self, project: str, folder: Path, step: int, settings: Mapping[str, Any], curves: Curves
-    ) -> None:
+    def __init__(self, project: str, folder: Path, step: int, settings: Mapping[str, Any]) -> None:
         try:
             import wandb
         except ImportError as error:
             reason = f'metrics.wandb = "{project}" needs the package wandb'
             raise UserError(f"{reason}: {install_command('wandb')}") from error
-        self._curves, named = curves, folder / "wandb" / "run-id"
+        named = folder / "wandb" / "run-id"
         known = named.read_text() if step and named.exists() else None
         try:
             self._run = wandb.init(
@@ -101,8 +76,8 @@ class WeightsAndBiases:
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")  # values of a step come in several calls
 
-    def add(self, record: Record) -> None:
-        self._run.log({"step": record["step"]} | dict(self._curves.of(record)))
+    def add(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log({"step": step, **values})
 
     def close(self) -> None:
         self._run.finish()

@@ -59,17 +59,13 @@ METRICS = {
 }
 
 
-def of_whom(name: str, workers: int) -> str:
-    """Return whose number it is in a job of so many workers."""
-    scope = METRICS[name].scope
-    return "all workers" if scope == RUN or (scope == JOB and workers > 1) else "this worker"
-
-
 def described(name: str, workers: int) -> str:
-    """Return unit, meaning and scope, or "" if the number is not declared."""
+    """Return unit, meaning and scope in a job of so many workers, "" if it is not declared."""
     if name not in METRICS:
         return ""
-    return f"{METRICS[name].unit}, {METRICS[name].meaning}; {of_whom(name, workers)}"
+    unit, meaning, scope = METRICS[name]
+    whole = scope == RUN or (scope == JOB and workers > 1)
+    return f"{unit}, {meaning}; {'all workers' if whole else 'this worker'}"
 
 
 # --- totals ---------------------------------------------------------------------------------------

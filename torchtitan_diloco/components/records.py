@@ -6,15 +6,16 @@ Each line is a JSON object: a `Start`, a `RoundRecord`, or the numbers of a step
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 import msgspec
 
-from torchtitan_diloco.components.metrics import Record
+from torchtitan_diloco.components.metrics import METRICS, WORKER, Record
 from torchtitan_diloco.config.schema import Metrics
+from torchtitan_diloco.diloco.fragments import Fragment
 from torchtitan_diloco.diloco.round import Round
 from torchtitan_diloco.diloco.transport import FLAG_NAMES
 from torchtitan_diloco.hardware import write_whole
@@ -72,9 +73,9 @@ class RoundRecord(msgspec.Struct, tag_field="kind", tag="round"):
     drift_norm: float = NAN
     """Distance of its parameters from the new shared ones."""
     cosine_to_mean: float = NAN
-    heard_after_seconds: list[float] = []
+    heard_after_seconds: dict[int, float] = {}
     """By other worker: from sending its own header to receiving that of the other."""
-    received_bits_per_second_from: list[float] = []
+    received_bits_per_second_from: dict[int, float] = {}
     """By other worker."""
 
     def seconds(self, start: str, end: str) -> float:
@@ -89,12 +90,10 @@ class RoundRecord(msgspec.Struct, tag_field="kind", tag="round"):
 
     @property
     def waited_for_headers(self) -> float:
-        return max(known(self.heard_after_seconds), default=NAN)
+        return max(self.heard_after_seconds.values(), default=NAN)
 
 
-def round_record(
-    found: Round, name: str, parameters: int, workers: int, clock: float
-) -> RoundRecord:
+def round_record(found: Round, fragment: Fragment, clock: float) -> RoundRecord:
     """Return the record of a round. `clock`: the wall clock less time.perf_counter."""
     traffic = found.traffic
     moments = {
@@ -110,17 +109,18 @@ def round_record(
         "applied": found.applied,
     }
     norms = math.sqrt(found.delta_square * found.mean_square)
-    rates = [NAN] * workers
-    for other, size in traffic.link_bytes.items():
-        if size >= LEAST_LINK_BYTES and (seconds := traffic.link_seconds(other)) > 0:
-            rates[other] = 8 * size / seconds
+    rates = {
+        other: 8 * size / seconds
+        for other, size in traffic.link_bytes.items()
+        if size >= LEAST_LINK_BYTES and (seconds := traffic.link_seconds(other)) > 0
+    }
     return RoundRecord(
         step=found.applied_step,
         fragment=found.fragment,
-        fragment_name=name,
+        fragment_name=fragment.name,
         outer_round=found.outer_round,
         sent_step=found.sent_step,
-        parameters=parameters,
+        parameters=fragment.parameters,
         values=found.values,
         participants=found.participants,
         weight=found.weight,
@@ -134,36 +134,27 @@ def round_record(
         update_norm=math.sqrt(found.update_square),
         drift_norm=float(found.drift),
         cosine_to_mean=traffic.dot / norms if norms else NAN,
-        heard_after_seconds=[traffic.heard_after(other) for other in range(workers)],
+        heard_after_seconds={other: traffic.heard_after(other) for other in traffic.heard},
         received_bits_per_second_from=rates,
     )
 
 
-def known(values: Iterable[float]) -> list[float]:
-    return [value for value in values if math.isfinite(value)]
+def to_line(record: msgspec.Struct | Record) -> str:
+    """Return a record as a line of JSON, which has no NaN and infinity: in a step they are text,
+    as they mean something there, and in other records they are left out."""
+    if isinstance(record, msgspec.Struct):
+        fields = msgspec.to_builtins(record, str_keys=True).items()
+        return json.dumps({name: value for name, value in fields if value == value}) + "\n"
+    finite = {
+        name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in record.items()
+    }
+    return json.dumps(finite) + "\n"
 
 
-def to_line(record: msgspec.Struct | Mapping[str, Any]) -> str:
-    """Return a record as a line of JSON, which has no NaN and infinity: in a step they are text."""
-    if not isinstance(record, msgspec.Struct):
-        record = {
-            key: str(value) if isinstance(value, float) and not math.isfinite(value) else value
-            for key, value in record.items()
-        }
-    return msgspec.json.encode(record).decode() + "\n"
-
-
-def from_record(kind: type[Kind], record: Mapping[str, Any]) -> Kind:
+def from_record(kind: type[Kind], record: Record) -> Kind:
     """Return the record of a line. Raise msgspec.ValidationError if it is damaged."""
-    return msgspec.convert(_null_to_nan(record), kind, strict=False)
-
-
-def _null_to_nan(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _null_to_nan(item) for key, item in value.items() if item is not None}
-    if isinstance(value, list):
-        return [math.nan if item is None else _null_to_nan(item) for item in value]
-    return value
+    return msgspec.convert(record, kind, str_keys=True)
 
 
 class RecordFiles:
@@ -183,7 +174,8 @@ class RecordFiles:
         workers: int,
         of_run: bool,
     ) -> None:
-        self._folder, self._failed = folder, False
+        self._folder, self._first_step, self._of_run = folder, step + 1, of_run
+        self._failed = False
         self._lines: TextIO | None = None
         self._boards: list[Board] = []
         self.kept: list[Record] = []
@@ -195,14 +187,12 @@ class RecordFiles:
             self.kept = drop_records_after(folder / METRICS_FILE, step)
             self._lines = (folder / METRICS_FILE).open("a", buffering=1, encoding="utf-8")
         if config.tensorboard or config.wandb:
-            from torchtitan_diloco.components import board  # slow to import
+            from torchtitan_diloco.components.board import TensorBoard, WeightsAndBiases  # slow
 
-            shown = board.Curves(step + 1, workers, of_run=of_run)
             if config.tensorboard:
-                self._boards.append(board.TensorBoard(folder, step, settings, shown))
+                self._boards.append(TensorBoard(folder, step, settings if of_run else {}, workers))
             if config.wandb and of_run:
-                made = board.WeightsAndBiases(config.wandb, folder, step, settings, shown)
-                self._boards.append(made)
+                self._boards.append(WeightsAndBiases(config.wandb, folder, step, settings))
 
     def write(self, record: msgspec.Struct | Record) -> None:
         """Write a line of JSON. Show the records of steps on the boards."""
@@ -211,7 +201,15 @@ class RecordFiles:
                 self._lines.write(to_line(record))
             if isinstance(record, dict):
                 for board in self._boards:
-                    board.add(record)
+                    board.add(record["step"], dict(self._shown(record)))
+
+    def _shown(self, record: Record) -> Iterator[tuple[str, float]]:
+        """Yield the values for the boards. The speed of the first step is an outlier."""
+        first = record["step"] == self._first_step
+        for name, value in record.items():
+            of_worker = name not in METRICS or METRICS[name].scope == WORKER
+            if "/" in name and (of_worker or self._of_run) and not (first and "speed/" in name):
+                yield name, value
 
     def close(self) -> None:
         for opened in (self._lines, *self._boards):

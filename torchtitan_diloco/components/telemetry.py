@@ -205,7 +205,8 @@ class Telemetry:
             **self._outer.metrics(),
             "worker/elapsed_seconds": self.elapsed_seconds,
         }
-        rounds = list(map(self._round_record, self._rounds))
+        fragments = self._outer.fragments
+        rounds = [round_record(one, fragments[one.fragment], self._clock) for one in self._rounds]
         self._in_flight.append(_LoggedStep(progress, steps_left, record, rounds, sums))
         self._begin_interval()
 
@@ -233,11 +234,6 @@ class Telemetry:
             flops = self._flops_per_token * tokens / seconds
             speed["speed/mfu_percent"] = percent(flops, self._peak_flops * size)
         return speed
-
-    def _round_record(self, found: Round) -> RoundRecord:
-        fragment, workers = self._outer.fragments[found.fragment], self.world.workers
-        named = fragment.name, fragment.parameters
-        return round_record(found, *named, workers=workers, clock=self._clock)
 
     def publish(self, *, all: bool = False) -> None:
         """Write the logged steps whose sums are there, or wait for all."""

@@ -4,7 +4,7 @@ import math
 import statistics
 from collections.abc import Collection, Iterable
 
-from torchtitan_diloco.components.records import RoundRecord, known
+from torchtitan_diloco.components.records import RoundRecord
 from torchtitan_diloco.planner.prediction import Conditions, coded_bytes
 from torchtitan_diloco.report.run_records import Run
 
@@ -16,7 +16,7 @@ def observed_conditions(run: Run) -> Conditions | None:
     """Return what the workers measured, or None if it is not enough."""
     rounds = [record for worker in run.workers for record in worker.rounds]
     codec, workers = run.settings.get("diloco.quantization.codec", ""), len(run.workers)
-    heard_after = known(seconds for record in rounds for seconds in record.heard_after_seconds)
+    heard_after = [one for record in rounds for one in record.heard_after_seconds.values()]
     totals = [worker.totals for worker in run.workers]
     if not heard_after or not all(one.get("worker/compute_seconds") for one in totals):
         return None
@@ -54,9 +54,9 @@ def _slowest_link(received: Collection[Collection[RoundRecord]]) -> float:
     largest = max(record.parameters for own in received for record in own)
 
     def median_rate(own: Collection[RoundRecord], source: int) -> float:
-        large = (one for one in own if 2 * one.parameters > largest)  # others are too short
-        found = (one.received_bits_per_second_from[source : source + 1] for one in large)
-        return statistics.median(known(rate for rates in found for rate in rates) or [0.0])
+        large = [one for one in own if 2 * one.parameters > largest]  # others are too short
+        rates = [one.received_bits_per_second_from.get(source) for one in large]
+        return statistics.median([rate for rate in rates if rate is not None] or [0.0])
 
     table = [[median_rate(own, source) for source in range(len(received))] for own in received]
     return min(sum(rates) or UNLIMITED for rates in (*table, *zip(*table, strict=True)))

@@ -211,9 +211,8 @@ def _links_table(run: Run) -> Table:
     rates = defaultdict[tuple[int, str], list[float]](list)
     for worker in run.workers:
         for record in worker.rounds:
-            for sender, rate in enumerate(record.received_bits_per_second_from):
-                if math.isfinite(rate):
-                    rates[sender, worker.name].append(rate)
+            for sender, rate in record.received_bits_per_second_from.items():
+                rates[sender, worker.name].append(rate)
     links = sorted((np.median(known), *pair, len(known)) for pair, known in rates.items())
     rows = [
         [

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
-from torchtitan_diloco.components.records import NAN, RoundRecord, known
+from torchtitan_diloco.components.records import NAN, RoundRecord
 from torchtitan_diloco.log import brief
 from torchtitan_diloco.report.charts import LIGHT, STYLE, short_number, svg
 
@@ -44,7 +44,7 @@ def last_to_arrive(exchange: Exchange) -> tuple[int | None, float]:
     This needs no common clock: the last worker waits the shortest time for the others' headers.
     """
     waited = [NAN if one is None else one.waited_for_headers for one in exchange]
-    if len(shortest := sorted(known(waited))) < 2:
+    if len(shortest := sorted(filter(math.isfinite, waited))) < 2:
         return None, NAN
     return waited.index(shortest[0]), shortest[1] - shortest[0]
 
