@@ -116,7 +116,7 @@ def train(folder: Path, settings: Settings, **environment: str) -> list[Record]:
 
 def read_records(folder: Path) -> list[Record]:
     """Return the records of a run, or as many as it has written so far."""
-    path = folder / "metrics.jsonl"
+    path = folder / "worker-0/metrics.jsonl"
     return read_json_lines(path)[0] if path.exists() else []
 
 

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from benchmarks import core, sync, train_step
+from torchtitan_diloco.components.metrics import hidden_percent, totals_of, utilisation_percent
 from torchtitan_diloco.config.schema import Model
 from torchtitan_diloco.diloco import DiLoCoConfig, Fragments, Link, OuterOptimizer, StreamingDiLoCo
 from torchtitan_diloco.diloco.codecs import CODECS, UNIT, build_codec
@@ -214,8 +215,8 @@ def outer(scale: Scale, _: Path) -> Iterator[Check]:
         core.timed(lambda: None, scale.device)
         found = loop.metrics()
         loop.close()
-        own = found["diloco/exposed_seconds"] - found["diloco/exposed_waiting_seconds"]
-        each = 1e3 * own / (2 * found["diloco/fragments_applied"])
+        own = found["worker/exposed_seconds"] - found["worker/exposed_waiting_seconds"]
+        each = 1e3 * own / (2 * found["worker/fragments_applied"])
         what = f"take and apply, mean of both, {scale.flavor}, state: {memory}"
         yield Check(what, "under 5 ms", f"{each:.2f} ms", each < 5 if scale.on_gpu else None)
 
@@ -233,11 +234,11 @@ def workers(scale: Scale, folder: Path) -> Iterator[Check]:
             "checkpoint.at_end": "false",
         }
         records = core.train(folder / f"workers-{count}", scale.run | settings, NPROC=str(count))
-        losses = [one["train/loss_nats_per_token_global"] for one in core.steps_of(records)]
-        end = records[-1]
+        losses = [one["loss/train"] for one in core.steps_of(records) if "loss/train" in one]
+        totals = totals_of(records, streaming=True)
         measured = (
-            f"{losses[0]:.2f} -> {losses[-1]:.2f}; {end['hidden_percent']:.0f} % hidden, "
-            f"utilisation {end['measured_utilisation_percent']:.0f} %"
+            f"{losses[0]:.2f} -> {losses[-1]:.2f}; {hidden_percent(totals):.0f} % hidden, "
+            f"utilisation {utilisation_percent(totals):.0f} %"
         )
         what, expected = f"{count} workers, fp4, tau {delay}", "no mismatch, the loss falls"
         yield Check(what, expected, measured, losses[-1] < losses[0])

@@ -241,7 +241,7 @@ class TorchftRun(Run):
 def final_loss(folder: Path) -> float | None:
     """Return the last loss of the shared parameters, or None if the island left before."""
     records = core.read_records(folder)
-    return records[-1].get("validation/loss_nats_per_token_global") if records else None
+    return next((one["loss/val"] for one in reversed(records) if "loss/val" in one), None)
 
 
 @contextmanager

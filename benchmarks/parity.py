@@ -21,7 +21,8 @@ from pathlib import Path
 import msgspec
 
 from benchmarks import core
-from torchtitan_diloco.components.records import Summary, from_record
+from torchtitan_diloco.components.metrics import totals_of
+from torchtitan_diloco.components.summary import all_reduce_bytes
 
 CONTROL = "data parallel"
 SCALED = ("lr_schedule.warmup_steps", "diloco.beginning.steps")
@@ -114,12 +115,12 @@ def train(out: Path, settings: core.Settings) -> core.Record:
     def measure() -> core.Record:
         number = len(list(folder.glob("run-*")))  # others were interrupted
         records = core.train(folder / f"run-{number}", settings, OMP_NUM_THREADS="1")
-        summary = from_record(Summary, records[-1])
-        sent, expected = (
-            summary.sent_bytes_mean_over_workers,
-            summary.data_parallel_bytes_per_worker,
-        )
-        return {"loss": summary.validation_loss, "saving": expected / sent if sent > 0 else 0.0}
+        loss = [one["loss/val"] for one in records if "loss/val" in one][-1]
+        sent = totals_of(records, streaming=True).get("worker/sent_bytes", 0.0)
+        start = next(one for one in records if one.get("kind") == "start")
+        each = all_reduce_bytes(start["parameters"], start["workers"])
+        expected = each * int(settings["training.steps"])
+        return {"loss": loss, "saving": expected / sent if sent else 0.0}
 
     return core.kept(folder, settings, measure)
 

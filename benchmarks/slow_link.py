@@ -72,14 +72,10 @@ SAMPLE_SECONDS = 0.05
 """Time between two samples of the counters."""
 SETTLED = 4
 """Steps of data parallelism before measuring starts. The link becomes slow during the third."""
-HEADER = (
-    "Mbit/s | method | tokens/s | utilisation % | not exposed % | predicted % | sent kB a step | "
-    "n (steps)"
-)
+HEADER = "Mbit/s | method | tokens/s | utilisation % | not exposed % | sent kB a step | n (steps)"
 LEGEND = """\
 utilisation: tokens/s against the fastest method without a limit in the same repeat; not exposed:
-share of a step by the clock of the training thread (data parallelism: utilisation); predicted:
-utilisation of the whole run by the planner, from what the trainer has measured; sent: by the
+share of a step by the clock of the training thread (data parallelism: utilisation); sent: by the
 counter of a worker's interface. Median (min ... max) of n runs of so many steps."""
 
 
@@ -97,7 +93,6 @@ class Measured:
     """Per step, as measured by the trainer; None with data parallelism."""
     sent_per_step: float
     """Bytes sent by the interface of a worker in a step, mean over workers."""
-    predicted_percent: float | None = None
     """Utilisation by the planner; None without our outer loop."""
 
 
@@ -169,12 +164,12 @@ def summarise(samples: Samples, workers: int, sync_every: int | None) -> Measure
         first, last = steps.index(sync_every), steps.index(2 * sync_every)
     records = samples.records[first + 1 : last + 1]
     counts = [now - before for before, now in pairwise(steps[first : last + 1])]
-    count, key = sum(counts), "diloco/exposed_seconds_mean_over_ranks"
+    count, key = sum(counts), "worker/exposed_seconds"
     seconds = math.fsum(
         number * record["speed/seconds_per_step"]
         for number, record in zip(counts, records, strict=True)
     )
-    tokens = records[0]["speed/tokens_per_second_global"] * records[0]["speed/seconds_per_step"]
+    tokens = records[0]["speed/tokens_per_second"] * records[0]["speed/seconds_per_step"]
     exposed = [record[key] for record in records if key in record]
     return Measured(
         steps=count,
@@ -191,10 +186,7 @@ def measure(method: str, rate: float, settings: core.Settings, folder: Path) -> 
     def run() -> core.Record:
         samples = watch(method, rate, settings, folder)
         sync_every = None if method == DATA_PARALLEL else int(settings["diloco.sync_every"])
-        measured = summarise(samples, int(settings["diloco.workers"]), sync_every)
-        end = core.read_records(folder)[-1]
-        measured.predicted_percent = end.get("predicted_utilisation_percent")
-        return asdict(measured)
+        return asdict(summarise(samples, int(settings["diloco.workers"]), sync_every))
 
     return Measured(**core.kept(folder, settings, run))
 
@@ -252,14 +244,12 @@ class Table:
         free = [1 - (run.exposed_seconds or 0.0) / run.seconds_per_step for run in runs]
         if method == DATA_PARALLEL:
             free = [min(1.0, used) for used in utilisations]
-        predicted = [run.predicted_percent for run in runs if run.predicted_percent is not None]
         return [
             "no limit" if rate == math.inf else f"{rate:.3g}",
             method,
             core.summary([run.tokens_per_second for run in runs], ",.0f"),
             core.summary(utilisations, ".1f", 100),
             core.summary(free, ".1f", 100),
-            core.summary(predicted, ".1f") if predicted else "-",
             core.summary([run.sent_per_step for run in runs], ",.1f", 1e-3),
             f"{len(runs)} ({runs[0].steps})",
         ]

@@ -236,7 +236,7 @@ def measure(case: Case) -> Measured:
         at_server = cpu_seconds(case.server)
         exposed, cpu, wire = time_window(step or outer.step, case.delay)
         at_server = cpu_seconds(case.server) - at_server
-        sent = int(outer.metrics().get("diloco/sent_bytes", 0))
+        sent = int(outer.metrics().get("worker/sent_bytes", 0))
         if number >= case.fragments:  # the first round touches all buffers for the first time
             syncs.append(Sync(floor, exposed, cpu, at_server, wire, sent))
     memory = peak_megabytes() - plain

@@ -138,7 +138,7 @@ class TorchftLoop(DataParallel):
 
     def metrics(self) -> dict[str, float]:
         before, self._reported = self._reported, self.exposed_seconds
-        return {"diloco/exposed_seconds": self.exposed_seconds - before}
+        return {"worker/exposed_seconds": self.exposed_seconds - before}
 
     def describe(self) -> list[str]:
         return [f"{'outer':<10} torchft"]

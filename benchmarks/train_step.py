@@ -27,12 +27,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks import core
-from torchtitan_diloco.components.checkpoint import RunState
 from torchtitan_diloco.components.optimizer import build_optimizer, set_lr
 from torchtitan_diloco.components.telemetry import Telemetry
 from torchtitan_diloco.config import Config
 from torchtitan_diloco.config.schema import Optimizer
 from torchtitan_diloco.diloco import StreamingDiLoCo
+from torchtitan_diloco.distributed.collectives import PendingSum
 from torchtitan_diloco.distributed.world import join_world, leave_world, pick_device
 from torchtitan_diloco.hardware import GIB, describe_device, peak_flops, peak_memory_bytes
 from torchtitan_diloco.log import logger
@@ -71,15 +71,16 @@ def build_trainer_loop(config: Config) -> tuple[Trainer, Batches, Loop]:
     trainer = Trainer(config, world)
     logger.setLevel("ERROR")
     flops = trainer.model.flops_per_token(config.training.sequence_length)
-    parts = world, None, trainer.plan, trainer.outer, RunState()
-    telemetry = Telemetry(config.metrics, *parts, flops_per_token=flops)
+    parts = world, None, trainer.plan, trainer.outer
+    telemetry = Telemetry(config.metrics, *parts, step=0, flops_per_token=flops)
     trainer.begin()
     batches = telemetry.timed(trainer.loader)
 
     def step() -> None:
         telemetry.measure(lambda: trainer.train_step(batches))
         if trainer.step % config.metrics.log_every == 0:
-            telemetry.open(trainer.step, trainer.lr)
+            sums = PendingSum(world, [0.0, 0.0, *telemetry.sums], "in a benchmark")
+            telemetry.open(trainer.step, trainer.lr, sums)
         telemetry.publish()
 
     return trainer, batches, step

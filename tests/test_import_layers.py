@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "models": {"config"},
     "data": {"config", "diloco.fields"},
     "components": {"config", "diloco", "distributed", "models", "data"},
-    "planner": {"config", "diloco", "models", "components"},
+    "planner": {"config", "diloco", "models", "components", "report"},
     "export": {
         "log",
         "hardware",
@@ -32,7 +32,7 @@ MAY_IMPORT = {
         "data",
         "components",
     },
-    "report": {"config", "components", "planner"},
+    "report": {"config", "components"},
 }
 """Commands and the trainer, which are all other modules, may import everything."""
 PICKLING = {

@@ -1,6 +1,5 @@
 """Trainer: builds the parts of a run from its configuration, and trains."""
 
-import time
 from collections.abc import Iterator
 from contextlib import closing, nullcontext
 from dataclasses import replace
@@ -24,7 +23,6 @@ from torchtitan_diloco.components.optimizer import (
     set_lr,
 )
 from torchtitan_diloco.components.profiling import build_profiler
-from torchtitan_diloco.components.records import Summary
 from torchtitan_diloco.components.resume import (
     changed_settings,
     check_tokenizer,
@@ -41,7 +39,7 @@ from torchtitan_diloco.components.run_plan import (
     plan_run,
     validation_due,
 )
-from torchtitan_diloco.components.summary import log_summary, summarise
+from torchtitan_diloco.components.summary import log_summary
 from torchtitan_diloco.components.telemetry import Batch, StepResult, Telemetry
 from torchtitan_diloco.components.validation import Validator
 from torchtitan_diloco.config import Config, to_toml
@@ -62,7 +60,6 @@ from torchtitan_diloco.island_run import IslandRun
 from torchtitan_diloco.log import UserError, logger
 from torchtitan_diloco.models import build_model, vocabulary_rows
 from torchtitan_diloco.models.parallelize import materialize, parallelize
-from torchtitan_diloco.planner.prediction import predict_observed
 
 OWN_SETTINGS = {"run.folder", "data.cache_folder", *MAY_DIFFER}
 """Settings that may differ between the processes of a run."""
@@ -122,25 +119,22 @@ class Trainer:
                 if profiler is not None:
                     profiler.step()
                 garbage.after_step(self.step)
-                requests = stop.agreed(self.step, save=checkpointer.due_by_time())
+                save = checkpointer.due_by_time()
+                requests = stop.agreed(self.step, telemetry.sums, save=save)
                 then = after_step(self.step, self.finished, requests, *sections)
-                if then.finished:
-                    started = time.perf_counter()
-                    self.outer.drain()
-                    telemetry.count("time/step_seconds", time.perf_counter() - started)
                 if then.log:
                     progress = None if self.island is None else self.island.progress
-                    telemetry.open(self.step, self.lr, stop.waited_seconds, progress)
+                    sums = stop.ask(self.step, telemetry.sums)
+                    telemetry.open(self.step, self.lr, sums, stop.waited_seconds, progress)
                 telemetry.publish(all=then.flush)
                 if then.validate and not (self.island and self.island.peers.left):
                     telemetry.pause(self.validator.validate(self.step, telemetry))
                 if then.save:
-                    telemetry.pause(checkpointer.save(self._manifest(telemetry)))
+                    telemetry.pause(checkpointer.save(self._manifest()))
                 if then.stop:
                     break
             self.outer.drain()
             checkpointer.wait()
-            summary = self._summarise(telemetry)
         early = not self.finished if self.island is None else self.island.close()
         garbage.close()
         if early:
@@ -148,9 +142,10 @@ class Trainer:
             log_early_end(*about, island=self.island is not None)
         has_control = not (self.island or config.data.shard_by != "none" or self.start.manifest)
         log_summary(
-            summary,
+            telemetry,
             folder,
-            telemetry.elapsed_seconds,
+            step=self.step,
+            validated=self.validator.validated,
             has_control=has_control,
             optimizer=config.optimizer.name,
         )
@@ -188,6 +183,8 @@ class Trainer:
         if skipped:
             self.outer.heal(fsdp)
         self.outer.step(weight=0 if skipped else plan.tokens_per_step // self.config.workers)
+        if self.finished:
+            self.outer.drain()
         return StepResult(loss, norm, skipped)
 
     @property
@@ -224,23 +221,13 @@ class Trainer:
         )
 
     def _open_telemetry(self, folder: Path) -> Telemetry:
-        parts = self.config.metrics, self.world, folder, self.plan, self.outer, self.resumed
+        parts = self.config.metrics, self.world, folder, self.plan, self.outer, self.resumed.step
         flops, chosen = self.flops_per_token, chosen_settings(self.config)
         return Telemetry(*parts, flops_per_token=flops, settings=chosen)
 
-    def _summarise(self, telemetry: Telemetry) -> Summary:
-        config, rounds = self.config.diloco, telemetry.round_records
-        summary = summarise(telemetry, config, step=self.step, validated=self.validator.validated)
-        predicted = predict_observed(summary, config, rounds, self.world.ranks_per_worker)
-        summary.predicted_utilisation_percent = predicted
-        if self.step > self.resumed.step:  # otherwise the previous summary stays the last one
-            telemetry.files.write(summary)
-            telemetry.write_trace()
-        return summary
-
     # --- checkpoints ------------------------------------------------------------------------------
 
-    def _manifest(self, telemetry: Telemetry) -> Manifest:
+    def _manifest(self) -> Manifest:
         tokens = self.plan.tokens_at(self.step)
         state = RunState(
             step=self.step,
@@ -248,9 +235,6 @@ class Trainer:
             position=self.loader.position,
             skipped_in_a_row=self.skips.in_a_row,
             validated=self.validator.validated,
-            totals=dict(telemetry.totals),  # a copy, as counting continues during the save
-            counted_after_step=self.resumed.counted_after_step,
-            elapsed_seconds=telemetry.elapsed_seconds,
         )
         return Manifest(
             state,
@@ -265,8 +249,6 @@ class Trainer:
         manifest, state = self.start.manifest, self.start.state
         if manifest is not None and manifest.data != self._data_identity():
             state = replace(state, position=0)
-        if manifest is not None and bool(manifest.outer) == (self.config.diloco.method == "none"):
-            state = replace(state, totals={}, counted_after_step=state.step)
         return state
 
     def _resume(self) -> None:

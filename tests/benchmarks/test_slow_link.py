@@ -17,7 +17,7 @@ from benchmarks.slow_link import (
 )
 
 TOKENS, BYTES, SYNC_EVERY = 512, 40_000, 20
-EXPOSED = "diloco/exposed_seconds_mean_over_ranks"
+EXPOSED = "worker/exposed_seconds"
 
 
 def made_up(length: dict[str, str], seconds: float, late: int, exposed: float | None) -> Samples:
@@ -28,7 +28,7 @@ def made_up(length: dict[str, str], seconds: float, late: int, exposed: float | 
         record = {
             "step": step,
             "speed/seconds_per_step": seconds,
-            "speed/tokens_per_second_global": TOKENS / seconds,
+            "speed/tokens_per_second": TOKENS / seconds,
         }
         samples.records.append(record if exposed is None else record | {EXPOSED: exposed})
         samples.sent.append(2 * BYTES * min(step + late, steps))

@@ -33,8 +33,8 @@ from torchtitan_diloco.launch import LOOPBACK
 from torchtitan_diloco.train import set_determinism
 from torchtitan_diloco.trainer import Trainer
 
-LOSS = "train/loss_nats_per_token_global"
-VALIDATION = "validation/loss_nats_per_token_global"
+LOSS = "loss/train"
+VALIDATION = "loss/val"
 STEPS = 16
 FP32 = {
     "diloco.method": "streaming",
@@ -119,11 +119,10 @@ def shared_part(path: Path) -> dict[str, Tensor]:
 def assert_same_records(one: Path, other: Path) -> None:
     mine, theirs = records(one), records(other)
     assert [record["step"] for record in mine] == [record["step"] for record in theirs]
-    for key in (LOSS, "train/lr", "train/tokens_global", VALIDATION):
+    for key in (LOSS, "train/lr", "train/tokens", VALIDATION):
         assert curve(mine, key) == curve(theirs, key), key
-    key = "sent_bytes_mean_over_workers"
-    sent, others = (records(run, "summary")[-1][key] for run in (one, other))
-    assert sent >= others > 0, "less those in flight at a save"
+    key = "worker/sent_bytes"
+    assert sum(curve(mine, key)) >= sum(curve(theirs, key)) > 0, "less those in flight at a save"
 
 
 @pytest.fixture(scope="module")
@@ -158,10 +157,10 @@ def test_a_run_that_is_stopped_killed_and_paused_ends_as_one_without_an_interrup
 ) -> None:
     wanted = chosen(text, tmp_path, **FP32)
     processes.run(run_and_send, 2, signal.SIGTERM, 2, wanted | {"checkpoint.every": "0"})
-    assert step_of(last(tmp_path)) == 10
+    assert step_of(last(tmp_path)) == 9, "asked with the log line of step 3"
     outcome = processes.run(run_and_send, 2, signal.SIGKILL, 14, wanted, dying=range(2))
     assert outcome == [DIED] * 2
-    assert step_of(last(tmp_path)) in (10, 12)
+    assert step_of(last(tmp_path)) in (9, 12)
     for _ in range(2):  # the second start has nothing left to do
         processes.run(run, 2, wanted | {"training.stop_after": "13"})
         assert step_of(last(tmp_path)) == 13
@@ -277,7 +276,7 @@ def test_another_layout_goes_on_where_the_run_was(
     found, first = records(folder), read_manifest(start).state
     assert [record["step"] for record in found if LOSS in record] == list(range(13, 17))
     assert read_manifest(last(folder)).state.position == first.position + 4 * 12
-    assert curve(found, "train/tokens_global")[0] == first.tokens + 12 * 32
+    assert curve(found, "train/tokens")[0] == first.tokens + 12 * 32
     before = curve(records(whole), LOSS)
     limit = before[0] if "diloco.method" in changes else 1.2 * before[11]
     assert curve(found, LOSS)[0] < limit

@@ -141,10 +141,12 @@ def test_only_a_restart_goes_on_in_a_folder_that_it_does_not_resume(tmp_path: Pa
 
 def test_a_run_without_a_checkpoint_starts_over(text: Path, tmp_path: Path) -> None:
     (tmp_path / "config.toml").touch()
-    (tmp_path / "metrics-1.jsonl").touch()  # of a start before
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "train/lr": 1.0}\n{"step": 2, "tr')
+    own = tmp_path / "worker-0"
+    own.mkdir()
+    (own / "metrics-before.jsonl").touch()  # of a start before
+    (own / "metrics.jsonl").write_text('{"step": 1, "train/lr": 1.0}\n{"step": 2, "tr')
     run(chosen(text, tmp_path))
-    assert (tmp_path / "metrics-2.jsonl").read_text().startswith('{"step": 1')
+    assert (own / "metrics-before.jsonl").read_text().startswith('{"step": 1')
     assert len(curve(records(tmp_path), LOSS)) == STEPS
 
 

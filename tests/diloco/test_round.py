@@ -159,5 +159,5 @@ def test_work_on_a_gpu_is_exposed_for_as_long_as_it_takes_there() -> None:
     meter.waited(0.5)
     assert meter.exposed_seconds == 0.5, "it is not known before the work is done"
     end.is_over = True
-    assert meter.exposed_seconds == meter.take()["diloco/exposed_seconds"] == 0.504
-    assert meter.take()["diloco/exposed_seconds"] == 0.0
+    assert meter.exposed_seconds == meter.take()["worker/exposed_seconds"] == 0.504
+    assert meter.take()["worker/exposed_seconds"] == 0.0

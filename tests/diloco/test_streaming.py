@@ -139,7 +139,7 @@ def test_peers_serve_one_loop_and_have_their_own_arguments() -> None:
 def test_one_worker_needs_no_process_group() -> None:
     outer, _, _ = alone(AVERAGE_EVERY_STEP)
     outer.step()
-    assert [outer.metrics()["diloco/fragments_applied"] for _ in range(2)] == [1, 0]
+    assert [outer.metrics()["worker/fragments_applied"] for _ in range(2)] == [1, 0]
     assert outer.load_state_dict(outer.state_dict()) == []
     described = "\n".join(outer.describe())
     assert "each fragment every 1 steps, applied 0 steps later" in described
@@ -263,7 +263,7 @@ def _sharded_workers(spoil: bool) -> tuple[float, float, float]:
     with torch.no_grad():
         seen = loss(model, 0, 99).item()
         model.reshard()  # type: ignore[operator]
-        return seen, loss(model, 0, 99).item(), outer.metrics()["diloco/participants"]
+        return seen, loss(model, 0, 99).item(), outer.metrics()["worker/participants"]
 
 
 @pytest.mark.parametrize("spoil", [False, True])

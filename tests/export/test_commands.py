@@ -21,7 +21,7 @@ from torchtitan_diloco.export import __main__ as export
 from torchtitan_diloco.export.saved_model import open_saved
 from torchtitan_diloco.trainer import Trainer
 
-VALIDATION = "validation/loss_nats_per_token_global"
+VALIDATION = "loss/val"
 STREAMING = {
     "diloco.method": "streaming",
     "diloco.sync_every": 6,
@@ -102,7 +102,7 @@ def test_export_writes_the_shared_parameters_from_which_another_run_starts(
     started = shared_parameters(folder, 1)
     for name, value in expected.items():
         torch.testing.assert_close(started[name], value, rtol=0, atol=1e-7)
-    assert records(folder)[0]["train/tokens_global"] == 12 * 32  # a new run, from its first token
+    assert records(folder)[0]["train/tokens"] == 12 * 32  # a new run, from its first token
     assert export.main([str(folder)]) == 0
     again = load_config(str(folder / "export" / "step-00000001-safetensors" / "config.toml"))
     assert (again.model.weights, again.checkpoint.resume) == ("", "auto")

@@ -73,17 +73,15 @@ def test_islands_stop_and_go_on_where_the_log_ends(tmp_path: Path) -> None:
 def check_report(folder: Path) -> None:
     """Its counts are those of two islands, and of the run's tokens."""
     (island,) = open_runs([folder])
-    assert island.summary is not None
     facts = {name.text: cell.text for name, cell in facts_table([island]).rows}
     tokens = 60 * 2 * SETTINGS["training.batch_size"] * SETTINGS["training.sequence_length"]
-    assert facts["tokens, all workers"] == f"{tokens:,}"
+    assert facts["tokens"] == f"{tokens:,}"
     assert read_manifest(last(folder)).state.tokens == tokens
-    assert describe(island).endswith("; one of 2 islands, Streaming DiLoCo")
-    # What is in the summary is what the console has shown.
-    sent = island.summary.sent_bytes_mean_over_workers
+    assert describe(island).endswith("; 1 of 2 islands, Streaming DiLoCo")
+    sent = island.totals["worker/sent_bytes"]
     assert facts["sent by each worker"] == EngFormatter("B", places=1)(sent)
-    expected = all_reduce_bytes(island.parameters, 2) * island.last_step
-    assert island.summary.data_parallel_bytes_per_worker == expected
+    expected = all_reduce_bytes(island.workers[0].starts[0].parameters, 2) * island.last_step
+    assert island.data_parallel_bytes(island.totals["worker/steps"]) == expected
 
 
 def test_contradictions_are_named() -> None:

@@ -278,12 +278,12 @@ class Metrics:
     """Logging."""
 
     log_every: Positive = 10
-    """Steps between two lines on the console and in metrics.jsonl."""
+    """Steps between two lines on the console and in the records."""
     tensorboard: bool = True
-    """Write TensorBoard events to the run folder."""
+    """Write TensorBoard events to the folder of each worker."""
     wandb: str = ""
-    """Project of Weights & Biases that gets the same curves (extra `wandb`). Empty: none. Without a
-    network, set the environment variable WANDB_MODE=offline."""
+    """Project of Weights & Biases that gets the curves of the first worker (extra `wandb`). Empty:
+    none. Without a network, set the environment variable WANDB_MODE=offline."""
 
 
 @dataclass(frozen=True)

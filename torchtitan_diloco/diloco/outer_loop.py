@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from torchtitan_diloco.diloco.fragments import Fragment
 from torchtitan_diloco.diloco.round import Round
 from torchtitan_diloco.diloco.state_dict import SavedState, write_shared
 from torchtitan_diloco.diloco.streaming import StreamingDiLoCo
@@ -15,6 +16,7 @@ from torchtitan_diloco.diloco.streaming import StreamingDiLoCo
 class DataParallel:
     """The interface of StreamingDiLoCo for `method = "none"`, where nothing is exchanged."""
 
+    fragments: tuple[Fragment, ...] = ()
     fragment_names: tuple[str, ...] = ()
     exposed_seconds = 0.0
 

@@ -256,7 +256,7 @@ class StreamingDiLoCo:
         `exposed` seconds are those of the training thread, others those of the background thread.
         An exchange counts when its result is applied.
         """
-        return self._meter.take() | {"diloco/fragments_in_flight": float(len(self.peers.in_flight))}
+        return self._meter.take() | {"worker/fragments_in_flight": float(len(self.peers.in_flight))}
 
     @property
     def exposed_seconds(self) -> float:
