@@ -102,7 +102,7 @@ def test_given_values_override_measured_ones(
 
 @pytest.mark.parametrize(
     ("workers", "told"),
-    [(0, "has no exchanges: give a run"), (3, "had 3 workers: give a run")],
+    [(0, "has measured no links: give a run"), (3, "had 3 workers: give a run")],
 )
 def test_runs_without_conditions_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], workers: int, told: str

@@ -128,7 +128,7 @@ def conditions_of_run(folder: Path) -> "Conditions":
 
     (run,) = open_runs([folder])
     if (observed := observed_conditions(run)) is None:
-        raise UserError(f"--run {folder} has no exchanges: give a run of several workers with some")
+        raise UserError(f"--run {folder} has measured no links: give a run of workers, not islands")
     return observed
 
 

@@ -1,8 +1,8 @@
 """The numbers of a step: their names, units, meaning and scope.
 
-A number has one name: in the records, on the boards, on the page of a report, and in the table of
-docs/report.md. To add one, declare it here, and count it with `Telemetry.count` or in the outer
-loop's `metrics()`, or compute it in `Telemetry`.
+A number has one name: in the records, on the boards, in a report and in docs/report.md. To add one,
+declare it here, and add it to the record in `Telemetry.open`, or to the outer loop's `metrics()`.
+Those under worker/ are of the steps since the last record, and can be summed up.
 """
 
 import math

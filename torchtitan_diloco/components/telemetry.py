@@ -240,7 +240,8 @@ class Telemetry:
         while self._in_flight and (all or self._in_flight[0].sums.is_complete):
             logged = self._in_flight.popleft()
             started = time.perf_counter()
-            self._add_sums(logged.record, Sums(*logged.sums.result()[-len(Sums._fields) :]))
+            _, _, *sums = logged.sums.result()  # without the wishes to stop and to save
+            self._add_sums(logged.record, Sums(*sums))
             self._counters["worker/agreement_seconds"] += time.perf_counter() - started
             add_totals(self.totals, logged.record)
             for found in logged.rounds:

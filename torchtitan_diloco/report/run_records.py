@@ -134,7 +134,7 @@ class Run:
     def size(self) -> int:
         """Number of workers of the run, 0 if not known. Of islands, the most that shared a round,
         or so many as begin together."""
-        began = [start.workers for worker in self.workers for start in worker.starts[-1:]]
+        began = [start.workers for start in self.workers[0].starts[-1:]]
         shared = [one.participants for worker in self.workers for one in worker.rounds]
         return max([*began, *(shared if self.is_of_islands else [])], default=0)
 
