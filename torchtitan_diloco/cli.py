@@ -13,11 +13,11 @@ COMMANDS = {
     "train": ("launch", "train, on one machine or several"),
     "plan": ("plan", "find settings that fit a link"),
     "report": ("report", "one page about a run"),
-    "generate": ("evaluate generate", "continue a text with a trained model"),
-    "validate": ("evaluate validate", "loss of a trained model on held-out text"),
-    "export": ("export", "write the weights for other programs"),
+    "generate": ("export generate", "continue a text with a trained model"),
+    "validate": ("export validate", "loss of a trained model on held-out text"),
+    "export": ("export export", "write the weights for other programs"),
     "islands": ("islands", "serve and watch a run of islands"),
-    "prepare": ("data.prepare", "tokenise a corpus"),
+    "prepare": ("data.corpus", "tokenise a corpus"),
 }
 """Module, with its first argument if any, and description of each command."""
 

@@ -98,8 +98,10 @@ def test_a_missing_folder_names_the_command_that_makes_it(data: Data, tmp_path: 
         ("{}/a.txt", "data.corpus: cannot read"),
         ("{}/*", "data.corpus: .* has no text"),
         ("{}/a,{}/b", "data.corpus: cannot read"),
-        ("hf:owner/set:train", "is prepared before (?s:.*)prepare --source hf:owner/set:train"),
-        ("hf:owner/set:train", 'set data.corpus = "corpora/owner-set-train"'),
+        (
+            "hf:owner/set:train",
+            'or to "corpora/owner-set-train" (?s:.*)--source hf:owner/set:train',
+        ),
     ],
 )
 def test_what_is_no_shard_folder(tmp_path: Path, corpus: str, message: str) -> None:

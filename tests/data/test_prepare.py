@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-import torchtitan_diloco.data.prepare as prepare_module
-from torchtitan_diloco.data.prepare import main, prepare
+import torchtitan_diloco.data.corpus as corpus_module
+from torchtitan_diloco.data.corpus import main, prepare
 from torchtitan_diloco.data.shards import SPLITS, TokenShards, only_writer
 from torchtitan_diloco.data.text import PIECE_CHARACTERS, Corpus, is_held_out, open_corpus
 from torchtitan_diloco.data.tokenizer import Tokenizer, build_tokenizer
@@ -97,7 +97,7 @@ def test_killed_at_any_point_and_restarted_with_other_threads_is_uninterrupted(
     """Resume with some shards of both splits, or with all that --max-tokens asks for."""
     write_documents(source, documents=200)
     settings = ("--max-tokens", "3e5", "--shard-tokens", "4e4", "--validation-fraction", 0.3)
-    monkeypatch.setattr(prepare_module, "available_cores", lambda: 1)
+    monkeypatch.setattr(corpus_module, "available_cores", lambda: 1)
     assert run(*settings)[0] == 0
     whole, index = content(out), json.loads((out / "corpus.json").read_text())
     assert 300_000 <= index["splits"]["train"]["tokens"] <= 300_000 + PIECE_CHARACTERS
@@ -113,7 +113,7 @@ def test_killed_at_any_point_and_restarted_with_other_threads_is_uninterrupted(
     (out / "prepare.json").write_text(json.dumps(index))
     before = {path: path.stat().st_mtime_ns for path in out.glob("*.tokens")}
     assert len(before) == sum(len(state["shards"]) for state in index["splits"].values())
-    monkeypatch.setattr(prepare_module, "available_cores", lambda: 7)
+    monkeypatch.setattr(corpus_module, "available_cores", lambda: 7)
     assert run(*settings)[0] == 0
     again = content(out)
     lists = [json.loads(found.pop("corpus.json"))["splits"] for found in (again, whole)]

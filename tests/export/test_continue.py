@@ -13,17 +13,16 @@ from tests.components.test_resume import run
 from tests.export.reading import build, load, read_weights, save
 from tests.processes import ProcessPool
 from tests.test_trainer import curve, records, settings
-from torchtitan_diloco import evaluate
 from torchtitan_diloco.config.schema import Model
-from torchtitan_diloco.export import __main__ as export
-from torchtitan_diloco.export.saved_model import open_saved
-from torchtitan_diloco.export.weights import load_initial_weights, weights_fingerprint
-from torchtitan_diloco.models import build_model
-from torchtitan_diloco.models.hugging_face import (
+from torchtitan_diloco.export import __main__ as commands
+from torchtitan_diloco.export.hugging_face import (
     differing_settings,
     settings_of_config,
     transformers_names,
 )
+from torchtitan_diloco.export.saved_model import open_saved
+from torchtitan_diloco.export.weights import load_initial_weights, weights_fingerprint
+from torchtitan_diloco.models import build_model
 
 pytest.importorskip("transformers", reason="the conversion is compared with transformers")
 SMALL: dict[str, Any] = {"layers": 2, "width": 24, "heads": 4, "head_dim": 10, "feed_forward": 40}
@@ -138,7 +137,7 @@ def test_a_run_continues_from_a_folder_of_transformers(
     first, folder, second = (str(text.parent / name) for name in ("first", "hf", "second"))
     llama = {"model.qk_norm": "false", "model.kv_heads": 1, "checkpoint.at_end": "true"}
     run(settings(text, **llama, run__folder=first))
-    assert export.main([first, "--format", "hf", "--out", folder]) == 0
+    assert commands.main(["export", first, "--format", "hf", "--out", folder]) == 0
     printed = curve(records(Path(first)), VALIDATION)[-1]
     changes = {"diloco.workers": 2, "diloco.method": "streaming", "diloco.sync_every": 2}
     changes |= {"training.batch_size": 3, "training.steps": 2, "optimizer.lr": 1e-9}
@@ -149,6 +148,6 @@ def test_a_run_continues_from_a_folder_of_transformers(
         expected = torch.cat([weights[part] for part in parts])
         torch.testing.assert_close(started.model.get_parameter(name), expected, rtol=0, atol=1e-7)
     capsys.readouterr()
-    assert evaluate.main(["validate", second, "--device", "cpu"]) == 0
+    assert commands.main(["validate", second, "--device", "cpu"]) == 0
     assert f"loss {printed:.4f}" in capsys.readouterr().out
-    assert evaluate.main(["generate", second, "--tokens", "3", "--device", "cpu"]) == 0
+    assert commands.main(["generate", second, "--tokens", "3", "--device", "cpu"]) == 0

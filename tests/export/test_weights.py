@@ -11,7 +11,7 @@ from tests.export.reading import read_weights
 from tests.processes import ProcessPool
 from tests.test_trainer import settings, train
 from torchtitan_diloco.config import load_config
-from torchtitan_diloco.export.weights import new_folder
+from torchtitan_diloco.export.__main__ import new_folder
 from torchtitan_diloco.models import build_model
 
 

@@ -4,9 +4,6 @@ The settings come from the checkpoint's manifest, not from the run's config.toml
 run may have changed.
 """
 
-import argparse
-import sys
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +23,7 @@ from torchtitan_diloco.components.resume import (
 from torchtitan_diloco.config import Config, parse_config
 from torchtitan_diloco.data.tokenizer import Tokenizer, build_tokenizer
 from torchtitan_diloco.diloco.state_dict import shared_parameter_name
-from torchtitan_diloco.log import UserError, command_line
+from torchtitan_diloco.log import UserError
 from torchtitan_diloco.models import LanguageModel, build_model, vocabulary_rows
 
 
@@ -90,37 +87,3 @@ def find_checkpoint(run: Path, step: int | None = None) -> Path:
         steps = ", ".join(map(str, found))
         raise UserError(f"--step {step}: {run} has no checkpoint of that step; it has {steps}")
     return found[max(found) if step is None else step]
-
-
-# --- commands -------------------------------------------------------------------------------------
-
-
-class CommandParser(argparse.ArgumentParser):
-    """Parser with the arguments that choose a model."""
-
-    def __init__(self, name: str, description: str) -> None:
-        super().__init__(prog=command_line(name), description=description, allow_abbrev=False)
-        add = self.add_argument
-        add("run", type=Path, metavar="RUN", help="folder of a run, or of one of its checkpoints")
-        add("--step", type=int, metavar="N", help="step of the checkpoint (default: the latest)")
-
-
-def positive(text: str) -> int:
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: give a whole number from 1 up")
-    return value
-
-
-def run_command(
-    command: Callable[[SavedModel, argparse.Namespace], None],
-    parser: CommandParser,
-    arguments: Sequence[str] | None,
-) -> int:
-    """Run a command on a model. Return its exit status, which is 2 after a mistake of the user."""
-    try:
-        options = parser.parse_args(arguments)
-        command(open_saved(options.run, options.step), options)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0

@@ -1,9 +1,7 @@
-"""Write and read folders of safetensors files, such as the initial weights of a run."""
+"""Read safetensors files, and the initial weights of a run from them."""
 
 import hashlib
 import json
-import os
-import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -12,37 +10,16 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from torchtitan_diloco.export.hugging_face import (
+    CONFIG_NAME,
+    differing_settings,
+    transformers_names,
+)
 from torchtitan_diloco.log import UserError, logger
 from torchtitan_diloco.models.base import LanguageModel, copy_shard
-from torchtitan_diloco.models.hugging_face import differing_settings, transformers_names
 
-WEIGHTS_NAME = "model.safetensors"
-CONFIG_NAME = "config.json"
-"""Found only in folders of transformers."""
 PART_BYTES = 1 << 20
 """Part of each file that is read for its fingerprint."""
-
-
-@contextmanager
-def new_folder(folder: Path) -> Iterator[Path]:
-    """Yield a folder to write into, which is renamed to `folder` when it is complete."""
-    folder = folder.absolute()
-    if folder.exists() and any(folder.iterdir()):
-        raise UserError(f"{folder} is not empty; choose another folder, or delete this one")
-    incomplete = folder.with_name(f".{folder.name}.incomplete")
-    shutil.rmtree(incomplete, ignore_errors=True)
-    incomplete.mkdir(parents=True)
-    try:
-        yield incomplete
-        readable = incomplete.stat().st_mode & 0o666  # safetensors ignores the umask
-        for path in incomplete.iterdir():
-            path.chmod(readable)
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-        incomplete.rename(folder)
-    except BaseException:
-        shutil.rmtree(incomplete, ignore_errors=True)
-        raise
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchtitan_diloco.config.schema import Model
-from torchtitan_diloco.evaluate import draw, generate
+from torchtitan_diloco.export.__main__ import draw, generate
 from torchtitan_diloco.models.decoder import Decoder
 
 VOCABULARY, ROWS, LENGTH = 50, 64, 12
