@@ -224,6 +224,8 @@ def test_so_does_one_with_fsdp_muon_topk_and_fragments_in_flight(train: Train) -
     other = train(4, "other", **wanted, **{"checkpoint.resume": start})
     assert_same_end(one, other)
     assert curve(records(one), LOSS)[8:] == curve(records(other), LOSS)
+    more = train(3, "more", **(wanted | THREE | {"checkpoint.resume": start}))
+    assert_same(shared_part(last(more)), shared_part(last(more, worker=2)))
 
 
 def test_so_does_data_parallelism_and_it_becomes_diloco(train: Train) -> None:

@@ -269,11 +269,7 @@ def restore(
     readers = start.holders if streaming else start.holders[:1]
     reads = world.worker in readers
     files = SavedTensors(start.checkpoint, manifest) if reads and start.checkpoint else None
-    shapes = {} if files is None else files.shapes
-    if len(readers) < world.workers:
-        first = readers[0] * world.ranks_per_worker
-        sent = gather_objects(shapes if world.rank == first else {}, world.control)[first]
-        shapes = shapes or {name: tuple(shape) for name, shape in sent.items()}
+    shapes = _shapes_of_first({} if files is None else files.shapes, world, readers)
     _check_model(start, shapes, model)
     inner = inner_tensors(model, optimizer)
     facts = manifest.outer if reads or not manifest.outer else facts_for_new_worker(manifest.outer)
@@ -296,6 +292,15 @@ def restore(
         write_shared(model, saved)
     notes += outer.load_state_dict(saved)
     return notes + _changed_workers(manifest.workers, world.workers, readers) * streaming
+
+
+def _shapes_of_first(shapes: Shapes, world: World, readers: Sequence[int]) -> Shapes:
+    """Return the shapes of all saved tensors, also on workers that have not read them."""
+    if len(readers) == world.workers:
+        return shapes
+    first = readers[0] * world.ranks_per_worker
+    sent = gather_objects(shapes if world.rank == first else {}, world.control)[first]
+    return {name: tuple(shape) for name, shape in sent.items()}
 
 
 def _check_model(start: Start, shapes: Shapes, model: nn.Module) -> None:
