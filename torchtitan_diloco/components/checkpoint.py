@@ -72,11 +72,6 @@ class RunState:
     """Steps without an update, up to this one."""
     validated: tuple[int, float] | None = None
     """Step of the last validation and its loss."""
-    totals: dict[str, float] = field(default_factory=dict)
-    """`Telemetry.totals`: bytes and seconds."""
-    counted_after_step: int = 0
-    """Step from which the totals count: that of the last change of `diloco.method`, or 0."""
-    elapsed_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
