@@ -102,9 +102,9 @@ def hidden_percent(totals: Mapping[str, float]) -> float:
 
 def utilisation_percent(totals: Mapping[str, float]) -> float:
     """Return the share of the training steps that was not exposed communication."""
-    agreement = totals["worker/agreement_seconds"]
-    exposed = totals.get("worker/exposed_seconds", math.nan) + agreement
-    return 100 - percent(exposed, totals["worker/step_seconds"] + agreement)
+    names = ("exposed_seconds", "agreement_seconds", "step_seconds")
+    exposed, agreement, steps = (totals.get(f"worker/{name}", math.nan) for name in names)
+    return 100 - percent(exposed + agreement, steps + agreement)
 
 
 def time_shares(totals: Mapping[str, float]) -> dict[str, float]:
@@ -113,19 +113,14 @@ def time_shares(totals: Mapping[str, float]) -> dict[str, float]:
     Waiting for agreement of ranks is exposed communication. With data parallelism, communication
     is part of the backward pass: its share is unknown and counts as compute.
     """
-    names = ("wall_seconds", "step_seconds", "data_seconds", "agreement_seconds")
-    wall, steps, data, agreement = (totals[f"worker/{name}"] for name in names)
-    exposed = totals.get("worker/exposed_seconds", math.nan)
-    if math.isnan(exposed):
-        return {
-            "compute": percent(steps - data, wall),
-            "data": percent(data, wall),
-            "exposed communication": math.nan,
-            "other": percent(wall - steps, wall),
-        }
+    names = ("wall_seconds", "step_seconds", "data_seconds")
+    wall, steps, data = (totals.get(f"worker/{name}", math.nan) for name in names)
+    known = "worker/exposed_seconds" in totals
+    exposed = totals["worker/exposed_seconds"] if known else 0.0
+    agreement = totals.get("worker/agreement_seconds", 0.0) if known else 0.0
     return {
         "compute": percent(steps - data - exposed, wall),
         "data": percent(data, wall),
-        "exposed communication": percent(exposed + agreement, wall),
+        "exposed communication": percent(exposed + agreement, wall) if known else math.nan,
         "other": percent(wall - steps - agreement, wall),
     }

@@ -63,11 +63,10 @@ class Sums(NamedTuple):
 
 
 class _LoggedStep(NamedTuple):
-    """A logged step whose sum over ranks is in flight."""
+    """A logged step whose sums over ranks are in flight."""
 
-    progress: str
-    """Text such as "30/250", for islands with the progress of the run in percent."""
-    steps_left: float
+    line: str
+    """For the console, with a place for the loss."""
     record: Record
     rounds: list[RoundRecord]
     sums: PendingSum
@@ -192,7 +191,6 @@ class Telemetry:
         counters["worker/wall_seconds"] += now - self._interval_started
         counters["worker/agreement_seconds"] += agreement_seconds - self._agreement_before
         self._interval_started, self._agreement_before = now, agreement_seconds
-        progress, steps_left = self._progress(step, None if run is None else run.steps)
         record: Record = {
             "step": step,
             "time": time.time(),
@@ -200,15 +198,36 @@ class Telemetry:
             "train/tokens": self.plan.tokens_at(step) if run is None else run.tokens,
             "train/gradient_norm": self._last.gradient_norm,
             "train/memory_gib": peak_memory_bytes(self.world.device) / GIB,
-            **self._speed(),
             **counters,
             **self._outer.metrics(),
             "worker/elapsed_seconds": self.elapsed_seconds,
         }
+        record |= self._rates(record)
+        line = _console_line(record, *self._progress(step, None if run is None else run.steps))
         fragments = self._outer.fragments
         rounds = [round_record(one, fragments[one.fragment], self._clock) for one in self._rounds]
-        self._in_flight.append(_LoggedStep(progress, steps_left, record, rounds, sums))
+        self._in_flight.append(_LoggedStep(line, record, rounds, sums))
         self._begin_interval()
+
+    def _rates(self, record: Record) -> Record:
+        """Return what follows from the counters."""
+        steps, wall = record["worker/steps"], record["worker/wall_seconds"]
+        compute = record["worker/compute_seconds"] / steps
+        tokens = self.plan.tokens_per_step * self.world.size / self.plan.ranks * steps / wall
+        rates: Record = {
+            "speed/seconds_per_step": wall / steps,
+            "speed/tokens_per_second": tokens,
+            "worker/compute_spread": max(0.0, self._compute_squares / steps - compute**2) ** 0.5,
+        }
+        if self._peak_flops is not None:
+            peak = self._peak_flops * self.world.size
+            rates["speed/mfu_percent"] = percent(self._flops_per_token * tokens, peak)
+        if "worker/exposed_seconds" in record:
+            exposed = record["worker/exposed_seconds"] + record["worker/agreement_seconds"]
+            rates["sync/exposed_percent"] = percent(exposed, wall)
+        if record.get("worker/exchange_seconds"):
+            rates["sync/hidden_percent"] = hidden_percent(record)
+        return rates
 
     def _progress(self, step: int, done: float | None) -> tuple[str, float]:
         """Return the progress of the run, and the steps left to this island or run at its rate."""
@@ -220,49 +239,24 @@ class Telemetry:
         left = max(0.0, whole - done) * (own / made if made else 1.0)
         return f"{step:>{len(str(whole))}}  run {100 * min(1.0, done / whole):.0f} %", left
 
-    def _speed(self) -> Record:
-        steps, size = self._counters["worker/steps"], self.world.size
-        seconds = self._counters["worker/wall_seconds"] / steps
-        compute = self._counters["worker/compute_seconds"] / steps
-        tokens = self.plan.tokens_per_step * size / self.plan.ranks
-        speed: Record = {
-            "speed/seconds_per_step": seconds,
-            "speed/tokens_per_second": tokens / seconds,
-            "worker/compute_spread": max(0.0, self._compute_squares / steps - compute**2) ** 0.5,
-        }
-        if self._peak_flops is not None:
-            flops = self._flops_per_token * tokens / seconds
-            speed["speed/mfu_percent"] = percent(flops, self._peak_flops * size)
-        return speed
-
     def publish(self, *, all: bool = False) -> None:
         """Write the logged steps whose sums are there, or wait for all."""
         while self._in_flight and (all or self._in_flight[0].sums.is_complete):
-            logged = self._in_flight.popleft()
+            line, record, rounds, sums = self._in_flight.popleft()
             started = time.perf_counter()
-            _, _, *sums = logged.sums.result()  # without the wishes to stop and to save
-            self._add_sums(logged.record, Sums(*sums))
+            _, _, *found = sums.result()  # without the wishes to stop and to save
             self._counters["worker/agreement_seconds"] += time.perf_counter() - started
-            add_totals(self.totals, logged.record)
-            for found in logged.rounds:
-                self.files.write(found)
-            self.files.write(logged.record)
-            logger.info(_console_line(logged))
-            self._live.set_postfix_str(f"loss {logged.record['loss/train']:.4f}")
-
-    def _add_sums(self, record: Record, sums: Sums) -> None:
-        """Add what follows from the sums over all ranks."""
-        record["loss/train"] = sums.cross_entropy / (sums.tokens or math.nan)
-        if "worker/exposed_seconds" not in record:
-            return
-        wall = record["worker/wall_seconds"]
-        exposed = record["worker/exposed_seconds"] + record["worker/agreement_seconds"]
-        record["sync/exposed_percent"] = percent(exposed, wall)
-        if record.get("worker/exchange_seconds"):
-            record["sync/hidden_percent"] = hidden_percent(record)
-        if "worker/sent_bytes" in record:
-            record["worker/sent_bytes"] = sent = sums.sent_bytes / self.world.workers
-            record["sync/mbit_per_second"] = 8e-6 * sent / wall
+            cross_entropy, tokens, sent_bytes = Sums(*found)
+            record["loss/train"] = loss = cross_entropy / (tokens or math.nan)
+            if "worker/sent_bytes" in record:
+                record["worker/sent_bytes"] = sent = sent_bytes / self.world.workers
+                record["sync/mbit_per_second"] = 8e-6 * sent / record["worker/wall_seconds"]
+            add_totals(self.totals, record)
+            for one in rounds:
+                self.files.write(one)
+            self.files.write(record)
+            logger.info(line.format(loss=loss))
+            self._live.set_postfix_str(f"loss {loss:.4f}")
 
     # --- other records ----------------------------------------------------------------------------
 
@@ -281,17 +275,17 @@ class Telemetry:
         self.files.close()
 
 
-def _console_line(logged: _LoggedStep) -> str:
-    record = logged.record
+def _console_line(record: Record, progress: str, steps_left: float) -> str:
+    """Return the line of a logged step, with a place for the loss."""
     mfu, hidden = record.get("speed/mfu_percent"), record.get("sync/hidden_percent")
     return (
-        f"step {logged.progress}"
-        f"  loss {record['loss/train']:.4f}"
+        f"step {progress}"
+        "  loss {loss:.4f}"
         f"  gradient norm {record['train/gradient_norm']:.3f}"
         f"  lr {record['train/lr']:.2e}"
         f"  {record['speed/tokens_per_second']:,.0f} tokens/s"
         f"{'' if mfu is None else f'  MFU {mfu:.1f} %'}"
         f"{'' if hidden is None else f'  hidden {hidden:.0f} %'}"
         f"  memory {record['train/memory_gib']:.2f} GiB"
-        f"  ETA {clock(logged.steps_left * record['speed/seconds_per_step'])}"
+        f"  ETA {clock(steps_left * record['speed/seconds_per_step'])}"
     )

@@ -24,7 +24,7 @@ NARROW = 430.0
 TIMELINE_CAPTION = (
     "Upper lane: a worker's training thread, which computes where it does not take, wait or merge. "
     "Lower lane: its exchanges in the background. Numbers are fragments. The workers' clocks are "
-    "aligned at the moment when all headers have arrived."
+    "aligned at the moment when all headers have arrived, those of islands are not."
 )
 COSINE_CAPTION = "1: all workers move in the same direction; near 0: in unrelated directions."
 DRIFT_CAPTION = "Distance of a worker from the new shared parameters before it merged them."
@@ -111,12 +111,9 @@ def _loss(runs: Sequence[Run], title: str, x: Axis) -> Figure | None:
         shared = Curve("shared model", *x.curve(run, "loss/val"), series, dots=True)
         faint = bool(shared.y.size)
         curves += [Curve("training", *x.curve(run, "loss/train"), series, faint=faint), shared]
-    caption = "Training loss over the tokens of all workers."
+    caption = "Training loss over the tokens of all workers; of islands, of the first one."
     if any(curve.faint for curve in curves):
-        caption = (
-            "Faint: training loss over the tokens of all workers. Strong, with dots: loss of the "
-            "shared model on held-out text."
-        )
+        caption += " Strong, with dots: loss of the shared model on held-out text."
     top = _top_of_axis(np.concatenate([curve.y for curve in curves]))
     if top is not None:
         caption += " The highest losses, at most 1 in 50, are above the chart."

@@ -141,10 +141,7 @@ def _facts(run: Run) -> dict[str, Cell]:
     scope = f"{len(run.workers)} of {run.size} islands" if run.is_of_islands else "all workers"
     validation_note = f"nats per held-out token, step {validated:,}"
     tokens, elapsed = run.last("train/tokens")[1], run.last("worker/elapsed_seconds")[1]
-    utilisation = exposed = math.nan
-    if totals := run.totals:
-        utilisation = utilisation_percent(totals)
-        exposed = time_shares(totals)["exposed communication"]
+    totals, exposed = run.totals, time_shares(run.totals)["exposed communication"]
     return {
         "loss of the shared model": _cell(shared_loss, _loss, validation_note),
         "training loss": _cell(loss, _loss, f"nats per token, {owner}, step {trained:,}"),
@@ -154,7 +151,7 @@ def _facts(run: Run) -> dict[str, Cell]:
         **_sent_bytes(run),
         "communication hidden": _cell(hidden_percent(totals), _percent, "of the exchanges' time"),
         "exposed communication": _cell(exposed, _percent, "of the training time"),
-        "utilisation": _cell(utilisation, _percent, "of the training steps"),
+        "utilisation": _cell(utilisation_percent(totals), _percent, "of the training steps"),
         **_slowest(run),
     }
 
