@@ -92,7 +92,7 @@ def test_imports_follow_the_layers() -> None:
 @pytest.mark.parametrize(
     ("part", "source", "wrong"),
     [
-        ("models", "from torchtitan_diloco.components.loss import chunked_loss", True),
+        ("models", "from torchtitan_diloco.components.loss import loss_head", True),
         ("config", "import torchtitan_diloco.diloco.streaming", True),
         ("config", "from torchtitan_diloco.diloco.config import Link", False),
     ],

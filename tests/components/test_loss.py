@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from torchtitan_diloco.components.loss import chunked_loss
+from torchtitan_diloco.components.loss import loss_head
 from torchtitan_diloco.data.loader import IGNORE_INDEX
 
 
@@ -48,14 +48,14 @@ def test_values_and_gradients(
     hidden, weight, targets = example(seed, batch, length, ignored)
     objective, entropy = plain_loss(hidden, weight, targets, z_loss)
     expected = torch.autograd.grad(3 * objective, (hidden, weight))
-    sums = chunked_loss(hidden, weight, targets, z_loss=z_loss, chunk_tokens=chunk)
+    sums = loss_head(targets, z_loss=z_loss, chunk_tokens=chunk)(hidden, weight)
     gradients = torch.autograd.grad(3 * sums.objective, (hidden, weight))
     torch.testing.assert_close(sums.objective, objective, rtol=1e-5, atol=1e-4)
     torch.testing.assert_close(sums.cross_entropy, entropy, rtol=1e-5, atol=1e-4)
     assert sums.tokens.item() == (targets != IGNORE_INDEX).sum().item()
     assert not sums.cross_entropy.requires_grad
     with torch.no_grad():
-        same = chunked_loss(hidden, weight, targets, z_loss=z_loss, chunk_tokens=chunk)
+        same = loss_head(targets, z_loss=z_loss, chunk_tokens=chunk)(hidden, weight)
     assert torch.equal(same.objective, sums.objective)
     assert not same.objective.requires_grad
     for gradient, reference in zip(gradients, expected, strict=True):
@@ -65,7 +65,7 @@ def test_values_and_gradients(
 def test_bf16_sums_in_fp32() -> None:
     hidden, weight, targets = example(0, 4, 64, 0.0)
     low_hidden, low_weight = (t.detach().bfloat16().requires_grad_() for t in (hidden, weight))
-    sums = chunked_loss(low_hidden, low_weight, targets, z_loss=1e-4, chunk_tokens=10)
+    sums = loss_head(targets, z_loss=1e-4, chunk_tokens=10)(low_hidden, low_weight)
     assert sums.objective.dtype == torch.float32
     exact, _ = plain_loss(low_hidden.float(), low_weight.float(), targets, 1e-4)
     torch.testing.assert_close(sums.objective, exact, rtol=1e-2, atol=0.0)
@@ -89,7 +89,7 @@ def test_logits_of_the_batch_never_exist_at_once() -> None:
 
     hidden, weight, targets = example(0, 8, 100, 0.0)
     with Watch():
-        chunked_loss(hidden, weight, targets, z_loss=1e-4, chunk_tokens=50).objective.backward()
+        loss_head(targets, z_loss=1e-4, chunk_tokens=50)(hidden, weight).objective.backward()
         assert largest == hidden.numel()
         plain_loss(hidden, weight, targets, 0.0)
         assert largest == 800 * 31, "the watch would have seen them"

@@ -2,7 +2,6 @@ import gzip
 import itertools
 import json
 import os
-import sys
 from pathlib import Path
 
 import pytest
@@ -70,16 +69,6 @@ def test_a_file_or_a_line_of_jsonl_is_a_document(tmp_path: Path, suffix: str) ->
     assert documents(path) == [*texts[:3], "\ufffd alone"]
 
 
-def test_a_missing_package_names_the_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "train.jsonl").write_text('{"text": "a"}')
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    message = r"needs the package datasets.* -m pip install -e '.*\[hf\]'"
-    with pytest.raises(ValueError, match=message):
-        pieces(f"hf:{tmp_path}")
-
-
 def damaged(content: bytes) -> list[bytes]:
     middle = len(content) // 2
     flipped = bytes(byte ^ 0xFF for byte in content[middle : middle + 64])
@@ -96,9 +85,7 @@ FINE = b'{"text": "fine"}\n'
     [
         *(("a.txt.gz", content, "") for content in damaged(gzip.compress(LINES))),
         ("a.txt", b"ok\n" * 300_000 + b"gr\xfc\xdfe", " is not UTF-8 .*iconv"),
-        ("a.txt", b"cut off \xf0\x9f\x98", " is not UTF-8"),
         ("a.jsonl", FINE + b"{nope", ", line 2: not JSON"),
-        ("a.jsonl", FINE + b"[" * 100_000, ", line 2: not JSON"),
         ("a.jsonl", FINE + b'{"text": "gr\xfc"}', " is not UTF-8 .* byte 0xfc"),
         ("a.jsonl", FINE + b'{"b": "a", "id": 3}', ", line 2: no field \"text\" .* in .'b', 'id'"),
         ("a.jsonl", FINE + b'["text"]', ", line 2: no field \"text\" with a string in .'text'"),
@@ -161,7 +148,6 @@ def test_paths_folders_and_globs(texts: Path, monkeypatch: pytest.MonkeyPatch) -
         ("{}/nothing", r"{}/nothing has no text .*and no token shards"),
         ("{}/link*.txt", r"cannot read {}/link\.txt"),
         ("{}/*.txt", r"cannot read .*pipe\.txt: no such regular file"),
-        ("{}/zero", r"cannot read .*zero: no such regular file"),
         (" , ", r"names no file"),
     ],
 )
@@ -170,7 +156,6 @@ def test_errors_name_what_is_wrong(texts: Path, spec: str, message: str) -> None
         os.mkfifo(texts / "pipe.txt")
     else:
         (texts / "link.txt").symlink_to(texts / "gone.txt")
-    (texts / "zero").symlink_to("/dev/zero")
     (texts / "nothing").mkdir()
     with pytest.raises(ValueError, match=message.replace("{}", str(texts))):
         pieces(spec.replace("{}", str(texts)))

@@ -22,12 +22,10 @@ NEED = "several nodes need NNODES .*, NODE_RANK .* and RDZV_ENDPOINT"
         ({}, ALONE),
         ({"NNODES": "1", "NODE_RANK": "0", "RDZV_ENDPOINT": "host:1"}, ALONE),
         (SECOND | {"RDZV_ENDPOINT": "a"}, (2, 1, "a:29500")),
-        (SECOND | {"RDZV_ENDPOINT": "a:12"}, (2, 1, "a:12")),
         (SECOND | {"RDZV_ENDPOINT": "[::1]"}, (2, 1, "[::1]:29500")),
         (SECOND | {"RDZV_ENDPOINT": "[::1]:12"}, (2, 1, "[::1]:12")),
         ({"RDZV_ENDPOINT": "host:1"}, NEED),
         ({"NODE_RANK": "1"}, NEED),
-        ({"NNODES": "2", "NODE_RANK": "0"}, NEED),
         ({"NNODES": "2", "RDZV_ENDPOINT": "h"}, NEED),
         ({"NNODES": "2", "NODE_RANK": "2", "RDZV_ENDPOINT": "h"}, NEED),
         ({"NNODES": "-1"}, "NNODES=-1 must be a whole number of at least 1"),
@@ -97,15 +95,3 @@ def test_ctrl_c_during_the_imports_prints_no_traceback(tmp_path: Path) -> None:
             break
     assert "Traceback" not in process.stderr.read()
     assert process.wait() == -signal.SIGINT
-
-
-def test_the_limit_of_open_files_is_raised() -> None:
-    code = """
-import resource
-from torchtitan_diloco.hardware import raise_open_files_limit
-resource.setrlimit(resource.RLIMIT_NOFILE, (40, 50))
-raise_open_files_limit()
-print(*resource.getrlimit(resource.RLIMIT_NOFILE))
-"""
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert run.stdout == "50 50\n"

@@ -5,7 +5,7 @@ The logits of a batch are by far its largest tensor (8 x 2,048 tokens x 32,000 w
 computed in the forward pass, so that its logits are neither kept nor recomputed.
 """
 
-from functools import partial
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -26,21 +26,18 @@ class LossSums(NamedTuple):
     """Number of these tokens."""
 
 
-def loss_head(targets: Tensor, *, z_loss: float, chunk_tokens: int) -> Any:
-    """Return the `head` to call a model with: (hidden, output matrix) -> LossSums."""
-    return partial(chunked_loss, targets=targets, z_loss=z_loss, chunk_tokens=chunk_tokens)
+def loss_head(
+    targets: Tensor, *, z_loss: float, chunk_tokens: int
+) -> Callable[[Tensor, Tensor], LossSums]:
+    """Return the `head` to call a model with, for targets [batch, length]."""
 
+    def head(hidden: Tensor, weight: Tensor) -> LossSums:
+        objective, cross_entropy = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
+            hidden.flatten(0, 1), weight, targets.flatten(), z_loss, chunk_tokens
+        )
+        return LossSums(objective, cross_entropy, (targets != IGNORE_INDEX).sum())
 
-def chunked_loss(
-    hidden: Tensor, weight: Tensor, targets: Tensor, *, z_loss: float, chunk_tokens: int
-) -> LossSums:
-    """Return the loss for hidden [batch, length, width], weight [vocabulary, width] and targets
-    [batch, length]."""
-    flat = hidden.reshape(-1, hidden.shape[-1])
-    objective, cross_entropy = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
-        flat, weight, targets.reshape(-1), z_loss, chunk_tokens
-    )
-    return LossSums(objective, cross_entropy, (targets != IGNORE_INDEX).sum())
+    return head
 
 
 class _ChunkedLoss(torch.autograd.Function):
