@@ -87,8 +87,8 @@ def train_island(
             facts = progress(outer, joined)
             lost = exposed_seconds(outer) - before
             note(step=trainer.step, seconds=time.time() - started, exposed=lost, **facts)
-            if clock is not None:
-                clock.value = max(clock.value, facts["merged"])
+            if clock is not None and isinstance(outer, IslandDiLoCo):
+                clock.value = max(clock.value, outer.clock)
             return result
 
         def exposed_seconds(outer: object) -> float:

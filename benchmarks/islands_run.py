@@ -321,25 +321,25 @@ class TextRun:
         """Return the loss of the shared copy, which all islands that reach the end agree on."""
         case, died = self.case, 0
         life = ROUNDS_OF_A_LIFE * 10 * 2 * TOKENS  # H = 10, two islands
-        while self.clock.value < self.tokens:
+        while not any(process.exitcode == 0 for process in self.latest.values()):
             clock, phases = self.clock.value, zip(case.ends, case.islands, strict=True)
             wanted = next((n for end, n in phases if clock < end * self.tokens), case.islands[-1])
             for number in range(max(case.islands)):
-                alive = number in self.latest and self.latest[number].is_alive()
-                if number >= wanted and alive:
-                    self.latest[number].terminate()  # it leaves
-                    self.latest[number].join()
-                elif number < wanted and not alive:
+                if number < wanted and number not in self.latest:
                     self.start(number)
+                elif number >= wanted and number in self.latest:
+                    leaving = self.latest.pop(number)
+                    leaving.terminate()
+                    leaving.join()
             if case.dies and life * (died + 1) < clock < 0.9 * self.tokens:
                 died += 1
-                self.latest[1].kill()
+                self.latest.pop(1).kill()
+            for folder, process in self.lives:
+                if process.exitcode not in (None, 0, -signal.SIGKILL):
+                    raise SystemExit(folder.with_suffix(".txt").read_text()[-2000:])
             time.sleep(0.01)
         for process in self.latest.values():
             process.join(60.0)
-        for folder, process in self.lives:
-            if process.exitcode not in (0, -signal.SIGKILL):
-                raise SystemExit(folder.with_suffix(".txt").read_text()[-2000:])
         losses = {final_loss(folder) for folder, _ in self.lives} - {None}
         assert len(losses) == 1, f"{self.folder}: copies differ: {losses}"
         return losses.pop() or 0.0

@@ -13,8 +13,8 @@ COMMANDS = {
     "train": ("launch", "train, on one machine or several"),
     "plan": ("plan", "find settings that fit a link"),
     "report": ("report", "one page about a run"),
-    "generate": ("generate", "continue a text with a trained model"),
-    "validate": ("validate", "loss of a trained model on held-out text"),
+    "generate": ("export.evaluate", "continue a text with a trained model"),
+    "validate": ("export.evaluate", "loss of a trained model on held-out text"),
     "export": ("export", "write the weights for other programs"),
     "islands": ("islands", "serve and watch a run of islands"),
     "prepare": ("data.prepare", "tokenise a corpus"),
@@ -29,8 +29,9 @@ def main() -> int:
         os.environ[STARTED_BY] = program if on_path else sys.argv[0]
     name, *arguments = sys.argv[1:] or ["--help"]
     if name in COMMANDS:
-        sys.argv = [sys.argv[0], *arguments]
-        run_module(f"torchtitan_diloco.{COMMANDS[name][0]}", run_name="__main__", alter_sys=True)
+        module = COMMANDS[name][0]
+        sys.argv = [sys.argv[0], *([name] if module == "export.evaluate" else []), *arguments]
+        run_module(f"torchtitan_diloco.{module}", run_name="__main__", alter_sys=True)
         return 0
     if name == "--version":
         print(f"torchtitan_diloco {__version__}")

@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,11 @@ from tests.conftest import save_tokenizer, write_text
 from tests.export.reading import read_weights
 from tests.processes import ProcessPool
 from tests.test_trainer import curve, join, records, settings
-from torchtitan_diloco import generate, validate
 from torchtitan_diloco.components.checkpoint_folders import checkpoint_path
 from torchtitan_diloco.config import load_config
 from torchtitan_diloco.diloco.state_dict import shared_parameter_name
 from torchtitan_diloco.export import __main__ as export
+from torchtitan_diloco.export import evaluate
 from torchtitan_diloco.export.saved_model import open_saved
 from torchtitan_diloco.trainer import Trainer
 
@@ -30,7 +31,11 @@ STREAMING = {
     "training.batch_size": 3,
     "checkpoint.at_end": "true",
 }
-COMMANDS = {"export": export.main, "generate": generate.main, "validate": validate.main}
+COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "export": export.main,
+    "generate": lambda words: evaluate.main(["generate", *words]),
+    "validate": lambda words: evaluate.main(["validate", *words]),
+}
 Capture = pytest.CaptureFixture[str]
 
 
@@ -139,7 +144,7 @@ def test_the_parameters_of_each_worker(trained: Path, corpus: Path) -> None:
 
 
 def loss(capsys: Capture, *arguments: str) -> float:
-    assert validate.main([*arguments, "--device", "cpu"]) == 0
+    assert evaluate.main(["validate", *arguments, "--device", "cpu"]) == 0
     found = re.search(r"loss (\d+\.\d+), perplexity", capsys.readouterr().out)
     assert found is not None
     return float(found[1])
@@ -151,17 +156,16 @@ def test_the_loss_is_the_one_that_the_run_printed(trained: Path, capsys: Capture
     assert len(set(printed)) == 3
     for step, expected in zip(("8", "16", "24"), printed, strict=True):
         assert loss(capsys, str(trained), "--step", step) == pytest.approx(expected, abs=1e-4)
-    assert validate.main([str(trained), "--device", "cpu"]) == 0
+    assert evaluate.main(["validate", str(trained), "--device", "cpu"]) == 0
     output = capsys.readouterr()
     assert "224 tokens (7 sequences of 32)" in output.out
     assert "step 24, shared parameters" in output.err
 
 
-def test_other_text_batches_and_weights(trained: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_other_text_and_weights(trained: Path, tmp_path: Path, capsys: Capture) -> None:
     other = tmp_path / "other.txt"
     other.write_text("0123456789 " * 200)
     usual = loss(capsys, run16 := str(checkpoint_path(trained, 16)))
-    assert loss(capsys, run16, "--batch-size", "3") == pytest.approx(usual, abs=1e-4)
     assert loss(capsys, run16, "--corpus", str(other)) > usual + 1
     assert loss(capsys, run16, "--sequences", "20") != usual
     assert loss(capsys, run16, "--weights", "worker-1") != usual
@@ -169,7 +173,10 @@ def test_other_text_batches_and_weights(trained: Path, tmp_path: Path, capsys: C
 
 def test_text_is_repeatable(trained: Path, capsys: Capture) -> None:
     def text(*more: str) -> str:
-        assert generate.main([str(trained), "--device", "cpu", "--tokens", "20", *more]) == 0
+        assert (
+            evaluate.main(["generate", str(trained), "--device", "cpu", "--tokens", "20", *more])
+            == 0
+        )
         return capsys.readouterr().out
 
     first = text("--prompt", "the sto")
@@ -177,8 +184,6 @@ def test_text_is_repeatable(trained: Path, capsys: Capture) -> None:
     assert first == text("--prompt", "the sto")
     assert first != text("--prompt", "the sto", "--seed", "1")
     assert text("--temperature", "0") == text("--top-k", "1", "--seed", "5")
-    both = text("--prompt", "the sto", "--count", "2")
-    assert both.startswith(f"--- 1 of 2, seed 0\n{first}--- 2 of 2, seed 1\nthe sto")
 
 
 # --- mistakes -------------------------------------------------------------------------------------
@@ -192,9 +197,7 @@ def test_text_is_repeatable(trained: Path, capsys: Capture) -> None:
         ("generate", "run --step 7", r"--step 7: .*run has no checkpoint .* it has 8, 16, 24"),
         ("export", "run/checkpoints/step-00000008 --step 16", r"--step 16: .* step; it has 8"),
         ("validate", "run --weights worker-2", r"worker-2: .*00024 .* has shared, worker-0, wo"),
-        ("validate", "run --sequences 0", r"--sequences: 0 is out of range: give"),
-        ("generate", "run --temperature nan", r"--temperature: nan is out of range: give"),
-        ("generate", "run --top-p 1.1", r"--top-p: 1.1 is out of range: give"),
+        ("generate", "run --temperature nan", r"--temperature and --top-k: give numbers from 0"),
         ("validate", "run --data.corpus x", r"--data.corpus is unknown: did you mean --corpus\?"),
     ],
 )
@@ -223,7 +226,7 @@ def test_a_damaged_file_or_another_tokenizer_is_named(
         expected = r"error: .*step-00000024/shared/rank-0.safetensors has other content.* --step"
         assert re.match(expected, capsys.readouterr().err)
     for usable in (["--step", "16"], ["--weights", "worker-0"]):
-        assert generate.main([str(folder), *usable, "--tokens", "1"]) == 0
+        assert evaluate.main(["generate", str(folder), *usable, "--tokens", "1"]) == 0
         capsys.readouterr()
     try:
         save_tokenizer(own, 259)

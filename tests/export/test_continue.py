@@ -13,9 +13,9 @@ from tests.components.test_resume import run
 from tests.export.reading import build, load, read_weights, save
 from tests.processes import ProcessPool
 from tests.test_trainer import curve, records, settings
-from torchtitan_diloco import generate, validate
 from torchtitan_diloco.config.schema import Model
 from torchtitan_diloco.export import __main__ as export
+from torchtitan_diloco.export import evaluate
 from torchtitan_diloco.export.saved_model import open_saved
 from torchtitan_diloco.export.weights import load_initial_weights, weights_fingerprint
 from torchtitan_diloco.models import build_model
@@ -155,6 +155,6 @@ def test_a_run_continues_from_a_folder_of_transformers(
         expected = torch.cat([weights[part] for part in parts])
         torch.testing.assert_close(started.model.get_parameter(name), expected, rtol=0, atol=1e-7)
     capsys.readouterr()
-    assert validate.main([second, "--device", "cpu"]) == 0
+    assert evaluate.main(["validate", second, "--device", "cpu"]) == 0
     assert f"loss {printed:.4f}" in capsys.readouterr().out
-    assert generate.main([second, "--tokens", "3", "--device", "cpu"]) == 0
+    assert evaluate.main(["generate", second, "--tokens", "3", "--device", "cpu"]) == 0

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,9 @@ from tests.export.reading import (
 )
 from torchtitan_diloco.config.schema import Model
 from torchtitan_diloco.data.tokenizer import build_tokenizer
+from torchtitan_diloco.export.evaluate import generate
 from torchtitan_diloco.export.hugging_face import save_hugging_face
 from torchtitan_diloco.export.weights import load_initial_weights
-from torchtitan_diloco.generate import generate
 from torchtitan_diloco.models import Decoder
 
 SMALL: dict[str, Any] = {"layers": 2, "width": 32, "heads": 4, "head_dim": 16, "feed_forward": 48}
@@ -51,8 +52,8 @@ def saved_and_loaded(model: Model, folder: Path) -> Pair:
 
 
 def greedy(decoder: Decoder, prompt: list[int], count: int, stop: int | None = None) -> list[int]:
-    options: dict[str, Any] = {"vocab_size": VOCABULARY, "max_new_tokens": count, "stop": stop}
-    return list(generate(decoder, prompt, temperature=0, **options))
+    tokens = islice(generate(decoder, prompt, vocab_size=VOCABULARY, temperature=0), count)
+    return list(takewhile(lambda token: token != stop, tokens))
 
 
 @pytest.fixture(scope="module", params=VARIANTS)

@@ -5,12 +5,10 @@ run may have changed.
 """
 
 import argparse
-import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from torchtitan_diloco.components.checkpoint_folders import (
     MANIFEST,
@@ -120,23 +118,6 @@ class CommandParser(OptionParser):
         add("--step", type=int, metavar="N", help="step of the checkpoint (default: the latest)")
         which = "shared: the parameters that all workers share (default); worker-K: worker K's own"
         add("--weights", default=SHARED, metavar="WHICH", help=which)
-
-    def add_device(self) -> None:
-        devices = ("auto", "cpu", "cuda")
-        self.add_argument("--device", choices=devices, default="auto", help="default auto: a GPU")
-
-
-def in_range(kind: Callable[[str], float], low: float, high: float = math.inf) -> Any:
-    """Return an argument type for numbers from `low` to `high`."""
-
-    def parse(text: str) -> float:
-        value = kind(text)
-        if not low <= value <= high:
-            wanted = f"a number from {low:g} {'up' if high == math.inf else f'to {high:g}'}"
-            raise argparse.ArgumentTypeError(f"{text} is out of range: give {wanted}")
-        return value
-
-    return parse
 
 
 def run_command(
