@@ -287,10 +287,10 @@ def train_case(case: Case, tokens: int, seed: int, folder: Path) -> core.Record:
             for _, process in run.lives:
                 process.kill()
         found = audit(server.join)
-    trained = zip(found["merged_samples"], found["lost_samples"], found["read_twice"], strict=True)
+    trained = run.trained()
     return {
         "loss": loss,
-        "merged": min(merged / (merged + lost + twice) for merged, lost, twice in trained),
+        "merged": min(found["merged_samples"][slot] / trained[slot] for slot in trained),
         "late": [found["late"].count(number) for number in range(max(found["late"]) + 1)],
         "problems": found["problems"],
     }

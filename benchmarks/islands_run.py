@@ -7,8 +7,9 @@ import signal
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -19,6 +20,7 @@ from benchmarks.islands_program import LENGTH, fork, island_settings
 from benchmarks.network import Network, Program, wait_until
 from benchmarks.torchft_loop import LIGHTHOUSE_PORT
 from tests.processes import FORKS
+from torchtitan_diloco.components.records import read_json_lines
 
 STEP = 0.1
 """Seconds that a step sleeps. It also trains on one sample."""
@@ -132,20 +134,13 @@ class Run:
         """Return the folder of the last life of an island."""
         return max(self.folder.glob(f"run-{name.removeprefix('island-')}-*"))
 
-    def lines(self, name: str) -> list[dict[str, Any]]:
-        found = []
-        if self._path(name).exists():
-            for line in self._path(name).read_text().splitlines():
-                with suppress(json.JSONDecodeError):  # cut off by a kill
-                    found.append(json.loads(line))
-        return found
+    def steps(self, name: str, since: float = 0, until: float = math.inf) -> list[core.Record]:
+        lines = read_notes(self._path(name))
+        return [one for one in lines if "step" in one and since <= one["time"] <= until]
 
-    def steps(self, name: str, since: float = 0, until: float = math.inf) -> list[dict[str, Any]]:
-        return [one for one in self.lines(name) if "step" in one and since <= one["time"] <= until]
-
-    def event(self, name: str, kind: str) -> dict[str, Any]:
+    def event(self, name: str, kind: str) -> core.Record:
         """Return the last event of this kind."""
-        return [one for one in self.lines(name) if one.get("event") == kind][-1]
+        return [one for one in read_notes(self._path(name)) if one.get("event") == kind][-1]
 
     def usual(self, name: str) -> float:
         return float(statistics.median(one["seconds"] for one in self.steps(name)))
@@ -238,6 +233,11 @@ class TorchftRun(Run):
         return {"steps lost": sum(self.steps(name)[-1]["lost"] for name in names)}
 
 
+def read_notes(path: Path) -> list[core.Record]:
+    """Return what an island has noted of its steps and events."""
+    return read_json_lines(path)[0] if path.exists() else []
+
+
 def final_loss(folder: Path) -> float | None:
     """Return the last loss of the shared parameters, or None if the island left before."""
     records = core.read_records(folder)
@@ -325,7 +325,7 @@ class TextRun:
             clock, phases = self.clock.value, zip(case.ends, case.islands, strict=True)
             wanted = next((n for end, n in phases if clock < end * self.tokens), case.islands[-1])
             for number in range(max(case.islands)):
-                if number < wanted and number not in self.latest:
+                if number < wanted and number not in self.latest and clock < self.tokens:
                     self.start(number)
                 elif number >= wanted and number in self.latest:
                     leaving = self.latest.pop(number)
@@ -335,7 +335,7 @@ class TextRun:
                 died += 1
                 self.latest.pop(1).kill()
             for folder, process in self.lives:
-                if process.exitcode not in (None, 0, -signal.SIGKILL):
+                if process.exitcode not in (None, 0, -signal.SIGKILL, -signal.SIGTERM):
                     raise SystemExit(folder.with_suffix(".txt").read_text()[-2000:])
             time.sleep(0.01)
         for process in self.latest.values():
@@ -343,3 +343,12 @@ class TextRun:
         losses = {final_loss(folder) for folder, _ in self.lives} - {None}
         assert len(losses) == 1, f"{self.folder}: copies differ: {losses}"
         return losses.pop() or 0.0
+
+    def trained(self) -> Counter[int]:
+        """Return the samples that the owners of each slot have trained on."""
+        found = Counter[int]()
+        for folder, _ in self.lives:
+            notes = read_notes(folder.with_suffix(".jsonl"))
+            for slot in (one["slot"] for one in notes if "slot" in one):
+                found[slot] += SAMPLES * sum("step" in one for one in notes)
+        return found

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchtitan_diloco.config.schema import Model
-from torchtitan_diloco.data.tokenizer import build_tokenizer
-from torchtitan_diloco.export.evaluate import draw, generate, stream_text
+from torchtitan_diloco.export.evaluate import draw, generate
 from torchtitan_diloco.models.decoder import Decoder
 
 VOCABULARY, ROWS, LENGTH = 50, 64, 12
@@ -78,12 +77,3 @@ def test_a_broken_model_is_an_error() -> None:
     torch.nn.init.constant_(decoder.norm.weight, float("nan"))
     with pytest.raises(ValueError, match="logits are not finite"):
         tokens_from(decoder, [1])
-
-
-def test_characters_are_streamed_whole() -> None:
-    tokenizer = build_tokenizer("bytes")
-    tokens = tokenizer.encode("aé€🐦.").tolist()
-    assert list(stream_text(tokenizer, tokens)) == ["a", "é", "€", "🐦", "."]
-    assert list(stream_text(tokenizer, tokens[:2])) == ["a", "\ufffd"]
-    outside = [*tokens[1:2], ord("b"), 100_000]
-    assert list(stream_text(tokenizer, outside)) == ["\ufffdb", "\ufffd"]

@@ -5,9 +5,8 @@
 """
 
 import argparse
-import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice, takewhile
 
@@ -19,7 +18,6 @@ from torchtitan_diloco.components.optimizer import compute_dtype
 from torchtitan_diloco.components.validation import validate
 from torchtitan_diloco.data.corpus import open_split
 from torchtitan_diloco.data.loader import ValidationBatches
-from torchtitan_diloco.data.tokenizer import Tokenizer
 from torchtitan_diloco.distributed.world import World, pick_device
 from torchtitan_diloco.export.saved_model import CommandParser, SavedModel, run_command
 from torchtitan_diloco.log import UserError
@@ -61,38 +59,22 @@ def draw(logits: Tensor, temperature: float, top_k: int, generator: torch.Genera
     return int(ids[torch.multinomial(kept.softmax(dim=0), 1, generator=generator)])
 
 
-def stream_text(tokenizer: Tokenizer, tokens: Iterable[int]) -> Iterator[str]:
-    """Yield text as soon as its characters are complete. A token may end inside a character."""
-    ids, done, text = list[int](), "", ""
-    for token in tokens:
-        ids.append(token)
-        text = tokenizer.decode(ids)
-        if not text.endswith("\N{REPLACEMENT CHARACTER}"):
-            yield text[len(done) :]
-            done = text
-    if rest := text[len(done) :]:
-        yield rest
-
-
 def _generate(saved: SavedModel, options: argparse.Namespace) -> None:
     if not 0 <= options.temperature < float("inf") or options.top_k < 0:
         raise UserError("--temperature and --top-k: give numbers from 0 up")
-    tokenizer, model = saved.tokenizer, saved.model.to(pick_device(options.device, 0))
     print(saved, file=sys.stderr, flush=True)
-    prompt, end = tokenizer.encode(options.prompt).tolist(), tokenizer.end_of_document
+    tokenizer, end = saved.tokenizer, saved.tokenizer.end_of_document
     tokens = generate(
-        model,
-        prompt or [end],
+        saved.model.to(pick_device(options.device, 0)),
+        tokenizer.encode(options.prompt).tolist() or [end],
         vocab_size=tokenizer.vocab_size,
         temperature=options.temperature,
         top_k=options.top_k,
         seed=options.seed,
     )
-    text = takewhile(lambda token: token != end, islice(tokens, options.tokens))
-    print(options.prompt, end="", flush=True)
-    for piece in stream_text(tokenizer, text):
-        print(piece, end="", flush=True)
-    print(flush=True)
+    wanted = islice(tokens, max(0, options.tokens))
+    text = tokenizer.decode(list(takewhile(lambda token: token != end, wanted)))
+    print(options.prompt + text, flush=True)
 
 
 def _validate(saved: SavedModel, options: argparse.Namespace) -> None:
@@ -134,11 +116,7 @@ def main(arguments: Sequence[str]) -> int:
     else:
         add("--corpus", help="as data.validation_corpus (default: what the run held out)")
         add("--sequences", type=int, help="the first ones (default: as many as the run)")
-    try:
-        return run_command(_generate if command == "generate" else _validate, parser, words)
-    except (KeyboardInterrupt, BrokenPipeError):  # Python flushes stdout, which may be closed
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 130
+    return run_command(_generate if command == "generate" else _validate, parser, words)
 
 
 if __name__ == "__main__":
