@@ -184,10 +184,8 @@ def summary(
     middle: Callable[[Sequence[float]], float] = statistics.median,
 ) -> str:
     """Return "median (min ... max)", or only the value if there is just one."""
-    scaled = [factor * value for value in values]
-    if len(scaled) == 1:
-        return f"{scaled[0]:{form}}"
-    return f"{middle(scaled):{form}} ({min(scaled):{form}} ... {max(scaled):{form}})"
+    low, center, high = (f"{factor * of(values):{form}}" for of in (min, middle, max))
+    return center if low == high else f"{center} ({low} ... {high})"
 
 
 def against(losses: Mapping[int, float], control: Mapping[int, float]) -> str:

@@ -13,7 +13,6 @@ a network namespace, so that its interface counts no other traffic and `--rate` 
 
 import argparse
 import os
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -60,14 +59,20 @@ TIMEOUT = 600
 INNER_SECONDS = 0.4
 """Length of an inner step with a delay: a sleep, as if waiting for an accelerator."""
 FORMATS = "format | bits | encode GB/s | decode GB/s | ms | share of copy % | n"
-SYNCS = (
-    "loop | MB fp32 | tau | exposed ms | all-reduce ms | CPU ms | all-reduce CPU ms | "
-    "server CPU ms | sent MB, one worker | on lo MB, both | memory MB | n"
-)
+SYNCS = {
+    "exposed ms": ",.1f",
+    "all-reduce ms": ",.1f",
+    "CPU ms": ".0f",
+    "all-reduce CPU ms": ".0f",
+    "server CPU ms": ".0f",
+    "sent MB, one worker": ".3f",
+    "on lo MB, both": ".3f",
+}
+"""Columns of a sync, and their formats."""
 LEGEND = """\
 GB/s count fp32 values; share of copy: twice the time of the copy / time of encode + decode; outer
 step: of a measured round. exposed: of the training thread; all-reduce: one flat fp32 all-reduce of
-as many values; CPU: all threads of one process; server CPU: mean, of islands; memory: peak above
+as many values; CPU: all threads of one process; server: of islands; memory: peak above
 that of the same loop without syncs, library files aside. Numbers of a sync are worker 0's. Median
 (min ... max) of n."""
 
@@ -165,22 +170,8 @@ class Case:
         )
 
 
-@dataclass
-class Sync:
-    """One sync of one worker, in seconds and bytes."""
-
-    all_reduce: core.Seconds
-    exposed: float
-    cpu: float
-    server: float
-    """CPU time of the server of islands, in multiples of 10 ms."""
-    wire: int
-    """Bytes sent by both workers, or 0 if other programs share the interface."""
-    sent: int
-
-
-Measured = tuple[list[Sync], float]
-"""Syncs, and peak memory in MB above that of the same loop without syncs."""
+Measured = tuple[dict[str, list[float]], float]
+"""Numbers of each sync by column, and peak memory in MB above the same loop without syncs."""
 
 
 @torch.no_grad()
@@ -229,16 +220,16 @@ def measure(case: Case) -> Measured:
         sizes = [one.parameters for one in outer.fragments]
         for _ in range(case.config.sync_every - 1):  # nothing is sent in the first cycle
             outer.step()
-    syncs = []
+    syncs: dict[str, list[float]] = {column: [] for column in SYNCS}
     for number in range((case.rounds + 1) * case.fragments):
         inner_step(model, world.worker)
         floor = time_all_reduce(values[: sizes[number % case.fragments]])
-        at_server = cpu_seconds(case.server)
-        exposed, cpu, wire = time_window(step or outer.step, case.delay)
-        at_server = cpu_seconds(case.server) - at_server
-        sent = int(outer.metrics().get("diloco/sent_bytes", 0))
+        found = time_window(step or outer.step, case)
+        sent = outer.metrics().get("diloco/sent_bytes", 0)
+        numbers = [found[0], 1e3 * floor.wall, found[1], 1e3 * floor.cpu, found[2], sent / 1e6]
         if number >= case.fragments:  # the first round touches all buffers for the first time
-            syncs.append(Sync(floor, exposed, cpu, at_server, wire, sent))
+            for column, value in zip(SYNCS, [*numbers, found[3]], strict=True):
+                syncs[column].append(value)
     memory = peak_megabytes() - plain
     outer.close()
     return syncs, memory
@@ -269,19 +260,20 @@ def time_all_reduce(values: Tensor) -> core.Seconds:
     return core.timed(lambda: dist.all_reduce(values))
 
 
-def time_window(step: Callable[[], object], delay: int) -> tuple[float, float, int]:
-    """Return exposed seconds, CPU seconds and bytes on the wire of one sync."""
+def time_window(step: Callable[[], object], case: Case) -> tuple[float, float, float, float]:
+    """Return exposed, CPU and server CPU milliseconds, and megabytes on the wire, of one sync."""
     dist.barrier()
-    wire = loopback_bytes()
+    wire, server = loopback_bytes(), cpu_seconds(case.server)
     dist.barrier()
     exposed, cpu = 0.0, time.process_time()
-    for number in range(delay + 1):
+    for number in range(case.delay + 1):
         if number:
             time.sleep(INNER_SECONDS)
         exposed += core.timed(step).wall
     cpu = time.process_time() - cpu
     dist.barrier()
-    return exposed, cpu, loopback_bytes() - wire
+    wire, server = loopback_bytes() - wire, cpu_seconds(case.server) - server
+    return 1e3 * exposed, 1e3 * cpu, 1e3 * server, wire / 1e6
 
 
 def peak_megabytes() -> float:
@@ -320,23 +312,12 @@ def sync_row(name: str, case: Case) -> list[str]:
     with connected(case) as case:
         syncs, memory = pool.run(measure, WORKERS, case)[0]
     pool.close()
-    sent = statistics.median(sync.sent for sync in syncs)
-    wire = statistics.median(sync.wire for sync in syncs)
-    server = statistics.mean(sync.server for sync in syncs)
-    return [
-        name,
-        f"{MEGABYTES / case.fragments:.1f}",
-        str(case.delay),
-        core.summary([sync.exposed for sync in syncs], ",.1f", 1e3),
-        core.summary([sync.all_reduce.wall for sync in syncs], ",.1f", 1e3),
-        core.summary([sync.cpu for sync in syncs], ".0f", 1e3),
-        core.summary([sync.all_reduce.cpu for sync in syncs], ".0f", 1e3),
-        f"{1e3 * server:.0f}" if server else "-",
-        f"{sent / 1e6:.3f}" if sent else "-",
-        f"{wire / 1e6:.3f}" if wire else "-",
-        f"{memory:+.0f}",
-        str(len(syncs)),
+    columns = [
+        core.summary(syncs[column], form) if any(syncs[column]) else "-"
+        for column, form in SYNCS.items()
     ]
+    about = [name, f"{MEGABYTES / case.fragments:.1f}", str(case.delay)]
+    return [*about, *columns, f"{memory:+.0f}", str(len(syncs["CPU ms"]))]
 
 
 def sync_rows(options: argparse.Namespace) -> list[list[str]]:
@@ -388,7 +369,8 @@ def main() -> None:
         speed = f" at {options.rate} for both directions together" if options.rate else ""
         sleep = f", inner steps of {INNER_SECONDS:g} s" if any(options.delays) else ""
         title = f"{WORKERS} gloo processes of 1 thread, loopback{speed}{sleep}"
-        core.print_table(title, SYNCS, sync_rows(options))
+        header = " | ".join(["loop", "MB fp32", "tau", *SYNCS, "memory MB", "n"])
+        core.print_table(title, header, sync_rows(options))
 
 
 if __name__ == "__main__":
