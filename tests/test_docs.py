@@ -24,7 +24,7 @@ import pytest
 
 from tests.conftest import REPOSITORY
 from tests.processes import ProcessPool
-from torchtitan_diloco.cli import COMMANDS
+from torchtitan_diloco.cli import COMMANDS, arguments_of
 from torchtitan_diloco.config import from_command_line
 from torchtitan_diloco.config.checks import run_warnings
 
@@ -121,7 +121,7 @@ def run_module(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     program, name, *more = words
     assert program == ".venv/bin/torchtitan-diloco"
     module = f"torchtitan_diloco.{COMMANDS[name][0]}"
-    monkeypatch.setattr(sys, "argv", [module, *more])
+    monkeypatch.setattr(sys, "argv", [module, *arguments_of(name), *more])
     code: object = None
     try:
         runpy.run_module(module, run_name="__main__")

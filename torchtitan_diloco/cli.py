@@ -22,6 +22,12 @@ COMMANDS = {
 """Module and description of each command."""
 
 
+def arguments_of(name: str) -> list[str]:
+    """Return what the module of a command is told first: its name, if it has several commands."""
+    modules = [module for module, _ in COMMANDS.values()]
+    return [name] if modules.count(COMMANDS[name][0]) > 1 else []
+
+
 def main() -> int:
     program = Path(sys.argv[0]).name
     if program != "__main__.py":  # started as a module
@@ -29,9 +35,8 @@ def main() -> int:
         os.environ[STARTED_BY] = program if on_path else sys.argv[0]
     name, *arguments = sys.argv[1:] or ["--help"]
     if name in COMMANDS:
-        module = COMMANDS[name][0]
-        sys.argv = [sys.argv[0], *([name] if module == "export.evaluate" else []), *arguments]
-        run_module(f"torchtitan_diloco.{module}", run_name="__main__", alter_sys=True)
+        sys.argv = [sys.argv[0], *arguments_of(name), *arguments]
+        run_module(f"torchtitan_diloco.{COMMANDS[name][0]}", run_name="__main__", alter_sys=True)
         return 0
     if name == "--version":
         print(f"torchtitan_diloco {__version__}")
