@@ -201,7 +201,7 @@ def storm(folder: Path, seconds: float) -> Found:
             if fault == "killed":
                 run.start(worker)
         audit = run.finish()
-        ended = max(run.event(name, "ended")["time"] for name in run.programs)
+        ended = max(run.steps(name)[-1]["time"] for name in run.programs)
         usual = statistics.median(map(run.usual, run.programs))
         found = run.losses(audit, run.programs)
     full = 4 * LENGTH * (ended - began) / usual
