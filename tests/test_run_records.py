@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.components.test_resume import checkpoint
 from tests.processes import ProcessPool
 from tests.test_trainer import curve, records, streaming, train
 from torchtitan_diloco.components.metrics import METRICS, time_shares
@@ -31,7 +32,8 @@ def test_every_exchange_is_recorded_once_also_by_a_run_that_goes_on(
     run_two_workers(text, processes, run__folder=whole, **changes)
     check_records(whole)
     shutil.copytree(whole, resumed)
-    shutil.rmtree(resumed / "checkpoints" / "step-00000018")
+    for worker in range(2):
+        shutil.rmtree(checkpoint(resumed, 18, worker))
     run_two_workers(text, processes, run__folder=resumed, **changes)
     for worker in range(2):
         rounds = [records(folder, "round", worker) for folder in (whole, resumed)]

@@ -13,13 +13,13 @@ COMMANDS = {
     "train": ("launch", "train, on one machine or several"),
     "plan": ("plan", "find settings that fit a link"),
     "report": ("report", "one page about a run"),
-    "generate": ("generate", "continue a text with a trained model"),
-    "validate": ("validate", "loss of a trained model on held-out text"),
-    "export": ("export", "write the weights for other programs"),
+    "generate": ("export generate", "continue a text with a trained model"),
+    "validate": ("export validate", "loss of a trained model on held-out text"),
+    "export": ("export export", "write the weights for other programs"),
     "islands": ("islands", "serve and watch a run of islands"),
-    "prepare": ("data.prepare", "tokenise a corpus"),
+    "prepare": ("data.corpus", "tokenise a corpus"),
 }
-"""Module and description of each command."""
+"""Module, with its first argument if any, and description of each command."""
 
 
 def main() -> int:
@@ -29,8 +29,9 @@ def main() -> int:
         os.environ[STARTED_BY] = program if on_path else sys.argv[0]
     name, *arguments = sys.argv[1:] or ["--help"]
     if name in COMMANDS:
-        sys.argv = [sys.argv[0], *arguments]
-        run_module(f"torchtitan_diloco.{COMMANDS[name][0]}", run_name="__main__", alter_sys=True)
+        module, *first = COMMANDS[name][0].split()
+        sys.argv = [sys.argv[0], *first, *arguments]
+        run_module(f"torchtitan_diloco.{module}", run_name="__main__", alter_sys=True)
         return 0
     if name == "--version":
         print(f"torchtitan_diloco {__version__}")

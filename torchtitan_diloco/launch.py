@@ -51,8 +51,7 @@ def main(arguments: list[str], module: str = "torchtitan_diloco.train") -> int:
             return 0
         if config.islands.local:
             return run_local_islands(config, arguments)
-        nodes = read_nodes(os.environ)
-        launch, arguments = prepare(config, nodes, arguments)
+        launch, arguments = prepare(config, arguments)
     except BrokenPipeError:  # `--help | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -63,12 +62,8 @@ def main(arguments: list[str], module: str = "torchtitan_diloco.train") -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
 
-    if nodes[0] > 1:
-        _say(f"node {nodes[1]} of {nodes[0]}: waiting for the others at {nodes[2]}")
     raise_open_files_limit()
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # until ranks run; torch waits in C++
-    threading.Thread(target=_kill_on_second_signal, args=(_signals(),), daemon=True).start()
+    kill_on_second_signal()
     try:
         elastic_launch(launch, sys.executable)("-u", "-m", module, *arguments)
     except ChildFailedError as error:
@@ -77,13 +72,12 @@ def main(arguments: list[str], module: str = "torchtitan_diloco.train") -> int:
     except SignalException as error:
         return USER_ERROR if error.sigval == MISTAKE else 128 + error.sigval
     except (RuntimeError, OSError) as error:
-        count, rank, endpoint = nodes
-        text = (
-            f"node {rank} of {count} did not meet the others at RDZV_ENDPOINT={endpoint} within "
-            f"{config.distributed.init_timeout_seconds} s; start all nodes, and check the address, "
-            "that its port is free on the first node, and that no firewall closes it"
+        return _fail(
+            f"did not meet the other nodes at RDZV_ENDPOINT={launch.rdzv_endpoint} within "
+            f"{config.distributed.init_timeout_seconds} s: start all nodes, and check the address "
+            f"and firewalls ({cause_of(error)})",
+            code=1,
         )
-        return _fail(f"{text} ({cause_of(error)})", 1)
     return 0
 
 
@@ -92,26 +86,24 @@ def run_local_islands(config: Config, arguments: list[str]) -> int:
     from torchtitan_diloco.islands.local import run_islands
 
     count = config.islands.local
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // count)))
-    begin = config.islands.begin or count
+    _share_cores(count)
     command = [sys.executable, "-m", "torchtitan_diloco.launch", *arguments]
-    command += ["--islands.local", "0", "--islands.begin", str(begin)]
-    try:
-        return run_islands(command, count, Path(config.run.folder or new_folder(config)))
-    except ValueError as error:  # such as a package that is missing
-        return _fail(str(error), USER_ERROR)
+    command += ["--islands.local", "0", "--islands.begin", str(config.islands.begin or count)]
+    return run_islands(command, count, Path(config.run.folder or new_folder(config)))
 
 
 def new_folder(config: Config) -> str:
     return f"outputs/{config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"
 
 
+def _share_cores(processes: int) -> None:
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // processes)))
+
+
 # --- torchrun's arguments -------------------------------------------------------------------------
 
 
-def prepare(
-    config: Config, nodes: tuple[int, int, str], arguments: list[str]
-) -> tuple["LaunchConfig", list[str]]:
+def prepare(config: Config, arguments: list[str]) -> tuple["LaunchConfig", list[str]]:
     """Return torchrun's configuration and the arguments of the ranks."""
     level = os.environ.setdefault("LOGLEVEL", "ERROR")  # read at the import, by some modules
     logging.getLogger("torch.distributed.elastic").setLevel(level)
@@ -119,28 +111,33 @@ def prepare(
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig
 
-    (count, rank, endpoint), is_local = nodes, nodes[2].startswith(("localhost:", "127.", "[::1]:"))
-    processes = local_processes(
-        workers=config.workers_of_job,
-        fsdp=config.parallel.fsdp,
-        nodes=count,
-        gpus=0 if config.run.device == "cpu" else torch.cuda.device_count(),
-        nproc=whole_number(os.environ, "NPROC"),
-    )
-    if count == 1 and not config.run.folder:  # with several, the first rank chooses
+    count, rank, endpoint = read_nodes(os.environ)
+    is_local = endpoint.startswith(("localhost:", "127.", "[::1]:"))
+    gpus = 0 if config.run.device == "cpu" else torch.cuda.device_count()
+    wanted = config.workers_of_job * max(1, config.parallel.fsdp)
+    by_settings = gpus if gpus and not config.parallel.fsdp else -(-wanted // count)
+    processes = whole_number(os.environ, "NPROC") or by_settings  # join_world checks the number
+    rendezvous: dict[str, Any] = {"timeout": config.distributed.init_timeout_seconds}
+    if count > 1:
+        rendezvous["rank"] = rank
+        _say(f"node {rank} of {count}: waiting for the others at {endpoint}")
+    elif not config.run.folder:  # with several nodes, the first rank chooses
         arguments = [*arguments, "--run.folder", new_folder(config)]
     os.environ[LAUNCHER] = str(os.getpid())
     # FSDP2, NCCL and the outer loop have more streams than the 8 queues of a GPU's default.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     if processes > 1:  # else the ranks count those on this machine
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // processes)))
+        _share_cores(processes)
     if is_local and (processes > 1 or count > 1):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
     # A variable, as LaunchConfig has it only from torch 2.12 on. Before, 30 s are fixed.
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_SECONDS))
     whole_number(os.environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", minimum=0)
-    rendezvous: dict[str, Any] = {"timeout": config.distributed.init_timeout_seconds}
-    ignored = [one for one in STOP_SIGNALS if signal.getsignal(one) is signal.SIG_IGN]  # by nohup
+    handled = [
+        one.name
+        for one in (*STOP_SIGNALS, MISTAKE)
+        if signal.getsignal(one) is not signal.SIG_IGN  # as under nohup
+    ]
     launch = LaunchConfig(
         min_nodes=count,
         max_nodes=count,
@@ -148,12 +145,10 @@ def prepare(
         run_id="torchtitan_diloco",
         rdzv_backend="c10d" if count == 1 else "static",
         rdzv_endpoint=endpoint,
-        rdzv_configs=rendezvous if count == 1 else rendezvous | {"rank": rank},
+        rdzv_configs=rendezvous,
         local_addr="localhost" if is_local else None,
         max_restarts=config.run.restarts,
-        signals_to_handle=",".join(
-            one.name for one in (*STOP_SIGNALS, MISTAKE) if one not in ignored
-        ),
+        signals_to_handle=",".join(handled),
         logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
     )
     return launch, [word.replace("$", "$$") for word in arguments]  # torch expands ${local_rank}
@@ -184,21 +179,6 @@ def whole_number(environment: Mapping[str, str], key: str, minimum: int = 1) -> 
     return int(value) if value else None
 
 
-def local_processes(*, workers: int, fsdp: int, nodes: int, gpus: int, nproc: int | None) -> int:
-    """Return the number of processes of each node. `nproc` is NPROC; `gpus` is 0 on the CPU."""
-    per_node = nproc or gpus
-    wanted = workers * max(fsdp, 1) if fsdp or not per_node else per_node * nodes
-    each, rest = divmod(wanted, nodes)
-    too_few = nproc not in (None, each) or (nproc is None and 0 < gpus < each)
-    if rest or too_few or wanted % workers:
-        raise UserError(
-            f"diloco.workers={workers} x parallel.fsdp={fsdp} do not fit NPROC={nproc or 'unset'} "
-            f"and {gpus} GPUs on each of NNODES={nodes}: set diloco.workers to a divisor of the "
-            "processes, parallel.fsdp=0 to take what there is, or run.device=cpu to take no GPUs"
-        )
-    return each
-
-
 # --- ends -----------------------------------------------------------------------------------------
 
 
@@ -216,43 +196,37 @@ def end_launcher() -> None:
         os.kill(os.getppid(), MISTAKE)
 
 
-def _signals() -> int:
-    """Return a file in which each signal that is handled is a byte, also while torch waits."""
+def kill_on_second_signal() -> None:
+    """End this process on the second stop signal, and with it the ranks."""
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
-    signal.set_wakeup_fd(write_end)
-    return read_end
+    signal.set_wakeup_fd(write_end)  # gets a byte for each signal, also while torch waits
 
+    def watch() -> None:
+        first, received_at = None, 0.0
+        while number := os.read(read_end, 1):
+            if number[0] in STOP_SIGNALS and first is None:
+                first, received_at = signal.Signals(number[0]), time.monotonic()
+                _say(f"{first.name}: training stops after this step; a second signal kills it")
+            elif first is not None and time.monotonic() > received_at + SAME_SIGNAL_SECONDS:
+                _say("killed by a second signal")
+                os._exit(128 + first)
 
-def _kill_on_second_signal(signals: int) -> None:
-    """End this process on the second stop signal, and with it the ranks."""
-    first, received_at = None, 0.0
-    while number := os.read(signals, 1):
-        if number[0] in STOP_SIGNALS and first is None:
-            first, received_at = signal.Signals(number[0]), time.monotonic()
-            _say(f"{first.name}: training stops after this step; a second signal kills it")
-        elif first is not None and time.monotonic() > received_at + SAME_SIGNAL_SECONDS:
-            _say("killed by a second signal")
-            os._exit(128 + first)
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def describe_failures(failures: "Mapping[int, ProcessFailure]") -> tuple[int, str]:
-    """Return the exit code of the run, and which ranks failed and how.
-
-    Leave out ranks that were asked to stop or lost another one, unless there are no others.
+    """Return the exit code of the run, and which rank failed and how: the first that was neither
+    asked to stop nor lost another one, if there is one.
     """
     codes = {rank: failure.exitcode for rank, failure in failures.items()}
     consequences = WORKER_LOST, -signal.SIGTERM
-    codes = {rank: code for rank, code in codes.items() if code not in consequences} or codes
-    endings = [
-        f"rank {rank} was ended by {signal.Signals(-code).name}"
-        + " (often by the system, when memory runs out)" * (code == -signal.SIGKILL)
-        if code < 0
-        else f"rank {rank} failed with exit code {code}"
-        for rank, code in codes.items()
-    ]
-    first = next(iter(codes.values()))
-    return first if first > 0 else 128 - first, ", ".join(endings)
+    causes = {rank: code for rank, code in codes.items() if code not in consequences}
+    rank, code = next(iter((causes or codes).items()))
+    if code > 0:
+        return code, f"rank {rank} failed with exit code {code}"
+    memory = " (often by the system, when memory runs out)" if code == -signal.SIGKILL else ""
+    return 128 - code, f"rank {rank} was ended by {signal.Signals(-code).name}{memory}"
 
 
 def _fail(text: str, code: int) -> int:

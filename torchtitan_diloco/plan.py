@@ -5,6 +5,7 @@
 
 import argparse
 import os
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -14,18 +15,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchtitan_diloco.config import Config, from_command_line, load_config
-from torchtitan_diloco.config.loader import CONFIGS_FOLDER, OptionParser, find_config
+from torchtitan_diloco.config.loader import CONFIGS_FOLDER, find_config
 from torchtitan_diloco.config.schema import flat_settings, format_value
 from torchtitan_diloco.log import UserError, command_line
 from torchtitan_diloco.planner.paper import SYNC_EVERY, paper_table
-from torchtitan_diloco.planner.units import parse_bandwidth, parse_duration, quantity
 
 if TYPE_CHECKING:
     from torchtitan_diloco.planner.prediction import Conditions
 
-EPILOG = """\
-Any setting of a run can be given as well, as in --diloco.workers 4 or --parallel.fsdp 8.
-How settings are chosen and predicted: docs/planning.md."""
+_BANDWIDTH = re.compile(r"(\d*\.?\d+)\s*([kmgt]?)(bits?|bytes?|b)(?:ps|/s)?", re.IGNORECASE)
+_DURATION = re.compile(r"(\d*\.?\d+)\s*(|us|ms|s)", re.IGNORECASE)
+_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+_PREFIXES = {"T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3, "": 1.0, "m": 1e-3, "u": 1e-6}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -46,10 +47,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Return the options, and the remaining words, which are settings of a run."""
-    parser = OptionParser(
+    parser = argparse.ArgumentParser(
         prog=command_line("plan"),
         description="Find the first settings of a ladder that reach a utilisation on a link.",
-        epilog=EPILOG,
+        epilog="Settings can be given as well, as in --diloco.workers 4. See docs/planning.md.",
+        allow_abbrev=False,
     )
     add, seconds = parser.add_argument, partial(parse_duration, default_unit="s")
     add("--config", metavar="NAME_OR_PATH", help="a TOML file, or the name of a preset")
@@ -61,8 +63,6 @@ def _parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--write", type=Path, help="write the chosen settings as a TOML that extends the config")
     add("--table", action="store_true", help="print the paper's table of bandwidths")
     options, settings = parser.parse_known_args(words)
-    if options.table and len(words) > 1:
-        raise UserError("--table prints the paper's table and plans nothing: give it alone")
     if options.config is None and not options.table:
         raise UserError("give a model: --config 1b, or --table alone for the paper's models")
     if not 0 < options.utilisation < 1:
@@ -116,8 +116,7 @@ def _conditions(options: argparse.Namespace, workers: int) -> "Conditions":
         return replace(measured, **given)
     if options.bandwidth is None or options.step_time is None:
         raise UserError(
-            "link or step time is not known: give --bandwidth, as in 200Mbit/s, and --step-time, "
-            "as in 0.5 or 500ms, or --run RUN to take those of a run"
+            "give --bandwidth, as in 200Mbit/s, and --step-time, as in 500ms, or a finished --run"
         )
     return Conditions(**given)
 
@@ -137,8 +136,7 @@ def write_variant(path: Path, config_name: str, wanted: Config, comment: str) ->
     """Write a TOML that extends a config and sets what differs in `wanted`."""
     parent = find_config(config_name)
     name = parent.name
-    in_presets = parent.resolve().parent == CONFIGS_FOLDER.resolve()
-    if not in_presets or path.name == name or (path.parent / name).exists():
+    if parent.parent != CONFIGS_FOLDER or (path.parent / name).exists() or path.name == name:
         name = os.path.relpath(parent.resolve(), path.parent.resolve())
     before = flat_settings(load_config(config_name))
     lines = [f"# {comment}", f"extends = {format_value(name)}"]
@@ -152,6 +150,34 @@ def write_variant(path: Path, config_name: str, wanted: Config, comment: str) ->
             file.write("\n".join(lines) + "\n")
     except OSError as error:
         raise UserError(f"--write {path}: {error.strerror}: give another path") from error
+
+
+# --- units ----------------------------------------------------------------------------------------
+
+
+def parse_bandwidth(text: str) -> float:
+    """Return bits per second. A unit is required: `b` or `bit`, `B` or `byte`."""
+    if match := _BANDWIDTH.fullmatch(text.strip()):
+        number, prefix, kind = match.groups()
+        is_bytes = kind == "B" or kind.lower().startswith("byte")
+        scale = 1000.0 ** " kmgt".index(prefix.lower() or " ")
+        return float(number) * scale * (8 if is_bytes else 1)
+    raise argparse.ArgumentTypeError(f'"{text}" is no bandwidth: give 2Gbit, 200Mbit/s or 25MB/s')
+
+
+def parse_duration(text: str, default_unit: str = "") -> float:
+    """Return seconds. A unit is required, unless there is a default."""
+    if (match := _DURATION.fullmatch(text.strip())) and (unit := match[2].lower() or default_unit):
+        return float(match[1]) * _SECONDS[unit]
+    raise argparse.ArgumentTypeError(f'"{text}" is no time: give a unit, as in 30ms or 0.5s')
+
+
+def quantity(value: float, unit: str) -> str:
+    """Return four digits with a prefix: `2 Gbit/s`, `30 ms`."""
+    for prefix, size in _PREFIXES.items():
+        if value >= 0.99995 * size:  # four digits would round up
+            return f"{value / size:.4g} {prefix}{unit}"
+    return f"{value:.4g} {unit}"
 
 
 if __name__ == "__main__":

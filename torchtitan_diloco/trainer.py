@@ -3,15 +3,13 @@
 from collections.abc import Iterator
 from contextlib import closing, nullcontext
 from dataclasses import replace
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from torchtitan_diloco.components.checkpoint import Checkpointer
-from torchtitan_diloco.components.checkpoint_schema import Manifest, RunState, check_tokenizer
+from torchtitan_diloco.components.checkpoint import Checkpointer, Manifest, RunState
 from torchtitan_diloco.components.loss import loss_head
 from torchtitan_diloco.components.optimizer import (
     SkippedSteps,
@@ -25,8 +23,13 @@ from torchtitan_diloco.components.optimizer import (
     set_lr,
 )
 from torchtitan_diloco.components.profiling import build_profiler
-from torchtitan_diloco.components.resume import changed_settings, find_start, restore
-from torchtitan_diloco.components.run_folder import claim_run_folder
+from torchtitan_diloco.components.resume import (
+    changed_settings,
+    check_tokenizer,
+    find_start,
+    restore,
+)
+from torchtitan_diloco.components.run_folder import claim_run_folder, folder_of_worker
 from torchtitan_diloco.components.run_plan import (
     RunPlan,
     after_step,
@@ -71,9 +74,7 @@ class Trainer:
         self.start = find_start(world, config.checkpoint.resume, config.run.folder)
         logger.info(f"{'reading':<10} {config.data.corpus}, tokenizer {config.data.tokenizer}")
         tokenizer = self.tokenizer = build_tokenizer(config.data.tokenizer)
-        if self.start.manifest is not None:
-            saved = self.start.checkpoint, self.start.manifest
-            check_tokenizer(*saved, tokenizer.name, tokenizer.fingerprint)
+        check_tokenizer(self.start.manifest, tokenizer.name, tokenizer.fingerprint)
         self.vocab_size = vocabulary_rows(config.model, tokenizer.vocab_size)
         length = config.training.sequence_length
         self.model = build_model(config.model, self.vocab_size, length)
@@ -95,22 +96,20 @@ class Trainer:
     def run(self) -> Path:
         """Train until the last step, `stop_after` or a signal, and return the run folder."""
         config, stop_after = self.config, self.config.training.stop_after
-        stops_early = 0 < stop_after < self.plan.total_steps
-        claim = partial(claim_run_folder, self.world, config.run, config.checkpoint)
-        run_folder = claim(self.start, self.toml, stops_early=stops_early)
-        folder = run_folder.path
+        folder, lock = claim_run_folder(self.world, config.run, self.start, self.toml)
         for line in (f"{'folder':<10} {folder}", *self.outer.describe()):
             logger.info(line)
         self._resume()
         self.begin()
         sections = config.training, config.checkpoint, config.metrics, config.validation
+        own_folder = folder_of_worker(folder, self.world.worker)
         garbage = GarbageControl(config.run.garbage_collect_every)
         with (
-            run_folder.lock or nullcontext(),
+            lock or nullcontext(),
             StopRequest(self.world, answer_lag(self.world, config.diloco)) as stop,
             self._open_telemetry(folder) as telemetry,
             build_profiler(config.profiling, folder, self.world) as profiler,
-            closing(Checkpointer(config.checkpoint, run_folder, *self.parts)) as checkpointer,
+            closing(Checkpointer(config.checkpoint, own_folder, *self.parts)) as checkpointer,
         ):
             batches = telemetry.timed(self.loader)
             if self._validation_missed():
@@ -128,7 +127,7 @@ class Trainer:
                     sums = stop.ask(self.step, telemetry.sums)
                     telemetry.open(self.step, self.lr, sums, stop.waited_seconds, progress)
                 telemetry.publish(all=then.flush)
-                if then.validate and not (self.island and self.island.outer.left):
+                if then.validate and not (self.island and self.island.peers.left):
                     telemetry.pause(self.validator.validate(self.step, telemetry))
                 if then.save:
                     telemetry.pause(checkpointer.save(self._manifest()))
@@ -141,7 +140,7 @@ class Trainer:
         if early:
             about = self.plan, self.step, config.training, config.checkpoint, folder
             log_early_end(*about, island=self.island is not None)
-        has_control = not (self.island or config.data.shard_by != "none" or self.start.checkpoint)
+        has_control = not (self.island or config.data.shard_by != "none" or self.start.manifest)
         log_summary(
             telemetry,
             folder,
@@ -192,7 +191,7 @@ class Trainer:
     def finished(self) -> bool:
         """Whether all tokens of the run have been trained. Islands count them together."""
         island = self.island
-        return self.step == self.plan.total_steps if island is None else island.outer.finished
+        return self.step == self.plan.total_steps if island is None else island.peers.finished
 
     def _next_lr_factor(self) -> float:
         step = self.step if self.island is None else self.island.step
@@ -240,7 +239,6 @@ class Trainer:
         return Manifest(
             state,
             workers=1 if self.config.diloco.method == "none" else self.world.workers,
-            ranks_per_worker=self.world.ranks_per_worker,
             data=self._data_identity(),
             config=self.toml,
             tokenizer=self.tokenizer.fingerprint,
@@ -255,14 +253,15 @@ class Trainer:
 
     def _resume(self) -> None:
         """Load the checkpoint, and log what has changed since the save."""
-        path, manifest = self.start.checkpoint, self.start.manifest
-        if path is None or manifest is None:
+        manifest = self.start.manifest
+        if manifest is None:
             return
-        notes = restore(path, manifest, *self.parts)
+        notes = restore(self.start, *self.parts)
         if manifest.data != self._data_identity():
             notes.append("the data or their order have changed: they are read from the beginning")
         if self.config.model.weights:
             notes.append("model.weights is for new runs: the checkpoint's weights are used")
+        path = self.start.checkpoint or f"worker {self.start.holders[0]}"
         logger.info(f"resumed from {path}: step {manifest.step}, {manifest.state.tokens:,} tokens")
         changes = changed_settings(manifest.config, self.toml)
         for line in [*(f"changed: {change}" for change in changes), *notes]:
@@ -283,7 +282,7 @@ class Trainer:
         """Return whether the run was stopped between the resumed step and its validation."""
         due = validation_due(self.step, self.finished, self.config.validation.every)
         done = 0 if self.validator.validated is None else self.validator.validated[0]
-        return bool(self.start.checkpoint) and due and done < self.step
+        return self.start.manifest is not None and due and done < self.step
 
     # --- parts ------------------------------------------------------------------------------------
 
@@ -313,16 +312,15 @@ class Trainer:
             compute_dtype=dtype,
         )
         materialize(self.model, device, config.run.seed)
-        if config.model.weights and not self.start.checkpoint:
+        if config.model.weights and self.start.manifest is None:
             load_initial_weights(self.model, config.model.weights)
 
     def _build_outer_loop(self) -> OuterLoop:
         config = self.config.diloco
         if self.config.islands.join:
-            parts = self.world, self.model, self.optimizer
             identity = self._data_identity() | {"tokenizer": self.tokenizer.fingerprint}
-            self.island = IslandRun(self.config, self.plan, *parts, identity)
-            return self.island.outer
+            self.island = IslandRun(self.config, self.plan, self.world, identity)
+            return StreamingDiLoCo(self.model, self.island.peers, config, optimizer=self.optimizer)
         if config.method == "none":
             return DataParallel(self.model, self.world.workers)
         return StreamingDiLoCo(
@@ -376,6 +374,6 @@ class Trainer:
         settings = flat_settings(self.config).items()
         facts = {key: str(value) for key, value in settings if key not in OWN_SETTINGS}
         tokenizer, corpus = self.tokenizer.fingerprint, self.tokens.fingerprint
-        weights = weights_fingerprint("" if self.start.checkpoint else self.config.model.weights)
+        weights = weights_fingerprint("" if self.start.manifest else self.config.model.weights)
         facts |= {"tokenizer": tokenizer, "corpus": corpus, "model.weights": weights}
         agree(facts, self.world.control, "rank")

@@ -175,14 +175,13 @@ def draw_run_folder() -> None:
         ("metrics.jsonl", "steps, rounds, summary", "report, plan --run", orange),
         ("tensorboard/", "the same, as curves", ".venv/bin/tensorboard --logdir", orange),
         ("traces/", "the last 1,000 rounds", "ui.perfetto.dev", orange),
-        ("checkpoints/step-00001000/", "", "", green),
+        ("worker-0/step-00001000/ ...", "", "", green),
         ("manifest.json", "step, position, checksums", "resume", green),
-        ("shared/", "the model, outer optimizer", "export, generate, validate", green),
-        ("worker-0/ ...", "own parameters, moments", "resume", green),
+        ("rank-0.safetensors ...", "shared, own parameters", "export, generate, validate", green),
     ]
-    axes.text(0, 8.5, "run.folder", weight="bold", va="center")
+    axes.text(0, 7.5, "run.folder", weight="bold", va="center")
     for row, (name, holds, reader, colour) in enumerate(rows):
-        y = 7.5 - row
+        y = 6.5 - row
         inside = 0.7 if row > 4 else 0.0
         above = y + (1.0 if row in (0, 5) else 1.24)
         axes.plot(
@@ -203,7 +202,7 @@ def draw_run_folder() -> None:
                 arrowprops={"arrowstyle": "-|>", "color": GREY},
             )
             axes.text(8.4, y + 0.24, reader, va="center", color=INK)
-    axes.set(xlim=(-0.1, 13.2), ylim=(0.2, 9), xticks=[])
+    axes.set(xlim=(-0.1, 13.2), ylim=(0.2, 8), xticks=[])
     save(axes, "run-folder")
 
 

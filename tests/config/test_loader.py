@@ -129,13 +129,12 @@ def test_all_mistakes_are_listed_with_their_origin(tmp_path: Path) -> None:
     path = write(
         tmp_path,
         "a.toml",
-        "extends = 'parent.toml'\nrun = 3\n[zebra]\n[data]\n[training]\nsteps = 5\n"
-        "batch_size = 0.5\n",
+        "extends = 'parent.toml'\nrun = 3\n[data]\n[training]\nsteps = 5\nbatch_size = 0.5\n",
     )
     lines = error_of(path, **{"training.batch_size": "2", "diloco.workerz": "3"}).splitlines()
-    assert lines[0] == "6 mistakes in the configuration:"
+    assert lines[0] == "5 mistakes in the configuration:"
     assert sorted(line.partition(": ")[0].strip() for line in lines[1:]) == sorted(
-        [parent] * 2 + [path] * 3 + ["command line"]
+        [parent] * 2 + [path] * 2 + ["command line"]
     )
     assert "did you mean training.steps?" in "\n".join(lines)
 
@@ -146,8 +145,8 @@ def test_all_mistakes_are_listed_with_their_origin(tmp_path: Path) -> None:
         ("[training\n", "is not valid TOML"),
         ("steps = " + "9" * 5000, "is not valid TOML"),
         ("steps = " + "[" * 3000, "is not valid TOML"),
-        ("extends = 'a.toml'\n", "extends itself"),
-        ("extends = 3\n", "must be the name of one TOML file"),
+        ("extends = 'a.toml'\n", "must be the name of one other TOML file"),
+        ("extends = 3\n", "must be the name of one other TOML file"),
         ("extends = 'b.toml'\n", "no such file"),
         ("training = 3\n", "training = 3: unknown key; did you mean training.steps?"),
         ("training.steps = 1979-05-27\n", '"1979-05-27": expected `int`'),

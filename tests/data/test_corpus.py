@@ -56,10 +56,10 @@ def test_validation_corpus_of_its_own(data: Data, tmp_path: Path, make_shards: M
     (tmp_path / "held.txt").write_text("held out")
     own = dataclasses.replace(data, validation_corpus=str(tmp_path / "held.txt"))
     validation = open_split(own, BYTES, "validation")
-    assert BYTES.decode(validation.read(0, len(validation) - 1)) == "held out"
+    assert BYTES.decode(validation.read(0, len(validation) - 1).tolist()) == "held out"
     assert ends(open_split(own, BYTES, "train")) == 20, "nothing of it is held out as well"
     same = dataclasses.replace(data, validation_corpus=data.corpus)
-    with pytest.raises(ValueError, match=r"is data\.corpus itself, which is trained on"):
+    with pytest.raises(ValueError, match=r"is data\.corpus, which is trained on"):
         open_split(same, BYTES, "validation")
     for held_out, tokens in ((300, 300), (0, 1000)):
         folder = str(make_shards(f"shards-{held_out}", validation=held_out))
@@ -84,27 +84,24 @@ def test_a_missing_folder_names_the_command_that_makes_it(data: Data, tmp_path: 
     options = f"--source {data.corpus} --tokenizer bytes --out '{folder}'"
     assert command == f"{command_line('prepare')} {options}"
     folder.mkdir()
-    message = r"is no finished folder .*\(TEXT: what to tokenise, as in data\.source\)"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=r"(?s)is no finished folder .*--source TEXT"):
         open_split(dataclasses.replace(wanted, source=""), BYTES, "train")
     subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, check=True)
     assert ends(open_split(wanted, BYTES, "train")) == 20
-    with pytest.raises(ValueError, match=r"--out .*none --max-tokens 3072\n"):  # 8 x 12 x 32
+    with pytest.raises(ValueError, match=r"--out .*none --max-tokens 3072"):  # 8 x 12 x 32
         train(settings(tmp_path, data__corpus=tmp_path / "none"))
-    for place, model in (("data/Llama-3.1-8B", "meta-llama/Llama-3.1-8B"), ("my", "OWNER/my")):
-        message = rf"is not a file (?s:.*)/hf download {model} --local-dir {place}$"
-        with pytest.raises(ValueError, match=message):
-            build_tokenizer(f"{place}/tokenizer.json")
 
 
 @pytest.mark.parametrize(
     ("corpus", "message"),
     [
-        ("{}/a.txt", "data.corpus: cannot read the text file"),
+        ("{}/a.txt", "data.corpus: cannot read"),
         ("{}/*", "data.corpus: .* has no text"),
-        ("{}/a,{}/b", "data.corpus: cannot read the text file"),
-        ("hf:owner/set:train", "is prepared before .*(?s:.*)prepare --source hf:owner/set:train"),
-        ("hf:owner/set:train", 'set data.corpus = "corpora/owner-set-train"'),
+        ("{}/a,{}/b", "data.corpus: cannot read"),
+        (
+            "hf:owner/set:train",
+            'or to "corpora/owner-set-train" (?s:.*)--source hf:owner/set:train',
+        ),
     ],
 )
 def test_what_is_no_shard_folder(tmp_path: Path, corpus: str, message: str) -> None:

@@ -30,7 +30,7 @@ def own(file: Path) -> Tokenizer:
 @example("<|endoftext|>")  # a special token in a text is text
 def test_bytes_are_utf8(text: str) -> None:
     assert bytes(BYTES.encode(text).tolist()) == text.encode()
-    assert BYTES.decode(BYTES.encode(text)) == text
+    assert BYTES.decode(BYTES.encode(text).tolist()) == text
 
 
 def test_bytes_take_any_text() -> None:
@@ -49,15 +49,8 @@ def test_a_file_encodes_as_its_package_does(own: Tokenizer, file: Path, text: st
     theirs.encode_special_tokens = True
     ids = own.encode(text)
     assert ids.tolist() == theirs.encode(text, add_special_tokens=False).ids
-    assert own.decode(ids) == text
+    assert own.decode(ids.tolist()) == text
     assert own.end_of_document not in ids
-
-
-@pytest.mark.parametrize("kind", ["bytes", "file"])
-def test_a_lone_surrogate_becomes_u_fffd(kind: str, own: Tokenizer) -> None:
-    tokenizer = BYTES if kind == "bytes" else own
-    for text, expected in (("a\ud800b", "a\ufffdb"), ("\ud83d\ude00", "\U0001f600")):
-        assert tokenizer.decode(tokenizer.encode(text)) == expected
 
 
 def test_a_file_compresses_and_its_fingerprint_is_of_its_content(
@@ -118,8 +111,11 @@ def test_limits_and_added_tokens_of_a_file_are_left_out(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda content: content.pop("model"), "no tokenizer.json that the package tokenizers"),
-        (lambda content: content["added_tokens"].clear(), 'changed.json" has none of the tokens'),
+        (lambda content: content.pop("model"), "is no tokenizer.json"),
+        (
+            lambda content: content["added_tokens"].clear(),
+            'json" has no token that ends a',
+        ),
     ],
 )
 def test_a_file_that_cannot_be_used_is_refused(
@@ -138,7 +134,7 @@ def test_a_file_that_cannot_be_used_is_refused(
 def test_a_missing_file_or_package_names_the_remedy(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    message = r'"none.json" is not a file .* Train one as in docs/data.md#train-a-tokenizer'
+    message = r'"none.json" is no file: train one .docs/data-and-models.md#tokenizers'
     with pytest.raises(ValueError, match=message):
         build_tokenizer("none.json")
     monkeypatch.setitem(sys.modules, "tokenizers", None)
@@ -149,10 +145,9 @@ def test_a_missing_file_or_package_names_the_remedy(
 # --- named encodings ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "nearest"), [("gtp2", "gpt2"), ("byte", "bytes")])
-def test_unknown_name_gets_the_nearest_one(name: str, nearest: str) -> None:
-    with pytest.raises(ValueError, match=rf'data\.tokenizer = "{name}".*Did you mean "{nearest}"'):
-        build_tokenizer(name)
+def test_an_unknown_name_gets_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r'data\.tokenizer = "gtp2" is none of bytes, .*gpt2'):
+        build_tokenizer("gtp2")
 
 
 def test_encoding_that_cannot_be_fetched_names_the_remedies(
@@ -163,7 +158,7 @@ def test_encoding_that_cannot_be_fetched_names_the_remedies(
 
     monkeypatch.setattr(requests, "get", no_network)
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
-    message = r"(?s)p50k_edit.*could not load.*no network.*docs/data.md.*or use a tokenizer.json"
+    message = r"(?s)p50k_edit.*cannot be loaded.*no network.*or use a tokenizer.json"
     with pytest.raises(ValueError, match=message):
         build_tokenizer("p50k_edit")
 
@@ -179,11 +174,11 @@ def test_named_encoding_keeps_its_own_end_of_document(
     monkeypatch.setattr(tiktoken, "list_encoding_names", lambda: ["named"])
     monkeypatch.setattr(tiktoken, "get_encoding", lambda _: encoding)
     if not special:
-        with pytest.raises(ValueError, match=r'"named": .* with an <\|endoftext\|> token'):
+        with pytest.raises(ValueError, match=r'"named" cannot be loaded .*endoftext'):
             build_tokenizer("named")
         return
     tokenizer = build_tokenizer("named")
     assert (tokenizer.vocab_size, tokenizer.end_of_document) == (301, 256)
     assert tokenizer.fingerprint != BYTES.fingerprint
     assert tokenizer.decode([97, 280, 98]) == "a\ufffdb", "280 is a gap"
-    assert tokenizer.encode("a\ud800<|other|>").tolist() == list("a\ufffd<|other|>".encode())
+    assert tokenizer.encode("a<|other|>").tolist() == list(b"a<|other|>")

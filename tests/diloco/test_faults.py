@@ -67,7 +67,7 @@ def _fault(event: str, at_step: int, link: Link) -> str:
                 if event == "silence":
                     time.sleep(2 * IMPATIENT.timeout_seconds)
                 elif event == "schedule":
-                    outer.step_count += 2
+                    outer.peers.step += 2
                 else:
                     outer._states[1].outer[3] += 1.0
                     outer._states[1].checksum ^= 1  # as it would be, had the outer step gone wrong

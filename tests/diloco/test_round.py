@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from tests.diloco.reference import build_optimizer
 from tests.diloco.toy import alone, config, full, inner_step, start
 from tests.processes import ProcessPool
 from torchtitan_diloco.diloco import Quantization
@@ -17,7 +18,6 @@ from torchtitan_diloco.diloco.config import CodecName, Fragments, OuterOptimizer
 from torchtitan_diloco.diloco.fragments import build_fragments
 from torchtitan_diloco.diloco.outer_optimizer import BLOCK
 from torchtitan_diloco.diloco.outer_state import OuterState, checksum
-from torchtitan_diloco.diloco.reference import build_optimizer
 from torchtitan_diloco.diloco.round import Meter, Round, Span
 
 PLAIN_MEAN = replace(config(0, delay=0, name="sgd", lr=1.0), sync_every=4)
@@ -123,7 +123,7 @@ def test_steps_are_torchs(name: str, size: int) -> None:
         state.advance()
         assert torch.equal(state.outer, before), "whole until the fragment is applied"
         assert state.checksum == checksum(state.delta)
-        state.apply(mixing=0.0)
+        state.apply(state.delta, share=0.0)
         torch.testing.assert_close(state.outer, expected, rtol=1e-5, atol=1e-6)
         assert torch.equal(model["weight"], state.outer)
 

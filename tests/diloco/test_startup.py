@@ -28,6 +28,7 @@ from torchtitan_diloco.diloco import (
 )
 from torchtitan_diloco.diloco.config import CodecName
 from torchtitan_diloco.diloco.fragments import build_fragments
+from torchtitan_diloco.diloco.gloo_peers import GlooPeers
 from torchtitan_diloco.distributed.world import WORKER
 from torchtitan_diloco.log import logger
 
@@ -114,7 +115,10 @@ def test_workers_that_were_started_differently_are_refused(processes: ProcessPoo
 
 def _run_numbers() -> list[int]:
     group = join(2).group(WORKER)
-    return [StreamingDiLoCo(Net(), group, config(2))._run for _ in range(2)]
+    peers = [GlooPeers(group) for _ in range(2)]
+    for one in peers:
+        one.start(Net(), config(2))
+    return [one._run for one in peers]
 
 
 def test_two_runs_of_one_configuration_are_kept_apart(processes: ProcessPool) -> None:

@@ -55,7 +55,6 @@ def _interrupted(wire: Quantization) -> tuple[list[int], Any, list[Any]]:
                 parts = model.state_dict(), optimizer.state_dict(), outer.state_dict()
                 saves.append(copy.deepcopy(parts))
         state: Any = outer.state_dict()
-        assert state.pop("exchanged")["worker/sent_bytes"] > 0
         outer.close()
         return parameters(model), state
 
@@ -71,8 +70,7 @@ def test_resumed_is_uninterrupted_bit_for_bit(processes: ProcessPool, codec: Cod
         for resumed in ends:
             assert_same(went_on[0], resumed[0])
             assert went_on[1]["facts"] == resumed[1]["facts"]
-            for kind in ("shared", "own"):
-                assert_same(went_on[1][kind], resumed[1][kind])
+            assert_same(went_on[1]["tensors"], resumed[1]["tensors"])
 
 
 def _resumed_otherwise(changes: State) -> tuple[list[str], State, State]:
@@ -89,7 +87,7 @@ def _resumed_otherwise(changes: State) -> tuple[list[str], State, State]:
     loaded = resumed.state_dict()
     train(resumed, again, sgd(again), range(14, 40))
     resumed.drain()
-    return notes, outer.state_dict()["shared"], loaded["shared"]
+    return notes, outer.state_dict()["tensors"], loaded["tensors"]
 
 
 @pytest.mark.parametrize(
@@ -114,7 +112,7 @@ def test_a_restart_takes_over_what_it_can(
         assert len(notes) == len(words)
         assert all(word in note for word, note in zip(words, notes, strict=True))
         if "outer_optimizer" not in changes:
-            assert_same(after, before)
+            assert_same({name: after[name] for name in before}, before)  # a residual is new
 
 
 def test_fragments_that_are_applied_now_are_mixed_also_where_shared_values_stay() -> None:
@@ -131,7 +129,7 @@ def test_fragments_that_are_applied_now_are_mixed_also_where_shared_values_stay(
     names = {name for index in facts["in_flight"] for name in facts["layout"][index]}
     assert names
     for name, value in mixed.items():
-        kept = saved["shared"][shared_parameter_name(name)] if name in names else trained[name]
+        kept = saved["tensors"][shared_parameter_name(name)] if name in names else trained[name]
         assert_same(value, kept)
 
 
@@ -142,16 +140,16 @@ def _through_a_template() -> tuple[State, State]:
     train(outer, model, optimizer, range(1, 14))
     saved = SavedState(**outer.state_dict(world.host_mesh))
     facts = json.loads(json.dumps(saved.facts))
-    names = [*saved.shared, "model/blocks.0.weight"]
-    template = SavedState.template(model, facts, names, saved.own, world.host_mesh)
-    assert template.shared.keys() == saved.shared.keys()
-    for name, room in template.shared.items():
+    names = [*saved.tensors, "model/blocks.0.weight"]
+    template = SavedState.template(model, facts, names, world.host_mesh)
+    assert template.tensors.keys() == saved.tensors.keys()
+    for name, room in template.tensors.items():
         assert not room.to_local().any()  # type: ignore[attr-defined]
-        room.copy_(saved.shared[name])
+        room.copy_(saved.tensors[name])
     again = StreamingDiLoCo(model, None, config(2, delay=5))
     assert again.load_state_dict(template) == []
-    loaded = again.state_dict(world.host_mesh)["shared"]
-    return {n: full(v) for n, v in saved.shared.items()}, {n: full(v) for n, v in loaded.items()}
+    loaded = again.state_dict(world.host_mesh)["tensors"]
+    return {n: full(v) for n, v in saved.tensors.items()}, {n: full(v) for n, v in loaded.items()}
 
 
 def test_a_template_has_room_for_a_saved_state(processes: ProcessPool) -> None:
@@ -166,7 +164,7 @@ def test_a_saved_state_starts_other_loops_and_not_other_models() -> None:
     fragments = facts_for_new_worker(saved.facts)["fragments"]
     assert [one["weight"] for one in fragments] == [0.0] * 5, "nothing to send"
     assert saved.facts["fragments"][0]["weight"] == 3.0
-    saved.shared[shared_parameter_name("gain")].fill_(7.0)
+    saved.tensors[shared_parameter_name("gain")].fill_(7.0)
     model = Net()
     assert "no outer loop any more" in DataParallel(model).load_state_dict(saved)[0]
     assert model.gain.item() == 7.0
@@ -182,7 +180,7 @@ def test_a_load_and_a_restart_from_the_model_give_up_what_is_in_flight() -> None
     outer.load_state_dict(saved)
     again = outer.state_dict()
     assert again["facts"] == saved["facts"]
-    assert_same(again["shared"], saved["shared"])
+    assert_same(again["tensors"], saved["tensors"])
 
     train(outer, model, optimizer, range(1, 21))
     nn.init.constant_(model.gain, 7.0)
@@ -193,6 +191,6 @@ def test_a_load_and_a_restart_from_the_model_give_up_what_is_in_flight() -> None
     assert_same(parameters(model), wanted)
     saved = outer.state_dict()
     assert saved["facts"]["step"] == 100
-    slots = [value for name, value in saved["shared"].items() if name.startswith("momentum/")]
+    slots = [value for name, value in saved["tensors"].items() if name.startswith("momentum/")]
     assert slots
     assert not any(slot.any() for slot in slots)

@@ -30,6 +30,7 @@ def build(config: Model, seed: int = 0) -> Decoder:
 
 
 def save(model: Decoder, folder: Path, dtype: torch.dtype = torch.float32) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
     save_hugging_face(folder, model, build_tokenizer("bytes"), dtype)
 
 

@@ -17,9 +17,9 @@ from torch import Tensor
 from tests.conftest import REPOSITORY
 from tests.diloco.toy import Net, config, inner_step, sgd
 from tests.islands.servers import PATIENCE, wait_until
-from torchtitan_diloco.diloco import DiLoCoConfig, Quantization
+from torchtitan_diloco.diloco import DiLoCoConfig, Quantization, StreamingDiLoCo
 from torchtitan_diloco.diloco.state_dict import SavedState
-from torchtitan_diloco.islands import IslandDiLoCo, Islands
+from torchtitan_diloco.islands import IslandPeers, Islands
 from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.connection import ClosedError
 
@@ -32,7 +32,8 @@ FP4 = replace(config(), quantization=Quantization(codec="fp4_e3m0"))
 
 @dataclass
 class Result:
-    outer: IslandDiLoCo
+    outer: StreamingDiLoCo
+    peers: IslandPeers
     model: Net
     shared: dict[str, Tensor]
     steps: int
@@ -68,16 +69,14 @@ class Island(threading.Thread):
         self.optimizer = sgd(self.model)
         size = {"slots": self.slots, "begin": self.begin}
         settings = Islands(str(self.join_string), self.name_, grace_seconds=self.grace, **size)
-        self.outer = IslandDiLoCo(
-            self.model,
+        self.peers = IslandPeers(
             settings,
-            self.chosen,
             total_tokens=self.steps * self.begin * TOKENS,
-            optimizer=self.optimizer,
             tokens_per_step=TOKENS,
             samples_per_step=2,
             facts=self.facts,
         )
+        self.outer = StreamingDiLoCo(self.model, self.peers, self.chosen, optimizer=self.optimizer)
 
     def __hash__(self) -> int:
         return id(self)
@@ -97,10 +96,10 @@ class Island(threading.Thread):
         outer = self.outer
         if self.saved is not None:
             outer.load_state_dict(self.saved)
-        outer.join()
-        while not outer.finished and not self.stop.is_set():
+        seat = self.peers.join()
+        while not self.peers.finished and not self.stop.is_set():
             self.step += 1
-            inner_step(self.model, self.optimizer, outer.seat.slot, self.step)
+            inner_step(self.model, self.optimizer, seat.slot, self.step)
             time.sleep(self.step_seconds)
             if self.each_step is not None:
                 self.each_step(self)
@@ -109,7 +108,7 @@ class Island(threading.Thread):
             outer.step(weight=TOKENS)
         outer.drain()
         shared = {name: value.clone() for name, value in outer.global_state_dict().items()}
-        self.result = Result(outer, self.model, shared, self.step, outer.rounds())
+        self.result = Result(outer, self.peers, self.model, shared, self.step, outer.rounds())
 
     def finish(self, seconds: float = PATIENCE) -> Result:
         """Wait for the island to end. Return its result or raise its error."""
@@ -157,7 +156,7 @@ def started(*islands: Island) -> Iterator[None]:
     finally:
         for island in islands:
             island.died.set()
-            if island.outer._leader is not None:
-                island.outer._leader._closed.set()
+            if island.peers._leader is not None:
+                island.peers._leader._closed.set()
         for island in islands:
             island.join(PATIENCE)

@@ -17,7 +17,7 @@ from tests.islands.running import FP4, TOKENS, Island, same, started, with_plain
 from tests.islands.servers import PATIENCE, need_server, running_server, wait_until
 from tests.processes import ProcessPool
 from torchtitan_diloco.diloco.state_dict import SavedState
-from torchtitan_diloco.islands import IslandFencedError, connection, leader
+from torchtitan_diloco.islands import IslandFencedError, connection, machine
 from torchtitan_diloco.islands.__main__ import open_reader
 from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.connection import Bulk, Connection
@@ -54,7 +54,7 @@ def die(island: Island) -> None:
 
 
 def save_in(saved: list[SavedState]) -> Action:
-    return lambda island: saved.append(island.outer.start_state_dict().result(PATIENCE))
+    return lambda island: saved.append(SavedState(**island.outer.state_dict()))
 
 
 # --- islands that come and go ---------------------------------------------------------------------
@@ -76,12 +76,12 @@ def test_islands_join_and_leave(server: Join) -> None:
         with started(twin), pytest.raises(ValueError, match="a is running already"):
             twin.finish()
         third.start()
-        reader = first.outer._leader
+        reader = first.peers._leader
         assert reader is not None
         left, results = second.finish(), [first.finish(), third.finish()]
-        slot = reader.state.slots[left.outer.seat.slot]
+        slot = reader.state.slots[left.peers.seat.slot]
     assert same(results[0].shared, results[1].shared)
-    assert results[1].outer.seat.slot == 2
+    assert results[1].peers.seat.slot == 2
     assert results[1].steps < results[0].steps
     assert {3, 2} <= {round_.participants for round_ in results[0].rounds}
     assert slot.owner is None
@@ -104,9 +104,9 @@ def test_an_island_dies_and_returns_under_its_name(server: Join) -> None:
         results = [first.finish(), again.finish()]
     assert same(results[0].shared, results[1].shared)
     assert 1 in {round_.participants for round_ in results[0].rounds}
-    assert again.outer.seat.slot == second.outer.seat.slot
-    assert again.outer.seat.position > 0, "it does not read merged samples again"
-    assert results[0].outer.clock >= 80 * 2 * TOKENS
+    assert again.peers.seat.slot == second.peers.seat.slot
+    assert again.peers.seat.position > 0, "it does not read merged samples again"
+    assert results[0].peers.clock >= 80 * 2 * TOKENS
 
 
 def test_a_joiner_asks_another_island_when_its_donor_dies(
@@ -116,7 +116,7 @@ def test_a_joiner_asks_another_island_when_its_donor_dies(
     give, dead = Leader._give_snapshot, list[Island]()
 
     def die_or_give(found: Leader, wanted: SnapshotWanted) -> None:
-        island = islands[name_of(found.incarnation)]
+        island = islands[name_of(found.machine.incarnation)]
         if not dead:
             dead.append(island)
             island.died.set()
@@ -140,7 +140,7 @@ STATES = [
     (Connection, "receive_log"),
     (Replay, "_wait_for_answer"),
     (Replay, "_start_at"),  # it has the first of its copies
-    (Leader, "_attempt"),  # to take a slot
+    (Connection, "append"),  # to take a slot
     (Leader, "join"),
     (Connection, "store"),  # of a part that is not in the log
 ]
@@ -184,7 +184,7 @@ def test_an_old_start_that_wakes_up_ends_without_harm(
     first.each_step = hold(40, lambda: again.step >= 10)
     with started(first, stopped):
         stopped.wait_for_step(20)
-        frozen = stopped.outer._leader
+        frozen = stopped.peers._leader
         assert frozen is not None
         frozen._work = lambda: time.sleep(0.1)  # type: ignore[method-assign]
         monkeypatch.setattr(frozen._connection, "beat", print)
@@ -253,16 +253,16 @@ def test_a_spare_island_keeps_one_copy_and_no_parts(server: Join) -> None:
         first.wait_for_step(10)
         with started(spare):
             first.wait_for_step(80)
-            held = [len(copy.versions) for copy in spare.outer._copies.fragments]
+            held = [len(copy.versions) for copy in spare.peers._copies.fragments]
             assert max(held) <= 2
-            assert spare.outer._leader is not None
-            assert len(spare.outer._leader._fetched) <= 10
+            assert spare.peers._leader is not None
+            assert len(spare.peers._leader._fetched) <= 10
 
 
 def test_an_island_leaves_without_a_connection(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(leader, "AWAY", 0.5)
+    monkeypatch.setattr(machine, "AWAY", 0.5)
     with running_server(tmp_path / "server") as found:
         island = Island(found.join, "a", begin=1, slots=1, steps=1000, step_seconds=0.02)
         with started(island):
@@ -281,12 +281,13 @@ STEPS = 90
 
 def replayed(server: str, saved: SavedState | None = None) -> dict[str, Tensor]:
     """Replay the log without writing, and return the shared parameters."""
-    outer = Island(Join.parse(server), "reader", steps=STEPS).outer
+    island = Island(Join.parse(server), "reader", steps=STEPS)
+    outer, peers = island.outer, island.peers
     if saved is not None:
         outer.load_state_dict(saved)
-    reader = outer._leader = outer.build_leader()
-    reader.replay(outer._saved)
-    outer._take_versions([copy.newest for copy in outer._copies.fragments])
+    reader = peers._leader = peers.build_leader()
+    reader.replay(peers._saved)
+    peers._take_versions([copy.newest for copy in peers._copies.fragments])
     outer.close()
     return outer.global_state_dict()
 
@@ -315,7 +316,7 @@ def test_the_log_gives_the_final_copy_and_begins_the_run_again(server: Join) -> 
     with started(first, second):
         first.join(PATIENCE)
         second.join(PATIENCE)
-    versions = [copy.newest for copy in first.outer._copies.fragments]
+    versions = [copy.newest for copy in first.peers._copies.fragments]
     again = Island(server, "a", steps=STEPS, grace=0.2, saved=saved[0])
     other = Island(server, "b", steps=STEPS, grace=0.2)
     again.each_step = hold(5, lambda: other.step)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tests.islands.running import with_plain_instructions
 from torchtitan_diloco.diloco import DiLoCoConfig, OuterOptimizer, Quantization
-from torchtitan_diloco.diloco.codecs import build_codec
+from torchtitan_diloco.diloco.codecs import UNIT, build_codec
 from torchtitan_diloco.diloco.config import Fragments
 from torchtitan_diloco.diloco.fragments import Fragment, Part, build_fragments
 from torchtitan_diloco.diloco.outer_optimizer import outer_step
@@ -20,7 +20,7 @@ from torchtitan_diloco.diloco.outer_state import OuterState
 from torchtitan_diloco.islands.copies import Copies, arithmetic, encode_delta
 from torchtitan_diloco.islands.shards import Layout, Ranks
 
-PIECE = 256
+PIECE = UNIT
 """Values per piece: few, so that a fragment has several pieces."""
 SHAPES = [(5, 3), (1,), (7,), (4, 2, 3), (2, 9)]
 
@@ -88,7 +88,7 @@ def copies_of(
 @given(
     senders=st.integers(1, 4),
     readers=st.integers(1, 4),
-    codec=st.sampled_from(["fp4_e3m0", "fp32"]),
+    codec=st.sampled_from(["fp4_e3m0", "fp32", "topk"]),
 )
 def test_parts_are_read_by_islands_with_other_ranks(senders: int, readers: int, codec: str) -> None:
     config = DiLoCoConfig(
@@ -118,6 +118,8 @@ def test_parts_are_read_by_islands_with_other_ranks(senders: int, readers: int, 
         # Two equal parts have the mean of one; their weights show in its last bits.
         theta, slots = states[0].outer.clone(), [slot.clone() for slot in states[0].slots]
         mean = values.clone().lerp_(values, 4 / 7)
+        if codec == "topk":  # with a share for each value
+            mean = values.clone().lerp_(values, torch.full_like(values, 4 / 7))
         outer_step(config.outer_optimizer, theta, mean, slots)
         copies._content = [part, part]
         copies.advance(0, 1, config.outer_optimizer.lr, [3, 4], [senders, senders])

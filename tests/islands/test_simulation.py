@@ -10,7 +10,7 @@ The properties of the rules, and the tests that show them; those without a file 
  5. Openings come no faster than H steps of the fastest, all work is merged within 4 versions:
     test_all_work_is_merged_in_time.
  6. A waiting part whose sender, or whose peers, die: test_a_waiting_part_whose...
- 7. Lockstep is one world: test_lockstep_is_one_world; with tensors and codecs: test_loop,
+ 7. Lockstep is one world: test_lockstep_is_one_world; with tensors and codecs: test_peers,
     test_two_islands_have_the_bits... Jitter beyond the grace has no such bits: 5.
  8. Late, then taken: toy.Expected says what the next delta has, and is asserted for each, with any
     alpha. It has older work too, as alpha is 1/2 at least then: a share of what the entry has left
@@ -21,8 +21,8 @@ The properties of the rules, and the tests that show them; those without a file 
 11. Replay from the start and from snapshots: `check`, after every simulation; with tensors:
     test_coming_and_going, test_the_log_gives..., also in a process with plain instructions; with
     all codecs: test_copies, test_another...
-12. Islands of 1, 2, 3 ranks, one slow: test_loop, test_islands_of_several_ranks...; a dead rank
-    leaves no part: test_loop, test_a_dead_rank...
+12. Islands of 1, 2, 3 ranks, one slow: test_peers, test_islands_of_several_ranks...; a dead rank
+    leaves no part: test_peers, test_a_dead_rank...
 
 Every state of joining: test_coming_and_going, test_a_joiner_may_die_at_any_time.
 """
@@ -195,25 +195,32 @@ def test_a_death_before_and_after_everything_it_sends(
     leaves_at=st.floats(0.5, 5.0),
     delay=st.sampled_from([0, 1, 5]),
     upload=st.sampled_from([0.01, 0.3]),
+    is_replaced=st.booleans(),
     seed=st.integers(0, 99),
 )
 def test_an_island_that_leaves_sends_all_its_work(
-    leaves_at: float, delay: int, upload: float, seed: int
+    leaves_at: float, delay: int, upload: float, is_replaced: bool, seed: int
 ) -> None:
-    """Also what it has trained since a part that waits for the other one's."""
+    """Also what it has trained since a part that waits for the other one's, and also if another
+    island takes the slot at once."""
     world = World(Plan(delay=delay, steps=60, slots=2, begin=2), seed)
     leaver, other = world.start("leaver"), world.start("other", Nature(upload=upload))
     world.after(leaves_at, lambda: setattr(leaver, "leaving", True))
+    if is_replaced:
+        world.start("next", at=leaves_at)
     world.run()
-    state, _ = check(world)
+    state, entries = check(world)
     assert leaver.island is not None
     slot = state.slots[leaver.island.slot]
     assert other.island is not None
     assert state.ended
-    assert slot.owner is None
-    for ledger in slot.ledgers:
+    assert is_replaced or slot.owner is None
+    for fragment, ledger in enumerate(slot.ledgers):
+        parts = [one for entry in entries for one in entry.parts if one.fragment == fragment]
+        ends = [one.end for one in parts if one.incarnation == leaver.incarnation]
+        assert max(ends) == leaver.island.position
         assert [span.fate for span in ledger.spans] == ["merged"]
-        assert ledger.taken_to == leaver.island.position
+        assert is_replaced or ledger.taken_to == leaver.island.position
 
 
 def entries_between(world: World, begin: float, end: float) -> list[Entry]:

@@ -14,7 +14,9 @@ from tests.conftest import REPOSITORY
 from tests.launch.stand_in import is_alive
 
 START = """
-import sys
+import signal, sys
+if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # as the module itself does when it is started
 from torchtitan_diloco import launch
 sys.exit(launch.main(sys.argv[1:], 'stand_in'))
 """

@@ -11,11 +11,10 @@ from torch import Tensor, nn
 from tests.components.test_resume import run
 from tests.processes import ProcessPool
 from tests.test_trainer import curve, records, settings
-from torchtitan_diloco import generate, validate
 from torchtitan_diloco.config import load_config
 from torchtitan_diloco.config.schema import Model
 from torchtitan_diloco.diloco.config import Fragments
-from torchtitan_diloco.export import __main__ as export
+from torchtitan_diloco.export import __main__ as commands
 from torchtitan_diloco.export.saved_model import open_saved
 from torchtitan_diloco.models import MODELS, LanguageModel
 from torchtitan_diloco.models.base import Head
@@ -76,11 +75,11 @@ def test_a_new_family_trains_in_shards_and_its_checkpoint_is_used(
 
     monkeypatch.setitem(MODELS, "debug", Mixer)
     assert isinstance(open_saved(Path(folder)).model, Mixer)
-    assert validate.main([folder, "--device", "cpu"]) == 0
+    assert commands.main(["validate", folder, "--device", "cpu"]) == 0
     assert f"loss {losses[-1]:.4f}" in capsys.readouterr().out
-    assert generate.main([folder, "--tokens", "3", "--device", "cpu"]) == 0
-    assert export.main([folder]) == 0
-    assert export.main([folder, "--format", "hf"]) == 2
+    assert commands.main(["generate", folder, "--tokens", "3"]) == 0
+    assert commands.main(["export", folder]) == 0
+    assert commands.main(["export", folder, "--format", "hf"]) == 2
     assert "has no form in transformers" in capsys.readouterr().err
     load = Workload.of(load_config("debug", chosen), vocabulary=320)
     assert (load.layers, len(load.fragments(Fragments(layers_per_fragment=1)))) == (2, 3)

@@ -13,7 +13,7 @@ from torchtitan_diloco.diloco.config import (
     Quantization,
     diloco_mistakes,
 )
-from torchtitan_diloco.planner.ladder import climb, ladder_text, needed_bits_per_second, rungs
+from torchtitan_diloco.planner.ladder import climb, ladder_text, rungs
 from torchtitan_diloco.planner.prediction import Conditions, Workload
 
 GIVEN = replace(load_config("35m").diloco, quantization=Quantization(codec="fp32"))
@@ -79,24 +79,15 @@ def test_the_first_rung_that_reaches_the_target_is_chosen(
     assert "first to reach 95 %" in text
 
 
-def test_what_is_missing_if_no_rung_reaches_the_target() -> None:
+def test_no_rung_reaches_the_target() -> None:
     slow = link(1e5)
     tried, best = climb(workload(), slow, GIVEN, 0.95)
     assert best.sync_every == 120
     assert len(tried) == len(names(GIVEN))
-    rate = needed_bits_per_second(workload(), best, slow, 0.95)
-    assert rate is not None
-    reached = [workload().predict(best, link(one * rate)).utilisation for one in (0.99, 1.0)]
-    assert reached[0] < 0.95 <= reached[1]
-    assert "none reaches 95 %; * comes closest, and needs " in ladder_text(
-        workload(), slow, tried, best, 0.95
-    )
+    assert "none reaches 95 %; * comes closest" in ladder_text(workload(), slow, tried, best, 0.95)
     slowest = link(1e2)
     tried, best = climb(workload(), slowest, GIVEN, 0.95)
     assert best.sync_every == 120, "small utilisations differ, too"
     uneven = Conditions(1e12, (0.1, 0.2))
     tried, best = climb(workload(), uneven, GIVEN, 0.95)
     assert best is next(iter(tried)), "no change for a gain below a percent"
-    far = link(1e9, latency=60.0)
-    tried, best = climb(workload(), far, GIVEN, 0.95)
-    assert "no bandwidth is enough" in ladder_text(workload(), far, tried, best, 0.95)

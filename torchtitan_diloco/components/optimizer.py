@@ -14,6 +14,7 @@ from torch.nn.utils import get_total_norm
 from torch.optim import AdamW
 
 from torchtitan_diloco.config.schema import LrSchedule, Optimizer
+from torchtitan_diloco.diloco.fragments import local_of, shard_rows
 from torchtitan_diloco.log import UserError, logger
 
 
@@ -22,10 +23,7 @@ def compute_dtype(choice: str, device: torch.device) -> torch.dtype:
     if choice == "auto":
         choice = "bfloat16" if device.type == "cuda" else "float32"
     if choice == "bfloat16" and device.type != "cuda":
-        raise UserError(
-            'parallel.compute_dtype = "bfloat16" needs a GPU, and there is none: use "auto" or '
-            '"float32"'
-        )
+        raise UserError('parallel.compute_dtype = "bfloat16" needs a GPU: use "auto" or "float32"')
     return {"bfloat16": torch.bfloat16, "float32": torch.float32}[choice]
 
 
@@ -145,10 +143,8 @@ class SkippedSteps:
             logger.warning(f"step {step}: gradient norm is {norm}; skip steps until it is finite")
         if self.in_a_row > self.limit:
             raise UserError(
-                f"{self.in_a_row} steps in a row, up to step {step}, had gradients that are not "
-                f"finite, more than training.max_skipped_steps = {self.limit}: lower "
-                "optimizer.lr, lengthen lr_schedule.warmup_steps, or look at the data; the last "
-                "checkpoint has only finite values"
+                f"more than training.max_skipped_steps = {self.limit} steps up to step {step} had "
+                "gradients that are not finite: lower optimizer.lr, or raise the warmup_steps"
             )
         return True
 
@@ -223,11 +219,6 @@ def initial_state(group: dict[str, Any], parameter: Tensor) -> dict[str, Tensor]
     return {"step": step, "exp_avg": zeros(), "exp_avg_sq": zeros()}
 
 
-def local_of(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def orthogonalise(matrices: Sequence[Tensor], rows: Sequence[Tensor]) -> list[Tensor]:
     """Return this rank's rows of the orthogonalised matrices, given its rows of each matrix."""
     first = matrices[0] if matrices else None
@@ -270,13 +261,6 @@ def assign_owners(matrices: Sequence[Tensor], ranks: int) -> list[list[int]]:
         owned[owner].append(index)
         load[owner] += matrices[index].numel()
     return owned
-
-
-def shard_rows(rows: int, rank: int, ranks: int) -> range:
-    """Return the rows of a rank under FSDP2: equal ranges, of which the last may be shorter or
-    empty."""
-    size = -(-rows // ranks)
-    return range(min(rows, rank * size), min(rows, (rank + 1) * size))
 
 
 def newton_schulz(matrix: Tensor) -> Tensor:

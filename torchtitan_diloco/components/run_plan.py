@@ -66,17 +66,16 @@ def plan_run(
     accumulation = sequences // share
     if sequences % share:
         raise UserError(
-            f"training.global_batch_size = {sequences} is not a multiple of {ranks} processes "
-            f"x training.batch_size = {training.batch_size}: the nearest that fit are "
-            f"{accumulation * share or share} and {(accumulation + 1) * share}"
+            f"training.global_batch_size = {sequences} is no multiple of {ranks} processes x "
+            f"training.batch_size = {training.batch_size}: {(accumulation + 1) * share} is"
         )
     tokens_per_step = sequences * training.sequence_length
     tokens = (training.tokens or training.tokens_per_parameter * parameters) - start_tokens
     total_steps = training.steps or start_step + math.ceil(tokens / tokens_per_step)
     if total_steps < start_step:
         raise UserError(
-            f"the run has {total_steps} steps by the settings of [training], and its checkpoint is "
-            f"of step {start_step}: make the run longer, or choose another run.folder"
+            f"the run has {total_steps} steps by [training], and its checkpoint is of step "
+            f"{start_step}: make the run longer, or choose another run.folder"
         )
     sizes = parameters, embedding_parameters, accumulation, tokens_per_step, total_steps
     inner_bytes = 16 - 4 * muon * (1 - embedding_parameters / parameters)
@@ -174,9 +173,8 @@ def check_size(
             if needed > free:
                 raise UserError(
                     f"{plan.parameters:,} parameters need {needed / GIB:.1f} GiB on this {where} "
-                    f"({', '.join(state)}; without activations), and its {kind} memory is "
-                    f"{free / GIB:.1f} GiB: use more ranks or machines per worker, or a smaller "
-                    f"model ({smaller})"
+                    f"({', '.join(state)}), and its {kind} memory is {free / GIB:.1f} GiB: use "
+                    f"more ranks or machines per worker, or a smaller model ({smaller})"
                 )
 
     on_all_ranks(world.control, check_memory)

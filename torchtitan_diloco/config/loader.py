@@ -3,16 +3,14 @@
 Precedence: command line > TOML file > the files that it extends > defaults.
 """
 
-import argparse
 import contextlib
 import os
 import sys
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from functools import reduce
 from pathlib import Path
-from typing import Any, NoReturn, get_args, get_origin
+from typing import Any, get_args, get_origin
 
 import msgspec
 import tomli
@@ -48,13 +46,11 @@ def load_config(name_or_path: str, overrides: Mapping[str, str] | None = None) -
         settings.values["run.name"] = path.stem
     config = settings.build()
     values = flat_settings(config)
-    origins = settings.origins
-    mistakes = [
-        _mistake(origins.get(key, "default"), key, values[key], reason)
-        for key, reason in config_mistakes(config)
-    ]
-    if mistakes:
-        raise ConfigError(mistakes)
+    for key, reason in config_mistakes(config):
+        origin = settings.origins.get(key, "default")
+        settings.mistakes.append(_mistake(origin, key, values[key], reason))
+    if settings.mistakes:
+        raise ConfigError(settings.mistakes)
     return config
 
 
@@ -86,30 +82,24 @@ class _Settings:
             table = _parse_toml(path.read_text(encoding="utf-8"), str(path))
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError([f"{path}: cannot be read as a TOML file: {error}"]) from None
-        parent, children = table.pop("extends", None), (*children, path.resolve())
-        if isinstance(parent, str):
-            parent_path = find_config(parent, path)
-            if parent_path.resolve() in children:
-                reason = "extends itself: remove one of the files from the circle"
+        if (parent := table.pop("extends", None)) is not None:
+            found = find_config(parent, path) if isinstance(parent, str) else None
+            if found is None or found.resolve() == path.resolve() or found.resolve() in children:
+                reason = "must be the name of one other TOML file, which does not extend this one"
                 raise ConfigError([_mistake(str(path), "extends", parent, reason)])
-            self.add_file(parent_path, children)
-        elif parent is not None:
-            reason = "must be the name of one TOML file, in quotes"
-            self.mistakes.append(_mistake(str(path), "extends", parent, reason))
+            self.add_file(found, (*children, path.resolve()))
         self.add(table, str(path))
 
     def add(self, table: Mapping[str, Any], origin: str) -> None:
         """Add the valid settings of a table. Note what is wrong with the others."""
         found = {}
         for key, value in flatten(table).items():
-            if value == {} and any(known.startswith(f"{key}.") for known in TYPES):
-                continue
             try:
                 found[key] = _convert(key, value, is_word=origin == COMMAND_LINE)
             except ValueError as error:
                 self.mistakes.append(_mistake(origin, key, value, str(error)))
         if any(found.get(key) for key in RUN_LENGTH):  # so that `--training.steps 9` shortens any
-            self.values = {key: self.values[key] for key in self.values if key not in RUN_LENGTH}
+            self.values |= dict.fromkeys(RUN_LENGTH, 0)
         self.values |= found
         self.origins |= dict.fromkeys(found, origin)
 
@@ -119,7 +109,10 @@ class _Settings:
         tables: dict[str, Any] = {}
         for key, value in self.values.items():
             *sections, name = key.split(".")
-            reduce(lambda table, name: table.setdefault(name, {}), sections, tables)[name] = value
+            table = tables
+            for section in sections:
+                table = table.setdefault(section, {})
+            table[name] = value
         return msgspec.convert(tables, Config)
 
 
@@ -221,27 +214,3 @@ def _print_help() -> None:
             use_underscores=True,
             config=(tyro.conf.FlagConversionOff,),
         )
-
-
-class OptionParser(argparse.ArgumentParser):
-    """Parser of options and possibly settings (`--section.key`). Mistakes raise a ValueError."""
-
-    takes_settings = True
-
-    def __init__(self, **about: Any) -> None:
-        form = argparse.RawDescriptionHelpFormatter
-        super().__init__(**about, formatter_class=form, allow_abbrev=False)
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Return the options and the words of settings."""
-        options, words = super().parse_known_args(args, namespace)
-        known = [f"--{name.replace('_', '-')}" for name in vars(options)]
-        for name in (word.partition("=")[0] for word in words if word.startswith("--")):
-            is_setting = "." in name or name in ("--config", "--print-config")
-            if not (is_setting and self.takes_settings):
-                hint = nearest(name, known).removeprefix("; ") or "--help lists all options"
-                self.error(f"{name} is unknown: {hint}")
-        return options, words
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(message)

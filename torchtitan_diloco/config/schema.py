@@ -269,9 +269,8 @@ class Checkpoint:
     """Also keep all checkpoints whose step is a multiple of this. 0: none."""
     resume: str = "auto"
     """`auto`: resume from the latest checkpoint in `run.folder`, if any, that is not damaged.
-    `strict`: the same, but one that is damaged, or that some places lack, is an error. `never`:
-    start a new run. A run folder: resume that run there. A checkpoint folder: start a new run from
-    it."""
+    `never`: start a new run. A run folder: resume that run there. A checkpoint folder: start a new
+    run from it."""
 
 
 @dataclass(frozen=True)

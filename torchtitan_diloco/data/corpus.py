@@ -1,25 +1,57 @@
-"""Open the token shards of the `[data]` section. Text is tokenised once, into a cache folder."""
+"""Open the token shards of the `[data]` section, and tokenise text into shards.
 
+.venv/bin/torchtitan-diloco prepare --source stdlib --tokenizer bytes --out corpora/stdlib
+
+The same text and settings give the same bytes, for any number of threads. A job that was killed
+continues after its finished shards.
+"""
+
+import argparse
 import glob
 import re
 import shlex
-from collections.abc import Callable
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+
 from torchtitan_diloco.config.schema import Data
-from torchtitan_diloco.data.prepare import prepare
 from torchtitan_diloco.data.shards import (
     FORMAT_VERSION,
     INDEX_NAME,
+    SPLITS,
     STARTED_NAME,
+    ShardWriter,
     Split,
     TokenShards,
+    only_writer,
     read_index,
-    token_type,
+    read_or_begin_index,
 )
-from torchtitan_diloco.data.text import HUGGING_FACE_PREFIX, STDLIB, open_corpus, text_kind
-from torchtitan_diloco.data.tokenizer import Tokenizer
+from torchtitan_diloco.data.text import (
+    HUGGING_FACE_PREFIX,
+    PIECE_CHARACTERS,
+    STDLIB,
+    TEXT_FIELD,
+    Corpus,
+    Piece,
+    is_held_out,
+    open_corpus,
+    text_kind,
+)
+from torchtitan_diloco.data.tokenizer import BEGINS, Tokenizer, build_tokenizer
+from torchtitan_diloco.hardware import available_cores
 from torchtitan_diloco.log import UserError, command_line
+
+DEFAULT_SHARD_TOKENS = 2**28  # half a gigabyte at two bytes a token
+_PIECES_AHEAD = 128  # for each thread; bounds memory
+
+Tokenised = tuple[int, Split, npt.NDArray[np.uint32], bool]
+"""Number of a piece, its split, its tokens, and whether a document of the split ends with it."""
 
 
 def open_split(
@@ -37,8 +69,8 @@ def open_split(
         return TokenShards(folder, split, tokenizer)
     if own == corpus and not _is_shard_folder(own):
         raise UserError(
-            f'data.validation_corpus = "{own}" is data.corpus itself, which is trained on; leave '
-            f"it empty to hold out data.validation_fraction of the corpus"
+            f'data.validation_corpus = "{own}" is data.corpus, which is trained on: leave it empty '
+            "to hold out data.validation_fraction of it"
         )
     folder = _folder(data, "data.validation_corpus", tokenizer, fraction=0.0)
     # Validate on the held-out split of the folder, or on all of it if that split is empty.
@@ -56,29 +88,23 @@ def _folder(
     """Return the shard folder of a corpus. Tokenise the corpus if it is text."""
     spec = data.corpus if key == "data.corpus" else data.validation_corpus
     slug = re.sub(r"\W+", "-", spec.removeprefix(HUGGING_FACE_PREFIX)).strip("-")
-    if spec.startswith(HUGGING_FACE_PREFIX):
-        command = _command(spec, data, f"corpora/{slug}", tokens_of_run)
-        raise UserError(
-            f'{key} = "{spec}": a Hugging Face dataset is prepared before the run. Prepare it with'
-            f'\n    {command}\nand set {key} = "corpora/{slug}".'
-        )
-    if _is_shard_folder(spec):
+    is_dataset = spec.startswith(HUGGING_FACE_PREFIX)
+    if is_dataset or _is_shard_folder(spec):
         folder = Path(spec).expanduser()
-        if not (folder / INDEX_NAME).exists():
-            source = data.source if key == "data.corpus" else ""
-            hint = "" if source else " (TEXT: what to tokenise, as in data.source)"
-            command = _command(source or "TEXT", data, spec, tokens_of_run)
-            size = token_type(tokenizer.vocab_size).itemsize
-            raise UserError(
-                f'{key} = "{spec}" is no finished folder of token shards ({folder.absolute()}). '
-                f"Prepare it{hint} with\n    {command}\n"
-                f"or set {key} to text: stdlib, files, a folder or a glob. --max-tokens stops at "
-                f"so many tokens, each of which takes {size} bytes on disk."
-            )
-        return folder
+        if (folder / INDEX_NAME).exists():
+            return folder
+        source = (data.source if key == "data.corpus" else "") or "TEXT"
+        source, out = (spec, f"corpora/{slug}") if is_dataset else (source, spec)
+        options = ["--source", source, "--tokenizer", data.tokenizer, "--out", out]
+        if tokens_of_run is not None:
+            options += ["--max-tokens", str(tokens_of_run())]
+        raise UserError(
+            f'{key} = "{spec}" is no finished folder of token shards: set it to text, such as '
+            f'stdlib, or to "{out}" after\n    {command_line("prepare")} {shlex.join(options)}'
+        )
     try:
         corpus = open_corpus(spec)
-    except ValueError as error:
+    except UserError as error:
         raise UserError(f"{key}: {error}") from error
     made_of = f"{corpus.fingerprint[:8]}-{tokenizer.fingerprint[:8]}-{fraction:g}"
     name = f"{slug[-40:]}-{made_of}-v{FORMAT_VERSION}"
@@ -88,23 +114,173 @@ def _folder(
     return folder
 
 
-def _command(source: str, data: Data, out: str, tokens_of_run: Callable[[], int] | None) -> str:
-    options = ["--source", source, "--tokenizer", data.tokenizer, "--out", out]
-    if tokens_of_run is not None:
-        options += ["--max-tokens", str(tokens_of_run())]
-    return f"{command_line('prepare')} {shlex.join(options)}"
-
-
 def _is_shard_folder(spec: str) -> bool:
     """Return whether a corpus is meant to be a folder of token shards.
 
     This also holds for an empty folder, and for a single missing path without wildcards or the
     suffix of a text file.
     """
-    if spec == STDLIB or spec.startswith(HUGGING_FACE_PREFIX) or "," in spec:
+    if spec == STDLIB or "," in spec:
         return False
     path = Path(spec).expanduser()
     if path.is_dir():
         names = {entry.name for entry in path.iterdir()} - {".lock"}
         return not names or bool(names & {INDEX_NAME, STARTED_NAME})
     return not path.exists() and not glob.has_magic(spec) and text_kind(path) is None
+
+
+# --- prepare --------------------------------------------------------------------------------------
+
+
+def prepare(
+    corpus: Corpus,
+    tokenizer: Tokenizer,
+    folder: Path,
+    *,
+    validation_fraction: float,
+    shard_tokens: int = DEFAULT_SHARD_TOKENS,
+    max_tokens: int | None = None,
+    begin: bool = False,
+    wait: bool = False,
+) -> bool:
+    """Write the shards of both splits, then the index. Return whether there was anything to do.
+
+    `begin`: write the tokenizer's begin token before each document. `wait`: wait for another
+    process that is writing the folder, instead of raising an error.
+    """
+    begin_token = tokenizer.begin_of_document if begin else None
+    if begin and begin_token is None:
+        raise UserError(f"--begin-token: {tokenizer.name} has none of {', '.join(BEGINS)}")
+    settings = {
+        "source": corpus.spec,
+        "source_fingerprint": corpus.fingerprint,
+        "tokenizer": tokenizer.name,
+        "tokenizer_fingerprint": tokenizer.fingerprint,
+        "vocab_size": tokenizer.vocab_size,
+        "validation_fraction": validation_fraction,
+        "shard_tokens": shard_tokens,
+        "max_tokens": max_tokens,
+        "piece_characters": PIECE_CHARACTERS,
+        "begin_token": begin_token,
+    }
+    start, new_tokens = time.monotonic(), 0
+    with only_writer(folder, wait=wait):
+        index = read_or_begin_index(folder, settings)
+        if (folder / INDEX_NAME).exists():
+            return False
+        writers = {split: ShardWriter(folder, split, index, shard_tokens) for split in SPLITS}
+        done = {split: writer.end_piece for split, writer in writers.items()}
+        pieces = _tokenised(corpus, tokenizer, done, validation_fraction, begin_token)
+        for number, split, tokens, ends_document in pieces:
+            enough = max_tokens is not None and writers["train"].tokens >= max_tokens
+            if enough and number >= writers["train"].end_piece:
+                break
+            writers[split].add(number, tokens, ends_document)
+            new_tokens += len(tokens)
+        for writer in writers.values():
+            writer.finish_shard()
+        (folder / STARTED_NAME).rename(folder / INDEX_NAME)
+    seconds = time.monotonic() - start
+    train, held_out = index.splits["train"], index.splits["validation"]
+    print(
+        f"data: tokenised {corpus.spec} with {tokenizer.name} in {seconds:.1f} s "
+        f"({new_tokens / seconds / 1e6:.2f} M tokens/s): {train.tokens:,} tokens in "
+        f"{train.documents:,} documents to train on, {held_out.tokens:,} held out, in {folder}",
+        flush=True,
+    )
+    return True
+
+
+def _tokenised(
+    corpus: Corpus,
+    tokenizer: Tokenizer,
+    done: dict[Split, int],
+    fraction: float,
+    begin_token: int | None,
+) -> Iterator[Tokenised]:
+    """Yield the pieces of the corpus in order, except those that are done."""
+
+    def split_of(number: int) -> Split:
+        return "validation" if is_held_out(number, fraction) else "train"
+
+    def tokenise(number: int, piece: Piece, begins: bool) -> Tokenised:
+        split, tokens = split_of(number), tokenizer.encode(piece.text)
+        # Where the next piece goes to the other split, the document ends for this one.
+        ends = piece.ends_document or split != split_of(number + 1)
+        if ends:
+            tokens = np.append(tokens, np.uint32(tokenizer.end_of_document))
+        if begin_token is not None and (begins or split != split_of(number - 1)):
+            tokens = np.insert(tokens, 0, begin_token)
+        return number, split, tokens, ends
+
+    threads, pending = available_cores(), deque[Future[Tokenised]]()
+    begins_document = True
+    with ThreadPoolExecutor(threads) as pool:  # tokenizers release the GIL
+        for number, piece in enumerate(corpus.pieces()):
+            if number >= done[split_of(number)]:
+                pending.append(pool.submit(tokenise, number, piece, begins_document))
+            begins_document = piece.ends_document
+            if len(pending) == _PIECES_AHEAD * threads:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+
+
+# --- the command ---
+
+
+def whole_number(text: str) -> int:
+    """Parse 1000000, 1_000_000 or 1e6."""
+    value = float(text)
+    if value < 1 or not value.is_integer():
+        raise argparse.ArgumentTypeError(f"{text} is no whole number such as 1000000 or 1e6")
+    return int(value)
+
+
+def share(text: str) -> float:
+    if not 0 <= (value := float(text)) <= 0.5:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 0.5")
+    return value
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog=command_line("prepare"),
+        description="Tokenise a corpus into a folder of token shards.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    sources = "stdlib; files, folders, globs with commas; or hf:NAME[/SUBSET][:SPLIT]"
+    add("--source", required=True, help=sources)
+    tokenizers = "bytes, a tokenizer.json, or a tiktoken encoding"
+    add("--tokenizer", default="bytes", help=tokenizers)
+    add("--out", required=True, type=Path, help="folder of the shards")
+    add("--validation-fraction", type=share, default=0.005, help="share held out")
+    shard = "a shard is closed once it has so many tokens"
+    add("--shard-tokens", type=whole_number, default=DEFAULT_SHARD_TOKENS, help=shard)
+    add("--max-tokens", type=whole_number, help="stop at so many tokens to train on")
+    begin = "write the tokenizer's begin token before each document, as Llama 3 was trained"
+    add("--begin-token", action="store_true", help=begin)
+    field = "field of the text in JSON lines and data sets"
+    add("--text-field", default=TEXT_FIELD, metavar="NAME", help=field)
+    options = parser.parse_args(arguments)
+    try:
+        done = prepare(
+            open_corpus(options.source, options.text_field),
+            build_tokenizer(options.tokenizer),
+            options.out,
+            validation_fraction=options.validation_fraction,
+            shard_tokens=options.shard_tokens,
+            max_tokens=options.max_tokens,
+            begin=options.begin_token,
+        )
+    except UserError as error:
+        parser.exit(2, f"error: {error}\n")
+    except KeyboardInterrupt:
+        parser.exit(130, f"\ninterrupted; the same command continues {options.out}\n")
+    if not done:
+        print(f"{options.out} was complete already")
+
+
+if __name__ == "__main__":
+    main()

@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from torchtitan_diloco.data.shards import TokenShards
-from torchtitan_diloco.hardware import available_cores, end_with_parent
+from torchtitan_diloco.hardware import end_with_parent
 from torchtitan_diloco.log import STOP_SIGNALS, UserError
 
 Batch = tuple[Tensor, Tensor]
@@ -65,10 +65,8 @@ class SequenceReader(Dataset[Batch]):
             each = "" if parts == 1 else f' for each of {parts} workers (data.shard_by = "random")'
             raise UserError(
                 f"{tokens.name} is shorter than one sequence{each}: it has {len(tokens)} tokens, "
-                f"training.sequence_length = {sequence_length} needs "
-                f"{parts * sequence_length + 1}. Use a larger corpus, a smaller "
-                f"training.sequence_length or, for the validation split, a larger "
-                f"data.validation_fraction."
+                f"sequence_length = {sequence_length} needs {parts * sequence_length + 1}; "
+                "use a larger corpus or data.validation_fraction, or shorter sequences"
             )
 
     def __getitem__(self, indices: Indices) -> Batch:
@@ -90,8 +88,8 @@ class TrainLoader:
     A step takes the next ranks * accumulation * batch_size samples of one order, and rank r the
     r-th equal part of them, so the samples of a step do not depend on the number of ranks.
 
-    The state is one integer, the position in this order. Unlike torchdata's state, it is valid for
-    any number of ranks and loader processes and any batch size.
+    The state is one integer, the position in this order. Unlike torchdata's, it is valid for any
+    number of ranks and loader processes and any batch size.
     """
 
     def __init__(
@@ -111,11 +109,6 @@ class TrainLoader:
         pin_memory: bool = False,
     ) -> None:
         """Start at position `start`. With a stream, `rank`, `ranks` and `start` refer to it."""
-        if processes > available_cores():
-            raise UserError(
-                f"data.loader_processes = {processes} is more than the {available_cores()} cores "
-                f"of this machine; 0 or 1 is enough for memory-mapped tokens"
-            )
         part = (0, 1) if stream is None or stream.block else (stream.number, stream.streams)
         self._reader = SequenceReader(tokens, sequence_length, *part)
         self._turns = stream if stream is not None and stream.block else None

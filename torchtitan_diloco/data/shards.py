@@ -68,14 +68,12 @@ def read_index(path: Path) -> Index:
         index = msgspec.json.decode(path.read_bytes(), type=Index)
     except (OSError, msgspec.MsgspecError) as error:
         raise UserError(
-            f"{path.parent} is not a finished folder of token shards: cannot read {path.name} "
-            f"({error}). If `prepare` was interrupted, run the same command again."
+            f"{path.parent} is no finished folder of token shards: cannot read {path.name} "
+            f"({error}); run the same `prepare` again"
         ) from error
     if index.format_version != FORMAT_VERSION:
-        raise UserError(
-            f"{path} has version {index.format_version} of the shard format, and this code reads "
-            f"version {FORMAT_VERSION}; prepare the corpus again"
-        )
+        has = f"has version {index.format_version} of the format instead of {FORMAT_VERSION}"
+        raise UserError(f"{path} {has}; prepare the corpus again")
     return index
 
 
@@ -84,13 +82,15 @@ def read_or_begin_index(folder: Path, settings: dict[str, Any]) -> Index:
     for name in (INDEX_NAME, STARTED_NAME):
         if (folder / name).exists():
             index = read_index(folder / name)
-            before, now = index.settings, settings
-            keys = [key for key in {**before, **now} if before.get(key) != now.get(key)]
-            if keys not in ([], ["tokenizer"]):  # the latter is another path to the same file
-                changes = [f"{key} was {before.get(key)!r} and is {now.get(key)!r}" for key in keys]
+            changes = [
+                f"{key} was {before!r} and is {settings.get(key)!r}"
+                for key, before in index.settings.items()
+                if before != settings.get(key) and key != "tokenizer"  # a path
+            ]
+            if changes:
                 raise UserError(
-                    f"{folder} was prepared with other settings: {'; '.join(changes)}. Use the "
-                    f"same ones to continue, or another folder."
+                    f"{folder} was prepared with other settings ({'; '.join(changes)}): use the "
+                    "same ones to continue, or another folder"
                 )
             return index
     foreign = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
@@ -123,7 +123,7 @@ def only_writer(folder: Path, *, wait: bool) -> Iterator[None]:
         except OSError as error:
             raise UserError(
                 f"cannot write into {folder.absolute()}: {error}; choose a folder that you may "
-                f"write to, on a disk with file locks"
+                "write to, on a disk with file locks"
             ) from error
         yield
 
@@ -196,15 +196,14 @@ class TokenShards:
         self._vocab_size = settings["vocab_size"]
         if not self._shards:
             raise UserError(
-                f"{self.name} has no tokens: change data.validation_fraction (for a shard folder: "
-                f"prepare it with another --validation-fraction), or set data.validation_corpus"
+                f"{self.name} has no tokens: change data.validation_fraction (of `prepare`: "
+                "--validation-fraction), or set data.validation_corpus"
             )
         made_with = settings["tokenizer_fingerprint"]
         if tokenizer and tokenizer.fingerprint != made_with:
             raise UserError(
-                f'data.tokenizer = "{tokenizer.name}" (fingerprint {tokenizer.fingerprint}) is not '
-                f'what {folder} was prepared with: "{settings["tokenizer"]}" ({made_with}); '
-                f"set data.tokenizer to that one, or prepare the corpus again in another folder"
+                f'data.tokenizer = "{tokenizer.name}" ({tokenizer.fingerprint}), but {folder} was '
+                f'prepared with "{settings["tokenizer"]}" ({made_with}): set that one'
             )
         self._checked = set[int]()
         """Shards that were compared with their checksums."""
@@ -233,11 +232,6 @@ class TokenShards:
             end = min(stop, int(self._ends[number]))
             found.append(self._read_shard(number, max(start, begin) - begin, end - begin))
         return found[0] if len(found) == 1 else np.concatenate(found)
-
-    def verify(self) -> None:
-        """Read all tokens and compare their checksums."""
-        for number, shard in enumerate(self._shards):
-            self._read_shard(number, 0, shard.tokens)
 
     def _read_shard(self, number: int, start: int, stop: int) -> Tokens:
         path = self.folder / self._shards[number].file

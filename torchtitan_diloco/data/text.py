@@ -6,14 +6,14 @@ import hashlib
 import json
 import math
 import os
-import stat
 import sys
 import sysconfig
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
@@ -28,8 +28,7 @@ PIECE_CHARACTERS = 32 * 1024
 
 _KINDS = f"{' '.join(TEXT_SUFFIXES)}, each also with {COMPRESSED_SUFFIX}"
 _NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-_BLOCK_BYTES = 1 << 18
-_SAVED_DATASET = ("dataset_dict.json", "state.json")  # written by Dataset.save_to_disk
+_BLOCK_CHARACTERS = 1 << 18
 
 
 class Piece(NamedTuple):
@@ -47,19 +46,19 @@ class Corpus:
     """The setting that it was opened from."""
     fingerprint: str
     """Changes when the text may have changed, judging by names, sizes and times of the files."""
-    total_bytes: int | None
-    """Bytes of all files on disk, None if unknown."""
-    read: "Callable[[tqdm[Any]], Iterator[Piece]]"
-    """Yields the pieces, and advances a progress bar by the bytes read."""
+    total: int | None
+    """Size in bytes, None if unknown."""
+    read: Callable[[], Iterator[Piece]]
 
-    def pieces(self, label: str = "reading") -> Iterator[Piece]:
+    def pieces(self) -> Iterator[Piece]:
         """Yield all pieces in order, with a progress bar. A corpus without any is an error."""
         every = 0.2 if sys.stderr.isatty() else 10.0  # seconds
-        shown = {"desc": f"{label} {self.spec}", "total": self.total_bytes, "unit": "B"}
+        look: Any = {"unit": "B", "unit_scale": True, "leave": False, "desc": f"read {self.spec}"}
         piece = None
-        with tqdm(**shown, unit_scale=True, leave=False, mininterval=every, delay=every) as bar:
-            for piece in self.read(bar):
+        with tqdm(total=self.total, mininterval=every, delay=every, **look) as bar:
+            for piece in self.read():
                 yield piece
+                bar.update(len(piece.text))
         if piece is None:
             raise UserError(f"the corpus {self.spec!r} has no text: all of it is empty")
 
@@ -75,9 +74,7 @@ def open_corpus(spec: str, field: str = TEXT_FIELD) -> Corpus:
         return _hugging_face_dataset(spec, field)
     patterns = [pattern.strip() for pattern in spec.split(",") if pattern.strip()]
     if not patterns:
-        raise UserError(
-            f'the corpus "{spec}" names no file; give files, folders or globs of {_KINDS}'
-        )
+        raise UserError(f'the corpus "{spec}" names no file: give files, folders or globs')
     return _corpus_of_files(spec, [path for each in patterns for path in _find_files(each)], field)
 
 
@@ -139,78 +136,54 @@ def _find_files(pattern: str) -> list[Path]:
 
 
 def _corpus_of_files(spec: str, paths: Iterable[Path], field: str) -> Corpus:
-    # A dictionary keeps the order and drops duplicates.
-    files = {path: _stat(path) for path in paths}
+    files = list(dict.fromkeys(paths))  # without duplicates
+    for path in files:
+        if not path.is_file():
+            raise UserError(f"cannot read {path.absolute()}: no such regular file; check its path")
+        if text_kind(path) is None:
+            raise UserError(f"{path}: unknown kind of file {path.suffix!r}; use {_KINDS}")
 
-    def read(bar: "tqdm[Any]") -> Iterator[Piece]:
+    def read() -> Iterator[Piece]:
         for path in files:
-            yield from _read_file(path, bar, field)
+            yield from _read_file(path, field)
 
-    total = sum(status.st_size for status in files.values())
+    packed = any(path.suffix == COMPRESSED_SUFFIX for path in files)
+    total = None if packed else sum(path.stat().st_size for path in files)
     return Corpus(spec, _fingerprint(field, files), total, read)
 
 
-def _stat(path: Path) -> os.stat_result:
-    try:
-        status = path.stat()
-    except OSError as error:
-        reason = f"{error.strerror}; check its path"
-        raise UserError(f"cannot read the text file {path.absolute()}: {reason}") from error
-    if not stat.S_ISREG(status.st_mode):
-        raise UserError(f"{path} is a pipe or a device; a corpus is made of regular files")
-    if text_kind(path) is None:
-        raise UserError(f"{path}: unknown kind of file {path.suffix!r}; use {_KINDS}")
-    return status
-
-
-def _fingerprint(text: str, files: dict[Path, os.stat_result]) -> str:
+def _fingerprint(text: str, files: Iterable[Path]) -> str:
     digest = hashlib.sha256(f"{text}\0pieces of {PIECE_CHARACTERS} characters".encode())
-    for path, status in files.items():
+    for path in files:
+        status = path.stat()
         facts = f"{path.absolute()}\0{status.st_size}\0{status.st_mtime_ns}\0"
         digest.update(facts.encode(errors="surrogateescape"))
     return digest.hexdigest()[:16]
 
 
-def _read_file(path: Path, bar: "tqdm[Any]", field: str) -> Iterator[Piece]:
+def _read_file(path: Path, field: str) -> Iterator[Piece]:
     """Yield the pieces of one file. Each line of `.jsonl` is a document, as is any other file."""
-    before = bar.n
+    opener: Any = gzip.open if path.suffix == COMPRESSED_SUFFIX else open
     try:
-        with path.open("rb") as raw:
-            packed = path.suffix == COMPRESSED_SUFFIX
-            file = cast(BinaryIO, gzip.GzipFile(fileobj=raw)) if packed else raw
-            lines = text_kind(path) == ".jsonl"
-            for document in _json_lines(path, file, field) if lines else [_text(path, file)]:
-                for piece in split_into_pieces(document):
-                    yield piece
-                    bar.update(before + raw.tell() - bar.n)
+        with opener(path, "rt", encoding="utf-8", newline="\n") as file:
+            if text_kind(path) != ".jsonl":
+                yield from split_into_pieces(iter(partial(file.read, _BLOCK_CHARACTERS), ""))
+                return
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    text = _json_text(line, field, f"{path}, line {number}")
+                    yield from split_into_pieces([text])
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 ({error}): convert it, as with iconv") from error
     except (OSError, EOFError, zlib.error) as error:  # the latter two: a damaged .gz file
         raise UserError(f"cannot read {path}: {error}") from error
 
 
-def _text(path: Path, file: BinaryIO) -> Iterator[str]:
-    """Yield the text of a file in blocks of whole lines."""
-    number = 1
-    while lines := file.readlines(_BLOCK_BYTES):
-        block = b"".join(lines)
-        try:
-            yield block.decode()
-        except UnicodeDecodeError as error:
-            number += block[: error.start].count(b"\n")
-            raise UserError(
-                f"{path}, line {number} is not UTF-8: {error}. Convert the file, for example with "
-                f"`iconv -f latin1 -t utf-8`."
-            ) from error
-        number += len(lines)
-
-
-def _json_lines(path: Path, file: BinaryIO, field: str) -> Iterator[list[str]]:
-    for number, line in enumerate(file, start=1):
-        if line.strip():
-            try:
-                record = json.loads(line.decode())
-            except (ValueError, RecursionError) as error:
-                raise UserError(f"{path}, line {number}: not JSON in UTF-8: {error}") from error
-            yield [_text_field(record, field, f"{path}, line {number}")]
+def _json_text(line: str, field: str, where: str) -> str:
+    try:
+        return _text_field(json.loads(line), field, where)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise UserError(f"{where}: not JSON: {error}") from error
 
 
 def _text_field(record: Any, field: str, where: str) -> str:
@@ -220,7 +193,8 @@ def _text_field(record: Any, field: str, where: str) -> str:
         raise UserError(
             f'{where}: no field "{field}" with a string in {found}: prepare it with --text-field'
         )
-    return text
+    # A JSON escape may be half of a pair, which is no Unicode.
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 # --- Hugging Face datasets ---
@@ -228,21 +202,18 @@ def _text_field(record: Any, field: str, where: str) -> str:
 
 def _hugging_face_dataset(spec: str, field: str) -> Corpus:
     location, _, split = spec.removeprefix(HUGGING_FACE_PREFIX).partition(":")
-    split, files = split or "train", {}
+    split, files = split or "train", list[Path]()
     if location.startswith(("/", ".", "~")):
-        folder = Path(location).expanduser()
-        files = {path: path.stat() for path in sorted(folder.rglob("*")) if path.is_file()}
-        source = [str(folder)]
+        source = [str(Path(location).expanduser())]
+        files = sorted(path for path in Path(source[0]).rglob("*") if path.is_file())
     else:
-        owner, _, rest = location.partition("/")
-        name, *subset = rest.split("/", 1)
-        source = [f"{owner}/{name}", *subset]
+        parts = location.split("/", 2)
+        source = ["/".join(parts[:2]), *parts[2:]]
 
-    def read(bar: "tqdm[Any]") -> Iterator[Piece]:
+    def read() -> Iterator[Piece]:
         for number, row in enumerate(_rows(spec, source, split)):
             text = _text_field(row, field, f"the corpus {spec!r}, row {number}")
             yield from split_into_pieces([text])
-            bar.update(len(text))
 
     # Changes of a dataset on the hub are not detected: there are no files.
     return Corpus(spec, _fingerprint(f"{spec}\0{split}\0{field}", files), None, read)
@@ -252,16 +223,11 @@ def _rows(spec: str, source: list[str], split: str) -> Any:
     try:
         import datasets
     except ImportError as error:
-        raise UserError(
-            f"the corpus {spec!r} needs the package datasets: {install_command('hf')}"
-        ) from error
+        raise UserError(f"{spec} needs the package datasets: {install_command('hf')}") from error
     try:
-        if any((Path(source[0]) / name).exists() for name in _SAVED_DATASET):
-            saved = datasets.load_from_disk(source[0])
-            return saved[split] if isinstance(saved, datasets.DatasetDict) else saved
         return datasets.load_dataset(*source, split=split, streaming=True)
     except (OSError, ValueError, LookupError) as error:
         raise UserError(
-            f"cannot open the corpus {spec!r} ({type(error).__name__}: {error}). Write "
-            f"hf:OWNER/DATASET[/SUBSET][:SPLIT] or hf:/FOLDER[:SPLIT], and check the network."
+            f"cannot open {spec!r} ({type(error).__name__}: {error}): write "
+            "hf:OWNER/DATASET[/SUBSET][:SPLIT] or hf:/FOLDER[:SPLIT], and check the network"
         ) from error

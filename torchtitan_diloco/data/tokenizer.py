@@ -1,9 +1,7 @@
 """Text to tokens and back: bytes, a `tokenizer.json`, or a named encoding of tiktoken."""
 
-import difflib
 import hashlib
 import os
-import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,21 +33,10 @@ class Tokenizer:
     """Token that may precede a document, as in Llama 3."""
     file: Path | None = None
     """The `tokenizer.json`."""
-    encode_text: Callable[[str], Ids]
-    """Encode valid Unicode without adding tokens. Special tokens in it are ordinary text."""
-    decode_ids: Callable[[list[int]], str]
-
-    def encode(self, text: str) -> Ids:
-        """Encode text. A lone surrogate becomes U+FFFD."""
-        try:
-            return self.encode_text(text)
-        except (UnicodeEncodeError, TypeError):  # the latter from tokenizers
-            valid = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-            return self.encode_text(valid)
-
-    def decode(self, ids: Sequence[int] | npt.NDArray[np.integer]) -> str:
-        """Decode ids. Bytes that are not UTF-8 become U+FFFD."""
-        return self.decode_ids([int(token) for token in ids])
+    encode: Callable[[str], Ids]
+    """Encodes text without adding tokens. Special tokens in it are ordinary text."""
+    decode: Callable[[list[int]], str]
+    """Bytes that are not UTF-8 become U+FFFD."""
 
 
 def build_tokenizer(spec: str) -> Tokenizer:
@@ -75,8 +62,8 @@ def _bytes() -> Tokenizer:
         fingerprint=_fingerprint(b"bytes"),
         vocab_size=257,
         end_of_document=256,
-        encode_text=lambda text: np.frombuffer(text.encode(), np.uint8).astype(np.uint32),
-        decode_ids=lambda ids: _join([table.get(token) for token in ids]),
+        encode=lambda text: np.frombuffer(text.encode(), np.uint8).astype(np.uint32),
+        decode=lambda ids: _join([table.get(token) for token in ids]),
     )
 
 
@@ -84,31 +71,25 @@ def _from_file(spec: str) -> Tokenizer:
     path = Path(spec).expanduser()
     if not path.is_file():
         raise UserError(
-            f'data.tokenizer = "{spec}" is not a file ({path.absolute()}). Train one as in '
-            "docs/data.md#train-a-tokenizer, or download that of a model with\n    "
-            + _download_command(path)
+            f'data.tokenizer = "{spec}" is no file: train one (docs/data-and-models.md#tokenizers) '
+            f"or run {installed('hf')} download OWNER/MODEL --local-dir {path.parent}"
         )
     try:
         import tokenizers
     except ImportError as error:
-        raise UserError(
-            f'data.tokenizer = "{spec}" needs the package tokenizers: '
-            f"{install_command('tokenizer')}"
-        ) from error
+        needs = f"needs the package tokenizers: {install_command('tokenizer')}"
+        raise UserError(f'data.tokenizer = "{spec}" {needs}') from error
     try:
         content = path.read_bytes()
         tokenizer = tokenizers.Tokenizer.from_str(content.decode())
     except Exception as error:  # the package raises nothing more special
-        raise UserError(
-            f'data.tokenizer = "{spec}" is no tokenizer.json that the package tokenizers reads: '
-            f"{error}"
-        ) from error
+        raise UserError(f'data.tokenizer = "{spec}" is no tokenizer.json: {error}') from error
     vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
     end = next((name for name in ENDS if name in vocabulary), None)
     if end is None:
         raise UserError(
-            f'data.tokenizer = "{spec}" has none of the tokens {", ".join(ENDS)} to end a '
-            "document: add one of them to its special tokens"
+            f'data.tokenizer = "{spec}" has no token that ends a document: add one of '
+            f"{', '.join(ENDS)} to its special tokens"
         )
     # A file may hold a limit of the length that its model was used with.
     tokenizer.no_truncation()
@@ -130,33 +111,16 @@ def _from_file(spec: str) -> Tokenizer:
         end_name=end,
         begin_of_document=next((vocabulary[one] for one in BEGINS if one in vocabulary), None),
         file=path,
-        encode_text=encode,
-        decode_ids=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False)),
+        encode=encode,
+        decode=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False)),
     )
 
 
-def _download_command(path: Path) -> str:
-    """Return the command that downloads the model with this `tokenizer.json`."""
-    folder = path.parent
-    owner = "meta-llama" if folder.name.startswith("Llama-") else "OWNER"
-    command = [
-        installed("hf"),
-        "download",
-        f"{owner}/{folder.name or 'MODEL'}",
-        "--local-dir",
-        str(folder),
-    ]
-    return shlex.join(command)
-
-
 def _named_encoding(name: str) -> Tokenizer:
-    known = tiktoken.list_encoding_names()
+    known = sorted(["bytes", *tiktoken.list_encoding_names()])
     if name not in known:
-        nearest = difflib.get_close_matches(name, ["bytes", *known], n=1, cutoff=0.5)
-        hint = f' Did you mean "{nearest[0]}"?' if nearest else ""
         raise UserError(
-            f'data.tokenizer = "{name}" is not a tokenizer.{hint} Use "bytes", a path that ends in '
-            f".json, or an encoding of tiktoken: {', '.join(sorted(known))}."
+            f'data.tokenizer = "{name}" is none of {", ".join(known)}, and no .json file'
         )
     try:
         encoding = tiktoken.get_encoding(name)
@@ -164,9 +128,8 @@ def _named_encoding(name: str) -> Tokenizer:
     # A download that failed or is damaged, or a missing end-of-document token (KeyError).
     except (OSError, ValueError, KeyError) as error:
         raise UserError(
-            f'data.tokenizer = "{name}": tiktoken could not load this encoding with an '
-            f"{END_OF_DOCUMENT} token ({type(error).__name__}: {error}). Copy it from a machine "
-            "with a network (docs/data.md#tokenizers), or use a tokenizer.json"
+            f'data.tokenizer = "{name}" cannot be loaded ({type(error).__name__}: {error}): copy '
+            "it from a machine with a network, or use a tokenizer.json (docs/data-and-models.md)"
         ) from error
 
     def token(number: int) -> bytes | None:
@@ -180,6 +143,6 @@ def _named_encoding(name: str) -> Tokenizer:
         fingerprint=_fingerprint(name.encode()),
         vocab_size=encoding.max_token_value + 1,
         end_of_document=end,
-        encode_text=lambda text: encoding.encode_to_numpy(text, disallowed_special=()),
-        decode_ids=lambda ids: _join([token(number) for number in ids]),
+        encode=lambda text: encoding.encode_to_numpy(text, disallowed_special=()),
+        decode=lambda ids: _join([token(number) for number in ids]),
     )

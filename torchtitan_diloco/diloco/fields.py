@@ -54,10 +54,10 @@ def flat_settings(section: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the values of nested tables by dotted key. A table without any is a value."""
+    """Return the values of nested tables by dotted key."""
     found: dict[str, Any] = {}
     for name, value in table.items():
-        is_table = isinstance(value, dict) and value
+        is_table = isinstance(value, dict)
         found |= flatten(value, f"{prefix}{name}.") if is_table else {prefix + name: value}
     return found
 

@@ -1,15 +1,15 @@
 """Outer loop of a trainer: Streaming DiLoCo, or a stand-in for it under data parallelism."""
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan_diloco.diloco.fragments import Fragment, local_rows
+from torchtitan_diloco.diloco.fragments import Fragment
 from torchtitan_diloco.diloco.round import Round
-from torchtitan_diloco.diloco.state_dict import SavedState, shared_parameter_name
+from torchtitan_diloco.diloco.state_dict import SavedState, write_shared
 from torchtitan_diloco.diloco.streaming import StreamingDiLoCo
 
 
@@ -27,7 +27,8 @@ class DataParallel:
     def drain(self) -> None: ...
     def restart_from_model(self, step: int) -> None: ...
 
-    def start_state_dict(self, mesh: DeviceMesh | None = None, *, shared: bool = True) -> None: ...
+    def state_dict(self, _: DeviceMesh | None = None) -> dict[str, Any]:
+        return vars(SavedState({}, {}))
 
     def heal(self, _: dist.ProcessGroup | None) -> list[int]:
         """Return no fragments: there is no shared copy to heal from."""
@@ -46,12 +47,9 @@ class DataParallel:
         text = "gradients are averaged at every step; of [diloco] only workers and link are read"
         return [f"{'outer':<10} none: {text}"] if self._workers > 1 else []
 
-    @torch.no_grad()
     def load_state_dict(self, saved: SavedState) -> list[str]:
         """Start from the shared parameters of a run with an outer loop."""
-        for name, parameter in self._model.named_parameters():
-            if (shared := saved.shared.get(shared_parameter_name(name))) is not None:
-                local_rows(name, parameter.detach()).copy_(local_rows(name, shared))
+        write_shared(self._model, saved)
         return [
             "there is no outer loop any more: the model starts from the shared parameters, the "
             "optimizer from worker 0's"

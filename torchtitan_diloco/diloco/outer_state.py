@@ -27,8 +27,8 @@ def background_stream(device: torch.device) -> torch.cuda.Stream:
 class OuterState:
     """Shared parameters, optimizer state and delta of a fragment: flat fp32, allocated once.
 
-    `outer` is the shared copy. While the fragment is in flight, `delta` holds this worker's delta,
-    then the mean, then the next shared copy; `apply` swaps the two.
+    `outer` is the shared copy. With a gloo group, `delta` holds this worker's delta, then the mean,
+    then the next shared copy; `apply` swaps the two.
 
     With the state in host memory and the model on a GPU, a snapshot of the parameters is staged on
     the GPU, so that training continues while it is copied to the host. The result is staged there
@@ -138,28 +138,41 @@ class OuterState:
                 self._block_norms.append(torch.linalg.vector_norm(delta))
 
     @torch.no_grad()
-    def apply(self, mixing: float, *, measured: bool = False) -> Tensor:
-        """Swap in the next shared copy; local = mixing * local + (1 - mixing) * shared.
+    def apply(self, copy: Tensor, share: float, *, measured: bool = False) -> Tensor:
+        """Take the next shared copy; local = share * local + (1 - share) * copy.
 
         If measured, return the distance between the two before mixing, else NaN, as a tensor.
         """
-        self.outer, self.delta = self.delta, self.outer
+        before, self.outer = self.outer, copy
+        if copy is self.delta:
+            self.delta = before
         staged, self._staging = self._staging, None
-        source, free = (self.outer, self.delta) if staged is None else (staged, staged)
+        source, free = (copy, before) if staged is None else (staged, staged)
         apart = []
         views = zip(self._locals(), self.views(source), self.views(free), strict=True)
         for local, shared, room in views:
             if measured:
                 out = room if staged is None else None
                 apart.append(torch.linalg.vector_norm(torch.sub(local, shared, out=out)))
-            if mixing == 0.0:
+            if share == 0.0:
                 local.copy_(shared)
-            elif mixing < 1.0 and local.dtype == torch.float32:
-                local.lerp_(shared, 1 - mixing)
-            elif mixing < 1.0:  # mix in fp32 and round once
-                torch.mul(shared, 1 - mixing, out=room)
-                local.copy_(room.add_(local, alpha=mixing))
+            elif share < 1.0 and local.dtype == torch.float32:
+                local.lerp_(shared, 1 - share)
+            elif share < 1.0:  # mix in fp32 and round once
+                torch.mul(shared, 1 - share, out=room)
+                local.copy_(room.add_(local, alpha=share))
         return torch.linalg.vector_norm(torch.stack(apart)) if apart else torch.tensor(math.nan)
+
+    @torch.no_grad()
+    def add_change(self, copy: Tensor) -> None:
+        """Take the next shared copy, and add its change to the local parameters."""
+        before, self.outer = self.outer, copy
+        changes = self.views(torch.sub(copy, before))
+        for local, change in zip(self._locals(), changes, strict=True):
+            if local.dtype == torch.float32:
+                local.add_(change)
+            else:  # add in fp32 and round once
+                local.copy_(change.add_(local))
 
     def moment(self) -> torch.cuda.Event | None:
         """Record an event on the current stream of the GPU; None on a CPU."""

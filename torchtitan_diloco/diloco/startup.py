@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -16,7 +16,7 @@ from torchtitan_diloco.diloco.codecs import build_codec, describe, kernels_name
 from torchtitan_diloco.diloco.config import DiLoCoConfig, diloco_mistakes
 from torchtitan_diloco.diloco.exchange import Exchange
 from torchtitan_diloco.diloco.fields import check_class, flat_settings, raise_mistakes
-from torchtitan_diloco.diloco.fragments import Fragment, describe_layout
+from torchtitan_diloco.diloco.fragments import Fragment, describe_layout, local_of
 from torchtitan_diloco.diloco.liveness import Liveness
 from torchtitan_diloco.diloco.meeting import agree
 from torchtitan_diloco.diloco.object_collectives import broadcast_object
@@ -59,11 +59,11 @@ def check_group(group: dist.ProcessGroup | None) -> None:
     try:
         if group is not None:
             dist.get_backend(group)
-    except ValueError as error:
+    except (ValueError, TypeError, AttributeError) as error:
         raise UserError(
-            "group: torch.distributed does not know it, or this rank is not in it. Start all "
-            "workers in one world (torchrun's --nnodes) and hand in dist.new_group(ranks), which "
-            "all ranks call; jobs of their own are joined by torchtitan_diloco.islands"
+            f"group: torch.distributed does not know {group!r}, or this rank is not in it. Start "
+            "all workers in one world (torchrun's --nnodes) and hand in dist.new_group(ranks), "
+            "which all ranks call; jobs of their own are joined by islands.IslandPeers(...)"
         ) from error
 
 
@@ -133,8 +133,7 @@ def broadcast_from_first(group: dist.ProcessGroup | None, model: nn.Module) -> N
     if group is None or group.size() == 1:
         return
     for tensor in [*model.parameters(), *model.buffers()]:
-        whole = tensor.detach()
-        local: Tensor = whole.to_local() if isinstance(whole, DTensor) else whole
+        local = local_of(tensor)
         if not local.numel():
             continue
         sent = local.cpu().contiguous()
@@ -179,12 +178,11 @@ def build_exchange(
     group: dist.ProcessGroup | None,
     config: DiLoCoConfig,
     states: Sequence[OuterState],
-    device: torch.device,
 ) -> Exchange | None:
     """Return the exchange between the workers of `group`; None for one worker."""
     if group is None or group.size() == 1:
         return None
-    sizes = [state.values for state in states]
+    sizes, device = [state.values for state in states], states[0].outer.device
     exchange = Exchange(
         group,
         build_codec(config.quantization),

@@ -1,12 +1,12 @@
 """Saved state of the outer loop by names of parameters, and the shared model's state dict.
 
-By names, a state fits other fragments, ranks and schedules. A save drains nothing: a fragment in
+By names, a state fits other fragments, ranks and schedules. A save applies nothing: a fragment in
 flight is saved with the shared copy that its exchange results in, to be applied when it is due.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan_diloco.diloco.config import DiLoCoConfig
 from torchtitan_diloco.diloco.fragments import check_identity, drop_gathered, local_rows
 from torchtitan_diloco.diloco.outer_state import OuterState
-from torchtitan_diloco.diloco.round import InFlight, total
+from torchtitan_diloco.diloco.round import Round
 from torchtitan_diloco.log import UserError
 
 Facts = dict[str, Any]
@@ -29,7 +29,7 @@ OPTIMIZER = "diloco.outer_optimizer.name"
 
 
 def shared_parameter_name(name: str) -> str:
-    """Return the key of a parameter in `SavedState.shared`."""
+    """Return the key of a parameter in `SavedState.tensors`."""
     return f"{SHARED}/{name}"
 
 
@@ -65,40 +65,28 @@ class SavedState:
     parameters), `in_flight` (fragments in the order they were sent), `healed` (fragments so far),
     and `fragments`: for each the `weight` of steps not sent yet, its `delta_norms`, and if in
     flight `sent_step`, `participants`, `flags`."""
-    shared: Named
-    """Equal on all workers: outer/NAME, next/NAME (fragments in flight), momentum/NAME."""
-    own: Named = field(default_factory=dict)
-    """This worker's: residual/NAME."""
-    exchanged: dict[str, float] = field(default_factory=dict)
-    """Totals of exchanges in flight that are not in the metrics yet. Not read by a load."""
+    tensors: Named
+    """Equal on all workers: outer/NAME, next/NAME (fragments in flight), momentum/NAME. This
+    worker's: residual/NAME."""
 
     @staticmethod
     def template(
-        model: nn.Module,
-        facts: Facts,
-        shared_names: Iterable[str],
-        own_names: Iterable[str],
-        mesh: DeviceMesh | None,
+        model: nn.Module, facts: Facts, names: Iterable[str], mesh: DeviceMesh | None
     ) -> "SavedState":
         """Return zeros in host memory for the names of a checkpoint, to be filled in place."""
-        parameters = dict(model.named_parameters())
-
-        def zeros(names: Iterable[str]) -> Named:
-            found = {}
-            for key in names:
-                kind, _, name = key.partition("/")
-                if kind in KINDS:
-                    size = local_rows(name, parameters[name].detach()).numel()
-                    room = torch.zeros(size, dtype=torch.float32)
-                    found[key] = shaped_like(parameters[name], room, mesh)
-            return found
-
-        return SavedState(facts, zeros(shared_names), zeros(own_names))
+        parameters, saved = dict(model.named_parameters()), SavedState(facts, {})
+        for key in names:
+            kind, _, name = key.partition("/")
+            if kind in KINDS:
+                size = local_rows(name, parameters[name].detach()).numel()
+                room = torch.zeros(size, dtype=torch.float32)
+                saved.tensors[key] = shaped_like(parameters[name], room, mesh)
+        return saved
 
     def kind(self, kind: str) -> Named:
         """Return the tensors of one kind by the name of their parameter."""
-        pairs = [(name.partition("/"), value) for name, value in (self.shared | self.own).items()]
-        return {name: value for (found, _, name), value in pairs if found == kind}
+        split = ((key.partition("/"), value) for key, value in self.tensors.items())
+        return {name: value for (found, _, name), value in split if found == kind}
 
 
 def shaped_like(parameter: Tensor, flat: Tensor, mesh: DeviceMesh | None) -> Tensor:
@@ -151,58 +139,33 @@ def holding_shared(model: nn.Module, states: Sequence[OuterState]) -> Iterator[N
 # --- save -----------------------------------------------------------------------------------------
 
 
-class Snapshot:
-    """Buffers of one fragment at the time of a save, to be copied out in the background.
-
-    They keep their content until the next exchange of the fragment, which is queued behind the
-    copy. Only the shared copy of a fragment in flight is copied at once, as an apply may come
-    first.
-    """
-
-    def __init__(
-        self,
-        state: OuterState,
-        weight: float,
-        in_flight: InFlight | None,
-        *,
-        shared: bool,
-    ) -> None:
-        """`shared`: copy what all workers share, too."""
-        self._state, self._weight, self._in_flight = state, weight, in_flight
-        self._buffers: Named = {}
-        if state.residual is not None:
-            self._buffers[RESIDUAL] = state.residual
-        if shared:
-            self._buffers[SHARED] = state.outer if in_flight is None else state.outer.clone()
-            if state.slots:
-                self._buffers[MOMENTUM] = state.slots[0]
-            if in_flight is not None:
-                self._buffers[NEXT] = state.delta
-        self._moment = state.moment()
-
-    def copy_to(self, saved: SavedState, mesh: DeviceMesh | None) -> None:
-        """Add facts and copies in host memory to a saved state."""
-        with torch.no_grad(), self._state.background(self._moment):
-            copies = {kind: copy_to_host(buffer) for kind, buffer in self._buffers.items()}
-        self._buffers = {}  # only now they may be freed
-        for kind, copy in copies.items():
-            values = saved.own if kind == RESIDUAL else saved.shared
-            values |= named(kind, self._state, copy, mesh)
-        facts = {"weight": self._weight, "delta_norms": list(self._state.norms.latest)}
-        if self._in_flight is not None:
-            round_, exchanged = self._in_flight
-            exchanged.result()
-            facts |= {one: getattr(round_, one) for one in ("sent_step", "participants", "flags")}
-            saved.exchanged = total([saved.exchanged, round_.exchange_sums()])
-        saved.facts["fragments"].append(facts)
-
-
-def save(snapshots: Sequence[Snapshot], facts: Facts, mesh: DeviceMesh | None) -> SavedState:
-    """Complete a save in the background thread, after the exchanges that were in flight."""
+@torch.no_grad()
+def save(
+    states: Sequence[OuterState],
+    weights: Sequence[float],
+    in_flight: Mapping[int, Round],
+    facts: Facts,
+    mesh: DeviceMesh | None,
+) -> SavedState:
+    """Copy a state to host memory, after the exchanges of its fragments in flight."""
     saved = SavedState(facts | {"fragments": []}, {})
-    for snapshot in snapshots:
-        snapshot.copy_to(saved, mesh)
+    for index, (state, weight) in enumerate(zip(states, weights, strict=True)):
+        record = {"weight": weight, "delta_norms": list(state.norms.latest)}
+        if (round_ := in_flight.get(index)) is not None:
+            record |= {one: getattr(round_, one) for one in ("sent_step", "participants", "flags")}
+        for kind, buffer in buffers_of(state, in_flight=round_ is not None).items():
+            saved.tensors |= named(kind, state, copy_to_host(buffer), mesh)
+        saved.facts["fragments"].append(record)
+    if states[0].outer.is_cuda:
+        torch.cuda.current_stream(states[0].outer.device).synchronize()
     return saved
+
+
+def buffers_of(state: OuterState, *, in_flight: bool) -> Named:
+    """Return the buffers of a fragment that are saved, by their kind."""
+    known = [(SHARED, state.outer), *((MOMENTUM, slot) for slot in state.slots)]
+    known += [(NEXT, state.delta)] * in_flight
+    return dict(known if state.residual is None else [*known, (RESIDUAL, state.residual)])
 
 
 def named(kind: str, state: OuterState, buffer: Tensor, mesh: DeviceMesh | None = None) -> Named:
@@ -249,17 +212,11 @@ def load(
     elif is_sparse and not values[RESIDUAL]:
         notes.append("nothing is saved of what topk has not sent: it starts from zero")
     for index, (state, record) in enumerate(zip(states, fragments, strict=True)):
-        fill(state, state.outer, values[SHARED])
-        kept = [(slot, values[MOMENTUM]) for slot in state.slots]
-        if state.residual is not None:
-            kept.append((state.residual, values[RESIDUAL]))
-        for buffer, found in kept:
-            if found:
-                fill(state, buffer, found)
+        for kind, buffer in buffers_of(state, in_flight=index in in_flight).items():
+            if values[kind]:
+                fill(state, buffer, values[kind])
             else:  # what was not saved starts from zero
                 buffer.zero_()
-        if index in in_flight:
-            fill(state, state.delta, values[NEXT])
         state.resume(record["delta_norms"], in_flight=index in in_flight)
     return fragments, in_flight, notes
 
@@ -280,16 +237,31 @@ def check_same_model(states: Sequence[OuterState], saved: SavedState) -> None:
     parts = [part for state in states for part in state.fragment.parts]
     mine = {part.name: tuple(part.parameter.shape) for part in parts}
     theirs = {name: tuple(value.shape) for name, value in saved.kind(SHARED).items()}
-    found = [
-        f"{name} is {mine.get(name, 'absent')} here and {theirs.get(name, 'absent')} there"
-        for name in {**mine, **theirs}
-        if mine.get(name) != theirs.get(name)
-    ]
-    if found:
+    if found := differences(mine, theirs):
         raise UserError(
             f"the saved outer state is that of another model ({len(found)} parameters differ): "
             + "; ".join(found[:3])
         )
+
+
+def differences(
+    mine: Mapping[str, tuple[int, ...]], theirs: Mapping[str, tuple[int, ...]]
+) -> list[str]:
+    """Describe the parameters whose shapes differ."""
+    return [
+        f"{name} is {mine.get(name, 'absent')} here and {theirs.get(name, 'absent')} there"
+        for name in {**mine, **theirs}
+        if mine.get(name) != theirs.get(name)
+    ]
+
+
+@torch.no_grad()
+def write_shared(model: nn.Module, saved: SavedState) -> None:
+    """Copy the shared parameters of a saved state to a model."""
+    shared = saved.kind(SHARED)
+    for name, parameter in model.named_parameters():
+        if name in shared:  # else it is frozen
+            local_rows(name, parameter.detach()).copy_(local_rows(name, shared[name]))
 
 
 @torch.no_grad()

@@ -6,18 +6,14 @@ for batch in loader:
     outer.step()
 outer.drain()
 
-In the training thread, `_send` takes the delta of a fragment and `_apply` merges the next shared
-copy into the model. In between, `_exchange` computes it from the delta in a background thread.
+`_take` takes the delta of a fragment and `_apply` applies the next shared copy. When, and how the
+copy is made of all deltas, is a matter of the peers (diloco/peers.py).
 """
 
-import math
 import threading
 import time
-import weakref
-from collections.abc import Iterator
-from concurrent.futures import Future
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -29,36 +25,21 @@ from torchtitan_diloco.diloco import healing, startup
 from torchtitan_diloco.diloco import state_dict as saving
 from torchtitan_diloco.diloco.background import alone, one_at_a_time
 from torchtitan_diloco.diloco.config import DiLoCoConfig
-from torchtitan_diloco.diloco.fragments import (
-    build_fragments,
-    check_identity,
-    drop_gathered,
-    fragment_table,
-)
+from torchtitan_diloco.diloco.fragments import check_identity, drop_gathered, fragment_table
+from torchtitan_diloco.diloco.gloo_peers import GlooPeers
 from torchtitan_diloco.diloco.liveness import Liveness
-from torchtitan_diloco.diloco.outer_state import OuterState
-from torchtitan_diloco.diloco.round import InFlight, Meter, Round
-from torchtitan_diloco.diloco.schedule import build_schedule, is_dropped, is_measured
-from torchtitan_diloco.diloco.state_dict import Facts, SavedState, Snapshot
-from torchtitan_diloco.diloco.transport import DROPPED, WENT_WRONG, Header
-from torchtitan_diloco.log import UserError, logger
+from torchtitan_diloco.diloco.peers import Apply, Peers, Send
+from torchtitan_diloco.diloco.round import Round
+from torchtitan_diloco.diloco.schedule import is_measured
+from torchtitan_diloco.diloco.state_dict import SavedState
+from torchtitan_diloco.log import logger
 
 
 class StreamingDiLoCo:
-    def __new__(cls, model: Any = None, group: Any = None, *_: Any, **__: Any) -> Any:
-        """Create an `IslandDiLoCo` if `group` is an `Islands`."""
-        del model  # for the signature only
-        if isinstance(group, type):
-            raise TypeError(f"group: give {group.__name__}(...), not the class")
-        loop: type[StreamingDiLoCo] = getattr(group, "outer_loop", cls)
-        if cls is not StreamingDiLoCo and not issubclass(cls, loop):
-            raise TypeError(f"{cls.__name__}: derive it from {loop.__name__} to join islands")
-        return super().__new__(loop if cls is StreamingDiLoCo else cls)
-
     def __init__(
         self,
         model: nn.Module,
-        group: dist.ProcessGroup | None,
+        group: dist.ProcessGroup | Peers | None,
         config: DiLoCoConfig,
         *,
         optimizer: torch.optim.Optimizer | None = None,
@@ -73,6 +54,8 @@ class StreamingDiLoCo:
 
         Args:
             group: a gloo group of this rank and its peers on the other workers. None: one worker.
+                Or other peers, such as `IslandPeers`, to which the last four arguments do not
+                apply.
             optimizer: the inner optimizer. Its state is dropped for fragments that are reset to the
                 shared parameters.
             shard_group: a gloo group of this worker's ranks, if it has several, that nothing else
@@ -81,112 +64,96 @@ class StreamingDiLoCo:
             total_steps: length of the run, for `overlap.mixing_end`.
             seed: for the rounds that `link.drop_probability` drops.
         """
-        startup.check_settings(model, group, config, total_steps)
-        drop_gathered(model)
-        self.config = config
-        self.fragments = build_fragments(model, config.fragments)
+        if not isinstance(group, Peers):
+            group = GlooPeers(
+                group,
+                shard_group=shard_group,
+                liveness=liveness,
+                total_steps=total_steps,
+                seed=seed,
+            )
+        elif shard_group or liveness or total_steps or seed:
+            raise TypeError("shard_group, liveness, total_steps and seed are for a gloo group only")
+        self.peers = peers = group
+        peers.start(model, config)
+        self.config, self.fragments, self._states = peers.config, peers.fragments, peers.states
         self.fragment_names = tuple(fragment.name for fragment in self.fragments)
-        self.schedule = build_schedule(config, len(self.fragments))
-        self.workers, self.worker = (1, 0) if group is None else (group.size(), group.rank())
-        self.step_count, self._total_steps = 0, total_steps
-        self._model, self._seed, self._shard_group = model, seed, shard_group
-        self._optimizer, self._healed = optimizer, 0
-        self._watch = healing.Watch(self.workers, len(self.fragments))
-        self._weights = [0.0] * len(self.fragments)
-        device = startup.pick_state_device(self.fragments, config)
-        self._run = startup.agree_on_run(
-            group, config, self.fragments, device, total_steps, seed=seed
-        )
-        startup.broadcast_from_first(group, model)
-        self._liveness = liveness or Liveness.between(group)
-        self._states = startup.build_states(config, self.fragments, device)
-        self._exchanger = startup.build_exchange(group, config, self._states, device)
-        self._in_flight: dict[int, InFlight] = {}
-        self.in_use = threading.RLock()
-        self._meter = Meter()
-        self._background = startup.start_background(config.quantization.threads)
-        self._finalizer = weakref.finalize(
-            self, startup.close, self._background, self._exchanger, self._liveness, liveness is None
-        )
+        self.in_use, self._meter, self._healed = threading.RLock(), peers.meter, 0
+        self._model, self._optimizer = model, optimizer
 
-    # --- training thread --------------------------------------------------------------------------
+    @property
+    def step_count(self) -> int:
+        """Inner steps so far."""
+        return self.peers.step
+
+    @property
+    def workers(self) -> int:
+        return self.peers.workers
+
+    @property
+    def worker(self) -> int:
+        return self.peers.worker
+
+    # --- training ---------------------------------------------------------------------------------
 
     @one_at_a_time
     def step(self, weight: float = 1.0) -> None:
         """Apply and send the fragments that are due. Call it after every inner step.
 
-        `weight`: of this inner step in the mean over workers, such as its number of tokens.
+        `weight`: of this inner step in the mean over workers, such as its number of tokens. Islands
+        count it: give them the tokens.
         """
-        if not 0 <= weight < math.inf:
-            raise UserError(f"the weight of a step is {weight}: give a number from 0 up")
-        self.step_count += 1
-        self._liveness.step_done(self.step_count)
-        self._weights = [before + weight for before in self._weights]
-        self.check()
-        sent = self.schedule.sent_at(self.step_count)
-        applied = self.schedule.applied_at(self.step_count)
-        if sent or applied:
-            drop_gathered(self._model)
-        self._apply([fragment for fragment in self._in_flight if fragment in applied])
-        for fragment in sent:
-            self._send(fragment)
-        self._apply(applied)  # those that were just sent and have no delay
+        self.peers.check_weight(weight)
+        self.peers.step += 1
+        self._do(self.peers.due(weight))
 
     @one_at_a_time
     def drain(self) -> None:
-        """Wait for the fragments in flight, and apply them in the order of their sends."""
-        drop_gathered(self._model)
-        self._apply(list(self._in_flight))
+        """Wait for the fragments in flight, and apply them in the order of their sends.
+
+        An island finishes the run with the others or, before its end, leaves it. It first sends its
+        work since the last send. At the end, all islands have the same copy.
+        """
+        self._do(self.peers.rest())
 
     def check(self) -> None:
         """Raise if a worker is lost or an exchange has failed, even before its result is due."""
-        self._liveness.check(f"seen by worker {self.worker} after its step {self.step_count}")
-        for round_, exchanged in self._in_flight.values():
-            if exchanged.done() and exchanged.exception() is not None:
-                self._wait(round_, exchanged)
+        self.peers.check()
 
     def close(self) -> None:
         """End the threads. Needed only before an exit handler that destroys the process group."""
-        self._finalizer()
+        self.peers.close()
 
-    def _send(self, index: int) -> None:
-        state, step, weight = self._states[index], self.step_count, self._weights[index]
-        outer_round, now = self.schedule.outer_round(index, step), time.perf_counter()
-        round_ = Round(index, outer_round, step, state.values, weight=weight, due=now)
+    def _do(self, due: Iterable[Send | Apply]) -> None:
+        for task in due:
+            drop_gathered(self._model)
+            if isinstance(task, Send):
+                self._take(task.round)
+            else:
+                self._apply(task)
+
+    def _take(self, round_: Round) -> None:
+        state = self._states[round_.fragment]
         check_identity(self._model, state.fragment)
         begin = state.moment()
         state.take_delta()
-        self._weights[index], round_.taken = 0.0, time.perf_counter()
+        round_.taken = time.perf_counter()
         self._meter.expose(round_.taken - round_.due, (begin, state.moment()))
-        exchanged = self._background.submit(partial(self._exchange, state, round_))
-        self._in_flight[index] = round_, exchanged
 
-    def _apply(self, fragments: list[int]) -> None:
-        for index in [one for one in fragments if one in self._in_flight]:  # or drain() applied it
-            round_, exchanged = self._in_flight[index]
-            round_.applied_step, round_.asked = self.step_count, time.perf_counter()
-            self._wait(round_, exchanged)
-            del self._in_flight[index]
-            round_.fetched = time.perf_counter()
-            measured = is_measured(round_.outer_round, self.config.measure_every)
-            average = self.schedule.is_average(round_.sent_step)
-            mixing = self._mixing(round_.flags, round_.participants, average=average)
-            state = self._states[index]
-            begin = state.moment()
-            round_.drift = state.apply(mixing, measured=measured)
-            round_.applying = begin, state.moment()
-            if round_.flags & WENT_WRONG:
-                self._start_afresh(index)
-            round_.applied = time.perf_counter()
-            self._meter.applied(round_)
-
-    def _mixing(self, flags: int, participants: int, *, average: bool = False) -> float:
-        """Return the weight of local parameters: 0 if they went wrong, 1 for dropped workers."""
-        if flags & WENT_WRONG:
-            return 0.0
-        if flags & DROPPED or not participants:
-            return 1.0
-        return 0.0 if average else self.config.overlap.mixing_at(self.progress)
+    def _apply(self, task: Apply) -> None:
+        round_, state = task.round, self._states[task.round.fragment]
+        round_.applied_step = self.step_count
+        measured = is_measured(round_.outer_round, self.config.measure_every)
+        begin = state.moment()
+        if task.adds:
+            state.add_change(task.copy)
+        else:
+            round_.drift = state.apply(task.copy, task.share, measured=measured)
+        round_.applying = begin, state.moment()
+        if task.resets:
+            self._start_afresh(round_.fragment)
+        round_.applied = time.perf_counter()
+        self._meter.applied(round_)
 
     @one_at_a_time
     def heal(self, group: dist.ProcessGroup | None = None) -> list[int]:
@@ -213,47 +180,9 @@ class StreamingDiLoCo:
     def _start_afresh(self, index: int) -> None:
         """Drop the training state of a fragment that was reset to the shared parameters."""
         healing.forget_moments(self._states[index].fragment, self._optimizer)
-        self._weights[index] = 0.0
+        self.peers.forget(index)
         self._healed += 1
         self._meter.healed()
-
-    def _wait(self, round_: Round, exchanged: "Future[None]") -> None:
-        name, step = self.fragments[round_.fragment].name, round_.sent_step
-        which = f"the exchange of fragment {round_.fragment} ({name}), sent after step {step}"
-        late = tuple if self._exchanger is None else self._exchanger.late
-        self._liveness.wait(exchanged, step, f"seen by worker {self.worker} in {which}", late)
-
-    # --- background thread ------------------------------------------------------------------------
-
-    def _exchange(self, state: OuterState, round_: Round) -> None:
-        """Turn this worker's delta into the next shared copy."""
-        round_.begun = time.perf_counter()
-        turn, step = (round_.fragment, round_.outer_round), round_.sent_step
-        measured = is_measured(round_.outer_round, self.config.measure_every)
-        average = self.schedule.is_average(step)
-        dropped = is_dropped(self.config.link.drop_probability, self._seed, self.worker, *turn)
-        with state.background():
-            round_.delta_square = state.finish_delta()
-            whole = healing.sum_over_ranks(round_.delta_square, self._shard_group, self.worker)
-            norms = healing.DeltaNorms() if average else state.norms  # other lengths: not judged
-            flags = dropped * DROPPED | norms.judge(whole, self.config.delta_norm_limit)
-            header = Header(flags, self._run, *turn, step, round_.weight, state.checksum)
-            if self._exchanger is None:
-                headers = healing.settle_weights([header])
-            else:
-                headers, round_.traffic = self._exchanger.average(
-                    state.delta, header, state.residual, measured=measured
-                )
-        round_.weight, round_.flags = headers[self.worker].weight, headers[self.worker].flags
-        round_.participants = sum(one.weight > 0 for one in headers)
-        with state.background():
-            if round_.participants:
-                squares = state.advance(average=average, measured=measured)
-                round_.mean_square, round_.update_square = squares
-            else:
-                state.keep()
-        round_.ready = time.perf_counter()
-        self._watch.note(headers, self.config.delta_norm_limit)
 
     # --- shared model -----------------------------------------------------------------------------
 
@@ -276,43 +205,22 @@ class StreamingDiLoCo:
 
     # --- restart ----------------------------------------------------------------------------------
 
+    @one_at_a_time
     def state_dict(self, mesh: DeviceMesh | None = None) -> dict[str, Any]:
         """Return what a restart needs besides the model and inner optimizer, in host memory.
 
         Fragments in flight are waited for but not applied: their results are part of the state.
-        """
-        last_sent = max((one.sent_step for one, _ in self._in_flight.values()), default=0)
-        return vars(self._liveness.wait(self.start_state_dict(mesh), last_sent))
-
-    @one_at_a_time
-    def start_state_dict(
-        self, mesh: DeviceMesh | None = None, *, shared: bool = True
-    ) -> "Future[SavedState]":
-        """Copy the current state in the background, after the exchanges in flight.
-
-        `mesh`: a CPU mesh of this worker's ranks, for models that are sharded over GPUs. `shared`:
-        include what is equal on all workers, which only one of them saves.
+        `mesh`: a CPU mesh of this worker's ranks, for models that are sharded over GPUs.
         """
         self.check()
-        snapshots, facts = self._take_snapshots(shared=shared), self._facts_now()
-        return self._background.submit(partial(saving.save, snapshots, facts, mesh))
-
-    def _take_snapshots(self, *, shared: bool = True) -> list[Snapshot]:
-        return [
-            Snapshot(state, weight, self._in_flight.get(index), shared=shared)
-            for index, (state, weight) in enumerate(zip(self._states, self._weights, strict=True))
-        ]
-
-    def _facts_now(self) -> Facts:
-        """Return the part of `SavedState.facts` that is known already."""
-        return {
+        facts = {
             "step": self.step_count,
             "progress": self.progress,
             "healed": self._healed,
             "settings": saving.resume_settings(self.config),
             "layout": saving.layout_of(self._states),
-            "in_flight": list(self._in_flight),
         }
+        return vars(self.peers.save(facts, mesh))
 
     def load_state_dict(self, saved: SavedState | dict[str, Any]) -> list[str]:
         """Resume from a saved state, dropping fragments in flight. Load the model first.
@@ -323,36 +231,24 @@ class StreamingDiLoCo:
         """
         saved = saved if isinstance(saved, SavedState) else SavedState(**saved)
         saving.check_same_model(self._states, saved)
-        self._give_up_in_flight()
+        self.peers.restart()
         drop_gathered(self._model)
-        self.step_count, self._healed = saved.facts["step"], saved.facts["healed"]
-        facts, in_flight, notes = saving.load(self._states, saved, self.config, self._mixing)
-        self._weights = [record["weight"] for record in facts]
-        for index in in_flight:
-            outer_round = self.schedule.outer_round(index, facts[index]["sent_step"])
-            round_ = Round.loaded(index, outer_round, self._states[index].values, facts[index])
-            self._in_flight[index] = round_, self._background.submit(lambda: None)
-        return notes
+        self.peers.step, self._healed = saved.facts["step"], saved.facts["healed"]
+        return self.peers.load(saved)
 
     def restart_from_model(self, step: int) -> None:
         """Start over at a step from the model, which must be equal on all workers."""
-        self._give_up_in_flight()
-        self.step_count = step
-        self._weights = [0.0] * len(self.fragments)
+        self.peers.restart()
+        self.peers.step = step
         for state in self._states:
             state.restart()
-
-    def _give_up_in_flight(self) -> None:
-        """Wait for exchanges and saves in flight, and drop their results."""
-        self._liveness.wait(self._background.submit(lambda: None))
-        self._in_flight.clear()
 
     # --- reports ----------------------------------------------------------------------------------
 
     @property
     def progress(self) -> float:
         """Completed share of the run, 0 if its length is unknown."""
-        return self.step_count / self._total_steps if self._total_steps else 0.0
+        return self.peers.progress
 
     def metrics(self) -> dict[str, float]:
         """Return totals of this rank since the last call.
@@ -360,7 +256,7 @@ class StreamingDiLoCo:
         `exposed` seconds are those of the training thread, others those of the background thread.
         An exchange counts when its result is applied.
         """
-        return self._meter.take() | {"worker/fragments_in_flight": float(len(self._in_flight))}
+        return self._meter.take() | {"worker/fragments_in_flight": float(len(self.peers.in_flight))}
 
     @property
     def exposed_seconds(self) -> float:
@@ -373,8 +269,10 @@ class StreamingDiLoCo:
 
     def table(self) -> str:
         """Return a table of the fragments and their slots in the cycle."""
-        return fragment_table(self.fragments, map(self.schedule.offset, range(len(self.fragments))))
+        offsets = map(self.peers.schedule.offset, range(len(self.fragments)))
+        return fragment_table(self.fragments, offsets)
 
     def describe(self) -> list[str]:
         """Describe settings, memory and fragments in lines for the start of a run."""
-        return [*startup.describe_settings(self.config, self._states), self.table()]
+        settings = startup.describe_settings(self.config, self._states)
+        return [*self.peers.describe(), *settings, self.table()]

@@ -1,47 +1,198 @@
-"""Write a trained model as a folder of weights, for other programs or for another run.
+"""Commands on a trained model: its text, its loss, and its weights for other programs.
 
+.venv/bin/torchtitan-diloco generate outputs/RUN --prompt "def main("
+.venv/bin/torchtitan-diloco validate outputs/RUN
 .venv/bin/torchtitan-diloco export outputs/RUN --format hf
 """
 
 import argparse
+import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from safetensors.torch import save_file
+from torch import Tensor
 
 from torchtitan_diloco import __version__
+from torchtitan_diloco.components.optimizer import compute_dtype
+from torchtitan_diloco.components.validation import validate
 from torchtitan_diloco.config import to_toml
-from torchtitan_diloco.export.hugging_face import TOKENIZER_NAME, save_hugging_face
-from torchtitan_diloco.export.saved_model import CommandParser, SavedModel, run_command
-from torchtitan_diloco.export.weights import WEIGHTS_NAME, new_folder
-from torchtitan_diloco.log import UserError
+from torchtitan_diloco.data.corpus import open_split
+from torchtitan_diloco.data.loader import ValidationBatches
+from torchtitan_diloco.distributed.world import World, pick_device
+from torchtitan_diloco.export.hugging_face import TOKENIZER_NAME, WEIGHTS_NAME, save_hugging_face
+from torchtitan_diloco.export.saved_model import SavedModel, open_saved
+from torchtitan_diloco.log import UserError, command_line
+from torchtitan_diloco.models import LanguageModel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-DEFAULTS = ("float32", "shared")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = CommandParser("export", "Write a trained model as a folder of weights.")
+def main(arguments: Sequence[str]) -> int:
+    """Run `generate ...`, `validate ...` or `export ...`, and return the exit status."""
+    name, *words = arguments
+    description, command = COMMANDS[name]
+    parser = argparse.ArgumentParser(
+        prog=command_line(name), description=description, allow_abbrev=False
+    )
     add = parser.add_argument
-    formats = "safetensors: for another run (default); hf: for transformers"
-    add("--format", choices=("safetensors", "hf"), default="safetensors", help=formats)
-    add("--dtype", choices=DTYPES, default="float32", help="of the weights (default float32)")
-    add("--out", type=Path, help="folder to write (default RUN/export/step-...-FORMAT)")
-    return run_command(_export, parser, arguments)
+    add("run", type=Path, metavar="RUN", help="folder of a run, or of one of its checkpoints")
+    add("--step", type=int, metavar="N", help="step of the checkpoint (default: the latest)")
+    if name == "generate":
+        add("--prompt", default="", help="text to continue (default: the beginning of a document)")
+        add("--tokens", type=positive, default=100, metavar="N", help="at most N (default 100)")
+        add("--temperature", type=float, default=0.8, help="default 0.8; 0: the most likely token")
+        add("--top-p", type=float, default=1.0, help="only the likeliest that together have P")
+        add("--seed", type=int, default=0, help="the same seed gives the same text (default 0)")
+    elif name == "validate":
+        add("--corpus", help="as data.validation_corpus (default: what the run held out)")
+        add("--sequences", type=positive, help="the first N (default: as many as the run)")
+        add("--batch-size", type=positive, help="sequences per batch (default: the run's)")
+    else:
+        formats = "safetensors: for another run (default); hf: for transformers"
+        add("--format", choices=("safetensors", "hf"), default="safetensors", help=formats)
+        add("--dtype", choices=DTYPES, default="float32", help="of the weights (default float32)")
+        add("--out", type=Path, help="folder to write (default RUN/export/step-...-FORMAT)")
+    if name != "export":
+        add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU")
+    options = parser.parse_args(words)
+    try:
+        command(open_saved(options.run, options.step), options)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
 
 
-def _export(saved: SavedModel, options: argparse.Namespace) -> None:
+def positive(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: give a whole number from 1 up")
+    return value
+
+
+# --- generate -------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def generate(
+    model: LanguageModel,
+    tokens: Sequence[int],
+    *,
+    vocab_size: int,
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    stop: int | None = None,
+) -> Iterator[int]:
+    """Yield the tokens that follow `tokens`, until `stop`, which is excluded.
+
+    Ids from `vocab_size` on only pad the embedding and are never drawn.
+    """
+    generator, device = torch.Generator().manual_seed(seed), next(model.parameters()).device
+    context = list(tokens)
+    for _ in range(max_new_tokens):
+        context = context[-model.sequence_length :]
+        logits: Tensor = model(
+            torch.tensor([context], device=device),
+            head=lambda hidden, matrix: F.linear(hidden[0, -1], matrix[:vocab_size]),
+        )
+        # Draw on the CPU, so that a seed gives the same text on all devices.
+        token = draw(logits.float().cpu(), temperature, top_p, generator)
+        if token == stop:
+            return
+        yield token
+        context.append(token)
+
+
+def draw(logits: Tensor, temperature: float, top_p: float, generator: torch.Generator) -> int:
+    """Draw a token, given the logits [vocabulary].
+
+    Temperature 0 takes the most likely token. `top_p` keeps the most likely tokens that together
+    have this probability.
+    """
+    if not bool(logits.isfinite().all()):
+        raise UserError("the logits are not finite: the training diverged; use an earlier --step")
+    if temperature == 0:
+        return int(logits.argmax())
+    # Shift the largest logit to 0, so that a temperature near 0 does not make it infinite.
+    scaled = (logits.double() - logits.max()) / temperature
+    probabilities, ids = scaled.softmax(dim=0).sort(descending=True, stable=True)
+    # Keep a token if those before it have at most top_p. This always keeps the first one.
+    before = probabilities.cumsum(dim=0) - probabilities
+    kept = probabilities.where(before <= top_p, 0.0)
+    return int(ids[torch.multinomial(kept, 1, generator=generator)])
+
+
+def print_text(saved: SavedModel, options: argparse.Namespace) -> None:
+    tokenizer, model = saved.tokenizer, saved.model.to(pick_device(options.device, 0))
+    if not options.temperature >= 0 or not 0 <= options.top_p <= 1:
+        chosen = f"--temperature {options.temperature} --top-p {options.top_p}"
+        raise UserError(f"{chosen}: give a temperature from 0 up, and a probability")
+    prompt = tokenizer.encode(os.fsencode(options.prompt).decode(errors="replace")).tolist()
+    tokens = generate(
+        model,
+        prompt or [tokenizer.end_of_document],
+        vocab_size=tokenizer.vocab_size,
+        max_new_tokens=options.tokens,
+        temperature=options.temperature,
+        top_p=options.top_p,
+        seed=options.seed,
+        stop=tokenizer.end_of_document,
+    )
+    text = tokenizer.decode([*prompt, *tokens])
+    print(saved, file=sys.stderr)
+    print(text)
+
+
+# --- validate -------------------------------------------------------------------------------------
+
+
+def print_loss(saved: SavedModel, options: argparse.Namespace) -> None:
+    config, device = saved.config, pick_device(options.device, 0)
+    data, length = config.data, config.training.sequence_length
+    if options.corpus is not None:
+        data = replace(data, validation_corpus=options.corpus)
+    batches = ValidationBatches(
+        open_split(data, saved.tokenizer, "validation"),
+        sequence_length=length,
+        batch_size=options.batch_size or config.training.batch_size,
+        rank=0,
+        ranks=1,
+        sequences=options.sequences or config.validation.sequences,
+    )
+    result = validate(
+        saved.model.to(device, compute_dtype(config.parallel.compute_dtype, device)),
+        batches,
+        World(rank=0, size=1, workers=1, device=device),
+        chunk_tokens=config.training.loss_chunk_tokens,
+    )
+    print(saved, file=sys.stderr)
+    print(
+        f"loss {result.loss:.4f}, perplexity {result.perplexity:,.2f} over {result.tokens:,} "
+        f"tokens ({batches.sequences:,} sequences of {length:,}) of "
+        f"{data.validation_corpus or data.corpus}"
+    )
+
+
+# --- export ---------------------------------------------------------------------------------------
+
+
+def export(saved: SavedModel, options: argparse.Namespace) -> None:
     folder = options.out.expanduser() if options.out else _default_folder(saved.path, options)
     dtype = DTYPES[options.dtype]
     try:
-        if options.format == "hf":
-            save_hugging_face(folder, saved.model, saved.tokenizer, dtype)
-        else:
-            save_for_another_run(folder, saved, dtype)
+        with new_folder(folder) as incomplete:
+            if options.format == "hf":
+                save_hugging_face(incomplete, saved.model, saved.tokenizer, dtype)
+            else:
+                save_for_another_run(incomplete, saved, dtype, final=folder)
     except OSError as error:
         raise UserError(
             f"--out {folder} cannot be written ({error.strerror or error}): choose another folder"
@@ -53,13 +204,37 @@ def _export(saved: SavedModel, options: argparse.Namespace) -> None:
 def _default_folder(checkpoint: Path, options: argparse.Namespace) -> Path:
     """Return a folder in the run, or beside a checkpoint that was moved elsewhere."""
     parent = checkpoint.parent
-    run = parent.parent if parent.name == "checkpoints" else parent
-    names = [checkpoint.name, options.format, options.dtype, options.weights]
-    return run / "export" / "-".join(name for name in names if name not in DEFAULTS)
+    run = parent.parent if parent.name.startswith("worker-") else parent
+    dtype = [] if options.dtype == "float32" else [options.dtype]
+    return run / "export" / "-".join([checkpoint.name, options.format, *dtype])
 
 
-def save_for_another_run(folder: Path, saved: SavedModel, dtype: torch.dtype) -> None:
-    """Write the weights under our names, with their settings and tokenizer."""
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """Yield a folder to write into, which is renamed to `folder` when it is complete."""
+    folder = folder.absolute()
+    if folder.exists() and any(folder.iterdir()):
+        raise UserError(f"{folder} is not empty; choose another folder, or delete this one")
+    incomplete = folder.with_name(f".{folder.name}.incomplete")
+    shutil.rmtree(incomplete, ignore_errors=True)
+    incomplete.mkdir(parents=True)
+    try:
+        yield incomplete
+        readable = incomplete.stat().st_mode & 0o666  # safetensors ignores the umask
+        for path in incomplete.iterdir():
+            path.chmod(readable)
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+        incomplete.rename(folder)
+    except BaseException:
+        shutil.rmtree(incomplete, ignore_errors=True)
+        raise
+
+
+def save_for_another_run(
+    folder: Path, saved: SavedModel, dtype: torch.dtype, *, final: Path
+) -> None:
+    """Write the weights under our names, with settings and tokenizer. `final`: the later name."""
     config, tokenizer = saved.config, saved.tokenizer
     config = replace(  # reset the settings that are specific to a run
         config,
@@ -72,18 +247,23 @@ def save_for_another_run(folder: Path, saved: SavedModel, dtype: torch.dtype) ->
         "format": "pt",  # transformers refuses a file that does not name its framework
         "producer": f"torchtitan_diloco {__version__}",
         "step": str(saved.step),
-        "weights": saved.weights,
         "tokenizer": f"{tokenizer.name} {tokenizer.fingerprint}",
     }
     tensors = {name: value.to(dtype) for name, value in saved.model.state_dict().items()}
-    with new_folder(folder) as incomplete:
-        if tokenizer.file is not None:
-            shutil.copyfile(tokenizer.file, incomplete / TOKENIZER_NAME)
-            copied = str((folder / TOKENIZER_NAME).absolute())
-            config = replace(config, data=replace(config.data, tokenizer=copied))
-        (incomplete / "config.toml").write_text(to_toml(config), encoding="utf-8")
-        save_file(tensors, incomplete / WEIGHTS_NAME, metadata)
+    if tokenizer.file is not None:
+        shutil.copyfile(tokenizer.file, folder / TOKENIZER_NAME)
+        copied = str((final / TOKENIZER_NAME).absolute())
+        config = replace(config, data=replace(config.data, tokenizer=copied))
+    (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
+    save_file(tensors, folder / WEIGHTS_NAME, metadata)
+
+
+COMMANDS = {
+    "generate": ("Write text with a trained model.", print_text),
+    "validate": ("Print the loss and perplexity of a trained model.", print_loss),
+    "export": ("Write a trained model as a folder of weights.", export),
+}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -1,8 +1,13 @@
-"""Export as a plain Qwen3 or Llama, for transformers and what else reads its folders."""
+"""A decoder in transformers: as a plain Qwen3 or Llama, with config.json and names of parameters.
+
+What else reads such folders, as vLLM and llama.cpp, reads these.
+"""
 
 import itertools
 import json
 import shutil
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +16,59 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from torchtitan_diloco.data.tokenizer import Tokenizer
-from torchtitan_diloco.export.weights import CONFIG_NAME, WEIGHTS_NAME, new_folder
-from torchtitan_diloco.log import logger
-from torchtitan_diloco.models import LanguageModel
-from torchtitan_diloco.models.hugging_face import transformers_config, transformers_names
+from torchtitan_diloco.log import UserError, logger
+from torchtitan_diloco.models import Decoder, LanguageModel
+from torchtitan_diloco.models.decoder import HIGH, LOW, SHORT_LENGTH
 
+WEIGHTS_NAME = "model.safetensors"
+CONFIG_NAME = "config.json"
+"""Found only in folders of transformers."""
 TOKENIZER_NAME = "tokenizer.json"
+KEYS = {
+    "vocab_size": "vocab_size",
+    "layers": "num_hidden_layers",
+    "width": "hidden_size",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "feed_forward": "intermediate_size",
+    "tied_head": "tie_word_embeddings",
+    "norm_epsilon": "rms_norm_eps",
+}
+FIXED = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "use_sliding_window": False,
+}
+SCALING = {
+    "rope_type": "llama3",
+    "low_freq_factor": LOW,
+    "high_freq_factor": HIGH,
+    "original_max_position_embeddings": SHORT_LENGTH,
+}
+SCALED_LENGTH = 131_072
+"""Length of Llama 3.1 and 3.2."""
+MODULES = {
+    "embedding": "model.embed_tokens",
+    "blocks": "model.layers",
+    "attention_norm": "input_layernorm",
+    "attention": "self_attn",
+    "out": "o_proj",
+    "feed_forward_norm": "post_attention_layernorm",
+    "feed_forward": "mlp",
+    "gate": "gate_proj",
+    "up": "up_proj",
+    "down": "down_proj",
+    "norm": "model.norm",
+    "head": "lm_head",
+}
 
 
 def save_hugging_face(
     folder: Path, model: LanguageModel, tokenizer: Tokenizer, dtype: torch.dtype
 ) -> None:
-    """Write a folder that `from_pretrained(folder)` loads."""
+    """Write what `from_pretrained(folder)` loads."""
     assert tokenizer.vocab_size <= model.vocab_size
     ids = ("bos_token_id", "eos_token_id", "pad_token_id")
     # Training ends every document with this token, so it also precedes the next document.
@@ -39,23 +85,47 @@ def save_hugging_face(
     for name, parts in transformers_names(model).items():
         values = model.get_parameter(name).detach().to(dtype).split(list(parts.values()))
         weights |= dict(zip(parts, values, strict=True))
-    with new_folder(folder) as incomplete:
-        if tokenizer.file is not None:
-            shutil.copyfile(tokenizer.file, incomplete / TOKENIZER_NAME)
-        elif tokenizer.name == "bytes":
-            files[TOKENIZER_NAME] = _byte_tokenizer(tokenizer)
-        else:
-            logger.warning(
-                f'{folder} has no tokenizer, as "{tokenizer.name}" is an encoding of tiktoken: put '
-                "a tokenizer.json with the same ids there"
-            )
-        if tokenizer.file is not None or tokenizer.name == "bytes":
-            length = config["max_position_embeddings"]
-            files["tokenizer_config.json"] = _tokenizer_config(tokenizer, length)
-        for name, content in files.items():
-            text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
-            (incomplete / name).write_text(text, encoding="utf-8")
-        save_file(weights, incomplete / WEIGHTS_NAME, {"format": "pt"})
+    if tokenizer.file is not None:
+        shutil.copyfile(tokenizer.file, folder / TOKENIZER_NAME)
+    elif tokenizer.name == "bytes":
+        files[TOKENIZER_NAME] = _byte_tokenizer(tokenizer)
+    else:
+        logger.warning(
+            f'the export has no tokenizer, as "{tokenizer.name}" is an encoding of tiktoken: put '
+            "a tokenizer.json with the same ids there"
+        )
+    if tokenizer.file is not None or tokenizer.name == "bytes":
+        length = config["max_position_embeddings"]
+        files["tokenizer_config.json"] = _tokenizer_config(tokenizer, length)
+    for name, content in files.items():
+        text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+        (folder / name).write_text(text, encoding="utf-8")
+    save_file(weights, folder / WEIGHTS_NAME, {"format": "pt"})
+
+
+def transformers_config(model: LanguageModel) -> dict[str, Any]:
+    """Return the config.json. Versions and programs read different names of the rotary settings."""
+    if not isinstance(model, Decoder) or model.shape.activation != "swiglu":
+        raise UserError(
+            f'--format hf: model.flavor = "{model.config.flavor}" ({model.shape}) has no form in '
+            'transformers: use --format safetensors, or train with model.activation = "swiglu"'
+        )
+    shape, values = model.shape, settings_of_model(model)
+    length, family = model.sequence_length, "qwen3" if shape.qk_norm else "llama"
+    scaling: dict[str, Any] = {"rope_type": "default"}
+    if shape.rotary_scaling > 1:
+        scaling = SCALING | {"factor": shape.rotary_scaling}
+        length = max(length, SCALED_LENGTH)
+    return {
+        "architectures": [f"{family.capitalize()}ForCausalLM"],
+        "model_type": family,
+        **{theirs: values[ours] for ours, theirs in KEYS.items()},
+        **FIXED,
+        "max_position_embeddings": length,
+        "rope_theta": shape.rotary_base,
+        "rope_scaling": scaling if shape.rotary_scaling > 1 else None,
+        "rope_parameters": scaling | {"rope_theta": shape.rotary_base},
+    }
 
 
 def _tokenizer_config(tokenizer: Tokenizer, length: int) -> dict[str, Any]:
@@ -89,4 +159,58 @@ def _byte_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
         "pre_tokenizer": step,
         "decoder": step,
         "model": {"type": "BPE", "vocab": vocabulary, "merges": []},
+    }
+
+
+# --- names and settings ---------------------------------------------------------------------------
+
+
+def transformers_names(model: LanguageModel) -> dict[str, dict[str, int]]:
+    """Map each parameter to its parts in files of transformers: their names and numbers of rows."""
+    assert isinstance(model, Decoder)
+    shape, found = model.shape, {}
+    kv_rows = (shape.kv_heads or shape.heads) * shape.head_dim
+    parts = {"q_proj": shape.heads * shape.head_dim, "k_proj": kv_rows, "v_proj": kv_rows}
+    for name, parameter in model.named_parameters():
+        there = ".".join(MODULES.get(part, part) for part in name.split("."))
+        found[name] = {there: parameter.shape[0]}
+        if ".qkv." in there:
+            found[name] = {there.replace("qkv", part): rows for part, rows in parts.items()}
+    return found
+
+
+def settings_of_model(model: Decoder) -> dict[str, Any]:
+    """Return the settings of [model], with all that follow from the flavor."""
+    shape = model.shape
+    values = {"vocab_size": model.vocab_size, "kv_heads": shape.kv_heads or shape.heads}
+    return asdict(shape) | values
+
+
+def differing_settings(model: LanguageModel, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of [model] that differ in a config.json, with their values there."""
+    assert isinstance(model, Decoder)
+    there, mine = settings_of_config(config), settings_of_model(model)
+    return {key: value for key, value in there.items() if value != mine[key]}
+
+
+def settings_of_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of [model] for a config.json, with the defaults of transformers."""
+    family = config["model_type"]
+    if family not in ("llama", "qwen3"):
+        raise UserError(f'model_type = "{family}" is neither "llama" nor "qwen3"')
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    known = {**FIXED, **(SCALING if kind != "default" else {})}
+    found = {**FIXED, **config, **rope, "rope_type": kind}
+    if unknown := [f"{key} = {found.get(key)}" for key in known if found.get(key) != known[key]]:
+        raise UserError(f"its {', '.join(unknown)} cannot be set here")
+    heads, width = config["num_attention_heads"], config["hidden_size"]
+    absent = {"num_key_value_heads": heads, "head_dim": width // heads, "rms_norm_eps": 1e-6}
+    absent |= {"tie_word_embeddings": False}
+    given = absent | {key: value for key, value in config.items() if value is not None}
+    return {ours: given[theirs] for ours, theirs in KEYS.items()} | {
+        "activation": "swiglu",
+        "qk_norm": family == "qwen3",
+        "rotary_base": found.get("rope_theta", 10_000.0),
+        "rotary_scaling": rope.get("factor", 1.0),
     }

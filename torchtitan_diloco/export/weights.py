@@ -1,9 +1,7 @@
-"""Write and read folders of safetensors files, such as the initial weights of a run."""
+"""Read safetensors files, and the initial weights of a run from them."""
 
 import hashlib
 import json
-import os
-import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -12,38 +10,16 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from torchtitan_diloco.export.hugging_face import (
+    CONFIG_NAME,
+    differing_settings,
+    transformers_names,
+)
 from torchtitan_diloco.log import UserError, logger
 from torchtitan_diloco.models.base import LanguageModel, copy_shard
-from torchtitan_diloco.models.hugging_face import differing_settings, transformers_names
 
-WEIGHTS_NAME = "model.safetensors"
-INDEX_NAME = "model.safetensors.index.json"
-CONFIG_NAME = "config.json"
-"""Found only in folders of transformers."""
-PARTS, PART_BYTES = 4, 1 << 20
-"""Parts of each file that are read for its fingerprint."""
-
-
-@contextmanager
-def new_folder(folder: Path) -> Iterator[Path]:
-    """Yield a folder to write into, which is renamed to `folder` when it is complete."""
-    folder = folder.absolute()
-    if folder.exists() and any(folder.iterdir()):
-        raise UserError(f"{folder} is not empty; choose another folder, or delete this one")
-    incomplete = folder.with_name(f".{folder.name}.incomplete")
-    shutil.rmtree(incomplete, ignore_errors=True)
-    incomplete.mkdir(parents=True)
-    try:
-        yield incomplete
-        readable = incomplete.stat().st_mode & 0o666  # safetensors ignores the umask
-        for path in incomplete.iterdir():
-            path.chmod(readable)
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-        incomplete.rename(folder)
-    except BaseException:
-        shutil.rmtree(incomplete, ignore_errors=True)
-        raise
+PART_BYTES = 1 << 20
+"""Part of each file that is read for its fingerprint."""
 
 
 @torch.no_grad()
@@ -74,10 +50,8 @@ def load_initial_weights(model: LanguageModel, path: str) -> None:
         if differing:
             name = differing[0]
             raise UserError(
-                f'model.weights = "{path}" does not fit the model: {name} is '
-                f"{there.get(name, 'absent')} there and {here.get(name, 'absent')} in this run, "
-                f"and {len(differing) - 1} more differ. Set the [model] section, the tokenizer and "
-                "training.sequence_length as in the run that was exported"
+                f'model.weights = "{path}" does not fit: {name} is {there.get(name, "absent")} '
+                f"there and {here.get(name, 'absent')} in this run: set [model] as there"
             )
         for name, parameter in parameters.items():
             value = torch.cat([stored[part].get_tensor(part) for part in parts[name]])
@@ -118,39 +92,27 @@ def open_weights(path: str | Path) -> Iterator[dict[str, Any]]:
 
 
 def weight_files(path: str | Path) -> list[Path]:
-    """Return the file itself, or the files in the index of a folder, or all files of the folder."""
+    """Return the file itself, or all files of a folder that are named as in transformers."""
     given = Path(path).expanduser()
-    if not given.is_dir():
-        return [given]
-    files = sorted(given.glob("*.safetensors"))
-    if (index := given / INDEX_NAME).exists():
-        try:
-            names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
-            files = sorted({given / name for name in names})
-        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-            raise _unreadable(path, index, error) from error
+    files = sorted(given.glob("model*.safetensors")) if given.is_dir() else [given]
     if not files:
-        raise UserError(f'model.weights = "{path}": the folder has no .safetensors file')
+        raise UserError(f'model.weights = "{path}": the folder has no model*.safetensors')
     return files
 
 
 def weights_fingerprint(path: str) -> str:
-    """Return a hash of parts of each file, to detect different weights of the same model."""
+    """Return a hash of a part of each file, to detect different weights of the same model."""
     digest = hashlib.sha256()
     for file in weight_files(path) if path else ():
         try:
             with file.open("rb") as opened:
-                size = opened.seek(0, os.SEEK_END)
-                for part in range(PARTS):
-                    opened.seek(size * part // PARTS)
-                    digest.update(opened.read(PART_BYTES))
+                opened.seek(file.stat().st_size // 2)
+                digest.update(opened.read(PART_BYTES))
         except OSError as error:
             raise _unreadable(path, file, error) from error
     return digest.hexdigest()[:16]
 
 
 def _unreadable(path: str | Path, file: Path, error: Exception) -> ValueError:
-    return UserError(
-        f'model.weights = "{path}": {file} cannot be read ({error}): give a complete .safetensors '
-        "file, or the folder of a complete export"
-    )
+    remedy = "give a complete .safetensors file, or the folder of a complete export"
+    return UserError(f'model.weights = "{path}": {file} cannot be read ({error}): {remedy}')

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 from torchtitan_diloco.islands.config import Islands
 
 if TYPE_CHECKING:
-    from torchtitan_diloco.islands.loop import IslandDiLoCo
     from torchtitan_diloco.islands.members import IslandFencedError
+    from torchtitan_diloco.islands.peers import IslandPeers
 
-__all__ = ["IslandDiLoCo", "IslandFencedError", "Islands"]
+__all__ = ["IslandFencedError", "IslandPeers", "Islands"]
 
-_NEED_TORCH = {"IslandDiLoCo": "loop", "IslandFencedError": "members"}
+_NEED_TORCH = {"IslandPeers": "peers", "IslandFencedError": "members"}
 
 
 def __getattr__(name: str) -> Any:

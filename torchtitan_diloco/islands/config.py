@@ -40,13 +40,6 @@ class Islands(Section):
     local: NotNegative = 0
     """Start a server and so many islands on this machine, to try it. 0: none."""
 
-    @property
-    def outer_loop(self) -> Any:
-        """Class that `StreamingDiLoCo` creates for these settings."""
-        from torchtitan_diloco.islands.loop import IslandDiLoCo  # needs torch
-
-        return IslandDiLoCo
-
 
 NAME = r"[A-Za-z0-9_.-]{1,60}"
 

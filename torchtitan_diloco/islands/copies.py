@@ -9,6 +9,7 @@ import math
 import re
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from queue import SimpleQueue
 from typing import Any, TypeVar
@@ -23,7 +24,6 @@ from torchtitan_diloco.diloco.config import DiLoCoConfig
 from torchtitan_diloco.diloco.exchange import PIECE
 from torchtitan_diloco.diloco.fields import flat_settings
 from torchtitan_diloco.diloco.fragments import describe_layout
-from torchtitan_diloco.diloco.meeting import code_fingerprint
 from torchtitan_diloco.diloco.object_collectives import broadcast_object
 from torchtitan_diloco.diloco.outer_optimizer import BLOCK, outer_step, slot_count
 from torchtitan_diloco.diloco.outer_state import OuterState
@@ -86,7 +86,7 @@ class Copies:
         self.fragments = [
             SharedCopy(state, Layout(state.fragment, ranks.size, ranks.rank)) for state in states
         ]
-        self.saves: SimpleQueue[Callable[[], object]] = SimpleQueue()
+        self.saves: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
         """Tasks of `save` on this rank, in order."""
         self._content: Sequence[Tensor] = ()
         """Tensors from the first rank for the current call."""
@@ -120,9 +120,19 @@ class Copies:
     def stop(self) -> None:
         self._stopped = True
 
+    def save_soon(self, task: Callable[[], Result]) -> "Future[Result]":
+        """Let the thread that computes the copies run a task, while no copy changes."""
+        future: Future[Result] = Future()
+        self.saves.put((future, task))
+        return future
+
     def save(self) -> None:
-        """Run the next task in `saves`, while no copy changes."""
-        self.saves.get()()
+        """Run the next task in `saves`."""
+        future, task = self.saves.get()
+        try:
+            future.set_result(task())
+        except BaseException as error:
+            future.set_exception(error)
 
     def declare(self, fragment: int, version: int, fresh: bool = False) -> str:
         """Declare the outer state to be this version, and return its checksum.
@@ -187,26 +197,37 @@ class Copies:
         with copy.state.background(copy.state.moment()):
             theta, optimizer = copy.versions[copy.newest], replace(self._optimizer, lr=lr)
             new = copy.free_buffer()
-            if not any(weights):
+            if any(weights):
+                self._average(fragment, weights, ranks, out=new)
+                block = BLOCK if new.device.type == "cpu" else max(1, new.numel())
+                buffers = (one.split(block) for one in (theta, new, *copy.state.slots))
+                for before, mean, *slots in zip(*buffers, strict=True):
+                    outer_step(optimizer, before, mean, slots)
+            else:
                 new.copy_(theta)
-            total = 0
-            for payload, sent_by, weight in zip(self._content, ranks, weights, strict=True):
-                total += weight
-                pieces = self.decode(fragment, payload, sent_by)
-                for mean, values in zip(new.split(PIECE), pieces, strict=True):
-                    if total == weight:  # the first one: the mean is not initialized
-                        mean.copy_(values)
-                    else:
-                        mean.lerp_(values, weight / total)
-            block = BLOCK if new.device.type == "cpu" else max(1, new.numel())
-            buffers = (one.split(block) for one in (theta, new, *copy.state.slots))
-            for before, mean, *slots in zip(*buffers, strict=True) if total else ():
-                outer_step(optimizer, before, mean, slots)
             copy.versions[version] = new
             copy.newest = version
             if only_newest:
                 copy.drop_before(version)
             return self._checksum(copy)
+
+    def _average(self, fragment: int, weights: list[int], ranks: list[int], *, out: Tensor) -> None:
+        """Write the weighted mean of the parts in the content to `out`, with the bits of
+        `Codec.average`: a mean of sparse parts leaves out those that do not send a value."""
+        totals = torch.zeros_like(out) if self._decoder.is_sparse else None
+        total = 0
+        for payload, sent_by, weight in zip(self._content, ranks, weights, strict=True):
+            is_first, total, start = total == 0, total + weight, 0
+            for values in self.decode(fragment, payload, sent_by):
+                piece = slice(start, start := start + values.numel())
+                if is_first:  # the mean is not initialized
+                    out[piece].copy_(values)
+                if totals is not None:
+                    sent = (values != 0).float().mul_(weight)
+                    share = sent / totals[piece].add_(sent)
+                    out[piece].lerp_(values, share.nan_to_num_(0.0))
+                elif not is_first:
+                    out[piece].lerp_(values, weight / total)
 
     def decode(self, fragment: int, payload: Tensor, ranks: int) -> Iterator[Tensor]:
         """Yield this rank's values of a part from an island with `ranks` ranks, in pieces.
@@ -254,25 +275,20 @@ def _decoded_pieces(decoder: Codec, payload: Tensor, size: int) -> Iterator[Tens
 
 
 @torch.no_grad()
-def encode_delta(codec: Codec, delta: Tensor) -> Tensor:
-    """Return the payload of this rank's delta. No other thread may use the codec meanwhile."""
+def encode_delta(codec: Codec, delta: Tensor, residual: Tensor | None = None) -> Tensor:
+    """Return the payload of this rank's delta. No other thread may use the codec meanwhile.
+
+    `residual`: of a sparse codec. It is added to the delta and updated.
+    """
     payload = torch.empty(codec.wire_bytes(delta.numel()), dtype=torch.uint8, device=delta.device)
     pieces = payload.split(codec.wire_bytes(PIECE))
-    for values, encoded in zip(delta.split(PIECE), pieces, strict=True):
-        codec.encode(values, encoded)
+    for number, (values, encoded) in enumerate(zip(delta.split(PIECE), pieces, strict=True)):
+        if residual is None:
+            codec.encode(values, encoded)
+        else:
+            unsent = residual[number * PIECE :][: values.numel()]
+            codec.encode_with_residual(values, unsent, encoded)
     return payload.cpu()
-
-
-@torch.no_grad()
-def add_change(state: OuterState, new: Tensor, old: Tensor) -> None:
-    """Add the change of the shared copy to the parameters."""
-    changes = state.views(torch.sub(new, old))
-    for part, added in zip(state.fragment.parts, changes, strict=True):
-        local = part.local()
-        if local.dtype == torch.float32:
-            local.add_(added)
-        else:  # add in fp32 and round once
-            local.copy_(added.add_(local))
 
 
 # --- what must be equal on all islands of a run ---------------------------------------------------
@@ -284,8 +300,8 @@ def fingerprints(
     settings = flat_settings(config, "diloco.")
     found = {key: str(value) for key, value in settings.items() if not MAY_DIFFER.match(key)}
     model = "\n".join(describe_layout([state.fragment for state in states]))
-    found |= {"code": code_fingerprint(), "model": model}
-    found |= {"arithmetic": arithmetic(config, states[0].outer.device), **facts}
+    computed = arithmetic(config, states[0].outer.device)
+    found |= {"model": model, "arithmetic": computed, **facts}
     return {key.replace(" ", "-"): _short(value) for key, value in found.items()}
 
 

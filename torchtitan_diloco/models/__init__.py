@@ -1,4 +1,4 @@
-"""Models that can be trained (docs/models.md)."""
+"""Models that can be trained (docs/data-and-models.md)."""
 
 import torch
 
@@ -24,8 +24,6 @@ def vocabulary_rows(model: Model, tokenizer_vocabulary: int) -> int:
     if model.vocab_size is None:
         return -(-tokenizer_vocabulary // 64) * 64  # a fast size for matrix products
     if model.vocab_size < tokenizer_vocabulary:
-        raise UserError(
-            f"model.vocab_size = {model.vocab_size} is below the tokenizer's vocabulary of "
-            f"{tokenizer_vocabulary}: raise it, or leave it out to take the tokenizer's"
-        )
+        below = f"below the tokenizer's vocabulary of {tokenizer_vocabulary}: leave it out"
+        raise UserError(f"model.vocab_size = {model.vocab_size} is {below}")
     return model.vocab_size

@@ -90,15 +90,10 @@ def resolve_shape(model: Model) -> Shape:
     chosen = {field.name: getattr(model, field.name) for field in fields(flavor)}
     shape = replace(flavor, **{key: one for key, one in chosen.items() if one is not None})
     if shape.head_dim % 2:
-        raise UserError(
-            f"model.head_dim = {shape.head_dim} is odd, but rotary positions rotate pairs of "
-            "dimensions: make it even"
-        )
+        raise UserError(f"model.head_dim = {shape.head_dim} is odd: make it even")
     if shape.kv_heads and shape.heads % shape.kv_heads:
-        raise UserError(
-            f"model.kv_heads = {shape.kv_heads} does not divide model.heads = {shape.heads}: "
-            "each head of keys and values is for the same number of heads of queries"
-        )
+        heads = f"model.heads = {shape.heads}"
+        raise UserError(f"model.kv_heads = {shape.kv_heads} does not divide {heads}: change one")
     return shape
 
 

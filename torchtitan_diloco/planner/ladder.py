@@ -12,7 +12,6 @@ from torchtitan_diloco.diloco.codecs import bits_per_parameter, build_codec
 from torchtitan_diloco.diloco.config import FEW_ROUNDS, CodecName, DiLoCoConfig, Quantization
 from torchtitan_diloco.log import clock, markdown_table
 from torchtitan_diloco.planner.prediction import Conditions, Prediction, Workload
-from torchtitan_diloco.planner.units import quantity
 
 DELAYS = (1, 2, 5, 10)
 CODECS: tuple[CodecName, ...] = ("int8", "fp4_e3m0")
@@ -70,11 +69,7 @@ def ladder_text(
     duration = clock(load.plan.total_steps * tried[best].step_seconds)
     result = f"* is the first to reach {100 * wanted:g} %"
     if tried[best].utilisation < wanted:
-        rate = needed_bits_per_second(load, best, conditions, wanted)
-        missing = "no bandwidth is enough: latency, coding or uneven steps cost too much"
-        if rate is not None:
-            missing = f"needs {quantity(rate, 'bit/s')}"
-        result = f"none reaches {100 * wanted:g} %; * comes closest, and {missing}"
+        result = f"none reaches {100 * wanted:g} %; * comes closest"
     return f"{table}\n\n{result}; with it the run takes {duration}"
 
 
@@ -82,20 +77,3 @@ def _cells(name: str, found: Prediction) -> list[str]:
     utilisation = math.floor(1e3 * found.utilisation + 1e-8) / 10  # 94.99 % is not 95 %
     sent = found.sent_bytes_per_step / 1e6
     return [name, f"{utilisation:.1f} %", f"{1e3 * found.step_seconds:,.1f}", f"{sent:,.2f}"]
-
-
-def needed_bits_per_second(
-    load: Workload, diloco: DiLoCoConfig, conditions: Conditions, wanted: float
-) -> float | None:
-    """Return the rate of the slowest link that is enough, within half a percent, or None."""
-
-    def is_enough(rate: float) -> bool:
-        return load.predict(diloco, replace(conditions, bits_per_second=rate)).utilisation >= wanted
-
-    low, high = conditions.bits_per_second, 1e18
-    if not is_enough(high):
-        return None
-    while high / low > 1.005:
-        middle = math.sqrt(low * high)
-        low, high = (low, middle) if is_enough(middle) else (middle, high)
-    return high

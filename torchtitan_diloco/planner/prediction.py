@@ -1,6 +1,6 @@
 """Predict the share of its time that a run computes, from links, step times, model and settings.
 
-The rules are those of `diloco/streaming.py`. A fragment is sent after an inner step. Its exchange
+The rules are those of `diloco/gloo_peers.py`. A fragment is sent after an inner step. Its exchange
 starts when the last worker has reached that step and the previous exchange is done, because one
 background thread does them in order. The result is applied `delay` steps after the send, and
 training waits if it is not there. Each worker has its own clock.
@@ -39,7 +39,7 @@ JITTERED_STEPS = 2000
 """Steps that are drawn to find the mean of the slowest worker in data parallelism."""
 _codec = cache(build_codec)
 HOST_OUTER_STEP = 2.0e9
-"""fp32 bytes that one core processes in a second of the outer step (docs/performance.md)."""
+"""fp32 bytes that one core processes in a second of the outer step (docs/measurements.md)."""
 HOST_CODING = {
     "fp32": 8.5e9,
     "bf16": 13.1e9,
@@ -51,7 +51,7 @@ HOST_CODING = {
     "ternary": 2.2e9,
     "topk": 0.5e9,
 }
-"""fp32 bytes that one core encodes or decodes in a second (docs/performance.md)."""
+"""fp32 bytes that one core encodes or decodes in a second (docs/measurements.md)."""
 
 
 @dataclass(frozen=True)

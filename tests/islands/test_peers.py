@@ -18,11 +18,12 @@ from tests.diloco.toy import Net, config, full, inner_step, join, sgd, sharded
 from tests.islands.running import FP4, TOKENS, Island, same, started
 from tests.islands.servers import PATIENCE, need_server, wait_until
 from tests.processes import ProcessPool
-from torchtitan_diloco.diloco import DiLoCoConfig, Overlap, Quantization, StreamingDiLoCo
+from torchtitan_diloco.diloco import Beginning, DiLoCoConfig, Overlap, Quantization, StreamingDiLoCo
 from torchtitan_diloco.diloco import state_dict as saving
 from torchtitan_diloco.diloco.outer_state import OuterState
 from torchtitan_diloco.distributed.world import WORKER
-from torchtitan_diloco.islands import IslandDiLoCo, Islands, connection
+from torchtitan_diloco.islands import IslandPeers, Islands, connection
+from torchtitan_diloco.islands import peers as island_peers
 from torchtitan_diloco.islands.__main__ import open_reader
 from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.log import Outcome
@@ -55,8 +56,9 @@ def _one_world(chosen: DiLoCoConfig, steps: int) -> dict[str, Tensor]:
         FP4,
         replace(config(0, delay=0, mixing=0.0), quantization=Quantization(codec="fp32")),
         replace(config(2, delay=5, mixing=0.5), quantization=Quantization(codec="int8")),
+        replace(FP4, quantization=Quantization(codec="topk", top_values=8)),
     ],
-    ids=["tau 1", "tau 0, one fragment, fp32", "tau 5, int8"],
+    ids=["tau 1", "tau 0, one fragment, fp32", "tau 5, int8", "topk"],
 )
 def test_two_islands_have_the_bits_of_one_world(
     processes: ProcessPool, server: Join, chosen: DiLoCoConfig
@@ -82,30 +84,28 @@ def _ranks(
     world = join(1, int(os.environ["WORLD_SIZE"]))
     model = sharded(world)
     optimizer = sgd(model)
-    outer = IslandDiLoCo(
-        model,
+    peers = IslandPeers(
         Islands(str(server), name, slots=2, begin=1 if dies_in else 2, grace_seconds=60.0),
-        chosen,
         total_tokens=steps * 2 * TOKENS,
-        optimizer=optimizer,
         ranks=world.control,
         tokens_per_step=TOKENS,
         samples_per_step=2,
     )
-    encode, uploads = outer._encode, count(1)
+    outer = StreamingDiLoCo(model, peers, chosen, optimizer=optimizer)
+    encode, uploads = peers._encode, count(1)
 
     def encode_or_die(*arguments: Any) -> Tensor:
         if next(uploads) == dies_in and world.rank:
             os._exit(1)
         return encode(*arguments)
 
-    outer._encode = encode_or_die  # type: ignore[assignment]
-    outer.join()
+    peers._encode = encode_or_die  # type: ignore[assignment]
+    seat = peers.join()
     step = 0
     try:
-        while not outer.finished:
+        while not peers.finished:
             step += 1
-            inner_step(model, optimizer, outer.seat.slot, step)
+            inner_step(model, optimizer, seat.slot, step)
             time.sleep(0.02 * world.rank)
             outer.step(weight=TOKENS)
     except RuntimeError:
@@ -153,11 +153,32 @@ def test_an_island_with_other_settings_is_refused(server: Join) -> None:
     other = replace(FP4, sync_every=9)
     second = Island(server, "b", other, facts={"data": 2})
     with started(first):
-        wait_until(lambda: first.outer._leader and first.outer._leader.state.owners(), "a slot")
+        wait_until(lambda: first.peers._leader and first.peers._leader.state.owners(), "a slot")
         with started(second), pytest.raises(ValueError, match="does not fit") as error:
             second.finish()
     assert "diloco.sync_every: 8 in the run, 9 in this island" in str(error.value)
     assert "data: one in the run, 2 in this island" in str(error.value)
+
+
+def test_other_code_and_what_the_first_island_sets_are_only_named(
+    server: Join, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bug fix has to enter a run that goes on."""
+    codes = count()
+    monkeypatch.setattr(island_peers, "code_fingerprint", lambda: f"code-{next(codes)}")
+    first, second = (Island(server, name) for name in "ab")
+    second.peers.islands = replace(second.peers.islands, quorum=2, slots=4)
+    with started(first):
+        wait_until(lambda: first.peers._leader and first.peers._leader.state.owners(), "a slot")
+        with started(second):
+            assert same(first.finish().shared, second.finish().shared)
+    assert second.peers.seat.slots == 2
+    for line in (
+        "the run has slots = 2, as its first island says, and not 4",
+        "the run has quorum = 1, as its first island says, and not 2",
+        "this island runs other code than the first one",
+    ):
+        assert line in caplog.text
 
 
 def test_deltas_and_chunks_that_are_not_finite_are_left_out(
@@ -174,13 +195,13 @@ def test_deltas_and_chunks_that_are_not_finite_are_left_out(
 
     first = Island(server, "a", steps=48, grace=2.0, step_seconds=0.01)
     second = Island(server, "b", steps=48, grace=2.0, step_seconds=0.01, each_step=poison)
-    encode, uploads = second.outer._encode, count(1)
+    encode, uploads = second.peers._encode, count(1)
 
-    def damaged(delta: Tensor) -> Tensor:
-        payload = encode(delta)  # scale bytes of 255 are decoded as NaN
+    def damaged(*arguments: Any) -> Tensor:
+        payload = encode(*arguments)  # scale bytes of 255 are decoded as NaN
         return payload.fill_(255) if next(uploads) == 2 else payload
 
-    second.outer._encode = damaged  # type: ignore[assignment]
+    second.peers._encode = damaged  # type: ignore[assignment]
     with started(first, second):
         results = [first.finish(), second.finish()]
     assert same(results[0].shared, results[1].shared)
@@ -195,9 +216,9 @@ def test_alpha_follows_the_tokens_of_the_run(server: Join, monkeypatch: pytest.M
     shares: list[float] = []
     apply = OuterState.apply
 
-    def recorded(state: OuterState, mixing: float, *, measured: bool) -> Tensor | None:
-        shares.append(mixing)
-        return apply(state, mixing, measured=measured)
+    def recorded(state: OuterState, copy: Tensor, share: float, *, measured: bool) -> Tensor:
+        shares.append(share)
+        return apply(state, copy, share, measured=measured)
 
     monkeypatch.setattr(OuterState, "apply", recorded)
     chosen = replace(FP4, overlap=Overlap(mixing=0.5, mixing_end=0.1))
@@ -214,10 +235,10 @@ def test_what_one_world_had_in_flight_is_applied_with_its_alpha(
 ) -> None:
     chosen, model = replace(FP4, overlap=Overlap(mixing=0.5, mixing_end=0.1)), Net()
     one_world = StreamingDiLoCo(model, None, chosen, total_steps=40)
-    while one_world.step_count < 20 or not one_world._in_flight:
+    while one_world.step_count < 20 or not one_world.peers.in_flight:
         one_world.step(weight=TOKENS)
-    saved = one_world.start_state_dict().result(20)
-    expected, found = one_world._mixing(0, 1), list[float]()
+    saved = one_world.state_dict()
+    expected, found = chosen.overlap.mixing_at(one_world.progress), list[float]()
     apply_early = saving.apply_early
 
     def recorded(states: Any, saved: Any, mixing: Callable[[int, int], float]) -> None:
@@ -225,43 +246,44 @@ def test_what_one_world_had_in_flight_is_applied_with_its_alpha(
         apply_early(states, saved, mixing)
 
     monkeypatch.setattr(saving, "apply_early", recorded)
-    island = IslandDiLoCo(
-        Net(), Islands("nats://127.0.0.1:1#r", "a", begin=1), chosen, total_tokens=10**6
-    )
+    peers = IslandPeers(Islands("nats://127.0.0.1:1#r", "a", begin=1), total_tokens=10**6)
+    island = StreamingDiLoCo(Net(), peers, chosen)
     island.load_state_dict(saved)
     assert found == [pytest.approx(expected)]
     assert expected < 0.4
 
 
 def test_settings_are_checked() -> None:
-    chosen = replace(FP4, quantization=Quantization(codec="topk"))
-    with pytest.raises(ValueError, match=r"join: .*not of the form") as error:
-        IslandDiLoCo(Net(), Islands("nats://a", "a b"), chosen, total_tokens=1)
-    assert "islands.name = 'a b': must be at most 60 of the characters A-Z" in str(error.value)
-    assert "codec = 'topk': does not work with islands" in str(error.value)
     here = Islands("nats://127.0.0.1:1#r", "a")
+
+    def build(islands: Any, chosen: Any = FP4, tokens: Any = 1) -> StreamingDiLoCo:
+        return StreamingDiLoCo(Net(), IslandPeers(islands, total_tokens=tokens), chosen)
+
+    with pytest.raises(ValueError, match=r"join: .*not of the form") as error:
+        build(Islands("nats://a", "a b"), replace(FP4, beginning=Beginning(steps=8)))
+    assert "islands.name = 'a b': must be at most 60 of the characters A-Z" in str(error.value)
+    assert "beginning.steps = 8: does not work with islands" in str(error.value)
     with pytest.raises(ValueError, match=r"islands.name = 'münchen': .* of the characters A-Z"):
-        IslandDiLoCo(Net(), replace(here, name="münchen"), FP4, total_tokens=1)
+        build(replace(here, name="münchen"))
     with pytest.raises(ValueError, match=r"Islands.quorum = 0: expected `int` >= 1"):
         replace(here, quorum=0)
     with pytest.raises(ValueError, match=r"quorum = 9: must be at most 2"):
-        IslandDiLoCo(Net(), replace(here, quorum=9, begin=2), FP4, total_tokens=1)
+        build(replace(here, quorum=9, begin=2))
     with pytest.raises(ValueError, match=r"join: is empty: give .*\n.*local = 2: starts"):
-        IslandDiLoCo(Net(), Islands(name="a", local=2), FP4, total_tokens=1)
-    with pytest.raises(TypeError, match=r"group: give Islands\(...\), not the class"):
-        StreamingDiLoCo(Net(), Islands, FP4)  # type: ignore[arg-type]
+        build(Islands(name="a", local=2))
+    with pytest.raises(ValueError, match=r"group: .* joined by islands.IslandPeers"):
+        StreamingDiLoCo(Net(), here, FP4)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"diloco: must be DiLoCoConfig\(...\), not the class"):
-        IslandDiLoCo(Net(), here, DiLoCoConfig, total_tokens=1)  # type: ignore[arg-type]
+        build(here, DiLoCoConfig)
     with pytest.raises(TypeError, match=r"islands: must be Islands\(...\), not <class 'str'>"):
-        IslandDiLoCo(Net(), "nats+tls://u:p@h:1#r", FP4, total_tokens=1)  # type: ignore[arg-type]
+        build("nats+tls://u:p@h:1#r")
     with pytest.raises(ValueError, match=r"total_tokens = 1.5: expected `int`"):
-        IslandDiLoCo(Net(), here, FP4, total_tokens=1.5)  # type: ignore[arg-type]
-    build: Any = StreamingDiLoCo
-    given = build(Net(), replace(here, grace_seconds=2), FP4, total_tokens=1e9)
-    assert isinstance(given, IslandDiLoCo)
+        build(here, tokens=1.5)
+    given = build(replace(here, grace_seconds=2), tokens=1e9)
     with pytest.raises(RuntimeError, match=r"call join\(\) before the first step"):
         given.step()
-    facts = given.build_leader()._mine
+    assert isinstance(given.peers, IslandPeers)
+    facts = given.peers.build_leader()._mine
     assert decode(encode(facts)) == facts, "numbers of another type would be void"
 
 
@@ -276,16 +298,20 @@ def test_the_loop_of_the_documentation(server: Join) -> None:
     def run(name: str) -> dict[str, Tensor]:
         torch.set_num_threads(1)
         model = Net()
-        given = {"model": model, "optimizer": sgd(model), "join": str(server), "tokens": 2_500_000}
+        given: dict[str, Any] = {
+            "model": model,
+            "optimizer": sgd(model),
+            "join": str(server),
+            "tokens": 2_500_000,
+        }
         given |= {
             "batch": torch.arange(11),
             "loss": lambda model, batch: model(batch).square().mean(),
         }
         exec(program.replace("amsterdam", name), given)
-        outer = given["outer"]
-        assert isinstance(outer, IslandDiLoCo)
-        assert outer.finished
-        return outer.global_state_dict()
+        assert given["island"].finished
+        shared: dict[str, Tensor] = given["outer"].global_state_dict()
+        return shared
 
     with ThreadPoolExecutor() as pool:
         first, second = pool.map(run, ["amsterdam", "berlin"])

@@ -1,0 +1,158 @@
+"""The other workers, as the outer loop sees them.
+
+`StreamingDiLoCo` takes deltas, applies shared copies, heals and measures. Its peers say when, and
+turn the deltas of all workers into the next shared copies. There are two kinds: `GlooPeers`, the
+workers of one job, and `IslandPeers`, jobs of their own that meet in a log.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from torchtitan_diloco.diloco import startup
+from torchtitan_diloco.diloco.background import BackgroundThread
+from torchtitan_diloco.diloco.config import DiLoCoConfig
+from torchtitan_diloco.diloco.fragments import Fragment, build_fragments, drop_gathered
+from torchtitan_diloco.diloco.outer_state import OuterState
+from torchtitan_diloco.diloco.round import Meter, Round
+from torchtitan_diloco.diloco.schedule import Schedule, build_schedule
+from torchtitan_diloco.diloco.state_dict import Facts, SavedState
+from torchtitan_diloco.diloco.transport import DROPPED, WENT_WRONG
+
+
+@dataclass(frozen=True)
+class Send:
+    """Take the delta of `round.fragment` now."""
+
+    round: Round
+
+
+@dataclass(frozen=True)
+class Apply:
+    """Apply a shared copy of `round.fragment` now."""
+
+    round: Round
+    copy: Tensor
+    share: float = 0.0
+    """Weight of the local parameters in the mix with the copy."""
+    adds: bool = False
+    """Add the change of the shared copy to the local parameters instead of mixing."""
+    resets: bool = False
+    """Drop the inner optimizer's state, as this worker's delta was left out."""
+
+
+class Peers(ABC):
+    """What the outer loop needs to know of the other workers.
+
+    To add a kind of peers, implement the abstract methods, and hand an instance to
+    `StreamingDiLoCo` as its group.
+    """
+
+    workers, worker = 1, 0
+    """Number of workers that every exchange joins, and this one's."""
+    step = 0
+    """Inner steps so far, which the loop counts."""
+    in_flight: Mapping[int, object] = {}
+    """Fragments that every worker has sent and not applied yet."""
+    model: nn.Module
+    config: DiLoCoConfig
+    fragments: tuple[Fragment, ...]
+    schedule: Schedule
+    states: list[OuterState]
+    """Buffers of each fragment."""
+    meter: Meter
+    background: BackgroundThread
+
+    # --- start and end ----------------------------------------------------------------------------
+
+    def start(self, model: nn.Module, config: DiLoCoConfig) -> None:
+        """Check the settings, agree with the other workers, and allocate the buffers."""
+        if hasattr(self, "meter"):
+            raise RuntimeError("these peers have an outer loop already: build others")
+        self.model, self.meter = model, Meter()
+        self.config = config = self.check_settings(config)
+        drop_gathered(model)
+        self.fragments = build_fragments(model, config.fragments)
+        self.schedule = build_schedule(config, len(self.fragments))
+        device = startup.pick_state_device(self.fragments, config)
+        self.agree(device)
+        self.states = startup.build_states(config, self.fragments, device)
+        self.background = startup.start_background(config.quantization.threads)
+        self.open()
+
+    @abstractmethod
+    def check_settings(self, config: DiLoCoConfig) -> DiLoCoConfig:
+        """Raise for settings that do not fit, and return those to train with."""
+
+    def agree(self, device: torch.device) -> None:  # noqa: B027 - islands agree when they join
+        """Raise if workers differ, and make their parameters equal, before buffers copy them.
+
+        `device`: of the buffers.
+        """
+
+    @abstractmethod
+    def open(self) -> None:
+        """Prepare to send, once there are buffers."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the threads."""
+
+    # --- training thread --------------------------------------------------------------------------
+
+    @abstractmethod
+    def check_weight(self, weight: float) -> None:
+        """Raise if this is no weight of a step."""
+
+    @abstractmethod
+    def due(self, weight: float) -> Iterator[Send | Apply]:
+        """Yield what to do after an inner step, in order, after waiting if it must.
+
+        The loop does it before it asks for the next. Once it has taken a delta, the peers turn it
+        into the next shared copy in the background.
+        """
+
+    @abstractmethod
+    def rest(self) -> Iterator[Send | Apply]:
+        """Yield what is left to do after the last step."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raise if a worker is lost or an exchange has failed."""
+
+    def forget(self, fragment: int) -> None:  # noqa: B027 - islands count all their tokens
+        """Do not count the steps of a fragment since its last send, as it was reset."""
+
+    @property
+    @abstractmethod
+    def progress(self) -> float:
+        """Completed share of the run, 0 if its length is unknown."""
+
+    def describe(self) -> list[str]:
+        """Describe the peers in lines for the start of a run."""
+        return []
+
+    # --- restart ----------------------------------------------------------------------------------
+
+    @abstractmethod
+    def save(self, facts: Facts, mesh: DeviceMesh | None) -> SavedState:
+        """Return the buffers and what a restart needs besides. Wait for exchanges in flight."""
+
+    @abstractmethod
+    def load(self, saved: SavedState) -> list[str]:
+        """Fill the buffers. Return a line for each thing that could not be kept."""
+
+    @abstractmethod
+    def restart(self) -> None:
+        """Drop what is in flight, as the buffers start over."""
+
+
+def local_share(usual: float, flags: int, participants: int) -> float:
+    """Return the weight of local parameters: 0 if they went wrong, 1 for dropped workers."""
+    if flags & WENT_WRONG:
+        return 0.0
+    return 1.0 if flags & DROPPED or not participants else usual

@@ -1,0 +1,386 @@
+"""An island's peers: the log and the rules decide what to send and apply."""
+
+import math
+import secrets
+import statistics
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, wait
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from torchtitan_diloco.diloco import healing, startup
+from torchtitan_diloco.diloco import state_dict as saving
+from torchtitan_diloco.diloco.background import BackgroundThread
+from torchtitan_diloco.diloco.codecs import build_codec
+from torchtitan_diloco.diloco.config import DiLoCoConfig, diloco_mistakes
+from torchtitan_diloco.diloco.fields import check_class, raise_mistakes
+from torchtitan_diloco.diloco.fragments import drop_gathered
+from torchtitan_diloco.diloco.liveness import Liveness
+from torchtitan_diloco.diloco.meeting import code_fingerprint
+from torchtitan_diloco.diloco.object_collectives import broadcast_object
+from torchtitan_diloco.diloco.peers import Apply, Peers, Send, local_share
+from torchtitan_diloco.diloco.round import InFlight, Round
+from torchtitan_diloco.diloco.state_dict import SavedState
+from torchtitan_diloco.diloco.transport import NOT_FINITE, OUTLIER
+from torchtitan_diloco.islands.config import (
+    Islands,
+    Join,
+    checked_count,
+    islands_mistakes,
+    own_loop_mistakes,
+)
+from torchtitan_diloco.islands.connection import Connection
+from torchtitan_diloco.islands.copies import Copies, encode_delta, fingerprints
+from torchtitan_diloco.islands.leader import Leader, Seat
+from torchtitan_diloco.islands.machine import Boundary, Due
+from torchtitan_diloco.islands.records import Facts, Part
+from torchtitan_diloco.islands.replay import Saved
+from torchtitan_diloco.islands.rounds import Mode, Timing
+from torchtitan_diloco.islands.shards import Ranks, collect
+from torchtitan_diloco.log import UserError, logger
+
+LOOK = 0.05  # seconds between two looks at the log at the end of the run
+
+
+class IslandPeers(Peers):
+    """The other islands of a run.
+
+    island = IslandPeers(Islands(join, name), total_tokens=..., tokens_per_step=...)
+    outer = StreamingDiLoCo(model, island, config)
+    seat = island.join()                       # start reading at sample seat.position
+    while not island.finished:
+        loss(...).backward(); optimizer.step(); optimizer.zero_grad()
+        outer.step(weight=tokens)
+    outer.drain()
+    """
+
+    seat: Seat
+    """Slot of this island and its first sample, after `join`."""
+
+    def __init__(
+        self,
+        islands: Islands,
+        *,
+        total_tokens: int,
+        tokens_per_step: int = 1,
+        samples_per_step: int = 1,
+        ranks: dist.ProcessGroup | None = None,
+        liveness: Liveness | None = None,
+        facts: Mapping[str, object] | None = None,
+    ) -> None:
+        """Connect only in `join`.
+
+        Args:
+            islands: the run to join.
+            total_tokens: tokens of all islands together, at which the run ends.
+            tokens_per_step: most tokens of a step of this island, the largest weight of a step.
+            samples_per_step: samples of its slot that this island reads per step.
+            ranks: joins the ranks of this island on the CPU.
+            liveness: watches these ranks.
+            facts: what must be equal on all islands besides settings and model, such as the data.
+        """
+        check_class(islands, "islands", Islands)
+        self.islands = islands
+        self.total_tokens = checked_count("total_tokens", total_tokens)  # such as 1e9
+        self._tokens_per_step = checked_count("tokens_per_step", tokens_per_step)
+        self._samples_per_step = checked_count("samples_per_step", samples_per_step)
+        self._given, self._liveness = ranks, liveness or Liveness(None)
+        self._facts = {name: str(value) for name, value in (facts or {}).items()}
+        self._leader: Leader | None = None
+        self._follower: BackgroundThread | None = None
+        self._following = Future[None]()
+        self._sent: dict[int, InFlight] = {}
+        """Round of the latest part of each fragment, and the upload of the part."""
+        self._durations, self._boundary_at = deque[float](maxlen=16), math.nan
+        self._last = Boundary(clock=0)
+        self._saved: Saved | None = None
+
+    # --- start and end ----------------------------------------------------------------------------
+
+    def check_settings(self, config: DiLoCoConfig) -> DiLoCoConfig:
+        check_class(config, "diloco", DiLoCoConfig)
+        islands, begin = self.islands, self.islands.begin or config.workers
+        mistakes = [
+            *own_loop_mistakes(islands),
+            *islands_mistakes(islands, begin),
+            *diloco_mistakes(config, islands=True),
+        ]
+        raise_mistakes(mistakes, islands=replace(islands, join=""), diloco=config)
+        self.islands = replace(islands, begin=begin, slots=islands.slots or begin)
+        return replace(config, workers=1, link=replace(config.link, outer_state="device"))
+
+    def open(self) -> None:
+        self._ranks = Ranks(self._given)
+        self._copies = Copies(self.states, self.config, self._ranks)
+        self._encode = partial(encode_delta, build_codec(self.config.quantization))
+        self._finalizer = weakref.finalize(
+            self, startup.close, self.background, None, self._liveness, False
+        )
+
+    def join(self) -> Seat:
+        """Connect, take a slot, wait for the run to begin, and load the shared parameters."""
+        if self._leader is not None or self._follower is not None:
+            raise RuntimeError("join() was called before: build other IslandPeers to join again")
+        seat = None
+        if self._ranks.is_first:
+            self._leader = self.build_leader()
+            seat = self._leader.join(self._saved)
+        else:
+            self._follower = BackgroundThread("islands")
+            self._following = self._follower.submit(self._copies.follow)
+        self.seat = seat = broadcast_object(seat, Seat, self._ranks.decisions)
+        self.total_tokens, self._last = seat.total_tokens, Boundary(seat.clock)
+        self._take_versions(seat.versions)
+        logger.info(
+            f"island {self.islands.name} has slot {seat.slot} of {seat.slots}, begins at its "
+            f"sample {seat.position:,}; the run has merged {seat.clock:,} tokens"
+        )
+        return seat
+
+    def build_leader(self) -> Leader:
+        """Build the leader, for the first rank. It is not connected yet."""
+        chosen, config = self.islands, self.config
+        join, incarnation = Join.parse(chosen.join), f"{chosen.name}/{secrets.token_hex(4)}"
+        declare = partial(self._copies.run, self._copies.declare)
+        facts = Facts(
+            run=join.run,
+            slots=chosen.slots,
+            begin=chosen.begin,
+            quorum=chosen.quorum,
+            total_tokens=self.total_tokens,
+            cycle=chosen.begin * config.sync_every * self._tokens_per_step,
+            outer_lr=config.outer_optimizer.lr,
+            checksums=tuple(declare(one, 0) for one in range(len(self.states))),
+            block=self._samples_per_step,
+            fingerprints=fingerprints(config, self.states, self._facts),
+            code=code_fingerprint(),
+        )
+        timing = Timing(
+            schedule=self.schedule,
+            floor=chosen.grace_seconds,
+            norm_limit=config.delta_norm_limit,
+        )
+        connection = Connection(join, incarnation)
+        return Leader(connection, self._copies, facts, timing, incarnation)
+
+    def _take_versions(self, versions: list[int]) -> None:
+        """Load these versions of the shared copies into the model."""
+        drop_gathered(self.model)
+        fragments = zip(self.states, self._copies.fragments, versions, strict=True)
+        for state, copy, version in fragments:
+            copy.drop_before(version)
+            state.outer = copy.versions[version]
+            state.write_model()
+
+    def close(self) -> None:
+        if self._leader is not None:
+            self._leader.close()
+            self._leader = None
+        if self._follower is not None:
+            self._following.result()
+            self._follower.close(timeout=1.0)
+            self._follower = None
+        self._finalizer()
+
+    # --- the run ----------------------------------------------------------------------------------
+
+    @property
+    def left(self) -> bool:
+        """Whether this island leaves before the end of the run, or has left."""
+        return self._last.leaving
+
+    @property
+    def clock(self) -> int:
+        """Tokens of the run so far."""
+        return self._last.clock
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run has merged its tokens, or this island was asked to leave."""
+        return self._last.stopped
+
+    @property
+    def progress(self) -> float:
+        return min(1.0, self.clock / self.total_tokens)
+
+    def describe(self) -> list[str]:
+        chosen = self.islands
+        line = f"{chosen.begin} begin together; a round waits at least {chosen.grace_seconds:g} s"
+        return [f"{'island':<10} {chosen.name}; {line}"]
+
+    # --- training thread --------------------------------------------------------------------------
+
+    def check_weight(self, weight: float) -> None:
+        if self._leader is None and self._follower is None:
+            raise RuntimeError("call join() before the first step, and none after close()")
+        most = self._tokens_per_step
+        if not 0 <= weight <= most or weight != int(weight):
+            reason = f"give its number of tokens, at most tokens_per_step = {most} of this island"
+            raise UserError(f"the weight of a step is {weight}: {reason}")
+
+    def due(self, weight: float) -> Iterator[Send | Apply]:
+        """When the run should have all its tokens, wait until they are merged, or go on to train
+        if some are missing."""
+        self._liveness.step_done(self.step)
+        if not math.isnan(self._boundary_at):
+            self._durations.append(time.perf_counter() - self._boundary_at)
+        self.check()
+        if self._leader is not None:
+            usual = statistics.median(self._durations) if self._durations else 0.0
+            self._leader.finish_step(self._samples_per_step, int(weight), usual)
+        yield from self._boundary()
+        while self._last.may_train_on:
+            time.sleep(LOOK)
+            self.check()
+            yield from self._boundary()
+        self._boundary_at = time.perf_counter()
+
+    def rest(self) -> Iterator[Send | Apply]:
+        if self._leader is not None:
+            self._leader.stop()
+        while not self._last.over and (self._leader or self._follower):
+            yield from self._boundary()
+            if not self._last.over:
+                self.check()
+                time.sleep(LOOK)
+
+    def check(self) -> None:
+        self._liveness.check(f"seen after step {self.step}")
+        if self._leader is not None:
+            self._leader.check()
+        for task in [self._following, *(stored for _, stored in self._sent.values())]:
+            if task.done():
+                task.result()
+
+    def _boundary(self) -> Iterator[Send | Apply]:
+        """Yield on all ranks what the first rank decides."""
+        waits = True
+        while waits:
+            started = time.perf_counter()
+            mine = None if self._leader is None else self._leader.decide()
+            self._last = last = broadcast_object(mine, Boundary, self._ranks.decisions)
+            waits = last.waits_until is not None
+            counted = sum(one.waited for one in last.applied)  # by their rounds
+            self.meter.waited(time.perf_counter() - started - counted)
+            for due in last.applied:
+                yield from self._apply(due)
+            for part in last.sent:
+                values, now = self.states[part.fragment].values, time.perf_counter()
+                round_ = Round(part.fragment, part.base + 1, self.step, values, due=now)
+                yield Send(round_)
+                stored = self.background.submit(partial(self._upload, part, round_))
+                self._sent[part.fragment] = round_, stored
+
+    def _apply(self, due: Due) -> Iterator[Apply]:
+        fragment, now = due.fragment, time.perf_counter()
+        copy, old = self._copies.fragments[fragment], self.states[fragment].outer
+        round_ = self._round_of(due)
+        round_.outer_round = due.version
+        round_.weight, round_.participants = due.weight, due.participants
+        round_.asked, round_.fetched = now - due.waited, now
+        if due.own and due.waited > 1e-3:  # the exchange lasted until now
+            round_.ready = now
+        round_.traffic.bytes_received = due.received
+        resets = due.mode is Mode.RESET
+        if resets:
+            round_.flags = round_.flags or OUTLIER
+        alpha = self.config.overlap.mixing_at(self.progress)
+        yield Apply(
+            round_,
+            copy.versions[due.version],
+            share=0.0 if resets else due.mode.share(alpha),
+            adds=due.mode is Mode.ADD,
+            resets=resets,
+        )
+        if old.is_cuda:  # allocated on the background thread's stream
+            old.record_stream(torch.cuda.current_stream())
+        copy.drop_before(due.version)
+        copy.recycle(old)
+
+    def _round_of(self, due: Due) -> Round:
+        """Return the round of the own part in an entry, or a new round if it has none."""
+        if due.own and due.fragment in self._sent:
+            return self._sent[due.fragment][0]
+        values, now = self.states[due.fragment].values, time.perf_counter()
+        round_ = Round(due.fragment, due.version, self.step, values, due=now)
+        round_.taken = round_.begun = round_.ready = now
+        return round_
+
+    # --- background thread ------------------------------------------------------------------------
+
+    def _upload(self, part: Part, round_: Round) -> None:
+        """Encode this rank's delta. The first rank stores the deltas of all ranks."""
+        round_.begun, state = time.perf_counter(), self.states[part.fragment]
+        group = self._ranks.uploads
+        with state.background():
+            round_.delta_square = state.finish_delta()
+            whole = healing.sum_over_ranks(round_.delta_square, group, 0)
+            round_.flags = 0 if math.isfinite(whole) else NOT_FINITE
+            residual = None if round_.flags else state.residual
+            payload = self._encode(state.delta, residual)
+        round_.traffic.encoded = time.perf_counter()
+        sizes = self._copies.payload_sizes(part.fragment, self._ranks.size)
+        collected = collect(payload, sizes, group)
+        if self._leader is not None:
+            if round_.flags:
+                part = msgspec.structs.replace(part, weight=0, finite=False)
+            round_.traffic.bytes_sent = self._leader.store(part, collected)
+        round_.ready = time.perf_counter()
+
+    # --- restart ----------------------------------------------------------------------------------
+
+    def save(self, facts: dict[str, Any], mesh: DeviceMesh | None) -> SavedState:
+        """Save the newest shared copies, between two records of the log.
+
+        The work since the last part is not saved. After a restart, its samples are read again.
+        """
+        for _, stored in self._sent.values():  # an upload changes its residual
+            self._liveness.wait(stored)
+        residuals = dict[str, Tensor]()
+        for state in self.states:
+            if state.residual is not None:
+                unsent = state.residual.to("cpu", copy=True)
+                residuals |= saving.named(saving.RESIDUAL, state, unsent, mesh)
+        saved = self._copies.save_soon(partial(self._save, facts, mesh, residuals))
+        while not wait([saved], LOOK).done:
+            self.check()
+        return saved.result()
+
+    def _save(
+        self, facts: dict[str, Any], mesh: DeviceMesh | None, tensors: dict[str, Tensor]
+    ) -> SavedState:
+        copies = self._copies.fragments
+        facts["in_flight"] = []
+        facts["fragments"] = [{"weight": 0.0, "delta_norms": []} for _ in copies]
+        if self._leader is not None:
+            facts["island"] = vars(self._leader.to_save())
+        for copy in copies:  # sgd has no momentum
+            for kind, buffer in zip((saving.SHARED, saving.MOMENTUM), copy.buffers(), strict=False):
+                tensors |= saving.named(kind, copy.state, buffer.to("cpu", copy=True), mesh)
+        return SavedState(facts, tensors)
+
+    def load(self, saved: SavedState) -> list[str]:
+        """Resume from a saved state, before `join`."""
+        if saved.facts["in_flight"]:  # of a run without islands; alpha follows its progress
+            progress = saved.facts.get("progress", 0.0)
+            share = partial(local_share, self.config.overlap.mixing_at(progress))
+            saving.apply_early(self.states, saved, share)
+            saved.facts["in_flight"] = []
+        share = partial(local_share, 0.0)  # nothing is in flight any more
+        _, _, notes = saving.load(self.states, saved, self.config, share)
+        if "island" in saved.facts:
+            self._saved = Saved(**saved.facts["island"])
+        return notes
+
+    def restart(self) -> None:
+        self._liveness.wait(self.background.submit(lambda: None))
