@@ -267,7 +267,7 @@ class Checkpointer:
         self._model, self._optimizer, self._outer = model, optimizer, outer
         self._thread = BackgroundThread("checkpoint")
         self._saving: Future[str] | None = None
-        self._writes = bool(outer.fragment_names) or world.worker == 0
+        self._writes = bool(outer.fragments) or world.worker == 0
         self._is_first = self._writes and world.rank_in_worker == 0
         self._timer_start = time.monotonic()
         self.failure = ""

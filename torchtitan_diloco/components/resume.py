@@ -264,7 +264,7 @@ def restore(
     Workers without one get a copy of the first that has it, with the shared parameters in their
     model. With data parallelism, or after it, all workers go on from one.
     """
-    manifest, streaming = start.manifest, bool(outer.fragment_names)
+    manifest, streaming = start.manifest, bool(outer.fragments)
     assert manifest is not None
     readers = start.holders if streaming else start.holders[:1]
     reads = world.worker in readers

@@ -17,7 +17,6 @@ class DataParallel:
     """The interface of StreamingDiLoCo for `method = "none"`, where nothing is exchanged."""
 
     fragments: tuple[Fragment, ...] = ()
-    fragment_names: tuple[str, ...] = ()
     exposed_seconds = 0.0
 
     def __init__(self, model: nn.Module, workers: int = 1) -> None:

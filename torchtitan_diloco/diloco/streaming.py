@@ -77,7 +77,6 @@ class StreamingDiLoCo:
         self.peers = peers = group
         peers.start(model, config)
         self.config, self.fragments, self._states = peers.config, peers.fragments, peers.states
-        self.fragment_names = tuple(fragment.name for fragment in self.fragments)
         self.in_use, self._meter, self._healed = threading.RLock(), peers.meter, 0
         self._model, self._optimizer = model, optimizer
 
