@@ -174,7 +174,7 @@ def draw_run_folder() -> None:
         (0, "config.toml", "all settings", "./run_train.sh --config: the same run again", blue),
         (0, "worker-0/ ...", "", "", INK),
         (1, "metrics.jsonl", "steps, rounds", "report, plan --run", orange),
-        (1, "events.out.tfevents...", "the same, as curves", ".venv/bin/tensorboard --logdir", orange),
+        (1, "events.out.tfevents...", "curves", ".venv/bin/tensorboard --logdir", orange),
         (1, "step-00001000/ ...", "", "", green),
         (2, "manifest.json", "step, position, checksums", "resume", green),
         (2, "rank-0.safetensors", "shared, own parameters", "export, generate", green),
