@@ -1,10 +1,13 @@
-"""Draw the pictures of the documentation: python docs/images/draw.py
+"""Draw the pictures of the documentation: python docs/images/draw.py [OUTPUT]
 
-The picture of the losses reads its numbers from the table in docs/measurements.md.
+The picture of the losses reads its numbers from the table in docs/measurements.md. OUTPUT: what
+`./run_train.sh` has printed, for the picture of a terminal.
 """
 
 import re
+import sys
 from pathlib import Path
+from xml.sax.saxutils import escape
 
 import matplotlib
 
@@ -328,7 +331,32 @@ def draw_two_sites() -> None:
     save(axes, "two-sites")
 
 
+def draw_terminal(output: Path) -> None:
+    """Show the beginning and the end of a run, with its result in green."""
+    known = ("setting up", "data: ", "step       ", "step    1/")
+    lines = [one for one in output.read_text().splitlines() if not one.startswith(known)]
+    steps = [number for number, one in enumerate(lines) if re.match(r"step +\d", one)]
+    result = next(number for number, one in enumerate(lines) if one.startswith("loss of the"))
+    shown = [f"$ ./run_train.sh\n{lines[0]}", *lines[1 : steps[2]], "..."]
+    shown = "\n".join([*shown, *lines[steps[-4] :]]).splitlines()
+    green = len(shown) - (len(lines) - result)
+    rows = []
+    for number, line in enumerate(shown):
+        colour = "#9fe0a8" if green <= number < len(shown) - 1 else "#e5e9ee"
+        colour = colour if number else "#7cc4ff"
+        text = escape(line if len(line) <= 135 else line[:134] + "…")
+        y = 24 + 17 * number
+        rows.append(f'<text x="14" y="{y}" fill="{colour}" xml:space="preserve">{text}</text>')
+    height, font = 24 + 17 * len(shown), "DejaVu Sans Mono, Menlo, Consolas, monospace"
+    size = f'width="1010" height="{height}" viewBox="0 0 1010 {height}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="{font}" font-size="12">'
+    paper = '<rect width="100%" height="100%" rx="6" fill="#16191d"/>'
+    (HERE / "terminal.svg").write_text("\n".join([head, paper, *rows, "</svg>\n"]))
+
+
 if __name__ == "__main__":
+    if sys.argv[1:]:
+        draw_terminal(Path(sys.argv[1]))
     draw_turns()
     draw_two_sites()
     draw_islands()
