@@ -120,11 +120,11 @@ def test_blocks_run_as_written(
 def run_module(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     program, name, *more = words
     assert program == ".venv/bin/torchtitan-diloco"
-    module = f"torchtitan_diloco.{COMMANDS[name][0]}"
-    monkeypatch.setattr(sys, "argv", [module, *more])
+    module, *first = COMMANDS[name][0].split()
+    monkeypatch.setattr(sys, "argv", [module, *first, *more])
     code: object = None
     try:
-        runpy.run_module(module, run_name="__main__")
+        runpy.run_module(f"torchtitan_diloco.{module}", run_name="__main__")
     except SystemExit as stop:
         code = stop.code
     assert not code, shlex.join(words)
