@@ -1,20 +1,25 @@
-"""Shared parts of the benchmarks: command lines, measuring in turns, kept results, tables."""
+"""Measuring core of the benchmarks: options, trainers and their records, turns, tables."""
 
 import argparse
 import json
+import os
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from torchtitan_diloco.config import Config, ConfigError, from_command_line
-from torchtitan_diloco.log import markdown_table
+from torchtitan_diloco.components.records import read_json_lines
+from torchtitan_diloco.config import Config, from_command_line
+from torchtitan_diloco.log import USER_ERROR, UserError, markdown_table
 
 Settings = dict[str, str]
 """Settings of the trainer: dotted key -> value."""
+Record = dict[str, Any]
 CPU = torch.device("cpu")
 Result = TypeVar("Result")
 Item = TypeVar("Item")
@@ -23,37 +28,17 @@ Item = TypeVar("Item")
 # --- command line ---------------------------------------------------------------------------------
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {message}\n")
-
-
 def build_parser(description: str | None) -> argparse.ArgumentParser:
     form = argparse.RawDescriptionHelpFormatter
-    return _Parser(description=description, formatter_class=form, allow_abbrev=False)
+    return argparse.ArgumentParser(
+        description=description, formatter_class=form, allow_abbrev=False
+    )
 
 
 def positive(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text}: give a whole number from 1 up")
     return int(text)
-
-
-def positive_number(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text}: give a number above 0")
-    return value
-
-
-def folder(text: str) -> Path:
-    """Create the folder of an option, so that a bad one is refused before anything is measured."""
-    path = Path(text)
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise argparse.ArgumentTypeError(f"{text}: {error.strerror}: give a folder") from error
-    return path
 
 
 def list_of(kind: Callable[[str], Item]) -> Callable[[str], list[Item]]:
@@ -68,50 +53,76 @@ def list_of(kind: Callable[[str], Item]) -> Callable[[str], list[Item]]:
     return parse
 
 
-def parse_names(
-    parser: argparse.ArgumentParser,
-    flag: str,
-    text: str,
-    known: Collection[str],
-    separator: str = ";",
-) -> list[str]:
-    """Return the names listed in `text`, or all known names if it is empty."""
-    names = [name.strip() for name in text.split(separator) if name.strip()]
-    for name in names:
-        if name not in known:
-            parser.error(f"{flag} {name!r}: there are {f'{separator} '.join(known)}")
-    return names or list(known)
+def one_of(known: Collection[str], separator: str = ",") -> Callable[[str], list[str]]:
+    """Return an argparse type for names out of `known`. Their default should be all: ""."""
 
+    def parse(text: str) -> list[str]:
+        names = [name.strip() for name in text.split(separator) if name.strip()]
+        for name in names:
+            if name not in known:
+                raise argparse.ArgumentTypeError(
+                    f"{name!r}: there are {f'{separator} '.join(known)}"
+                )
+        return names or list(known)
 
-def parse_config(parser: argparse.ArgumentParser, words: Sequence[str]) -> Config:
-    """Return the configuration of the trainer, or exit with its error message."""
-    try:
-        config = from_command_line(list(words))
-    except ConfigError as error:
-        parser.exit(2, f"error: {error}\n")
-    if config is None:  # --print-config has printed it
-        parser.exit(0)
-    return config
+    return parse
 
 
 def parse_settings(
-    parser: argparse.ArgumentParser, words: Sequence[str], reserved: Collection[str]
+    parser: argparse.ArgumentParser, words: Sequence[str], reserved: Collection[str] = ()
 ) -> Settings:
     """Parse `--section.key value` pairs for all runs. The benchmark sets `reserved` keys itself."""
-    if len(words) % 2 or not all(word.startswith("--") for word in words[::2]):
-        parser.error("settings of the trainer look like --section.key value")
-    settings = {
-        key.removeprefix("--"): value for key, value in zip(words[::2], words[1::2], strict=True)
-    }
-    for key in settings.keys() & set(reserved):
-        parser.error(f"--{key} {settings[key]}: the table sets this itself; see --help")
-    return settings
+    keys = [word.removeprefix("--") for word in words[::2]]
+    known = all("." in key or key == "config" for key in keys)
+    if len(words) % 2 or not known or not all(word.startswith("--") for word in words[::2]):
+        parser.error(f"{' '.join(words)}: settings of the trainer look like --section.key value")
+    for key in set(keys) & set(reserved):
+        parser.error(f"--{key}: the table sets this itself; see --help")
+    return dict(zip(keys, words[1::2], strict=True))
+
+
+# --- the trainer ----------------------------------------------------------------------------------
 
 
 def command_line(settings: Mapping[str, str]) -> list[str]:
     """Return command-line arguments for these settings on top of debug.toml."""
     pairs = {"config": "debug", **settings}
     return [word for key, value in pairs.items() for word in (f"--{key}", value)]
+
+
+def load(settings: Mapping[str, str]) -> Config:
+    """Return the configuration of these settings, or exit with its error message."""
+    try:
+        config = from_command_line(command_line(settings))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(USER_ERROR)
+    assert config is not None
+    return config
+
+
+def train(folder: Path, settings: Settings, **environment: str) -> list[Record]:
+    """Run the trainer in a new `folder` to its end, and return its records."""
+    words = command_line(settings | {"run.folder": str(folder)})
+    command = [sys.executable, "-m", "torchtitan_diloco", "train", *words]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=os.environ | environment, check=False
+    )
+    if done.returncode:
+        said = done.stdout[-2000:] + done.stderr[-2000:]
+        raise SystemExit(f"{' '.join(command)} failed:\n{said}")
+    return read_records(folder)
+
+
+def read_records(folder: Path) -> list[Record]:
+    """Return the records of a run, or as many as it has written so far."""
+    path = folder / "worker-0/metrics.jsonl"
+    return read_json_lines(path)[0] if path.exists() else []
+
+
+def steps_of(records: Sequence[Record]) -> list[Record]:
+    """Return the records of logged steps."""
+    return [record for record in records if "kind" not in record]
 
 
 # --- measuring ------------------------------------------------------------------------------------
@@ -150,40 +161,37 @@ def timed(task: Callable[[], object], device: torch.device = CPU) -> Seconds:
     return Seconds(time.perf_counter() - started, time.process_time() - cpu)
 
 
-def kept(
-    folder: Path, settings: Mapping[str, Any], measure: Callable[[], dict[str, Any]]
-) -> dict[str, Any]:
+def kept(folder: Path, settings: Mapping[str, Any], measure: Callable[[], Record]) -> Record:
     """Return the result of `measure`, or the one that a finished run has saved in `folder`."""
     path = folder / "finished.json"
     if not path.exists():
         result = measure()
         folder.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({"settings": settings, "result": result}, indent=2))
-    found: dict[str, Any] = json.loads(path.read_text())
+    found: Record = json.loads(path.read_text())
     if found["settings"] != settings:
-        raise SystemExit(
-            f"{folder} holds a run with other settings: choose another --out, or remove it"
-        )
-    result = found["result"]
-    assert isinstance(result, dict)
-    return result
+        raise SystemExit(f"{folder} holds a run with other settings: choose another --out")
+    return dict(found["result"])
 
 
 # --- tables ---------------------------------------------------------------------------------------
 
 
-def summary(values: Sequence[float], digits: int = 3, factor: float = 1.0) -> str:
+def summary(
+    values: Sequence[float],
+    form: str = ",.3f",
+    factor: float = 1.0,
+    middle: Callable[[Sequence[float]], float] = statistics.median,
+) -> str:
     """Return "median (min ... max)", or only the value if there is just one."""
-    scaled = [factor * value for value in values]
-    middle = f"{statistics.median(scaled):,.{digits}f}"
-    if len(scaled) == 1:
-        return middle
-    return f"{middle} ({min(scaled):,.{digits}f} ... {max(scaled):,.{digits}f})"
+    low, center, high = (f"{factor * of(values):{form}}" for of in (min, middle, max))
+    return center if low == high else f"{center} ({low} ... {high})"
 
 
-def mean(values: Sequence[float], form: str) -> str:
-    """Return "mean (min ... max)"."""
-    return f"{statistics.mean(values):{form}} ({min(values):{form}} ... {max(values):{form}})"
+def against(losses: Mapping[int, float], control: Mapping[int, float]) -> str:
+    """Compare losses by seed, as runs of the same seed have much of their noise in common."""
+    more = [100 * (losses[seed] / control[seed] - 1) for seed in losses if seed in control]
+    return f"{summary(more, '+.2f', middle=statistics.mean)} %" if more else ""
 
 
 def print_table(title: str, header: str, rows: Sequence[Sequence[str]]) -> None:

@@ -3,41 +3,303 @@
     .venv/bin/python -m benchmarks.gpu --out DIR [--only bits,save]
 
 Each part runs in a process with a time limit of its own. If one fails, the table says so and the
-others still run. DIR/gpu.json and DIR/gpu.md have the expected and measured values, DIR/PART.txt
-the output of a part. With `--miniature` every part runs on the CPU with small sizes, to show that
-the command works. Its figures mean nothing.
+others still run. DIR/gpu.md has the expected and measured values, DIR/PART.txt the output of a
+part. With `--miniature` every part runs on the CPU with small sizes, to show that the command
+works. Its figures mean nothing.
 """
 
 import json
 import os
-import platform
 import signal
+import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
 from importlib import metadata, util
+from itertools import product
 from pathlib import Path
+from typing import Literal
 
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
-from benchmarks import core
-from benchmarks.gpu_parts import GPU, MINIATURE, PARTS, Check, Scale
-from torchtitan_diloco.hardware import describe_device
-from torchtitan_diloco.log import markdown_table
+from benchmarks import core, sync, train_step
+from torchtitan_diloco.components.metrics import hidden_percent, totals_of, utilisation_percent
+from torchtitan_diloco.config.schema import Model
+from torchtitan_diloco.diloco import DiLoCoConfig, Fragments, Link, OuterOptimizer, StreamingDiLoCo
+from torchtitan_diloco.diloco.codecs import CODECS, UNIT, build_codec
+from torchtitan_diloco.diloco.config import BLOCK_SIZES, Quantization
+from torchtitan_diloco.diloco.fragments import build_fragments
+from torchtitan_diloco.diloco.outer_state import OuterState, background_stream
+from torchtitan_diloco.distributed.world import FSDP, world_of_one
+from torchtitan_diloco.hardware import GIB, describe_device
+from torchtitan_diloco.log import REPOSITORY, markdown_table
+from torchtitan_diloco.models.decoder import Decoder
 
 TOTAL_SECONDS = 530
 NOT_PROVEN = """
 Not proven by one GPU: FSDP2 and NCCL over several GPUs, workers on several machines, the speed of
 a real link, and losses of workers in the middle of an exchange on GPUs."""
+RUN = {
+    "checkpoint.every_minutes": "0",
+    "lr_schedule.warmup_steps": "5",
+    "metrics.log_every": "1",
+    "metrics.tensorboard": "false",
+    "run.restarts": "0",
+    "run.deterministic": "true",
+    "validation.every": "0",
+}
+
+
+@dataclass
+class Check:
+    what: str
+    expected: str
+    measured: str
+    passed: bool | None = None
+    """None if the value is only for information."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    device: torch.device
+    flavor: str
+    step: core.Settings
+    """Settings of the measured step."""
+    run: core.Settings
+    """Settings of whole runs."""
+    blocks: tuple[int, ...]
+    megabytes: tuple[float, ...]
+    rounds: int
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+
+LARGE = {"model.flavor": "paper-1b", "model.vocab_size": "32000", "run.device": "cuda"}
+SMALL = {
+    "training.sequence_length": "32",
+    "run.device": "cpu",
+    "data.corpus": str(REPOSITORY / "README.md"),
+}
+GPU = Scale(
+    device=torch.device("cuda", 0),
+    flavor="paper-1b",
+    step=LARGE | {"training.sequence_length": "2048"},
+    run=RUN
+    | {"model.flavor": "paper-35m", "training.sequence_length": "512", "run.device": "cuda"},
+    blocks=BLOCK_SIZES,
+    megabytes=(2, 64, 604),
+    rounds=5,
+)
+MINIATURE = Scale(
+    device=core.CPU,
+    flavor="debug",
+    step=SMALL,
+    run=RUN | SMALL,
+    blocks=(64,),
+    megabytes=(0.1,),
+    rounds=1,
+)
+
+
+# --- parts ----------------------------------------------------------------------------------------
+
+
+def bits(scale: Scale, _: Path) -> Iterator[Check]:
+    """Compare wire formats and an outer round with those of the CPU."""
+    wrong, values = list[str](), 1e-3 * torch.randn(3 * UNIT + 77)
+    cases = list(product(CODECS, scale.blocks))
+    for name, block in cases:
+        found = []
+        for device in (core.CPU, scale.device):
+            codec = build_codec(Quantization(name, block_size=block))
+            given = values.to(device, copy=True)
+            payload = torch.zeros(codec.wire_bytes(len(given)), dtype=torch.uint8, device=device)
+            codec.encode(given, payload)
+            codec.decode(payload, given)
+            found.append(torch.cat([payload.cpu(), given.cpu().view(torch.uint8)]))
+        if not torch.equal(*found):
+            wrong.append(f"{name} {block}")
+    formats = ", ".join(wrong) or "the same bits"
+    yield Check(f"{len(cases)} formats", "the same bits as the CPU", formats, not wrong)
+    shared, local = outer_round(core.CPU, core.CPU)
+    for place in (scale.device, core.CPU):
+        apart = [
+            float((one - other).abs().max())
+            for one, other in zip(outer_round(scale.device, place), (shared, local), strict=True)
+        ]
+        what = f"take, outer step, apply with the state on {place.type}"
+        measured = f"shared {apart[0]:.1e}, local {apart[1]:.1e} apart"
+        yield Check(what, "at most 1e-6 from the CPU", measured, max(apart) <= 1e-6)
+
+
+def outer_round(model_device: torch.device, state_device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the shared and local parameters after a round of one worker."""
+    torch.manual_seed(0)
+    model = nn.Linear(1000, 301)
+    noise = [1e-2 * torch.randn_like(parameter) for parameter in model.parameters()]
+    model.to(model_device)
+    (fragment,) = build_fragments(model, Fragments(layers_per_fragment=0))
+    state = OuterState(fragment, OuterOptimizer(), state_device)
+    with torch.no_grad():
+        for parameter, change in zip(model.parameters(), noise, strict=True):
+            parameter.add_(change.to(model_device))
+    state.take_delta()
+    with state.background():
+        state.finish_delta()
+        state.advance()
+    state.apply(state.delta, share=0.5)
+    local = torch.cat([parameter.detach().cpu().flatten() for parameter in model.parameters()])
+    return state.outer.cpu(), local
+
+
+def codec(scale: Scale, _: Path) -> Iterator[Check]:
+    """Compare encode + decode with a copy, on the stream of an exchange."""
+    for megabytes, name in product(scale.megabytes, ("fp32", "bf16", "int8", "fp4_e3m0")):
+        values = torch.randn(round(megabytes * 1e6 / 4), device=scale.device)
+        made = build_codec(Quantization(name))  # type: ignore[arg-type]
+        stream = torch.cuda.stream(background_stream(scale.device)) if scale.on_gpu else None
+        with stream or nullcontext():
+            found = sync.measure_codec(made, values, scale.rounds)
+        share = statistics.median(sync.share_of_copy(found))
+        # With 2 MB, kernel launches take longer than the kernels.
+        passed = share >= 0.5 if scale.on_gpu and megabytes >= 64 else None
+        what = f"{name}, {megabytes:g} MB"
+        yield Check(what, "50 % of the speed of a copy", f"{share:.0%}", passed)
+
+
+def step(scale: Scale, _: Path) -> Iterator[Check]:
+    """Measure training steps, each loop in a process of its own."""
+    titan = [train_step.TITAN] * (util.find_spec("torchtitan") is not None)
+    for compiled, batch in ((False, 4), (True, 8)) if scale.on_gpu else ((False, 1),):
+        changes = {"compile.enable": str(compiled).lower(), "training.batch_size": str(batch)}
+        kind, ours = f"batch {batch}, {'compiled' if compiled else 'eager'}", 0.0
+        # torchtitan's model takes longest to compile, so it runs only once.
+        others = titan if compiled or not scale.on_gpu else []
+        for name in [train_step.OURS, train_step.BARE, *others]:
+            result = train_step.measure_alone(name, scale.step | changes, scale.rounds, 2)
+            seconds = statistics.median(result.wall)
+            ours = ours or seconds
+            measured = (
+                f"{result.tokens / seconds:,.0f} tokens/s, MFU {result.mfu_percent:.1f} %, "
+                f"{result.peak_bytes / GIB:.1f} GiB, ratio {ours / seconds:.3f}"
+            )
+            expected, passed = "", None
+            if name == train_step.OURS and compiled:
+                expected, passed = "MFU 38 %", result.mfu_percent >= 38
+            elif name == train_step.TITAN and compiled:
+                expected, passed = "ratio at most 1 / 0.95", ours / seconds <= 1 / 0.95
+            yield Check(f"{name}, {kind}", expected, measured, passed)
+
+
+def outer(scale: Scale, _: Path) -> Iterator[Check]:
+    """Measure taking and applying the fragments of one worker."""
+    with scale.device:
+        model = Decoder(Model(flavor=scale.flavor), 32_000, 2048)  # type: ignore[arg-type]
+    model.init_weights(0)
+    memories: tuple[Literal["cpu", "device"], ...] = "device", "cpu"
+    for memory in memories:
+        config = DiLoCoConfig(sync_every=8, measure_every=0, link=Link(outer_state=memory))
+        loop = StreamingDiLoCo(model, None, config)
+        for _step in range(3 * 8):
+            loop.step()
+            core.timed(lambda: None, scale.device)  # waits for the GPU, as a step does
+        loop.drain()
+        core.timed(lambda: None, scale.device)
+        found = loop.metrics()
+        loop.close()
+        own = found["worker/exposed_seconds"] - found["worker/exposed_waiting_seconds"]
+        each = 1e3 * own / (2 * found["worker/fragments_applied"])
+        what = f"take and apply, mean of both, {scale.flavor}, state: {memory}"
+        yield Check(what, "under 5 ms", f"{each:.2f} ms", each < 5 if scale.on_gpu else None)
+
+
+def workers(scale: Scale, folder: Path) -> Iterator[Check]:
+    """Train several workers on one GPU. Every exchange compares their checksums."""
+    for count, delay in ((2, 1), (4, 3)) if scale.on_gpu else ((2, 1),):
+        settings = {
+            "diloco.workers": str(count),
+            "diloco.overlap.delay": str(delay),
+            "diloco.quantization.codec": "fp4_e3m0",
+            "diloco.sync_every": "5",
+            "training.steps": "40" if scale.on_gpu else "11",
+            "training.batch_size": "4",
+            "checkpoint.at_end": "false",
+        }
+        records = core.train(folder / f"workers-{count}", scale.run | settings, NPROC=str(count))
+        losses = [one["loss/train"] for one in core.steps_of(records) if "loss/train" in one]
+        totals = totals_of(records, streaming=True)
+        measured = (
+            f"{losses[0]:.2f} -> {losses[-1]:.2f}; {hidden_percent(totals):.0f} % hidden, "
+            f"utilisation {utilisation_percent(totals):.0f} %"
+        )
+        what, expected = f"{count} workers, fp4, tau {delay}", "no mismatch, the loss falls"
+        yield Check(what, expected, measured, losses[-1] < losses[0])
+
+
+def save(scale: Scale, folder: Path) -> Iterator[Check]:
+    """Resume from a checkpoint that was saved in the background."""
+    settings = scale.run | {
+        "training.steps": "8",
+        "training.batch_size": "2",
+        "diloco.workers": "1",
+        "diloco.sync_every": "3",
+        "checkpoint.every": "4",
+    }
+    one, other = folder / "saved", folder / "resumed"
+    core.train(one, settings, NPROC="1")
+    core.train(other, settings | {"training.stop_after": "4"}, NPROC="1")
+    core.train(other, settings, NPROC="1")
+    first, second = (
+        {path.name: path.read_bytes() for path in run.rglob("*step-00000008/**/*.safetensors")}
+        for run in (one, other)
+    )
+    differing = [name for name in first if first[name] != second.get(name)]
+    same = ", ".join(differing) or "the same bits"
+    passed = bool(first) and not differing
+    yield Check("8 steps, resumed after 4", "the same bits", same, passed)
+
+
+def nccl(scale: Scale, _: Path) -> Iterator[Check]:
+    """Run FSDP2 on one rank, and destroy its process group."""
+    mesh = world_of_one(scale.device, "nccl" if scale.on_gpu else "gloo").mesh
+    assert mesh is not None
+    model = nn.Linear(64, 64, device=scale.device)
+    fully_shard(model, mesh=mesh[FSDP])
+    model(torch.ones(2, 64, device=scale.device)).sum().backward()
+    total = torch.ones(1, device=scale.device)
+    dist.all_reduce(total, group=mesh.get_group(FSDP))
+    measured = f"all_reduce of 1 is {total.item():g}"
+    dist.destroy_process_group()
+    yield Check("FSDP2 of one rank", "a clean end", measured, total.item() == 1)
+
+
+PARTS: dict[str, tuple[Callable[[Scale, Path], Iterator[Check]], int]] = {
+    "bits": (bits, 120),
+    "nccl": (nccl, 40),
+    "workers": (workers, 120),
+    "outer": (outer, 60),
+    "codec": (codec, 60),
+    "save": (save, 100),
+    "step": (step, 260),
+}
+"""Function and time limit in seconds of each part, by importance."""
+
+
+# --- the table ------------------------------------------------------------------------------------
 
 
 def run_part(name: str, seconds: float, out: Path, more: list[str]) -> list[Check]:
     """Run a part in a new process group, and return its checks, or one that says how it failed."""
     command = [sys.executable, "-m", "benchmarks.gpu", "--out", str(out), "--part", name, *more]
-    result, printed = out / f"{name}.json", out / f"{name}.txt"
-    result.unlink(missing_ok=True)
+    printed, result = out / f"{name}.txt", out / f"{name}.json"
     with printed.open("wb") as output:
         process = subprocess.Popen(
             command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
@@ -56,54 +318,38 @@ def run_part(name: str, seconds: float, out: Path, more: list[str]) -> list[Chec
     return [Check("the whole part", "exit code 0", ": ".join([end, *last]), passed=False)]
 
 
-def versions(scale: Scale) -> dict[str, str]:
+def describe(scale: Scale) -> str:
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    on_gpu = scale.device.type == "cuda"
-    return {
-        "device": describe_device(scale.device),
-        "torch": torch.__version__,
-        "triton": metadata.version("triton") if util.find_spec("triton") else "-",
-        "driver": subprocess.check_output(query, text=True).split()[0] if on_gpu else "-",
-        "python": platform.python_version(),
-    }
-
-
-def report(out: Path, found: Mapping[str, str], results: Mapping[str, list[Check]]) -> str:
-    words = {True: "ok", False: "FAILED", None: "-"}
-    rows = [
-        [part, check.what, check.expected, check.measured, words[check.passed]]
-        for part, checks in results.items()
-        for check in checks
-    ]
-    table = markdown_table(["part", "what", "expected", "measured", ""], rows)
-    text = "; ".join(f"{key} {value}" for key, value in found.items()) + f"\n\n{table}\n"
-    parts = {part: [asdict(check) for check in checks] for part, checks in results.items()}
-    (out / "gpu.json").write_text(json.dumps({"versions": found, "parts": parts}, indent=1))
-    (out / "gpu.md").write_text(text)
-    return text
+    driver = subprocess.check_output(query, text=True).split()[0] if scale.on_gpu else "-"
+    triton = metadata.version("triton") if util.find_spec("triton") else "-"
+    device = describe_device(scale.device)
+    return f"{device}; torch {torch.__version__}; triton {triton}; driver {driver}"
 
 
 def main() -> None:
     parser = core.build_parser(__doc__)
-    parser.add_argument("--out", type=core.folder, required=True, metavar="DIR")
-    parser.add_argument("--only", default="", help="parts: " + ", ".join(PARTS))
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR")
+    only_help = "default: " + ",".join(PARTS)
+    parser.add_argument("--only", type=core.one_of(PARTS), default="", help=only_help)
     parser.add_argument("--miniature", action="store_true", help="on the CPU, small sizes")
     parser.add_argument("--part", choices=PARTS, help="run this part in this process")
     options = parser.parse_args()
-    scale = MINIATURE if options.miniature else GPU
-    out = options.out.resolve()
+    scale, out = MINIATURE if options.miniature else GPU, options.out.resolve()
     if options.part:
-        checks = PARTS[options.part][0](scale, out)
-        (out / f"{options.part}.json").write_text(json.dumps([asdict(one) for one in checks]))
+        found = [asdict(check) for check in PARTS[options.part][0](scale, out)]
+        (out / f"{options.part}.json").write_text(json.dumps(found))
         return
-    names = core.parse_names(parser, "--only", options.only.replace(",", ";"), list(PARTS))
-    more, end, results = ["--miniature"] * options.miniature, time.monotonic() + TOTAL_SECONDS, {}
-    for name in names:  # by importance, as later parts only get the time that is left
+    out.mkdir(parents=True, exist_ok=True)
+    more, end, rows = ["--miniature"] * options.miniature, time.monotonic() + TOTAL_SECONDS, []
+    words = {True: "ok", False: "FAILED", None: "-"}
+    for name in options.only:  # later parts only get the time that is left
         left = max(1.0, min(PARTS[name][1], end - time.monotonic()))
-        results[name] = run_part(name, left, out, more)
-        text = report(out, versions(scale), results)
-    print(text + NOT_PROVEN)
-    sys.exit(any(check.passed is False for checks in results.values() for check in checks))
+        for check in run_part(name, left, out, more):
+            rows.append([name, check.what, check.expected, check.measured, words[check.passed]])
+        table = markdown_table(["part", "what", "expected", "measured", ""], rows)
+        (out / "gpu.md").write_text(f"{describe(scale)}\n\n{table}\n")
+    print((out / "gpu.md").read_text() + NOT_PROVEN)
+    sys.exit(any(row[-1] == "FAILED" for row in rows))
 
 
 if __name__ == "__main__":

@@ -1,16 +1,23 @@
-"""Inject faults into runs of islands, and measure how they affect the other islands.
+"""Inject faults into islands, and let them come and go: stalls, lost steps, loss.
 
     .venv/bin/python -m benchmarks.islands [--cases control,killed] [--repeats 3]
-    .venv/bin/python -m benchmarks.islands --storm 600 --repeats 1
+    .venv/bin/python -m benchmarks.islands --storm 600
     .venv/bin/python -m benchmarks.islands --torchft --cases killed
+    .venv/bin/python -m benchmarks.islands --quality [--cases 'one always late']
 
-The first table is the one of docs/islands.md. Each island and the server have a network namespace
-of their own (benchmarks/network.py). The model is small and a step is a sleep of 0.1 s, so that
-three or four islands fit on two cores; H = 20, tau = 5 steps. A stall is the time of a step that a
-surviving island does not compute, as a multiple of its usual step. After every run, islands that
-have reached the end must have the same shared parameters, and the log must be consistent: each
-range of samples is merged once, weights equal tokens, and all islands have the same ledger. Needs
-the extra `islands`, and takes about half an hour.
+Faults: each island and the server have a network namespace of their own (benchmarks/network.py). A
+step is a sleep of 0.1 s, so that four islands fit on two cores; H = 20, tau = 5 steps. A stall is
+the time of a step that a surviving island does not compute, as a multiple of its usual step. After
+every run, islands that have reached the end must have the same shared parameters, and the log must
+be consistent: each range of samples is merged once, weights equal tokens, and all islands have the
+same ledger. All cases take about half an hour.
+
+--quality: loss at equal tokens against islands in lockstep. The trainer trains the decoder of
+0.12M parameters of docs/measurements.md on the source of the Python standard library. A slow island
+sleeps in multiples of its usual step. Except in lockstep, rounds wait for 0.1 s. Finished runs are
+kept in --out.
+
+Needs the extra `islands`.
 """
 
 import os
@@ -19,26 +26,43 @@ import re
 import signal
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from benchmarks import core
-from benchmarks.islands_program import SAMPLES, TOKENS
-from benchmarks.islands_run import STEP, Found, Run, TorchftRun, running
+from benchmarks.islands_program import LENGTH, audit, island_settings
+from benchmarks.islands_run import (
+    SAMPLES,
+    STEP,
+    TOKENS,
+    Case,
+    Found,
+    Run,
+    TextRun,
+    TorchftRun,
+    running,
+)
 from benchmarks.network import wait_until
 from benchmarks.torchft_loop import is_installed
+from torchtitan_diloco.islands.local import local_server
 from torchtitan_diloco.log import install_command
 
-COLUMNS = {"longest stall, steps": 2, "idle, %": 1, "next round, s": 1, "steps lost": 1}
-"""Columns of the first table, with their number of decimals."""
-HEADER = "case | measured | goal | found | n"
+# --- faults ---------------------------------------------------------------------------------------
+
 STORM_EVERY = 40.0
-MEDIUM: dict[str, Any] = {"width": 180, "codec": "fp32", "rate": 40}
+MEDIUM: dict[str, Any] = {"rate": 40, "settings": {"diloco.quantization.codec": "fp32"}}
 """Exchanging the parts of a round takes 0.1 s, and half of the round at a tenth of the rate."""
-LARGE: dict[str, Any] = {"blocks": 8, "width": 512}
-"""2.1M parameters: 8.4 MB in fp32, a snapshot of 16.8 MB."""
+LARGE: core.Settings = {
+    "model.layers": "8",
+    "model.width": "128",
+    "model.head_dim": "64",
+    "model.feed_forward": "768",
+    "diloco.fragments.layers_per_fragment": "2",
+}
+"""2.2M parameters: 8.7 MB in fp32, a snapshot of 17.4 MB."""
 FAULTS: dict[str, dict[str, Any]] = {
     "control": {},
     "killed": {},
@@ -48,10 +72,6 @@ FAULTS: dict[str, dict[str, Any]] = {
     "link at 1/10": MEDIUM,
     "server away for 6 s": {},
 }
-
-
-def others(run: Run, gone: str) -> list[str]:
-    return [name for name in run.programs if name != gone]
 
 
 def strike(run: Run, fault: str, worker: int) -> None:
@@ -91,14 +111,14 @@ def fault_case(folder: Path, fault: str, kind: type[Run] = Run) -> Found:
         since = time.time()
         strike(run, fault, 2)
         back, audit = time.time(), run.finish(dead)
-        found = run.seen(others(run, victim), since)
-        found["next round, s"] = run.next_round(others(run, dead), back)
-        return found | run.losses(audit, others(run, dead))
+        found = run.seen(run.others(victim), since)
+        found["next round, s"] = run.next_round(run.others(dead), back)
+        return found | run.losses(audit, run.others(dead))
 
 
 def join(folder: Path, kind: type[Run] = Run) -> Found:
     """Start an island that joins two others over 200 Mbit/s."""
-    with running(folder, seconds=50, rate=200, begin=2, kind=kind, **LARGE) as run:
+    with running(folder, seconds=50, rate=200, begin=2, kind=kind, settings=LARGE) as run:
         run.start_all(2, 50)
         since = time.time()
         run.start(2)
@@ -107,7 +127,7 @@ def join(folder: Path, kind: type[Run] = Run) -> Found:
 
 def donor_dies(folder: Path) -> Found:
     """Kill the island that sends a snapshot, over 20 Mbit/s, when it has sent a part of it."""
-    with running(folder, seconds=60, rate=20, begin=2, **LARGE) as run:
+    with running(folder, seconds=60, rate=20, begin=2, settings=LARGE) as run:
         run.start_all(2, 50)
         sent = [run.network.counters(worker)[0] for worker in range(2)]
         run.start(2)
@@ -127,9 +147,9 @@ def joined(run: Run, dead: str, since: float) -> Found:
     audit = run.finish(dead)
     joined = run.event("island-2", "joined")["time"]
     merged = next(one for one in run.steps("island-2", joined) if one["own"])
-    names = [name for name in others(run, "island-2") if name != dead]
+    names = [name for name in run.others("island-2") if name != dead]
     found = run.seen(names, since, merged["time"]) | run.losses(audit, names)
-    if not run.has_log:  # torchft joins when it sends a part
+    if run.torchft:  # torchft joins when it sends a part
         return found | {"start until a part, s": joined - run.event("island-2", "started")["time"]}
     found["start until joined, s"] = joined - run.event("island-2", "started")["time"]
     return found | {"first part merged after, steps": merged["step"]}
@@ -139,18 +159,17 @@ def fast_and_slow(folder: Path, kind: type[Run] = Run) -> Found:
     """Train with one island that is four times as fast as the other."""
     with running(folder, islands=2, seconds=25, kind=kind) as run:
         run.start(0)
-        run.start(1, step_seconds=4 * STEP)
+        run.start(1, sleep=4 * STEP)
         run.reach("island-1", 5)
         since, audit = time.time(), run.finish()
-        if not run.has_log:
-            return run.seen(["island-0"], since) | run.losses(audit, run.programs)
-        steps, slot = run.steps("island-1"), run.event("island-1", "joined")["slot"]
-        # Steps after the last round can no longer be merged.
-        before = sum(one["rounds"] < steps[-1]["rounds"] for one in steps)
-        merged = statistics.mean(spans[-1][1] for spans in audit["ledger"][slot]) / SAMPLES
         found = run.seen(["island-0"], since) | run.losses(audit, run.programs)
-    found["slow one's steps merged, %"] = 100 * merged / before
-    return found | {"its steps after the last round": len(steps) - before}
+        if not run.torchft:
+            steps, slot = run.steps("island-1"), run.event("island-1", "joined")["slot"]
+            # Steps after the last round can no longer be merged.
+            before = sum(one["rounds"] < steps[-1]["rounds"] for one in steps)
+            merged = min(1.0, audit["merged_samples"][slot] / before)
+            found["slow one's steps merged, %"] = 100 * merged
+        return found
 
 
 def clocks(folder: Path) -> Found:
@@ -182,17 +201,13 @@ def storm(folder: Path, seconds: float) -> Found:
             if fault == "killed":
                 run.start(worker)
         audit = run.finish()
-        ended = max(run.event(name, "ended")["time"] for name in run.programs)
+        ended = max(run.steps(name)[-1]["time"] for name in run.programs)
         usual = statistics.median(map(run.usual, run.programs))
         found = run.losses(audit, run.programs)
-    full = 4 * TOKENS * (ended - began) / usual
-    return found | {
-        "goodput, %": 100 * (audit["merged_tokens"] - merged) / full,
-        "participation, %": 100 * statistics.mean(audit["participants"]) / 4,
-    }
+    full = 4 * LENGTH * (ended - began) / usual
+    found["goodput, %"] = 100 * (audit["merged_tokens"] - merged) / full
+    return found | {"participation, %": 100 * statistics.mean(audit["participants"]) / 4}
 
-
-# --- the table ------------------------------------------------------------------------------------
 
 CASES: dict[str, Callable[..., Found]] = {
     **{fault: partial(fault_case, fault=fault) for fault in FAULTS},
@@ -202,67 +217,144 @@ CASES: dict[str, Callable[..., Found]] = {
     "clocks an hour apart": clocks,
 }
 OF_TORCHFT = [*FAULTS, "join", "fast and slow"]
-GOALS = {
-    "longest stall, steps": "at most 1",
-    "steps lost": "0",
-    "next round, s": "at most 2",
-    "first part merged after, steps": "at most H = 20",
-    "slow one's steps merged, %": "at least 95",
-    "goodput, %": "at least 95",
-    "problems": "0",
+COLUMNS = ("longest stall, steps", "idle, %", "next round, s", "steps lost")
+GOALS = (
+    "Goals: no stall above 1 step, the next round within 2 s, 0 steps lost, the first part merged "
+    "within H = 20 steps, 95 % of a slow island's steps merged, goodput 95 %, 0 problems."
+)
+
+
+def measure_faults(cases: Mapping[str, Callable[..., Found]], repeats: int, out: Path) -> None:
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # also ends all programs
+    results, out = dict[str, list[Found]](), out.absolute() / f"{time.time():.0f}"
+    for name, number in product(cases, range(repeats)):
+        try:
+            found = cases[name](out / re.sub(r"\W+", "-", name) / str(number))
+        except (SystemExit, TimeoutError, IndexError) as error:
+            print(f"PROBLEM in {name}: {error}", flush=True)
+            continue
+        print(f"{name}: {found}, load {os.getloadavg()[0]:.1f}", flush=True)
+        results.setdefault(name, []).append(found)
+    rows = []
+    for name, measured in results.items():
+        texts = {
+            key: core.summary([one[key] for one in measured], ".2f" if "stall" in key else ".1f")
+            for key in measured[0]
+        }
+        more = "; ".join(f"{key}: {text}" for key, text in texts.items() if key not in COLUMNS)
+        columns = [texts.get(column, "") for column in COLUMNS]
+        rows.append([name, *columns, more, str(len(measured))])
+    header = " | ".join(["case", *COLUMNS, "also measured", "n"])
+    core.print_table(f"Islands. {GOALS}", header, rows)
+
+
+# --- quality --------------------------------------------------------------------------------------
+
+CONTROL = "lockstep"
+QUALITY = {
+    CONTROL: Case(grace=60.0),
+    "constant, 2": Case(),
+    "one 3x slower": Case(slow=3.0),
+    "one absent, middle third": Case((2, 1, 2), (1 / 3, 2 / 3, 1.0)),
+    "one dies, optimizer fresh": Case(dies=True),
+    "one always late": Case(late=True),
+    "doubling, 1 2 4": Case((1, 2, 4), (1 / 7, 3 / 7, 1.0)),
+    "halving, 4 2 1": Case((4, 2, 1), (4 / 7, 6 / 7, 1.0)),
+    "ramp up, 1 2 3 4": Case((1, 2, 3, 4), (0.1, 0.3, 0.6, 1.0)),
+    "ramp down, 4 3 2 1": Case((4, 3, 2, 1), (0.4, 0.7, 0.9, 1.0)),
 }
+"""All phases of a case take equally long if all islands are equally fast."""
+
+
+def train_case(case: Case, tokens: int, seed: int, folder: Path) -> core.Record:
+    begin = case.islands[0]
+    settings = island_settings(SAMPLES) | {
+        "training.tokens": str(tokens),
+        "lr_schedule.warmup_steps": str(3 * tokens // (10 * begin * TOKENS)),
+        "run.seed": str(seed),
+        "islands.begin": str(begin),
+        "islands.slots": str(max(case.islands)),
+        "islands.grace_seconds": str(case.grace),
+    }
+    folder /= f"{time.time():.0f}"
+    folder.mkdir(parents=True)
+    with local_server(folder / "server") as server:
+        settings["islands.join"] = str(server.join_file)
+        run = TextRun(case, tokens, settings, folder)
+        try:
+            loss = run.train()
+        finally:
+            for _, process in run.lives:
+                process.kill()
+        found = audit(server.join)
+    trained = run.trained()
+    return {
+        "loss": loss,
+        "merged": min(found["merged_samples"][slot] / trained[slot] for slot in trained),
+        "late": [found["late"].count(number) for number in range(max(found["late"]) + 1)],
+        "problems": found["problems"],
+    }
+
+
+def measure_quality(names: list[str], seeds: int, tokens: int, out: Path) -> None:
+    results: dict[str, dict[int, core.Record]] = {name: {} for name in [CONTROL, *names]}
+    for seed, name in product(range(seeds), results):
+        folder = out.absolute() / f"{re.sub(r'[^a-z0-9]+', '-', name)}-{tokens}-{seed}"
+        train = partial(train_case, QUALITY[name], tokens, seed, folder)
+        results[name][seed] = core.kept(folder, {"tokens": tokens}, train)
+        print(f"{name}, seed {seed}: {results[name][seed]}", flush=True)
+    losses = {
+        name: {seed: found["loss"] for seed, found in runs.items()}
+        for name, runs in results.items()
+    }
+    rows = []
+    for name, runs in results.items():
+        late = [found["late"] for found in runs.values()]
+        share = statistics.mean(100 * (1 - counts[0] / sum(counts)) for counts in late)
+        rows.append(
+            [
+                name,
+                core.summary(list(losses[name].values()), ".4f", middle=statistics.mean),
+                "" if name == CONTROL else core.against(losses[name], losses[CONTROL]),
+                f"{100 * min(found['merged'] for found in runs.values()):.1f} %",
+                f"{share:.0f} %, {max(map(len, late)) - 1}",
+                str(sum(len(found["problems"]) for found in runs.values())),
+                str(len(runs)),
+            ]
+        )
+    title = f"validation loss of the shared copy after {tokens:,} tokens, mean (min ... max)"
+    core.print_table(
+        title, "case | loss | against lockstep | merged | parts late | problems | n", rows
+    )
 
 
 def main() -> None:
     parser = core.build_parser(__doc__)
-    parser.add_argument("--cases", default="", help=f"default: all of {', '.join(CASES)}")
+    parser.add_argument("--cases", default="", help=f"separated by ';': {'; '.join(CASES)}")
     parser.add_argument("--repeats", type=core.positive, default=3)
     storm_help = "seconds of a run with many faults, instead of the cases or after those given"
-    parser.add_argument("--storm", type=core.positive_number, default=0.0, help=storm_help)
+    parser.add_argument("--storm", type=core.positive, default=0, help=storm_help)
     torchft_help = "let torchft run each case that it can run, too (extra bench)"
     parser.add_argument("--torchft", action="store_true", help=torchft_help)
-    parser.add_argument("--out", type=core.folder, default=Path("outputs/islands"))
+    quality_help = f"loss of {'; '.join(QUALITY)}"
+    parser.add_argument("--quality", action="store_true", help=quality_help)
+    parser.add_argument("--tokens", type=core.positive, default=409_600, help="of --quality")
+    parser.add_argument("--out", type=Path, default=Path("outputs/islands"))
     options = parser.parse_args()
-    names = core.parse_names(parser, "--cases", options.cases, CASES, ",")
-    cases = {name: CASES[name] for name in names if options.cases or not options.storm}
+    known = QUALITY if options.quality else CASES
+    names = [name.strip() for name in options.cases.split(";") if name.strip()]
+    if unknown := [name for name in names if name not in known]:
+        parser.error(f"--cases {unknown[0]!r}: there are {'; '.join(known)}")
+    if options.torchft and not is_installed():
+        parser.error(f"--torchft: it is not installed: {install_command('bench')}")
+    if options.quality:
+        return measure_quality(names or list(QUALITY), options.repeats, options.tokens, options.out)
+    cases = {name: CASES[name] for name in names or ([] if options.storm else CASES)}
     for name in [one for one in cases if options.torchft and one in OF_TORCHFT]:
         cases[f"{name}, torchft"] = partial(cases[name], kind=TorchftRun)
     if options.storm:
         cases["storm"] = partial(storm, seconds=options.storm)
-    if options.torchft and not is_installed():
-        parser.error(f"--torchft: it is not installed: {install_command('bench')}")
-    if options.torchft and not any(one in OF_TORCHFT for one in cases):
-        parser.error(f"--torchft: give --cases of those that it can run: {', '.join(OF_TORCHFT)}")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # also ends all programs
-    results, out = dict[str, list[Found]](), options.out.absolute() / f"{time.time():.0f}"
-    for name, task in cases.items():
-        for number in range(options.repeats):
-            try:
-                found = task(out / re.sub(r"\W+", "-", name) / str(number))
-            except (SystemExit, TimeoutError, IndexError) as error:
-                print(f"PROBLEM in {name}: {error}", flush=True)
-                continue
-            print(f"{name}: {found}, load {os.getloadavg()[0]:.1f}", flush=True)
-            results.setdefault(name, []).append(found)
-    print_results(results)
-
-
-def print_results(results: dict[str, list[Found]]) -> None:
-    rows, more = [], []
-    for name, found in results.items():
-        count = str(len(found))
-        spread = {one: _spread(found, one, COLUMNS.get(one, 1)) for one in found[0]}
-        rows.append([name, *(spread.get(column, "") for column in COLUMNS), count])
-        for measure in (one for one in spread if one not in COLUMNS or one in GOALS):
-            more.append([name, measure, GOALS.get(measure, ""), spread[measure], count])
-    load = f"load {os.getloadavg()[0]:.1f}"
-    core.print_table(f"Islands, {load}", " | ".join(["case", *COLUMNS, "n"]), rows)
-    core.print_table("Goals, and what else was measured", HEADER, more)
-
-
-def _spread(found: list[Found], measure: str, digits: int) -> str:
-    values = [one[measure] for one in found]
-    return f"{values[0]:.0f}" if not any(values) else core.summary(values, digits)
+    return measure_faults(cases, options.repeats, options.out)
 
 
 if __name__ == "__main__":

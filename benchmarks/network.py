@@ -6,12 +6,8 @@
         network.set_rate(1, up=5, down=5)  # while the program runs
 
 Each worker has a namespace with one interface, `eth0` at `10.0.0.<worker + 1>`, and reaches only
-the other workers. Its link is a pair of virtual Ethernet devices with a token bucket at each end,
-one for what it sends and one for what it receives.
-
-`enter_own_network` runs a whole benchmark in one such namespace, over its loopback interface.
-
-Neither needs root if the kernel allows user namespaces. NoNetworkError says what is missing.
+the other workers. A token bucket at each end limits what it sends and receives. This needs no root
+if the kernel allows user namespaces; NoNetworkError says what is missing.
 """
 
 import math
@@ -22,7 +18,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -33,14 +28,6 @@ ENVIRONMENT = os.environ | {
     "PATH": os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
 }
 """Environment for ip and tc, which may not be in the PATH of the user."""
-
-BURST_SECONDS, BURST_BYTES = 0.005, 16_384
-"""Size of a burst: seconds at the rate of the link, but at least this many bytes."""
-QUEUE_SECONDS, QUEUE_BYTES = 0.1, 262_144
-"""Queue beyond the burst before packets are dropped, as in a router. TCP sends up to 64 kB at once.
-With a shorter queue most of it would be lost, and benchmarks would measure how TCP recovers."""
-PATIENCE_SECONDS = 90.0
-"""Limit of each wait. An event that takes longer counts as one that never happens."""
 
 HOLDER = "import socket, sys; socket.sethostname(sys.argv[1]); print(flush=True); sys.stdin.read()"
 """Process that keeps a namespace alive until its standard input is closed, for example because its
@@ -62,9 +49,7 @@ def require(*commands: str) -> None:
     path = ENVIRONMENT["PATH"]
     missing = [command for command in commands if shutil.which(command, path=path) is None]
     if missing:
-        raise NoNetworkError(
-            f"network namespaces need {', '.join(missing)}: install util-linux and iproute2"
-        )
+        raise NoNetworkError(f"{', '.join(missing)}: install util-linux and iproute2")
 
 
 def unshare() -> list[str]:
@@ -83,10 +68,7 @@ def read_counters(interface: str, process: int | str = "self") -> tuple[int, int
 
 
 def wait_until(
-    condition: Callable[[], bool],
-    what: str,
-    log: Path | None = None,
-    seconds: float = PATIENCE_SECONDS,
+    condition: Callable[[], bool], what: str, log: Path | None = None, seconds: float = 90.0
 ) -> None:
     end = time.monotonic() + seconds
     while not condition():
@@ -96,22 +78,11 @@ def wait_until(
         time.sleep(0.02)
 
 
-def end(process: "subprocess.Popen[Any]", seconds: float) -> int | None:
-    """Wait for a process and return its exit code. Kill it and return None after `seconds`."""
-    try:
-        return process.wait(max(0.1, seconds))
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-        return None
-
-
 class Program:
     """A program in a network, and its log."""
 
     def __init__(self, process: "subprocess.Popen[Any]", log: Path) -> None:
-        self.process, self.log = process, log
-        self.pid = process.pid
+        self.process, self.log, self.pid = process, log, process.pid
 
     @property
     def running(self) -> bool:
@@ -124,15 +95,13 @@ class Program:
         """Return the first line of the log that matches the pattern, or an empty string."""
         return next((one for one in self.printed().splitlines() if re.search(pattern, one)), "")
 
-    def seconds_until(self, pattern: str) -> float | None:
-        """Wait for a line that matches, and return the seconds it took, or None for never."""
-        started = time.monotonic()
-        with suppress(TimeoutError):
-            wait_until(lambda: bool(self.line(pattern)) or not self.running, pattern)
-        return time.monotonic() - started if self.line(pattern) else None
-
-    def wait(self, seconds: float = PATIENCE_SECONDS) -> int | None:
-        return end(self.process, seconds)
+    def wait(self, seconds: float = 90.0) -> int | None:
+        """Return the exit code, or None if the program has to be killed after `seconds`."""
+        try:
+            return self.process.wait(max(0.1, seconds))
+        except subprocess.TimeoutExpired:
+            self.kill()
+            return None
 
     def kill(self) -> None:
         self.process.kill()
@@ -145,7 +114,7 @@ class Network:
         self.workers, self._up, self._down = workers, up, down
         self._user = [] if os.geteuid() == 0 else ["--user", "--preserve-credentials"]
         self._holders: list[subprocess.Popen[str]] = []
-        self._processes: list[subprocess.Popen[Any]] = []
+        self._programs: list[Program] = []
 
     def __enter__(self) -> Self:
         try:
@@ -163,7 +132,7 @@ class Network:
 
         It gets the variables of a rank. The process is the program itself, not a shell.
         """
-        variables = {"OMP_NUM_THREADS": "1", **env, **self.rank_variables(worker)}
+        variables = {"OMP_NUM_THREADS": "1", **self.rank_variables(worker), **env}
         with log.open("ab") as output:
             process = subprocess.Popen(
                 [*self.inside(self.namespace(worker)), *command],
@@ -172,8 +141,8 @@ class Network:
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )
-        self._processes.append(process)
-        return Program(process, log)
+        self._programs.append(Program(process, log))
+        return self._programs[-1]
 
     def run(self, worker: int, command: Sequence[str]) -> str:
         """Run a command as a worker to its end, and return what it prints."""
@@ -209,13 +178,13 @@ class Network:
 
     def close(self) -> None:
         """End all programs and then the namespaces."""
-        for process in self._processes:
-            process.terminate()
-        for process in self._processes:
-            end(process, 10)
+        for program in self._programs:
+            program.process.terminate()
+        for program in self._programs:
+            program.wait(10)
         for holder in reversed(self._holders):
             holder.communicate()  # closes its standard input
-        self._processes, self._holders = [], []
+        self._programs, self._holders = [], []
 
     @property
     def switch(self) -> "subprocess.Popen[str]":
@@ -268,8 +237,9 @@ class Network:
         queue = "pfifo limit 1000"
         if rate < math.inf:
             bytes_per_second = rate * 1e6 / 8
-            burst = max(BURST_BYTES, round(BURST_SECONDS * bytes_per_second))
-            waiting = max(QUEUE_BYTES, round(QUEUE_SECONDS * bytes_per_second))
+            burst = max(16_384, round(0.005 * bytes_per_second))
+            # As in a router. With less, benchmarks would measure how TCP recovers from losses.
+            waiting = max(262_144, round(0.1 * bytes_per_second))
             queue = f"tbf rate {round(rate * 1e6)}bit burst {burst} limit {burst + waiting}"
         self._run(namespace, f"tc qdisc replace dev {device} root {queue}")
 

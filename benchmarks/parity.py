@@ -2,111 +2,210 @@
 
     .venv/bin/python -m benchmarks.parity --table parity [--corpus 'text/*.txt'] [--section.key ...]
 
-The tables are in benchmarks/parity_tables.py. On 2 CPU cores, `parity` takes hours at full length
-and the others about an hour each. `--short` runs one seed with a tenth of the steps.
-
-Every run starts `torchtitan_diloco.launch` on the CPU, with one thread for each process.
-Runs are kept in --out: the same command continues an interrupted table, and tables share runs. They
-start seed by seed, in the order of the table. Without --corpus, the text is the source of the
-Python standard library.
+The tables are in benchmarks/parity.toml. On 2 CPU cores, `parity` takes hours at full length and
+the others about an hour each. Every run starts the trainer on the CPU, with one thread for each
+process. Finished runs are kept in --out, so that the same command continues an interrupted table.
+Without --corpus, the text is the source of the Python standard library.
 """
 
-from collections.abc import Mapping
+import hashlib
+import json
+import statistics
+import tomllib
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
+import msgspec
+
 from benchmarks import core
-from benchmarks.parity_runs import run_folder, train_all
-from benchmarks.parity_tables import RESERVED, TABLES, Table
-from torchtitan_diloco.components.records import Conditions
+from torchtitan_diloco.components.metrics import totals_of
 from torchtitan_diloco.components.summary import all_reduce_bytes
-from torchtitan_diloco.config.loader import load_config
-from torchtitan_diloco.diloco.schedule import build_schedule
-from torchtitan_diloco.planner.prediction import Workload
 
-BYTES = 256
-"""Vocabulary."""
-Losses = Mapping[int, float]
-"""Loss of each seed."""
-
-
-def against(losses: Losses, control: Losses) -> str:
-    """Compare seed by seed, as runs of the same seed have much of their noise in common."""
-    more = [100 * (losses[seed] / control[seed] - 1) for seed in losses if seed in control]
-    return f"{core.mean(more, '+.2f')} %" if more else ""
+CONTROL = "data parallel"
+SCALED = ("lr_schedule.warmup_steps", "diloco.beginning.steps")
+"""Settings in steps, which become shorter or longer with the run."""
+RESERVED = {
+    "run.folder",
+    *("run.seed", "data.corpus", "diloco.method", "diloco.workers", "diloco.sync_every"),
+    *(f"training.{key}" for key in ("steps", "batch_size", "global_batch_size", "sequence_length")),
+}
+"""Settings that the tables set themselves."""
 
 
-def bytes_of_gradients(settings: core.Settings) -> float:
-    """Return the bytes that data parallelism would send as bf16 gradients / those of this run."""
-    config = load_config("debug", settings)
-    load = Workload.of(config, BYTES)
-    link = Conditions(1e12, (1.0,) * load.workers)
-    sent = load.predict(config.diloco, link).sent_bytes_per_step
-    return all_reduce_bytes(load.plan.parameters, load.workers) / sent if sent else 1.0
+@dataclass(frozen=True)
+class Table:
+    shape: str
+    """Model and batch."""
+    steps: int
+    """Length of a run."""
+    groups: list[list[str]]
+    """Names of runs, with braces; the first of each group is its control."""
+    common: str = ""
+    """Terms of all runs."""
+    papers: dict[str, str] = field(default_factory=dict)
+    """Numbers of the papers for the same comparison, by run."""
+
+    @property
+    def controls(self) -> dict[str, str]:
+        """The control of each run, in the order of the table."""
+        groups = [[name for entry in group for name in expand(entry)] for group in self.groups]
+        return {name: group[0] for group in groups for name in group}
+
+    def settings(self, name: str, steps: int) -> core.Settings:
+        """Return all settings of a run of so many steps."""
+        file, shape = read_tables(), read_tables().shapes[self.shape]
+        run = file.defaults | shape | file.parse_terms(self.common) | file.parse_terms(name)
+        if run["diloco.method"] == "none":  # runs that differ in other settings are the same
+            run = {key: value for key, value in run.items() if not key.startswith("diloco.")}
+            run |= file.terms[CONTROL]
+        for key in run.keys() & set(SCALED):
+            run[key] = str(max(1, round(int(run[key]) * steps / self.steps)))
+        sequences = int(run["training.global_batch_size"]) // int(run["diloco.workers"])
+        return run | {"training.steps": str(steps), "training.batch_size": str(sequences)}
 
 
-def print_losses(table: Table, steps: int, losses: Mapping[str, Losses]) -> None:
+@dataclass(frozen=True)
+class Tables:
+    """Contents of parity.toml."""
+
+    defaults: core.Settings
+    shapes: dict[str, core.Settings]
+    terms: dict[str, core.Settings]
+    numbers: dict[str, str]
+    tables: dict[str, Table]
+
+    def parse_terms(self, terms: str) -> core.Settings:
+        """Return the settings of comma-separated terms. Later ones override earlier ones."""
+        settings: core.Settings = {}
+        for term in filter(None, terms.split(", ")):
+            if term in self.terms:
+                settings |= self.terms[term]
+            else:
+                prefix = next(prefix for prefix in self.numbers if term.startswith(prefix))
+                settings[self.numbers[prefix]] = term.removeprefix(prefix)
+        return settings
+
+
+@cache
+def read_tables() -> Tables:
+    text = Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
+    return msgspec.convert(tomllib.loads(text), Tables)
+
+
+def expand(name: str) -> list[str]:
+    """Return the names that braces stand for: "H={10|30}" is "H=10" and "H=30"."""
+    begin, brace, rest = name.partition("{")
+    if not brace:
+        return [name]
+    choices, _, end = rest.partition("}")
+    return [begin + choice + more for choice in choices.split("|") for more in expand(end)]
+
+
+# --- training -------------------------------------------------------------------------------------
+
+
+def train(out: Path, settings: core.Settings) -> core.Record:
+    """Return the loss and the bytes of a run, kept in a folder that depends on its settings."""
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
+    folder = out / f"{settings['training.steps']}-steps-seed{settings['run.seed']}-{digest}"
+
+    def measure() -> core.Record:
+        number = len(list(folder.glob("run-*")))  # others were interrupted
+        records = core.train(folder / f"run-{number}", settings, OMP_NUM_THREADS="1")
+        loss = [one["loss/val"] for one in records if "loss/val" in one][-1]
+        sent = totals_of(records, streaming=True).get("worker/sent_bytes", 0.0)
+        start = next(one for one in records if one.get("kind") == "start")
+        each = all_reduce_bytes(start["parameters"], start["workers"])
+        expected = each * int(settings["training.steps"])
+        return {"loss": loss, "saving": expected / sent if sent else 0.0}
+
+    return core.kept(folder, settings, measure)
+
+
+def train_all(
+    out: Path, runs: Mapping[tuple[int, str], core.Settings], jobs: int = 1
+) -> dict[tuple[int, str], core.Record]:
+    """Train runs in their order, `jobs` at a time."""
+
+    def train_one(key: tuple[int, str]) -> core.Record:
+        result = train(out, runs[key])
+        print(f"seed {key[0]}, {key[1]}: {result['loss']:.4f}", flush=True)
+        return result
+
+    with ThreadPoolExecutor(jobs) as pool:
+        return dict(zip(runs, pool.map(train_one, runs), strict=True))
+
+
+# --- the table ------------------------------------------------------------------------------------
+
+
+def print_losses(table: Table, steps: int, results: Mapping[tuple[int, str], core.Record]) -> None:
     """Compare each run with its own control and with the first run of the table."""
-    rows, first = [], table.runs[0]
-    for name, found in losses.items():
-        if not found:
-            continue
-        control, run = table.control_of(name), table.settings(name, steps)
-        rounds = share = "-"
-        if run["diloco.method"] != "none":
-            chosen = load_config("debug", run).diloco
-            rounds_of = build_schedule(chosen, 1).outer_round
-            rounds = str(rounds_of(0, steps) - rounds_of(0, table.begin(name, steps)))
-            share = f"1/{bytes_of_gradients(run):.0f}" if chosen.workers > 1 else "0"
-        of_control = "control" if name == control else against(found, losses[control])
-        of_first = "" if first in (name, control) else against(found, losses.get(first, {}))
-        loss, paper = core.mean(list(found.values()), ".4f"), table.paper.get(name, "")
-        rows.append([name, share, rounds, str(len(found)), loss, of_control, of_first, paper])
+    losses: dict[str, dict[int, float]] = {}
+    savings: dict[str, float] = {}
+    for (seed, name), result in results.items():
+        losses.setdefault(name, {})[seed] = result["loss"]
+        savings[name] = result["saving"]
+    controls = {name: control for name, control in table.controls.items() if name in losses}
+    first = next(iter(controls))
+    rows = [
+        [
+            name,
+            f"1/{savings[name]:,.0f}" if savings[name] else "-",
+            str(len(losses[name])),
+            core.summary(list(losses[name].values()), ".4f", middle=statistics.mean),
+            "" if name == control else core.against(losses[name], losses[control]),
+            "" if first in (name, control) else core.against(losses[name], losses[first]),
+            table.papers.get(name, ""),
+        ]
+        for name, control in controls.items()
+    ]
+    shape = read_tables().shapes[table.shape]
+    tokens = int(shape["training.global_batch_size"]) * int(shape["training.sequence_length"])
     title = (
-        f"validation loss of the shared model after {steps:,} steps = "
-        f"{steps * table.tokens_per_step / 1e6:.1f}M tokens; n seeds, mean (min ... max); bytes "
-        "are those of bf16 gradients at every step"
+        f"validation loss of the shared model after {steps:,} steps = {steps * tokens / 1e6:.1f}M "
+        "tokens; n seeds, mean (min ... max); bytes against those of bf16 gradients at every step"
     )
-    columns = f"run | bytes | rounds | n | loss | against its control | against {first} | papers"
+    columns = f"run | bytes | n | loss | against its control | against {first} | papers"
     core.print_table(title, columns, rows)
 
 
+def select(table: Table, names: Sequence[str]) -> list[str]:
+    """Return these runs and their controls, which are always trained."""
+    controls = table.controls
+    return [name for name in controls if name in names or name in [controls[one] for one in names]]
+
+
 def main() -> None:
+    tables = read_tables().tables
     parser = core.build_parser(__doc__)
-    parser.add_argument("--table", choices=TABLES, default="parity")
+    parser.add_argument("--table", choices=tables, default="parity")
     parser.add_argument("--corpus", default="stdlib")
     steps_help = "length of a run (default: the table's), to which warm-ups are scaled"
     parser.add_argument("--steps", type=core.positive, help=steps_help)
     parser.add_argument("--seeds", type=core.list_of(int), default=[0, 1, 2])
-    parser.add_argument("--short", action="store_true", help="one seed, a tenth of the steps")
     parser.add_argument("--runs", default="", help="names, separated by ';' (default: all)")
-    jobs_help = "training processes at once; a run has as many as workers"
-    parser.add_argument("--jobs", type=core.positive, default=1, help=jobs_help)
-    parser.add_argument("--out", type=core.folder, default=Path("outputs/parity"))
+    parser.add_argument("--jobs", type=core.positive, default=1, help="runs at once")
+    parser.add_argument("--out", type=Path, default=Path("outputs/parity"))
     options, words = parser.parse_known_args()
-    extra, table = core.parse_settings(parser, words, RESERVED), TABLES[options.table]
-    names = core.parse_names(parser, "--runs", options.runs, table.runs)
-    names = list(dict.fromkeys([*map(table.control_of, names), *names]))
-    steps = options.steps or (table.steps // 10 if options.short else table.steps)
-    extra["data.corpus"] = options.corpus
+    table, extra = tables[options.table], core.parse_settings(parser, words, RESERVED)
+    asked = [name.strip() for name in options.runs.split(";") if name.strip()]
+    if unknown := set(asked) - table.controls.keys():
+        parser.error(f"--runs {unknown.pop()!r}: there are {'; '.join(table.controls)}")
+    names = select(table, asked or list(table.controls))
+    steps = options.steps or table.steps
     runs = {name: table.settings(name, steps) | extra for name in names}
     for run in runs.values():
-        core.parse_config(parser, core.command_line(run))
-
-    todo: list[tuple[int, str, core.Settings]] = []
-    for seed in [0] if options.short else options.seeds:
-        for name in names:
-            run = runs[name] | {"run.seed": str(seed)}
-            if step := table.begin(name, steps):
-                control = runs[table.control_of(name)] | {"run.seed": str(seed)}
-                path = run_folder(options.out, control) / "checkpoints" / f"step-{step:08d}"
-                run["checkpoint.resume"] = str(path)
-            todo.append((seed, name, run))
-    named = [(f"seed {seed}, {name}", run) for seed, name, run in todo]
-    trained = train_all(options.out, named, options.jobs)
-    losses: dict[str, dict[int, float]] = {name: {} for name in names}
-    for (seed, name, _), loss in zip(todo, trained, strict=True):
-        losses[name][seed] = loss
-    print_losses(table, steps, losses)
+        core.load(run)
+    seeded = {
+        (seed, name): run | {"data.corpus": options.corpus, "run.seed": str(seed)}
+        for seed in options.seeds
+        for name, run in runs.items()
+    }
+    print_losses(table, steps, train_all(options.out, seeded, options.jobs))
 
 
 if __name__ == "__main__":

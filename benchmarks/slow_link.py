@@ -2,12 +2,12 @@
 
     .venv/bin/python -m benchmarks.slow_link [--rates inf,1x,0.05x] [--section.key value ...]
 
-Every run starts `torchtitan_diloco.train`, with one process and thread a worker, in a
-network of its own (benchmarks/network.py). Only the method and the links differ. --rates limits the
-link of each worker in each direction: Mbit/s, `inf` for no limit, or a multiple such as `0.1x` of
-the rate at which data parallelism should keep a tenth of its compute, computed from its bytes and
-the time of a step without a limit. If torchft is installed (extra `bench`), its DiLoCo
-also runs in the same trainer (benchmarks/torchft_loop.py), with the same fragments, tau and alpha.
+Every run starts `torchtitan_diloco.train`, with one process and thread a worker, in a network of
+its own (benchmarks/network.py). Only the method and the links differ. --rates limits the link of
+each worker in each direction: Mbit/s, `inf` for no limit, or a multiple such as `0.1x` of the rate
+at which data parallelism should keep a tenth of its compute, computed from its bytes and the time
+of a step without a limit. If torchft is installed (extra `bench`), its DiLoCo also runs in the same
+trainer, with the same fragments, tau and alpha.
 
 The command above takes about 15 minutes on 2 idle cores. Finished runs are kept in --out, so that
 the same command continues an interrupted table.
@@ -16,55 +16,188 @@ the same command continues an interrupted table.
 import argparse
 import math
 import os
-import statistics
+import shutil
+import sys
+import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 import torch
 
 from benchmarks import core, torchft_loop
-from benchmarks.network import NoNetworkError
-from benchmarks.slow_link_run import (
-    DATA_PARALLEL,
-    METHODS,
-    RESERVED,
-    TORCHFT,
-    Measured,
-    build_settings,
-    data_parallel_length,
-    measure,
-    run_length,
-)
-from torchtitan_diloco.components.summary import UNLIMITED
-from torchtitan_diloco.diloco import DiLoCoConfig
+from benchmarks.network import Network, NoNetworkError
+from torchtitan_diloco.distributed.stop import STEPS_APART
 from torchtitan_diloco.log import install_command
-from torchtitan_diloco.planner.prediction import predict
 
-GOODPUT = 1448 / 1514
-"""Payload of a full packet / its size, as counted by the token bucket."""
-HEADER = (
-    "Mbit/s | method | tokens/s | utilisation % | not exposed % | predicted % | "
-    "exposed ms a step | sent kB a step | peak Mbit/s | n (steps)"
-)
+MODEL = {
+    "model.activation": "gelu",
+    "model.layers": "6",
+    "model.width": "256",
+    "model.heads": "4",
+    "model.head_dim": "64",
+    "model.feed_forward": "1024",
+    "training.sequence_length": "128",
+    "training.batch_size": "2",
+    "validation.every": "0",
+    "checkpoint.at_end": "false",
+    "checkpoint.every_minutes": "0",
+    "metrics.tensorboard": "false",
+    "run.device": "cpu",
+    "diloco.fragments.layers_per_fragment": "2",
+    "diloco.overlap.mixing": "0.5",
+    "diloco.quantization.codec": "fp32",
+    "diloco.link.timeout_seconds": "3600",
+    "distributed.train_timeout_seconds": "3600",
+}
+"""4.8M parameters in 3 fragments of 2 blocks and a small one. A step takes 0.1 s on one core."""
+DATA_PARALLEL, TORCHFT, OURS = "data parallel", "torchft", "streaming + overlap + fp4"
+AT_ONCE = {"diloco.overlap.delay": "0", "diloco.overlap.mixing": "0"}
+METHODS: dict[str, core.Settings] = {
+    DATA_PARALLEL: {"diloco.method": "none"},
+    "DiLoCo": AT_ONCE | {"diloco.fragments.layers_per_fragment": "0"},
+    "streaming": AT_ONCE,
+    "streaming + overlap": {},
+    OURS: {"diloco.quantization.codec": "fp4_e3m0"},
+    TORCHFT: {},
+}
+RESERVED = {"run.folder", "training.steps", "metrics.log_every", "diloco.workers"} | {
+    key for method in METHODS.values() for key in method
+}
+"""Settings that the benchmark sets itself."""
+LATE = STEPS_APART + 1
+"""Steps until our trainer has written the record of a step, plus one to be safe."""
+SAMPLE_SECONDS = 0.05
+"""Time between two samples of the counters."""
+SETTLED = 4
+"""Steps of data parallelism before measuring starts. The link becomes slow during the third."""
+HEADER = "Mbit/s | method | tokens/s | utilisation % | not exposed % | sent kB a step | n (steps)"
 LEGEND = """\
-utilisation: tokens/s against the fastest method without a limit in the same repeat; exposed: time
-of the training thread by its own clock (data parallelism: its step less the reference's); not
-exposed: the rest of a step, which does not depend on changes of the machine's speed between runs;
-predicted: the same by the planner, from the rate less the headers of packets, the latency and the
-speed of coding without a limit, and the steps of the run itself; sent: bytes of one worker by the
-counter of its interface; peak: most in half a second, of the worker that sends most. Median (min
-... max) of n runs, in each of which so many steps are measured."""
+utilisation: tokens/s against the fastest method without a limit in the same repeat; not exposed:
+share of a step by the clock of the training thread (data parallelism: utilisation); sent: by the
+counter of a worker's interface. Median (min ... max) of n runs of so many steps."""
+
+
+# --- a run ----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Measured:
+    """The steady part of a run."""
+
+    steps: int
+    seconds_per_step: float
+    tokens_per_second: float
+    exposed_seconds: float | None
+    """Per step, as measured by the trainer; None with data parallelism."""
+    sent_per_step: float
+    """Bytes sent by the interface of a worker in a step, mean over workers."""
+    """Utilisation by the planner; None without our outer loop."""
+
+
+@dataclass
+class Samples:
+    """Records of logged steps, and the bytes that all workers had sent when each was found."""
+
+    records: list[core.Record] = field(default_factory=list)
+    sent: list[int] = field(default_factory=list)
+
+    def take(self, network: Network, folder: Path) -> None:
+        sent = sum(network.counters(worker)[0] for worker in range(network.workers))
+        self.records = core.steps_of(core.read_records(folder))
+        self.sent += [sent] * (len(self.records) - len(self.sent))
+
+
+def run_length(sync_every: int, delay: int) -> core.Settings:
+    """Return the length of a run with an outer loop: a cycle without exchanges, and one with."""
+    return _length(2 * sync_every + max(delay, LATE) + 1, sync_every // 2)
+
+
+def data_parallel_length(seconds_per_step: float) -> core.Settings:
+    """Return the length of a run with data parallelism. All its steps are alike, so few will do."""
+    if seconds_per_step < 1:
+        return _length(51, 10)
+    return _length(SETTLED + min(10, max(2, round(30 / seconds_per_step))), 1)
+
+
+def _length(steps: int, log_every: int) -> core.Settings:
+    return {"training.steps": str(steps), "metrics.log_every": str(log_every)}
+
+
+def watch(method: str, rate: float, settings: core.Settings, folder: Path) -> Samples:
+    """Run the workers until they end. Limit the links to `rate` Mbit/s after the first record."""
+    shutil.rmtree(folder, ignore_errors=True)  # left by an interrupted run
+    folder.mkdir(parents=True)
+    ours, theirs = ["torchtitan_diloco.train"], ["benchmarks.torchft_loop", "trainer"]
+    program = theirs if method == TORCHFT else ours
+    words = core.command_line(settings | {"run.folder": str(folder)})
+    command, log = [sys.executable, "-m", *program, *words], folder / "log.txt"
+    samples, limited, workers = Samples(), False, range(int(settings["diloco.workers"]))
+    with Network(len(workers)) as network:
+        programs = [
+            network.launch(worker, command, log, WORKER_ADDRESS=network.address(worker))
+            for worker in workers
+        ]
+        running = True
+        while running:
+            running = any(program.running for program in programs)
+            samples.take(network, folder)
+            if samples.records and not limited:
+                for worker in workers:
+                    network.set_rate(worker, up=rate, down=rate)
+                limited = True
+            if any(program.process.returncode for program in programs):
+                raise SystemExit(f"{' '.join(command)} failed:\n{log.read_text()[-3000:]}")
+            time.sleep(SAMPLE_SECONDS)
+    return samples
+
+
+def summarise(samples: Samples, workers: int, sync_every: int | None) -> Measured:
+    """Measure the second cycle of `sync_every` steps, or, if that is None (data parallelism), all
+    steps after the link has become slow."""
+    steps = [int(record["step"]) for record in samples.records]
+    if sync_every is None:
+        first = next(number for number, step in enumerate(steps) if step >= SETTLED - 1)
+        last = len(steps) - 2  # the last record is written without the usual delay
+    else:
+        first, last = steps.index(sync_every), steps.index(2 * sync_every)
+    records = samples.records[first + 1 : last + 1]
+    counts = [now - before for before, now in pairwise(steps[first : last + 1])]
+    count, key = sum(counts), "worker/exposed_seconds"
+    seconds = math.fsum(
+        number * record["speed/seconds_per_step"]
+        for number, record in zip(counts, records, strict=True)
+    )
+    tokens = records[0]["speed/tokens_per_second"] * records[0]["speed/seconds_per_step"]
+    exposed = [record[key] for record in records if key in record]
+    return Measured(
+        steps=count,
+        seconds_per_step=seconds / count,
+        tokens_per_second=tokens * count / seconds,
+        exposed_seconds=math.fsum(exposed) / count if exposed else None,
+        sent_per_step=(samples.sent[last] - samples.sent[first]) / workers / count,
+    )
+
+
+def measure(method: str, rate: float, settings: core.Settings, folder: Path) -> Measured:
+    """Measure a run, unless `folder` has its result."""
+
+    def run() -> core.Record:
+        samples = watch(method, rate, settings, folder)
+        sync_every = None if method == DATA_PARALLEL else int(settings["diloco.sync_every"])
+        return asdict(summarise(samples, int(settings["diloco.workers"]), sync_every))
+
+    return Measured(**core.kept(folder, settings, run))
+
+
+# --- the table ------------------------------------------------------------------------------------
 
 
 @dataclass
 class Table:
     runs: dict[tuple[float, str], list[Measured]] = field(default_factory=dict)
     """Runs by rate in Mbit/s and method, one for each repeat."""
-
-    @property
-    def rates(self) -> list[float]:
-        return sorted({rate for rate, _ in self.runs}, reverse=True)
 
     @property
     def methods(self) -> list[str]:
@@ -80,28 +213,16 @@ class Table:
         pairs = zip(self.runs[rate, method], self.references(), strict=True)
         return [run.tokens_per_second / reference for run, reference in pairs]
 
-    def predictions(self, rate: float, method: str, diloco: DiLoCoConfig) -> list[float]:
-        """Return the utilisation predicted by the planner, or nothing without our outer loop."""
-        found = []
-        for free, run in zip(self.runs[math.inf, method], self.runs[rate, method], strict=True):
-            if free.observed is not None and run.observed is not None:
-                link = replace(
-                    free.observed,
-                    step_seconds=run.observed.step_seconds,
-                    jitter=run.observed.jitter,
-                    bits_per_second=min(UNLIMITED, rate * 1e6 * GOODPUT),
-                )
-                found.append(predict(run.fragments, diloco, link).utilisation)
-        return found
-
     def free_step(self) -> tuple[float, float]:
-        """Return the seconds of a step without a limit, and the bytes data parallelism sends in it.
+        """Return the seconds of a step without a limit, and the Mbit of data parallelism in it.
 
         Both are from the first repeat, so that a continued table has the same rates.
         """
+        if not self.runs:
+            return 0.0, 0.0
         firsts = [self.runs[math.inf, method][0] for method in self.methods]
         seconds = min(run.seconds_per_step for run in firsts)
-        return seconds, self.runs[math.inf, DATA_PARALLEL][0].sent_per_step
+        return seconds, self.runs[math.inf, DATA_PARALLEL][0].sent_per_step * 8e-6
 
     def rate_of(self, text: str) -> float:
         """Return a rate in Mbit/s. Multiples are rounded, as they are part of folder names.
@@ -110,15 +231,28 @@ class Table:
         """
         if not text.endswith("x"):
             return float(text)
-        seconds, sent = self.free_step()
-        return float(f"{float(text.removesuffix('x')) * sent * 8e-6 / (9 * seconds):.2g}")
+        seconds, mbit = self.free_step()
+        return float(f"{float(text.removesuffix('x')) * mbit / (9 * seconds):.2g}")
 
     def expected_seconds(self, rate: float) -> float:
         """Return the expected time of a step of data parallelism."""
-        if not self.runs:
-            return 0.0
-        seconds, sent = self.free_step()
-        return seconds + sent * 8e-6 / rate
+        seconds, mbit = self.free_step()
+        return seconds + mbit / rate
+
+    def row(self, rate: float, method: str) -> list[str]:
+        runs, utilisations = self.runs[rate, method], self.utilisations(rate, method)
+        free = [1 - (run.exposed_seconds or 0.0) / run.seconds_per_step for run in runs]
+        if method == DATA_PARALLEL:
+            free = [min(1.0, used) for used in utilisations]
+        return [
+            "no limit" if rate == math.inf else f"{rate:.3g}",
+            method,
+            core.summary([run.tokens_per_second for run in runs], ",.0f"),
+            core.summary(utilisations, ".1f", 100),
+            core.summary(free, ".1f", 100),
+            core.summary([run.sent_per_step for run in runs], ",.1f", 1e-3),
+            f"{len(runs)} ({runs[0].steps})",
+        ]
 
 
 def measure_table(options: argparse.Namespace, settings: Mapping[str, core.Settings]) -> Table:
@@ -140,60 +274,10 @@ def measure_table(options: argparse.Namespace, settings: Mapping[str, core.Setti
     return table
 
 
-# --- printing -------------------------------------------------------------------------------------
-
-
-def build_row(table: Table, rate: float, method: str, diloco: DiLoCoConfig) -> list[str]:
-    runs, utilisations = table.runs[rate, method], table.utilisations(rate, method)
-    pairs = list(zip(utilisations, runs, strict=True))
-    exposed = [run.exposed_seconds or 0.0 for run in runs]
-    if method == DATA_PARALLEL:
-        exposed = [max(0.0, 1 - used) * run.seconds_per_step for used, run in pairs]
-    waited = [lost / run.seconds_per_step for lost, run in zip(exposed, runs, strict=True)]
-    predicted = table.predictions(rate, method, diloco)
-    return [
-        "no limit" if rate == math.inf else f"{rate:.3g}",
-        method,
-        core.summary([run.tokens_per_second for run in runs], 0),
-        core.summary(utilisations, 1, 100),
-        core.summary([1 - share for share in waited], 1, 100),
-        core.summary(predicted, 1, 100) if predicted else "-",
-        core.summary(exposed, 1, 1e3),
-        core.summary([run.sent_per_step for run in runs], 1, 1e-3),
-        core.summary([run.peak_mbit for run in runs], 1),
-        f"{len(runs)} ({runs[0].steps})",
-    ]
-
-
-def plot(table: Table, title: str, path: Path) -> None:
-    from matplotlib.figure import Figure  # slow to import
-
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.add_subplot()
-    rates = [rate for rate in table.rates if rate < math.inf]
-    for method in table.methods:
-        line = "--" if method == TORCHFT else "-"
-        used = [100 * statistics.median(table.utilisations(rate, method)) for rate in rates]
-        axes.plot(rates, used, line, marker="o", label=method)
-    axes.set(title=title, xlabel="link of each worker, Mbit/s", ylabel="compute utilisation, %")
-    axes.set(xscale="log", ylim=(0, None))
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(path, dpi=150)
-
-
-# --- command line ---------------------------------------------------------------------------------
-
-
 def parse_rate(text: str) -> str:
-    try:
-        if float(text.removesuffix("x")) > 0:
-            return text
-    except ValueError:
-        pass
-    raise argparse.ArgumentTypeError(
-        f"{text}: a rate is a number of Mbit/s above 0, inf, or a multiple such as 0.1x"
-    )
+    if float(text.removesuffix("x")) <= 0:
+        raise ValueError
+    return text
 
 
 def main() -> None:
@@ -202,42 +286,41 @@ def main() -> None:
     parser.add_argument("--sync-every", type=core.positive, default=100, help="H")
     parser.add_argument("--delay", type=int, default=5, help="tau of the methods with overlap")
     parser.add_argument("--rates", type=core.list_of(parse_rate), default=["inf", "1x", "0.05x"])
-    methods_help = f"separated by ';' (default: all): {'; '.join(METHODS)}"
-    parser.add_argument("--methods", default="", help=methods_help)
-    parser.add_argument("--repeats", type=core.positive, default=1)
-    parser.add_argument("--out", type=core.folder, default=Path("outputs/slow-link"))
-    parser.add_argument("--plot", type=Path, help="PNG or SVG of utilisation over rate")
-    options, words = parser.parse_known_args()
-    if options.workers == 1:
-        parser.error("--workers 1 sends nothing: give 2 or more")
-    if options.sync_every % 2:
-        parser.error(f"--sync-every {options.sync_every} is odd: give an even number")
     installed = [name for name in METHODS if name != TORCHFT or torchft_loop.is_installed()]
+    methods_help = f"separated by ';' (default: all): {'; '.join(METHODS)}"
+    parse = core.one_of(installed, ";")
+    parser.add_argument("--methods", type=parse, default="", help=methods_help)
+    parser.add_argument("--repeats", type=core.positive, default=1)
+    parser.add_argument("--out", type=Path, default=Path("outputs/slow-link"))
+    options, words = parser.parse_known_args()
+    if options.workers == 1 or options.sync_every % 2:
+        parser.error("give 2 or more --workers, as one sends nothing, and an even --sync-every")
     if TORCHFT not in installed:
         print(f"torchft is not installed, so it has no rows: {install_command('bench')}")
-    asked = core.parse_names(parser, "--methods", options.methods, installed)
+    outer = {
+        "diloco.workers": str(options.workers),
+        "diloco.sync_every": str(options.sync_every),
+        "diloco.overlap.delay": str(options.delay),
+    }
     extra = core.parse_settings(parser, words, RESERVED)
-    cycle = options.workers, options.sync_every, options.delay
-    settings, diloco = {}, {}
-    for method in dict.fromkeys([DATA_PARALLEL, *asked]):  # the control is always measured
-        settings[method] = build_settings(method, *cycle, extra)
-        diloco[method] = core.parse_config(parser, core.command_line(settings[method])).diloco
+    settings = {  # the control is always measured
+        method: MODEL | outer | METHODS[method] | extra
+        for method in dict.fromkeys([DATA_PARALLEL, *options.methods])
+    }
+    for own in settings.values():
+        core.load(own)
     try:
         table = measure_table(options, settings)
     except NoNetworkError as error:
         parser.exit(1, f"slow links need network namespaces: {error}\n")
-
-    name = f"{options.workers} workers, H = {options.sync_every}, tau = {options.delay}"
     title = (
-        f"{name}, 1 thread a worker, {os.cpu_count()} cores; torch {torch.__version__}; reference "
-        f"{core.summary(table.references(), 0)} tokens/s\n\n{LEGEND}"
+        f"{options.workers} workers, H = {options.sync_every}, tau = {options.delay}, 1 thread a "
+        f"worker, {os.cpu_count()} cores; torch {torch.__version__}; reference "
+        f"{core.summary(table.references(), ',.0f')} tokens/s\n\n{LEGEND}"
     )
-    keys = [(rate, method) for rate in table.rates for method in table.methods]
-    rows = [build_row(table, *key, diloco[key[1]]) for key in keys]
+    rates = sorted({rate for rate, _ in table.runs}, reverse=True)
+    rows = [table.row(rate, method) for rate in rates for method in table.methods]
     core.print_table(title, HEADER, rows)
-    if options.plot:
-        plot(table, name, options.plot)
-        print(f"\nplot: {options.plot}")
 
 
 if __name__ == "__main__":

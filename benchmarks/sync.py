@@ -1,28 +1,28 @@
-"""Compare a sync of StreamingDiLoCo with a flat all-reduce in plain torch.
+"""Compare wire formats with a copy in memory, and a sync with a flat all-reduce in plain torch.
 
     .venv/bin/python -m benchmarks.sync [--rounds 20] [--codecs fp32,int8] [--rate 200mbit]
 
-Both run in turns on two gloo processes of one thread each, and the ratio is computed for each sync.
-Like most rounds of a run (see `diloco.measure_every`), rows do not measure norms, cosines and
-drift, except for "fp32, measured".
+The formats run in turns in one process. A sync and the all-reduce run in turns on two gloo
+processes of one thread each. Like most rounds of a run (see `diloco.measure_every`), rows do not
+measure norms, cosines and drift, except for "fp32, measured".
 
-If torchft is installed (extra `bench`), its DiLoCo also syncs the same model. With the
-extra `islands`, two islands do so through a server with TLS. If the system allows it, everything
-runs in a network namespace, so that its interface counts no other traffic and `--rate` can limit
-it.
+If torchft is installed (extra `bench`), its DiLoCo also syncs the same model. With the extra
+`islands`, two islands do so through a server with TLS. If the system allows it, everything runs in
+a network namespace, so that its interface counts no other traffic and `--rate` can limit it.
 """
 
 import argparse
 import os
-import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,6 @@ from torch.optim import SGD
 
 from benchmarks import core, torchft_loop
 from benchmarks.network import NoNetworkError, enter_own_network, loopback_bytes
-from benchmarks.torchft_loop import TorchftLoop
 from tests.processes import ProcessPool
 from torchtitan_diloco.config.schema import Distributed, Model
 from torchtitan_diloco.diloco import (
@@ -43,7 +42,10 @@ from torchtitan_diloco.diloco import (
     Quantization,
     StreamingDiLoCo,
 )
-from torchtitan_diloco.diloco.codecs import CODECS
+from torchtitan_diloco.diloco.codecs import CODECS, Codec, build_codec
+from torchtitan_diloco.diloco.exchange import GPU_CHUNK, PIECE
+from torchtitan_diloco.diloco.fragments import build_fragments
+from torchtitan_diloco.diloco.outer_state import OuterState
 from torchtitan_diloco.distributed.world import WORKER, World, join_world
 from torchtitan_diloco.islands import IslandPeers, Islands
 from torchtitan_diloco.islands.local import local_server
@@ -56,25 +58,102 @@ MEGABYTES = 33.6
 TIMEOUT = 600
 INNER_SECONDS = 0.4
 """Length of an inner step with a delay: a sleep, as if waiting for an accelerator."""
-HEADER = (
-    "loop | MB fp32 | tau | exposed ms | all-reduce ms | ratio | CPU ms | all-reduce CPU ms | "
-    "server CPU ms | sent MB, one worker | on lo MB, both | memory MB | n"
-)
+FORMATS = "format | bits | encode GB/s | decode GB/s | ms | share of copy % | n"
+SYNCS = {
+    "exposed ms": ",.1f",
+    "all-reduce ms": ",.1f",
+    "CPU ms": ".0f",
+    "all-reduce CPU ms": ".0f",
+    "server CPU ms": ".0f",
+    "sent MB, one worker": ".3f",
+    "on lo MB, both": ".3f",
+}
+"""Columns of a sync, and their formats."""
 LEGEND = """\
-exposed: of the training thread; all-reduce: one flat fp32 all-reduce of as many values; ratio:
-exposed / all-reduce; CPU: all threads of one process; server CPU: mean, of islands; memory: peak
-above that of the same loop without syncs, library files aside. Numbers are worker 0's: median
-(min ... max) of n syncs."""
+GB/s count fp32 values; share of copy: twice the time of the copy / time of encode + decode; outer
+step: of a measured round. exposed: of the training thread; all-reduce: one flat fp32 all-reduce of
+as many values; CPU: all threads of one process; server: of islands; memory: peak above
+that of the same loop without syncs, library files aside. Numbers of a sync are worker 0's. Median
+(min ... max) of n."""
+
+
+# --- wire formats ---------------------------------------------------------------------------------
+
+
+def measure_codec(codec: Codec, values: Tensor, rounds: int) -> dict[str, list[float]]:
+    """Return the seconds of encoding and decoding, in pieces as in an exchange, and of a copy."""
+    piece = GPU_CHUNK if values.device.type == "cuda" else PIECE
+    payload = torch.empty(codec.wire_bytes(len(values)), dtype=torch.uint8, device=values.device)
+    decoded = torch.empty_like(values)
+    encoded = payload.split(codec.wire_bytes(piece))
+
+    def encode() -> None:
+        for part, target in zip(values.split(piece), encoded, strict=True):
+            codec.encode(part, target)
+
+    def decode() -> None:
+        for source, part in zip(encoded, decoded.split(piece), strict=True):
+            codec.decode(source, part)
+
+    tasks: dict[str, Callable[[], object]]
+    tasks = {"encode": encode, "decode": decode, "copy": lambda: decoded.copy_(values)}
+    turns = {name: partial(core.timed, task, values.device) for name, task in tasks.items()}
+    found = core.take_turns(turns, rounds)
+    return {name: [one.wall for one in times] for name, times in found.items()}
+
+
+def share_of_copy(found: dict[str, list[float]]) -> list[float]:
+    turns = zip(found["encode"], found["decode"], found["copy"], strict=True)
+    return [2 * copy / (encode + decode) for encode, decode, copy in turns]
+
+
+def format_row(name: str, rounds: int) -> list[str]:
+    values = 1e-3 * torch.randn(round(MEGABYTES * 1e6 / 4))
+    codec = build_codec(Quantization(codec=name))  # type: ignore[arg-type]
+    found = measure_codec(codec, values, rounds)
+    both = list(map(sum, zip(found["encode"], found["decode"], strict=True)))
+    return [
+        name,
+        f"{8 * codec.wire_bytes(len(values)) / len(values):.3f}",
+        *(
+            core.summary([values.nbytes / one for one in found[key]], ".2f", 1e-9)
+            for key in ("encode", "decode")
+        ),
+        core.summary(both, ".2f", 1e3),
+        core.summary(share_of_copy(found), ".0f", 100),
+        str(rounds),
+    ]
+
+
+def outer_step_row(rounds: int) -> list[str]:
+    model = nn.Linear(round(MEGABYTES * 1e6 / 4), 1, bias=False)
+    (fragment,) = build_fragments(model, Fragments(layers_per_fragment=0))
+    state = OuterState(fragment, OuterOptimizer(), core.CPU)
+
+    def step() -> float:
+        state.delta.normal_(std=1e-3)
+        return core.timed(lambda: state.advance(measured=True)).wall
+
+    (seconds,) = core.take_turns({"step": step}, rounds).values()
+    return ["outer step", "", "", "", core.summary(seconds, ".2f", 1e3), "", str(rounds)]
+
+
+# --- a sync, in the processes ---------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Case:
     fragments: int
     delay: int
-    codec: str
     rounds: int
+    codec: str = "fp32"
     measured: bool = False
     """Measure norms, cosines and drift in all rounds instead of none."""
+    through: Literal["gloo", "islands", "torchft"] = "gloo"
+    place: str = ""
+    """Join string of islands, or address of torchft's lighthouse."""
+    server: int = 0
+    """Process id of the server of islands."""
 
     @property
     def config(self) -> DiLoCoConfig:
@@ -91,35 +170,8 @@ class Case:
         )
 
 
-@dataclass
-class Sync:
-    """One sync of one worker, in seconds and bytes."""
-
-    all_reduce: core.Seconds
-    exposed: float
-    cpu: float
-    server: float
-    """CPU time of the server of islands, in multiples of 10 ms."""
-    wire: int
-    """Bytes sent by both workers, or 0 if other programs share the interface."""
-    sent: int
-
-
-Measured = tuple[list[Sync], float]
-"""Syncs, and peak memory in MB above that of the same loop without syncs."""
-
-
-class Through(NamedTuple):
-    """Server through which workers exchange, if not by gloo."""
-
-    kind: Literal["torchft", "islands"]
-    place: str
-    """Address of the lighthouse, or join string."""
-    server: int = 0
-    """Process id of the server of islands."""
-
-
-# --- in the processes -----------------------------------------------------------------------------
+Measured = tuple[dict[str, list[float]], float]
+"""Numbers of each sync by column, and peak memory in MB above the same loop without syncs."""
 
 
 @torch.no_grad()
@@ -129,7 +181,7 @@ def inner_step(model: nn.Module, worker: int) -> None:
         parameter.mul_(0.999 - 0.0001 * worker)
 
 
-def measure(case: Case, through: Through | None = None) -> Measured:
+def measure(case: Case) -> Measured:
     """Measure StreamingDiLoCo, an island or torchft's DiLoCo on this rank."""
     link = Link(timeout_seconds=TIMEOUT)
     world = join_world(Distributed(), link, device="cpu", workers=WORKERS, fsdp=0)
@@ -145,53 +197,52 @@ def measure(case: Case, through: Through | None = None) -> Measured:
     # Two at once, as each thread of gloo allocates memory for its first one.
     for work in [dist.all_reduce(values, async_op=True) for _ in range(2)]:
         work.wait()
-    plain = peak_megabytes()
-    outer: StreamingDiLoCo | TorchftLoop
-    step: Callable[[], object]
-    if through is not None and through.kind == "torchft":
+    plain, step = peak_megabytes(), None
+    outer: StreamingDiLoCo | torchft_loop.TorchftLoop
+    if case.through == "torchft":
         inner = SGD(model.parameters(), lr=0.0)  # without gradients, a step only runs the hooks
-        name = f"replica_{world.worker}"
-        outer = TorchftLoop(
-            model,
-            inner,
-            case.config,
-            WORKERS,
-            name,
-            lighthouse=through.place,
-            address="localhost",
-            timeout_seconds=TIMEOUT,
+        outer, step = (
+            torchft_loop.TorchftLoop(
+                model,
+                inner,
+                case.config,
+                WORKERS,
+                f"replica_{world.worker}",
+                lighthouse=case.place,
+                address="localhost",
+                timeout_seconds=TIMEOUT,
+            ),
+            inner.step,
         )
-        sizes, step = outer.sizes, inner.step
+        sizes = outer.sizes
     else:
-        outer = build_loop(model, world, case.config, through)
-        sizes, step = [one.parameters for one in outer.fragments], outer.step
+        outer = build_loop(model, world, case)
+        sizes = [one.parameters for one in outer.fragments]
         for _ in range(case.config.sync_every - 1):  # nothing is sent in the first cycle
             outer.step()
-    syncs, server = [], 0 if through is None else through.server
+    syncs: dict[str, list[float]] = {column: [] for column in SYNCS}
     for number in range((case.rounds + 1) * case.fragments):
         inner_step(model, world.worker)
         floor = time_all_reduce(values[: sizes[number % case.fragments]])
-        at_server = cpu_seconds(server)
-        exposed, cpu, wire = time_window(step, case.delay)
-        at_server = cpu_seconds(server) - at_server
-        sent = int(outer.metrics().get("diloco/sent_bytes", 0))
+        found = time_window(step or outer.step, case)
+        sent = outer.metrics().get("worker/sent_bytes", 0)
+        numbers = [found[0], 1e3 * floor.wall, found[1], 1e3 * floor.cpu, found[2], sent / 1e6]
         if number >= case.fragments:  # the first round touches all buffers for the first time
-            syncs.append(Sync(floor, exposed, cpu, at_server, wire, sent))
+            for column, value in zip(SYNCS, [*numbers, found[3]], strict=True):
+                syncs[column].append(value)
     memory = peak_megabytes() - plain
     outer.close()
     return syncs, memory
 
 
-def build_loop(
-    model: Decoder, world: World, config: DiLoCoConfig, through: Through | None
-) -> StreamingDiLoCo:
-    if through is None:
-        return StreamingDiLoCo(model, world.group(WORKER), config)
+def build_loop(model: Decoder, world: World, case: Case) -> StreamingDiLoCo:
+    if case.through == "gloo":
+        return StreamingDiLoCo(model, world.group(WORKER), case.config)
     model.init_weights(seed=0)
     name = f"island-{world.worker}"
-    settings = Islands(through.place, name, begin=WORKERS, grace_seconds=TIMEOUT)
+    settings = Islands(case.place, name, begin=WORKERS, grace_seconds=TIMEOUT)
     island = IslandPeers(settings, total_tokens=10**9)
-    outer = StreamingDiLoCo(model, island, config)
+    outer = StreamingDiLoCo(model, island, case.config)
     island.join()
     return outer
 
@@ -210,19 +261,20 @@ def time_all_reduce(values: Tensor) -> core.Seconds:
     return core.timed(lambda: dist.all_reduce(values))
 
 
-def time_window(step: Callable[[], object], delay: int) -> tuple[float, float, int]:
-    """Return exposed seconds, CPU seconds and bytes on the wire of one sync."""
+def time_window(step: Callable[[], object], case: Case) -> tuple[float, float, float, float]:
+    """Return exposed, CPU and server CPU milliseconds, and megabytes on the wire, of one sync."""
     dist.barrier()
-    wire = loopback_bytes()
+    wire, server = loopback_bytes(), cpu_seconds(case.server)
     dist.barrier()
     exposed, cpu = 0.0, time.process_time()
-    for number in range(delay + 1):
+    for number in range(case.delay + 1):
         if number:
             time.sleep(INNER_SECONDS)
         exposed += core.timed(step).wall
     cpu = time.process_time() - cpu
     dist.barrier()
-    return exposed, cpu, loopback_bytes() - wire
+    wire, server = loopback_bytes() - wire, cpu_seconds(case.server) - server
+    return 1e3 * exposed, 1e3 * cpu, 1e3 * server, wire / 1e6
 
 
 def peak_megabytes() -> float:
@@ -235,81 +287,67 @@ def peak_megabytes() -> float:
     return (kib["VmHWM:"] - kib["RssFile:"]) * 1024 / 1e6
 
 
-# --- the table ------------------------------------------------------------------------------------
+# --- the tables -----------------------------------------------------------------------------------
 
 
-def run(case: Case, through: Through | None = None) -> Measured:
+@contextmanager
+def connected(case: Case) -> Iterator[Case]:
+    """Start what the workers need besides each other."""
+    if case.through == "torchft":
+        os.environ.setdefault("RUST_LOG", "warn")  # otherwise it logs every quorum
+        lighthouse = torchft_loop.serve_lighthouse("127.0.0.1:0", WORKERS)
+        port = lighthouse.address().rpartition(":")[2]
+        yield replace(case, place=f"http://localhost:{port}")
+        lighthouse.shutdown()
+    elif case.through == "islands":
+        with tempfile.TemporaryDirectory() as folder, local_server(Path(folder, "it")) as server:
+            assert server.process is not None
+            yield replace(case, place=str(server.join), server=server.process.pid)
+    else:
+        yield case
+
+
+def sync_row(name: str, case: Case) -> list[str]:
     """Measure in new processes, as memory freed by earlier cases would be reused."""
     pool = ProcessPool(TIMEOUT)
-    measured: Measured = pool.run(measure, WORKERS, case, through)[0]
+    with connected(case) as case:
+        syncs, memory = pool.run(measure, WORKERS, case)[0]
     pool.close()
-    return measured
-
-
-def run_torchft(case: Case) -> Measured:
-    os.environ.setdefault("RUST_LOG", "warn")  # otherwise it logs every quorum
-    lighthouse = torchft_loop.serve_lighthouse("127.0.0.1:0", WORKERS)
-    address = f"http://localhost:{lighthouse.address().rpartition(':')[2]}"
-    measured = run(case, Through("torchft", address))
-    lighthouse.shutdown()
-    return measured
-
-
-def run_islands(case: Case) -> Measured:
-    with tempfile.TemporaryDirectory() as folder, local_server(Path(folder) / "server") as server:
-        assert server.process is not None
-        return run(case, Through("islands", str(server.join), server.process.pid))
-
-
-def build_row(name: str, case: Case, measured: Measured) -> list[str]:
-    syncs, memory = measured
-    sent = statistics.median(sync.sent for sync in syncs)
-    wire = statistics.median(sync.wire for sync in syncs)
-    server = statistics.mean(sync.server for sync in syncs)
-    return [
-        name,
-        f"{MEGABYTES / case.fragments:.1f}",
-        str(case.delay),
-        core.summary([sync.exposed for sync in syncs], 1, 1e3),
-        core.summary([sync.all_reduce.wall for sync in syncs], 1, 1e3),
-        core.summary([sync.exposed / sync.all_reduce.wall for sync in syncs], 2),
-        core.summary([sync.cpu for sync in syncs], 0, 1e3),
-        core.summary([sync.all_reduce.cpu for sync in syncs], 0, 1e3),
-        f"{1e3 * server:.0f}" if server else "-",
-        f"{sent / 1e6:.3f}" if sent else "-",
-        f"{wire / 1e6:.3f}" if wire else "-",
-        f"{memory:+.0f}",
-        str(len(syncs)),
+    columns = [
+        core.summary(syncs[column], form) if any(syncs[column]) else "-"
+        for column, form in SYNCS.items()
     ]
+    about = [name, f"{MEGABYTES / case.fragments:.1f}", str(case.delay)]
+    return [*about, *columns, f"{memory:+.0f}", str(len(syncs["CPU ms"]))]
 
 
-def build_rows(options: argparse.Namespace, codecs: list[str]) -> list[list[str]]:
+def sync_rows(options: argparse.Namespace) -> list[list[str]]:
     rows = []
     for fragments, delay in product(options.fragments, options.delays):
-        plain = Case(fragments, delay, "fp32", options.rounds)
-        cases = {codec: replace(plain, codec=codec) for codec in codecs}
-        if "fp32" in codecs:
+        plain = Case(fragments, delay, options.rounds)
+        cases = {codec: replace(plain, codec=codec) for codec in options.codecs}
+        if "fp32" in options.codecs:
             cases["fp32, measured"] = replace(plain, measured=True)
-        rows += [build_row(name, case, run(case)) for name, case in cases.items()]
         if find_spec("nats"):
-            for codec in codecs:
-                case = replace(plain, codec=codec)
-                rows.append(build_row(f"islands, {codec}", case, run_islands(case)))
+            for codec in options.codecs:
+                cases[f"islands, {codec}"] = replace(plain, codec=codec, through="islands")
         if torchft_loop.is_installed():
-            rows.append(build_row("torchft, fp32", plain, run_torchft(plain)))
+            cases["torchft, fp32"] = replace(plain, through="torchft")
+        rows += [sync_row(name, case) for name, case in cases.items()]
     return rows
 
 
 def main() -> None:
     parser = core.build_parser(__doc__)
+    tables = "formats", "syncs"
+    parser.add_argument("--tables", type=core.one_of(tables), default="", help="default: both")
     parser.add_argument("--fragments", type=core.list_of(core.positive), default=[1, 2])
     parser.add_argument("--delays", type=core.list_of(int), default=[0], help="tau")
-    parser.add_argument("--codecs", default="fp32,bf16,int8,fp4_e3m0")
+    parser.add_argument("--codecs", type=core.one_of(CODECS), default="fp32,bf16,int8,fp4_e3m0")
     parser.add_argument("--rounds", type=core.positive, default=9, help="syncs of each fragment")
     rate_help = "as tc writes it (200mbit), of both directions together"
     parser.add_argument("--rate", default="", help=rate_help)
     options = parser.parse_args()
-    codecs = core.parse_names(parser, "--codecs", options.codecs, CODECS, ",")
     for fragments in options.fragments:
         if fragments > 1 and LAYERS % (fragments - 1):
             parser.error(
@@ -322,13 +360,18 @@ def main() -> None:
         if options.rate:
             parser.error(f"--rate {options.rate} needs a network namespace: {error}")
         print(f"no network namespace, so no bytes from the interface's counter: {error}")
-    speed = f" at {options.rate} for both directions together" if options.rate else ""
-    sleep = f", inner steps of {INNER_SECONDS:g} s" if any(options.delays) else ""
-    title = (
-        f"{MEGABYTES} MB of fp32 parameters, {WORKERS} gloo processes of 1 thread, "
-        f"{os.cpu_count()} cores, loopback{speed}{sleep}; torch {torch.__version__}\n\n{LEGEND}"
-    )
-    core.print_table(title, HEADER, build_rows(options, codecs))
+    torch.set_num_threads(1)
+    print(f"{MEGABYTES} MB of fp32 parameters, {os.cpu_count()} cores; torch {torch.__version__}")
+    print(LEGEND)
+    if "formats" in options.tables:
+        rows = [format_row(name, options.rounds) for name in options.codecs]
+        core.print_table("one thread", FORMATS, [*rows, outer_step_row(options.rounds)])
+    if "syncs" in options.tables:
+        speed = f" at {options.rate} for both directions together" if options.rate else ""
+        sleep = f", inner steps of {INNER_SECONDS:g} s" if any(options.delays) else ""
+        title = f"{WORKERS} gloo processes of 1 thread, loopback{speed}{sleep}"
+        header = " | ".join(["loop", "MB fp32", "tau", *SYNCS, "memory MB", "n"])
+        core.print_table(title, header, sync_rows(options))
 
 
 if __name__ == "__main__":

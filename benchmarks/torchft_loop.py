@@ -1,14 +1,17 @@
-"""torchft's DiLoCo (optional: extra `bench`) as an outer loop of the benchmarks.
+"""torchft's DiLoCo (optional: extra `bench`) as an outer loop of the benchmarks, and its programs.
 
-    .venv/bin/python -m benchmarks.torchft_loop --section.key value ...
+    .venv/bin/python -m benchmarks.torchft_loop trainer --section.key value ...
+    .venv/bin/python -m benchmarks.torchft_loop lighthouse ADDRESS
 
-runs one rank of our trainer with it, and needs the environment variables of torchrun.
+The first runs one rank of our trainer with it, and needs the environment variables of torchrun.
+`benchmarks.islands_program` has its worker that comes and goes.
 """
 
 import importlib.util
 import logging
 import os
 import sys
+import threading
 import time
 from datetime import timedelta
 from typing import Any
@@ -18,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import SGD, Optimizer
 
-from torchtitan_diloco.config import from_command_line
+from benchmarks import core
 from torchtitan_diloco.diloco import DiLoCoConfig
 from torchtitan_diloco.diloco.fragments import build_fragments
 from torchtitan_diloco.diloco.outer_loop import DataParallel
@@ -135,7 +138,7 @@ class TorchftLoop(DataParallel):
 
     def metrics(self) -> dict[str, float]:
         before, self._reported = self._reported, self.exposed_seconds
-        return {"diloco/exposed_seconds": self.exposed_seconds - before}
+        return {"worker/exposed_seconds": self.exposed_seconds - before}
 
     def describe(self) -> list[str]:
         return [f"{'outer':<10} torchft"]
@@ -145,27 +148,32 @@ class TorchftLoop(DataParallel):
 
 
 class TorchftTrainer(Trainer):
-    """Our trainer with torchft's outer loop."""
+    """Our trainer with torchft's outer loop.
+
+    WORKER_ADDRESS is the address of this worker. Workers that come and go have LIGHTHOUSE, and
+    their name in `run.description`.
+    """
 
     outer: TorchftLoop
 
     def _build_outer_loop(self) -> TorchftLoop:
+        lighthouse = os.environ.get("LIGHTHOUSE", "")
         return TorchftLoop(
             self.model,
             self.optimizer,
             self.config.diloco,
             self.world.workers,
-            f"replica_{self.world.worker}",
-            lighthouse=f"http://{os.environ['MASTER_ADDR']}:{LIGHTHOUSE_PORT}",
+            self.config.run.description if lighthouse else f"replica_{self.world.worker}",
+            lighthouse=lighthouse or f"http://{os.environ['MASTER_ADDR']}:{LIGHTHOUSE_PORT}",
             address=os.environ["WORKER_ADDRESS"],
             timeout_seconds=self.config.diloco.link.timeout_seconds,
+            alone=bool(lighthouse),
         )
 
 
-def main(words: list[str]) -> None:
+def run_trainer(settings: core.Settings) -> None:
     """Run one rank of the trainer. WORKER_ADDRESS is the address of this worker."""
-    config = from_command_line(words)
-    assert config is not None
+    config = core.load(settings)
     link, workers = config.diloco.link, config.diloco.workers
     torch.manual_seed(config.run.seed)
     world = join_world(config.distributed, link, device=config.run.device, workers=workers, fsdp=1)
@@ -181,5 +189,14 @@ def main(words: list[str]) -> None:
     leave_world(world)
 
 
+def main(program: str, *words: str) -> None:
+    if program == "trainer":
+        run_trainer(core.parse_settings(core.build_parser(__doc__), words))
+    else:
+        lighthouse = serve_lighthouse(words[0], 1)
+        print("ready", lighthouse.address(), flush=True)
+        threading.Event().wait()
+
+
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(*sys.argv[1:])

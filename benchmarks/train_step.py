@@ -20,19 +20,19 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple, get_args, get_type_hints
+from typing import get_args, get_type_hints
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks import core
-from torchtitan_diloco.components.checkpoint_schema import RunState
 from torchtitan_diloco.components.optimizer import build_optimizer, set_lr
 from torchtitan_diloco.components.telemetry import Telemetry
-from torchtitan_diloco.config import Config, from_command_line
+from torchtitan_diloco.config import Config
 from torchtitan_diloco.config.schema import Optimizer
 from torchtitan_diloco.diloco import StreamingDiLoCo
+from torchtitan_diloco.distributed.collectives import PendingSum
 from torchtitan_diloco.distributed.world import join_world, leave_world, pick_device
 from torchtitan_diloco.hardware import GIB, describe_device, peak_flops, peak_memory_bytes
 from torchtitan_diloco.log import logger
@@ -40,28 +40,22 @@ from torchtitan_diloco.models.decoder import Decoder
 from torchtitan_diloco.trainer import Trainer
 
 Batches = Iterator[tuple[Tensor, Tensor]]
-ONE_WORKER = ["--diloco.workers", "1", "--validation.every", "0", "--diloco.method", "none"]
+ONE_WORKER = {"diloco.workers": "1", "validation.every": "0", "diloco.method": "none"}
 OURS, BARE, TITAN = "torchtitan_diloco", "bare PyTorch loop", "torchtitan's Llama 3, bare loop"
 OUTER_STEPS = 1000
 """Number of calls of the outer loop that are timed together."""
-HEADER = (
-    "loop | M parameters | tokens/s | ratio | CPU ms a step | ratio of CPU time | MFU % | peak GiB"
-)
-
-
-class Loop(NamedTuple):
-    step: Callable[[], None]
-    parameters: int
+HEADER = "loop | tokens/s | ratio | CPU ms a step | ratio of CPU time | MFU % | peak GiB"
+Loop = Callable[[], None]
+"""A training step."""
 
 
 @dataclass
 class Result:
     loop: str
-    parameters: int
     wall: list[float]
     """Mean seconds of a step in each round."""
     cpu: list[float]
-    """Mean CPU seconds of a step in each round."""
+    """The same of all threads' CPU time."""
     tokens: int
     """Tokens of a step."""
     mfu_percent: float
@@ -77,18 +71,19 @@ def build_trainer_loop(config: Config) -> tuple[Trainer, Batches, Loop]:
     trainer = Trainer(config, world)
     logger.setLevel("ERROR")
     flops = trainer.model.flops_per_token(config.training.sequence_length)
-    parts = world, None, trainer.plan, trainer.outer, RunState()
-    telemetry = Telemetry(config.metrics, *parts, flops_per_token=flops)
+    parts = world, None, trainer.plan, trainer.outer
+    telemetry = Telemetry(config.metrics, *parts, step=0, flops_per_token=flops)
     trainer.begin()
     batches = telemetry.timed(trainer.loader)
 
     def step() -> None:
         telemetry.measure(lambda: trainer.train_step(batches))
         if trainer.step % config.metrics.log_every == 0:
-            telemetry.open(trainer.step, trainer.lr)
+            sums = PendingSum(world, [0.0, 0.0, *telemetry.sums], "in a benchmark")
+            telemetry.open(trainer.step, trainer.lr, sums)
         telemetry.publish()
 
-    return trainer, batches, Loop(step, trainer.plan.parameters)
+    return trainer, batches, step
 
 
 def bare_loop(model: nn.Module, blocks: nn.Module, trainer: Trainer, batches: Batches) -> Loop:
@@ -109,7 +104,7 @@ def bare_loop(model: nn.Module, blocks: nn.Module, trainer: Trainer, batches: Ba
         optimizer.step()
         optimizer.zero_grad()
 
-    return Loop(step, sum(parameter.numel() for parameter in model.parameters()))
+    return step
 
 
 def bare_pytorch(trainer: Trainer, batches: Batches) -> Loop:
@@ -143,12 +138,18 @@ def bare_torchtitan(trainer: Trainer, batches: Batches) -> Loop:
 
 def run_steps(loop: Loop, steps: int, device: torch.device) -> core.Seconds:
     """Return the mean time of a step."""
-    seconds = core.timed(lambda: [loop.step() for _ in range(steps)], device)
+
+    def run() -> None:
+        for _ in range(steps):
+            loop()
+
+    seconds = core.timed(run, device)
     return core.Seconds(seconds.wall / steps, seconds.cpu / steps)
 
 
-def measure(names: Sequence[str], config: Config, rounds: int, steps: int) -> list[Result]:
+def measure(names: Sequence[str], settings: core.Settings, rounds: int, steps: int) -> list[Result]:
     """Measure loops in turns."""
+    config = core.load(settings | ONE_WORKER)
     trainer, batches, ours = build_trainer_loop(config)
     device, builders = trainer.world.device, {BARE: bare_pytorch, TITAN: bare_torchtitan}
     loops = {name: builders[name](trainer, batches) if name != OURS else ours for name in names}
@@ -158,33 +159,30 @@ def measure(names: Sequence[str], config: Config, rounds: int, steps: int) -> li
     flops = tokens * trainer.model.flops_per_token(config.training.sequence_length)
     memory = peak_memory_bytes(device) if device.type == "cuda" else 0
     results = []
-    for name, loop in loops.items():
-        wall, cpu = map(list, zip(*found[name], strict=True))
+    for name, times in found.items():
+        wall, cpu = map(list, zip(*times, strict=True))
         mfu = 0.0 if peak is None else 100 * flops / statistics.median(wall) / peak
-        results.append(Result(name, loop.parameters, wall, cpu, tokens, mfu, memory))
+        results.append(Result(name, wall, cpu, tokens, mfu, memory))
     leave_world(trainer.world)
     return results
 
 
-def measure_alone(name: str, words: Sequence[str], rounds: int, steps: int) -> Result:
+def measure_alone(name: str, settings: core.Settings, rounds: int, steps: int) -> Result:
     """Measure a loop in a process of its own."""
-    config = from_command_line([*words, *ONE_WORKER])
-    assert config is not None
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        (result,) = pool.submit(measure, [name], config, rounds, steps).result()
+        (result,) = pool.submit(measure, [name], settings, rounds, steps).result()
     return result
 
 
 def build_row(result: Result, ours: Result) -> list[str]:
-    pairs = list(zip(result.wall, ours.wall, strict=True))
-    cpu = list(zip(result.cpu, ours.cpu, strict=True))
+    ratios = [own / other for other, own in zip(result.wall, ours.wall, strict=True)]
+    cpu = [own / other for other, own in zip(result.cpu, ours.cpu, strict=True)]
     return [
         result.loop,
-        f"{result.parameters / 1e6:.1f}",
-        core.summary([result.tokens / seconds for seconds in result.wall], 0),
-        core.summary([own / other for other, own in pairs]),
-        core.summary(result.cpu, 1, 1e3),
-        core.summary([own / other for other, own in cpu]),
+        core.summary([result.tokens / seconds for seconds in result.wall], ",.0f"),
+        core.summary(ratios),
+        core.summary(result.cpu, ",.1f", 1e3),
+        core.summary(cpu),
         f"{result.mfu_percent:.1f}" if result.mfu_percent else "-",
         f"{result.peak_bytes / GIB:.2f}" if result.peak_bytes else "-",
     ]
@@ -222,15 +220,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=core.positive, default=7)
     parser.add_argument("--steps", type=core.positive, default=10, help="of each loop in a round")
     options, words = parser.parse_known_args()
-    config = core.parse_config(parser, [*words, *ONE_WORKER])
-    counts = options.rounds, options.steps
+    settings, counts = core.parse_settings(parser, words), (options.rounds, options.steps)
+    config = core.load(settings | ONE_WORKER)
     device = pick_device(config.run.device, 0)
     has_torchtitan = importlib.util.find_spec("torchtitan") is not None
     names = [OURS, BARE, *([TITAN] if has_torchtitan else [])]
     if device.type == "cuda":
-        results = [measure_alone(name, words, *counts) for name in names]
+        results = [measure_alone(name, settings, *counts) for name in names]
     else:
-        results = measure(names, config, *counts)
+        results = measure(names, settings, *counts)
     trainer, ours = build_trainer_loop(config)[0], results[0]
     parts = part_seconds(trainer, options.rounds)
     leave_world(trainer.world)
@@ -243,15 +241,8 @@ def main() -> None:
         f"ratio: time of {OURS} / time of this loop, per round; above 1 this loop is faster"
     )
     core.print_table(title, HEADER, [build_row(result, ours) for result in results])
-    step = statistics.median(ours.wall)
-    core.print_table(
-        f"parts of a step; n = {options.rounds} rounds",
-        f"part | milliseconds | % of {OURS}'s step",
-        [
-            [name, core.summary(times, 4, 1e3), core.summary([one / step for one in times], 4, 100)]
-            for name, times in parts.items()
-        ],
-    )
+    rows = [[name, core.summary(times, ".4f", 1e3)] for name, times in parts.items()]
+    core.print_table(f"parts of a step; n = {options.rounds}", "part | milliseconds", rows)
 
 
 if __name__ == "__main__":

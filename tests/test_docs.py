@@ -120,11 +120,12 @@ def test_blocks_run_as_written(
 def run_module(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     program, name, *more = words
     assert program == ".venv/bin/torchtitan-diloco"
-    module, *first = COMMANDS[name][0].split()
+    file, *first = COMMANDS[name][0].split()
+    module = f"torchtitan_diloco.{file}"
     monkeypatch.setattr(sys, "argv", [module, *first, *more])
     code: object = None
     try:
-        runpy.run_module(f"torchtitan_diloco.{module}", run_name="__main__")
+        runpy.run_module(module, run_name="__main__")
     except SystemExit as stop:
         code = stop.code
     assert not code, shlex.join(words)
@@ -173,7 +174,19 @@ def test_every_command_works_in_a_new_shell(path: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_file_a_page_names_is_there(page: Path) -> None:
     folders = "torchtitan_diloco|docs|train_configs|scripts|benchmarks|tests|examples"
-    named = re.findall(rf"`((?:{folders})/[\w./-]*)`", page.read_text())
-    linked = re.findall(r"\]\((?!https?://|#)([^)#]+)", page.read_text())
-    for path in [*(REPOSITORY / name for name in named), *(page.parent / link for link in linked)]:
+    text, package = page.read_text(), REPOSITORY / "torchtitan_diloco"
+    named = [REPOSITORY / name for name in re.findall(rf"`((?:{folders})/[\w./-]*)`", text)]
+    modules = re.findall(rf"`(?!(?:{folders})/)(\w+/\w+\.py)`", text)
+    named += [package / module for module in modules]
+    for path in named:
         assert path.exists(), f"{page.name} names {path}"
+    for link, anchor in re.findall(r"\]\((?!https?://)([^)#]*)#?([^)]*)\)", text):
+        target = (page.parent / link) if link else page
+        assert target.exists(), f"{page.name} links to {link}"
+        assert not anchor or anchor in anchors(target), f"{page.name} links to {link}#{anchor}"
+
+
+def anchors(page: Path) -> list[str]:
+    """Return the anchors of the headings, as GitHub names them."""
+    headings = re.findall(r"^#+ (.*)", page.read_text(), re.M)
+    return [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]

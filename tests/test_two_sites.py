@@ -1,6 +1,6 @@
-"""The commands of docs/two-sites.md, run at two sites behind routers with NAT.
+"""The commands of docs/islands.md and docs/launching.md, run at two sites behind routers with NAT.
 
-Commands are taken from the page. Added are only settings that make the run small.
+Commands are taken from the pages. Added are only settings that make the run small.
 """
 
 import os
@@ -47,12 +47,16 @@ trap 'kill %1' EXIT
 until [ -S /run/wireguard/wg0.sock ]; do sleep 0.05; done"""
 
 
-def commands(place: str, section: str) -> list[str]:
-    """Return the commands that a section of the page has for a place, such as `site-a$`."""
-    page = (REPOSITORY / "docs/two-sites.md").read_text()
-    text = page.split(f"\n## {section}\n")[1].split("\n## ")[0].replace("\\\n", " ")
+ISLANDS, ONE_WORLD = ("islands.md", "Two sites"), ("launching.md", "One world")
+"""Pages, and their sections."""
+
+
+def commands(place: str, page: str, section: str) -> list[str]:
+    """Return the commands that a section of a page has for a place, such as `site-a$`."""
+    text = (REPOSITORY / "docs" / page).read_text().replace("\\\n", " ")
+    text = text.split(f"\n## {section}\n")[1].split("\n## ")[0]
     found = re.findall(rf"^{re.escape(place)} (.*)$", text, re.M)
-    assert found, f"docs/two-sites.md has no command of {place}"
+    assert found, f"docs/{page} has no command of {place}"
     return found
 
 
@@ -124,14 +128,14 @@ def test_islands(sites: Sites, tmp_path: Path) -> None:
     need_server()
     check_that_no_site_reaches_the_other(sites)
     server = Console(sites, "server", tmp_path / "server")
-    (serve,) = commands("server$", "Islands")
+    (serve,) = commands("server$", *ISLANDS)
     server.start(serve.replace("server.example.org", Sites.PUBLIC["server"]))
     server.wait_for("contains a password")
     consoles = []
     for site in ("a", "b"):
         console = Console(sites, f"site-{site}", tmp_path / site)
         shutil.copy(server.folder / "islands/join.txt", console.folder)
-        (train,) = commands(f"site-{site}$", "Islands")
+        (train,) = commands(f"site-{site}$", *ISLANDS)
         console.start(train, training__steps=STEPS, checkpoint__every=20)
         consoles.append(console)
     a, b = consoles
@@ -154,7 +158,7 @@ def test_one_world_over_wireguard(sites: Sites, tmp_path: Path) -> None:
     set_up_wireguard(sites, tmp_path)
     settings = {"training__steps": 40, "checkpoint__every": 10}
     for console in consoles:
-        (train,) = commands(f"{console.place}$", "One world")
+        (train,) = commands(f"{console.place}$", *ONE_WORLD)
         console.start(train, **settings)
     a, b = consoles
     b.wait_for("checkpoint of step 20")
@@ -178,7 +182,7 @@ def set_up_wireguard(sites: Sites, folder: Path) -> None:
     tunnels = [Console(sites, f"site-{site}", folder / f"tunnel-{site}") for site in ("a", "b")]
     scripts, keys = [], {}
     for tunnel, name in zip(tunnels, ("KEY_OF_A", "KEY_OF_B"), strict=True):
-        make_key, *lines = commands(f"{tunnel.place}#", "One world")
+        make_key, *lines = commands(f"{tunnel.place}#", *ONE_WORLD)
         tunnel.start(make_key)
         tunnel.finish()
         keys[name] = tunnel.program.printed().strip()

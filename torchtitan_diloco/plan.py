@@ -12,15 +12,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from msgspec import ValidationError
-
-from torchtitan_diloco.components.records import Conditions, Summary, from_record, read_json_lines
 from torchtitan_diloco.config import Config, from_command_line, load_config
 from torchtitan_diloco.config.loader import CONFIGS_FOLDER, find_config
 from torchtitan_diloco.config.schema import flat_settings, format_value
 from torchtitan_diloco.log import UserError, command_line
 from torchtitan_diloco.planner.paper import SYNC_EVERY, paper_table
+
+if TYPE_CHECKING:
+    from torchtitan_diloco.planner.prediction import Conditions
 
 _BANDWIDTH = re.compile(r"(\d*\.?\d+)\s*([kmgt]?)(bits?|bytes?|b)(?:ps|/s)?", re.IGNORECASE)
 _DURATION = re.compile(r"(\d*\.?\d+)\s*(|us|ms|s)", re.IGNORECASE)
@@ -38,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         if config := from_command_line(["--config", options.config, *settings]):
             _plan(options, config)  # otherwise --print-config was answered
-    except (ValueError, ValidationError) as error:  # the latter from a damaged record
+    except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
@@ -57,7 +58,7 @@ def _parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--bandwidth", type=parse_bandwidth, help="slowest link of a worker: 2Gbit or 25MB/s")
     add("--latency", type=parse_duration, help="one way, half of ping, as in 30ms")
     add("--step-time", type=seconds, help="compute of one inner step of the slowest worker")
-    add("--run", type=Path, help="take what is not given from the folder of a finished run")
+    add("--run", type=Path, help="take what is not given from the folder of a run")
     add("--utilisation", type=float, default=0.95, help="wanted share of the time (0.95)")
     add("--write", type=Path, help="write the chosen settings as a TOML that extends the config")
     add("--table", action="store_true", help="print the paper's table of bandwidths")
@@ -98,8 +99,10 @@ def _plan(options: argparse.Namespace, config: Config) -> None:
         print(f"\nwrote {written}: start it with {command_line('train')} --config {written}")
 
 
-def _conditions(options: argparse.Namespace, workers: int) -> Conditions:
+def _conditions(options: argparse.Namespace, workers: int) -> "Conditions":
     """Return the given conditions, and measured ones where none are given."""
+    from torchtitan_diloco.planner.prediction import Conditions
+
     given = {"bits_per_second": options.bandwidth, "latency_seconds": options.latency}
     if options.step_time is not None:
         given |= {"step_seconds": (options.step_time,) * workers, "jitter": 0.0}
@@ -118,15 +121,14 @@ def _conditions(options: argparse.Namespace, workers: int) -> Conditions:
     return Conditions(**given)
 
 
-def conditions_of_run(run: Path) -> Conditions:
-    """Return what a finished run measured, from its folder or its metrics.jsonl."""
-    path = run / "metrics.jsonl" if run.is_dir() else run
-    last = (read_json_lines(path)[0] or [{}])[-1] if path.is_file() else {}
-    observed = from_record(Summary, last).observed if last.get("kind") == "summary" else None
-    if observed is None:
-        raise UserError(
-            f"{path} does not end with a summary of links: give a finished run of several workers"
-        )
+def conditions_of_run(folder: Path) -> "Conditions":
+    """Return what the workers of a run measured."""
+    from torchtitan_diloco.planner.observed import observed_conditions
+    from torchtitan_diloco.report.run_records import open_runs
+
+    (run,) = open_runs([folder])
+    if (observed := observed_conditions(run)) is None:
+        raise UserError(f"--run {folder} has measured no links: give a run of workers, not islands")
     return observed
 
 

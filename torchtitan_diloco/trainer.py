@@ -1,18 +1,15 @@
 """Trainer: builds the parts of a run from its configuration, and trains."""
 
-import time
 from collections.abc import Iterator
 from contextlib import closing, nullcontext
 from dataclasses import replace
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from torchtitan_diloco.components.checkpoint import Checkpointer
-from torchtitan_diloco.components.checkpoint_schema import Manifest, RunState, check_tokenizer
+from torchtitan_diloco.components.checkpoint import Checkpointer, Manifest, RunState
 from torchtitan_diloco.components.loss import loss_head
 from torchtitan_diloco.components.optimizer import (
     SkippedSteps,
@@ -26,9 +23,13 @@ from torchtitan_diloco.components.optimizer import (
     set_lr,
 )
 from torchtitan_diloco.components.profiling import build_profiler
-from torchtitan_diloco.components.records import Summary
-from torchtitan_diloco.components.resume import changed_settings, find_start, restore
-from torchtitan_diloco.components.run_folder import claim_run_folder
+from torchtitan_diloco.components.resume import (
+    changed_settings,
+    check_tokenizer,
+    find_start,
+    restore,
+)
+from torchtitan_diloco.components.run_folder import claim_run_folder, folder_of_worker
 from torchtitan_diloco.components.run_plan import (
     RunPlan,
     after_step,
@@ -38,7 +39,7 @@ from torchtitan_diloco.components.run_plan import (
     plan_run,
     validation_due,
 )
-from torchtitan_diloco.components.summary import log_summary, summarise
+from torchtitan_diloco.components.summary import log_summary
 from torchtitan_diloco.components.telemetry import Batch, StepResult, Telemetry
 from torchtitan_diloco.components.validation import Validator
 from torchtitan_diloco.config import Config, to_toml
@@ -59,7 +60,6 @@ from torchtitan_diloco.island_run import IslandRun
 from torchtitan_diloco.log import UserError, logger
 from torchtitan_diloco.models import build_model, vocabulary_rows
 from torchtitan_diloco.models.parallelize import materialize, parallelize
-from torchtitan_diloco.planner.prediction import predict_observed
 
 OWN_SETTINGS = {"run.folder", "data.cache_folder", *MAY_DIFFER}
 """Settings that may differ between the processes of a run."""
@@ -74,9 +74,7 @@ class Trainer:
         self.start = find_start(world, config.checkpoint.resume, config.run.folder)
         logger.info(f"{'reading':<10} {config.data.corpus}, tokenizer {config.data.tokenizer}")
         tokenizer = self.tokenizer = build_tokenizer(config.data.tokenizer)
-        if self.start.manifest is not None:
-            saved = self.start.checkpoint, self.start.manifest
-            check_tokenizer(*saved, tokenizer.name, tokenizer.fingerprint)
+        check_tokenizer(self.start.manifest, tokenizer.name, tokenizer.fingerprint)
         self.vocab_size = vocabulary_rows(config.model, tokenizer.vocab_size)
         length = config.training.sequence_length
         self.model = build_model(config.model, self.vocab_size, length)
@@ -98,22 +96,20 @@ class Trainer:
     def run(self) -> Path:
         """Train until the last step, `stop_after` or a signal, and return the run folder."""
         config, stop_after = self.config, self.config.training.stop_after
-        stops_early = 0 < stop_after < self.plan.total_steps
-        claim = partial(claim_run_folder, self.world, config.run, config.checkpoint)
-        run_folder = claim(self.start, self.toml, stops_early=stops_early)
-        folder = run_folder.path
+        folder, lock = claim_run_folder(self.world, config.run, self.start, self.toml)
         for line in (f"{'folder':<10} {folder}", *self.outer.describe()):
             logger.info(line)
         self._resume()
         self.begin()
         sections = config.training, config.checkpoint, config.metrics, config.validation
+        own_folder = folder_of_worker(folder, self.world.worker)
         garbage = GarbageControl(config.run.garbage_collect_every)
         with (
-            run_folder.lock or nullcontext(),
+            lock or nullcontext(),
             StopRequest(self.world, answer_lag(self.world, config.diloco)) as stop,
             self._open_telemetry(folder) as telemetry,
             build_profiler(config.profiling, folder, self.world) as profiler,
-            closing(Checkpointer(config.checkpoint, run_folder, *self.parts)) as checkpointer,
+            closing(Checkpointer(config.checkpoint, own_folder, *self.parts)) as checkpointer,
         ):
             batches = telemetry.timed(self.loader)
             if self._validation_missed():
@@ -123,35 +119,33 @@ class Trainer:
                 if profiler is not None:
                     profiler.step()
                 garbage.after_step(self.step)
-                requests = stop.agreed(self.step, save=checkpointer.due_by_time())
+                save = checkpointer.due_by_time()
+                requests = stop.agreed(self.step, telemetry.sums, save=save)
                 then = after_step(self.step, self.finished, requests, *sections)
-                if then.finished:
-                    started = time.perf_counter()
-                    self.outer.drain()
-                    telemetry.count("time/step_seconds", time.perf_counter() - started)
                 if then.log:
                     progress = None if self.island is None else self.island.progress
-                    telemetry.open(self.step, self.lr, stop.waited_seconds, progress)
+                    sums = stop.ask(self.step, telemetry.sums)
+                    telemetry.open(self.step, self.lr, sums, stop.waited_seconds, progress)
                 telemetry.publish(all=then.flush)
                 if then.validate and not (self.island and self.island.peers.left):
                     telemetry.pause(self.validator.validate(self.step, telemetry))
                 if then.save:
-                    telemetry.pause(checkpointer.save(self._manifest(telemetry)))
+                    telemetry.pause(checkpointer.save(self._manifest()))
                 if then.stop:
                     break
             self.outer.drain()
             checkpointer.wait()
-            summary = self._summarise(telemetry)
         early = not self.finished if self.island is None else self.island.close()
         garbage.close()
         if early:
             about = self.plan, self.step, config.training, config.checkpoint, folder
             log_early_end(*about, island=self.island is not None)
-        has_control = not (self.island or config.data.shard_by != "none" or self.start.checkpoint)
+        has_control = not (self.island or config.data.shard_by != "none" or self.start.manifest)
         log_summary(
-            summary,
+            telemetry,
             folder,
-            telemetry.elapsed_seconds,
+            step=self.step,
+            validated=self.validator.validated,
             has_control=has_control,
             optimizer=config.optimizer.name,
         )
@@ -189,6 +183,8 @@ class Trainer:
         if skipped:
             self.outer.heal(fsdp)
         self.outer.step(weight=0 if skipped else plan.tokens_per_step // self.config.workers)
+        if self.finished:
+            self.outer.drain()
         return StepResult(loss, norm, skipped)
 
     @property
@@ -225,23 +221,13 @@ class Trainer:
         )
 
     def _open_telemetry(self, folder: Path) -> Telemetry:
-        parts = self.config.metrics, self.world, folder, self.plan, self.outer, self.resumed
+        parts = self.config.metrics, self.world, folder, self.plan, self.outer, self.resumed.step
         flops, chosen = self.flops_per_token, chosen_settings(self.config)
         return Telemetry(*parts, flops_per_token=flops, settings=chosen)
 
-    def _summarise(self, telemetry: Telemetry) -> Summary:
-        config, rounds = self.config.diloco, telemetry.round_records
-        summary = summarise(telemetry, config, step=self.step, validated=self.validator.validated)
-        predicted = predict_observed(summary, config, rounds, self.world.ranks_per_worker)
-        summary.predicted_utilisation_percent = predicted
-        if self.step > self.resumed.step:  # otherwise the previous summary stays the last one
-            telemetry.files.write(summary)
-            telemetry.write_trace()
-        return summary
-
     # --- checkpoints ------------------------------------------------------------------------------
 
-    def _manifest(self, telemetry: Telemetry) -> Manifest:
+    def _manifest(self) -> Manifest:
         tokens = self.plan.tokens_at(self.step)
         state = RunState(
             step=self.step,
@@ -249,14 +235,10 @@ class Trainer:
             position=self.loader.position,
             skipped_in_a_row=self.skips.in_a_row,
             validated=self.validator.validated,
-            totals=dict(telemetry.totals),  # a copy, as counting continues during the save
-            counted_after_step=self.resumed.counted_after_step,
-            elapsed_seconds=telemetry.elapsed_seconds,
         )
         return Manifest(
             state,
             workers=1 if self.config.diloco.method == "none" else self.world.workers,
-            ranks_per_worker=self.world.ranks_per_worker,
             data=self._data_identity(),
             config=self.toml,
             tokenizer=self.tokenizer.fingerprint,
@@ -267,20 +249,19 @@ class Trainer:
         manifest, state = self.start.manifest, self.start.state
         if manifest is not None and manifest.data != self._data_identity():
             state = replace(state, position=0)
-        if manifest is not None and bool(manifest.outer) == (self.config.diloco.method == "none"):
-            state = replace(state, totals={}, counted_after_step=state.step)
         return state
 
     def _resume(self) -> None:
         """Load the checkpoint, and log what has changed since the save."""
-        path, manifest = self.start.checkpoint, self.start.manifest
-        if path is None or manifest is None:
+        manifest = self.start.manifest
+        if manifest is None:
             return
-        notes = restore(path, manifest, *self.parts)
+        notes = restore(self.start, *self.parts)
         if manifest.data != self._data_identity():
             notes.append("the data or their order have changed: they are read from the beginning")
         if self.config.model.weights:
             notes.append("model.weights is for new runs: the checkpoint's weights are used")
+        path = self.start.checkpoint or f"worker {self.start.holders[0]}"
         logger.info(f"resumed from {path}: step {manifest.step}, {manifest.state.tokens:,} tokens")
         changes = changed_settings(manifest.config, self.toml)
         for line in [*(f"changed: {change}" for change in changes), *notes]:
@@ -301,7 +282,7 @@ class Trainer:
         """Return whether the run was stopped between the resumed step and its validation."""
         due = validation_due(self.step, self.finished, self.config.validation.every)
         done = 0 if self.validator.validated is None else self.validator.validated[0]
-        return bool(self.start.checkpoint) and due and done < self.step
+        return self.start.manifest is not None and due and done < self.step
 
     # --- parts ------------------------------------------------------------------------------------
 
@@ -331,7 +312,7 @@ class Trainer:
             compute_dtype=dtype,
         )
         materialize(self.model, device, config.run.seed)
-        if config.model.weights and not self.start.checkpoint:
+        if config.model.weights and self.start.manifest is None:
             load_initial_weights(self.model, config.model.weights)
 
     def _build_outer_loop(self) -> OuterLoop:
@@ -393,6 +374,6 @@ class Trainer:
         settings = flat_settings(self.config).items()
         facts = {key: str(value) for key, value in settings if key not in OWN_SETTINGS}
         tokenizer, corpus = self.tokenizer.fingerprint, self.tokens.fingerprint
-        weights = weights_fingerprint("" if self.start.checkpoint else self.config.model.weights)
+        weights = weights_fingerprint("" if self.start.manifest else self.config.model.weights)
         facts |= {"tokenizer": tokenizer, "corpus": corpus, "model.weights": weights}
         agree(facts, self.world.control, "rank")

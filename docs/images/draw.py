@@ -171,20 +171,18 @@ def draw_run_folder() -> None:
     axes = bare_axes(9.2, 3.9)
     blue, orange, green = FRAGMENTS
     rows = [
-        ("config.toml", "all settings", "./run_train.sh --config: the same run again", blue),
-        ("metrics.jsonl", "steps, rounds, summary", "report, plan --run", orange),
-        ("tensorboard/", "the same, as curves", ".venv/bin/tensorboard --logdir", orange),
-        ("traces/", "the last 1,000 rounds", "ui.perfetto.dev", orange),
-        ("checkpoints/step-00001000/", "", "", green),
-        ("manifest.json", "step, position, checksums", "resume", green),
-        ("shared/", "the model, outer optimizer", "export, generate, validate", green),
-        ("worker-0/ ...", "own parameters, moments", "resume", green),
+        (0, "config.toml", "all settings", "./run_train.sh --config: the same run again", blue),
+        (0, "worker-0/ ...", "", "", INK),
+        (1, "metrics.jsonl", "steps, rounds", "report, plan --run", orange),
+        (1, "events.out.tfevents...", "curves", ".venv/bin/tensorboard --logdir", orange),
+        (1, "step-00001000/ ...", "", "", green),
+        (2, "manifest.json", "step, position, checksums", "resume", green),
+        (2, "rank-0.safetensors", "shared, own parameters", "export, generate", green),
     ]
-    axes.text(0, 8.5, "run.folder", weight="bold", va="center")
-    for row, (name, holds, reader, colour) in enumerate(rows):
-        y = 7.5 - row
-        inside = 0.7 if row > 4 else 0.0
-        above = y + (1.0 if row in (0, 5) else 1.24)
+    axes.text(0, 7.5, "run.folder", weight="bold", va="center")
+    for row, (level, name, holds, reader, colour) in enumerate(rows):
+        y, inside = 6.5 - row, 0.7 * level
+        above = y + (0.9 if row in (0, 2, 5) else 1.24)
         axes.plot(
             [0.15 + inside, 0.15 + inside, 0.5 + inside],
             [above, y + 0.24, y + 0.24],
@@ -194,7 +192,7 @@ def draw_run_folder() -> None:
         axes.text(
             0.6 + inside, y + 0.24, name, va="center", family="DejaVu Sans Mono", color=colour
         )
-        axes.text(4.6, y + 0.24, holds, va="center")
+        axes.text(4.7, y + 0.24, holds, va="center")
         if reader:
             axes.annotate(
                 "",
@@ -203,7 +201,7 @@ def draw_run_folder() -> None:
                 arrowprops={"arrowstyle": "-|>", "color": GREY},
             )
             axes.text(8.4, y + 0.24, reader, va="center", color=INK)
-    axes.set(xlim=(-0.1, 13.2), ylim=(0.2, 9), xticks=[])
+    axes.set(xlim=(-0.1, 13.2), ylim=(0.2, 8), xticks=[])
     save(axes, "run-folder")
 
 

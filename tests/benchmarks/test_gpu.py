@@ -1,38 +1,34 @@
 """Run the GPU benchmark on the CPU with small sizes."""
 
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import gpu, train_step
-from benchmarks.gpu_parts import MINIATURE, PARTS
-from torchtitan_diloco.config import from_command_line
+from benchmarks import core, gpu, train_step
 from torchtitan_diloco.train import main
 
 
-def measure_here(name: str, words: list[str], rounds: int, steps: int) -> train_step.Result:
-    config = from_command_line([*words, *train_step.ONE_WORKER])
-    assert config is not None
-    return train_step.measure([name], config, rounds, steps)[0]
+def measure_here(name: str, *how: Any) -> train_step.Result:
+    return train_step.measure([name], *how)[0]
 
 
-def run_here(command: list[str], env: dict[str, str], **more: Any) -> None:
-    """Train a single worker in this process, which has already imported the package."""
-    if env["NPROC"] == "1":
-        assert main(command[3:]) == 0
-    else:
-        subprocess.Popen(command, env=env, cwd=more["cwd"]).wait()
-
-
-@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize("name", gpu.PARTS)
 def test_every_part_works(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = core.train
+
+    def train_here(folder: Path, settings: core.Settings, NPROC: str) -> list[core.Record]:
+        """Train a single worker in this process, which has already imported the package."""
+        if NPROC != "1":
+            return start(folder, settings, NPROC=NPROC)
+        assert main(core.command_line(settings | {"run.folder": str(folder)})) == 0
+        return core.read_records(folder)
+
     monkeypatch.setattr(train_step, "measure_alone", measure_here)
-    monkeypatch.setattr(subprocess, "run", run_here)
+    monkeypatch.setattr(core, "train", train_here)
     try:
-        checks = PARTS[name][0](MINIATURE, tmp_path)
+        checks = list(gpu.PARTS[name][0](gpu.MINIATURE, tmp_path))
     finally:
         torch.use_deterministic_algorithms(False)
     assert checks

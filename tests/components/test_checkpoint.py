@@ -16,10 +16,12 @@ from safetensors.torch import save_file
 
 from tests.components.test_resume import STEPS, chosen, last, run
 from tests.test_trainer import around_steps
-from torchtitan_diloco.components import checkpoint_folders, checkpoint_schema
-from torchtitan_diloco.components.checkpoint import Checkpointer
-from torchtitan_diloco.components.checkpoint_folders import (
+from torchtitan_diloco.components import checkpoint
+from torchtitan_diloco.components.checkpoint import (
     MANIFEST,
+    Checkpointer,
+    Manifest,
+    RunState,
     begin,
     checkpoint_path,
     complete,
@@ -28,18 +30,9 @@ from torchtitan_diloco.components.checkpoint_folders import (
     prune,
     set_aside,
     step_of,
-    write_manifest,
-)
-from torchtitan_diloco.components.checkpoint_schema import (
-    SHARED,
-    Manifest,
-    RunState,
-    TensorFolder,
-    fingerprint,
-    read_manifest,
     write_tensors,
 )
-from torchtitan_diloco.components.run_folder import RunFolder
+from torchtitan_diloco.components.resume import SavedTensors, read_manifest
 from torchtitan_diloco.config.schema import Checkpoint
 from torchtitan_diloco.diloco import WorkerLostError
 from torchtitan_diloco.diloco.liveness import Liveness
@@ -47,60 +40,46 @@ from torchtitan_diloco.diloco.outer_loop import DataParallel
 from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.trainer import Trainer
 
-TENSORS = f"{SHARED}/rank-0.safetensors"
-EMPTY = Manifest(RunState(), workers=1, ranks_per_worker=1, data={}, config="")
+TENSORS = "rank-0.safetensors"
+EMPTY = Manifest(RunState(), workers=1, data={}, config="")
 
 
 def saved_steps(folder: Path) -> list[int]:
     return [step_of(path) for path in complete_checkpoints(folder)]
 
 
-def write_checkpoint(run: Path, step: int) -> Path:
-    """Write a checkpoint with one folder of tensors."""
-    path = checkpoint_path(run, step)
+def write_checkpoint(folder: Path, step: int, ranks: int = 1, **changes: Any) -> Path:
+    """Write a checkpoint, in the folder of a worker, of five rows and a number."""
+    path, files = checkpoint_path(folder, step), dict[str, tuple[int, int]]()
     begin(path)
-    write_tensors(incomplete(path) / SHARED, {"outer/weight": torch.arange(6.0)}, rank=0)
-    sign(incomplete(path), step)
-    complete(path)
+    for rank in range(ranks):
+        rows = {"rows": torch.arange(10.0).view(5, 2)[2 * rank :][: 2 if ranks > 1 else 5]}
+        own = {} if rank else {"number": torch.tensor(45.0)}
+        files |= write_tensors(incomplete(path), rows | own, rank)
+    state = RunState(step=step)
+    complete(path, replace(EMPTY, state=state, files=files, **changes).to_json())
     return path
 
 
-def sign(path: Path, step: int) -> None:
-    """Write a manifest that fits the files."""
-    files = {f"{SHARED}/{file.name}": fingerprint(file) for file in (path / SHARED).iterdir()}
-    manifest = replace(EMPTY, state=RunState(step=step), files=files)
-    (path / MANIFEST).write_text(manifest.to_json())
-
-
-def test_incomplete_damaged_and_foreign_folders_are_no_checkpoints(tmp_path: Path) -> None:
-    for step in (1, 2, 3, 4):
-        write_checkpoint(tmp_path, step)
-    (checkpoint_path(tmp_path, 4) / MANIFEST).unlink()
-    names = ["step-00000003.damaged", "step-00000003.damaged-2", "step-00000005.bak"]
-    for name in names[:2]:
-        assert set_aside(checkpoint_path(tmp_path, 3)).name == name
-        write_checkpoint(tmp_path, 3)
-    for name in (names[2], "step-00000006.incomplete"):
-        shutil.copytree(checkpoint_path(tmp_path, 3), tmp_path / "checkpoints" / name)
-    begin(checkpoint_path(tmp_path, 7))
-    newest = checkpoint_path(tmp_path, 1)  # by a run that was taken back
-    prune(tmp_path, newest, keep_latest=1, keep_every=0)
-    assert saved_steps(tmp_path) == [1, 3, 4]
-    found = {path.name for path in (tmp_path / "checkpoints").iterdir()}
-    assert found == {*names, "step-00000007.incomplete", *(f"step-0000000{n}" for n in (1, 3, 4))}
-
-
-def test_the_latest_and_every_nth_are_kept_and_none_is_replaced(tmp_path: Path) -> None:
+def test_only_complete_folders_are_checkpoints_and_the_latest_and_every_nth_are_kept(
+    tmp_path: Path,
+) -> None:
     for step in range(2, 17, 2):
-        prune(tmp_path, write_checkpoint(tmp_path, step), keep_latest=2, keep_every=10)
+        path = write_checkpoint(tmp_path, step)
+        prune(tmp_path, keep_latest=2, keep_every=10)
     assert saved_steps(tmp_path) == [10, 14, 16]
-    before = (checkpoint_path(tmp_path, 16) / MANIFEST).stat()
-    with pytest.raises(FileExistsError):
+    with pytest.raises(OSError, match="step-00000016 exists already"):
         write_checkpoint(tmp_path, 16)
-    begin(checkpoint_path(tmp_path, 17))
-    with pytest.raises(OSError, match=r"17.incomplete/absent .* must share run.folder"):
-        write_manifest(checkpoint_path(tmp_path, 17), ["absent"], "{}")
-    assert (checkpoint_path(tmp_path, 16) / MANIFEST).stat() == before
+    names = ["step-00000016.damaged", "step-00000016.damaged-2", "step-00000018.bak"]
+    for name in names[:2]:
+        assert set_aside(path).name == name
+        write_checkpoint(tmp_path, 16)
+    shutil.copytree(path, tmp_path / names[2])
+    begin(checkpoint_path(tmp_path, 18))
+    begin(checkpoint_path(tmp_path, 20))
+    assert saved_steps(tmp_path) == [10, 14, 16]
+    found = {one.name for one in tmp_path.iterdir() if one not in complete_checkpoints(tmp_path)}
+    assert found == {*names, "step-00000020.incomplete"}
 
 
 class StoppedError(BaseException):
@@ -124,9 +103,8 @@ def save_and_stop(run: Path, step: int, after: int) -> bool:
         for owner, name in changes:
             patch.setattr(owner, name, counted(getattr(owner, name)))
         begin(path)
-        write_manifest(path, [], "{}")
-        complete(path)
-        prune(run, path, keep_latest=1, keep_every=0)
+        complete(path, "{}")
+        prune(run, keep_latest=1, keep_every=0)
         return False
     return True
 
@@ -149,29 +127,18 @@ def test_a_save_that_ends_anywhere_leaves_the_newest_checkpoint(tmp_path: Path) 
     assert len(newest) > 8
 
 
-def test_only_tensors_in_files_with_a_checksum_are_read(tmp_path: Path) -> None:
-    """Nothing is unpickled, and a file that is not in the manifest is not even opened."""
-    path, weight = write_checkpoint(tmp_path, 1), torch.zeros(6)
-    manifest = read_manifest(path)
-    with pytest.raises(ValueError, match=r"shared has no outer/weight of shape \(6,\)"):
-        TensorFolder(path, replace(manifest, files={}), SHARED).fill({"outer/weight": weight})
-    torch.save({"outer/weight": weight}, path / TENSORS)
+def test_rows_of_several_ranks_are_put_together_and_no_other_files_are_read(tmp_path: Path) -> None:
+    """Nothing is unpickled. The last ranks may have fewer rows than the others, or none."""
+    path = write_checkpoint(tmp_path, 1, ranks=4)
+    found, manifest = {"rows": torch.zeros(5, 2), "number": torch.zeros(())}, read_manifest(path)
+    SavedTensors(path, manifest).fill(found)
+    assert torch.equal(found["rows"], torch.arange(10.0).view(5, 2))
+    assert found["number"] == 45
+    with pytest.raises(ValueError, match=r"step-00000001 has no rows of shape \(5, 2\)"):
+        SavedTensors(path, replace(manifest, files={})).fill(found)
+    torch.save(found, path / TENSORS)
     with pytest.raises(ValueError, match=f"{TENSORS} does not hold tensors"):
-        TensorFolder(path, manifest, SHARED)
-
-
-def test_rows_of_several_ranks_are_put_together(tmp_path: Path) -> None:
-    """The last ranks may have fewer rows than the others, or none."""
-    whole, path = torch.arange(10.0).view(5, 2), tmp_path / "checkpoint"
-    path.mkdir()
-    for rank in range(4):
-        rows = {"rows": whole[2 * rank : 2 * rank + 2]} | ({} if rank else {"step": whole.sum()})
-        write_tensors(path / SHARED, rows, rank)
-    sign(path, 1)
-    found = {"rows": torch.zeros(5, 2), "step": torch.zeros(())}
-    TensorFolder(path, read_manifest(path), SHARED).fill(found)
-    assert torch.equal(found["rows"], whole)
-    assert found["step"] == 45
+        SavedTensors(path, manifest)
 
 
 # --- saves ----------------------------------------------------------------------------------------
@@ -187,12 +154,12 @@ def test_a_full_disk_leaves_training_and_other_checkpoints(
             file.mkdir()  # what safetensors says of it does not name the file
         save_file(rows, file)
 
-    monkeypatch.setattr(checkpoint_schema, "save_file", save)
-    file = "run/checkpoints/step-00000016.incomplete/worker-0/rank-0.safetensors"
+    monkeypatch.setattr(checkpoint, "save_file", save)
+    file = "run/worker-0/step-00000016.incomplete/rank-0.safetensors"
     reason = f"the last checkpoint could not be saved: .*{file} .*Is a directory"
     with pytest.raises(ValueError, match=reason):
         run(chosen(text, tmp_path / "run"))
-    assert saved_steps(tmp_path / "run") == [4, 12]
+    assert saved_steps(tmp_path / "run/worker-0") == [4, 12]
     run(chosen(text, tmp_path / "run"))
     assert step_of(last(tmp_path / "run")) == STEPS
 
@@ -200,20 +167,20 @@ def test_a_full_disk_leaves_training_and_other_checkpoints(
 def test_a_late_save_holds_its_own_step_and_is_finished_although_the_run_fails(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def finish_late(path: Path) -> None:
+    def finish_late(path: Path, manifest: str) -> None:
         time.sleep(0.3)
-        complete(path)
+        complete(path, manifest)
 
     def fail(trainer: Trainer) -> None:
         if trainer.step == 8:  # a save has begun after it
             raise ValueError("no further")
 
-    monkeypatch.setattr(checkpoint_folders, "complete", finish_late)
+    monkeypatch.setattr(checkpoint, "complete", finish_late)
     with around_steps(before=fail), pytest.raises(ValueError, match="no further"):
         run(chosen(text, tmp_path / "run"))
-    assert saved_steps(tmp_path / "run") == [4, 8]
-    for path in complete_checkpoints(tmp_path / "run"):
-        assert read_manifest(path).state.totals["worker_0/steps"] == step_of(path)
+    assert saved_steps(tmp_path / "run/worker-0") == [4, 8]
+    for path in complete_checkpoints(tmp_path / "run/worker-0"):
+        assert read_manifest(path).state.step == step_of(path)
 
 
 def alone(folder: Path, **settings: Any) -> Checkpointer:
@@ -221,34 +188,24 @@ def alone(folder: Path, **settings: Any) -> Checkpointer:
     world = World(rank=0, size=1, workers=1, device=torch.device("cpu"))
     optimizer = torch.optim.AdamW(model.parameters())
     outer = DataParallel(model)
-    run_folder = RunFolder(folder)
-    return Checkpointer(Checkpoint(**settings), run_folder, world, model, optimizer, outer)
+    return Checkpointer(Checkpoint(**settings), folder, world, model, optimizer, outer)
 
 
-def test_losses_end_a_wait_for_a_save_and_do_not_hide_what_ended_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_loss_ends_a_wait_for_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank whose machine is gone never answers, and a save waits long for a slow disk."""
     found = threading.Event()
 
-    def lost(*_: Any) -> str:
+    def lost(*_: Any) -> None:
         found.set()
         raise WorkerLostError([1], "connection closed by peer")
 
-    monkeypatch.setattr(Checkpointer, "_write", lost)
-    saver = alone(tmp_path)
-    saver.save(EMPTY)
-    saver.close()
-    with pytest.raises(RuntimeError, match="closed"):
-        saver.wait()
-
-    found.clear()
     monkeypatch.setattr(Checkpointer, "_write", lambda *_: str(found.wait(60)))
     monkeypatch.setattr(Liveness, "check", lost)
     saver = alone(tmp_path)
     saver.save(EMPTY)
     with pytest.raises(WorkerLostError, match="worker 1 left"):
         saver.wait()
+    saver.close()
 
 
 def test_a_save_by_time_is_asked_for_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

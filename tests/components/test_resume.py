@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -18,20 +19,22 @@ from torch import Tensor
 from tests.conftest import REPOSITORY, write_text
 from tests.processes import DIED, ProcessPool
 from tests.test_trainer import curve, join, records, sending, settings
-from torchtitan_diloco.components.checkpoint_folders import complete_checkpoints, step_of
-from torchtitan_diloco.components.checkpoint_schema import (
+from torchtitan_diloco.components.checkpoint import (
     RANDOM,
-    TensorFolder,
-    read_manifest,
+    checkpoint_path,
+    complete_checkpoints,
+    step_of,
 )
-from torchtitan_diloco.components.resume import changed_settings
+from torchtitan_diloco.components.resume import SavedTensors, changed_settings, read_manifest
+from torchtitan_diloco.components.run_folder import folder_of_worker
 from torchtitan_diloco.config import load_config
+from torchtitan_diloco.export.saved_model import open_saved
 from torchtitan_diloco.launch import LOOPBACK
 from torchtitan_diloco.train import set_determinism
 from torchtitan_diloco.trainer import Trainer
 
-LOSS = "train/loss_nats_per_token_global"
-VALIDATION = "validation/loss_nats_per_token_global"
+LOSS = "loss/train"
+VALIDATION = "loss/val"
 STEPS = 16
 FP32 = {
     "diloco.method": "streaming",
@@ -76,44 +79,50 @@ def run_and_send(number: int, step: int, wanted: dict[str, str]) -> None:
 
 
 def tensors(path: Path) -> dict[str, Tensor]:
-    """Return all tensors of a checkpoint, whole, by folder and name."""
-    found: dict[str, Tensor] = {}
-    for folder in sorted(entry for entry in path.iterdir() if entry.is_dir()):
-        saved = TensorFolder(path, read_manifest(path), folder.name)
-        state = {
-            name: torch.zeros(
-                shape, dtype=torch.uint8 if name.startswith(RANDOM) else torch.float32
-            )
-            for name, shape in saved.shapes.items()
-        }
-        saved.fill(state)
-        found |= {f"{folder.name}/{name}": value for name, value in state.items()}
+    """Return all tensors of a checkpoint, whole, by name."""
+    saved = SavedTensors(path, read_manifest(path))
+    found = {
+        name: torch.zeros(shape, dtype=torch.uint8 if name.startswith(RANDOM) else torch.float32)
+        for name, shape in saved.shapes.items()
+    }
+    saved.fill(found)
     return found
 
 
-def last(folder: Path) -> Path:
-    return complete_checkpoints(folder)[-1]
+def checkpoint(folder: Path, step: int, worker: int = 0) -> Path:
+    return checkpoint_path(folder_of_worker(folder, worker), step)
 
 
-def checkpoint(folder: Path, step: int) -> Path:
-    (found,) = [path for path in complete_checkpoints(folder) if step_of(path) == step]
-    return found
+def last(folder: Path, worker: int = 0) -> Path:
+    return complete_checkpoints(folder_of_worker(folder, worker))[-1]
 
 
 def assert_same_end(one: Path, other: Path) -> None:
-    left, right = tensors(last(one)), tensors(last(other))
-    assert step_of(last(one)) == step_of(last(other)) == STEPS
+    """The last checkpoints of all workers of two runs have the same bits."""
+    workers = range(read_manifest(last(one)).workers)
+    for left, right in [(last(one, worker), last(other, worker)) for worker in workers]:
+        assert step_of(left) == step_of(right) == STEPS
+        assert_same(tensors(left), tensors(right))
+
+
+def assert_same(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
     assert left.keys() == right.keys()
     assert [name for name, value in left.items() if not torch.equal(value, right[name])] == []
+
+
+def shared_part(path: Path) -> dict[str, Tensor]:
+    """Return what all workers have."""
+    kinds = ("outer/", "momentum/", "next/")
+    return {name: value for name, value in tensors(path).items() if name.startswith(kinds)}
 
 
 def assert_same_records(one: Path, other: Path) -> None:
     mine, theirs = records(one), records(other)
     assert [record["step"] for record in mine] == [record["step"] for record in theirs]
-    for key in (LOSS, "train/lr", "train/tokens_global", VALIDATION):
+    for key in (LOSS, "train/lr", "train/tokens", VALIDATION):
         assert curve(mine, key) == curve(theirs, key), key
-    key = "sent_bytes_mean_over_workers"
-    assert records(one, "summary")[-1][key] == records(other, "summary")[-1][key] > 0
+    key = "worker/sent_bytes"
+    assert sum(curve(mine, key)) >= sum(curve(theirs, key)) > 0, "less those in flight at a save"
 
 
 @pytest.fixture(scope="module")
@@ -148,10 +157,10 @@ def test_a_run_that_is_stopped_killed_and_paused_ends_as_one_without_an_interrup
 ) -> None:
     wanted = chosen(text, tmp_path, **FP32)
     processes.run(run_and_send, 2, signal.SIGTERM, 2, wanted | {"checkpoint.every": "0"})
-    assert step_of(last(tmp_path)) == 10
+    assert step_of(last(tmp_path)) == 9, "asked with the log line of step 3"
     outcome = processes.run(run_and_send, 2, signal.SIGKILL, 14, wanted, dying=range(2))
     assert outcome == [DIED] * 2
-    assert step_of(last(tmp_path)) in (10, 12)
+    assert step_of(last(tmp_path)) in (9, 12)
     for _ in range(2):  # the second start has nothing left to do
         processes.run(run, 2, wanted | {"training.stop_after": "13"})
         assert step_of(last(tmp_path)) == 13
@@ -210,10 +219,13 @@ def test_so_does_one_with_fsdp_muon_topk_and_fragments_in_flight(train: Train) -
     wanted = TOPK | {"parallel.reshard_after_forward": "never", "validation.local": "true"}
     one = train(4, "one", **wanted)
     start = checkpoint(one, 8)
-    assert any(name.startswith("shared/next/") for name in tensors(start))
+    assert any(name.startswith("next/") for name in tensors(start))
+    assert_same(shared_part(start), shared_part(checkpoint(one, 8, worker=1)))
     other = train(4, "other", **wanted, **{"checkpoint.resume": start})
     assert_same_end(one, other)
     assert curve(records(one), LOSS)[8:] == curve(records(other), LOSS)
+    more = train(3, "more", **(wanted | THREE | {"checkpoint.resume": start}))
+    assert_same(shared_part(last(more)), shared_part(last(more, worker=2)))
 
 
 def test_so_does_data_parallelism_and_it_becomes_diloco(train: Train) -> None:
@@ -266,7 +278,7 @@ def test_another_layout_goes_on_where_the_run_was(
     found, first = records(folder), read_manifest(start).state
     assert [record["step"] for record in found if LOSS in record] == list(range(13, 17))
     assert read_manifest(last(folder)).state.position == first.position + 4 * 12
-    assert curve(found, "train/tokens_global")[0] == first.tokens + 12 * 32
+    assert curve(found, "train/tokens")[0] == first.tokens + 12 * 32
     before = curve(records(whole), LOSS)
     limit = before[0] if "diloco.method" in changes else 1.2 * before[11]
     assert curve(found, LOSS)[0] < limit
@@ -277,20 +289,24 @@ def test_all_start_from_the_shared_parameters_and_what_was_in_flight(
     whole: Path, train: Train, size: int, changes: dict[str, Any]
 ) -> None:
     """A save after one more step, without an exchange, holds what the start held."""
-    start = checkpoint(whole, 8)
-    saved = tensors(start)
-    assert any(name.startswith("shared/next/") for name in saved), "the test needs one in flight"
+    saved = tensors(start := checkpoint(whole, 8))
+    assert any(name.startswith("next/") for name in saved), "the test needs one in flight"
     resume = {"checkpoint.resume": start, "training.steps": 9, "diloco.sync_every": 24}
-    after = tensors(last(train(size, "run", **(FP32 | changes | resume))))
-    for name, value in saved.items():
-        _, kind, parameter = name.split("/", 2)
-        returned = saved.get(f"shared/next/{parameter}")
-        if name.startswith("shared/") and kind in ("outer", "momentum"):
-            expected = value if returned is None or kind == "momentum" else returned
-            assert torch.equal(after[name], expected), name
+    folder = train(size, "run", **(FP32 | changes | resume))
+    after = tensors(last(folder))
+    for name in saved:
+        kind, _, parameter = name.partition("/")
+        if kind in ("outer", "momentum"):
+            returned = saved.get(f"next/{parameter}") if kind == "outer" else None
+            assert torch.equal(after[name], saved[name] if returned is None else returned), name
     if size == 3:
-        new, old = (after[f"worker-{worker}/model/embedding.weight"] for worker in (2, 0))
-        assert not torch.equal(new, old)
+        new = tensors(last(folder, worker=2))
+        assert_same(shared_part(last(folder)), shared_part(last(folder, worker=2)))
+        name = "embedding.weight"
+        assert not torch.equal(new[f"model/{name}"], after[f"model/{name}"])
+        step, learned = "optimizer/step/" + name, "optimizer/exp_avg/" + name
+        assert new[step] == after[step] == 9
+        assert (new[learned] - after[learned]).norm() < after[learned].norm(), "a copy of the other"
 
 
 # --- what can go wrong ----------------------------------------------------------------------------
@@ -307,21 +323,72 @@ def test_damaged_checkpoints_are_set_aside_and_the_one_before_is_resumed(
     """Worker 1 finds what is wrong with its files; all take the same checkpoint."""
     folder = Path(shutil.copytree(whole, tmp_path / "run"))
     (checkpoint(folder, 12) / "manifest.json").unlink()
-    tensors_of_worker_1 = checkpoint(folder, 16) / "worker-1" / "rank-0.safetensors"
+    tensors_of_worker_1 = checkpoint(folder, 16, worker=1) / "rank-0.safetensors"
     tensors_of_worker_1.write_bytes(tensors_of_worker_1.read_bytes()[:-1] + b"?")
     wanted = chosen(text, folder, **FP32, **{"checkpoint.keep_latest": 2})
     processes.run(run, 2, wanted)
     assert_same_end(whole, folder)
     assert_same_records(whole, folder)
-    kept = {path.name for path in (folder / "checkpoints").iterdir()}
-    assert kept == {f"step-000000{step}{end}" for step in (12, 16) for end in ("", ".damaged")}
+    for worker in range(2):
+        kept = {path.name for path in folder_of_worker(folder, worker).glob("step-*")}
+        assert kept == {f"step-000000{step}{end}" for step in (12, 16) for end in ("", ".damaged")}
+
+
+def _run_on_a_node_of_its_own(wanted: dict[str, str], parent: Path) -> str:
+    """Train in a relative folder, as on nodes that share no disk."""
+    before = Path.cwd()
+    node = parent / f"node-{os.environ['RANK']}"
+    node.mkdir(parents=True, exist_ok=True)
+    os.chdir(node)
+    try:
+        return run(wanted)
+    except ValueError as error:
+        return str(error)
+    finally:
+        os.chdir(before)
+
+
+def test_workers_on_disks_of_their_own_go_on_as_on_one(
+    text: Path, whole: Path, tmp_path: Path, processes: ProcessPool
+) -> None:
+    """One is behind the other; then it has lost all it had, and gets a copy from the other."""
+
+    def train(**more: Any) -> None:
+        wanted = chosen(text, "", **FP32, **more) | {"run.folder": "run"}
+        assert processes.run(_run_on_a_node_of_its_own, 2, wanted, tmp_path) == ["run", "run"]
+
+    nodes = [tmp_path / f"node-{rank}" / "run" for rank in range(2)]
+    train(**{"training.stop_after": 12})
+    shutil.rmtree(last(nodes[1], worker=1))  # this node was lost in its last save
+    train()
+    for worker, node in enumerate(nodes):
+        assert_same(tensors(last(node, worker)), tensors(last(whole, worker)))
+    assert checkpoint(nodes[0], 12).with_name("step-00000012.damaged").is_dir()
+    one, other = (open_saved(node).model.state_dict() for node in nodes)
+    assert all(torch.equal(value, other[name]) for name, value in one.items())
+    shutil.rmtree(nodes[1])  # a new disk
+    train(**{"training.steps": STEPS + 1})
+    assert step_of(last(nodes[1], worker=1)) == STEPS + 1
+    assert_same(shared_part(last(nodes[1], worker=1)), shared_part(last(nodes[0])))
+
+
+def test_nodes_of_one_worker_have_to_share_a_disk(
+    text: Path, whole: Path, tmp_path: Path, processes: ProcessPool
+) -> None:
+    wanted = chosen(text, "", **(FP32 | {"diloco.workers": 1})) | {"run.folder": "run"}
+    for error in processes.run(_run_on_a_node_of_its_own, 2, wanted, tmp_path):
+        assert re.search("could not be saved: .* its nodes must share run.folder", error)
+    path = checkpoint(tmp_path / "node-0/run", 16)
+    shutil.copytree(checkpoint(whole, 16), path)
+    for error in processes.run(_run_on_a_node_of_its_own, 2, wanted, tmp_path):
+        assert "rank 1 does not see the checkpoints" in error
 
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
         ({"training.steps": 15}, "the run has 15 steps .* its checkpoint is of step 16"),
-        ({"model.feed_forward": 64}, r"of another model: .*gate.weight is \(48, 32\) there"),
+        ({"model.feed_forward": 64}, r"of another model: .*gate.weight is \(64, 32\) here"),
         ({"checkpoint.resume": "/nowhere"}, 'checkpoint.resume = "/nowhere" is no folder of'),
         ({"checkpoint.resume": "never"}, "already holds a run"),
     ],

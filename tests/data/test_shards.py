@@ -41,7 +41,7 @@ def test_any_range_across_shards(make_shards: MakeShards) -> None:
 
 
 def test_the_format_to_the_byte(make_shards: MakeShards) -> None:
-    """As docs/data.md gives it: other programs may read and write shards."""
+    """As docs/data-and-models.md gives it: other programs may read and write shards."""
     folder = make_shards(validation=5)  # pieces of 53 tokens, shards closed at 170
     payload = struct.pack("<5H", 0, 1, 2, 3, 4)
     assert (folder / "validation-00000.tokens").read_bytes() == payload

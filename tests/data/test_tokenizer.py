@@ -134,7 +134,7 @@ def test_a_file_that_cannot_be_used_is_refused(
 def test_a_missing_file_or_package_names_the_remedy(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    message = r'"none.json" is no file: train one .docs/data.md#train-a-tokenizer'
+    message = r'"none.json" is no file: train one .docs/data-and-models.md#tokenizers'
     with pytest.raises(ValueError, match=message):
         build_tokenizer("none.json")
     monkeypatch.setitem(sys.modules, "tokenizers", None)
@@ -158,7 +158,7 @@ def test_encoding_that_cannot_be_fetched_names_the_remedies(
 
     monkeypatch.setattr(requests, "get", no_network)
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
-    message = r"(?s)p50k_edit.*cannot be loaded.*no network.*docs/data.md.*or use a tokenizer.json"
+    message = r"(?s)p50k_edit.*cannot be loaded.*no network.*or use a tokenizer.json"
     with pytest.raises(ValueError, match=message):
         build_tokenizer("p50k_edit")
 

@@ -1,4 +1,4 @@
-"""Wire formats: properties of all of them, and their bits as docs/wire-formats.md defines them."""
+"""Wire formats: properties of all of them, and their bits as docs/algorithm.md defines them."""
 
 import math
 from collections.abc import Iterator
@@ -71,7 +71,7 @@ def inputs(draw: st.DrawFn) -> Tensor:
     return (values * 8).round() / 8 if kind == "coarse" else values
 
 
-# --- the definition of docs/wire-formats.md, in plain Python --------------------------------------
+# --- the definition of docs/algorithm.md, in plain Python --------------------------------------
 
 # Bits of the exponent and of the mantissa, bias, largest value.
 LAYOUTS = {

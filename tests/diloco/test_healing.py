@@ -157,7 +157,7 @@ def _spoiled(
         "weights": {one.fragment: one.weight for one in rounds},
         "counted": (
             outer.state_dict()["facts"]["healed"],
-            outer.metrics()["diloco/healed_fragments"],
+            outer.metrics()["worker/healed_fragments"],
         ),
         "finite": all(bool(value.isfinite().all()) for value in parameters(model).values()),
         "shared": {name: full(value) for name, value in outer.global_state_dict().items()},

@@ -64,7 +64,7 @@ def count_bytes(workers: int) -> None:
             outer.step()
             dist.barrier()
             on_the_wire.append(read_counters(LOOPBACK)[0] - before)
-            sent.add(int(outer.metrics()["diloco/sent_bytes"]))
+            sent.add(int(outer.metrics()["worker/sent_bytes"]))
         assert len(sent) == 1, "every exchange sends the same"
         found.append([sent.pop(), min(on_the_wire)])
     print(json.dumps(found), flush=True)

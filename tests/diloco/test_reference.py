@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.diloco.reference import ReferenceDiLoCo, Values
 from tests.diloco.toy import Net, config, full, inner_step, parameters, start
 from tests.processes import ProcessPool
 from torchtitan_diloco.diloco import (
@@ -19,7 +20,6 @@ from torchtitan_diloco.diloco import (
 )
 from torchtitan_diloco.diloco.codecs import build_codec
 from torchtitan_diloco.diloco.fragments import build_fragments
-from torchtitan_diloco.diloco.reference import ReferenceDiLoCo, Values
 from torchtitan_diloco.diloco.schedule import is_dropped
 
 STEPS = 26

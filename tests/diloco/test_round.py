@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from tests.diloco.reference import build_optimizer
 from tests.diloco.toy import alone, config, full, inner_step, start
 from tests.processes import ProcessPool
 from torchtitan_diloco.diloco import Quantization
@@ -17,7 +18,6 @@ from torchtitan_diloco.diloco.config import CodecName, Fragments, OuterOptimizer
 from torchtitan_diloco.diloco.fragments import build_fragments
 from torchtitan_diloco.diloco.outer_optimizer import BLOCK
 from torchtitan_diloco.diloco.outer_state import OuterState, checksum
-from torchtitan_diloco.diloco.reference import build_optimizer
 from torchtitan_diloco.diloco.round import Meter, Round, Span
 
 PLAIN_MEAN = replace(config(0, delay=0, name="sgd", lr=1.0), sync_every=4)
@@ -159,5 +159,5 @@ def test_work_on_a_gpu_is_exposed_for_as_long_as_it_takes_there() -> None:
     meter.waited(0.5)
     assert meter.exposed_seconds == 0.5, "it is not known before the work is done"
     end.is_over = True
-    assert meter.exposed_seconds == meter.take()["diloco/exposed_seconds"] == 0.504
-    assert meter.take()["diloco/exposed_seconds"] == 0.0
+    assert meter.exposed_seconds == meter.take()["worker/exposed_seconds"] == 0.504
+    assert meter.take()["worker/exposed_seconds"] == 0.0

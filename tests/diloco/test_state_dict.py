@@ -55,7 +55,6 @@ def _interrupted(wire: Quantization) -> tuple[list[int], Any, list[Any]]:
                 parts = model.state_dict(), optimizer.state_dict(), outer.state_dict()
                 saves.append(copy.deepcopy(parts))
         state: Any = outer.state_dict()
-        assert state.pop("exchanged")["diloco/sent_bytes"] > 0
         outer.close()
         return parameters(model), state
 

@@ -4,12 +4,15 @@ import gc
 import math
 import resource
 import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from tests.diloco.toy import (
     AVERAGE_EVERY_STEP,
@@ -26,7 +29,10 @@ from tests.diloco.toy import (
     train,
 )
 from tests.processes import ProcessPool
-from torchtitan_diloco.diloco import OuterOptimizer, Quantization, StreamingDiLoCo
+from torchtitan_diloco.diloco import DiLoCoConfig, OuterOptimizer, Quantization, StreamingDiLoCo
+from torchtitan_diloco.diloco.peers import Apply, Peers, Send
+from torchtitan_diloco.diloco.round import Round
+from torchtitan_diloco.diloco.state_dict import Facts, SavedState
 from torchtitan_diloco.distributed.world import WORKER
 
 
@@ -48,10 +54,92 @@ def test_averaging_every_step_is_data_parallelism(processes: ProcessPool) -> Non
         torch.testing.assert_close(result, parameters(model), rtol=1e-4, atol=1e-5)
 
 
+class ThreadPeers(Peers):
+    """Workers in threads of one process, which wait for each mean."""
+
+    def __init__(self, worker: int, deltas: list[Tensor], barrier: threading.Barrier) -> None:
+        self.worker, self.workers = worker, barrier.parties
+        self._deltas, self._barrier = deltas, barrier
+
+    def check_settings(self, config: DiLoCoConfig) -> DiLoCoConfig:
+        return config
+
+    def open(self) -> None:
+        assert self.states[0].outer.isfinite().all()
+
+    def close(self) -> None:
+        self.background.close(timeout=1.0)
+
+    def check_weight(self, weight: float) -> None:
+        assert weight == 1.0
+
+    def due(self, weight: float) -> Iterator[Send | Apply]:
+        del weight
+        for index in self.schedule.sent_at(self.step):
+            state, number = self.states[index], self.schedule.outer_round(index, self.step)
+            yield Send(round_ := Round(index, number, self.step, state.values))
+            state.finish_delta()
+            self._deltas[self.worker] = state.delta.clone()
+            self._barrier.wait()
+            mean = torch.lerp(self._deltas[0], self._deltas[1], 0.5)
+            self._barrier.wait()
+            state.delta.copy_(mean)
+            state.advance()
+            yield Apply(round_, state.delta, share=self.config.overlap.mixing)
+
+    def rest(self) -> Iterator[Send | Apply]:
+        yield from ()
+
+    def check(self) -> None: ...
+    def restart(self) -> None: ...
+
+    @property
+    def progress(self) -> float:
+        return 0.0
+
+    def save(self, facts: Facts, mesh: DeviceMesh | None) -> SavedState:
+        raise NotImplementedError
+
+    def load(self, saved: SavedState) -> list[str]:
+        raise NotImplementedError
+
+
+def _over_gloo(chosen: DiLoCoConfig) -> dict[str, Tensor]:
+    outer, model, optimizer = start(chosen)
+    train(outer, model, optimizer, range(1, 25))
+    return outer.global_state_dict()
+
+
+def test_another_kind_of_peers_trains_like_gloo(processes: ProcessPool) -> None:
+    chosen, barrier = config(delay=0), threading.Barrier(2)
+    deltas = [torch.empty(0), torch.empty(0)]
+
+    def run(worker: int) -> dict[str, Tensor]:
+        model = Net()
+        outer = StreamingDiLoCo(model, ThreadPeers(worker, deltas, barrier), chosen)
+        train(outer, model, sgd(model), range(1, 25))
+        outer.close()
+        return outer.global_state_dict()
+
+    with ThreadPoolExecutor() as pool:
+        found = list(pool.map(run, range(2)))
+    for mine, theirs in zip(found, processes.run(_over_gloo, 2, chosen), strict=True):
+        assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def test_peers_serve_one_loop_and_have_their_own_arguments() -> None:
+    peers = ThreadPeers(0, [], threading.Barrier(1))
+    with pytest.raises(TypeError, match="total_steps and seed are for a gloo group only"):
+        StreamingDiLoCo(Net(), peers, config(), total_steps=8)
+    StreamingDiLoCo(Net(), peers, config()).close()
+    with pytest.raises(RuntimeError, match="have an outer loop already"):
+        StreamingDiLoCo(Net(), peers, config())
+
+
 def test_one_worker_needs_no_process_group() -> None:
     outer, _, _ = alone(AVERAGE_EVERY_STEP)
     outer.step()
-    assert [outer.metrics()["diloco/fragments_applied"] for _ in range(2)] == [1, 0]
+    assert [outer.metrics()["worker/fragments_applied"] for _ in range(2)] == [1, 0]
     assert outer.load_state_dict(outer.state_dict()) == []
     described = "\n".join(outer.describe())
     assert "each fragment every 1 steps, applied 0 steps later" in described
@@ -175,7 +263,7 @@ def _sharded_workers(spoil: bool) -> tuple[float, float, float]:
     with torch.no_grad():
         seen = loss(model, 0, 99).item()
         model.reshard()  # type: ignore[operator]
-        return seen, loss(model, 0, 99).item(), outer.metrics()["diloco/participants"]
+        return seen, loss(model, 0, 99).item(), outer.metrics()["worker/participants"]
 
 
 @pytest.mark.parametrize("spoil", [False, True])

@@ -15,8 +15,7 @@ from tests.processes import DIED, ProcessPool
 from torchtitan_diloco.diloco.meeting import agree
 from torchtitan_diloco.distributed import collectives
 from torchtitan_diloco.distributed.collectives import (
-    PendingReduction,
-    PendingSums,
+    PendingSum,
     RanksLostError,
     naming_lost_ranks,
     on_all_ranks,
@@ -29,12 +28,10 @@ from torchtitan_diloco.log import cause_of
 def _combine() -> tuple[Any, ...]:
     world = join(1)
     values = [1.0 + world.rank, 2.0**40 + world.rank]
-    total = PendingReduction(world, values, "in the test")
-    largest = PendingReduction(world, values, "in the test", dist.ReduceOp.MAX)
-    named = PendingSums(world, [{"one": 1.0}, {}, {"rank": world.rank, "two": 2.0}], "in the test")
+    total, nothing = (PendingSum(world, one, "in the test") for one in (values, []))
     assert on_all_ranks(world.control, lambda: world.rank) == world.rank
     agree({"corpus": "same"}, world.control, "rank")
-    found = total.result(), largest.result(), named.by_worker()
+    found = total.result(), nothing.result()
     assert total.is_complete
     return found
 
@@ -43,9 +40,7 @@ def _combine() -> tuple[Any, ...]:
 def test_all_ranks_get_the_same(processes: ProcessPool, size: int) -> None:
     ranks = range(size)
     total = [sum(1.0 + rank for rank in ranks), size * 2.0**40 + sum(ranks)]
-    largest = [float(size), 2.0**40 + size - 1]
-    named = [[{"one": size}, {}, {"rank": sum(ranks), "two": 2 * size}]]
-    assert processes.run(_combine, size) == [(total, largest, named)] * size
+    assert processes.run(_combine, size) == [(total, [])] * size
 
 
 def _threads(places: list[str], set_by_user: bool) -> int:

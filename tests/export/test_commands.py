@@ -8,19 +8,18 @@ from typing import Any
 import pytest
 import torch
 
-from tests.components.test_resume import run, tensors
+from tests.components.test_resume import checkpoint, run, tensors
 from tests.conftest import save_tokenizer, write_text
 from tests.export.reading import read_weights
 from tests.processes import ProcessPool
 from tests.test_trainer import curve, join, records, settings
-from torchtitan_diloco.components.checkpoint_folders import checkpoint_path
 from torchtitan_diloco.config import load_config
 from torchtitan_diloco.diloco.state_dict import shared_parameter_name
 from torchtitan_diloco.export import __main__ as commands
 from torchtitan_diloco.export.saved_model import open_saved
 from torchtitan_diloco.trainer import Trainer
 
-VALIDATION = "validation/loss_nats_per_token_global"
+VALIDATION = "loss/val"
 STREAMING = {
     "diloco.method": "streaming",
     "diloco.sync_every": 6,
@@ -54,8 +53,8 @@ def trained(corpus: Path, processes: ProcessPool) -> Path:
 
 
 def shared_parameters(folder: Path, step: int) -> dict[str, torch.Tensor]:
-    prefix = f"shared/{shared_parameter_name('')}"
-    found = tensors(checkpoint_path(folder, step)).items()
+    prefix = shared_parameter_name("")
+    found = tensors(checkpoint(folder, step)).items()
     return {name.removeprefix(prefix): value for name, value in found if name.startswith(prefix)}
 
 
@@ -84,7 +83,7 @@ def test_export_writes_the_shared_parameters_from_which_another_run_starts(
     modes = {path.name: path.stat().st_mode & 0o777 for path in base.iterdir()}
     assert set(modes.values()) == {base.stat().st_mode & 0o666}, "the user's umask"
 
-    half, path = tmp_path / "half", str(checkpoint_path(trained, 24))
+    half, path = tmp_path / "half", str(checkpoint(trained, 24, worker=1))
     assert commands.main(["export", path, "--dtype", "bfloat16", "--out", str(half)]) == 0
     for name, value in read_weights(half).items():
         assert torch.equal(value, expected[name].bfloat16()), name
@@ -97,7 +96,7 @@ def test_export_writes_the_shared_parameters_from_which_another_run_starts(
     started = shared_parameters(folder, 1)
     for name, value in expected.items():
         torch.testing.assert_close(started[name], value, rtol=0, atol=1e-7)
-    assert records(folder)[0]["train/tokens_global"] == 12 * 32  # a new run, from its first token
+    assert records(folder)[0]["train/tokens"] == 12 * 32  # a new run, from its first token
     assert commands.main(["export", str(folder)]) == 0
     again = load_config(str(folder / "export" / "step-00000001-safetensors" / "config.toml"))
     assert (again.model.weights, again.checkpoint.resume) == ("", "auto")
@@ -117,21 +116,15 @@ def test_weights_are_not_overwritten(trained: Path, tmp_path: Path, capsys: Capt
     assert "cannot be written" in capsys.readouterr().err
 
 
-def test_the_parameters_of_each_worker(trained: Path, corpus: Path) -> None:
-    saved = tensors(checkpoint_path(trained, 16))
-    first, second = (open_saved(trained, 16, f"worker-{worker}").model for worker in (0, 1))
-    for name, value in open_saved(trained, 16).model.state_dict().items():
-        assert torch.equal(value, saved[f"shared/{shared_parameter_name(name)}"])
-        assert torch.equal(first.state_dict()[name], saved[f"worker-0/model/{name}"])
-        assert torch.equal(second.state_dict()[name], saved[f"worker-1/model/{name}"])
-    name = "embedding.weight"
-    assert not torch.equal(first.state_dict()[name], second.state_dict()[name])
-    # With data parallelism there is one set.
+def test_the_shared_parameters_are_those_of_any_worker(trained: Path, corpus: Path) -> None:
+    """With data parallelism, they are the model."""
     changes = {"diloco.method": "none", "training.stop_after": 2}
-    folder = Path(run(chosen(corpus, "parallel", **changes)))
-    saved = tensors(checkpoint_path(folder, 2))
-    for name, value in open_saved(folder).model.state_dict().items():
-        assert torch.equal(value, saved[f"worker-0/model/{name}"])
+    parallel = Path(run(chosen(corpus, "parallel", **changes)))
+    for folder, step, kind in ((trained, 16, "outer"), (parallel, 2, "model")):
+        saved = tensors(checkpoint(folder, step))
+        for workers in (folder, *folder.glob("worker-*")):
+            for name, value in open_saved(workers, step).model.state_dict().items():
+                assert torch.equal(value, saved[f"{kind}/{name}"])
 
 
 # --- validate and generate ------------------------------------------------------------------------
@@ -156,14 +149,13 @@ def test_the_loss_is_the_one_that_the_run_printed(trained: Path, capsys: Capture
     assert "step 24, shared parameters" in output.err
 
 
-def test_other_text_batches_and_weights(trained: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_other_text_and_batches(trained: Path, tmp_path: Path, capsys: Capture) -> None:
     other = tmp_path / "other.txt"
     other.write_text("0123456789 " * 200)
-    usual = loss(capsys, run16 := str(checkpoint_path(trained, 16)))
+    usual = loss(capsys, run16 := str(checkpoint(trained, 16)))
     assert loss(capsys, run16, "--batch-size", "3") == pytest.approx(usual, abs=1e-4)
     assert loss(capsys, run16, "--corpus", str(other)) > usual + 1
     assert loss(capsys, run16, "--sequences", "20") != usual
-    assert loss(capsys, run16, "--weights", "worker-1") != usual
 
 
 def test_text_is_repeatable(trained: Path, capsys: Capture) -> None:
@@ -190,8 +182,7 @@ def test_text_is_repeatable(trained: Path, capsys: Capture) -> None:
         ("export", "nowhere", r"nowhere does not exist: name the folder of a run"),
         ("validate", "empty", r"empty has no complete checkpoint: name .* checkpoint.every"),
         ("generate", "run --step 7", r"--step 7: .*run has no checkpoint .* it has 8, 16, 24"),
-        ("export", "run/checkpoints/step-00000008 --step 16", r"--step 16: .* step; it has 8"),
-        ("validate", "run --weights worker-2", r"worker-2: .*00024 .* has shared, worker-0, wo"),
+        ("export", "run/worker-0/step-00000008 --step 16", r"--step 16: .* step; it has 8"),
         ("generate", "run --temperature nan", r"--temperature nan .*: give"),
         ("generate", "run --top-p 1.1", r"--top-p 1.1: give"),
     ],
@@ -212,17 +203,16 @@ def test_a_damaged_file_or_another_tokenizer_is_named(
 ) -> None:
     folder, own = tmp_path / "run", trained.parent / "own.json"
     before = own.read_bytes()
-    shutil.copytree(trained / "checkpoints", folder / "checkpoints")
-    file = checkpoint_path(folder, 24) / "shared" / "rank-0.safetensors"
+    shutil.copytree(trained / "worker-0", folder / "worker-0")
+    file = checkpoint(folder, 24) / "rank-0.safetensors"
     content = file.read_bytes()
     file.write_bytes(content[:100] + bytes([content[100] ^ 1]) + content[101:])
     for command in COMMANDS:
         assert commands.main([command, str(folder)]) == 2
-        expected = r"error: .*step-00000024/shared/rank-0.safetensors has other content.* --step"
+        expected = r"error: .*step-00000024/rank-0.safetensors has other content.* --step"
         assert re.match(expected, capsys.readouterr().err)
-    for usable in (["--step", "16"], ["--weights", "worker-0"]):
-        assert commands.main(["generate", str(folder), *usable, "--tokens", "1"]) == 0
-        capsys.readouterr()
+    assert commands.main(["generate", str(folder), "--step", "16", "--tokens", "1"]) == 0
+    capsys.readouterr()
     try:
         save_tokenizer(own, 259)
         for command in COMMANDS:

@@ -29,7 +29,7 @@ SMALL: dict[str, Any] = {"layers": 2, "width": 24, "heads": 4, "head_dim": 10, "
 SMALL |= {"kv_heads": 2}
 PLAIN = Model(**SMALL, qk_norm=False, tied_head=False, norm_epsilon=1e-5)
 SCALED = Model(**SMALL, qk_norm=False, rotary_scaling=8.0)
-VALIDATION = "validation/loss_nats_per_token_global"
+VALIDATION = "loss/val"
 
 
 def test_what_transformers_saves_in_parts_and_16_bits_is_read(tmp_path: Path) -> None:

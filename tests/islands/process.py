@@ -1,7 +1,6 @@
 """A simulated island and its settings."""
 
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -11,28 +10,28 @@ import msgspec
 from tests.islands import toy
 from tests.islands.toy import Copies, Shared, Vector
 from torchtitan_diloco.diloco.schedule import Schedule
-from torchtitan_diloco.islands.log import State
-from torchtitan_diloco.islands.members import Hint, Members
+from torchtitan_diloco.islands.log import Entry, State
+from torchtitan_diloco.islands.machine import RETRY, Due, Machine
+from torchtitan_diloco.islands.members import Hint, IslandFencedError, Members
 from torchtitan_diloco.islands.records import (
     Chunk,
     Close,
     Facts,
     Part,
     Record,
-    Take,
-    attempt_of,
     decode,
     digest,
 )
-from torchtitan_diloco.islands.rounds import Checked, Timing
+from torchtitan_diloco.islands.rounds import Checked, Mode, Timing
 from torchtitan_diloco.islands.rules import Island
+from torchtitan_diloco.log import UserError
 
 if TYPE_CHECKING:
     from tests.islands.simulation import World
 
 RUN_ID = "r1"
-TICK, BEAT, RETRY, RECONNECT = 0.1, 0.5, 0.5, 0.1
-"""Seconds between ticks, heartbeats, attempts to append, and attempts to connect."""
+TICK, BEAT, RECONNECT = 0.1, 0.5, 0.1
+"""Seconds between ticks, heartbeats, and attempts to connect."""
 HOUR = 3600.0
 NORM_LIMIT = 20.0
 
@@ -64,7 +63,7 @@ class Plan:
 
     @property
     def timing(self) -> Timing:
-        return Timing(self.schedule, self.quorum, self.floor, NORM_LIMIT)
+        return Timing(self.schedule, self.floor, NORM_LIMIT)
 
     @property
     def facts(self) -> Facts:
@@ -72,6 +71,7 @@ class Plan:
             run=RUN_ID,
             slots=self.slots,
             begin=self.begin,
+            quorum=self.quorum,
             total_tokens=self.steps * self.begin * self.batch * toy.TOKENS,
             cycle=self.sync_every * self.begin * self.batch * toy.TOKENS,
             outer_lr=1.0,
@@ -111,13 +111,9 @@ class Process:
         """Messages and chunks sent so far."""
         self.cursor = self.delivered = 0
         self.members = Members(self.plan.expiry)
-        self.copies = self._first_copies()
-        self.state = State(self.copies.checksum)
-        self.island: Island | None = None
+        self._begin()
         self.theta: list[Vector] = []
         self.checked: dict[int, Checked] = {}
-        self.stored: dict[int, Part] = {}
-        self.attempts: dict[tuple[object, ...], float] = {}
         self.heads: list[dict[int, str]] = [{} for _ in range(self.plan.fragments)]
         """For each fragment: version -> hash of the entry that made it."""
         self.training = self.blocked = False
@@ -130,9 +126,22 @@ class Process:
         """For each own part: steps from when its entry was due until it was applied."""
         self.leaving = False
 
+    def _begin(self) -> None:
+        self.copies = self._first_copies()
+        arguments = self.incarnation, self.members, self.plan.timing, self.copies.checksum
+        self.machine = Machine(*arguments, lr=1.0)
+
     @property
     def now(self) -> float:
         return self.world.now + self.offset
+
+    @property
+    def state(self) -> State:
+        return self.machine.state
+
+    @property
+    def island(self) -> Island | None:
+        return self.machine.island
 
     # --- faults -----------------------------------------------------------------------------------
 
@@ -162,8 +171,7 @@ class Process:
         return toy.begin_with(snapshots, donor.heads, self.world.log[: donor.cursor])
 
     def connect(self) -> None:
-        self.copies = self._first_copies()
-        self.state = State(self.copies.checksum)
+        self._begin()
         self.members.connect(self.now)
         self.deliver()
         self.tick()
@@ -182,11 +190,7 @@ class Process:
             return
         raw = self.world.log[self.cursor]
         self.cursor += 1
-        self.members.tick(self.now)
-        if self.island is None:
-            outcome = self.state.read(self.cursor, raw)
-        else:
-            outcome = self.island.read(self.cursor, raw, self.now)
+        outcome = self.machine.read(self.cursor, raw, self.now)
         self.world.agree(("state", self.cursor), toy.fingerprint(self.state))
         self.world.note(outcome, self.cursor)
         if outcome.entry is not None:
@@ -228,20 +232,10 @@ class Process:
             if self.members.connected and world.random.random() >= self.plan.loss:
                 world.after(world.delay(), partial(world.append, record))
 
-    def attempt(self, record: Record | None) -> None:
-        """Transmit a record, but not again before RETRY: only the log shows whether it is valid."""
-        if record is None:
-            return
-        attempt = attempt_of(record)
-        if self.now >= self.attempts.get(attempt, -HOUR * 2) + RETRY:
-            self.attempts[attempt] = self.now
-            self.have_effect(partial(self.transmit, record))
-
     def beat(self) -> None:
         if self.members.connected:
-            step = self.island.step if self.island else 0
             caught_up = self.cursor == len(self.world.log) or self.training
-            hint = Hint(self.incarnation, step, 0, 0.0, caught_up)
+            hint = self.machine.hint(caught_up=caught_up)
             for other in self.world.processes:
                 if other is not self and other.alive and other.members.connected:
                     self.world.after(self.world.delay(), partial(other.hear, hint), other)
@@ -252,7 +246,6 @@ class Process:
         self.members.hear(hint, self.now)
 
     def tick(self) -> None:
-        self.members.tick(self.now)
         self.react()
         if not self.finished:
             self.world.after(TICK, self.tick, self)
@@ -264,49 +257,27 @@ class Process:
             self.finished = True
         if self.finished or (not self.members.connected and self.island is None):
             return
-        if self.island is None:
-            self.join()
+        if self.island is None and (not self.state.facts or self.cursor < len(self.world.log)):
             return
-        if self.island.fenced:
+        try:
+            records = self.machine.records(self.checked, self.now)
+        except IslandFencedError:
             self.finished = True
             return
-        if not self.training and self.state.begun:
-            self.training = True
-            self.next_step()
-        if not self.training:
+        except UserError:  # a start of the same island is running
             return
-        for fragment in range(self.plan.fragments):
-            rounds = self.island.rounds[fragment]
-            self.attempt(rounds.open())
-            self.attempt(rounds.close(self.checked, 1.0, self.now))
-            part = self.stored.get(fragment)
-            if part is not None and rounds.under_way:
-                self.attempt(part)
-        if self.blocked or self.island.stopped:
+        for record in records:
+            self.have_effect(partial(self.transmit, record))
+        if self.island is not None and not self.training:
+            self.begin_training(self.island.position)
+        elif self.island is not None and (self.blocked or self.island.stopped):
             self.boundary()
-        self.attempt(self.island.last_record(self.now))
 
-    def join(self) -> None:
-        if self.state.facts is None or self.cursor < len(self.world.log):
-            return
-        owned = [slot for slot, name in self.state.owners().items() if name == self.incarnation]
-        if owned:
-            self.island = Island(self.state, self.members, owned[0], self.plan.timing, now=self.now)
-            self.theta = [dict(self.copies.newest(p).theta) for p in range(self.plan.fragments)]
-            begin = self.island.position
-            self.expected = [toy.Expected(position=begin) for _ in self.theta]
-            self.react()
-        elif self.incarnation in self.state.incarnations:
-            self.finished = True
-        elif (free := self.free_slot()) is not None:
-            slot, replaces = free
-            who = {"slot": slot, "incarnation": self.incarnation}
-            self.attempt(Take(run=RUN_ID, **who, replaces=replaces))  # type: ignore[arg-type]
-
-    def free_slot(self) -> tuple[int, str | None] | None:
-        with suppress(ValueError):  # a start of the same island is running
-            return self.members.slot_to_take(self.state, self.incarnation, self.now)
-        return None
+    def begin_training(self, position: int) -> None:
+        self.training = True
+        self.theta = [dict(self.copies.newest(p).theta) for p in range(self.plan.fragments)]
+        self.expected = [toy.Expected(position=position) for _ in self.theta]
+        self.next_step()
 
     # --- training ---------------------------------------------------------------------------------
 
@@ -321,10 +292,10 @@ class Process:
             return
         for sample in range(island.position, island.position + self.plan.batch):
             toy.train(self.theta, island.slot, sample)
-        island.finish_step(self.plan.batch, self.plan.batch * toy.TOKENS, self.nature.step)
+        weight, seconds = self.plan.batch * toy.TOKENS, self.nature.step
+        self.machine.finish_step(self.plan.batch, weight, seconds, leaving=self.leaving)
         if island.step == self.nature.not_finite_at:
             self.poisoned = set(range(self.plan.fragments))
-        island.leaving = self.leaving
         self.boundary()
 
     def boundary(self) -> None:
@@ -333,62 +304,54 @@ class Process:
         assert island is not None
         if not self.blocked:
             self.blocked_since = began
-        self.blocked = False
-        island.look_at_end(self.now)
-        if self.plan.delay and self._apply():
-            return
-        for fragment, rounds in enumerate(island.rounds):
-            if rounds.send_is_due(self.now):
-                self.send(fragment)
-            self.attempt(rounds.open())
-        if not self.plan.delay and self._apply():
-            return
+        self.blocked = True
+        while self.blocked:
+            unapplied = [list(rounds.unapplied) for rounds in island.rounds]
+            sent = [rounds.sent_step for rounds in island.rounds]
+            due = self.machine.boundary(self.now)
+            for one in due.applied:
+                entry = unapplied[one.fragment].pop(0)
+                assert entry.close.version == one.version
+                late = island.step - sent[one.fragment] - self.plan.delay
+                self.apply(one, entry, late)
+            for part in due.sent:
+                self.send(part)
+            for record in self.machine.records(self.checked, self.now):
+                self.have_effect(partial(self.transmit, record))
+            self.blocked = due.waits_until is not None
+            if due.waits_until is not None and not (due.applied or due.sent):
+                later = max(0.001, due.waits_until - self.now)
+                self.world.after(later, self.react, self)
+                return
         self.idle += self.world.now - self.blocked_since
         if not island.stopped:
             self.next_step()
 
-    def _apply(self) -> bool:
-        """Apply all entries that can be applied. Return whether training waits."""
-        island = self.island
+    def apply(self, due: Due, entry: Entry, late: int) -> None:
+        """`late`: steps since the last part of the fragment should have been applied."""
+        island, fragment = self.island, due.fragment
         assert island is not None
-        for fragment, rounds in enumerate(island.rounds):
-            while (mode := rounds.next_mode()) is not None:
-                version = rounds.applied
-                old, new = (self.copies.shared[fragment][v].theta for v in (version, version + 1))
-                theta = self.theta[fragment]
-                self.theta[fragment] = toy.apply(mode, theta, old, new, self.plan.alpha)
-                part = rounds.unapplied[0].part_of(self.incarnation)
-                if part is not None:
-                    late = island.step - rounds.sent_step - self.plan.delay
-                    self.waits.append(late)
-                    in_time = late <= 0 and part.base == version
-                    share = self.plan.alpha if in_time else max(self.plan.alpha, 0.5)
-                    change = toy.combine((1, new), (-1, old))
-                    place = island.slot, island.position
-                    lost = rounds.unapplied[0].is_lost(part)
-                    self.expected[fragment].apply(share * (not lost), *place, change)
-                if mode.value == "reset":
-                    self.poisoned.discard(fragment)
-                rounds.finish_apply(self.now)
-            until = rounds.wait_until()
-            if until is not None and self.now < until:
-                self.blocked = True
-                self.world.after(max(0.001, until - self.now), self.react, self)
-        return self.blocked
+        old, new = (self.copies.shared[fragment][due.version - n].theta for n in (1, 0))
+        theta = self.theta[fragment]
+        self.theta[fragment] = toy.apply(due.mode, theta, old, new, self.plan.alpha)
+        if (part := entry.part_of(self.incarnation)) is not None:
+            self.waits.append(late)
+            in_time = late <= 0 and part.base == due.version - 1
+            share = self.plan.alpha if in_time else max(self.plan.alpha, 0.5)
+            change = toy.combine((1, new), (-1, old))
+            place = island.slot, island.position
+            lost = entry.is_lost(part)
+            self.expected[fragment].apply(share * (not lost), *place, change)
+        if due.mode is Mode.RESET:
+            self.poisoned.discard(fragment)
 
-    def send(self, fragment: int) -> None:
-        island, world = self.island, self.world
-        assert island is not None
-        base = island.rounds[fragment].applied
-        shared = self.copies.shared[fragment][base]
-        delta = toy.encode_delta(self.theta[fragment], shared.theta)
-        checksum = self.copies.checksum(fragment, base)
-        part = island.rounds[fragment].send(
-            checksum, self.now, finite=fragment not in self.poisoned
-        )
-        self.expected[fragment].send(island.slot, part.end, delta)
-        self.stored.pop(fragment, None)
-        world.after(self.nature.upload, partial(self.store, part, delta), self)
+    def send(self, part: Part) -> None:
+        shared = self.copies.shared[part.fragment][part.base]
+        delta = toy.encode_delta(self.theta[part.fragment], shared.theta)
+        self.expected[part.fragment].send(part.slot, part.end, delta)
+        if part.fragment in self.poisoned:
+            part = msgspec.structs.replace(part, weight=0, finite=False)
+        self.world.after(self.nature.upload, partial(self.store, part, delta), self)
 
     def store(self, part: Part, delta: Vector) -> None:
         """Store the chunk of a part, then append the part."""
@@ -405,5 +368,5 @@ class Process:
             self.world.corrupt.add(number)
         chunk = Chunk(number, 1, digest(repr(delta).encode()))
         chunks = (chunk,) if part.finite else ()
-        self.stored[part.fragment] = msgspec.structs.replace(part, chunks=chunks)
+        self.machine.stored[part.fragment] = msgspec.structs.replace(part, chunks=chunks)
         self.react()

@@ -17,7 +17,7 @@ from tests.islands.running import FP4, TOKENS, Island, same, started, with_plain
 from tests.islands.servers import PATIENCE, need_server, running_server, wait_until
 from tests.processes import ProcessPool
 from torchtitan_diloco.diloco.state_dict import SavedState
-from torchtitan_diloco.islands import IslandFencedError, connection, leader
+from torchtitan_diloco.islands import IslandFencedError, connection, machine
 from torchtitan_diloco.islands.__main__ import open_reader
 from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.connection import Bulk, Connection
@@ -116,7 +116,7 @@ def test_a_joiner_asks_another_island_when_its_donor_dies(
     give, dead = Leader._give_snapshot, list[Island]()
 
     def die_or_give(found: Leader, wanted: SnapshotWanted) -> None:
-        island = islands[name_of(found.incarnation)]
+        island = islands[name_of(found.machine.incarnation)]
         if not dead:
             dead.append(island)
             island.died.set()
@@ -140,7 +140,7 @@ STATES = [
     (Connection, "receive_log"),
     (Replay, "_wait_for_answer"),
     (Replay, "_start_at"),  # it has the first of its copies
-    (Leader, "_attempt"),  # to take a slot
+    (Connection, "append"),  # to take a slot
     (Leader, "join"),
     (Connection, "store"),  # of a part that is not in the log
 ]
@@ -262,7 +262,7 @@ def test_a_spare_island_keeps_one_copy_and_no_parts(server: Join) -> None:
 def test_an_island_leaves_without_a_connection(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(leader, "AWAY", 0.5)
+    monkeypatch.setattr(machine, "AWAY", 0.5)
     with running_server(tmp_path / "server") as found:
         island = Island(found.join, "a", begin=1, slots=1, steps=1000, step_seconds=0.02)
         with started(island):

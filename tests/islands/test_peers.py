@@ -23,6 +23,7 @@ from torchtitan_diloco.diloco import state_dict as saving
 from torchtitan_diloco.diloco.outer_state import OuterState
 from torchtitan_diloco.distributed.world import WORKER
 from torchtitan_diloco.islands import IslandPeers, Islands, connection
+from torchtitan_diloco.islands import peers as island_peers
 from torchtitan_diloco.islands.__main__ import open_reader
 from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.log import Outcome
@@ -157,6 +158,27 @@ def test_an_island_with_other_settings_is_refused(server: Join) -> None:
             second.finish()
     assert "diloco.sync_every: 8 in the run, 9 in this island" in str(error.value)
     assert "data: one in the run, 2 in this island" in str(error.value)
+
+
+def test_other_code_and_what_the_first_island_sets_are_only_named(
+    server: Join, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bug fix has to enter a run that goes on."""
+    codes = count()
+    monkeypatch.setattr(island_peers, "code_fingerprint", lambda: f"code-{next(codes)}")
+    first, second = (Island(server, name) for name in "ab")
+    second.peers.islands = replace(second.peers.islands, quorum=2, slots=4)
+    with started(first):
+        wait_until(lambda: first.peers._leader and first.peers._leader.state.owners(), "a slot")
+        with started(second):
+            assert same(first.finish().shared, second.finish().shared)
+    assert second.peers.seat.slots == 2
+    for line in (
+        "the run has slots = 2, as its first island says, and not 4",
+        "the run has quorum = 1, as its first island says, and not 2",
+        "this island runs other code than the first one",
+    ):
+        assert line in caplog.text
 
 
 def test_deltas_and_chunks_that_are_not_finite_are_left_out(

@@ -10,11 +10,11 @@ import pytest
 import tomli
 from matplotlib.ticker import EngFormatter
 
+from tests.components.test_resume import last
 from tests.conftest import REPOSITORY
 from tests.islands.servers import need_server
 from torchtitan_diloco import launch
-from torchtitan_diloco.components.checkpoint_folders import complete_checkpoints
-from torchtitan_diloco.components.checkpoint_schema import read_manifest
+from torchtitan_diloco.components.resume import read_manifest
 from torchtitan_diloco.components.summary import all_reduce_bytes
 from torchtitan_diloco.config import from_command_line
 from torchtitan_diloco.config.loader import ConfigError
@@ -60,11 +60,11 @@ def test_islands_stop_and_go_on_where_the_log_ends(tmp_path: Path) -> None:
     manifests = []
     for name in ("island-1", "island-2"):
         folder = tmp_path / name
-        newest = complete_checkpoints(folder)[-1]
+        newest = last(folder)
         manifests.append(read_manifest(newest))
         saved = tomli.loads((folder / "config.toml").read_text())
         assert saved["islands"]["join"] == ""  # it contains a password
-    one, other = (manifest.outer[0]["island"] for manifest in manifests)
+    one, other = (manifest.outer["island"] for manifest in manifests)
     assert one["heads"] == other["heads"]
     assert one["versions"] == other["versions"]
     check_report(tmp_path / "island-1")
@@ -73,17 +73,15 @@ def test_islands_stop_and_go_on_where_the_log_ends(tmp_path: Path) -> None:
 def check_report(folder: Path) -> None:
     """Its counts are those of two islands, and of the run's tokens."""
     (island,) = open_runs([folder])
-    assert island.summary is not None
     facts = {name.text: cell.text for name, cell in facts_table([island]).rows}
     tokens = 60 * 2 * SETTINGS["training.batch_size"] * SETTINGS["training.sequence_length"]
-    assert facts["tokens, all workers"] == f"{tokens:,}"
-    assert read_manifest(complete_checkpoints(folder)[-1]).state.tokens == tokens
-    assert describe(island).endswith("; one of 2 islands, Streaming DiLoCo")
-    # What is in the summary is what the console has shown.
-    sent = island.summary.sent_bytes_mean_over_workers
+    assert facts["tokens"] == f"{tokens:,}"
+    assert read_manifest(last(folder)).state.tokens == tokens
+    assert describe(island).endswith("; 1 of 2 islands, Streaming DiLoCo")
+    sent = island.totals["worker/sent_bytes"]
     assert facts["sent by each worker"] == EngFormatter("B", places=1)(sent)
-    expected = all_reduce_bytes(island.parameters, 2) * island.last_step
-    assert island.summary.data_parallel_bytes_per_worker == expected
+    expected = all_reduce_bytes(island.workers[0].starts[0].parameters, 2) * island.last_step
+    assert island.data_parallel_bytes(island.totals["worker/steps"]) == expected
 
 
 def test_contradictions_are_named() -> None:

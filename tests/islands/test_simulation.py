@@ -195,25 +195,32 @@ def test_a_death_before_and_after_everything_it_sends(
     leaves_at=st.floats(0.5, 5.0),
     delay=st.sampled_from([0, 1, 5]),
     upload=st.sampled_from([0.01, 0.3]),
+    is_replaced=st.booleans(),
     seed=st.integers(0, 99),
 )
 def test_an_island_that_leaves_sends_all_its_work(
-    leaves_at: float, delay: int, upload: float, seed: int
+    leaves_at: float, delay: int, upload: float, is_replaced: bool, seed: int
 ) -> None:
-    """Also what it has trained since a part that waits for the other one's."""
+    """Also what it has trained since a part that waits for the other one's, and also if another
+    island takes the slot at once."""
     world = World(Plan(delay=delay, steps=60, slots=2, begin=2), seed)
     leaver, other = world.start("leaver"), world.start("other", Nature(upload=upload))
     world.after(leaves_at, lambda: setattr(leaver, "leaving", True))
+    if is_replaced:
+        world.start("next", at=leaves_at)
     world.run()
-    state, _ = check(world)
+    state, entries = check(world)
     assert leaver.island is not None
     slot = state.slots[leaver.island.slot]
     assert other.island is not None
     assert state.ended
-    assert slot.owner is None
-    for ledger in slot.ledgers:
+    assert is_replaced or slot.owner is None
+    for fragment, ledger in enumerate(slot.ledgers):
+        parts = [one for entry in entries for one in entry.parts if one.fragment == fragment]
+        ends = [one.end for one in parts if one.incarnation == leaver.incarnation]
+        assert max(ends) == leaver.island.position
         assert [span.fate for span in ledger.spans] == ["merged"]
-        assert ledger.taken_to == leaver.island.position
+        assert is_replaced or ledger.taken_to == leaver.island.position
 
 
 def entries_between(world: World, begin: float, end: float) -> list[Entry]:

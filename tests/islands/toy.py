@@ -192,7 +192,7 @@ def fingerprint(state: State) -> str:
 def one_world(
     schedule: Schedule, workers: int, steps: int, alpha: float, batch: int
 ) -> list[Shared]:
-    """Return the final shared copies of workers in lockstep, as in `diloco/reference.py`."""
+    """Return the final shared copies of workers in lockstep, as in `tests/diloco/reference.py`."""
     fragments = range(schedule.fragments)
     shared = [Shared() for _ in fragments]
     theta = [[dict(shared[p].theta) for p in fragments] for _ in range(workers)]

@@ -70,7 +70,7 @@ def test_a_new_family_trains_in_shards_and_its_checkpoint_is_used(
     streaming |= {"activation_checkpoint.mode": "full"}
     chosen = settings(text, **streaming)
     (folder, *_) = processes.run(run_mixer, 2, chosen)
-    losses = curve(records(Path(folder)), "validation/loss_nats_per_token_global")
+    losses = curve(records(Path(folder)), "loss/val")
     assert losses[-1] < losses[0]
 
     monkeypatch.setitem(MODELS, "debug", Mixer)

@@ -5,7 +5,6 @@ from functools import cache
 
 import pytest
 
-from torchtitan_diloco.components.records import Conditions
 from torchtitan_diloco.config.loader import load_config
 from torchtitan_diloco.diloco.config import (
     CodecName,
@@ -15,7 +14,7 @@ from torchtitan_diloco.diloco.config import (
     diloco_mistakes,
 )
 from torchtitan_diloco.planner.ladder import climb, ladder_text, rungs
-from torchtitan_diloco.planner.prediction import Workload
+from torchtitan_diloco.planner.prediction import Conditions, Workload
 
 GIVEN = replace(load_config("35m").diloco, quantization=Quantization(codec="fp32"))
 

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.processes import ProcessPool
-from torchtitan_diloco.components.records import Conditions
 from torchtitan_diloco.components.summary import all_reduce_bytes
 from torchtitan_diloco.config.loader import load_config
 from torchtitan_diloco.diloco.codecs import CODECS, build_codec
@@ -26,6 +25,7 @@ from torchtitan_diloco.diloco.exchange import CHUNK, Exchange
 from torchtitan_diloco.diloco.transport import Header
 from torchtitan_diloco.planner.prediction import (
     HOST_CODING,
+    Conditions,
     Workload,
     predict,
     predict_data_parallel,

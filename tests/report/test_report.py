@@ -3,19 +3,22 @@ import re
 import shutil
 from html import unescape
 from pathlib import Path
-from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 
 from tests.conftest import REPOSITORY, page_commands
-from tests.report.synthetic import FRAGMENTS, round_records, step_records, summary, write_run
-from torchtitan_diloco.components.records import PHASES, RoundRecord, Summary, WorkerRound, phases
+from tests.report.synthetic import (
+    FRAGMENTS,
+    exchanges,
+    round_records,
+    step_records,
+    write_run,
+)
+from torchtitan_diloco.components.metrics import METRICS
 from torchtitan_diloco.components.summary import all_reduce_bytes
 from torchtitan_diloco.config import from_command_line
 from torchtitan_diloco.report.__main__ import main
-from torchtitan_diloco.report.charts import draw_timeline
 from torchtitan_diloco.report.figures import Figure, figures
 from torchtitan_diloco.report.page import (
     ABSENT,
@@ -26,8 +29,9 @@ from torchtitan_diloco.report.page import (
     markdown,
 )
 from torchtitan_diloco.report.run_records import Run, open_runs
+from torchtitan_diloco.report.timeline import PHASES, draw_timeline, phases
 
-LOSS = "train/loss_nats_per_token_global"
+LOSS = "loss/train"
 
 
 def opened(folder: Path) -> Run:
@@ -68,23 +72,22 @@ def test_page_of_a_run(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "worker 2: transfer 800.0 ms" in text, "a tooltip"
     assert "training: " in text, "a tooltip"
     assert "#0b62b0" not in text.partition("</style>")[2], "colours are variables"
-    assert main([str(streaming / "metrics.jsonl"), "--out", str(streaming / "again.html")]) == 0
+    assert main([str(streaming), "--out", str(streaming / "again.html")]) == 0
     assert (streaming / "again.html").read_text() == text, "the same records, the same page"
 
 
 def test_facts_and_figures_of_a_run(runs: Path) -> None:
     run = opened(runs / "streaming")
     expected = 600 * all_reduce_bytes(sum(FRAGMENTS.values()), 3)
-    assert run.parameters == sum(FRAGMENTS.values())
     assert facts(run) | {
-        "tokens, all workers": ("9,830,400", "600 steps"),
+        "tokens": ("9,830,400", "of the run, 600 steps"),
         "time": ("0:05:00", "days, h:mm:ss, with validations"),
         "sent by each worker": ("90.0 MB", "counted in the buffers"),
-        "utilisation": ("97.1 %", "measured; 95.0 % predicted"),
-        "communication hidden": (f"{100 * (1 - 0.05 / 1.2):.1f} %", "of the time of exchanges"),
+        "communication hidden": (f"{100 * (1 - 0.05 / 1.2):.1f} %", "of the exchanges' time"),
         "slowest link": ("40.0 Mbit/s", "worker 2 to worker 0, median of 57 rounds"),
     } == facts(run)
     assert facts(run)["last to arrive"][0] == "worker 2"
+    assert 97 < float(facts(run)["utilisation"][0].removesuffix(" %")) < 98
     ratio = expected / (60 * 1.5e6)
     assert f"{ratio:,.1f} times" in facts(run)["data parallelism would send"][1]
     workers, links = detail_tables([run])
@@ -111,8 +114,8 @@ def test_facts_and_figures_of_a_run(runs: Path) -> None:
 
 def test_runs_that_lack_something(runs: Path, tmp_path: Path) -> None:
     run = opened(runs / "running")
-    assert (run.unreadable, run.last_step) == (0, 400), "an incomplete last line is no error"
-    assert facts(run)["utilisation"] == (ABSENT, "not recorded: the run has not ended")
+    assert run.last_step == 400
+    assert run.workers[0].unreadable == 0, "an incomplete last line is no error"
     measured = by_title(run)["Drift of the workers"]
     assert len(measured.legend) == 3, "few rounds were measured"
     assert "nan" not in measured.svg
@@ -121,52 +124,64 @@ def test_runs_that_lack_something(runs: Path, tmp_path: Path) -> None:
     assert list(by_title(control)) == ["Loss over tokens", "Loss over time", "Where the time went"]
     assert "No exchange was recorded" in html_page([control])
     assert "last to arrive" not in facts(control)
+    assert "computed, not counted" in facts(control)["sent by each worker"][1]
+    assert detail_tables([control]) == []
 
     new = opened(write_run(tmp_path / "new", []))
     assert "has not logged a step yet" in html_page([new])
     assert "has not logged a step yet" in markdown([new])
     assert "no readable config.toml" in html_page([new])
 
-    resumed: list[Any] = [*step_records(110), summary(100)]
-    assert opened(write_run(tmp_path / "resumed", resumed)).summary is None, "it went on"
 
-
-def test_an_island_shares_no_bytes_with_the_others(tmp_path: Path) -> None:
-    """It began with another one, and a third one came."""
-    rounds = round_records(100, workers=1)
-    for number, record in enumerate(rounds):
-        record.participants = 2 if number < 2 else 3
-    settings = '[diloco]\nworkers = 9\n[islands]\nname = "a"\nbegin = 2\n'
-    folder = write_run(tmp_path / "a", [*step_records(100, workers=1), *rounds], settings)
-    island = opened(folder)
-    assert describe(island) == "one of 3 islands"
+def test_islands_are_workers_in_other_places(tmp_path: Path) -> None:
+    """Two began, and a third one came. They know no arrivals, and each has its own loss."""
+    folders = []
+    for place, name in enumerate(("oslo", "rome")):
+        (rounds,) = round_records(100, workers=1)
+        for number, record in enumerate(rounds):
+            record.participants = 2 if number < 2 else 3
+        settings = f'[diloco]\nworkers = 9\n[islands]\nname = "{name}"\nbegin = 2\n'
+        steps = step_records(100, seed=place)
+        folders.append(write_run(tmp_path / "all" / name, steps, [rounds], settings))
+    island, both = opened(folders[0]), opened(tmp_path / "all")
+    assert open_runs(folders)[0].workers == both.workers, "also if they are given one by one"
+    assert (describe(island), describe(both)) == ("1 of 3 islands", "2 of 3 islands")
     expected = 100 * all_reduce_bytes(sum(FRAGMENTS.values()), 3)
-    assert facts(island)["sent by each worker"][0] == "15.0 MB"
-    assert f"{expected / 15e6:,.1f} times" in facts(island)["data parallelism would send"][1]
-    for row in ("training loss", "tokens/s"):
-        assert "this island" in facts(island)[row][1]
+    for run in (island, both):
+        assert facts(run)["sent by each worker"][0] == "15.0 MB"
+        assert f"{expected / 15e6:,.1f} times" in facts(run)["data parallelism would send"][1]
+        assert "oslo" in facts(run)["training loss"][1]
+    rates = [facts(run)["tokens/s"] for run in (island, both)]
+    assert rates == [("32,768", "1 of 3 islands, median"), ("65,536", "2 of 3 islands, median")]
+    (workers,) = detail_tables([both])
+    assert [[cell.text for cell in row[:2]] for row in workers.rows] == [
+        ["oslo", ABSENT],
+        ["rome", ABSENT],
+    ]
+    assert "rome: merging" in html_page([both])
 
 
 def test_damaged_lines_and_workers_that_come_or_are_left_out(tmp_path: Path) -> None:
-    rounds = round_records(100, workers=2) + round_records(150, workers=3)[-3:]
-    for record in rounds[:2]:
-        record.workers[1].left_out = ["outlier"]
-    folder = write_run(tmp_path / "run", [*step_records(150), *rounds])
+    rounds = round_records(150, workers=3)
+    del rounds[2][:-3]
+    for record in rounds[1][:2]:
+        record.left_out = ["outlier"]
+    folder = write_run(tmp_path / "run", step_records(150), rounds)
     damage = [
         '{"step": "one"}',
         "[1, 2]",
         "null",
         '{"kind": "round", "step": 5}',
-        '{"kind": "round", "step": 6, "workers": [null, 3]}',
         '{"kind": "something new", "step": 7}',
     ]
-    content = (folder / "metrics.jsonl").read_text().splitlines()
-    (folder / "metrics.jsonl").write_text("\n".join([*content[:10], *damage, *content[10:], ""]))
+    path = folder / "worker-1/metrics.jsonl"
+    content = path.read_text().splitlines()
+    path.write_text("\n".join([*content[:10], *damage, *content[10:], ""]))
     run = opened(folder)
-    assert (run.last_step, run.workers) == (150, 3)
+    assert (run.last_step, run.size) == (150, 3)
     assert np.isnan(run.of_workers("waited_seconds")[0]).tolist() == [False, False, True]
     page = html_page([run])
-    assert "left out 5 line(s) of metrics.jsonl" in page
+    assert "left out 4 line(s) of metrics.jsonl" in page
     assert "worker 1 was left out of 2 recorded round(s), outlier." in page
     assert "worker 0 was left out" not in page
 
@@ -175,9 +190,9 @@ def test_values_that_are_not_finite(tmp_path: Path) -> None:
     records = step_records(200)
     for record, value in zip(records, ("nan", "inf", None, "-inf", 1e300), strict=False):
         record[LOSS] = value
-        record["diloco/bandwidth_used_mbit_per_second_mean_over_workers"] = value
-    records[-1]["time/share_data_percent_mean_over_ranks"] = "nan"
-    run = opened(write_run(tmp_path / "diverged", records, "[diloco]\nworkers = 2\n"))
+        record["sync/mbit_per_second"] = value
+    records[-1]["worker/data_seconds"] = "nan"
+    run = opened(write_run(tmp_path / "diverged", records))
     assert len(run.curve(LOSS)[0]) == 19, "null is not a value"
     for page in (html_page([run]), markdown([run])):
         assert "nan" not in page.partition("</style>")[2]
@@ -204,7 +219,7 @@ def test_runs_side_by_side(runs: Path, tmp_path: Path) -> None:
     assert list(found["Where the time went"].bars) == [run.name for run in several]
 
     folders = [write_run(tmp_path / place / "run", step_records(20)) for place in ("here", "there")]
-    paths = [str(folder / "metrics.jsonl") for folder in folders]
+    paths = list(map(str, folders))
     assert [run.name for run in open_runs(folders)] == paths, "of the same name"
     assert [run.name for run in open_runs([folders[0]] * 2)] == ["run"], "once"
 
@@ -223,35 +238,25 @@ def test_markdown(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize("workers", [3, 10])
-def test_the_timeline_shows_all_phases_of_the_first_workers(
-    workers: int, runs: Path, tmp_path: Path
-) -> None:
-    figure, drawn = draw_timeline(phases(round_records(100, workers=workers)[-2:]), title="Last")
+def test_the_timeline_shows_all_phases_of_the_first_workers(workers: int) -> None:
+    found = phases(exchanges(round_records(100, workers=workers))[-2:])
+    figure, drawn = draw_timeline(found, [f"worker {number}" for number in range(workers)])
     (axes,) = figure.axes
     shown = min(workers, 8)
+    assert axes.get_xlabel().startswith("seconds, from 01:47:2")
     assert ("2 more workers are not shown" in axes.get_xlabel()) == (workers == 10)
     rows = [label.get_text() for label in axes.get_yticklabels()]
     assert rows == [text for n in range(shown) for text in (f"worker {n}", "exchange")]
     assert len(drawn) == shown * 2 * len(PHASES)
     assert len(axes.patches) == len(drawn) + shown
-    for name in ("timeline.svg", "timeline.png"):
-        assert main([str(runs / "streaming"), "--timeline", str(tmp_path / name)]) == 0
-    svg = (tmp_path / "timeline.svg").read_text()
-    assert svg.startswith("<svg")
-    assert "prefers-color-scheme:dark" in svg
-    assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
 
 
 MISTAKES = {
     "streming": "is not a folder: give the folder of a run",
-    "empty": "has no metrics.jsonl",
+    "empty": "has no worker-0/metrics.jsonl",
     "words": "has no line that is a record of a run",
     "bytes": "has no line that is a record of a run",
-    "streaming --timeline timeline.jpg": "must end in .svg or .png",
-    "streaming data-parallel --timeline timeline.svg": "but 2 are given",
-    "data-parallel --timeline timeline.svg": "has no exchanges: give one with",
     "streaming --out nowhere/a.html": "a.html cannot be written: No such file",
-    "streaming --timeline nowhere/a.svg": "a.svg cannot be written: No such file",
 }
 
 
@@ -268,9 +273,9 @@ def test_mistakes_are_reported_in_a_line(
         ("words", b"no\nrecord\n"),
         ("bytes", bytes(range(256))),
     ):
-        (tmp_path / name).mkdir()
+        (tmp_path / name / "worker-0").mkdir(parents=True)
         if content:
-            (tmp_path / name / "metrics.jsonl").write_bytes(content)
+            (tmp_path / name / "worker-0/metrics.jsonl").write_bytes(content)
     monkeypatch.chdir(tmp_path)
     for words, message in MISTAKES.items():
         assert main(words.split()) == 2
@@ -283,25 +288,18 @@ def test_mistakes_are_reported_in_a_line(
 def test_hostile_text_is_only_text(tmp_path: Path) -> None:
     bad = '</pre><script>alert("1")</script>\x01'
     rounds = round_records(100)
-    for record in rounds:
+    for record in (*rounds[0], *rounds[1]):
         record.fragment_name = bad
-    settings = f"[run]\ndescription = {json.dumps(bad)}\n\n[diloco]\nworkers = 2\n"
-    folder = write_run(tmp_path / "<b>run|*", [*step_records(100), *rounds], settings)
+    settings = f"[run]\ndescription = {json.dumps(bad)}\n"
+    folder = write_run(tmp_path / "<b>run|*", step_records(100), rounds, settings)
     assert shown_text(html_page([opened(folder)])).count("<script>") > 3
     assert r"\<b\>run\|\*" in markdown([opened(folder)])
 
 
-def test_the_page_about_records_names_their_fields() -> None:
-    """In its tables, in which a row may have several."""
+def test_the_page_about_records_has_all_numbers() -> None:
     text = (REPOSITORY / "docs/report.md").read_text()
-    keys = {
-        key
-        for row in re.findall(r"^\| (`.*?) \|", text, re.M)
-        for key in re.findall(r"`(.*?)`", row)
-    }
-    for kind in (WorkerRound, RoundRecord, Summary):
-        assert {field.encode_name for field in msgspec.structs.fields(kind)} <= keys
-    assert set(step_records(100)[0]) <= keys
+    for name, (unit, meaning, scope) in METRICS.items():
+        assert f"| `{name}` | {unit} | {meaning} | {scope} |" in text
 
 
 def test_the_commands_of_the_page_run(runs: Path, tmp_path: Path) -> None:

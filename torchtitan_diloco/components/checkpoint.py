@@ -1,79 +1,274 @@
-"""Saving a run while training goes on."""
+"""Checkpoints of a worker: their folder, their manifest, and saving while training goes on.
 
+RUN/worker-0/step-00001000/manifest.json  `Manifest`
+                           rank-0.safetensors ...  for each rank of the worker, its rows of
+    model/NAME, optimizer/STATE/NAME, random/...   parameters, inner optimizer, random states
+    outer/NAME, momentum/NAME, ...                 the outer loop: `SavedState.tensors`
+
+A folder gets its name once it is complete. Files are safetensors and JSON, so reading a checkpoint
+never runs code from it; `torch.distributed.checkpoint` pickles its metadata.
+
+To add a number: declare it in `RunState`, fill it in `Trainer._manifest`, and read it from
+`Trainer.resumed`. To add a tensor of a worker: return it from `inner_tensors`; what the outer loop
+saves is in diloco/state_dict.py. If older checkpoints would be read wrongly, raise VERSION.
+"""
+
+import json
+import os
+import re
 import shutil
 import time
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Mapping
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from itertools import count
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from torchtitan_diloco.components import checkpoint_folders as folders
-from torchtitan_diloco.components.checkpoint_schema import (
-    SHARED,
-    Manifest,
-    fingerprint,
-    inner_tensors,
-    random_states,
-    rows_to_write,
-    worker_folder,
-    write_tensors,
-)
-from torchtitan_diloco.components.run_folder import RunFolder
+from torchtitan_diloco.components.optimizer import initial_state
 from torchtitan_diloco.config.schema import Checkpoint
 from torchtitan_diloco.diloco.background import BackgroundThread
+from torchtitan_diloco.diloco.fragments import local_of
 from torchtitan_diloco.diloco.healing import is_finite
 from torchtitan_diloco.diloco.object_collectives import gather_objects
 from torchtitan_diloco.diloco.outer_loop import OuterLoop
-from torchtitan_diloco.diloco.round import total
-from torchtitan_diloco.diloco.state_dict import RESIDUAL, SavedState, copy_to_host
+from torchtitan_diloco.diloco.state_dict import SavedState, copy_to_host
 from torchtitan_diloco.distributed.collectives import naming_lost_ranks, on_all_ranks
 from torchtitan_diloco.distributed.world import FSDP, World
+from torchtitan_diloco.hardware import write_whole
 from torchtitan_diloco.log import UserError, logger
 
-Value = TypeVar("Value")
+Files = dict[str, tuple[int, int]]
+VERSION = 6
+MANIFEST = "manifest.json"
+MODEL, OPTIMIZER, RANDOM = "model/", "optimizer/", "random/"
+"""Prefixes of tensors; all other names are the outer loop's."""
 SAVE_AFTER_ERROR_SECONDS = 20.0
 """Time for a save in progress when a run ends with an error."""
 
 
-@dataclass(frozen=True)
-class _Part:
-    """What one rank adds to the manifest."""
+# --- the manifest ---------------------------------------------------------------------------------
 
-    facts: dict[str, Any]
-    exchanged: dict[str, float]
-    files: dict[str, tuple[int, int]]
+
+@dataclass(frozen=True)
+class RunState:
+    """State of a run beside its tensors. A new run starts from `RunState()`."""
+
+    step: int = 0
+    tokens: int = 0
+    """Tokens of all workers together."""
+    position: int = 0
+    """Position of the next sample in the global order of samples."""
+    skipped_in_a_row: int = 0
+    """Steps without an update, up to this one."""
+    validated: tuple[int, float] | None = None
+    """Step of the last validation and its loss."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Contents of manifest.json: the description of a checkpoint."""
+
+    state: RunState
+    workers: int
+    """Workers that have saved this step; 1 with data parallelism."""
+    data: dict[str, Any]
+    """Corpus, sequence length and order that `RunState.position` refers to."""
+    config: str
+    """Settings of the run, as TOML."""
+    tokenizer: str = ""
+    """Fingerprint of the tokenizer."""
+    outer: dict[str, Any] = field(default_factory=dict)
+    """`SavedState.facts`; empty with data parallelism."""
+    files: Files = field(default_factory=dict)
+    """Size in bytes and CRC-32 of every other file."""
+    save: int = 0
+    """CRC-32 over those of all workers, which tells saves of the same step apart."""
+    version: int = VERSION
+
+    @property
+    def step(self) -> int:
+        return self.state.step
+
+    def to_json(self) -> str:
+        values = asdict(self)
+        return json.dumps({**values, "crc": crc_of(values)}, indent=1)
+
+
+def crc_of(values: object) -> int:
+    return zlib.crc32(json.dumps(values, sort_keys=True).encode())
+
+
+def fingerprint(path: Path) -> tuple[int, int]:
+    """Return the size and the CRC-32 of a file."""
+    crc, size = 0, 0
+    with path.open("rb") as file:
+        while piece := file.read(2**22):
+            crc, size = zlib.crc32(piece, crc), size + len(piece)
+    return size, crc
+
+
+# --- folders --------------------------------------------------------------------------------------
+
+
+def checkpoint_path(folder: Path, step: int) -> Path:
+    """Return the folder of a step, in the folder of a worker."""
+    return folder / f"step-{step:08d}"
+
+
+def step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
+
+
+def complete_checkpoints(folder: Path) -> list[Path]:
+    """Return the complete checkpoints of a worker, oldest first."""
+    found = [path for path in folder.glob("step-*") if re.fullmatch(r"step-\d+", path.name)]
+    return sorted(found, key=step_of)
+
+
+def incomplete(path: Path) -> Path:
+    """Return the folder that a checkpoint is written into."""
+    return path.with_name(f"{path.name}.incomplete")
+
+
+def begin(path: Path) -> None:
+    """Create the folder to write the checkpoint `path` into, which must not exist.
+
+    Delete what earlier saves have not completed: it may be what fills the disk.
+    """
+    if path.exists():
+        raise OSError(f"{path} exists already")
+    for left in path.parent.glob("step-*.incomplete"):
+        shutil.rmtree(left, ignore_errors=True)
+    incomplete(path).mkdir(parents=True)
+
+
+def complete(path: Path, manifest: str) -> None:
+    """Write the last file and rename the folder, which makes the checkpoint visible."""
+    write_whole(incomplete(path) / MANIFEST, manifest.encode())
+    flush_to_disk(incomplete(path))
+    incomplete(path).rename(path)
+    flush_to_disk(path.parent)
+
+
+def prune(folder: Path, keep_latest: int, keep_every: int) -> None:
+    """Delete a worker's checkpoints but the latest and those at steps to keep."""
+    for path in complete_checkpoints(folder)[:-keep_latest]:
+        if not keep_every or step_of(path) % keep_every:
+            with suppress(OSError):  # the next one may work
+                path.rename(incomplete(path))  # a folder that is half deleted is no checkpoint
+                shutil.rmtree(incomplete(path))
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a checkpoint, so that it is neither found nor deleted. Return its path."""
+    names = (f"{path}.damaged{f'-{number}' if number > 1 else ''}" for number in count(1))
+    return path.rename(next(name for name in names if not Path(name).exists()))
+
+
+def flush_to_disk(path: Path) -> None:
+    """Wait until a file, or the list of files in a folder, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# --- tensors --------------------------------------------------------------------------------------
+
+
+def inner_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Return the parameters and the optimizer's state by name, not copied. Create state that does
+    not exist yet as the first step does."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    tensors = {f"{MODEL}{name}": parameter.detach() for parameter, name in names.items()}
+    pairs = [(group, one) for group in optimizer.param_groups for one in group["params"]]
+    for group, parameter in pairs:
+        state = optimizer.state[parameter]
+        if not state:
+            state.update(initial_state(group, parameter))
+        for key, value in state.items():
+            tensors[f"{OPTIMIZER}{key}/{names[parameter]}"] = value
+    return tensors
+
+
+def random_states(device: torch.device, rank: int) -> dict[str, Tensor]:
+    """Return copies of a rank's random states by name. `rank`: in its worker."""
+    states = {f"{RANDOM}cpu/{rank}": torch.get_rng_state()}
+    if device.type == "cuda":
+        states[f"{RANDOM}cuda/{rank}"] = torch.cuda.get_rng_state()
+    return states
+
+
+def rows_to_write(tensors: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
+    """Return this rank's rows of sharded tensors, and on the first rank also the tensors that all
+    ranks hold whole."""
+    sharded = ((name, value, isinstance(value, DTensor)) for name, value in tensors.items())
+    return {name: local_of(value) for name, value, is_own in sharded if is_own or rank == 0}
+
+
+def rank_file(rank: int) -> str:
+    return f"rank-{rank}.safetensors"
+
+
+def write_tensors(folder: Path, rows: dict[str, Tensor], rank: int) -> Files:
+    """Write the file of a rank, if it has rows, and flush it to the disk. Return its fingerprint.
+
+    Raise if a value is not finite, as it would be after every restart.
+    """
+    if not rows:
+        return {}
+    for name, value in rows.items():
+        if value.is_floating_point() and not is_finite([value]):
+            raise UserError(f"{name} is not finite")
+    if not folder.is_dir():
+        raise OSError(f"{folder} of another node is not here: its nodes must share run.folder")
+    file = folder / rank_file(rank)
+    try:
+        save_file(rows, file)
+    except SafetensorError as error:  # such as a full disk; it does not name the file
+        raise OSError(f"{file} cannot be written ({error})") from error
+    file.chmod(folder.stat().st_mode & 0o666)  # safetensors ignores the umask
+    flush_to_disk(file)
+    return {file.name: fingerprint(file)}
+
+
+# --- saving ---------------------------------------------------------------------------------------
 
 
 class Checkpointer:
     """Saves one checkpoint at a time; a failed save leaves training and earlier checkpoints alone.
 
-    Training waits for the exchanges in flight and for copies in host memory. Files are safetensors
-    and JSON, as `torch.distributed.checkpoint` pickles its metadata.
+    Each worker writes its own; with data parallelism only worker 0. Training waits for the
+    exchanges in flight and for copies in host memory.
     """
 
     def __init__(
         self,
         config: Checkpoint,
-        folder: RunFolder,
+        folder: Path,
         world: World,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         outer: OuterLoop,
     ) -> None:
-        self._config, self._run, self._world = config, folder.path, world
+        """`folder`: that of this worker."""
+        self._config, self._folder, self._world = config, folder, world
         self._model, self._optimizer, self._outer = model, optimizer, outer
         self._thread = BackgroundThread("checkpoint")
         self._saving: Future[str] | None = None
-        self._workers_on_disk = folder.workers
-        self._shares = world.worker == folder.workers[0]
-        """Whether this worker writes what all workers share. One on every disk does."""
-        self._is_first = self._shares and world.rank_in_worker == 0
-        self._copied: torch.cuda.Event | None = None  # after the copies of the last save
+        self._writes = bool(outer.fragments) or world.worker == 0
+        self._is_first = self._writes and world.rank_in_worker == 0
         self._timer_start = time.monotonic()
         self.failure = ""
         """Why the last save failed; empty if it did not."""
@@ -84,39 +279,33 @@ class Checkpointer:
 
         The timer starts again at once, as all ranks agree on the save some steps later.
         """
-        minutes = self._config.every_minutes
-        seconds = time.monotonic() - self._timer_start
-        saving = self._saving is not None and not self._saving.done()
-        due = self._world.is_first and minutes > 0 and seconds >= 60 * minutes and not saving
-        if due:
-            self._timer_start = time.monotonic()
-        return due
+        minutes, now = self._config.every_minutes, time.monotonic()
+        waits = minutes == 0 or not self._world.is_first or now < self._timer_start + 60 * minutes
+        if waits or (self._saving is not None and not self._saving.done()):
+            return False
+        self._timer_start = now
+        return True
 
     def save(self, manifest: Manifest) -> float:
         """Start a save and return the seconds that training waited. Every rank calls it after the
         same step."""
-        started = time.perf_counter()
+        started, rank = time.perf_counter(), self._world.rank_in_worker
         self.wait()
         self._timer_start = time.monotonic()
         self._outer.heal(self._world.group(FSDP))
-        writes = self._outer.fragment_names or self._shares  # else all hold the same
-        inner = self._copy_inner() if writes else {}
-        outer = SavedState(**self._outer.state_dict(self._world.host_mesh))
-        self._saving = self._thread.submit(partial(self._write, manifest, inner, outer))
+        saved = SavedState(**self._outer.state_dict(self._world.host_mesh))
+        rows = rows_to_write(saved.tensors, rank)
+        if self._writes:
+            inner = rows_to_write(inner_tensors(self._model, self._optimizer), rank)
+            rows |= {name: copy_to_host(value) for name, value in inner.items()}
+            rows |= random_states(self._world.device, rank)
+        if self._world.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+        manifest = replace(manifest, outer=saved.facts)
+        self._saving = self._thread.submit(partial(self._write, manifest, rows))
         if not self._config.asynchronous:
             self.wait()
         return time.perf_counter() - started
-
-    def _copy_inner(self) -> dict[str, Tensor]:
-        """Copy the model, the inner optimizer and random states to host memory. On a GPU the copies
-        are only queued, before the next step; `_write` waits for them."""
-        rank, tensors = self._world.rank_in_worker, inner_tensors(self._model, self._optimizer)
-        rows = rows_to_write(tensors, rank)
-        inner = {name: copy_to_host(value) for name, value in rows.items()}
-        if self._world.device.type == "cuda":
-            self._copied = torch.cuda.Event()
-            self._copied.record()
-        return inner | random_states(self._world.device, rank)
 
     def wait(self) -> None:
         """Wait for the save under way. Raise if a worker is lost meanwhile."""
@@ -139,85 +328,28 @@ class Checkpointer:
 
     # --- in the background ------------------------------------------------------------------------
 
-    def _write(self, manifest: Manifest, inner: dict[str, Tensor], saved: SavedState) -> str:
+    def _write(self, manifest: Manifest, rows: dict[str, Tensor]) -> str:
         """Write a checkpoint. Return on every rank why it failed, or an empty text."""
-        started, config = time.perf_counter(), self._config
-        path = folders.checkpoint_path(self._run, manifest.step)
-        written = folders.incomplete(path)
-        if self._world.device.type == "cuda":  # else a thread uses GPU 0
-            torch.cuda.set_device(self._world.device)
-        if self._copied is not None:
-            self._copied.synchronize()
+        started, path = time.perf_counter(), checkpoint_path(self._folder, manifest.step)
+        world, what = self._world, f"checkpoint of step {manifest.step}"
+        on_all = partial(on_all_ranks, world.saving)
         try:
-            self._on_first(lambda: folders.begin(path))
-            part = self._on_all(lambda: self._write_part(written, inner, saved))
-            merged = self._merge(manifest, gather_objects(part, self._world.saving))
-            self._on_first(lambda: folders.write_manifest(path, merged.files, merged.to_json()))
-            self._on_first(lambda: folders.complete(path))
-        except ValueError as error:
+            on_all(lambda: begin(path) if self._is_first else None)
+            mine = on_all(lambda: write_tensors(incomplete(path), rows, world.rank_in_worker))
+            files = gather_objects(mine, world.saving)
+            own = files[world.rank - world.rank_in_worker :][: world.ranks_per_worker]
+            own_files = {name: known for part in own for name, known in part.items()}
+            text = replace(manifest, files=own_files, save=crc_of(files)).to_json()
+            on_all(lambda: complete(path, text) if self._is_first else None)
+        except (ValueError, OSError) as error:
             if self._is_first:
-                shutil.rmtree(written, ignore_errors=True)
-                logger.error(
-                    f"checkpoint of step {manifest.step} could not be saved: {error}; earlier ones "
-                    "are untouched"
-                )
+                shutil.rmtree(incomplete(path), ignore_errors=True)
+            if world.is_first:
+                logger.error(f"{what} could not be saved: {error}; earlier ones are untouched")
             return str(error)
-        if self._is_first:
-            try:
-                folders.prune(self._run, path, config.keep_latest, config.keep_every)
-            except OSError as error:  # the checkpoint itself is saved
-                logger.warning(f"old checkpoints in {path.parent} could not be deleted: {error}")
-        megabytes = sum(size for size, _ in merged.files.values()) / 1e6
+        if self._is_first:  # now that all workers have this one
+            prune(self._folder, self._config.keep_latest, self._config.keep_every)
+        megabytes = sum(size for part in files for size, _ in part.values()) / 1e6
         seconds = time.perf_counter() - started
-        logger.info(
-            f"checkpoint of step {manifest.step}: {megabytes:,.1f} MB in {seconds:.1f} s, {path}"
-        )
+        logger.info(f"{what}: {megabytes:,.1f} MB in {seconds:.1f} s, {path}")
         return ""
-
-    def _on_all(self, task: Callable[[], Value]) -> Value:
-        """Return the result of `task`, or raise ValueError if it failed on one of the ranks."""
-
-        def explained() -> Value:
-            try:
-                return task()
-            except Exception as error:
-                kind = "" if isinstance(error, OSError) else f"{type(error).__name__}: "
-                raise UserError(f"{kind}{error}") from error
-
-        return on_all_ranks(self._world.saving, explained)
-
-    def _on_first(self, task: Callable[[], None]) -> None:
-        """Run `task` on the first rank of each disk."""
-        self._on_all(lambda: task() if self._is_first else None)
-
-    def _write_part(self, folder: Path, inner: dict[str, Tensor], saved: SavedState) -> _Part:
-        """Write the tensors of this rank. Raise if one is not finite, as every restart would be."""
-        rank = self._world.rank_in_worker
-        own = worker_folder(self._world.worker if self._outer.fragment_names else 0)
-        kept = {name: one for name, one in saved.tensors.items() if name.startswith(RESIDUAL)}
-        tensors = {own: inner | rows_to_write(kept, rank)}
-        if self._shares:
-            shared = {name: one for name, one in saved.tensors.items() if name not in kept}
-            tensors[SHARED] = rows_to_write(shared, rank)
-        files = {}
-        for name, rows in tensors.items():
-            for tensor, value in rows.items():
-                if value.is_floating_point() and not is_finite([value]):
-                    raise UserError(f"{name}/{tensor} is not finite")
-            if rows:
-                file = write_tensors(folder / name, rows, rank)
-                files[str(file.relative_to(folder))] = fingerprint(file)
-        return _Part(saved.facts, saved.exchanged, files)
-
-    def _merge(self, manifest: Manifest, parts: Sequence[_Part]) -> Manifest:
-        """Add what is known once all parts are written: totals with the exchanges that were in
-        flight, facts of each worker, and the files on this disk."""
-        totals = total([manifest.state.totals, *(part.exchanged for part in parts)])
-        ranks, workers = self._world.ranks_per_worker, self._workers_on_disk
-        here = [part for rank, part in enumerate(parts) if rank // ranks in workers]
-        return replace(
-            manifest,
-            state=replace(manifest.state, totals=totals),
-            outer=[part.facts for part in parts[::ranks] if part.facts],
-            files={name: known for part in here for name, known in part.files.items()},
-        )

@@ -14,6 +14,7 @@ from torch.nn.utils import get_total_norm
 from torch.optim import AdamW
 
 from torchtitan_diloco.config.schema import LrSchedule, Optimizer
+from torchtitan_diloco.diloco.fragments import local_of, shard_rows
 from torchtitan_diloco.log import UserError, logger
 
 
@@ -218,11 +219,6 @@ def initial_state(group: dict[str, Any], parameter: Tensor) -> dict[str, Tensor]
     return {"step": step, "exp_avg": zeros(), "exp_avg_sq": zeros()}
 
 
-def local_of(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def orthogonalise(matrices: Sequence[Tensor], rows: Sequence[Tensor]) -> list[Tensor]:
     """Return this rank's rows of the orthogonalised matrices, given its rows of each matrix."""
     first = matrices[0] if matrices else None
@@ -265,13 +261,6 @@ def assign_owners(matrices: Sequence[Tensor], ranks: int) -> list[list[int]]:
         owned[owner].append(index)
         load[owner] += matrices[index].numel()
     return owned
-
-
-def shard_rows(rows: int, rank: int, ranks: int) -> range:
-    """Return the rows of a rank under FSDP2: equal ranges, of which the last may be shorter or
-    empty."""
-    size = -(-rows // ranks)
-    return range(min(rows, rank * size), min(rows, (rank + 1) * size))
 
 
 def newton_schulz(matrix: Tensor) -> Tensor:

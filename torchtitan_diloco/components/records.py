@@ -1,51 +1,82 @@
-"""Records of metrics.jsonl: their fields, how they are written and read, and their timeline.
+"""Records of a worker: RUN/worker-K/metrics.jsonl, which its first rank writes, and its boards.
 
-docs/report.md describes the fields. An unknown number is NaN in memory and null in the file.
-Records of steps are dictionaries, because their keys depend on the run.
+Each line is a JSON object: a `Start`, a `RoundRecord`, or the numbers of a step, without `kind`
+(metrics.py). docs/report.md describes them.
 """
 
-import itertools
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TextIO, TypeVar
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 import msgspec
 
+from torchtitan_diloco.components.metrics import METRICS, WORKER, Record
 from torchtitan_diloco.config.schema import Metrics
+from torchtitan_diloco.diloco.fragments import Fragment
+from torchtitan_diloco.diloco.round import Round
+from torchtitan_diloco.diloco.transport import FLAG_NAMES
 from torchtitan_diloco.hardware import write_whole
-from torchtitan_diloco.log import UserError, logger
+from torchtitan_diloco.log import logger
 
 if TYPE_CHECKING:
     from torchtitan_diloco.components.board import Board
 
-NAN = math.nan
-Record = dict[str, Any]
-"""Record of a step: values by name and unit, or None if not known."""
+METRICS_FILE = "metrics.jsonl"
 Kind = TypeVar("Kind", bound=msgspec.Struct)
+NAN = math.nan
+LEAST_LINK_BYTES = 16_384
+"""A smaller message is no measure of the link: it takes as long as a thread needs to wake up."""
 
 
-class WorkerRound(msgspec.Struct):
-    """A worker's part of a round: times of its first rank, bytes and norms of all its ranks."""
+class Start(msgspec.Struct, tag_field="kind", tag="start"):
+    """The run began, or was resumed, after this step."""
 
+    step: int
+    time: float
+    workers: int
+    """Of the whole run, or the islands that begin together."""
+    parameters: int
+
+
+class RoundRecord(msgspec.Struct, tag_field="kind", tag="round"):
+    """A worker's part of one exchange of one fragment. An unknown number is NaN."""
+
+    step: int
+    """After which the fragment was applied."""
+    fragment: int
+    fragment_name: str
+    outer_round: int
+    """Number of exchanges of this fragment so far."""
+    sent_step: int
+    parameters: int
+    """Of the fragment."""
+    values: int
+    """Of them on the first rank."""
+    participants: int = 0
+    """Workers whose delta is in the mean."""
     weight: float = NAN
+    """In the mean: tokens since the last exchange."""
     left_out: list[str] = []
+    """Why its delta is not in the mean."""
     at_seconds: dict[str, float] = {}
-    """Moments by name, on worker 0's clock: see PHASES."""
+    """Moments by name: see PHASES."""
     encoding_seconds: float = NAN
     decoding_seconds: float = NAN
     sent_bytes: float = NAN
     received_bytes: float = NAN
     outer_gradient_norm: float = NAN
-    cosine_to_mean: float = NAN
+    update_norm: float = NAN
+    """Of the change of the shared parameters. This and the next are rarely measured."""
     drift_norm: float = NAN
-    heard_after_seconds: list[float] = []
-    """By sender, NaN for the worker itself."""
-    received_bits_per_second_from: list[float] = []
-    """Also by sender."""
+    """Distance of its parameters from the new shared ones."""
+    cosine_to_mean: float = NAN
+    heard_after_seconds: dict[int, float] = {}
+    """By other worker: from sending its own header to receiving that of the other."""
+    received_bits_per_second_from: dict[int, float] = {}
+    """By other worker."""
 
     def seconds(self, start: str, end: str) -> float:
         """Return the time between two moments, 0 if they are in the other order."""
@@ -53,130 +84,115 @@ class WorkerRound(msgspec.Struct):
         return max(found, 0.0)  # NaN stays NaN
 
     @property
-    def transfer_seconds(self) -> float:
-        return self.seconds("heard", "received")
-
-    @property
     def waited_seconds(self) -> float:
+        """Seconds in which training waited for the result."""
         return self.seconds("asked", "arrived")
 
-
-class RoundRecord(msgspec.Struct, tag_field="kind", tag="round"):
-    """One exchange of one fragment."""
-
-    step: int
-    fragment: int
-    fragment_name: str
-    outer_round: int
-    sent_step: int
-    parameters: int
-    participants: int = 0
-    update_norm: float = NAN
-    last_worker: int | None = None
-    late_by_seconds: float = NAN
-    workers: list[WorkerRound] = []
-
-
-@dataclass(frozen=True)
-class Conditions:
-    """Link and speeds of a run: what its settings do not determine."""
-
-    bits_per_second: float
-    """Slowest rate at which a worker sends to, or receives from, all others together. Links are
-    full duplex. All workers send the same amount, so the slowest rate counts for all."""
-    step_seconds: tuple[float, ...]
-    """Compute of one inner step of each worker, without any exchange."""
-    latency_seconds: float = 0.0
-    """One-way latency between any two workers: half of what ping shows."""
-    jitter: float = 0.0
-    """Standard deviation of a step's time as a share of its mean."""
-    coding_bytes_per_second: float = math.inf
-    """fp32 bytes that all ranks of a worker together encode or decode in a second."""
-    outer_bytes_per_second: float = math.inf
-    """fp32 bytes of a fragment that the outer step of a worker processes in a second."""
-    codec: str = ""
-    """Codec of the measured coding speed; empty if none was measured."""
-
-    def __post_init__(self) -> None:
-        steps = all(0 < seconds < math.inf for seconds in self.step_seconds)
-        latency = 0 <= self.latency_seconds < math.inf
-        if not (self.bits_per_second > 0 and steps and latency and 0 <= self.jitter <= 1):
-            raise UserError(
-                f"{self}: give a bandwidth above 0, step times above 0, a latency of 0 or more, "
-                "and a jitter from 0 to 1"
-            )
-
     @property
-    def workers(self) -> int:
-        return len(self.step_seconds)
+    def waited_for_headers(self) -> float:
+        return max(self.heard_after_seconds.values(), default=NAN)
 
 
-class Summary(msgspec.Struct, tag_field="kind", tag="summary"):
-    """End of a run. Bytes, seconds and shares are of the steps after `counted_after_step`."""
-
-    step: int
-    counted_after_step: int = 0
-    validation_step: int | None = msgspec.field(name="validation/step", default=None)
-    validation_loss: float = msgspec.field(
-        name="validation/loss_nats_per_token_global", default=NAN
+def round_record(found: Round, fragment: Fragment, clock: float) -> RoundRecord:
+    """Return the record of a round. `clock`: the wall clock less time.perf_counter."""
+    traffic = found.traffic
+    moments = {
+        "due": found.due,
+        "taken": found.taken,
+        "begun": found.begun,
+        "encoded": traffic.encoded,
+        "heard": max(traffic.heard.values(), default=NAN),
+        "received": traffic.received,
+        "ready": found.ready,
+        "asked": found.asked,
+        "arrived": found.fetched,
+        "applied": found.applied,
+    }
+    norms = math.sqrt(found.delta_square * found.mean_square)
+    rates = {
+        other: 8 * size / seconds
+        for other, size in traffic.link_bytes.items()
+        if size >= LEAST_LINK_BYTES and (seconds := traffic.link_seconds(other)) > 0
+    }
+    return RoundRecord(
+        step=found.applied_step,
+        fragment=found.fragment,
+        fragment_name=fragment.name,
+        outer_round=found.outer_round,
+        sent_step=found.sent_step,
+        parameters=fragment.parameters,
+        values=found.values,
+        participants=found.participants,
+        weight=found.weight,
+        left_out=[name for flag, name in FLAG_NAMES.items() if found.flags & flag],
+        at_seconds={name: clock + at for name, at in moments.items() if math.isfinite(at)},
+        encoding_seconds=traffic.encoding_seconds,
+        decoding_seconds=traffic.decoding_seconds,
+        sent_bytes=traffic.bytes_sent,
+        received_bytes=traffic.bytes_received,
+        outer_gradient_norm=math.sqrt(found.delta_square),
+        update_norm=math.sqrt(found.update_square),
+        drift_norm=float(found.drift),
+        cosine_to_mean=traffic.dot / norms if norms else NAN,
+        heard_after_seconds={other: traffic.heard_after(other) for other in traffic.heard},
+        received_bits_per_second_from=rates,
     )
-    sent_bytes_mean_over_workers: float = NAN
-    data_parallel_bytes_per_worker: float = NAN
-    exchange_seconds_mean_over_ranks: float = NAN
-    exposed_waiting_seconds_mean_over_ranks: float = NAN
-    hidden_percent: float = NAN
-    measured_utilisation_percent: float = NAN
-    predicted_utilisation_percent: float = NAN
-    longest_phase: str = ""
-    observed: Conditions | None = None
 
 
-def to_line(record: msgspec.Struct | Mapping[str, Any]) -> str:
-    """Return a record as a line of JSON, which has no NaN and infinity: in a step they are text."""
-    if not isinstance(record, msgspec.Struct):
-        record = {
-            key: str(value) if isinstance(value, float) and not math.isfinite(value) else value
-            for key, value in record.items()
-        }
-    return msgspec.json.encode(record).decode() + "\n"
+def to_line(record: msgspec.Struct | Record) -> str:
+    """Return a record as a line of JSON, which has no NaN and infinity: in a step they are text,
+    as they mean something there, and in other records they are left out."""
+    if isinstance(record, msgspec.Struct):
+        fields = msgspec.to_builtins(record, str_keys=True).items()
+        return json.dumps({name: value for name, value in fields if value == value}) + "\n"
+    finite = {
+        name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in record.items()
+    }
+    return json.dumps(finite) + "\n"
 
 
-def from_record(kind: type[Kind], record: Mapping[str, Any]) -> Kind:
+def from_record(kind: type[Kind], record: Record) -> Kind:
     """Return the record of a line. Raise msgspec.ValidationError if it is damaged."""
-    return msgspec.convert(_null_to_nan(record), kind, strict=False)
-
-
-def _null_to_nan(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _null_to_nan(item) for key, item in value.items() if item is not None}
-    if isinstance(value, list):
-        return [NAN if item is None else _null_to_nan(item) for item in value]
-    return value
+    return msgspec.convert(record, kind, str_keys=True)
 
 
 class RecordFiles:
-    """Writes records to the folder of a run, if there is one. A full disk only loses records.
+    """Writes the records of a worker. A full disk only loses records.
 
-    Records of steps after `step` are dropped, because a resumed run repeats these steps.
+    Records after `step` are dropped, because a resumed run repeats these steps. `folder`: of the
+    worker, None to write nothing. `of_run`: this worker shows the numbers of the run on its boards.
     """
 
     def __init__(
-        self, config: Metrics, folder: Path | None, step: int, settings: Mapping[str, Any]
+        self,
+        config: Metrics,
+        folder: Path | None,
+        step: int,
+        settings: Mapping[str, Any],
+        *,
+        workers: int,
+        of_run: bool,
     ) -> None:
-        self._folder, self._failed = folder, False
+        self._folder, self._first_step, self._of_run = folder, step + 1, of_run
+        self._failed = False
         self._lines: TextIO | None = None
         self._boards: list[Board] = []
+        self.kept: list[Record] = []
+        """Records of the steps before a resume."""
         if folder is None:
             return
-        drop_records_after(folder / "metrics.jsonl", step)
-        self._lines = (folder / "metrics.jsonl").open("a", buffering=1, encoding="utf-8")
+        with self._tolerating_a_full_disk():
+            folder.mkdir(parents=True, exist_ok=True)
+            self.kept = drop_records_after(folder / METRICS_FILE, step)
+            self._lines = (folder / METRICS_FILE).open("a", buffering=1, encoding="utf-8")
         if config.tensorboard or config.wandb:
-            from torchtitan_diloco.components import board  # slow to import
+            from torchtitan_diloco.components.board import TensorBoard, WeightsAndBiases  # slow
 
             if config.tensorboard:
-                self._boards.append(board.TensorBoard(folder, step, settings))
-            if config.wandb:
-                self._boards.append(board.WeightsAndBiases(config.wandb, folder, step, settings))
+                self._boards.append(TensorBoard(folder, step, settings if of_run else {}, workers))
+            if config.wandb and of_run:
+                self._boards.append(WeightsAndBiases(config.wandb, folder, step, settings))
 
     def write(self, record: msgspec.Struct | Record) -> None:
         """Write a line of JSON. Show the records of steps on the boards."""
@@ -185,12 +201,15 @@ class RecordFiles:
                 self._lines.write(to_line(record))
             if isinstance(record, dict):
                 for board in self._boards:
-                    board.add(record)
+                    board.add(record["step"], dict(self._shown(record)))
 
-    def write_trace(self, rounds: Sequence[RoundRecord]) -> None:
-        if self._folder is not None and rounds:
-            with self._tolerating_a_full_disk():
-                write_trace(self._folder / "traces" / "fragments.json", rounds)
+    def _shown(self, record: Record) -> Iterator[tuple[str, float]]:
+        """Yield the values for the boards. The speed of the first step is an outlier."""
+        first = record["step"] == self._first_step
+        for name, value in record.items():
+            of_worker = name not in METRICS or METRICS[name].scope == WORKER
+            if "/" in name and (of_worker or self._of_run) and not (first and "speed/" in name):
+                yield name, value
 
     def close(self) -> None:
         for opened in (self._lines, *self._boards):
@@ -209,113 +228,25 @@ class RecordFiles:
             self._failed = True
 
 
-def drop_records_after(path: Path, step: int) -> None:
-    """Drop the records of later steps. With `step` 0, rename the file and keep them all."""
+def drop_records_after(path: Path, step: int) -> list[Record]:
+    """Drop the records of later steps, and return those of steps that are kept.
+
+    If nothing is kept, the file is renamed, as somebody may want the records of a failed run.
+    """
     if not path.exists():
-        return
+        return []
     if step == 0:
-        names = (path.with_stem(f"{path.stem}-{number}") for number in itertools.count(1))
-        aside = next(name for name in names if not name.exists())
-        path.rename(aside)
-        logger.warning(
-            f"{path.parent} has records of a run, but no checkpoint: they are kept in {aside.name}"
-        )
-        return
+        aside = path.replace(path.with_stem(f"{path.stem}-before"))
+        logger.warning(f"no checkpoint, but records: they are kept in {aside}")
+        return []
     records, unreadable = read_json_lines(path)
     known = [record for record in records if isinstance(record.get("step"), int)]
     unreadable += len(records) - len(known)
     if unreadable:
         logger.warning(f"{unreadable} lines of {path} cannot be read and are left out")
-    kept = [to_line(record) for record in known if record["step"] <= step]
-    write_whole(path, "".join(kept).encode())
-
-
-# --- timeline and trace file ----------------------------------------------------------------------
-
-LANES = ("training", "exchange")
-"""The training thread, and the thread that exchanges in the background."""
-PHASES = {
-    "taking": ("training", "due", "taken", "series-5"),
-    "waiting": ("training", "asked", "arrived", "series-2"),
-    "merging": ("training", "arrived", "applied", "series-4"),
-    "encoding": ("exchange", "begun", "encoded", "series-1"),
-    "waiting for others": ("exchange", "encoded", "heard", "series-8"),
-    "transfer": ("exchange", "heard", "received", "series-3"),
-    "outer step": ("exchange", "received", "ready", "series-6"),
-}
-"""Lane, start and end among `WorkerRound.at_seconds`, and colour."""
-PHASE_COLOURS = {"computing": "band"} | {name: phase[-1] for name, phase in PHASES.items()}
-
-
-class Phase(NamedTuple):
-    worker: int
-    lane: str
-    start_seconds: float
-    end_seconds: float
-    name: str
-    """A key of PHASES."""
-    round: RoundRecord
-
-    @property
-    def seconds(self) -> float:
-        return self.end_seconds - self.start_seconds
-
-
-def phases(rounds: Sequence[RoundRecord]) -> list[Phase]:
-    """Return the phases of both threads of all workers, sorted by worker, lane and time.
-
-    Moments are on worker 0's clock, up to the latency of a header. Where two phases of a thread
-    would overlap, the later one starts where the earlier one ends.
-    """
-    found = [phase for record in rounds for phase in _phases_of_round(record)]
-    found.sort(key=lambda p: (p.worker, LANES.index(p.lane), p.start_seconds, p.end_seconds))
-    ordered = []
-    for _, lane in itertools.groupby(found, key=lambda phase: (phase.worker, phase.lane)):
-        latest = -math.inf
-        for phase in lane:
-            start = max(phase.start_seconds, latest)
-            latest = max(phase.end_seconds, start)
-            ordered.append(phase._replace(start_seconds=start, end_seconds=latest))
-    return ordered
-
-
-def _phases_of_round(record: RoundRecord) -> Iterator[Phase]:
-    for worker, table in enumerate(record.workers):
-        for name, (lane, *moments, _) in PHASES.items():
-            start, end = (table.at_seconds.get(moment, NAN) for moment in moments)
-            if -math.inf < start <= end < math.inf:
-                yield Phase(worker, lane, start, end, name, record)
-
-
-def write_trace(path: Path, rounds: Sequence[RoundRecord]) -> None:
-    """Write a trace file for https://ui.perfetto.dev and chrome://tracing.
-
-    A worker is a process in it, and a lane is a thread.
-    """
-    found, events = phases(rounds), list[dict[str, Any]]()
-    for worker in sorted({phase.worker for phase in found}):
-        process = {"ph": "M", "pid": worker}
-        events.append({**process, "name": "process_name", "args": {"name": f"worker {worker}"}})
-        events.append({**process, "name": "process_sort_index", "args": {"sort_index": worker}})
-        for tid, thread in enumerate(("training thread", "exchange in the background")):
-            events.append({**process, "name": "thread_name", "tid": tid, "args": {"name": thread}})
-    for phase in found:
-        record, sent = phase.round, phase.round.workers[phase.worker].sent_bytes
-        about = {key: getattr(record, key) for key in ("fragment", "fragment_name", "outer_round")}
-        event = {
-            "ph": "X",
-            "name": f"{phase.name}, fragment {record.fragment}",
-            "cat": phase.lane,
-            "pid": phase.worker,
-            "tid": LANES.index(phase.lane),
-            "ts": phase.start_seconds * 1e6,  # microseconds
-            "dur": phase.seconds * 1e6,
-            "args": about | ({"sent_bytes": sent} if math.isfinite(sent) else {}),
-        }
-        events.append(event)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    trace = {"traceEvents": events, "displayTimeUnit": "ms"}
-    write_whole(path, json.dumps(trace).encode())
+    kept = [record for record in known if record["step"] <= step]
+    write_whole(path, "".join(map(to_line, kept)).encode())
+    return [record for record in kept if "kind" not in record]
 
 
 def read_json_lines(path: Path) -> tuple[list[dict[str, Any]], int]:

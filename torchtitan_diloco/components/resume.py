@@ -1,176 +1,259 @@
 """Finding the checkpoint that a run starts from, and loading it, also on another layout."""
 
+import json
 import tomllib
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from torchtitan_diloco.components import checkpoint_folders as folders
-from torchtitan_diloco.components.checkpoint_schema import (
+from torchtitan_diloco.components.checkpoint import (
+    MANIFEST,
     MODEL,
     OPTIMIZER,
     RANDOM,
-    SHARED,
-    DamagedError,
+    VERSION,
     Manifest,
-    RunState,
-    TensorFolder,
-    check_files,
+    complete_checkpoints,
+    crc_of,
+    fingerprint,
     inner_tensors,
     random_states,
-    read_manifest,
-    worker_folder,
+    rank_file,
 )
-from torchtitan_diloco.components.optimizer import local_of
+from torchtitan_diloco.components.run_folder import STORED_FOLDER, Start, folder_of_worker, has_run
 from torchtitan_diloco.config.schema import flatten
+from torchtitan_diloco.diloco.fragments import local_of, shard_rows
 from torchtitan_diloco.diloco.object_collectives import broadcast_object, gather_objects
 from torchtitan_diloco.diloco.outer_loop import OuterLoop
 from torchtitan_diloco.diloco.state_dict import (
+    RESIDUAL,
     SavedState,
+    differences,
     facts_for_new_worker,
-    shared_parameter_name,
+    write_shared,
 )
 from torchtitan_diloco.distributed.collectives import on_all_ranks
 from torchtitan_diloco.distributed.world import WORKER, World
 from torchtitan_diloco.log import UserError, logger
 
-STORED_FOLDER = "torchtitan_diloco/run folder"
-"""Key of torchrun's store. It tells ranks that were started again where the run goes on."""
+Shapes = dict[str, tuple[int, ...]]
+NOT_COMPARED = ("run.folder", "run.name", "checkpoint.", "metrics.", "profiling.")
+
+
+# --- read -----------------------------------------------------------------------------------------
+
+
+class DamagedError(UserError):
+    """A file of the checkpoint is missing or has changed since the save."""
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Return the manifest of the checkpoint `path`, or raise DamagedError."""
+    file = path / MANIFEST
+    try:
+        values = json.loads(file.read_bytes())
+        if not isinstance(values, dict) or values.pop("crc", None) != crc_of(values):
+            raise UserError("its CRC-32 differs")
+        if values.get("version") == VERSION:
+            return msgspec.convert(values, Manifest)
+    except FileNotFoundError:
+        raise DamagedError(f"{file} is missing") from None
+    except (ValueError, RecursionError, msgspec.ValidationError) as error:
+        raise DamagedError(f"{file} cannot be used ({error})") from None
+    raise UserError(
+        f"{path} was saved in version {values.get('version')} of the schema, and this program "
+        f"reads version {VERSION}: resume it with the version of torchtitan_diloco that saved it"
+    )
+
+
+def check_tokenizer(manifest: Manifest | None, name: str, fingerprint: str) -> None:
+    """Raise if the tokenizer is another one, for which the same ids mean other text."""
+    if manifest is not None and manifest.tokenizer not in ("", fingerprint):
+        raise UserError(
+            f'the checkpoint was trained with another tokenizer than data.tokenizer = "{name}" '
+            f"(fingerprint {manifest.tokenizer} there, {fingerprint} here): set that one"
+        )
+
+
+def check_files(path: Path, manifest: Manifest, names: Iterable[str]) -> None:
+    """Raise DamagedError if one of the files is damaged."""
+    for name in names:
+        (size, crc), file = manifest.files[name], path / name
+        try:
+            found = fingerprint(file)
+        except FileNotFoundError:
+            raise DamagedError(f"{file} is missing") from None
+        if found[0] != size:
+            raise DamagedError(f"{file} has {found[0]:,} bytes instead of {size:,}")
+        if found[1] != crc:
+            raise DamagedError(f"{file} has other content than was saved (its CRC-32 differs)")
+
+
+class SavedTensors:
+    """The tensors of a checkpoint, of any number of ranks, by name.
+
+    Reads only files in the manifest, whose checksums have been compared before.
+    """
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        self._path = path
+        self.shapes: Shapes = {}
+        self._parts: dict[str, list[tuple[int, int, Any]]] = {}
+        """First row, last row + 1 and file of each rank's rows, by name."""
+        for file in (path / rank_file(rank) for rank in range(len(manifest.files))):
+            try:
+                opened: Any = safe_open(file, "pt")
+            except (OSError, SafetensorError) as error:
+                raise UserError(f"{file} does not hold tensors ({error})") from None
+            for name in opened.keys():  # noqa: SIM118 - it is no dictionary
+                shape = tuple(opened.get_slice(name).get_shape())
+                before = self.shapes.get(name, (0,))[:1]
+                end = before[0] + shape[0] if shape else 1
+                self._parts.setdefault(name, []).append((before[0], end, opened))
+                self.shapes[name] = (end, *shape[1:]) if shape else ()
+
+    def fill(self, template: Mapping[str, Tensor]) -> None:
+        """Fill the tensors of the template, or this rank's rows of them if they are sharded."""
+        for name, tensor in template.items():
+            if self.shapes.get(name) != tuple(tensor.shape):
+                raise UserError(f"{self._path} has no {name} of shape {tuple(tensor.shape)}")
+            local, first = local_of(tensor), 0
+            if isinstance(tensor, DTensor):
+                mesh, dim = tensor.device_mesh, tensor.device_mesh.ndim - 1
+                first = shard_rows(len(tensor), mesh.get_local_rank(dim), mesh.size(dim)).start
+            for start, end, file in self._parts[name]:
+                if not tensor.dim():
+                    local.copy_(file.get_tensor(name))
+                elif (low := max(start, first)) < (high := min(end, first + len(local))):
+                    rows = file.get_slice(name)[low - start : high - start]
+                    local[low - first : high - first].copy_(rows)
+
+
+# --- find -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Start:
-    """Run folder and checkpoint that a run starts from."""
+class Answer:
+    """What a rank has found of a step: the manifest, or what is wrong with it."""
 
-    folder: Path | None = None
-    """Folder of the run to continue; None for a new run."""
-    checkpoint: Path | None = None
-    """None for a run from the beginning."""
     manifest: Manifest | None = None
-    damaged: dict[Path, str] = field(default_factory=dict)
-    """Newer checkpoints that cannot be used, and why."""
-
-    @property
-    def state(self) -> RunState:
-        return RunState() if self.manifest is None else self.manifest.state
+    problem: str = ""
 
 
 def find_start(world: World, resume: str, run_folder: str) -> Start:
     """Return where `checkpoint.resume` and `run.folder` start: the same step on every rank.
 
-    Every rank looks for itself, as places may have no common disk.
+    It is the newest one that is undamaged and that all workers have which have any. A worker that
+    has none is new, or has lost its disk: it gets a copy.
     """
-    of_first_rank = on_all_ranks(world.control, lambda: _wanted(world, resume, run_folder))
-    resume, folder_of_first_rank = broadcast_object(of_first_rank, list[str], world.control)
-    run_folder = run_folder or folder_of_first_rank
-    folder, candidates = on_all_ranks(world.control, lambda: _look(resume, run_folder))
-    own = {path.name: path for path in candidates}
-    found = gather_objects((folder is not None, list(own)), world.control)
-    if found[0][0]:  # rank 0 may be the only one with records
-        folder = folder or Path(run_folder).expanduser()
-    wrong: dict[str, str] = {}
-    names = {name for _, names in found for name in names}
-    for name in sorted(names, key=lambda name: (len(name), name), reverse=True):
-        lacking = next((rank for rank, (_, names) in enumerate(found) if name not in names), None)
-        if lacking is None:
-            manifest, problem = _verify(world, own[name])
-        else:
-            manifest, problem = None, f"{name} is not in all places (rank {lacking} lacks it)"
+    group, ranks = world.control, world.ranks_per_worker
+    again = broadcast_object(_after_restart(world, resume, run_folder), list[str], group)
+    resume, run_folder = again[0], run_folder or again[1]
+    folder, own = _candidates(world, resume, run_folder)
+    listed, wrong = gather_objects(list(own), group), list[str]()
+    for rank, names in enumerate(listed):
+        if names != listed[rank - rank % ranks]:
+            reason = "does not see the checkpoints that its worker's first rank sees"
+            raise UserError(f"rank {rank} {reason}: its nodes must share run.folder")
+    known = {name for names in listed for name in names}
+    for name in sorted(known, key=lambda name: (len(name), name), reverse=True):
+        answers = gather_objects(on_all_ranks(group, partial(_verify, world, own, name)), group)
+        holders, problem = judge(answers, ranks)
         if not problem:
-            damaged = {own[newer]: why for newer, why in wrong.items() if newer in own}
-            return Start(folder, own[name], manifest, damaged)
-        if resume != "auto":
-            raise UserError(
-                f"{problem}: set checkpoint.resume to another checkpoint, or to "
-                '"auto", which takes the newest one in run.folder that all places have undamaged'
-            )
-        wrong[name] = problem
+            for newer in wrong if world.is_first else ():
+                logger.warning(f"{newer}: going on from {name}")
+            here = world.worker in holders
+            manifest = answers[ranks * (world.worker if here else holders[0])].manifest
+            return Start(folder, manifest, own[name] if here else None, holders, [*own.values()])
+        wrong.append(problem)
     if wrong:
         raise UserError(
-            f"no checkpoint can be resumed: {'; '.join(wrong.values())}. Copy the folder of one to "
-            "the places that lack it, where workers whose state is not in it start from the shared "
-            "parameters; or start a new run in another run.folder; or remove them to start over"
+            f"no checkpoint can be resumed: {'; '.join(wrong)}. Remove a worker's checkpoints to "
+            "give it a copy of another one's, or start a new run in another run.folder"
+        )
+    if resume not in ("auto", "never"):
+        raise UserError(
+            f'checkpoint.resume = "{resume}" is no folder of a checkpoint, or of a run that has a '
+            'complete one: give "auto", "never", or such a folder'
         )
     return Start(folder)
 
 
-def _wanted(world: World, resume: str, run_folder: str) -> list[str]:
+def _after_restart(world: World, resume: str, run_folder: str) -> list[str]:
     """Return `checkpoint.resume` and `run.folder`. A run that torchrun has started again goes on
     where its first rank has begun, unless it was to start from elsewhere and has not saved yet."""
     store = world.store
     if not world.is_first or store is None or not store.check([STORED_FOLDER]):
         return [resume, run_folder]
     own = run_folder or store.get(STORED_FOLDER).decode()
-    if resume == "never" or folders.complete_checkpoints(Path(own).expanduser()):
-        resume = "strict" if resume == "strict" else "auto"
-    return [resume, own if resume in ("auto", "strict") else run_folder]
+    saved = complete_checkpoints(folder_of_worker(Path(own).expanduser(), 0))
+    if saved or resume in ("auto", "never"):
+        return ["auto", own]
+    return [resume, run_folder]
 
 
-def _look(resume: str, run_folder: str) -> tuple[Path | None, list[Path]]:
-    """Return the folder of the run to continue and the checkpoints that it may start from."""
-    own = Path(run_folder).expanduser() if run_folder else None
-    if resume in ("auto", "strict", "never"):
-        found = folders.complete_checkpoints(own) if own and resume != "never" else []
-        begun = own and resume != "never" and (found or (own / "metrics.jsonl").exists())
-        return own if begun else None, found
-    path = Path(resume).expanduser()
-    if (path / folders.MANIFEST).exists() or (path.is_dir() and folders.is_checkpoint(path)):
-        return None, [path]
-    if found := folders.complete_checkpoints(path):
-        continued = own is None or own.resolve() == path.resolve()
-        return path if continued else None, found
-    raise UserError(
-        f'checkpoint.resume = "{resume}" is no folder of a checkpoint, or of a run that has a '
-        'complete one: give "auto", "strict", "never", or such a folder'
-    )
+def _candidates(world: World, resume: str, run_folder: str) -> tuple[Path | None, dict[str, Path]]:
+    """Return the folder of the run to go on in, and this worker's checkpoints by name."""
+    run = Path(run_folder).expanduser() if run_folder else None
+    if resume in ("auto", "never"):
+        if resume == "never" or run is None or not has_run(run):
+            return None, {}
+        source = run
+    else:
+        source = Path(resume).expanduser()
+    if source.name.startswith("step-"):
+        beside = folder_of_worker(source.parent.parent, world.worker) / source.name
+        is_only = world.workers == 1 or (world.worker == 0 and not beside.exists())
+        own = source if is_only else beside
+        return None, {own.name: own} if own.is_dir() else {}
+    found = complete_checkpoints(folder_of_worker(source, world.worker))
+    goes_on = run is None or run.resolve() == source.resolve()
+    return source if goes_on else None, {path.name: path for path in found}
 
 
-def _verify(world: World, path: Path) -> tuple[Manifest | None, str]:
-    """Return the manifest of a checkpoint, and what is damaged on any rank.
+def _verify(world: World, own: Mapping[str, Path], name: str) -> Answer:
+    """Check this rank's share of a worker's files."""
+    if name not in own:
+        return Answer(problem=f"worker {world.worker} has no {name}" if own else "")
+    try:
+        manifest = read_manifest(own[name])
+        names = sorted(manifest.files)[world.rank_in_worker :: world.ranks_per_worker]
+        check_files(own[name], manifest, names)
+    except DamagedError as error:
+        return Answer(problem=f"{error} (found by rank {world.rank})")
+    return Answer(manifest if world.rank_in_worker == 0 else None)
 
-    The ranks of each worker check what it will read. Raise if a file cannot be read, which does not
-    prove that it is damaged.
+
+def judge(answers: Sequence[Answer], ranks: int) -> tuple[list[int], str]:
+    """Return the workers that have a step, and why it cannot be resumed, if so.
+
+    `ranks`: of each worker. What is left of workers that the run did not have any more is ignored.
     """
-
-    def check() -> tuple[Manifest | None, str]:
-        try:
-            manifest = read_manifest(path)
-            read = f"{SHARED}/", f"{worker_folder(manifest.nearest(world.worker))}/"
-            by_size = sorted(manifest.files, key=manifest.files.__getitem__, reverse=True)
-            names = [name for name in by_size if name.startswith(read)]
-            check_files(path, manifest, names[world.rank_in_worker :: world.ranks_per_worker])
-        except DamagedError as error:
-            return None, f"{error} (found by rank {world.rank})"
-        return manifest, ""
-
-    manifest, damaged = on_all_ranks(world.control, check)
-    identity = 0 if manifest is None else manifest.identity()
-    answers = gather_objects((damaged, identity), world.control)
-    wrong = next((damaged for damaged, _ in answers if damaged), "")
-    others = [rank for rank, (_, theirs) in enumerate(answers) if theirs != answers[0][1]]
-    if others and not wrong:
-        raise UserError(
-            f"{path} of rank 0 and that of ranks {', '.join(map(str, others))} are not of one save:"
-            " give all places the folder of the same run"
-        )
-    return manifest, wrong
+    of_workers = {
+        rank // ranks: one.manifest for rank, one in enumerate(answers) if one.manifest is not None
+    }
+    count = max((one.workers for one in of_workers.values()), default=len(answers))
+    problems = [one.problem for one in answers[: count * ranks] if one.problem]
+    holders = [worker for worker in of_workers if worker < count]
+    if not problems and len({of_workers[worker].save for worker in holders}) > 1:
+        problems = [f"workers {holders} have step {of_workers[holders[0]].step} of several saves"]
+    return holders, next(iter(problems), "")
 
 
-# --- load ----------------------------------------------------------------------------------------
-
-NO_OUTER_LOOP_SAVED = (
-    "the saved run had no outer loop: the shared parameters start as its model, outer momentum "
-    "from zero"
-)
-NOT_COMPARED = ("run.folder", "run.name", "checkpoint.", "metrics.", "profiling.")
+# --- load -----------------------------------------------------------------------------------------
 
 
 def restore(
-    path: Path,
-    manifest: Manifest,
+    start: Start,
     world: World,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -178,97 +261,85 @@ def restore(
 ) -> list[str]:
     """Load a checkpoint and return what could not be carried over, one line each.
 
-    Without an outer loop, which has no fragments, all workers hold one model and resume from worker
-    0. The inner optimizer of a new worker starts from zero.
+    Workers without one get a copy of the first that has it, with the shared parameters in their
+    model. With data parallelism, or after it, all workers go on from one.
     """
-    streaming, streamed = bool(outer.fragment_names), bool(manifest.outer)
-    worker = world.worker if streaming and streamed else 0
-    existed = worker in manifest.present
-    holders = gather_objects(existed, world.control)
-    if not (streaming or any(holders)):
-        raise UserError(
-            f"data parallelism goes on from worker 0, whose state {path} holds in no place: copy "
-            "the folder of the place that has it, or keep the method of the run"
-        )
-    if streaming and not existed and worker < manifest.workers and world.rank_in_worker == 0:
-        logger.warning(
-            f"the state of worker {worker} is not in {path}: it starts from the shared parameters"
-        )
-    own = TensorFolder(path, manifest, worker_folder(manifest.nearest(worker)))
-    _check_model(path, own, model)
+    manifest, streaming = start.manifest, bool(outer.fragments)
+    assert manifest is not None
+    readers = start.holders if streaming else start.holders[:1]
+    reads = world.worker in readers
+    files = SavedTensors(start.checkpoint, manifest) if reads and start.checkpoint else None
+    shapes = _shapes_of_first({} if files is None else files.shapes, world, readers)
+    _check_model(start, shapes, model)
+    inner = inner_tensors(model, optimizer)
+    facts = manifest.outer if reads or not manifest.outer else facts_for_new_worker(manifest.outer)
+    names = [name for name in shapes if reads or not name.startswith(RESIDUAL)]
+    saved = SavedState.template(model, facts, names, world.host_mesh)
+    tensors = {name: one for name, one in inner.items() if name in shapes} | saved.tensors
+    if files is not None:
+        files.fill(tensors)
+        _load_random_states(files, world)
+    if len(readers) < world.workers:
+        _copy_to_others(tensors, world, readers)
     notes = list[str]()
-    if existed:
-        same_ranks = manifest.ranks_per_worker == world.ranks_per_worker
-        states = random_states(world.device, world.rank_in_worker) if same_ranks else {}
-        notes += _load_inner(own, inner_tensors(model, optimizer), states)
-    if not (streaming or all(holders)):
-        source = holders.index(True) // world.ranks_per_worker
-        _send_inner(inner_tensors(model, optimizer), world.group(WORKER), source)
-    if not streamed:
+    if new := sum(name.startswith(OPTIMIZER) for name in inner.keys() - shapes.keys()):
+        notes.append(f"optimizer.name was another one: {new} tensors of its state start from zero")
+    if not manifest.outer:
         outer.restart_from_model(manifest.step)
-        return [*notes, NO_OUTER_LOOP_SAVED] if streaming else notes
-    shared = TensorFolder(path, manifest, SHARED)
-    if existed:
-        facts = manifest.outer[worker]
-    else:
-        facts = facts_for_new_worker(manifest.outer[0])
-        named = ((shared_parameter_name(name), one) for name, one in model.named_parameters())
-        # Frozen parameters are not shared: they stay as the workers have agreed.
-        shared.fill({name: one.detach() for name, one in named if name in shared.shapes})
-    own_names = own.shapes if existed else ()
-    saved = SavedState.template(model, facts, [*shared.shapes, *own_names], world.host_mesh)
-    shared.fill({name: one for name, one in saved.tensors.items() if name in shared.shapes})
-    own.fill({name: one for name, one in saved.tensors.items() if name in own_names})
+        text = "the saved run had no outer loop: the shared parameters start as its model"
+        return [*notes, f"{text}, outer momentum from zero"] if streaming else notes
+    if not reads:
+        write_shared(model, saved)
     notes += outer.load_state_dict(saved)
-    if not streaming or manifest.workers == world.workers:
-        return notes
-    change = f"{manifest.workers} workers are now {world.workers}"
-    if manifest.workers > world.workers:
-        end = f"what those from {world.workers} on had not sent yet is left behind"
-    else:
-        end = "the new ones start from the shared parameters, their inner optimizer from zero"
-    return [*notes, f"{change}: {end}"]
+    return notes + _changed_workers(manifest.workers, world.workers, readers) * streaming
 
 
-def _check_model(path: Path, saved: TensorFolder, model: nn.Module) -> None:
-    theirs = {
-        name.removeprefix(MODEL): shape
-        for name, shape in saved.shapes.items()
-        if name.startswith(MODEL)
-    }
+def _shapes_of_first(shapes: Shapes, world: World, readers: Sequence[int]) -> Shapes:
+    """Return the shapes of all saved tensors, also on workers that have not read them."""
+    if len(readers) == world.workers:
+        return shapes
+    first = readers[0] * world.ranks_per_worker
+    sent = gather_objects(shapes if world.rank == first else {}, world.control)[first]
+    return {name: tuple(shape) for name, shape in sent.items()}
+
+
+def _check_model(start: Start, shapes: Shapes, model: nn.Module) -> None:
+    theirs = {name.removeprefix(MODEL): shapes[name] for name in shapes if name.startswith(MODEL)}
     mine = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    differing = [name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)]
-    if differing:
-        name = differing[0]
-        there, here = theirs.get(name, "absent"), mine.get(name, "absent")
+    if found := differences(mine, theirs):
         raise UserError(
-            f"{path} is of another model: {name} is {there} there and {here} in this run, and "
-            f"{len(differing) - 1} more differ. Set the [model] section, the tokenizer and "
+            f"{start.checkpoint or 'the checkpoint'} is of another model: {found[0]}, and "
+            f"{len(found) - 1} more differ. Set the [model] section, the tokenizer and "
             "training.sequence_length as in the run's config.toml"
         )
 
 
-def _load_inner(
-    saved: TensorFolder, inner: dict[str, Tensor], random: dict[str, Tensor]
-) -> list[str]:
-    """Load what is a worker's own. Return what could not be carried over."""
-    own = inner | random
-    known = {name: tensor for name, tensor in own.items() if name in saved.shapes}
-    saved.fill(known)
-    for name in random.keys() & known.keys():
-        on_gpu = name.startswith(f"{RANDOM}cuda")
-        (torch.cuda.set_rng_state if on_gpu else torch.set_rng_state)(random[name])
-    new = sum(name.startswith(OPTIMIZER) for name in own.keys() - known.keys())
-    other = f"optimizer.name was another one: {new} tensors of its state start from zero"
-    return [other] if new else []
+def _load_random_states(files: SavedTensors, world: World) -> None:
+    for name, state in random_states(world.device, world.rank_in_worker).items():
+        if name in files.shapes:  # else the worker has more ranks than before
+            files.fill({name: state})
+            on_gpu = name.startswith(f"{RANDOM}cuda")
+            (torch.cuda.set_rng_state if on_gpu else torch.set_rng_state)(state)
 
 
-def _send_inner(inner: dict[str, Tensor], group: dist.ProcessGroup | None, source: int) -> None:
-    """Copy what is a worker's own from the worker `source` to the others, which lack its state:
-    the run was saved with an outer loop, without a common disk."""
-    for tensor in map(local_of, inner.values()):
-        if tensor.numel():
-            dist.broadcast(tensor, group_src=source, group=group)
+def _copy_to_others(tensors: Mapping[str, Tensor], world: World, readers: Sequence[int]) -> None:
+    """Copy the state of the first worker that has read it to those that have not."""
+    group = world.group(WORKER)
+    device = world.device if dist.get_backend(group) == "nccl" else torch.device("cpu")
+    for name, tensor in sorted(tensors.items()):
+        local = local_of(tensor)
+        if local.numel() and not name.startswith(RESIDUAL):
+            sent = local.to(device, copy=True).contiguous()
+            dist.broadcast(sent, group_src=readers[0], group=group)
+            if world.worker not in readers:
+                local.copy_(sent)
+
+
+def _changed_workers(before: int, now: int, readers: Sequence[int]) -> list[str]:
+    new = [worker for worker in range(now) if worker not in readers]
+    copied = f"workers {new} have no checkpoint: they get a copy from worker {readers[0]}, with the"
+    left = f"{before} workers are now {now}: what those from {now} on had not sent yet is left"
+    return [f"{left} behind"] * (before > now) + [f"{copied} shared parameters"] * bool(new)
 
 
 def changed_settings(before: str, now: str) -> list[str]:

@@ -85,8 +85,6 @@ def plan_run(
 class AfterStep(NamedTuple):
     """Actions after a training step, in this order, the same on every rank."""
 
-    finished: bool
-    """Apply everything in flight: it was the last step."""
     log: bool
     """Log the steps since the last logged one."""
     validate: bool
@@ -115,7 +113,7 @@ def after_step(
     log = stop or save or step % metrics.log_every == 0 or step == 1
     # Whoever sent a signal is waiting.
     validate = validation_due(step, finished, validation.every) and not requests.stop
-    return AfterStep(finished, log, validate, save, stop)
+    return AfterStep(log, validate, save, stop)
 
 
 def validation_due(step: int, finished: bool, every: int) -> bool:

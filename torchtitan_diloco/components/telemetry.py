@@ -1,21 +1,15 @@
-"""Telemetry of a run: measurements, their sums over ranks, and records.
+"""Telemetry of a run: measures its steps, logs a line, and writes the records of this worker.
 
-Every rank counts `COUNTED` and the outer loop's metrics. At a logged step, ranks start to sum their
-counters and the numbers of the rounds since the last one (round_records.py), by worker. They do not
-wait for each other: the sums are read after a later step, as soon as they are complete. The first
-rank then writes a record of the step and of each round to metrics.jsonl (records.py), shows the
-step on the boards, and logs a line.
-
-To add a metric, count it on every rank, under a name with a slash: in the outer loop's metrics, or
-with an entry in `COUNTED` and `Telemetry.count`. It is then written, shown, and summed over the run
-in `Telemetry.totals`. Compute values from several sums in `Telemetry._step_record`. Put curves that
-are shown first in board.FIRST. Describe the metric in docs/report.md.
+Every rank counts. At a logged step, one small sum over all ranks is started (distributed/stop.py):
+loss, tokens and bytes. It is read after a later step, when it is there. Then the first rank of the
+run logs a line, and the first rank of each worker writes the records of the step and of the rounds
+since the last one. All other numbers are its own.
 """
 
 import math
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -24,38 +18,25 @@ from torch import Tensor
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from torchtitan_diloco.components.checkpoint_schema import RunState
-from torchtitan_diloco.components.records import Record, RecordFiles, RoundRecord
-from torchtitan_diloco.components.round_records import (
-    RoundTable,
-    peak_mbit_per_second,
-    percent_without,
+from torchtitan_diloco.components.metrics import (
+    Record,
+    add_totals,
+    hidden_percent,
+    percent,
+    totals_of,
 )
+from torchtitan_diloco.components.records import RecordFiles, RoundRecord, Start, round_record
+from torchtitan_diloco.components.run_folder import folder_of_worker
 from torchtitan_diloco.components.run_plan import RunPlan
 from torchtitan_diloco.config.schema import Metrics
 from torchtitan_diloco.diloco.outer_loop import OuterLoop
-from torchtitan_diloco.diloco.round import Round, total
-from torchtitan_diloco.distributed.collectives import PendingSums
+from torchtitan_diloco.diloco.round import Round
+from torchtitan_diloco.distributed.collectives import PendingSum
 from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.hardware import GIB, peak_flops, peak_memory_bytes
 from torchtitan_diloco.log import clock, logger
 
 Batch = tuple[Tensor, Tensor]
-OF_WORKER = ("steps", "seconds", "squares")
-"""Steps, their seconds of compute, and the sum of squares of these. Totals are kept by worker, for
-step time and jitter in the planner."""
-TIMES = ("time/wall_seconds", "time/step_seconds", "time/data_seconds", "time/agreement_seconds")
-COUNTED = (*OF_WORKER, "cross_entropy", "tokens", "gradient_norm", "skipped_steps", *TIMES)
-"""Counters of a rank between two logged steps. Names with a slash are written: as a sum over ranks
-if they end in _bytes, else as a mean."""
-HIDDEN = "diloco/hidden_percent_mean_over_ranks"
-KEPT_ROUNDS = 1000
-"""Latest round records to keep for the trace file and the planner."""
-
-
-def worker_key(worker: int, name: str) -> str:
-    """Return the key of a counter of OF_WORKER in `Telemetry.totals`."""
-    return f"worker_{worker}/{name}"
 
 
 class RunProgress(NamedTuple):
@@ -73,24 +54,27 @@ class StepResult(NamedTuple):
     skipped: bool
 
 
+class Sums(NamedTuple):
+    """Numbers of a rank since the last logged step that are summed over all ranks."""
+
+    cross_entropy: float = 0.0
+    tokens: float = 0.0
+    sent_bytes: float = 0.0
+
+
 class _LoggedStep(NamedTuple):
     """A logged step whose sums over ranks are in flight."""
 
-    step: int
-    progress: str
-    """Text such as "30/250", for islands with the progress of the run in percent."""
-    steps_left: float
+    line: str
+    """For the console, with a place for the loss."""
     record: Record
-    rounds: list[Round]
-    sums: PendingSums
-    """By worker: counters, peak memory by rank, and the numbers of each round."""
+    rounds: list[RoundRecord]
+    sums: PendingSum
 
 
 class Telemetry:
-    """Measures the steps of a run, sums measurements over ranks, and writes records.
-
-    Call `measure` for every step, `open` after a step that is logged, and `publish` after every
-    step. `folder`: of the run, None to write nothing. `state`: of the run that is resumed.
+    """Call `measure` for every step, `open` after a step that is logged, and `publish` after every
+    step. `folder`: of the run, None to write nothing. `step`: from which the run is resumed.
     `settings`: those by which boards compare runs.
     """
 
@@ -101,30 +85,36 @@ class Telemetry:
         folder: Path | None,
         plan: RunPlan,
         outer: OuterLoop,
-        state: RunState,
+        step: int,
         *,
         flops_per_token: int,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
         self.world, self.plan, self._outer = world, plan, outer
         self._flops_per_token, self._peak_flops = flops_per_token, peak_flops(world.device)
-        self._interval_started = time.perf_counter()
-        self._started = self._interval_started - float(state.elapsed_seconds)
-        self._counters = dict.fromkeys(COUNTED, 0.0)
+        self._interval_started = self._started = time.perf_counter()
+        self._clock = time.time() - self._started
         self._agreement_before = 0.0
-        self._rounds: list[Round] = []
-        self._table = RoundTable(world, outer.fragment_names, clock_start=self._started)
+        self._begin_interval()
         self._in_flight: deque[_LoggedStep] = deque()
-        self.totals: dict[str, float] = dict(state.totals)
-        """Sums of written counters over the run and all ranks, and of OF_WORKER by `worker_key`."""
-        self.counted_after_step = state.counted_after_step
-        self.round_records: deque[RoundRecord] = deque(maxlen=KEPT_ROUNDS)
-        where = folder if world.is_first else None
-        self.files = RecordFiles(config, where, state.step, settings or {})
+        self.workers = plan.ranks // world.ranks_per_worker
+        """Of the run: so many as have begun, or the most islands that shared a round."""
+        if folder is not None:
+            folder = None if world.rank_in_worker else folder_of_worker(folder, world.worker)
+        workers, of_run = world.workers, world.is_first
+        self.files = RecordFiles(
+            config, folder, step, settings or {}, workers=workers, of_run=of_run
+        )
+        kept = self.files.kept
+        self._started -= max((one.get("worker/elapsed_seconds", 0) for one in kept), default=0)
+        self.totals = totals_of(kept, streaming=bool(outer.fragments))
+        """Of the records of this worker, including those before a resume."""
+        now = time.time()
+        self.files.write(Start(step, now, workers=self.workers, parameters=plan.parameters))
         self._done: float | None = None
         self._live = tqdm(
             total=plan.total_steps,
-            initial=state.step,
+            initial=step,
             unit=" steps",
             colour="green",
             leave=False,
@@ -138,39 +128,45 @@ class Telemetry:
         """Seconds of the run, including those before a resume."""
         return time.perf_counter() - self._started
 
+    def _begin_interval(self) -> None:
+        self._counters, self._compute_squares = defaultdict[str, float](float), 0.0
+        self.sums, self._rounds = Sums(), list[Round]()
+
     # --- every step -------------------------------------------------------------------------------
 
     def timed(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Yield the batches, and count the time of waiting for them."""
         started = time.perf_counter()
         for batch in batches:
-            self.count("time/data_seconds", time.perf_counter() - started)
+            self._counters["worker/data_seconds"] += time.perf_counter() - started
             yield batch
             started = time.perf_counter()
 
     def measure(self, train_step: Callable[[], StepResult]) -> None:
         started, waited = time.perf_counter(), self._waited()
-        result = train_step()
+        self._last = train_step()
         seconds = time.perf_counter() - started
         compute = seconds - (self._waited() - waited)
-        for name, value in zip(OF_WORKER, (1, compute, compute**2), strict=True):
-            self.count(name, value)
-        self.count("time/step_seconds", seconds)
-        self.count("skipped_steps", result.skipped)
-        if not result.skipped:
-            self.count("cross_entropy", result.cross_entropy)
-            self.count("tokens", self.plan.tokens_per_step / self.plan.ranks)
-        self._counters["gradient_norm"] = result.gradient_norm  # of the last step
+        counters, trained = self._counters, not self._last.skipped
+        counters["worker/steps"] += 1
+        counters["worker/skipped_steps"] += self._last.skipped
+        counters["worker/step_seconds"] += seconds
+        counters["worker/compute_seconds"] += compute
+        self._compute_squares += compute**2
+        rounds = self._outer.rounds()  # at every step, as it keeps only the latest
+        self._rounds += rounds
+        self.workers = max([self.workers, *(one.participants for one in rounds)])
+        sent = sum(one.exchange_sums().get("worker/sent_bytes", 0.0) for one in rounds)
+        self.sums = Sums(
+            cross_entropy=self.sums.cross_entropy + (self._last.cross_entropy if trained else 0),
+            tokens=self.sums.tokens + trained * self.plan.tokens_per_step / self.plan.ranks,
+            sent_bytes=self.sums.sent_bytes + sent,
+        )
         self._live.update()
-        self._rounds += self._outer.rounds()  # at every step, as it keeps only the latest
 
     def _waited(self) -> float:
         """Return seconds of waiting for data and communication, for differences within a step."""
-        return self._counters["time/data_seconds"] + self._outer.exposed_seconds
-
-    def count(self, name: str, value: float) -> None:
-        """Add to a counter of this rank."""
-        self._counters[name] += value
+        return self._counters["worker/data_seconds"] + self._outer.exposed_seconds
 
     def pause(self, seconds: float) -> None:
         """Exclude time that was not spent on training, such as validation, from the rates."""
@@ -179,36 +175,63 @@ class Telemetry:
     # --- a logged step ----------------------------------------------------------------------------
 
     def open(
-        self, step: int, lr: float, agreement_seconds: float = 0.0, run: RunProgress | None = None
+        self,
+        step: int,
+        lr: float,
+        sums: PendingSum,
+        agreement_seconds: float = 0.0,
+        run: RunProgress | None = None,
     ) -> None:
-        """Log the steps since the last logged one. Collective.
+        """Log the steps since the last logged one.
 
-        `agreement_seconds`: total time for which the training thread of this process has waited
-        for agreement of all ranks. `run`: only on an island.
+        `sums`: those of `self.sums` over all ranks. `agreement_seconds`: total time for which the
+        training thread of this process has waited for other ranks. `run`: only on an island.
         """
-        progress, steps_left = self._progress(step, None if run is None else run.steps)
-        world, now, where = self.world, time.perf_counter(), f"up to step {step}"
-        self.count("time/wall_seconds", now - self._interval_started)
-        self.count("time/agreement_seconds", agreement_seconds - self._agreement_before)
+        now, counters = time.perf_counter(), self._counters
+        counters["worker/wall_seconds"] += now - self._interval_started
+        counters["worker/agreement_seconds"] += agreement_seconds - self._agreement_before
         self._interval_started, self._agreement_before = now, agreement_seconds
-        rounds = [*self._rounds, *self._outer.rounds()]
-        numbers = [
-            self._counters | self._outer.metrics(),
-            self._of_rank(peak_memory_bytes(world.device)),
-            *map(self._table.numbers, rounds),
-        ]
         record: Record = {
+            "step": step,
+            "time": time.time(),
             "train/lr": lr,
-            "train/tokens_global": self.plan.tokens_at(step) if run is None else run.tokens,
-            "time/elapsed_seconds": self.elapsed_seconds,
+            "train/tokens": self.plan.tokens_at(step) if run is None else run.tokens,
+            "train/gradient_norm": self._last.gradient_norm,
+            "train/memory_gib": peak_memory_bytes(self.world.device) / GIB,
+            **counters,
+            **self._outer.metrics(),
+            "worker/elapsed_seconds": self.elapsed_seconds,
         }
-        sums = PendingSums(world, numbers, where)
-        self._in_flight.append(_LoggedStep(step, progress, steps_left, record, rounds, sums))
-        self._counters, self._rounds = dict.fromkeys(COUNTED, 0.0), []
+        record |= self._rates(record)
+        line = _console_line(record, *self._progress(step, None if run is None else run.steps))
+        fragments = self._outer.fragments
+        rounds = [round_record(one, fragments[one.fragment], self._clock) for one in self._rounds]
+        self._in_flight.append(_LoggedStep(line, record, rounds, sums))
+        self._begin_interval()
+
+    def _rates(self, record: Record) -> Record:
+        """Return what follows from the counters."""
+        steps, wall = record["worker/steps"], record["worker/wall_seconds"]
+        compute = record["worker/compute_seconds"] / steps
+        tokens = self.plan.tokens_per_step * self.world.size / self.plan.ranks * steps / wall
+        rates: Record = {
+            "speed/seconds_per_step": wall / steps,
+            "speed/tokens_per_second": tokens,
+            "worker/compute_spread": max(0.0, self._compute_squares / steps - compute**2) ** 0.5,
+        }
+        if self._peak_flops is not None:
+            peak = self._peak_flops * self.world.size
+            rates["speed/mfu_percent"] = percent(self._flops_per_token * tokens, peak)
+        if "worker/exposed_seconds" in record:
+            exposed = record["worker/exposed_seconds"] + record["worker/agreement_seconds"]
+            rates["sync/exposed_percent"] = percent(exposed, wall)
+        if record.get("worker/exchange_seconds"):
+            rates["sync/hidden_percent"] = hidden_percent(record)
+        return rates
 
     def _progress(self, step: int, done: float | None) -> tuple[str, float]:
         """Return the progress of the run, and the steps left to this island or run at its rate."""
-        whole, own = self.plan.total_steps, self._counters["steps"]
+        whole, own = self.plan.total_steps, self._counters["worker/steps"]
         if done is None:
             return f"{step:>{len(str(whole))}}/{whole}", whole - step
         made = own if self._done is None else done - self._done
@@ -216,83 +239,30 @@ class Telemetry:
         left = max(0.0, whole - done) * (own / made if made else 1.0)
         return f"{step:>{len(str(whole))}}  run {100 * min(1.0, done / whole):.0f} %", left
 
-    def _of_rank(self, value: float) -> dict[str, float]:
-        """Key a value by rank, so that the sum over the worker keeps the value of each rank."""
-        own = self.world.rank_in_worker
-        return {str(n): value if n == own else 0.0 for n in range(self.world.ranks_per_worker)}
-
     def publish(self, *, all: bool = False) -> None:
-        """Write the logged steps whose sums are complete, or wait for all."""
+        """Write the logged steps whose sums are there, or wait for all."""
         while self._in_flight and (all or self._in_flight[0].sums.is_complete):
-            logged = self._in_flight.popleft()
+            line, record, rounds, sums = self._in_flight.popleft()
             started = time.perf_counter()
-            counters, memory, *rounds = zip(*logged.sums.by_worker(), strict=True)
-            self.count("time/agreement_seconds", time.perf_counter() - started)
-            records = list(map(self._table.record, logged.rounds, rounds))
-            self.round_records += records
-            for found in records:
-                self.files.write(found)
-            record = logged.record | self._step_record(counters, records)
-            peaks = [max(by_rank.values()) for by_rank in memory]
-            record["memory/peak_gib_max_over_ranks"] = max(peaks) / GIB
-            self.write(logged.step, record)
-            logger.info(_console_line(logged, record))
-            self._live.set_postfix_str(f"loss {record['train/loss_nats_per_token_global']:.4f}")
-
-    def _step_record(
-        self, counters: Sequence[Mapping[str, float]], rounds: Sequence[RoundRecord]
-    ) -> Record:
-        """Return the record of the counters of each worker, and add the counters to the totals."""
-        size, workers = self.world.size, self.world.workers
-        sums = total(counters)
-        steps, wall_seconds = sums["steps"] / size, sums["time/wall_seconds"] / size
-        tokens = self.plan.tokens_per_step * size / self.plan.ranks
-        tokens_per_second = tokens * steps / wall_seconds
-        record: Record = {
-            "train/loss_nats_per_token_global": sums["cross_entropy"]
-            / (sums["tokens"] or math.nan),
-            "train/gradient_norm_mean_over_workers": sums["gradient_norm"] / size,
-            "train/skipped_steps_mean_over_workers": sums["skipped_steps"] / size,
-            "speed/tokens_per_second_global": tokens_per_second,
-            "speed/seconds_per_step": wall_seconds / steps,
-            "speed/mfu_percent": None,
-        }
-        if self._peak_flops is not None:
-            flops = self._flops_per_token * tokens_per_second
-            record["speed/mfu_percent"] = 100 * flops / (self._peak_flops * size)
-        written = {name: value for name, value in sums.items() if "/" in name}
-        of_worker = {
-            worker_key(worker, name): own[name]
-            for worker, own in enumerate(counters)
-            for name in OF_WORKER
-        }
-        self.totals = total([self.totals, of_worker, written])
-        for name, value in written.items():
-            if name.endswith("_bytes"):
-                record[f"{name}_sum_over_ranks"] = value
-            else:
-                record[f"{name}_mean_over_ranks"] = value / size
-        for name, share in time_shares(sums).items():
-            record[f"time/share_{name}_percent_mean_over_ranks"] = share
-        if exchange := sums.get("diloco/exchange_seconds"):
-            waited = sums.get("diloco/exposed_waiting_seconds", 0.0)
-            record[HIDDEN] = percent_without(waited, exchange)
-        if "diloco/sent_bytes" in sums and workers > 1:
-            used = 8e-6 * sums["diloco/sent_bytes"] / workers / wall_seconds
-            record["diloco/bandwidth_used_mbit_per_second_mean_over_workers"] = used
-            peak = peak_mbit_per_second(rounds)
-            record["diloco/bandwidth_peak_mbit_per_second_max_over_workers"] = peak
-        return record
+            _, _, *found = sums.result()  # without the wishes to stop and to save
+            self._counters["worker/agreement_seconds"] += time.perf_counter() - started
+            cross_entropy, tokens, sent_bytes = Sums(*found)
+            record["loss/train"] = loss = cross_entropy / (tokens or math.nan)
+            if "worker/sent_bytes" in record:
+                record["worker/sent_bytes"] = sent = sent_bytes / self.world.workers
+                record["sync/mbit_per_second"] = 8e-6 * sent / record["worker/wall_seconds"]
+            add_totals(self.totals, record)
+            for one in rounds:
+                self.files.write(one)
+            self.files.write(record)
+            logger.info(line.format(loss=loss))
+            self._live.set_postfix_str(f"loss {loss:.4f}")
 
     # --- other records ----------------------------------------------------------------------------
 
     def write(self, step: int, record: Record) -> None:
-        """Write a record of global numbers, such as those of a validation."""
-        self.files.write({"step": step} | record)
-
-    def write_trace(self) -> None:
-        """Write a trace file of the latest rounds, which is slow."""
-        self.files.write_trace(self.round_records)
+        """Write a record of other numbers, such as those of a validation."""
+        self.files.write({"step": step, "time": time.time()} | record)
 
     def __enter__(self) -> Self:
         if not self._live.disable:  # log lines must not break the bar
@@ -305,38 +275,17 @@ class Telemetry:
         self.files.close()
 
 
-def time_shares(sums: Mapping[str, float]) -> Record:
-    """Return the shares of the wall time in percent.
-
-    Waiting for agreement of ranks is exposed communication. With data parallelism, communication
-    is part of the backward pass: its share is unknown (None) and counts as compute.
-    """
-    wall, steps, data, agreement = (sums[name] for name in TIMES)
-
-    def share(seconds: float) -> float:
-        return 100 * min(1.0, max(0.0, seconds / wall))
-
-    streaming = "diloco/exposed_seconds" in sums
-    exposed = sums.get("diloco/exposed_seconds", 0.0)
-    agreement = agreement if streaming else 0.0
-    return {
-        "compute": share(steps - data - exposed),
-        "data": share(data),
-        "exposed_communication": share(exposed + agreement) if streaming else None,
-        "other": share(wall - steps - agreement),
-    }
-
-
-def _console_line(logged: _LoggedStep, record: Record) -> str:
-    mfu, eta = record["speed/mfu_percent"], logged.steps_left * record["speed/seconds_per_step"]
+def _console_line(record: Record, progress: str, steps_left: float) -> str:
+    """Return the line of a logged step, with a place for the loss."""
+    mfu, hidden = record.get("speed/mfu_percent"), record.get("sync/hidden_percent")
     return (
-        f"step {logged.progress}"
-        f"  loss {record['train/loss_nats_per_token_global']:.4f}"
-        f"  gradient norm {record['train/gradient_norm_mean_over_workers']:.3f}"
+        f"step {progress}"
+        "  loss {loss:.4f}"
+        f"  gradient norm {record['train/gradient_norm']:.3f}"
         f"  lr {record['train/lr']:.2e}"
-        f"  {record['speed/tokens_per_second_global']:,.0f} tokens/s"
+        f"  {record['speed/tokens_per_second']:,.0f} tokens/s"
         f"{'' if mfu is None else f'  MFU {mfu:.1f} %'}"
-        f"{f'  hidden {record[HIDDEN]:.0f} %' if HIDDEN in record else ''}"
-        f"  memory {record['memory/peak_gib_max_over_ranks']:.2f} GiB"
-        f"  ETA {clock(eta)}"
+        f"{'' if hidden is None else f'  hidden {hidden:.0f} %'}"
+        f"  memory {record['train/memory_gib']:.2f} GiB"
+        f"  ETA {clock(steps_left * record['speed/seconds_per_step'])}"
     )

@@ -14,7 +14,7 @@ from torchtitan_diloco.components.loss import loss_head
 from torchtitan_diloco.components.telemetry import Batch, Telemetry
 from torchtitan_diloco.diloco.fragments import drop_gathered
 from torchtitan_diloco.diloco.outer_loop import OuterLoop
-from torchtitan_diloco.distributed.collectives import PendingReduction
+from torchtitan_diloco.distributed.collectives import PendingSum
 from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.log import logger
 
@@ -43,7 +43,7 @@ def validate(
         totals += torch.stack([sums.cross_entropy.double(), sums.tokens.double()]).cpu()
     model.train(was_training)
     drop_gathered(model)
-    cross_entropy, tokens = PendingReduction(world, totals.tolist(), "in a validation").result()
+    cross_entropy, tokens = PendingSum(world, totals.tolist(), "in a validation").result()
     return ValidationResult(cross_entropy / tokens, int(tokens))
 
 
@@ -68,18 +68,13 @@ class Validator:
         with self.outer.global_parameters():
             shared = evaluate()
         self.validated = step, shared.loss
-        record: dict[str, float | None] = {
-            "validation/loss_nats_per_token_global": shared.loss,
-            "validation/perplexity_global": shared.perplexity,
-            "validation/tokens_global": shared.tokens,
-        }
+        record = {"loss/val": shared.loss}
         local = ""
         if self.local:
             own = evaluate()
-            record["validation/local_loss_nats_per_token_mean_over_workers"] = own.loss
+            record["loss/val_local"] = own.loss
             local = f" (the workers' own parameters: {own.loss:.4f})"
         telemetry.write(step, record)
-        telemetry.write_trace()
         logger.info(
             f"validation after step {step}: loss {shared.loss:.4f}{local}, "
             f"perplexity {shared.perplexity:,.2f} over {shared.tokens:,} held-out tokens"

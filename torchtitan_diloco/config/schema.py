@@ -269,9 +269,8 @@ class Checkpoint:
     """Also keep all checkpoints whose step is a multiple of this. 0: none."""
     resume: str = "auto"
     """`auto`: resume from the latest checkpoint in `run.folder`, if any, that is not damaged.
-    `strict`: the same, but one that is damaged, or that some places lack, is an error. `never`:
-    start a new run. A run folder: resume that run there. A checkpoint folder: start a new run from
-    it."""
+    `never`: start a new run. A run folder: resume that run there. A checkpoint folder: start a new
+    run from it."""
 
 
 @dataclass(frozen=True)
@@ -279,12 +278,12 @@ class Metrics:
     """Logging."""
 
     log_every: Positive = 10
-    """Steps between two lines on the console and in metrics.jsonl."""
+    """Steps between two lines on the console and in the records."""
     tensorboard: bool = True
-    """Write TensorBoard events to the run folder."""
+    """Write TensorBoard events to the folder of each worker."""
     wandb: str = ""
-    """Project of Weights & Biases that gets the same curves (extra `wandb`). Empty: none. Without a
-    network, set the environment variable WANDB_MODE=offline."""
+    """Project of Weights & Biases that gets the curves of the first worker (extra `wandb`). Empty:
+    none. Without a network, set the environment variable WANDB_MODE=offline."""
 
 
 @dataclass(frozen=True)

@@ -71,8 +71,8 @@ def _from_file(spec: str) -> Tokenizer:
     path = Path(spec).expanduser()
     if not path.is_file():
         raise UserError(
-            f'data.tokenizer = "{spec}" is no file: train one (docs/data.md#train-a-tokenizer) or '
-            f"run {installed('hf')} download OWNER/MODEL --local-dir {path.parent}"
+            f'data.tokenizer = "{spec}" is no file: train one (docs/data-and-models.md#tokenizers) '
+            f"or run {installed('hf')} download OWNER/MODEL --local-dir {path.parent}"
         )
     try:
         import tokenizers
@@ -129,7 +129,7 @@ def _named_encoding(name: str) -> Tokenizer:
     except (OSError, ValueError, KeyError) as error:
         raise UserError(
             f'data.tokenizer = "{name}" cannot be loaded ({type(error).__name__}: {error}): copy '
-            "it from a machine with a network (docs/data.md#tokenizers), or use a tokenizer.json"
+            "it from a machine with a network, or use a tokenizer.json (docs/data-and-models.md)"
         ) from error
 
     def token(number: int) -> bytes | None:

@@ -82,7 +82,7 @@ class Quantization(Section):
 
     codec: CodecName = "fp32"
     """Format of the deltas that workers send, and of the means that come back
-    (docs/wire-formats.md). The paper uses `fp4_e3m0`. `topk` sends the largest values only, and
+    (docs/algorithm.md). The paper uses `fp4_e3m0`. `topk` sends the largest values only, and
     adds what it has not sent to the next delta, which takes 4 bytes per parameter."""
     block_size: Positive = 64
     """Values that share one 8-bit scale: 16, 32, 64, 128, 256, 512 or 1024. Only for formats of 8

@@ -24,15 +24,28 @@ class Part:
 
     def local(self) -> Tensor:
         """Return this rank's shard as a flat view."""
-        return local_rows(self.name, self.parameter.detach())
+        return local_rows(self.name, self.parameter)
 
     def is_in(self, module: str) -> bool:
         return self.name == module or self.name.startswith(f"{module}.")
 
 
+def shard_rows(rows: int, rank: int, ranks: int) -> range:
+    """Return the rows of a rank under FSDP2: equal ranges, of which the last may be shorter or
+    empty."""
+    size = -(-rows // ranks)
+    return range(min(rows, rank * size), min(rows, (rank + 1) * size))
+
+
+def local_of(value: Tensor) -> Tensor:
+    """Return this rank's shard."""
+    value = value.detach()
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
 def local_rows(name: str, value: Tensor) -> Tensor:
     """Return this rank's shard of a parameter as a flat view."""
-    shard = value.to_local() if isinstance(value, DTensor) else value
+    shard = local_of(value)
     if not shard.is_contiguous():
         raise UserError(
             f"parameter {name} is not contiguous in memory, so it cannot be exchanged in place: "

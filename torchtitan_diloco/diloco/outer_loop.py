@@ -3,21 +3,20 @@
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan_diloco.diloco.fragments import local_rows
+from torchtitan_diloco.diloco.fragments import Fragment
 from torchtitan_diloco.diloco.round import Round
-from torchtitan_diloco.diloco.state_dict import SavedState, shared_parameter_name
+from torchtitan_diloco.diloco.state_dict import SavedState, write_shared
 from torchtitan_diloco.diloco.streaming import StreamingDiLoCo
 
 
 class DataParallel:
     """The interface of StreamingDiLoCo for `method = "none"`, where nothing is exchanged."""
 
-    fragment_names: tuple[str, ...] = ()
+    fragments: tuple[Fragment, ...] = ()
     exposed_seconds = 0.0
 
     def __init__(self, model: nn.Module, workers: int = 1) -> None:
@@ -47,12 +46,9 @@ class DataParallel:
         text = "gradients are averaged at every step; of [diloco] only workers and link are read"
         return [f"{'outer':<10} none: {text}"] if self._workers > 1 else []
 
-    @torch.no_grad()
     def load_state_dict(self, saved: SavedState) -> list[str]:
         """Start from the shared parameters of a run with an outer loop."""
-        for name, parameter in self._model.named_parameters():
-            if (shared := saved.tensors.get(shared_parameter_name(name))) is not None:
-                local_rows(name, parameter.detach()).copy_(local_rows(name, shared))
+        write_shared(self._model, saved)
         return [
             "there is no outer loop any more: the model starts from the shared parameters, the "
             "optimizer from worker 0's"

@@ -71,6 +71,8 @@ class Peers(ABC):
 
     def start(self, model: nn.Module, config: DiLoCoConfig) -> None:
         """Check the settings, agree with the other workers, and allocate the buffers."""
+        if hasattr(self, "meter"):
+            raise RuntimeError("these peers have an outer loop already: build others")
         self.model, self.meter = model, Meter()
         self.config = config = self.check_settings(config)
         drop_gathered(model)

@@ -93,11 +93,11 @@ class Round:
         if math.isnan(seconds):
             return {}
         return {
-            "diloco/exchange_seconds": seconds,
-            "diloco/coding_seconds": traffic.encoding_seconds + traffic.decoding_seconds,
-            "diloco/transfer_waiting_seconds": traffic.waiting_seconds,
-            "diloco/sent_bytes": traffic.bytes_sent,
-            "diloco/received_bytes": traffic.bytes_received,
+            "worker/exchange_seconds": seconds,
+            "worker/coding_seconds": traffic.encoding_seconds + traffic.decoding_seconds,
+            "worker/transfer_waiting_seconds": traffic.waiting_seconds,
+            "worker/sent_bytes": traffic.bytes_sent,
+            "worker/received_bytes": traffic.bytes_received,
         }
 
 
@@ -118,16 +118,16 @@ class Meter:
     """Totals of the outer loop since the last call of `take`, and its latest rounds."""
 
     TOTALS: Final = {
-        "diloco/fragments_applied": 0.0,
-        "diloco/participants": 0.0,
-        "diloco/healed_fragments": 0.0,
-        "diloco/exposed_seconds": 0.0,
-        "diloco/exposed_waiting_seconds": 0.0,
-        "diloco/exchange_seconds": 0.0,
-        "diloco/coding_seconds": 0.0,
-        "diloco/transfer_waiting_seconds": 0.0,
-        "diloco/sent_bytes": 0.0,
-        "diloco/received_bytes": 0.0,
+        "worker/fragments_applied": 0.0,
+        "worker/participants": 0.0,
+        "worker/healed_fragments": 0.0,
+        "worker/exposed_seconds": 0.0,
+        "worker/exposed_waiting_seconds": 0.0,
+        "worker/exchange_seconds": 0.0,
+        "worker/coding_seconds": 0.0,
+        "worker/transfer_waiting_seconds": 0.0,
+        "worker/sent_bytes": 0.0,
+        "worker/received_bytes": 0.0,
     }
 
     def __init__(self) -> None:
@@ -139,12 +139,12 @@ class Meter:
     def applied(self, round_: Round) -> None:
         self.waited(round_.fetched - round_.asked)
         self.expose(round_.applied - round_.fetched, round_.applying)
-        counts = {"diloco/participants": round_.participants, "diloco/fragments_applied": 1}
+        counts = {"worker/participants": round_.participants, "worker/fragments_applied": 1}
         self._sums = total([self._sums, round_.exchange_sums(), counts])
         self._rounds.append(round_)
 
     def healed(self) -> None:
-        self._sums["diloco/healed_fragments"] += 1
+        self._sums["worker/healed_fragments"] += 1
 
     def take(self) -> dict[str, float]:
         self._read_spans()
@@ -165,14 +165,14 @@ class Meter:
     def waited(self, seconds: float) -> None:
         """Count seconds in which the training thread waited."""
         self.expose(seconds)
-        self._sums["diloco/exposed_waiting_seconds"] += seconds
+        self._sums["worker/exposed_waiting_seconds"] += seconds
 
     def expose(self, seconds: float, span: Span = (None, None)) -> None:
         """Count seconds of the training thread or, as it only queues work on a GPU, those of the
         work as soon as they are known."""
         begin, end = span
         if begin is None or end is None:
-            self._sums["diloco/exposed_seconds"] += seconds
+            self._sums["worker/exposed_seconds"] += seconds
             self._exposed_seconds += seconds
         else:
             self._spans.append((begin, end))

@@ -14,7 +14,7 @@ class Schedule:
     step, and all workers do the same in the same order.
 
     A new setting that changes the schedule also belongs in `state_dict.resume_settings`, so that a
-    restart knows that fragments in flight no longer fit, and in `reference.py` for the tests.
+    restart knows that fragments in flight no longer fit, and in tests/diloco/reference.py.
     """
 
     sync_every: int

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -16,7 +16,7 @@ from torchtitan_diloco.diloco.codecs import build_codec, describe, kernels_name
 from torchtitan_diloco.diloco.config import DiLoCoConfig, diloco_mistakes
 from torchtitan_diloco.diloco.exchange import Exchange
 from torchtitan_diloco.diloco.fields import check_class, flat_settings, raise_mistakes
-from torchtitan_diloco.diloco.fragments import Fragment, describe_layout
+from torchtitan_diloco.diloco.fragments import Fragment, describe_layout, local_of
 from torchtitan_diloco.diloco.liveness import Liveness
 from torchtitan_diloco.diloco.meeting import agree
 from torchtitan_diloco.diloco.object_collectives import broadcast_object
@@ -133,8 +133,7 @@ def broadcast_from_first(group: dist.ProcessGroup | None, model: nn.Module) -> N
     if group is None or group.size() == 1:
         return
     for tensor in [*model.parameters(), *model.buffers()]:
-        whole = tensor.detach()
-        local: Tensor = whole.to_local() if isinstance(whole, DTensor) else whole
+        local = local_of(tensor)
         if not local.numel():
             continue
         sent = local.cpu().contiguous()

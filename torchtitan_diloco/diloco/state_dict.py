@@ -6,7 +6,7 @@ flight is saved with the shared copy that its exchange results in, to be applied
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan_diloco.diloco.config import DiLoCoConfig
 from torchtitan_diloco.diloco.fragments import check_identity, drop_gathered, local_rows
 from torchtitan_diloco.diloco.outer_state import OuterState
-from torchtitan_diloco.diloco.round import Round, total
+from torchtitan_diloco.diloco.round import Round
 from torchtitan_diloco.log import UserError
 
 Facts = dict[str, Any]
@@ -68,8 +68,6 @@ class SavedState:
     tensors: Named
     """Equal on all workers: outer/NAME, next/NAME (fragments in flight), momentum/NAME. This
     worker's: residual/NAME."""
-    exchanged: dict[str, float] = field(default_factory=dict)
-    """Totals of exchanges in flight that are not in the metrics yet. Not read by a load."""
 
     @staticmethod
     def template(
@@ -153,21 +151,21 @@ def save(
     saved = SavedState(facts | {"fragments": []}, {})
     for index, (state, weight) in enumerate(zip(states, weights, strict=True)):
         record = {"weight": weight, "delta_norms": list(state.norms.latest)}
-        buffers = {SHARED: state.outer}
-        if state.slots:
-            buffers[MOMENTUM] = state.slots[0]
-        if state.residual is not None:
-            buffers[RESIDUAL] = state.residual
-        if index in in_flight:
-            buffers[NEXT], round_ = state.delta, in_flight[index]
+        if (round_ := in_flight.get(index)) is not None:
             record |= {one: getattr(round_, one) for one in ("sent_step", "participants", "flags")}
-            saved.exchanged = total([saved.exchanged, round_.exchange_sums()])
-        for kind, buffer in buffers.items():
+        for kind, buffer in buffers_of(state, in_flight=round_ is not None).items():
             saved.tensors |= named(kind, state, copy_to_host(buffer), mesh)
         saved.facts["fragments"].append(record)
     if states[0].outer.is_cuda:
         torch.cuda.current_stream(states[0].outer.device).synchronize()
     return saved
+
+
+def buffers_of(state: OuterState, *, in_flight: bool) -> Named:
+    """Return the buffers of a fragment that are saved, by their kind."""
+    known = [(SHARED, state.outer), *((MOMENTUM, slot) for slot in state.slots)]
+    known += [(NEXT, state.delta)] * in_flight
+    return dict(known if state.residual is None else [*known, (RESIDUAL, state.residual)])
 
 
 def named(kind: str, state: OuterState, buffer: Tensor, mesh: DeviceMesh | None = None) -> Named:
@@ -214,17 +212,11 @@ def load(
     elif is_sparse and not values[RESIDUAL]:
         notes.append("nothing is saved of what topk has not sent: it starts from zero")
     for index, (state, record) in enumerate(zip(states, fragments, strict=True)):
-        fill(state, state.outer, values[SHARED])
-        kept = [(slot, values[MOMENTUM]) for slot in state.slots]
-        if state.residual is not None:
-            kept.append((state.residual, values[RESIDUAL]))
-        for buffer, found in kept:
-            if found:
-                fill(state, buffer, found)
+        for kind, buffer in buffers_of(state, in_flight=index in in_flight).items():
+            if values[kind]:
+                fill(state, buffer, values[kind])
             else:  # what was not saved starts from zero
                 buffer.zero_()
-        if index in in_flight:
-            fill(state, state.delta, values[NEXT])
         state.resume(record["delta_norms"], in_flight=index in in_flight)
     return fragments, in_flight, notes
 
@@ -245,16 +237,31 @@ def check_same_model(states: Sequence[OuterState], saved: SavedState) -> None:
     parts = [part for state in states for part in state.fragment.parts]
     mine = {part.name: tuple(part.parameter.shape) for part in parts}
     theirs = {name: tuple(value.shape) for name, value in saved.kind(SHARED).items()}
-    found = [
-        f"{name} is {mine.get(name, 'absent')} here and {theirs.get(name, 'absent')} there"
-        for name in {**mine, **theirs}
-        if mine.get(name) != theirs.get(name)
-    ]
-    if found:
+    if found := differences(mine, theirs):
         raise UserError(
             f"the saved outer state is that of another model ({len(found)} parameters differ): "
             + "; ".join(found[:3])
         )
+
+
+def differences(
+    mine: Mapping[str, tuple[int, ...]], theirs: Mapping[str, tuple[int, ...]]
+) -> list[str]:
+    """Describe the parameters whose shapes differ."""
+    return [
+        f"{name} is {mine.get(name, 'absent')} here and {theirs.get(name, 'absent')} there"
+        for name in {**mine, **theirs}
+        if mine.get(name) != theirs.get(name)
+    ]
+
+
+@torch.no_grad()
+def write_shared(model: nn.Module, saved: SavedState) -> None:
+    """Copy the shared parameters of a saved state to a model."""
+    shared = saved.kind(SHARED)
+    for name, parameter in model.named_parameters():
+        if name in shared:  # else it is frozen
+            local_rows(name, parameter.detach()).copy_(local_rows(name, shared[name]))
 
 
 @torch.no_grad()

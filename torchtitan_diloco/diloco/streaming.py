@@ -64,20 +64,19 @@ class StreamingDiLoCo:
             total_steps: length of the run, for `overlap.mixing_end`.
             seed: for the rounds that `link.drop_probability` drops.
         """
-        self.peers = peers = (
-            group
-            if isinstance(group, Peers)
-            else GlooPeers(
+        if not isinstance(group, Peers):
+            group = GlooPeers(
                 group,
                 shard_group=shard_group,
                 liveness=liveness,
                 total_steps=total_steps,
                 seed=seed,
             )
-        )
+        elif shard_group or liveness or total_steps or seed:
+            raise TypeError("shard_group, liveness, total_steps and seed are for a gloo group only")
+        self.peers = peers = group
         peers.start(model, config)
         self.config, self.fragments, self._states = peers.config, peers.fragments, peers.states
-        self.fragment_names = tuple(fragment.name for fragment in self.fragments)
         self.in_use, self._meter, self._healed = threading.RLock(), peers.meter, 0
         self._model, self._optimizer = model, optimizer
 
@@ -256,7 +255,7 @@ class StreamingDiLoCo:
         `exposed` seconds are those of the training thread, others those of the background thread.
         An exchange counts when its result is applied.
         """
-        return self._meter.take() | {"diloco/fragments_in_flight": float(len(self.peers.in_flight))}
+        return self._meter.take() | {"worker/fragments_in_flight": float(len(self.peers.in_flight))}
 
     @property
     def exposed_seconds(self) -> float:

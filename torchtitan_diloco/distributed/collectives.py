@@ -2,7 +2,7 @@
 
 import os
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -60,26 +60,18 @@ def on_all_ranks(group: dist.ProcessGroup | None, task: Callable[[], Value]) -> 
     return value
 
 
-class PendingReduction:
-    """Element-wise sum or maximum over all ranks in the background, exact for counts up to 2**53.
+class PendingSum:
+    """Element-wise sum over all ranks in the background, exact for counts up to 2**53.
 
     `where` completes the error message if ranks are lost meanwhile.
     """
 
-    def __init__(
-        self,
-        world: World,
-        values: Sequence[float],
-        where: str,
-        operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
-    ) -> None:
+    def __init__(self, world: World, values: Sequence[float], where: str) -> None:
         self._values = torch.tensor(values, dtype=torch.float64)
         self._world, self._where, self._work = world, where, None
         if world.control is not None and values:
             with naming_lost_ranks(world, where):
-                self._work = dist.all_reduce(
-                    self._values, operation, group=world.control, async_op=True
-                )
+                self._work = dist.all_reduce(self._values, group=world.control, async_op=True)
 
     @property
     def is_complete(self) -> bool:
@@ -93,28 +85,6 @@ class PendingReduction:
                 self._work.wait()  # raises its error
         values: list[float] = self._values.tolist()
         return values
-
-
-class PendingSums(PendingReduction):
-    """Sums of numbers by name over the ranks of each worker, in the background.
-
-    Every rank gives dictionaries with the same keys in the same order.
-    """
-
-    def __init__(self, world: World, numbers: Sequence[Mapping[str, float]], where: str) -> None:
-        self._keys = [tuple(one) for one in numbers]
-        values = [value for one in numbers for value in one.values()]
-        before, after = world.worker, world.workers - world.worker - 1
-        nothing = [0.0] * len(values)
-        super().__init__(world, nothing * before + values + nothing * after, where)
-
-    def by_worker(self) -> list[list[dict[str, float]]]:
-        """Wait for the sums and return the dictionaries of each worker."""
-        values = iter(self.result())
-        return [
-            [{key: next(values) for key in keys} for keys in self._keys]
-            for _ in range(self._world.workers)
-        ]
 
 
 class RanksLostError(RuntimeError):

@@ -4,12 +4,11 @@ import os
 import signal
 import time
 from collections import deque
+from collections.abc import Sequence
 from typing import NamedTuple, Self
 
-from torch.distributed import ReduceOp
-
 from torchtitan_diloco.diloco import DiLoCoConfig
-from torchtitan_diloco.distributed.collectives import PendingReduction
+from torchtitan_diloco.distributed.collectives import PendingSum
 from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.log import SAME_SIGNAL_SECONDS, STOP_SIGNALS, logger
 
@@ -22,6 +21,8 @@ STEPS_APART = 6
 def answer_lag(world: World, diloco: DiLoCoConfig) -> int:
     """Return the steps between a question to the other ranks and reading the answer, for which
     workers that train on their own should not have to wait."""
+    if world.control is None:
+        return 0
     if diloco.method == "none" or world.workers == 1:
         return 1
     return max(STEPS_APART, diloco.overlap.delay)
@@ -39,16 +40,18 @@ class StopRequest:
 
     Signals reach ranks at different moments, and a rank that stops alone leaves the others waiting
     in a collective. So the ranks ask each other in the background and read the answer `lag` steps
-    later. A second signal ends the process at once.
+    later. The same small sum carries the numbers of the log line. A second signal ends the process
+    at once.
     """
 
     def __init__(self, world: World, lag: int = 1) -> None:
         self._world, self._lag = world, lag
-        self._every = 1 if lag == 1 else ASK_EVERY
+        self._every = 1 if lag <= 1 else ASK_EVERY
         self.waited_seconds = 0.0  # of the training thread, for answers
         self._save, self._announced = False, False
         self._received: float | None = None  # time of the first signal
-        self._questions: deque[tuple[int, PendingReduction]] = deque()  # open ones, by their step
+        self._questions: deque[tuple[int, PendingSum]] = deque()  # open ones, by their step
+        self._latest: tuple[int, PendingSum] | None = None
         # nohup and background jobs of scripts ignore some signals on purpose.
         handled = [one for one in STOP_SIGNALS if signal.getsignal(one) is not signal.SIG_IGN]
         self._previous = {number: signal.signal(number, self._handle) for number in handled}
@@ -61,26 +64,31 @@ class StopRequest:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
-    def agreed(self, step: int, save: bool = False) -> Requests:
+    def agreed(self, step: int, numbers: Sequence[float] = (), *, save: bool = False) -> Requests:
         """Return what all ranks do after this step; `save` asks them to save soon. Every rank calls
-        it once after each step."""
-        if self._world.control is None:
-            return Requests(self._received is not None, save)
-        found = Requests(stop=False, save=False)
-        if self._questions and self._questions[0][0] + self._lag <= step:
-            started = time.perf_counter()
-            found = Requests(*map(bool, self._questions.popleft()[1].result()))
-            self.waited_seconds += time.perf_counter() - started
+        it once after each step. `numbers`: as in `ask`."""
         self._save |= save
         if step % self._every == 0:
+            self.ask(step, numbers)
+        if not self._questions or self._questions[0][0] + self._lag > step:
+            return Requests(stop=False, save=False)
+        started = time.perf_counter()
+        stop, saves, *_ = self._questions.popleft()[1].result()
+        self.waited_seconds += time.perf_counter() - started
+        return Requests(stop=stop > 0, save=saves > 0)
+
+    def ask(self, step: int, numbers: Sequence[float]) -> PendingSum:
+        """Return the sum over all ranks of both wishes and the numbers after this step, which may
+        have been asked for already."""
+        if self._latest is None or self._latest[0] != step:
             stop = self._received is not None
-            asked, where = [stop, self._save], f"up to step {step}"
-            question = PendingReduction(self._world, asked, where, ReduceOp.MAX)
-            self._questions.append((step, question))
-            if stop and not self._announced:
+            values = [float(stop), float(self._save), *numbers]
+            self._latest = step, PendingSum(self._world, values, f"up to step {step}")
+            self._questions.append(self._latest)
+            if stop and not self._announced and self._lag:
                 logger.info(f"signal received: the run stops after step {step + self._lag}")
             self._save, self._announced = False, stop
-        return found
+        return self._latest[1]
 
     def __enter__(self) -> Self:
         return self

@@ -20,7 +20,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from torchtitan_diloco import __version__
-from torchtitan_diloco.components.checkpoint_schema import SHARED
 from torchtitan_diloco.components.optimizer import compute_dtype
 from torchtitan_diloco.components.validation import validate
 from torchtitan_diloco.config import to_toml
@@ -33,7 +32,6 @@ from torchtitan_diloco.log import UserError, command_line
 from torchtitan_diloco.models import LanguageModel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-DEFAULTS = ("float32", "shared")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -46,8 +44,6 @@ def main(arguments: Sequence[str]) -> int:
     add = parser.add_argument
     add("run", type=Path, metavar="RUN", help="folder of a run, or of one of its checkpoints")
     add("--step", type=int, metavar="N", help="step of the checkpoint (default: the latest)")
-    which = "shared: the parameters that all workers share (default); worker-K: worker K's own"
-    add("--weights", default=SHARED, metavar="WHICH", help=which)
     if name == "generate":
         add("--prompt", default="", help="text to continue (default: the beginning of a document)")
         add("--tokens", type=positive, default=100, metavar="N", help="at most N (default 100)")
@@ -67,7 +63,7 @@ def main(arguments: Sequence[str]) -> int:
         add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU")
     options = parser.parse_args(words)
     try:
-        command(open_saved(options.run, options.step, options.weights), options)
+        command(open_saved(options.run, options.step), options)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -208,9 +204,9 @@ def export(saved: SavedModel, options: argparse.Namespace) -> None:
 def _default_folder(checkpoint: Path, options: argparse.Namespace) -> Path:
     """Return a folder in the run, or beside a checkpoint that was moved elsewhere."""
     parent = checkpoint.parent
-    run = parent.parent if parent.name == "checkpoints" else parent
-    names = [checkpoint.name, options.format, options.dtype, options.weights]
-    return run / "export" / "-".join(name for name in names if name not in DEFAULTS)
+    run = parent.parent if parent.name.startswith("worker-") else parent
+    dtype = [] if options.dtype == "float32" else [options.dtype]
+    return run / "export" / "-".join([checkpoint.name, options.format, *dtype])
 
 
 @contextmanager
@@ -251,7 +247,6 @@ def save_for_another_run(
         "format": "pt",  # transformers refuses a file that does not name its framework
         "producer": f"torchtitan_diloco {__version__}",
         "step": str(saved.step),
-        "weights": saved.weights,
         "tokenizer": f"{tokenizer.name} {tokenizer.fingerprint}",
     }
     tensors = {name: value.to(dtype) for name, value in saved.model.state_dict().items()}

@@ -7,21 +7,18 @@ run may have changed.
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchtitan_diloco.components.checkpoint_folders import (
+from torchtitan_diloco.components.checkpoint import (
     MANIFEST,
+    MODEL,
     complete_checkpoints,
-    is_checkpoint,
     step_of,
 )
-from torchtitan_diloco.components.checkpoint_schema import (
-    MODEL,
-    SHARED,
+from torchtitan_diloco.components.resume import (
     DamagedError,
-    TensorFolder,
+    SavedTensors,
     check_files,
     check_tokenizer,
     read_manifest,
-    worker_folder,
 )
 from torchtitan_diloco.config import Config, parse_config
 from torchtitan_diloco.data.tokenizer import Tokenizer, build_tokenizer
@@ -39,54 +36,47 @@ class SavedModel:
     step: int
     path: Path
     """Folder of the checkpoint."""
-    weights: str
-    """`shared` or `worker-K`."""
 
     def __str__(self) -> str:
-        which = "shared parameters" if self.weights == SHARED else self.weights
-        return f"{self.path}, step {self.step}, {which}"
+        return f"{self.path}, step {self.step}, shared parameters"
 
 
-def open_saved(run: Path, step: int | None = None, weights: str = SHARED) -> SavedModel:
+def open_saved(run: Path, step: int | None = None) -> SavedModel:
     """Open the checkpoint of a run at `step` (default: the latest), or a checkpoint's folder."""
     path = find_checkpoint(run, step)
     try:
-        return _open(path, weights)
+        return _open(path)
     except DamagedError as error:
         raise UserError(f"{error}: choose another one with --step, or by its folder") from None
 
 
-def _open(path: Path, weights: str) -> SavedModel:
+def _open(path: Path) -> SavedModel:
     manifest = read_manifest(path)
-    workers = [worker_folder(worker) for worker in manifest.present]
-    if weights not in (SHARED, *workers):
-        known = ", ".join([SHARED, *workers])
-        raise UserError(f"--weights {weights}: {path} has no such parameters; it has {known}")
     config = parse_config(manifest.config, str(path / MANIFEST))
     tokenizer = build_tokenizer(config.data.tokenizer)
-    check_tokenizer(path, manifest, tokenizer.name, tokenizer.fingerprint)
+    check_tokenizer(manifest, tokenizer.name, tokenizer.fingerprint)
     rows = vocabulary_rows(config.model, tokenizer.vocab_size)
     model = build_model(config.model, rows, config.training.sequence_length)
     model.to_empty(device="cpu").requires_grad_(False).eval()
-    # Without an outer loop all workers have the same parameters.
-    folder = worker_folder(0) if weights == SHARED and not manifest.outer else weights
-    check_files(path, manifest, [file for file in manifest.files if file.startswith(f"{folder}/")])
+    check_files(path, manifest, manifest.files)
+    saved = SavedTensors(path, manifest)
     tensors = {}
     for name, parameter in model.named_parameters():
-        saved_name = shared_parameter_name(name) if folder == SHARED else MODEL + name
-        tensors[saved_name] = parameter.detach()
-    TensorFolder(path, manifest, folder).fill(tensors)
-    return SavedModel(config, model, tokenizer, manifest.step, path, weights)
+        shared = shared_parameter_name(name)  # absent with data parallelism, or if it is frozen
+        tensors[shared if shared in saved.shapes else MODEL + name] = parameter.detach()
+    saved.fill(tensors)
+    return SavedModel(config, model, tokenizer, manifest.step, path)
 
 
 def find_checkpoint(run: Path, step: int | None = None) -> Path:
-    """Return the folder of a checkpoint: `run` itself, or the one of `run` at `step`."""
+    """Return the folder of a checkpoint: `run` itself, or the one of its first worker at `step`."""
     path = run.expanduser().absolute()
     if (path / MANIFEST).exists():  # whatever the name of the folder is
         found = {read_manifest(path).step: path}
     else:
-        candidates = [path] if is_checkpoint(path) else complete_checkpoints(path)
-        found = {step_of(one): one for one in candidates if one.is_dir()}
+        workers = sorted(path.glob("worker-*"), key=lambda one: (len(one.name), one.name))
+        lists = (complete_checkpoints(folder) for folder in [path, *workers])
+        found = {step_of(one): one for one in next(filter(None, lists), [])}
     if not found:
         problem = "has no complete checkpoint" if path.is_dir() else "does not exist"
         raise UserError(

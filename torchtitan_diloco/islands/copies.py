@@ -24,7 +24,6 @@ from torchtitan_diloco.diloco.config import DiLoCoConfig
 from torchtitan_diloco.diloco.exchange import PIECE
 from torchtitan_diloco.diloco.fields import flat_settings
 from torchtitan_diloco.diloco.fragments import describe_layout
-from torchtitan_diloco.diloco.meeting import code_fingerprint
 from torchtitan_diloco.diloco.object_collectives import broadcast_object
 from torchtitan_diloco.diloco.outer_optimizer import BLOCK, outer_step, slot_count
 from torchtitan_diloco.diloco.outer_state import OuterState
@@ -301,8 +300,8 @@ def fingerprints(
     settings = flat_settings(config, "diloco.")
     found = {key: str(value) for key, value in settings.items() if not MAY_DIFFER.match(key)}
     model = "\n".join(describe_layout([state.fragment for state in states]))
-    found |= {"code": code_fingerprint(), "model": model}
-    found |= {"arithmetic": arithmetic(config, states[0].outer.device), **facts}
+    computed = arithmetic(config, states[0].outer.device)
+    found |= {"model": model, "arithmetic": computed, **facts}
     return {key.replace(" ", "-"): _short(value) for key, value in found.items()}
 
 

@@ -45,8 +45,7 @@ class Entry:
 
     close: Close
     parts: tuple[Part, ...]
-    outliers: tuple[Part, ...] = ()
-    """Parts that it leaves out for their norms."""
+    outliers: tuple[Part, ...] = ()  # left out for their norms
 
     def part_of(self, incarnation: str) -> Part | None:
         """Return the part of this owner that the entry merges or declares lost."""
@@ -63,10 +62,8 @@ class Outcome:
     """Effect of a record."""
 
     record: AnyRecord | None
-    void: str = ""
-    """Reason for skipping it. Empty: it is valid."""
-    disputed: bool = False
-    """Void because its writer has a different checksum of a version than this process."""
+    void: str = ""  # reason for skipping it; empty if it is valid
+    disputed: bool = False  # void because its writer has a different checksum of a version
     entry: Entry | None = None
 
 
@@ -82,10 +79,8 @@ class Ledger:
     """Fate of the samples of a slot in a fragment. The spans are contiguous."""
 
     spans: list[Span] = field(default_factory=list)
-    merged_in: int = 0
-    """Version of the last entry with a part of the slot."""
-    number: int = 0
-    """Number of the owner's last valid part."""
+    merged_in: int = 0  # version of the last entry with a part of the slot
+    number: int = 0  # of the owner's last valid part
 
     @property
     def taken_to(self) -> int:
@@ -101,15 +96,11 @@ class Ledger:
 
 @dataclass
 class Slot:
-    ledgers: list[Ledger]
-    """One per fragment."""
+    ledgers: list[Ledger]  # one per fragment
     owner: str | None = None
-    start: int = 0
-    """First sample of the owner."""
-    read_to: int = 0
-    """End of the samples in the owner's parts."""
-    read_twice: int = 0
-    """Samples in parts of an owner that the next owner reads again."""
+    start: int = 0  # first sample of the owner
+    read_to: int = 0  # end of the samples in the owner's parts
+    read_twice: int = 0  # samples in parts of an owner that the next owner reads again
     done: bool = False
 
 
@@ -295,20 +286,27 @@ class State:
     def _take(self, take: Take) -> None:
         """Let the new owner start after all samples that any fragment has taken.
 
-        Earlier samples are lost to the other fragments. Later ones are read again.
+        Earlier samples are lost to the other fragments. Later ones are read again, unless the owner
+        has given the slot back: then its waiting parts still count, and the new one starts after
+        them.
         """
         slot = self.slots[take.slot]
         _check(slot.owner == take.replaces, f"slot {take.slot} belongs to {slot.owner or 'nobody'}")
         _check(take.incarnation not in self.incarnations, "an incarnation takes a slot only once")
         self.incarnations.add(take.incarnation)
-        start = max(ledger.taken_to for ledger in slot.ledgers)
+        waiting = [fragment.waiting_of(take.slot) for fragment in self.fragments]
+        if take.replaces is not None:
+            for fragment in self.fragments if any(waiting) else ():
+                parts = fragment.waiting.items()
+                fragment.waiting = {n: part for n, part in parts if part.slot != take.slot}
+            waiting = [None] * len(waiting)
+        ends = [part.end for part in waiting if part is not None]
+        start = max([*(ledger.taken_to for ledger in slot.ledgers), *ends])
         slot.read_twice += max(0, slot.read_to - start)
-        for fragment, ledger in zip(self.fragments, slot.ledgers, strict=True):
-            ledger.add(start, "lost")
+        for part, ledger in zip(waiting, slot.ledgers, strict=True):
             ledger.number = 0
-            void = [number for number, part in fragment.waiting.items() if part.slot == take.slot]
-            for number in void:
-                del fragment.waiting[number]
+            if part is None:  # else once the part is merged or given up
+                ledger.add(start, "lost")
         slot.owner, slot.start, slot.read_to, slot.done = take.incarnation, start, start, False
         assert self.facts is not None
         self.begun = self.begun or len(self.owners()) >= min(self.facts.begin, self.facts.slots)
@@ -370,11 +368,12 @@ class State:
         fragment.version, fragment.clock = close.version, close.clock
         fragment.head, fragment.open = digest(encode(close)), None
         oldest = close.version - VERSIONS_LATE
-        fragment.waiting = {
-            number: part
-            for number, part in fragment.waiting.items()
-            if part.base >= oldest and number not in named
-        }
+        for number, part in list(fragment.waiting.items()):
+            if part.base < oldest or number in named:
+                del fragment.waiting[number]
+                slot = self.slots[part.slot]
+                if slot.owner not in (None, part.incarnation):  # the next owner goes on after it
+                    slot.ledgers[close.fragment].add(slot.start, "lost")
         return entry
 
     def _end(self, end: End) -> None:

@@ -26,6 +26,7 @@ from torchtitan_diloco.diloco.config import DiLoCoConfig, diloco_mistakes
 from torchtitan_diloco.diloco.fields import check_class, raise_mistakes
 from torchtitan_diloco.diloco.fragments import drop_gathered
 from torchtitan_diloco.diloco.liveness import Liveness
+from torchtitan_diloco.diloco.meeting import code_fingerprint
 from torchtitan_diloco.diloco.object_collectives import broadcast_object
 from torchtitan_diloco.diloco.peers import Apply, Peers, Send, local_share
 from torchtitan_diloco.diloco.round import InFlight, Round
@@ -40,7 +41,8 @@ from torchtitan_diloco.islands.config import (
 )
 from torchtitan_diloco.islands.connection import Connection
 from torchtitan_diloco.islands.copies import Copies, encode_delta, fingerprints
-from torchtitan_diloco.islands.leader import Boundary, Due, Leader, Seat
+from torchtitan_diloco.islands.leader import Leader, Seat
+from torchtitan_diloco.islands.machine import Boundary, Due
 from torchtitan_diloco.islands.records import Facts, Part
 from torchtitan_diloco.islands.replay import Saved
 from torchtitan_diloco.islands.rounds import Mode, Timing
@@ -154,16 +156,17 @@ class IslandPeers(Peers):
             run=join.run,
             slots=chosen.slots,
             begin=chosen.begin,
+            quorum=chosen.quorum,
             total_tokens=self.total_tokens,
             cycle=chosen.begin * config.sync_every * self._tokens_per_step,
             outer_lr=config.outer_optimizer.lr,
             checksums=tuple(declare(one, 0) for one in range(len(self.states))),
             block=self._samples_per_step,
             fingerprints=fingerprints(config, self.states, self._facts),
+            code=code_fingerprint(),
         )
         timing = Timing(
             schedule=self.schedule,
-            quorum=chosen.quorum,
             floor=chosen.grace_seconds,
             norm_limit=config.delta_norm_limit,
         )
@@ -243,7 +246,7 @@ class IslandPeers(Peers):
         self._boundary_at = time.perf_counter()
 
     def rest(self) -> Iterator[Send | Apply]:
-        if self._leader is not None and self._leader.island is not None:
+        if self._leader is not None:
             self._leader.stop()
         while not self._last.over and (self._leader or self._follower):
             yield from self._boundary()
@@ -261,26 +264,22 @@ class IslandPeers(Peers):
 
     def _boundary(self) -> Iterator[Send | Apply]:
         """Yield on all ranks what the first rank decides."""
-        if self.config.overlap.delay:
-            yield from self._decided(applies=True, sends=True)
-        else:  # wait for what was sent
-            yield from self._decided(applies=False, sends=True)
-            yield from self._decided(applies=True, sends=False)
-
-    def _decided(self, *, applies: bool, sends: bool) -> Iterator[Send | Apply]:
-        started = time.perf_counter()
-        mine = None if self._leader is None else self._leader.decide(applies, sends)
-        self._last = last = broadcast_object(mine, Boundary, self._ranks.decisions)
-        counted = sum(one.waited for one in last.applied)  # by their rounds
-        self.meter.waited(time.perf_counter() - started - counted)
-        for due in last.applied:
-            yield from self._apply(due)
-        for part in last.sent:
-            values, now = self.states[part.fragment].values, time.perf_counter()
-            round_ = Round(part.fragment, part.base + 1, self.step, values, due=now)
-            yield Send(round_)
-            stored = self.background.submit(partial(self._upload, part, round_))
-            self._sent[part.fragment] = round_, stored
+        waits = True
+        while waits:
+            started = time.perf_counter()
+            mine = None if self._leader is None else self._leader.decide()
+            self._last = last = broadcast_object(mine, Boundary, self._ranks.decisions)
+            waits = last.waits_until is not None
+            counted = sum(one.waited for one in last.applied)  # by their rounds
+            self.meter.waited(time.perf_counter() - started - counted)
+            for due in last.applied:
+                yield from self._apply(due)
+            for part in last.sent:
+                values, now = self.states[part.fragment].values, time.perf_counter()
+                round_ = Round(part.fragment, part.base + 1, self.step, values, due=now)
+                yield Send(round_)
+                stored = self.background.submit(partial(self._upload, part, round_))
+                self._sent[part.fragment] = round_, stored
 
     def _apply(self, due: Due) -> Iterator[Apply]:
         fragment, now = due.fragment, time.perf_counter()

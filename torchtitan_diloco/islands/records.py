@@ -26,6 +26,8 @@ class AnotherLogError(UserError):
         )
 
 
+PROTOCOL = 1
+"""Version of the records, their rules and the chunks. Islands with another one cannot join."""
 LARGEST = 2**53
 """Largest number in a record: all JSON readers keep it exactly."""
 LARGEST_NORM = 1e18
@@ -65,7 +67,12 @@ class Facts(Record, frozen=True):
     checksums: tuple[Name, ...]
     """Checksum of version 0 of each fragment."""
     fingerprints: dict[Name, Name]
-    """Fingerprints of the settings, code, layout, data, tokenizer and arithmetic."""
+    """Fingerprints of the settings, layout, data, tokenizer and arithmetic."""
+    quorum: Positive = 1
+    """Parts that a round needs after its grace."""
+    protocol: Positive = PROTOCOL
+    code: Name = "unknown"
+    """Hash of the source. Other code is allowed, as bug fixes have to enter a run."""
     block: Positive = 1
     """Consecutive samples of a slot in the order of all samples."""
 

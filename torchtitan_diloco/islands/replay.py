@@ -23,6 +23,7 @@ from torchtitan_diloco.islands.connection import (
 )
 from torchtitan_diloco.islands.copies import Copies
 from torchtitan_diloco.islands.log import Outcome, State
+from torchtitan_diloco.islands.machine import RETRY, Machine
 from torchtitan_diloco.islands.members import IslandFailedError, name_of
 from torchtitan_diloco.islands.records import (
     LARGEST_NORM,
@@ -37,14 +38,11 @@ from torchtitan_diloco.islands.records import (
     decode,
     encode,
 )
-from torchtitan_diloco.islands.rounds import Checked
-from torchtitan_diloco.islands.rules import Island
+from torchtitan_diloco.islands.rounds import Checked, Timing
 from torchtitan_diloco.islands.session import LogRecord, Snapshot, SnapshotWanted
 from torchtitan_diloco.log import UserError, logger
 
 NOTHING = torch.empty(0, dtype=torch.uint8)
-RETRY = 0.5
-"""Seconds between attempts to append a record."""
 ASK_SECONDS, SNAPSHOT_SECONDS = 10.0, 3600.0
 """Seconds after which an island is asked for a snapshot again, as a question or an answer may be
 lost, and after which another island is asked. The wait for one that is gone ends earlier."""
@@ -66,17 +64,17 @@ class Saved:
 class Replay:
     """Reads the log and updates the copies to the newest versions."""
 
-    def __init__(self, connection: Connection, copies: Copies, facts: Facts, name: str) -> None:
+    def __init__(
+        self, connection: Connection, copies: Copies, facts: Facts, timing: Timing, name: str
+    ) -> None:
         """`facts`: facts of the run if this island is the first. `name`: the incarnation."""
         self._connection, self._copies, self._mine = connection, copies, facts
-        self.incarnation, self._members = name, connection.members
+        self._members, lr = connection.members, copies.outer_lr
         self.checksums: list[dict[int, str]] = [{} for _ in copies.fragments]
         """Checksums of each fragment, by version."""
         self.changed = threading.Condition()
-        """Guards the state, and is notified after every change."""
-        self.state = State(self._checksum)
-        self.island: Island | None = None
-        """The decisions of this island, once it has a slot."""
+        """Guards the machine, and is notified after every change."""
+        self.machine = Machine(name, self._members, timing, self._checksum, lr)
         self._fetched: dict[int, Future[tuple[Checked, Tensor]]] = {}
         """Waiting parts by sequence number, and their payloads."""
         self._wanted: Collection[int] = ()
@@ -92,10 +90,13 @@ class Replay:
         self._connection.receive_log()
         facts = self._read_facts(saved)
         self._begin(facts, saved)
-        self.state = State(self._checksum)
         while self._connection.records:
             self._read(self._connection.records.popleft())
         return facts
+
+    @property
+    def state(self) -> State:
+        return self.machine.state
 
     def _checksum(self, fragment: int, version: int) -> str:
         return self.checksums[fragment][version]
@@ -113,17 +114,24 @@ class Replay:
                 asked_at = time.monotonic()
             self._connection.receive()
         facts = found[0]
-        if facts.total_tokens != self._mine.total_tokens:
-            logger.warning(
-                f"the run has {facts.total_tokens:,} tokens, as its first island says, and not "
-                f"{self._mine.total_tokens:,}, as the settings of this one do"
-            )
         both = {"in the run": _flat(facts), "in this island": _flat(self._mine)}
         differences = find_differences(both)
         if differences:
             raise UserError(
-                "this island does not fit the run: start it with the same settings, code, data and "
+                "this island does not fit the run: start it with the same settings, data and "
                 "model:\n  " + "\n  ".join(differences)
+            )
+        for name in ("total_tokens", "slots", "begin", "quorum"):
+            theirs, mine = (getattr(one, name) for one in (facts, self._mine))
+            if theirs != mine:
+                logger.warning(
+                    f"the run has {name} = {theirs:,}, as its first island says, and not {mine:,}, "
+                    "as the settings of this one do"
+                )
+        if facts.code != self._mine.code:
+            logger.warning(
+                "this island runs other code than the first one; it has the same protocol and "
+                "arithmetic"
             )
         return facts
 
@@ -193,7 +201,7 @@ class Replay:
 
     def _take_snapshot(self, donor: str, fragment: int) -> str:
         """Load a fragment from another island. Return the problem, or ""."""
-        wanted = SnapshotWanted(sender=self.incarnation, fragment=fragment)
+        wanted = SnapshotWanted(sender=self.machine.incarnation, fragment=fragment)
         answer = self._wait_for_answer(donor, wanted)
         if answer is None:
             return "it does not answer"
@@ -239,12 +247,7 @@ class Replay:
     def _read(self, record: LogRecord) -> Outcome:
         self._advance(record)
         with self.changed:
-            now = time.monotonic()
-            self._members.tick(now)
-            if self.island is None:
-                outcome = self.state.read(record.sequence, record.raw)
-            else:
-                outcome = self.island.read(record.sequence, record.raw, now)
+            outcome = self.machine.read(record.sequence, record.raw, time.monotonic())
             self._fetch_waiting()
             self.changed.notify_all()
         return outcome
@@ -271,7 +274,7 @@ class Replay:
             close.lr,
             [part.weight for part, _ in counted],
             [part.ranks for part, _ in counted],
-            self.island is None,  # older versions will not be applied
+            self.machine.island is None,  # older versions will not be applied
             content=[payload for _, payload in counted],
         )
 
@@ -335,4 +338,4 @@ def as_buffer(content: Tensor) -> memoryview:
 
 
 def _flat(facts: Facts) -> dict[str, str]:
-    return {**facts.fingerprints, "slots": str(facts.slots), "begin": str(facts.begin)}
+    return {**facts.fingerprints, "protocol": str(facts.protocol)}

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Timing:
     schedule: Schedule
-    quorum: int = 1
-    """Parts that a round needs after its grace."""
     floor: float = 1.0
     """Minimum grace, in seconds."""
     norm_limit: float = 0.0
@@ -144,7 +142,7 @@ class Rounds:
         version, step = self._attempt
         opened = step if version == record.version else self._island.step
         self._opens_next, self._opened_at = opened + self._every, now
-        if self.shared.waiting_of(self._island.slot) is not None:
+        if self.sent is not None and self.shared.waiting_of(self._island.slot) is not None:
             # The part has waited for the opening, so send the next one later. It need only arrive
             # before its apply is due, with a margin as uploads do not all take the same time.
             upload = self._returned_step - self.sent_step
@@ -162,7 +160,7 @@ class Rounds:
 
     @property
     def is_pending(self) -> bool:
-        """Whether an own part is on its way or waiting."""
+        """Whether a part of this slot is on its way or waiting."""
         return self.under_way or self.shared.waiting_of(self._island.slot) is not None
 
     def is_busy(self, now: float) -> bool:
@@ -278,7 +276,7 @@ class Rounds:
         usual = (island.habits[slot].patience(longest) for slot in ready)
         waited = now >= self._opened_at + max((self._grace_of_round, *usual))
         # After an outage the other islands may still be reconnecting: do not close alone.
-        enough = waited and len(good) >= island.timing.quorum and not island.members.is_new(now)
+        enough = waited and len(good) >= island.quorum and not island.members.is_new(now)
         if not (good or bad) or not (complete or enough):
             return None
         missing = ready - {waiting[number].slot for number in known}
@@ -362,7 +360,8 @@ class Rounds:
         """Return until when training waits for the entry with the own part, None if it does not."""
         island = self._island
         # After the step at which its apply is due, the entry is applied on arrival.
-        due = self.is_pending and island.step == self.sent_step + self._delay
+        due = self.sent is not None and self.is_pending  # not for a part of the owner before
+        due = due and island.step == self.sent_step + self._delay
         if not due or not island.members.connected or island.stopped:
             return None
         if self.shared.open is not None:

@@ -32,6 +32,7 @@ class Island:
         self.state, self.members, self.timing = state, members, timing
         self.slot, self.incarnation = slot, owner
         self.total_tokens, self.most_weight = state.facts.total_tokens, state.facts.most_weight
+        self.quorum = state.facts.quorum
         self.who: dict[str, Any] = {"run": state.facts.run, "slot": slot, "incarnation": owner}
         self.step, self.tokens, self.step_seconds = 0, 0, 0.0
         self.position = state.slots[slot].start

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan_diloco.diloco.fragments import Fragment
+from torchtitan_diloco.diloco.fragments import Fragment, shard_rows
 
 PATIENCE = timedelta(days=365)
 """Ranks wait for the first one, which may wait for other islands. `Liveness` detects failures."""
@@ -78,13 +78,12 @@ class Layout:
         self.ranks, self.rank, self.mine = ranks, rank, self.spans(ranks, rank)
 
     def spans(self, ranks: int, rank: int) -> list[Span]:
-        """Return the spans of a rank. FSDP2 gives each the same number of rows, rounded up."""
+        """Return the spans of a rank."""
         found, local, base = [], 0, 0
         for rows, width in self._parts:
-            most = -(-rows // ranks)
-            first, last = min(rank * most, rows), min((rank + 1) * most, rows)
-            size = (last - first) * width
-            found.append(Span(local, base + first * width, size))
+            mine = shard_rows(rows, rank, ranks)
+            size = len(mine) * width
+            found.append(Span(local, base + mine.start * width, size))
             local, base = local + size, base + rows * width
         return [span for span in found if span.size]
 

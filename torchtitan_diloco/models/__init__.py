@@ -1,4 +1,4 @@
-"""Models that can be trained (docs/models.md)."""
+"""Models that can be trained (docs/data-and-models.md)."""
 
 import torch
 

@@ -8,11 +8,10 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from torchtitan_diloco.components.records import Conditions
 from torchtitan_diloco.diloco.codecs import bits_per_parameter, build_codec
 from torchtitan_diloco.diloco.config import FEW_ROUNDS, CodecName, DiLoCoConfig, Quantization
 from torchtitan_diloco.log import clock, markdown_table
-from torchtitan_diloco.planner.prediction import Prediction, Workload
+from torchtitan_diloco.planner.prediction import Conditions, Prediction, Workload
 
 DELAYS = (1, 2, 5, 10)
 CODECS: tuple[CodecName, ...] = ("int8", "fp4_e3m0")

@@ -10,7 +10,7 @@ on a CPU, packet loss and other traffic. The paper's model is in `paper.py`.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from statistics import fmean
@@ -19,9 +19,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from torchtitan_diloco.components.records import Conditions, RoundRecord, Summary
 from torchtitan_diloco.components.run_plan import RunPlan, plan_run
-from torchtitan_diloco.components.summary import all_reduce_bytes, coded_bytes
+from torchtitan_diloco.components.summary import all_reduce_bytes
 from torchtitan_diloco.config.schema import Config
 from torchtitan_diloco.diloco.codecs import build_codec
 from torchtitan_diloco.diloco.config import Beginning, DiLoCoConfig, Fragments, Quantization
@@ -29,6 +28,7 @@ from torchtitan_diloco.diloco.exchange import chunk_and_window, slice_owners
 from torchtitan_diloco.diloco.fragments import build_fragments
 from torchtitan_diloco.diloco.schedule import Schedule, build_schedule
 from torchtitan_diloco.diloco.transport import HEADER_BYTES
+from torchtitan_diloco.log import UserError
 from torchtitan_diloco.models import LanguageModel, build_model
 
 APPLY, SEND, APPLY_AT_ONCE = range(3)
@@ -39,7 +39,7 @@ JITTERED_STEPS = 2000
 """Steps that are drawn to find the mean of the slowest worker in data parallelism."""
 _codec = cache(build_codec)
 HOST_OUTER_STEP = 2.0e9
-"""fp32 bytes that one core processes in a second of the outer step (docs/performance.md)."""
+"""fp32 bytes that one core processes in a second of the outer step (docs/measurements.md)."""
 HOST_CODING = {
     "fp32": 8.5e9,
     "bf16": 13.1e9,
@@ -51,7 +51,41 @@ HOST_CODING = {
     "ternary": 2.2e9,
     "topk": 0.5e9,
 }
-"""fp32 bytes that one core encodes or decodes in a second (docs/performance.md)."""
+"""fp32 bytes that one core encodes or decodes in a second (docs/measurements.md)."""
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """Link and speeds of a run: what its settings do not determine."""
+
+    bits_per_second: float
+    """Slowest rate at which a worker sends to, or receives from, all others together. Links are
+    full duplex. All workers send the same amount, so the slowest rate counts for all."""
+    step_seconds: tuple[float, ...]
+    """Compute of one inner step of each worker, without any exchange."""
+    latency_seconds: float = 0.0
+    """One-way latency between any two workers: half of what ping shows."""
+    jitter: float = 0.0
+    """Standard deviation of a step's time as a share of its mean."""
+    coding_bytes_per_second: float = math.inf
+    """fp32 bytes that all ranks of a worker together encode or decode in a second."""
+    outer_bytes_per_second: float = math.inf
+    """fp32 bytes of a fragment that the outer step of a worker processes in a second."""
+    codec: str = ""
+    """Codec of the measured coding speed; empty if none was measured."""
+
+    def __post_init__(self) -> None:
+        steps = all(0 < seconds < math.inf for seconds in self.step_seconds)
+        latency = 0 <= self.latency_seconds < math.inf
+        if not (self.bits_per_second > 0 and steps and latency and 0 <= self.jitter <= 1):
+            raise UserError(
+                f"{self}: give a bandwidth above 0, step times above 0, a latency of 0 or more, "
+                "and a jitter from 0 to 1"
+            )
+
+    @property
+    def workers(self) -> int:
+        return len(self.step_seconds)
 
 
 class Prediction(NamedTuple):
@@ -121,20 +155,6 @@ def draw_steps(conditions: Conditions, steps: int) -> NDArray[np.float64]:
     return np.asarray(conditions.step_seconds * (1 + conditions.jitter * noise).clip(min=0.1))
 
 
-def predict_observed(
-    summary: Summary, diloco: DiLoCoConfig, rounds: Iterable[RoundRecord], ranks: int
-) -> float:
-    """Predict the utilisation in percent under the observed conditions, NaN if not known."""
-    sizes = {record.fragment: record.parameters for record in rounds}
-    if summary.observed is None or sorted(sizes) != list(range(len(sizes))):
-        return math.nan
-    fragments = [sizes[fragment] for fragment in sorted(sizes)]
-    steps = summary.step - summary.counted_after_step
-    first = max(0, diloco.beginning.steps - summary.counted_after_step)
-    diloco = replace(diloco, beginning=replace(diloco.beginning, steps=first))
-    return 100 * predict(fragments, diloco, summary.observed, ranks=ranks, steps=steps).utilisation
-
-
 @cache
 def _events(schedule: Schedule, steps: int | None) -> list[tuple[int, int, int]]:
     """Return (inner step, kind, fragment) of all sends and applies, in order."""
@@ -176,6 +196,16 @@ def predict_exchange(
     coding = coded / conditions.coding_bytes_per_second
     pipelined = max(transfer, coding) + min(transfer, coding) / chunks
     return sent, hops * conditions.latency_seconds + pipelined + outer
+
+
+def coded_bytes(values: int, workers: int, codec: str) -> float:
+    """Return the fp32 bytes that a worker encodes and decodes in an exchange.
+
+    Two workers, or any number with `topk`, encode their delta and decode those of all workers.
+    Otherwise each encodes its delta and the mean of its slice, and decodes all parts of that slice
+    and all means.
+    """
+    return 4 * values * (1 + workers if workers == 2 or codec == "topk" else 3 + 1 / workers)
 
 
 def predict_data_parallel(buckets: Sequence[int], conditions: Conditions) -> Prediction:

@@ -8,33 +8,27 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from torchtitan_diloco.components.records import phases
-from torchtitan_diloco.log import UserError, command_line
-from torchtitan_diloco.report.charts import save_timeline
+from torchtitan_diloco.log import command_line
 from torchtitan_diloco.report.page import html_page, markdown
-from torchtitan_diloco.report.run_records import Run, open_runs
+from torchtitan_diloco.report.run_records import open_runs
 
 ABOUT = "Write a report about one or several runs, finished or still going on."
 OUT_HELP = "file to write (report.html in the folder of the first run; with --format md: stdout)"
 FORMAT_HELP = "html: a page with figures (default); md: tables as Markdown"
-TIMELINE_HELP = "write only the last exchanges of one run, to an .svg or .png file"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Return its exit status."""
     parser = argparse.ArgumentParser(prog=command_line("report"), description=ABOUT)
     add = parser.add_argument
-    add("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, or its metrics.jsonl")
+    add("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run or of an island")
     add("--out", type=Path, metavar="FILE", help=OUT_HELP)
     add("--format", choices=("html", "md"), default="html", help=FORMAT_HELP)
-    add("--timeline", type=Path, metavar="FILE", help=TIMELINE_HELP)
     options = parser.parse_args(arguments)
-    target: Path | None = options.timeline or options.out
+    target: Path | None = options.out
     try:
         runs = open_runs(options.runs)
-        if options.timeline:
-            _save_timeline(runs, options.timeline)
-        elif options.format == "html":
+        if options.format == "html":
             target = target or runs[0].folder / "report.html"
             target.write_text(html_page(runs), encoding="utf-8", errors="replace")
         elif target:
@@ -47,18 +41,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
-
-
-def _save_timeline(runs: Sequence[Run], path: Path) -> None:
-    if path.suffix not in (".svg", ".png"):
-        raise UserError(f"--timeline {path}: the file name must end in .svg or .png")
-    if len(runs) > 1:
-        raise UserError(f"--timeline shows one run, but {len(runs)} are given: name one RUN")
-    shown = phases(runs[0].rounds[-8:])
-    if not any(phase.seconds > 0 for phase in shown):
-        folder = runs[0].folder
-        raise UserError(f"RUN = {folder} has no exchanges: give one with diloco.method streaming")
-    save_timeline("The last exchanges", shown, path)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Line charts and timelines, drawn by matplotlib.
+"""Line charts and what all figures share, drawn by matplotlib.
 
 On a page they are SVG with text as text and CSS variables as colours, so that they follow the
 reader's fonts and light or dark colour scheme. Tooltips are SVG titles: no script is needed.
@@ -10,18 +10,14 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatter
 
-from torchtitan_diloco.components.records import LANES, PHASE_COLOURS, Phase
-from torchtitan_diloco.log import brief
 from torchtitan_diloco.report.run_records import Array
 
 COLOURS = {  # name: on a light and on a dark background
@@ -69,9 +65,6 @@ HOVER_STRIPS = 48
 MAX_DOTS = 80
 LARGEST = 1e100
 """Larger values are not drawn: an axis cannot be computed for all floating-point numbers."""
-TIMELINE_WIDTH, MARGINS = 980.0, 98.0
-LANE, LANE_STEP, WORKER_STEP = 17.0, 20.0, 52.0
-MAX_WORKERS = 8
 
 
 @dataclass(frozen=True)
@@ -91,14 +84,14 @@ def series_colour(series: int) -> str:
     return f"series-{series % SERIES + 1}"
 
 
-def css_variables(root: str = ":root") -> str:
-    """Return the style sheet of charts. The selector `root` gets the colours."""
+def css_variables() -> str:
+    """Return the style sheet of charts."""
     light, dark = (
         "".join(f"--{name}:{pair[scheme]};" for name, pair in COLOURS.items()) for scheme in (0, 1)
     )
     return (
-        f"{root}{{color-scheme:light dark;{light}}}"
-        f"@media (prefers-color-scheme:dark){{{root}{{{dark}}}}}"
+        f":root{{color-scheme:light dark;{light}}}"
+        f"@media (prefers-color-scheme:dark){{:root{{{dark}}}}}"
         f".chart text{{font-family:{FONT}!important;pointer-events:none}}"
         ".hover{fill:var(--text);fill-opacity:0}.hover:hover{fill-opacity:.07}"
     )
@@ -177,16 +170,14 @@ def _hover_strips(axes: Axes, curves: Sequence[Curve], x_label: str) -> str:
     return strips
 
 
-def svg(
-    figure: Figure, title: str, tooltips: Sequence[str] = (), *, standalone: bool = False
-) -> str:
-    """Return a figure as SVG for a page or, if `standalone`, for a file."""
+def svg(figure: Figure, title: str, tooltips: Sequence[str] = ()) -> str:
+    """Return a figure as SVG for a page."""
     buffer = io.StringIO()
     width, height = figure.get_size_inches() * 72
     options: Any = {"svg.fonttype": "none", "svg.hashsalt": f"{title} {width}"}
     with rc_context(options):  # the salt makes ids unique on a page and the same in every run
         metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        figure.savefig(buffer, format="svg", transparent=not standalone, metadata=metadata)
+        figure.savefig(buffer, format="svg", transparent=True, metadata=metadata)
     body = buffer.getvalue().partition("</defs>")[2]
 
     for number, tooltip in enumerate(tooltips):
@@ -199,11 +190,7 @@ def svg(
         f'<svg class="chart" role="img" aria-label="{_escape(title)}" '
         f'viewBox="0 0 {width:g} {height:g}" xmlns:xlink="http://www.w3.org/1999/xlink"'
     )
-    if not standalone:
-        return f"{opening}>{body}"
-    size = f'xmlns="http://www.w3.org/2000/svg" width="{width:g}" height="{height:g}"'
-    style = f"<title>{_escape(title)}</title><style>{escape(css_variables('svg'))}</style>"
-    return f"{opening} {size}>{style}{body}"
+    return f"{opening}>{body}"
 
 
 def short_number(value: float, _: object = None) -> str:
@@ -214,80 +201,3 @@ def short_number(value: float, _: object = None) -> str:
 def _escape(text: str) -> str:
     """Escape text for XML, which cannot hold most control characters."""
     return escape("".join(c if c.isprintable() or c == "\n" else "?" for c in text))
-
-
-# --- timeline ------------------------------------------------------------------------------------
-
-
-def timeline_svg(title: str, found: Sequence[Phase], width: float = TIMELINE_WIDTH) -> str:
-    """Return two lanes for each worker as SVG, without title and legend."""
-    figure, shown = draw_timeline(found, width)
-    return svg(figure, title, list(map(_tooltip, shown)))
-
-
-def save_timeline(title: str, found: Sequence[Phase], path: Path) -> None:
-    """Write a timeline with title and legend to an .svg or .png file."""
-    figure, shown = draw_timeline(found, title=title)
-    if path.suffix == ".svg":
-        text = svg(figure, title, list(map(_tooltip, shown)), standalone=True)
-        path.write_text(text, encoding="utf-8")
-    else:
-        figure.savefig(path, dpi=144)
-
-
-@rc_context(STYLE)
-def draw_timeline(
-    found: Sequence[Phase], width: float = TIMELINE_WIDTH, title: str = ""
-) -> tuple[Figure, list[Phase]]:
-    """Draw two lanes for each worker, with a legend if there is a `title`.
-
-    Return the figure and the phases in it. The bar of phase n has the id `tip-n`. At least one
-    phase must have a length.
-    """
-    found = [phase for phase in found if phase.seconds > 0]
-    workers = sorted({phase.worker for phase in found})
-    start = min(phase.start_seconds for phase in found)
-    length = max(phase.end_seconds for phase in found) - start
-    tops = {worker: row * WORKER_STEP for row, worker in enumerate(workers[:MAX_WORKERS])}
-    found = [phase for phase in found if phase.worker in tops]
-    hidden = len(workers) - len(tops)
-    more = f"; {hidden} more workers are not shown" if hidden else ""
-    height = WORKER_STEP * len(tops)
-    figure = Figure((width / 72, (height + (112 if title else 54)) / 72), layout="constrained")
-    x_label = f"seconds, from {start:,.2f} s on worker 0's clock{more}"
-    axes = figure.add_subplot(xlabel=x_label, xlim=(0, length), ylim=(height, 0))
-    axes.xaxis.set_major_formatter(short_number)
-    axes.xaxis.set_major_locator(MaxNLocator(8 if width > 600 else 4, steps=[1, 2, 5, 10]))
-    for top in tops.values():
-        axes.add_patch(Rectangle((0, top), length, LANE, color=LIGHT["band"], linewidth=0))
-        axes.axhline(top + LANE_STEP + LANE / 2, color=LIGHT["grid"], linewidth=1, zorder=0)
-    names = [name for worker in tops for name in (f"worker {worker}", "exchange")]
-    ticks = [top + lane + LANE / 2 for top in tops.values() for lane in (0, LANE_STEP)]
-    axes.set_yticks(ticks, names)
-    for label in axes.get_yticklabels()[::2]:
-        label.set(color=LIGHT["text"], weight="bold")
-    seconds_per_point = length / (width - MARGINS)
-    for place, phase in enumerate(found):
-        left, extent = phase.start_seconds - start, max(phase.seconds, seconds_per_point)
-        top = tops[phase.worker] + LANE_STEP * LANES.index(phase.lane)
-        style: Any = {"facecolor": LIGHT[PHASE_COLOURS[phase.name]], "gid": f"tip-{place}"}
-        axes.add_patch(Rectangle((left, top), extent, LANE, linewidth=0, **style))
-        fragment = str(phase.round.fragment)
-        if extent / seconds_per_point > 8 * len(fragment) + 4:  # there is room
-            text = axes.text(left + extent / 2, top + LANE / 2, fragment, color=LIGHT["surface"])
-            text.set(ha="center", va="center_baseline")
-    if title:
-        keys = [Patch(color=LIGHT[c], label=name) for name, c in PHASE_COLOURS.items()]
-        style = {"ncols": 8, "frameon": False, "handlelength": 0.8, "alignment": "left"}
-        style["title_fontproperties"] = {"size": 14, "weight": "bold"}
-        figure.legend(handles=keys, title=title, loc="outside upper left", **style)
-    return figure, found
-
-
-def _tooltip(phase: Phase) -> str:
-    found, sent_bytes = phase.round, phase.round.workers[phase.worker].sent_bytes
-    sent = f", {short_number(sent_bytes)}B sent" if np.isfinite(sent_bytes) else ""
-    return (
-        f"worker {phase.worker}: {phase.name} {brief(phase.seconds)}\n"
-        f"fragment {found.fragment} ({found.fragment_name}), round {found.outer_round}{sent}"
-    )

@@ -6,29 +6,25 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from torchtitan_diloco.components.records import PHASE_COLOURS, phases
-from torchtitan_diloco.report.charts import SERIES, Curve, line_chart, series_colour, timeline_svg
-from torchtitan_diloco.report.run_records import (
-    ELAPSED_SECONDS,
-    SENT_BYTES,
-    SHARES,
-    TOKENS,
-    TRAINING_LOSS,
-    VALIDATION_LOSS,
-    Array,
-    Run,
-    of_known,
-)
+from torchtitan_diloco.components.metrics import time_shares
+from torchtitan_diloco.components.records import number
+from torchtitan_diloco.report.charts import SERIES, Curve, line_chart, series_colour
+from torchtitan_diloco.report.run_records import Array, Run, of_known
+from torchtitan_diloco.report.timeline import PHASE_COLOURS, phases, timeline_svg
 
-BANDWIDTH_USED = "diloco/bandwidth_used_mbit_per_second_mean_over_workers"
-BANDWIDTH_PEAK = "diloco/bandwidth_peak_mbit_per_second_max_over_workers"
-SHARE_COLOURS = dict(zip(SHARES, ("series-1", "series-3", "series-2", "series-8"), strict=True))
+ELAPSED_SECONDS, TOKENS = "worker/elapsed_seconds", "train/tokens"
+SHARE_COLOURS = {
+    "compute": "series-1",
+    "data": "series-3",
+    "exposed communication": "series-2",
+    "other": "series-8",
+}
 MAX_FRAGMENTS = 16
 NARROW = 430.0
 TIMELINE_CAPTION = (
     "Upper lane: a worker's training thread, which computes where it does not take, wait or merge. "
     "Lower lane: its exchanges in the background. Numbers are fragments. The workers' clocks are "
-    "aligned at the moment when all headers have arrived."
+    "aligned at the moment when all headers have arrived, those of islands are not."
 )
 COSINE_CAPTION = "1: all workers move in the same direction; near 0: in unrelated directions."
 DRIFT_CAPTION = "Distance of a worker from the new shared parameters before it merged them."
@@ -112,15 +108,12 @@ def _line_figure(
 def _loss(runs: Sequence[Run], title: str, x: Axis) -> Figure | None:
     curves: list[Curve] = []
     for series, run in enumerate(runs):
-        shared = Curve("shared model", *x.curve(run, VALIDATION_LOSS), series, dots=True)
+        shared = Curve("shared model", *x.curve(run, "loss/val"), series, dots=True)
         faint = bool(shared.y.size)
-        curves += [Curve("training", *x.curve(run, TRAINING_LOSS), series, faint=faint), shared]
-    caption = "Training loss over the tokens of all workers."
+        curves += [Curve("training", *x.curve(run, "loss/train"), series, faint=faint), shared]
+    caption = "Training loss over the tokens of all workers; of islands, of the first one."
     if any(curve.faint for curve in curves):
-        caption = (
-            "Faint: training loss over the tokens of all workers. Strong, with dots: loss of the "
-            "shared model on held-out text."
-        )
+        caption += " Strong, with dots: loss of the shared model on held-out text."
     top = _top_of_axis(np.concatenate([curve.y for curve in curves]))
     if top is not None:
         caption += " The highest losses, at most 1 in 50, are above the chart."
@@ -140,12 +133,12 @@ def _top_of_axis(losses: Array) -> float | None:
 def _sent(runs: Sequence[Run], x: Axis) -> Figure | None:
     curves: list[Curve] = []
     for series, run in enumerate(runs):
-        times, sent = x.curve(run, SENT_BYTES)
-        if run.recorded_workers and np.nansum(sent):
-            steps, _ = run.curve(SENT_BYTES)
-            expected = np.array([run.data_parallel_bytes(step) for step in steps])
-            each = np.nancumsum(sent) / run.recorded_workers
-            curves.append(Curve("sent", times, each, series))
+        times, sent = x.curve(run, "worker/sent_bytes")
+        if np.nansum(sent):
+            counted = [one for one in run.workers[0].steps if "worker/sent_bytes" in one]
+            steps = np.cumsum([number(one.get("worker/steps")) for one in counted])
+            expected = run.data_parallel_bytes(steps)
+            curves.append(Curve("sent", times, np.nancumsum(sent), series))
             dashed = Curve("data parallelism would send", times, expected, series, dashed=True)
             curves.append(dashed)
     caption = (
@@ -157,23 +150,20 @@ def _sent(runs: Sequence[Run], x: Axis) -> Figure | None:
 
 
 def _bandwidth(runs: Sequence[Run], x: Axis) -> Figure | None:
-    curves: list[Curve] = []
-    for series, run in enumerate(runs):
-        curves.append(Curve("used", *x.curve(run, BANDWIDTH_USED), series))
-        curves.append(Curve("peak", *x.curve(run, BANDWIDTH_PEAK), series, dashed=True))
+    key = "sync/mbit_per_second"
+    curves = [Curve("used", *x.curve(run, key), series) for series, run in enumerate(runs)]
     caption = (
-        "Bytes sent in an interval over its length, mean over workers: the load on a link. Dashed: "
-        "the highest rate of one worker during a transfer. Logarithmic axis."
+        "Bytes sent in an interval over its length, mean over workers: the load on a link. "
+        "Logarithmic axis."
     )
     label = "Mbit/s sent by a worker"
     return _line_figure(runs, "Bandwidth", caption, label, curves, x_label=x.label, log=True)
 
 
 def _time_shares(runs: Sequence[Run]) -> Figure | None:
-    bars = {run.name: {name: run.mean_share(key) for name, key in SHARES.items()} for run in runs}
-    bars = {name: shares for name, shares in bars.items() if np.isfinite(shares["compute"])}
+    bars = {run.name: time_shares(run.totals) for run in runs if run.totals}
     caption = (
-        "Shares of the training thread's time, mean over ranks and over the run. Exposed "
+        "Shares of the training thread's time, mean over workers and the run. Exposed "
         "communication is what training did not hide."
     )
     if any(np.isnan(shares["exposed communication"]) for shares in bars.values()):
@@ -192,10 +182,11 @@ def _timelines(runs: Sequence[Run]) -> list[Figure]:
             ("The last exchange", 1, 1, "The same for the last exchange alone."),
         ):
             title += f", {run.name}" if len(runs) > 1 else ""
-            shown, fewer = (phases(run.rounds[-count:]) for count in (wide, narrow))
+            shown, fewer = (phases(run.exchanges[-count:]) for count in (wide, narrow))
             if any(phase.seconds > 0 for phase in fewer):
                 legend = [Key(*entry) for entry in PHASE_COLOURS.items()]
-                svg, narrow_svg = timeline_svg(title, shown), timeline_svg(title, fewer, NARROW)
+                svg = timeline_svg(title, shown, run.worker_names)
+                narrow_svg = timeline_svg(title, fewer, run.worker_names, NARROW)
                 found.append(Figure(title, caption, legend, svg=svg, narrow_svg=narrow_svg))
     return found
 
@@ -206,12 +197,13 @@ def _rounds(runs: Sequence[Run], title: str, unit: str, caption: str, field: str
     for series, run in enumerate(runs):
         values = np.array([of_known(np.mean, own) for own in run.of_workers(field)])
         if field == DRIFT:
-            values = values / np.sqrt(run.of_rounds("parameters"))
+            values = values / np.sqrt(run.of_exchanges("values"))
         measured = np.isfinite(values)
-        x, y = run.of_rounds("step")[measured], values[measured]
-        fragments = run.of_rounds("fragment")[measured]
+        x, y = run.of_exchanges("step")[measured], values[measured]
+        fragments = run.of_exchanges("fragment")[measured]
         if len(runs) == 1:
-            names = {record.fragment: record.fragment_name for record in run.rounds}
+            rounds = (record for worker in run.workers for record in worker.rounds)
+            names = {record.fragment: record.fragment_name for record in rounds}
             for place, fragment in enumerate(np.unique(fragments)[:MAX_FRAGMENTS].astype(int)):
                 name, own = f"{fragment}: {names[fragment]}", fragments == fragment
                 curves.append(Curve(name, x[own], y[own], place, dashed=place >= SERIES))

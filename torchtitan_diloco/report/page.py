@@ -12,19 +12,12 @@ import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from matplotlib.ticker import EngFormatter
 
+from torchtitan_diloco.components.metrics import hidden_percent, time_shares, utilisation_percent
 from torchtitan_diloco.log import brief, clock, markdown_table
 from torchtitan_diloco.report.charts import css_variables
 from torchtitan_diloco.report.figures import figures
-from torchtitan_diloco.report.run_records import (
-    ELAPSED_SECONDS,
-    SENT_BYTES,
-    SHARES,
-    TOKENS,
-    TRAINING_LOSS,
-    VALIDATION_LOSS,
-    Run,
-    of_known,
-)
+from torchtitan_diloco.report.run_records import Run, of_known
+from torchtitan_diloco.report.timeline import last_to_arrive
 
 METHODS = {"streaming": "Streaming DiLoCo", "none": "data parallelism"}
 ABSENT = "–"  # noqa: RUF001 - a dash for an empty cell
@@ -71,9 +64,9 @@ def html_page(runs: Sequence[Run]) -> str:
 
 
 def describe(run: Run) -> str:
-    workers = f"{run.workers} worker{'s' * (run.workers > 1)}" if run.workers else ""
-    if run.is_island:
-        workers = f"one of {run.workers} islands"
+    workers = f"{run.size} worker{'s' * (run.size > 1)}" if run.size else ""
+    if run.is_of_islands:
+        workers = f"{len(run.workers)} of {run.size} islands"
     method = METHODS.get(run.settings.get("diloco.method", ""), "")
     setup = ", ".join(filter(None, (workers, method)))
     return "; ".join(filter(None, (str(run.settings.get("run.description", "")), setup)))
@@ -123,65 +116,56 @@ def detail_tables(runs: Sequence[Run]) -> list[Table]:
 def notes(runs: Sequence[Run]) -> Iterator[str]:
     """Yield what is missing from the records."""
     for run in runs:
-        if not run.steps:
+        if not run.last_step:
             yield f"{run.name} has not logged a step yet."
-        if run.unreadable:
-            yield f"{run.name}: left out {run.unreadable} line(s) of metrics.jsonl, not readable."
+        if unreadable := sum(worker.unreadable for worker in run.workers):
+            yield f"{run.name}: left out {unreadable} line(s) of metrics.jsonl, not readable."
         if not run.settings:
             yield f"{run.name} has no readable config.toml: its settings are unknown."
         counts = Counter(
-            (worker, reason)
-            for record in run.rounds
-            for worker, own in enumerate(record.workers)
-            for reason in own.left_out
+            (worker.name, reason)
+            for worker in run.workers
+            for record in worker.rounds
+            for reason in record.left_out
         )
         for (worker, reason), times in sorted(counts.items()):
-            left_out = f"worker {worker} was left out of {times} recorded round(s), {reason}"
-            yield f"{run.name}: {left_out}."
-    if not any(run.rounds for run in runs):
+            yield f"{run.name}: {worker} was left out of {times} recorded round(s), {reason}."
+    if not any(run.exchanges for run in runs):
         yield "No exchange was recorded: there is no timeline, cosine or drift to show."
 
 
 def _facts(run: Run) -> dict[str, Cell]:
-    validated, shared_loss = run.last(VALIDATION_LOSS)
-    trained, loss = run.last(TRAINING_LOSS)
-    scope = "this island" if run.is_island else "all workers"
+    validated, shared_loss = run.last("loss/val")
+    trained, loss = run.last("loss/train")
+    owner = run.workers[0].name if run.is_of_islands else "all workers"
+    scope = f"{len(run.workers)} of {run.size} islands" if run.is_of_islands else "all workers"
     validation_note = f"nats per held-out token, step {validated:,}"
-    tokens, elapsed = run.last(TOKENS)[1], run.last(ELAPSED_SECONDS)[1]
-    rate = of_known(np.median, run.curve("speed/tokens_per_second_global")[1])
-    exchange = run.total("diloco/exchange_seconds_mean_over_ranks")
-    waited = run.total("diloco/exposed_waiting_seconds_mean_over_ranks")
-    hidden = 100 * max(1 - waited / exchange, 0.0) if exchange else math.nan
-    exposed = run.mean_share(SHARES["exposed communication"])
-    utilisation = Cell(note="not recorded: the run has not ended")
-    if run.summary is not None:
-        predicted = _cell(run.summary.predicted_utilisation_percent, _percent).text
-        measured = run.summary.measured_utilisation_percent
-        utilisation = _cell(measured, _percent, f"measured; {predicted} predicted")
+    tokens, elapsed = run.last("train/tokens")[1], run.last("worker/elapsed_seconds")[1]
+    totals, exposed = run.totals, time_shares(run.totals)["exposed communication"]
     return {
         "loss of the shared model": _cell(shared_loss, _loss, validation_note),
-        "training loss": _cell(loss, _loss, f"nats per token, {scope}, step {trained:,}"),
-        "tokens, all workers": _cell(tokens, _count, f"{run.last_step:,} steps"),
+        "training loss": _cell(loss, _loss, f"nats per token, {owner}, step {trained:,}"),
+        "tokens": _cell(tokens, _count, f"of the run, {run.last_step:,} steps"),
         "time": _cell(elapsed, clock, "days, h:mm:ss, with validations"),
-        "tokens/s": _cell(rate, _count, f"{scope}, median"),
+        "tokens/s": _cell(run.tokens_per_second, _count, f"{scope}, median"),
         **_sent_bytes(run),
-        "communication hidden": _cell(hidden, _percent, "of the time of exchanges"),
+        "communication hidden": _cell(hidden_percent(totals), _percent, "of the exchanges' time"),
         "exposed communication": _cell(exposed, _percent, "of the training time"),
-        "utilisation": utilisation,
+        "utilisation": _cell(utilisation_percent(totals), _percent, "of the training steps"),
         **_slowest(run),
     }
 
 
 def _sent_bytes(run: Run) -> dict[str, Cell]:
-    sent = run.total(SENT_BYTES) / (run.recorded_workers or math.nan)
-    expected = run.data_parallel_bytes(run.last_step)
+    sent = run.totals.get("worker/sent_bytes", math.nan)
+    expected = float(run.data_parallel_bytes(run.totals.get("worker/steps", math.nan)))
     counted = _cell(sent, _bytes, "counted in the buffers")
     if run.settings.get("diloco.method") == "none":
         counted = _cell(expected, _bytes, "bf16 gradients, every step; computed, not counted")
     times = f"{expected / sent:,.1f} times as much; " if sent > 0 else ""
     compared = _cell(expected, _bytes, f"{times}bf16 gradients, every step")
-    if math.isnan(expected):
-        compared = Cell(note="one worker" if run.workers == 1 else "model size not recorded")
+    if run.size == 1:
+        compared = Cell(note="one worker")
     return {"sent by each worker": counted, "data parallelism would send": compared}
 
 
@@ -199,13 +183,15 @@ def _slowest(run: Run) -> dict[str, Cell]:
 
 def _workers_table(run: Run) -> Table:
     """Return who arrives last and who waits. The worker that was last most often is first."""
-    last, late = run.of_rounds("last_worker"), run.of_rounds("late_by_seconds")
-    waited = run.of_workers("waited_seconds")
-    workers = sorted(range(waited.shape[1]), key=lambda worker: -(last == worker).sum())
+    arrivals = list(map(last_to_arrive, run.exchanges))
+    last = np.array([np.nan if worker is None else worker for worker, _ in arrivals])
+    late, waited = np.array([by for _, by in arrivals]), run.of_workers("waited_seconds")
+    known = np.isfinite(last).sum()
+    workers = sorted(range(len(run.workers)), key=lambda worker: -(last == worker).sum())
     rows = [
         [
-            Cell(f"worker {worker}"),
-            Cell(f"{(last == worker).sum():,} of {np.isfinite(last).sum():,}", "rounds"),
+            Cell(run.workers[worker].name),
+            Cell(f"{(last == worker).sum():,} of {known:,}", "rounds") if known else Cell(),
             _cell(of_known(np.median, late[last == worker]), brief, "median, where it was last"),
             _cell(of_known(np.max, late[last == worker]), brief, "maximum"),
             # The median would mostly be zero.
@@ -214,21 +200,20 @@ def _workers_table(run: Run) -> Table:
         for worker in workers
     ]
     columns = ["worker", "last to arrive", "late by", "at most", "training waited"]
-    return Table("Workers", columns, rows)
+    return Table("Workers", columns, rows if arrivals else [])
 
 
 def _links_table(run: Run) -> Table:
     """Return the measured rate between every pair of workers."""
-    rates = defaultdict[tuple[int, int], list[float]](list)
-    for record in run.rounds:
-        for receiver, worker in enumerate(record.workers):
-            for sender, rate in enumerate(worker.received_bits_per_second_from):
-                if math.isfinite(rate):
-                    rates[sender, receiver].append(rate)
+    rates = defaultdict[tuple[int, str], list[float]](list)
+    for worker in run.workers:
+        for record in worker.rounds:
+            for sender, rate in record.received_bits_per_second_from.items():
+                rates[sender, worker.name].append(rate)
     links = sorted((np.median(known), *pair, len(known)) for pair, known in rates.items())
     rows = [
         [
-            Cell(f"worker {sender} to worker {receiver}"),
+            Cell(f"worker {sender} to {receiver}"),
             Cell(_bits(rate), "median"),
             Cell(f"{rounds:,}", "rounds"),
         ]

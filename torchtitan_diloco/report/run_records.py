@@ -1,8 +1,9 @@
-"""Read the records of runs: metrics.jsonl, which docs/report.md defines, and config.toml."""
+"""Read the records of runs (docs/report.md) from the folders of their workers, and config.toml."""
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import zip_longest
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ import numpy as np
 import tomli
 from numpy.typing import NDArray
 
+from torchtitan_diloco.components.metrics import Record, Totals, totals_of
 from torchtitan_diloco.components.records import (
-    Record,
+    METRICS_FILE,
     RoundRecord,
-    Summary,
+    Start,
     from_record,
     number,
     read_json_lines,
@@ -23,42 +25,51 @@ from torchtitan_diloco.components.summary import all_reduce_bytes
 from torchtitan_diloco.config.schema import flatten
 from torchtitan_diloco.log import UserError
 
-METRICS = "metrics.jsonl"
-TRAINING_LOSS = "train/loss_nats_per_token_global"
-VALIDATION_LOSS = "validation/loss_nats_per_token_global"
-TOKENS = "train/tokens_global"
-ELAPSED_SECONDS = "time/elapsed_seconds"
-SENT_BYTES = "diloco/sent_bytes_sum_over_ranks"
-SHARES = {
-    "compute": "time/share_compute_percent_mean_over_ranks",
-    "data": "time/share_data_percent_mean_over_ranks",
-    "exposed communication": "time/share_exposed_communication_percent_mean_over_ranks",
-    "other": "time/share_other_percent_mean_over_ranks",
-}
-
 Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
+class Worker:
+    """Records of a worker. Numbers that are not known are NaN."""
+
+    name: str
+    """`worker 0`, or the name of the island."""
+    starts: Sequence[Start]
+    steps: Sequence[Record]
+    """One record for each step, in order, with the validation after the step."""
+    rounds: Sequence[RoundRecord]
+    unreadable: int
+    """Number of lines that are not a record, without an incomplete last line."""
+
+    @cached_property
+    def totals(self) -> Totals:
+        """Sums over the steps with the last method of the run."""
+        logged = [record for record in self.steps if "worker/steps" in record]
+        return totals_of(logged, streaming="worker/exposed_seconds" in (logged or [{}])[-1])
+
+    @property
+    def compute_spread(self) -> float:
+        """Standard deviation of the compute of a step within the intervals."""
+        names = ("worker/steps", "worker/compute_spread")
+        rows = [[number(record.get(name)) for name in names] for record in self.steps]
+        counts, spreads = np.array([row for row in rows if np.isfinite(row).all()]).T
+        return float(np.sqrt(np.average(spreads**2, weights=counts)))
+
+
+@dataclass(frozen=True)
 class Run:
-    """Records of a run. Numbers that are not known are NaN."""
+    """Records of the workers of a run. Those of the first one have the curves of the run."""
 
     name: str
     """Unique among the runs of a report."""
     folder: Path
-    steps: Sequence[Record]
-    """One record for each step, in order, with the validation after the step."""
-    rounds: Sequence[RoundRecord]
-    summary: Summary | None
-    """None if the run has not ended or was resumed after its end."""
+    workers: Sequence[Worker]
     settings: Mapping[str, Any]
     """Dotted key -> value. Empty without a config.toml."""
-    unreadable: int
-    """Number of lines that are not a record, without an incomplete last line."""
 
     def curve(self, key: str) -> tuple[Array, Array]:
         """Return the steps that have a value of this key, and the values."""
-        known = [record for record in self.steps if record.get(key) is not None]
+        known = [record for record in self.workers[0].steps if record.get(key) is not None]
         steps, values = ([number(record[name]) for record in known] for name in ("step", key))
         return np.array(steps, dtype=float), np.array(values, dtype=float)
 
@@ -67,70 +78,72 @@ class Run:
         steps, values = self.curve(key)
         return (int(steps[-1]), float(values[-1])) if steps.size else (0, np.nan)
 
-    def total(self, key: str) -> float:
-        return of_known(np.sum, self.curve(key)[1])
+    @cached_property
+    def totals(self) -> Totals:
+        """Means of the workers' totals."""
+        each = [worker.totals for worker in self.workers]
+        known = {name: np.array([own.get(name, np.nan) for own in each]) for name in each[0]}
+        return {name: of_known(np.mean, values) for name, values in known.items()}
 
-    def of_rounds(self, field: str) -> Array:
-        values = (getattr(record, field) for record in self.rounds)
-        return np.array([np.nan if value is None else value for value in values], dtype=float)
+    @cached_property
+    def exchanges(self) -> list[list[RoundRecord | None]]:
+        """The rounds of all workers, in the order of the first worker that has them."""
+        found = defaultdict[tuple[int, int], list[RoundRecord | None]](
+            lambda: [None] * len(self.workers)
+        )
+        for place, worker in enumerate(self.workers):
+            for record in worker.rounds:
+                turn = record.outer_round if self.is_of_islands else record.sent_step
+                found[turn, record.fragment][place] = record
+        return list(found.values())
 
     def of_workers(self, field: str) -> Array:
-        """Return a field as [rounds, workers]."""
-        rows = [[getattr(worker, field) for worker in record.workers] for record in self.rounds]
-        columns = list(zip_longest(*rows, fillvalue=np.nan))  # a resumed run may have fewer workers
-        return np.array(columns, dtype=float).reshape(len(columns), len(rows)).T
+        """Return a field of the rounds as [exchanges, workers]."""
+        rows = [
+            [np.nan if one is None else getattr(one, field) for one in exchange]
+            for exchange in self.exchanges
+        ]
+        return np.array(rows, dtype=float).reshape(len(rows), len(self.workers))
+
+    def of_exchanges(self, field: str) -> Array:
+        return np.array([of_known(np.max, own) for own in self.of_workers(field)])
+
+    @property
+    def worker_names(self) -> list[str]:
+        return [worker.name for worker in self.workers]
 
     @property
     def last_step(self) -> int:
-        return int(self.steps[-1]["step"]) if self.steps else 0
+        steps = self.workers[0].steps
+        return int(steps[-1]["step"]) if steps else 0
 
     @property
-    def is_island(self) -> bool:
-        """Whether the records are those of one island of the run."""
+    def is_of_islands(self) -> bool:
         return bool(self.settings.get("islands.name"))
 
     @property
-    def workers(self) -> int:
+    def tokens_per_second(self) -> float:
+        """Median of all workers together, which each has in its records, or sum of islands."""
+        medians = []
+        for worker in self.workers if self.is_of_islands else self.workers[:1]:
+            rates = (number(one.get("speed/tokens_per_second")) for one in worker.steps)
+            medians.append(of_known(np.median, np.array([*rates])))
+        return sum(medians)
+
+    @property
+    def size(self) -> int:
         """Number of workers of the run, 0 if not known. Of islands, the most that shared a round,
         or so many as begin together."""
-        workers = self.settings.get("islands.begin") or self.settings.get("diloco.workers")
-        if not isinstance(workers, int):
-            return len(self.rounds[-1].workers) if self.rounds else 0
-        if not self.is_island:
-            return workers
-        return max([workers, *(record.participants for record in self.rounds)])
+        began = [start.workers for start in self.workers[0].starts[-1:]]
+        shared = [one.participants for worker in self.workers for one in worker.rounds]
+        return max([*began, *(shared if self.is_of_islands else [])], default=0)
 
-    @property
-    def recorded_workers(self) -> int:
-        """Number of workers that the records cover, 0 if not known."""
-        return 1 if self.is_island else self.workers
-
-    @property
-    def parameters(self) -> float:
-        """Parameters of the model, NaN until all fragments have been exchanged."""
-        sizes = {record.fragment: record.parameters for record in self.rounds}
-        # A second round of one fragment comes after the first of all.
-        return sum(sizes.values()) if len(self.rounds) > len(sizes) else np.nan
-
-    def data_parallel_bytes(self, step: float) -> float:
-        """Return the bytes that a worker would have sent with data parallelism up to `step`."""
-        if self.summary is not None and self.summary.step > self.summary.counted_after_step:
-            start, end = self.summary.counted_after_step, self.summary.step
-            total = self.summary.data_parallel_bytes_per_worker
-            return total * max(0.0, step - start) / (end - start)
-        if self.workers <= 1:
-            return np.nan
-        return all_reduce_bytes(self.parameters, self.workers) * step
-
-    def mean_share(self, key: str) -> float:
-        """Return the mean of a share over the intervals, weighted by their lengths."""
-        keys = (key, "time/wall_seconds_mean_over_ranks")
-        rows = [[number(record.get(name)) for name in keys] for record in self.steps]
-        known = [row for row in rows if np.isfinite(row).all() and row[1] > 0]
-        if not known:
-            return np.nan
-        shares, seconds = np.transpose(known)
-        return float(np.average(shares, weights=seconds))
+    def data_parallel_bytes(self, steps: float | Array) -> Any:
+        """Return the bytes that a worker would have sent in so many steps with data parallelism."""
+        starts = self.workers[0].starts
+        if not starts or self.size <= 1:
+            return steps * np.nan
+        return steps * all_reduce_bytes(starts[-1].parameters, self.size)
 
 
 def of_known(function: Callable[[Array], Any], values: Array) -> float:
@@ -140,33 +153,49 @@ def of_known(function: Callable[[Array], Any], values: Array) -> float:
 
 
 def open_runs(paths: Sequence[Path]) -> list[Run]:
-    """Read the runs in these folders or metrics files."""
-    files = list(dict.fromkeys(map(_metrics_file, paths)))
-    folders = [file.resolve().parent.name for file in files]
+    """Read the runs in these folders. Islands that are given one by one are of one run."""
+    runs = [_read_run(path) for path in dict.fromkeys(path.resolve() for path in paths)]
+    islands = [run for run in runs if run.is_of_islands]
+    if len(islands) > 1 and all(len(run.workers) == 1 for run in islands):
+        name = f"{islands[0].name} and {len(islands) - 1} more"
+        workers = [run.workers[0] for run in islands]
+        together = replace(islands[0], name=name, workers=workers)
+        runs = [together if run is islands[0] else run for run in runs if run not in islands[1:]]
+    names = [run.name for run in runs]
     return [  # with the path as the name, if several folders have the same name
-        _read_run(file, folder if folders.count(folder) == 1 else str(file))
-        for file, folder in zip(files, folders, strict=True)
+        run if names.count(run.name) == 1 else replace(run, name=str(run.folder)) for run in runs
     ]
 
 
-def _metrics_file(path: Path) -> Path:
-    file = path if path.is_file() else path / METRICS
-    if file.is_file():
-        return file
-    problem = f"has no {METRICS}" if path.is_dir() else "is not a folder"
-    raise UserError(f"RUN = {path} {problem}: give the folder of a run (outputs/NAME-DATE-TIME)")
+def _read_run(folder: Path) -> Run:
+    """Read a folder of workers, or of islands, each of which is a worker of its own."""
+    files = sorted(folder.glob(f"worker-*/{METRICS_FILE}"), key=_number_of)
+    files = files or sorted(folder.glob(f"*/worker-0/{METRICS_FILE}"))
+    if not files:
+        problem = f"has no worker-0/{METRICS_FILE}" if folder.is_dir() else "is not a folder"
+        raise UserError(f"RUN = {folder} {problem}: give the folder of a run (outputs/NAME-DATE)")
+    settings = _read_settings(files[0].parents[1])
+    workers = []
+    for file in files:
+        name = _read_settings(file.parents[1]).get("islands.name")
+        workers.append(_read_worker(file, name or file.parent.name.replace("-", " ")))
+    return Run(folder.name, folder, workers, settings)
 
 
-def _read_run(file: Path, name: str) -> Run:
+def _number_of(file: Path) -> int:
+    number = file.parent.name.removeprefix("worker-")
+    return int(number) if number.isdecimal() else 0
+
+
+def _read_worker(file: Path, name: str) -> Worker:
     steps: dict[int, dict[str, Any]] = {}
-    rounds: list[RoundRecord] = []
-    summary: Summary | None = None
+    rounds, starts = list[RoundRecord](), list[Start]()
     records, unreadable = read_json_lines(file)
     for record in records:
         try:
             match record:
-                case {"kind": "summary"}:
-                    summary = from_record(Summary, record)
+                case {"kind": "start"}:
+                    starts.append(from_record(Start, record))
                 case {"kind": "round"}:
                     rounds.append(from_record(RoundRecord, record))
                 case {"kind": _}:
@@ -177,16 +206,14 @@ def _read_run(file: Path, name: str) -> Run:
                     unreadable += 1
         except msgspec.ValidationError:
             unreadable += 1
-    if unreadable and not (steps or rounds or summary):
-        raise UserError(
-            f"RUN = {file} has no line that is a record of a run: give a run's {METRICS} or folder"
-        )
-    if summary and steps and summary.step < max(steps):
-        summary = None
-    ordered = [steps[step] for step in sorted(steps)]
-    try:  # without checks, so that settings of another version are no error
-        text = (file.parent / "config.toml").read_text(encoding="utf-8")
-        settings = flatten(tomli.loads(text))
+    if unreadable and not (steps or rounds or starts):
+        raise UserError(f"RUN = {file} has no line that is a record of a run: give a run's folder")
+    return Worker(name, starts, [steps[step] for step in sorted(steps)], rounds, unreadable)
+
+
+def _read_settings(folder: Path) -> dict[str, Any]:
+    """Return the settings of a run, without checks, or nothing if they cannot be read."""
+    try:
+        return flatten(tomli.loads((folder / "config.toml").read_text(encoding="utf-8")))
     except (OSError, UnicodeDecodeError, tomli.TOMLDecodeError):
-        settings = {}
-    return Run(name, file.parent, ordered, rounds, summary, settings, unreadable)
+        return {}

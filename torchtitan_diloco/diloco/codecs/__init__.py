@@ -1,4 +1,4 @@
-"""Wire formats of fragments. See docs/wire-formats.md for their bits and for how to add one."""
+"""Wire formats of fragments. See docs/algorithm.md for their bits and for how to add one."""
 
 from collections.abc import Callable
 from functools import partial

@@ -25,8 +25,7 @@ class Codec(ABC):
     keeps scratch buffers, so only one thread may use it.
 
     All workers must get the same bits: avoid reductions whose order depends on the number of
-    threads, and write the whole payload. `docs/wire-formats.md` lists the places that know a format
-    by name.
+    threads, and write the whole payload.
     """
 
     is_fp32 = False

@@ -1,0 +1,126 @@
+"""The numbers of a step: their names, units, meaning and scope.
+
+A number has one name: in the records, on the boards, in a report and in docs/report.md. To add one,
+declare it here, and add it to the record in `Telemetry.open`, or to the outer loop's `metrics()`.
+Those under worker/ are of the steps since the last record, and can be summed up.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+Record = dict[str, Any]
+"""Record of a step: values by name, None if not known."""
+RUN, JOB, WORKER = "run", "job", "worker"
+"""Scopes: the run; all workers that were started together, an island being alone; one worker."""
+
+
+class Metric(NamedTuple):
+    unit: str
+    meaning: str
+    scope: str = WORKER
+
+
+METRICS = {
+    "loss/train": Metric("nats per token", "of the workers' own parameters", JOB),
+    "loss/val": Metric("nats per token", "of the shared parameters, on held-out text", RUN),
+    "loss/val_local": Metric("nats per token", "of the workers' own parameters there", JOB),
+    "speed/mfu_percent": Metric("percent", "of the GPUs' bf16 peak"),
+    "speed/seconds_per_step": Metric("seconds", "without validations and saves"),
+    "speed/tokens_per_second": Metric("tokens/s", "without validations and saves", JOB),
+    "sync/exposed_percent": Metric("percent", "of the wall time that communication took"),
+    "sync/hidden_percent": Metric("percent", "of exchanges in which training did not wait"),
+    "sync/mbit_per_second": Metric("Mbit/s", "sent to other workers, mean over the wall time"),
+    "train/gradient_norm": Metric("norm", "of the last step, before clipping"),
+    "train/lr": Metric("rate", "of the inner optimizer", RUN),
+    "train/memory_gib": Metric("GiB", "peak since the start of the process"),
+    "train/tokens": Metric("tokens", "since the start of the run", RUN),
+    # TensorBoard sorts names, so the rest comes last.
+    "worker/agreement_seconds": Metric("seconds", "waiting for answers of other ranks"),
+    "worker/coding_seconds": Metric("seconds", "of the exchange thread, encoding and decoding"),
+    "worker/compute_seconds": Metric("seconds", "of the steps, without waiting"),
+    "worker/compute_spread": Metric("seconds", "standard deviation of the compute of a step"),
+    "worker/data_seconds": Metric("seconds", "waiting for data"),
+    "worker/elapsed_seconds": Metric("seconds", "since the start of the run, all its processes"),
+    "worker/exchange_seconds": Metric("seconds", "of exchanges in the background"),
+    "worker/exposed_seconds": Metric("seconds", "taking, waiting for and merging fragments"),
+    "worker/exposed_waiting_seconds": Metric("seconds", "waiting for fragments"),
+    "worker/fragments_applied": Metric("fragments", "applied"),
+    "worker/fragments_in_flight": Metric("fragments", "in flight at the end of the interval"),
+    "worker/healed_fragments": Metric("fragments", "reset to the shared parameters"),
+    "worker/participants": Metric("workers", "in the applied fragments, added up"),
+    "worker/received_bytes": Metric("bytes", "received by the first rank"),
+    "worker/sent_bytes": Metric("bytes", "sent by all ranks, counted, mean over workers"),
+    "worker/skipped_steps": Metric("steps", "skipped, as gradients were not finite"),
+    "worker/step_seconds": Metric("seconds", "of the steps"),
+    "worker/steps": Metric("steps", "in the interval"),
+    "worker/transfer_waiting_seconds": Metric("seconds", "of the exchange thread, for messages"),
+    "worker/wall_seconds": Metric("seconds", "without validations and saves"),
+}
+
+
+def described(name: str, workers: int) -> str:
+    """Return unit, meaning and scope in a job of so many workers, "" if it is not declared."""
+    if name not in METRICS:
+        return ""
+    unit, meaning, scope = METRICS[name]
+    whole = scope == RUN or (scope == JOB and workers > 1)
+    return f"{unit}, {meaning}; {'all workers' if whole else 'this worker'}"
+
+
+# --- totals ---------------------------------------------------------------------------------------
+
+Totals = dict[str, float]
+"""Sums of the counters of records, which are named worker/..."""
+
+
+def add_totals(totals: Totals, record: Mapping[str, Any]) -> None:
+    for name, value in record.items():
+        if name.startswith("worker/") and isinstance(value, int | float):
+            totals[name] = totals.get(name, 0.0) + value
+
+
+def totals_of(records: Iterable[Record], *, streaming: bool) -> Totals:
+    """Return the totals over the steps with an outer loop, or over those without."""
+    totals: Totals = {}
+    for record in records:
+        if ("worker/exposed_seconds" in record) == streaming:
+            add_totals(totals, record)
+    return totals
+
+
+def percent(part: float, whole: float) -> float:
+    """Return a share from 0 to 100, NaN if it is not known."""
+    return min(max(100 * part / whole, 0.0), 100.0) if whole else math.nan
+
+
+def hidden_percent(totals: Mapping[str, float]) -> float:
+    """Return the share of the exchanges' time in which training did not wait."""
+    exchange = totals.get("worker/exchange_seconds", 0.0)
+    return 100 - percent(totals.get("worker/exposed_waiting_seconds", 0.0), exchange)
+
+
+def utilisation_percent(totals: Mapping[str, float]) -> float:
+    """Return the share of the training steps that was not exposed communication."""
+    names = ("exposed_seconds", "agreement_seconds", "step_seconds")
+    exposed, agreement, steps = (totals.get(f"worker/{name}", math.nan) for name in names)
+    return 100 - percent(exposed + agreement, steps + agreement)
+
+
+def time_shares(totals: Mapping[str, float]) -> dict[str, float]:
+    """Return the shares of the wall time in percent.
+
+    Waiting for agreement of ranks is exposed communication. With data parallelism, communication
+    is part of the backward pass: its share is unknown and counts as compute.
+    """
+    names = ("wall_seconds", "step_seconds", "data_seconds")
+    wall, steps, data = (totals.get(f"worker/{name}", math.nan) for name in names)
+    known = "worker/exposed_seconds" in totals
+    exposed = totals["worker/exposed_seconds"] if known else 0.0
+    agreement = totals.get("worker/agreement_seconds", 0.0) if known else 0.0
+    return {
+        "compute": percent(steps - data - exposed, wall),
+        "data": percent(data, wall),
+        "exposed communication": percent(exposed + agreement, wall) if known else math.nan,
+        "other": percent(wall - steps - agreement, wall),
+    }
