@@ -118,7 +118,7 @@ def config_with(**changes: Any) -> Damage:
         ),
         (config_with(rope_parameters=7), r"config.json does not fit: .*'int'"),
         (lambda folder: (folder / "config.json").write_text("{}"), r"it has no 'model_type'"),
-        (drop_one, r"model.layers.1.mlp.up_proj.weight is absent there and 40x24 in this run"),
+        (drop_one, r"model.layers.1.mlp.up_proj.weight is absent there and \[40, 24\] here"),
     ],
 )
 def test_a_folder_that_does_not_fit_is_refused(

@@ -46,11 +46,12 @@ def load_config(name_or_path: str, overrides: Mapping[str, str] | None = None) -
         settings.values["run.name"] = path.stem
     config = settings.build()
     values = flat_settings(config)
-    for key, reason in config_mistakes(config):
-        origin = settings.origins.get(key, "default")
-        settings.mistakes.append(_mistake(origin, key, values[key], reason))
-    if settings.mistakes:
-        raise ConfigError(settings.mistakes)
+    mistakes = [
+        _mistake(settings.origins.get(key, "default"), key, values[key], reason)
+        for key, reason in config_mistakes(config)
+    ]
+    if mistakes:
+        raise ConfigError(mistakes)
     return config
 
 

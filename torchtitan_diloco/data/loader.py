@@ -46,7 +46,9 @@ class Stream(NamedTuple):
     random part of the sequences, and its own order."""
 
     def positions(self, samples: Indices) -> Indices:
-        """Return the positions in the common order of samples of this stream."""
+        """Return the positions of samples of this stream in the order that it reads."""
+        if self.block == 0:
+            return samples
         blocks, within = np.divmod(samples, self.block)
         return (blocks * self.streams + self.number) * self.block + within
 
@@ -109,9 +111,9 @@ class TrainLoader:
         pin_memory: bool = False,
     ) -> None:
         """Start at position `start`. With a stream, `rank`, `ranks` and `start` refer to it."""
-        part = (0, 1) if stream is None or stream.block else (stream.number, stream.streams)
+        self._stream = stream or Stream(0, 1, block=1)
+        part = (0, 1) if self._stream.block else (self._stream.number, self._stream.streams)
         self._reader = SequenceReader(tokens, sequence_length, *part)
-        self._turns = stream if stream is not None and stream.block else None
         self._order = partial(
             sequence_indices, sequences=self._reader.sequences, seed=seed, shuffle=shuffle
         )
@@ -151,8 +153,7 @@ class TrainLoader:
             steps, within = np.divmod(numbers, self._accumulation)
             parts = (steps * self._ranks + self._rank) * self._accumulation + within
             positions = parts[:, None] * self._batch_size + np.arange(self._batch_size)
-            samples = (self._start + positions).ravel()
-            places = samples if self._turns is None else self._turns.positions(samples)
+            places = self._stream.positions((self._start + positions).ravel())
             yield from self._order(places).reshape(positions.shape)
 
 

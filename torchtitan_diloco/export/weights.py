@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -36,31 +36,23 @@ def load_initial_weights(model: LanguageModel, path: str) -> None:
         _check_transformers_config(model, path, config)
         parts = transformers_names(model)
     with open_weights(path) as stored:
-        there = {name: _format(file.get_slice(name).get_shape()) for name, file in stored.items()}
+        there = {name: file.get_slice(name).get_shape() for name, file in stored.items()}
         here = {
-            part: _format((rows, *parameters[name].shape[1:]))
+            part: [rows, *parameters[name].shape[1:]]
             for name, names in parts.items()
             for part, rows in names.items()
         }
         if config.is_file():  # like transformers, ignore a tied head and stored frequencies
             unused = {name for name in there if name.endswith((".inv_freq", "lm_head.weight"))}
-            for name in unused.difference(here):
-                del there[name]
-        differing = [name for name in {**here, **there} if here.get(name) != there.get(name)]
-        if differing:
-            name = differing[0]
-            raise UserError(
-                f'model.weights = "{path}" does not fit: {name} is {there.get(name, "absent")} '
-                f"there and {here.get(name, 'absent')} in this run: set [model] as there"
-            )
+            there = {name: there[name] for name in there.keys() - (unused - here.keys())}
+        for name in {**here, **there}:
+            if here.get(name) != there.get(name):
+                shapes = f"{there.get(name, 'absent')} there and {here.get(name, 'absent')} here"
+                raise UserError(f'model.weights = "{path}": {name} is {shapes}: set [model] to fit')
         for name, parameter in parameters.items():
             value = torch.cat([stored[part].get_tensor(part) for part in parts[name]])
             copy_shard(parameter, value.to(parameter.device, parameter.dtype))
     logger.info(f"{'weights':<10} {path}: {len(parameters)} tensors")
-
-
-def _format(shape: Sequence[int]) -> str:
-    return "x".join(map(str, shape))
 
 
 def _check_transformers_config(model: LanguageModel, path: str, file: Path) -> None:
