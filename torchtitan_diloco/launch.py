@@ -107,6 +107,8 @@ def prepare(config: Config, arguments: list[str]) -> tuple["LaunchConfig", list[
     """Return torchrun's configuration and the arguments of the ranks."""
     level = os.environ.setdefault("LOGLEVEL", "ERROR")  # read at the import, by some modules
     logging.getLogger("torch.distributed.elastic").setLevel(level)
+    agent = logging.getLogger("torch.distributed.elastic.agent.server.api")
+    agent.addFilter(lambda record: "exit barrier" not in str(record.msg))  # of nodes that are done
     import torch
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig
