@@ -3,6 +3,7 @@
 import re
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ import torch.distributed as dist
 
 from tests.components.test_checkpoint import EMPTY, TENSORS, write_checkpoint
 from tests.components.test_resume import LOSS, STEPS, chosen, last, run
+from tests.diloco.toy import join
+from tests.processes import ProcessPool
 from tests.test_trainer import curve, records
 from torchtitan_diloco.components import run_folder
 from torchtitan_diloco.components.checkpoint import MANIFEST, complete_checkpoints
@@ -87,7 +90,8 @@ def saved(workers: int, save: int = 1) -> Answer:
         ([saved(3), saved(3)], [0, 1], ""),  # there is no worker 2 any more
         ([saved(2), saved(2), Answer()], [0, 1], ""),  # worker 2 is new
         ([saved(2), saved(2), Answer(problem="gone")], [0, 1], ""),  # or was there before
-        ([saved(1), saved(2, save=2)], [0, 1], "several saves"),
+        ([saved(2), saved(2, save=2)], [0, 1], "several saves"),
+        ([saved(2), saved(2), saved(3, save=2)], [0, 1], ""),  # left of a run of three
         ([saved(1), Answer(problem="behind")], [0], ""),  # after data parallelism
         ([saved(2), Answer(problem="behind")], [0], "behind"),
         ([Answer(problem="damaged"), Answer()], [], "damaged"),
@@ -135,8 +139,29 @@ def test_only_a_restart_goes_on_in_a_folder_that_it_does_not_resume(tmp_path: Pa
         assert lock is not None
         lock.close()
     assert find_start(world, "never", "").folder == path
+    claim_run_folder(ALONE, wanted, Start(), "")  # the start before has failed
+    (path / "worker-0/metrics.jsonl").touch()
     with pytest.raises(ValueError, match="already holds a run"):
         claim_run_folder(ALONE, wanted, Start(), "")
+
+
+def _claim_beside_a_run(path: Path) -> list[str]:
+    """Return what is in the folder after a refused start of two workers beside a run of one."""
+    world, other = join(2), Run(folder=str(path))
+    with (
+        lock_folder(path / "worker-0") if world.rank == 0 else nullcontext(),
+        pytest.raises(ValueError, match="worker-0 is in use by another run"),
+    ):
+        claim_run_folder(world, other, Start(), "other")
+    return [(path / "config.toml").read_text()]
+
+
+def test_a_refused_start_leaves_the_settings_of_the_run_that_holds_the_folder(
+    processes: ProcessPool, tmp_path: Path
+) -> None:
+    (tmp_path / "worker-0").mkdir()
+    (tmp_path / "config.toml").write_text("own")
+    assert processes.run(_claim_beside_a_run, 2, tmp_path) == [["own"], ["own"]]
 
 
 def test_a_run_without_a_checkpoint_starts_over(text: Path, tmp_path: Path) -> None:

@@ -157,8 +157,11 @@ def find_start(world: World, resume: str, run_folder: str) -> Start:
     """
     group, ranks = world.control, world.ranks_per_worker
     again = broadcast_object(_after_restart(world, resume, run_folder), list[str], group)
+    stored = "" if run_folder else again[1]
     resume, run_folder = again[0], run_folder or again[1]
     folder, own = _candidates(world, resume, run_folder)
+    if stored:  # torchrun has started the ranks again, perhaps before their first record
+        folder = Path(stored).expanduser()
     listed, wrong = gather_objects(list(own), group), list[str]()
     for rank, names in enumerate(listed):
         if names != listed[rank - rank % ranks]:
@@ -236,12 +239,13 @@ def _verify(world: World, own: Mapping[str, Path], name: str) -> Answer:
 def judge(answers: Sequence[Answer], ranks: int) -> tuple[list[int], str]:
     """Return the workers that have a step, and why it cannot be resumed, if so.
 
-    `ranks`: of each worker. What is left of workers that the run did not have any more is ignored.
+    `ranks`: of each worker. The save of the first worker that has one counts: what is left of
+    workers that it did not have is ignored.
     """
     of_workers = {
         rank // ranks: one.manifest for rank, one in enumerate(answers) if one.manifest is not None
     }
-    count = max((one.workers for one in of_workers.values()), default=len(answers))
+    count = next((one.workers for one in of_workers.values()), len(answers))
     problems = [one.problem for one in answers[: count * ranks] if one.problem]
     holders = [worker for worker in of_workers if worker < count]
     if not problems and len({of_workers[worker].save for worker in holders}) > 1:

@@ -8,6 +8,8 @@ import fcntl
 import os
 import secrets
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
@@ -38,8 +40,8 @@ def folder_of_worker(run: Path, worker: int) -> Path:
 
 
 def has_run(path: Path) -> bool:
-    """Return whether a run has begun in a folder."""
-    return (path / "config.toml").exists() or any(path.glob("worker-*"))
+    """Return whether a run has begun in a folder: a start that failed leaves no records."""
+    return any(any(path.glob(f"worker-*/{name}")) for name in ("metrics.jsonl", "step-*"))
 
 
 @dataclass(frozen=True)
@@ -78,30 +80,46 @@ def claim_run_folder(world: World, run: Run, start: Start, toml: str) -> tuple[P
             'empty for a new one, or resume it with checkpoint.resume = "auto"'
         )
     is_first = world.rank_in_worker == 0
-    claim = partial(_claim, path, world.worker, start, toml) if is_first else lambda: None
-    lock = on_all_ranks(world.control, claim)
+    lock = on_all_ranks(
+        world.control, partial(_claim, path, world.worker, start) if is_first else lambda: None
+    )
+    # Only now, as another run may hold the folder of another worker.
+    on_all_ranks(world.control, partial(_begin, path, start, toml) if is_first else lambda: None)
     if world.is_first and world.store is not None:
         world.store.set(STORED_FOLDER, str(path))
     return path, lock
 
 
-def _claim(path: Path, worker: int, start: Start, toml: str) -> TextIO:
-    own, step = folder_of_worker(path, worker), start.state.step if start.folder else 0
+@contextmanager
+def _explaining_errors(path: Path) -> Iterator[None]:
     try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"run.folder = {path} cannot be written ({error}): choose another"
+        ) from None
+
+
+def _claim(path: Path, worker: int, start: Start) -> TextIO:
+    """Lock the folder of a worker."""
+    own = folder_of_worker(path, worker)
+    with _explaining_errors(path):
         own.mkdir(parents=True, exist_ok=True)
         lock = lock_folder(own)
         if start.folder and complete_checkpoints(own) != start.found:
             raise UserError(f"run.folder = {path}: another run has just ended there: start again")
+    return lock
+
+
+def _begin(path: Path, start: Start, toml: str) -> None:
+    """Set checkpoints aside that are not resumed, and write the configuration."""
+    step = start.state.step if start.folder else 0
+    with _explaining_errors(path):
         for newer in start.found if start.folder else ():
             if step_of(newer) > step:
                 logger.warning(f"{newer} is kept as {set_aside(newer)}")
         config = f"config-from-step-{step}.toml" if step else "config.toml"
         (path / config).write_text(toml, encoding="utf-8")
-    except OSError as error:
-        raise UserError(
-            f"run.folder = {path} cannot be written ({error}): choose another"
-        ) from None
-    return lock
 
 
 def lock_folder(path: Path) -> TextIO:

@@ -52,12 +52,16 @@ def log_summary(
 
 
 def mean_over_workers(telemetry: Telemetry) -> Totals:
-    """Return the mean of the totals of all workers, of the first rank of each. Collective."""
+    """Return the mean of the totals of all workers, of the first rank of each. Collective.
+
+    The records of a worker may begin later, so the mean is one for each step.
+    """
     world, totals = telemetry.world, telemetry.totals
-    share = 0.0 if world.rank_in_worker else 1 / world.workers
+    steps = totals.get("worker/steps") or 1.0
+    share = 0.0 if world.rank_in_worker else 1 / (world.workers * steps)
     values = [share * totals.get(name, 0.0) for name in SHOWN]
     means = zip(SHOWN, PendingSum(world, values, "at the end").result(), strict=True)
-    return {name: mean for name, mean in means if name in totals}
+    return {name: mean * steps for name, mean in means if name in totals}
 
 
 def _bytes(totals: Totals, telemetry: Telemetry, step: int) -> dict[str, str]:

@@ -80,8 +80,13 @@ class Run:
 
     @cached_property
     def totals(self) -> Totals:
-        """Means of the workers' totals."""
+        """Means of the workers' totals, for the steps of the first: others may begin later."""
         each = [worker.totals for worker in self.workers]
+        steps = [own.get("worker/steps") or 1.0 for own in each]
+        each = [
+            {name: value * steps[0] / count for name, value in own.items()}
+            for own, count in zip(each, steps, strict=True)
+        ]
         known = {name: np.array([own.get(name, np.nan) for own in each]) for name in each[0]}
         return {name: of_known(np.mean, values) for name, values in known.items()}
 
