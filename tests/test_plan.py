@@ -67,7 +67,7 @@ def test_the_plan_is_written_as_a_config(
     }
     assert text.count(" = ") == 1 + len(changed), "only what differs"
     assert main(words) == 2
-    assert "File exists: give another path" in capsys.readouterr().err
+    assert "File exists: give the path of a new file" in capsys.readouterr().err
     assert written.read_text() == text
 
 
@@ -102,7 +102,10 @@ def test_given_values_override_measured_ones(
 
 @pytest.mark.parametrize(
     ("workers", "told"),
-    [(0, "has measured no links: give a run"), (3, "had 3 workers: give a run")],
+    [
+        (0, "has measured no links: give a finished run"),
+        (3, "the records of 3 workers: give a run"),
+    ],
 )
 def test_runs_without_conditions_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], workers: int, told: str
@@ -124,7 +127,10 @@ MISTAKES = [
     (plan("--diloco.workerz", "2"), r"did you mean diloco\.workers"),
     (plan("--bandwith", "1Gbit"), r"bandwith = \"1Gbit\": unknown key"),
     (KNOWN, r"give a model"),
-    (plan("--write", "nowhere/plan.toml"), r"No such file or directory: give another path"),
+    (
+        plan("--write", "nowhere/plan.toml"),
+        r"No such file or directory: give the path of a new file",
+    ),
     (plan("--training.global_batch_size", "none", "--write", "x.toml"), r"cannot be written"),
 ]
 

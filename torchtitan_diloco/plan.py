@@ -111,7 +111,8 @@ def _conditions(options: argparse.Namespace, workers: int) -> "Conditions":
         measured = conditions_of_run(options.run)
         if measured.workers != workers:
             raise UserError(
-                f"--run {options.run} had {measured.workers} workers: give a run of {workers}"
+                f"--run {options.run} has the records of {measured.workers} workers: give a run of "
+                f"{workers}, with the folders of all"
             )
         return replace(measured, **given)
     if options.bandwidth is None or options.step_time is None:
@@ -128,7 +129,7 @@ def conditions_of_run(folder: Path) -> "Conditions":
 
     (run,) = open_runs([folder])
     if (observed := observed_conditions(run)) is None:
-        raise UserError(f"--run {folder} has measured no links: give a run of workers, not islands")
+        raise UserError(f"--run {folder} has measured no links: give a finished run of one job")
     return observed
 
 
@@ -149,7 +150,7 @@ def write_variant(path: Path, config_name: str, wanted: Config, comment: str) ->
         with path.open("x", encoding="utf-8") as file:
             file.write("\n".join(lines) + "\n")
     except OSError as error:
-        raise UserError(f"--write {path}: {error.strerror}: give another path") from error
+        raise UserError(f"--write {path}: {error.strerror}: give the path of a new file") from error
 
 
 # --- units ----------------------------------------------------------------------------------------

@@ -79,8 +79,9 @@ class Conditions:
         latency = 0 <= self.latency_seconds < math.inf
         if not (self.bits_per_second > 0 and steps and latency and 0 <= self.jitter <= 1):
             raise UserError(
-                f"{self}: give a bandwidth above 0, step times above 0, a latency of 0 or more, "
-                "and a jitter from 0 to 1"
+                f"bandwidth {self.bits_per_second:g} bit/s, steps of {self.step_seconds} s, "
+                f"latency {self.latency_seconds:g} s: give a bandwidth and step times above 0, and "
+                "a latency from 0 up"
             )
 
     @property

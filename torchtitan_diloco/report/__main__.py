@@ -28,6 +28,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     target: Path | None = options.out
     try:
         runs = open_runs(options.runs)
+        for run in runs:
+            there = len(run.workers)
+            if there < run.size and not run.is_of_islands:
+                text = f"warning: {run.folder} has the records of {there} of {run.size} workers"
+                print(text, file=sys.stderr)
         if options.format == "html":
             target = target or runs[0].folder / "report.html"
             target.write_text(html_page(runs), encoding="utf-8", errors="replace")
