@@ -122,7 +122,9 @@ def test_the_shared_parameters_are_those_of_any_worker(trained: Path, corpus: Pa
     parallel = Path(run(chosen(corpus, "parallel", **changes)))
     for folder, step, kind in ((trained, 16, "outer"), (parallel, 2, "model")):
         saved = tensors(checkpoint(folder, step))
-        for workers in (folder, *folder.glob("worker-*")):
+        islands = folder.parent / f"islands-{kind}"
+        shutil.copytree(folder, islands / "island-1")
+        for workers in (folder, *folder.glob("worker-*"), islands):
             for name, value in open_saved(workers, step).model.state_dict().items():
                 assert torch.equal(value, saved[f"{kind}/{name}"])
 

@@ -75,7 +75,8 @@ def find_checkpoint(run: Path, step: int | None = None) -> Path:
         found = {read_manifest(path).step: path}
     else:
         workers = sorted(path.glob("worker-*"), key=lambda one: (len(one.name), one.name))
-        lists = (complete_checkpoints(folder) for folder in [path, *workers])
+        islands = sorted(path.glob("*/worker-0"))
+        lists = (complete_checkpoints(folder) for folder in [path, *workers, *islands])
         found = {step_of(one): one for one in next(filter(None, lists), [])}
     if not found:
         problem = "has no complete checkpoint" if path.is_dir() else "does not exist"
