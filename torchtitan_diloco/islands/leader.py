@@ -186,8 +186,9 @@ class Leader(Replay):
             raw = encode(record)
             decode(raw)  # raises if the record would always be void
             self._connection.append(raw)
-        while self.machine.notices:
-            logger.warning(self.machine.notices.pop(0))
+        for say, lines in (logger.warning, self.machine.notices), (logger.info, self.machine.news):
+            while lines:
+                say(lines.pop(0))
 
     def _beat(self) -> None:
         """Send heartbeats, in a thread of their own as the reading thread may be busy."""

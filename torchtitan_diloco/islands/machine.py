@@ -11,7 +11,7 @@ import msgspec
 
 from torchtitan_diloco.islands.log import Entry, Outcome, State
 from torchtitan_diloco.islands.members import Hint, IslandFencedError, Members, name_of
-from torchtitan_diloco.islands.records import Part, Record, Take, attempt_of
+from torchtitan_diloco.islands.records import Give, Part, Record, Take, attempt_of
 from torchtitan_diloco.islands.rounds import Checked, Mode, Timing
 from torchtitan_diloco.islands.rules import Island
 from torchtitan_diloco.log import UserError
@@ -71,8 +71,9 @@ class Machine:
         """Decisions about the run, once it has begun and this island has a slot."""
         self.stored = dict[int, Part]()
         """Latest own part of each fragment, if its chunks are stored."""
-        self.notices = list[str]()
-        """Warnings for the user."""
+        self.notices, self.news = list[str](), list[str]()
+        """Warnings for the user, and which islands come and go."""
+        self._silent = set[str]()
         self._checksum, self._lr = checksum, lr
         self._attempts = dict[tuple[object, ...], float]()
         """Time at which each record was last appended."""
@@ -91,7 +92,24 @@ class Machine:
         outcome = self.island.read(sequence, raw, now)
         if outcome.entry is not None:
             self.notices += left_out(outcome.entry)
+        record = outcome.record
+        is_other = isinstance(record, Take | Give) and record.incarnation != self.incarnation
+        if isinstance(record, Take | Give) and is_other and not outcome.void:
+            does = "takes part" if isinstance(record, Take) else "leaves"
+            self.news.append(f"island {name_of(record.incarnation)} {does}")
         return outcome
+
+    def _note_silent(self, now: float) -> None:
+        """Note which islands are not heard any more, or again."""
+        if self.members.is_new(now):
+            return
+        owners = set(self.state.owners().values()) - {self.incarnation}
+        silent = {owner for owner in owners if self.members.is_gone(owner, now)}
+        for owner in sorted(silent - self._silent):
+            self.notices.append(f"island {name_of(owner)} is silent: rounds do not wait for it")
+        for owner in sorted((self._silent - silent) & owners):
+            self.news.append(f"island {name_of(owner)} is heard again")
+        self._silent = silent
 
     def records(self, checked: Mapping[int, Checked], now: float) -> list[Record]:
         """Return the records to append now.
@@ -101,6 +119,8 @@ class Machine:
         """
         self.members.tick(now)
         island = self.island
+        if island is not None:
+            self._note_silent(now)
         due = [self._take(now)] if island is None else self._decisions(island, checked, now)
         self._attempts = {key: at for key, at in self._attempts.items() if now < at + RETRY}
         found = list[Record]()

@@ -68,8 +68,14 @@ class Run:
     """Dotted key -> value. Empty without a config.toml."""
 
     def curve(self, key: str) -> tuple[Array, Array]:
-        """Return the steps that have a value of this key, and the values."""
-        known = [record for record in self.workers[0].steps if record.get(key) is not None]
+        """Return the steps that have a value of this key, and the values.
+
+        They are those of the first worker, or of another one whose records begin earlier.
+        """
+        source = self.workers[0]
+        if not self.is_of_islands:
+            source = max(self.workers, key=lambda worker: len(worker.steps))
+        known = [record for record in source.steps if record.get(key) is not None]
         steps, values = ([number(record[name]) for record in known] for name in ("step", key))
         return np.array(steps, dtype=float), np.array(values, dtype=float)
 
