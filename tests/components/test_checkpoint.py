@@ -70,7 +70,7 @@ def test_only_complete_folders_are_checkpoints_and_the_latest_and_every_nth_are_
     assert saved_steps(tmp_path) == [10, 14, 16]
     with pytest.raises(OSError, match="step-00000016 exists already"):
         write_checkpoint(tmp_path, 16)
-    names = ["step-00000016.damaged", "step-00000016.damaged-2", "step-00000018.bak"]
+    names = ["step-00000016.aside", "step-00000016.aside-2", "step-00000018.bak"]
     for name in names[:2]:
         assert set_aside(path).name == name
         write_checkpoint(tmp_path, 16)

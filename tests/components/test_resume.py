@@ -331,7 +331,7 @@ def test_damaged_checkpoints_are_set_aside_and_the_one_before_is_resumed(
     assert_same_records(whole, folder)
     for worker in range(2):
         kept = {path.name for path in folder_of_worker(folder, worker).glob("step-*")}
-        assert kept == {f"step-000000{step}{end}" for step in (12, 16) for end in ("", ".damaged")}
+        assert kept == {f"step-000000{step}{end}" for step in (12, 16) for end in ("", ".aside")}
 
 
 def _run_on_a_node_of_its_own(wanted: dict[str, str], parent: Path) -> str:
@@ -363,7 +363,7 @@ def test_workers_on_disks_of_their_own_go_on_as_on_one(
     train()
     for worker, node in enumerate(nodes):
         assert_same(tensors(last(node, worker)), tensors(last(whole, worker)))
-    assert checkpoint(nodes[0], 12).with_name("step-00000012.damaged").is_dir()
+    assert checkpoint(nodes[0], 12).with_name("step-00000012.aside").is_dir()
     one, other = (open_saved(node).model.state_dict() for node in nodes)
     assert all(torch.equal(value, other[name]) for name, value in one.items())
     shutil.rmtree(nodes[1])  # a new disk

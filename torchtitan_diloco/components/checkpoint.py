@@ -171,7 +171,7 @@ def prune(folder: Path, keep_latest: int, keep_every: int) -> None:
 
 def set_aside(path: Path) -> Path:
     """Rename a checkpoint, so that it is neither found nor deleted. Return its path."""
-    names = (f"{path}.damaged{f'-{number}' if number > 1 else ''}" for number in count(1))
+    names = (f"{path}.aside{f'-{number}' if number > 1 else ''}" for number in count(1))
     return path.rename(next(name for name in names if not Path(name).exists()))
 
 
