@@ -2,6 +2,7 @@
 
 import os
 import re
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -210,6 +211,29 @@ def test_deltas_and_chunks_that_are_not_finite_are_left_out(
     assert all(parameter.isfinite().all() for parameter in results[1].model.parameters())
     assert "was left out: its values are not finite" in caplog.text
     assert "the delta of island b is not finite" in caplog.text
+
+
+def test_a_save_does_not_wait_for_an_upload(server: Join) -> None:
+    """The server may be away for long, and an island that is told to stop saves and ends."""
+    saved, released = list[dict[str, Any]](), threading.Event()
+
+    def save(island: Island) -> None:
+        leader = island.peers._leader
+        assert leader is not None
+        if island.step == 8:  # before the first send
+            store = leader.store
+            leader.store = lambda *part: (released.wait(PATIENCE), store(*part))[1]  # type: ignore[method-assign]
+        elif island.step == 12:
+            saved.append(island.outer.state_dict())
+            released.set()
+
+    sparse = replace(FP4, quantization=Quantization(codec="topk", top_values=8))
+    island = Island(server, "a", sparse, begin=1, slots=1, grace=0.2, each_step=save)
+    with started(island):
+        island.wait_for_step(13)
+        assert saved, "it was saved while the upload was waiting"
+        assert any(name.startswith(saving.RESIDUAL) for name in saved[0]["tensors"])
+        island.finish()
 
 
 def test_alpha_follows_the_tokens_of_the_run(server: Join, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,7 @@ class Start(msgspec.Struct, tag_field="kind", tag="start"):
     step: int
     time: float
     workers: int
-    """Of the whole run, or the islands that begin together."""
+    """Number in the whole run, or of the islands that begin together."""
     parameters: int
 
 
@@ -52,9 +52,9 @@ class RoundRecord(msgspec.Struct, tag_field="kind", tag="round"):
     """Number of exchanges of this fragment so far."""
     sent_step: int
     parameters: int
-    """Of the fragment."""
+    """Number in the fragment."""
     values: int
-    """Of them on the first rank."""
+    """Number of them on the first rank."""
     participants: int = 0
     """Workers whose delta is in the mean."""
     weight: float = NAN
@@ -69,7 +69,7 @@ class RoundRecord(msgspec.Struct, tag_field="kind", tag="round"):
     received_bytes: float = NAN
     outer_gradient_norm: float = NAN
     update_norm: float = NAN
-    """Of the change of the shared parameters. This and the next are rarely measured."""
+    """Norm of the change of the shared parameters. It and the next are rarely measured."""
     drift_norm: float = NAN
     """Distance of its parameters from the new shared ones."""
     cosine_to_mean: float = NAN

@@ -143,7 +143,7 @@ class SavedTensors:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a rank has found of a step: the manifest, or what is wrong with it."""
+    """Result of a rank's check of a step: the manifest, or what is wrong with it."""
 
     manifest: Manifest | None = None
     problem: str = ""

@@ -53,7 +53,7 @@ class Start:
     manifest: Manifest | None = None
     """None for a run from the beginning. That of another worker if this one has no checkpoint."""
     checkpoint: Path | None = None
-    """Of this worker, if it has one."""
+    """That of this worker, if it has one."""
     holders: list[int] = field(default_factory=list)
     """Workers that have the checkpoint."""
     found: list[Path] = field(default_factory=list)

@@ -98,7 +98,7 @@ class Telemetry:
         self._begin_interval()
         self._in_flight: deque[_LoggedStep] = deque()
         self.workers = plan.ranks // world.ranks_per_worker
-        """Of the run: so many as have begun, or the most islands that shared a round."""
+        """Workers of the run: so many as have begun, or the most islands that shared a round."""
         if folder is not None:
             folder = None if world.rank_in_worker else folder_of_worker(folder, world.worker)
         workers, of_run = world.workers, world.is_first
@@ -108,7 +108,7 @@ class Telemetry:
         kept = self.files.kept
         self._started -= max((one.get("worker/elapsed_seconds", 0) for one in kept), default=0)
         self.totals = totals_of(kept, streaming=bool(outer.fragments))
-        """Of the records of this worker, including those before a resume."""
+        """Sums over the records of this worker, including those before a resume."""
         now = time.time()
         self.files.write(Start(step, now, workers=self.workers, parameters=plan.parameters))
         self._done: float | None = None

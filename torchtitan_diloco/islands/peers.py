@@ -3,6 +3,7 @@
 import math
 import secrets
 import statistics
+import threading
 import time
 import weakref
 from collections import deque
@@ -123,6 +124,7 @@ class IslandPeers(Peers):
         self._ranks = Ranks(self._given)
         self._copies = Copies(self.states, self.config, self._ranks)
         self._encode = partial(encode_delta, build_codec(self.config.quantization))
+        self._encoding = threading.Lock()  # encoding changes the residual, which a save copies
         self._finalizer = weakref.finalize(
             self, startup.close, self.background, None, self._liveness, False
         )
@@ -327,7 +329,8 @@ class IslandPeers(Peers):
             whole = healing.sum_over_ranks(round_.delta_square, group, 0)
             round_.flags = 0 if math.isfinite(whole) else NOT_FINITE
             residual = None if round_.flags else state.residual
-            payload = self._encode(state.delta, residual)
+            with self._encoding:
+                payload = self._encode(state.delta, residual)
         round_.traffic.encoded = time.perf_counter()
         sizes = self._copies.payload_sizes(part.fragment, self._ranks.size)
         collected = collect(payload, sizes, group)
@@ -344,13 +347,12 @@ class IslandPeers(Peers):
 
         The work since the last part is not saved. After a restart, its samples are read again.
         """
-        for _, stored in self._sent.values():  # an upload changes its residual
-            self._liveness.wait(stored)
         residuals = dict[str, Tensor]()
-        for state in self.states:
-            if state.residual is not None:
-                unsent = state.residual.to("cpu", copy=True)
-                residuals |= saving.named(saving.RESIDUAL, state, unsent, mesh)
+        with self._encoding:  # not after the upload, which may wait for the server
+            for state in self.states:
+                if state.residual is not None:
+                    unsent = state.residual.to("cpu", copy=True)
+                    residuals |= saving.named(saving.RESIDUAL, state, unsent, mesh)
         saved = self._copies.save_soon(partial(self._save, facts, mesh, residuals))
         while not wait([saved], LOOK).done:
             self.check()
