@@ -306,6 +306,8 @@ def test_settings_are_checked() -> None:
     given = build(replace(here, grace_seconds=2), tokens=1e9)
     with pytest.raises(RuntimeError, match=r"call join\(\) before the first step"):
         given.step()
+    with pytest.raises(RuntimeError, match=r"call join\(\) before state_dict\(\)"):
+        given.state_dict()
     assert isinstance(given.peers, IslandPeers)
     facts = given.peers.build_leader()._mine
     assert decode(encode(facts)) == facts, "numbers of another type would be void"

@@ -347,6 +347,8 @@ class IslandPeers(Peers):
 
         The work since the last part is not saved. After a restart, its samples are read again.
         """
+        if self._leader is None and self._follower is None:
+            raise RuntimeError("call join() before state_dict(), and not after close()")
         residuals = dict[str, Tensor]()
         with self._encoding:  # not after the upload, which may wait for the server
             for state in self.states:
