@@ -34,7 +34,6 @@ PLAIN = {"diloco.outer_optimizer.name": "sgd", "diloco.outer_optimizer.lr": "1"}
         ({"islands.join": "nats://127.0.0.1:1#run"}, "islands.name"),
         ({"islands.local": "3", "islands.slots": "1"}, "islands.slots"),
         ({"islands.local": "2", "diloco.link.outer_state": "cpu"}, "diloco.link.outer_state"),
-        ({"data.shard_by": "random", "diloco.workers": "1"}, "data.shard_by"),
         ({"optimizer.beta1": "0.99", "optimizer.beta2": "0.9"}, "optimizer.beta1"),
         ({"run.device": "cpu", "parallel.compute_dtype": "bfloat16"}, "parallel.compute_dtype"),
         ({"profiling.every": "2", "profiling.steps": "3"}, "profiling.every"),

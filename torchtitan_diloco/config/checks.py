@@ -47,12 +47,6 @@ def config_mistakes(config: Config) -> Mistakes:
                 yield f"islands.{key}", reason
     if "/" in config.run.name or "\\" in config.run.name:
         yield "run.name", "must not contain slashes: set run.folder to choose another folder"
-    if config.data.shard_by != "none" and (workers == 1 or config.diloco.method == "none"):
-        yield (
-            "data.shard_by",
-            "needs several workers that train independently "
-            '(diloco.workers > 1, diloco.method = "streaming"): leave it out',
-        )
     if config.optimizer.beta1 >= config.optimizer.beta2:
         yield "optimizer.beta1", f"must be less than optimizer.beta2 = {config.optimizer.beta2:g}"
     if config.run.device == "cpu" and config.parallel.compute_dtype == "bfloat16":
