@@ -1,7 +1,6 @@
 """The machine: GPUs, memory, cores, processes and files. Importing it does not import torch."""
 
 import ctypes
-import gc
 import math
 import os
 import resource
@@ -102,24 +101,6 @@ def raise_open_files_limit() -> None:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     with suppress(ValueError, OSError):  # macOS has a lower limit of its own
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-class GarbageControl:
-    """Run Python's garbage collector at the same steps on every rank."""
-
-    def __init__(self, every: int) -> None:
-        self._every = every
-        if every:
-            gc.disable()
-            gc.collect()
-
-    def after_step(self, step: int) -> None:
-        if self._every and step % self._every == 0:
-            gc.collect(1)
-
-    def close(self) -> None:
-        if self._every:
-            gc.enable()
 
 
 def write_whole(path: Path, content: bytes) -> None:

@@ -1,5 +1,6 @@
 """Trainer: builds the parts of a run from its configuration, and trains."""
 
+import gc
 from collections.abc import Iterator
 from contextlib import closing, nullcontext
 from dataclasses import replace
@@ -37,7 +38,6 @@ from torchtitan_diloco.components.run_plan import (
     log_early_end,
     log_plan,
     plan_run,
-    validation_due,
 )
 from torchtitan_diloco.components.summary import log_summary
 from torchtitan_diloco.components.telemetry import Batch, StepResult, Telemetry
@@ -55,12 +55,13 @@ from torchtitan_diloco.diloco.startup import MAY_DIFFER
 from torchtitan_diloco.distributed.stop import StopRequest, answer_lag
 from torchtitan_diloco.distributed.world import FSDP, WORKER, World
 from torchtitan_diloco.export.weights import load_initial_weights, weights_fingerprint
-from torchtitan_diloco.hardware import GarbageControl
 from torchtitan_diloco.island_run import IslandRun
 from torchtitan_diloco.log import UserError, logger
 from torchtitan_diloco.models import build_model, vocabulary_rows
 from torchtitan_diloco.models.parallelize import materialize, parallelize
 
+COLLECT_EVERY = 50
+"""Steps between two collections of garbage."""
 OWN_SETTINGS = {"run.folder", "data.cache_folder", *MAY_DIFFER}
 """Settings that may differ between the processes of a run."""
 
@@ -84,7 +85,7 @@ class Trainer:
 
         self.resumed = self._resumed_state()
         self.step, self.lr = self.resumed.step, 0.0
-        self.skips = SkippedSteps(config.training.max_skipped_steps, self.resumed.skipped_in_a_row)
+        self.skips = SkippedSteps(config.training.max_skipped_steps)
         self._build_model()
         self.optimizer = build_optimizer(self.model, config.optimizer, self.plan.total_steps)
         self.outer = self._build_outer_loop()
@@ -103,7 +104,7 @@ class Trainer:
         self.begin()
         sections = config.training, config.checkpoint, config.metrics, config.validation
         own_folder = folder_of_worker(folder, self.world.worker)
-        garbage = GarbageControl(config.run.garbage_collect_every)
+        gc.disable()  # all ranks collect garbage after the same steps
         with (
             lock or nullcontext(),
             StopRequest(self.world, answer_lag(self.world, config.diloco)) as stop,
@@ -112,13 +113,12 @@ class Trainer:
             closing(Checkpointer(config.checkpoint, own_folder, *self.parts)) as checkpointer,
         ):
             batches = telemetry.timed(self.loader)
-            if self._validation_missed():
-                telemetry.pause(self.validator.validate(self.step, telemetry))
             while not self.finished and (not stop_after or self.step < stop_after):
                 telemetry.measure(lambda: self.train_step(batches))
                 if profiler is not None:
                     profiler.step()
-                garbage.after_step(self.step)
+                if self.step % COLLECT_EVERY == 0:
+                    gc.collect(1)
                 save = checkpointer.due_by_time()
                 requests = stop.agreed(self.step, telemetry.sums, save=save)
                 then = after_step(self.step, self.finished, requests, *sections)
@@ -136,7 +136,7 @@ class Trainer:
             self.outer.drain()
             checkpointer.wait()
         early = not self.finished if self.island is None else self.island.close()
-        garbage.close()
+        gc.enable()
         if early:
             about = self.plan, self.step, config.training, config.checkpoint, folder
             log_early_end(*about, island=self.island is not None)
@@ -170,7 +170,7 @@ class Trainer:
             inputs = inputs.to(self.world.device, non_blocking=True)
             targets = targets.to(self.world.device, non_blocking=True)
             reduce_over_workers(self.model, number == plan.accumulation)
-            head = loss_head(targets, z_loss=config.z_loss, chunk_tokens=config.loss_chunk_tokens)
+            head = loss_head(targets, z_loss=config.z_loss)
             sums = self.model(inputs, head=head)
             (sums.objective * scale).backward()
             cross_entropy += sums.cross_entropy
@@ -230,7 +230,6 @@ class Trainer:
             step=self.step,
             tokens=tokens if self.island is None else self.island.progress.tokens,
             position=self.loader.position,
-            skipped_in_a_row=self.skips.in_a_row,
             validated=self.validator.validated,
         )
         return Manifest(
@@ -272,12 +271,6 @@ class Trainer:
             "run.seed": self.config.run.seed,
             "data.shuffle": self.config.data.shuffle,
         }
-
-    def _validation_missed(self) -> bool:
-        """Return whether the run was stopped between the resumed step and its validation."""
-        due = validation_due(self.step, self.finished, self.config.validation.every)
-        done = 0 if self.validator.validated is None else self.validator.validated[0]
-        return self.start.manifest is not None and due and done < self.step
 
     # --- parts ------------------------------------------------------------------------------------
 
@@ -348,9 +341,7 @@ class Trainer:
             batches,
             self.world,
             self.outer,
-            chunk_tokens=config.training.loss_chunk_tokens,
-            local=config.validation.local,
-            validated=self.resumed.validated,
+            self.resumed.validated,
         )
 
     def _log_plan(self) -> None:

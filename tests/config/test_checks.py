@@ -15,7 +15,6 @@ PLAIN = {"diloco.outer_optimizer.name": "sgd", "diloco.outer_optimizer.lr": "1"}
     [
         ({"training.steps": "0"}, "training.steps"),
         ({"training.steps": "5", "training.tokens": "1000"}, "training.tokens"),
-        ({"training.global_batch_size": "17"}, "training.global_batch_size"),
         ({"run.name": "../elsewhere"}, "run.name"),
         ({"diloco.overlap.delay": "10"}, "diloco.overlap.delay"),
         ({"diloco.beginning.sync_every": "3"}, "diloco.beginning.sync_every"),
@@ -34,9 +33,6 @@ PLAIN = {"diloco.outer_optimizer.name": "sgd", "diloco.outer_optimizer.lr": "1"}
         ({"islands.join": "nats://127.0.0.1:1#run"}, "islands.name"),
         ({"islands.local": "3", "islands.slots": "1"}, "islands.slots"),
         ({"islands.local": "2", "diloco.link.outer_state": "cpu"}, "diloco.link.outer_state"),
-        ({"optimizer.beta1": "0.99", "optimizer.beta2": "0.9"}, "optimizer.beta1"),
-        ({"run.device": "cpu", "parallel.compute_dtype": "bfloat16"}, "parallel.compute_dtype"),
-        ({"profiling.every": "2", "profiling.steps": "3"}, "profiling.every"),
     ],
 )
 def test_contradictions_are_errors(settings: dict[str, str], key: str) -> None:

@@ -112,12 +112,9 @@ def after_step(
     save = requests.save or scheduled or paused or (stop and checkpoint.at_end)
     log = stop or save or step % metrics.log_every == 0 or step == 1
     # Whoever sent a signal is waiting.
-    validate = validation_due(step, finished, validation.every) and not requests.stop
+    due = validation.every > 0 and step % validation.every == 0 and not requests.stop
+    validate = due or (validation.every > 0 and finished)
     return AfterStep(log, validate, save, stop)
-
-
-def validation_due(step: int, finished: bool, every: int) -> bool:
-    return every > 0 and (step % every == 0 or finished)
 
 
 def log_plan(

@@ -37,8 +37,6 @@ class Run:
     `--max-restarts`."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device type. `auto`: CUDA if there is a GPU, else the CPU."""
-    garbage_collect_every: NotNegative = 50
-    """Steps between two garbage collections, which all ranks do at once. 0: left to Python."""
 
 
 Size = Literal["35m", "100m", "200m", "300m", "500m", "1b", "2.4b", "4b", "10b"]
@@ -148,8 +146,6 @@ class Training:
     """Steps with non-finite gradients are skipped. More than this many in a row end the run."""
     z_loss: Annotated[float, Meta(ge=0)] = 1e-4
     """Weight of the z-loss (squared log-partition of the logits, which keeps them small)."""
-    loss_chunk_tokens: Positive = 2048
-    """Tokens whose fp32 logits are in memory at once while the loss is computed."""
 
 
 @dataclass(frozen=True)
@@ -242,8 +238,6 @@ class Validation:
     """Steps between two validations. The last step is validated too. 0: no validation at all."""
     sequences: Positive = 512
     """Held-out sequences per validation over all ranks, or all if there are fewer."""
-    local: bool = False
-    """Also validate the parameters of each worker, on its share of the sequences."""
 
 
 @dataclass(frozen=True)
@@ -256,8 +250,6 @@ class Checkpoint:
     """Minutes between two checkpoints, by the clock of rank 0. 0: do not save by time."""
     at_end: bool = True
     """Save after the last step, and when a signal (SIGINT, SIGTERM, SIGHUP) stops the run."""
-    asynchronous: bool = True
-    """Copy to host memory, then write to disk while training continues."""
     keep_latest: Positive = 2
     """Number of latest checkpoints to keep."""
     keep_every: NotNegative = 0
@@ -283,18 +275,13 @@ class Metrics:
 
 @dataclass(frozen=True)
 class Profiling:
-    """Traces of torch.profiler."""
+    """A trace of torch.profiler by the first rank of each worker."""
 
-    enable: bool = False
-    """Write traces in Chrome / Perfetto format to the run folder."""
-    start: NotNegative = 10
-    """Steps before the first trace."""
+    start: NotNegative = 0
+    """Steps of this process before the trace, which is written to the run folder in Chrome /
+    Perfetto format. 0: no trace."""
     steps: Positive = 3
-    """Steps per trace."""
-    every: NotNegative = 0
-    """Steps from the start of a trace to the start of the next. 0: one trace only."""
-    ranks: tuple[NotNegative, ...] = (0,)
-    """Ranks that write traces."""
+    """Steps of the trace."""
 
 
 @dataclass(frozen=True)

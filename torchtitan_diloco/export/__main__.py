@@ -171,7 +171,6 @@ def print_loss(saved: SavedModel, options: argparse.Namespace) -> None:
         saved.model.to(device, compute_dtype(config.parallel.compute_dtype, device)),
         batches,
         World(rank=0, size=1, workers=1, device=device),
-        chunk_tokens=config.training.loss_chunk_tokens,
     )
     print(saved, file=sys.stderr)
     print(
