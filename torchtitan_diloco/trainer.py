@@ -141,14 +141,8 @@ class Trainer:
             about = self.plan, self.step, config.training, config.checkpoint, folder
             log_early_end(*about, island=self.island is not None)
         has_control = self.island is None and self.start.manifest is None
-        log_summary(
-            telemetry,
-            folder,
-            step=self.step,
-            validated=self.validator.validated,
-            has_control=has_control,
-            optimizer=config.optimizer.name,
-        )
+        validated = self.validator.validated
+        log_summary(telemetry, folder, step=self.step, validated=validated, has_control=has_control)
         if checkpointer.failure:
             raise UserError(
                 f"the last checkpoint could not be saved: {checkpointer.failure}; make room and "

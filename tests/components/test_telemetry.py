@@ -1,6 +1,5 @@
 """Steps through telemetry: what is recorded, when it is read, and where it is written."""
 
-import io
 import math
 import sys
 from collections.abc import Iterator, Sequence
@@ -157,7 +156,7 @@ def test_the_summary_counts_islands_that_came_later(
     own = telemetry(None)
     train(own, range(1, 9))
     caplog.set_level("INFO", "torchtitan_diloco")
-    log_summary(own, tmp_path, step=10, validated=None, has_control=False, optimizer="adamw")
+    log_summary(own, tmp_path, step=10, validated=None, has_control=False)
     expected = 8 * all_reduce_bytes(PLAN.parameters, 2) / 1e6
     assert f"{expected:,.1f} MB (bf16 gradients, every step)" in caplog.text
     assert "by each worker after step 2, as counted" in caplog.text
@@ -275,18 +274,6 @@ def test_weights_and_biases_without_its_package(
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ValueError, match=r'"slow-links" needs the package wandb: .*pip install'):
         telemetry(tmp_path, wandb="slow-links")
-
-
-@pytest.mark.parametrize("is_terminal", [True, False])
-def test_only_a_terminal_shows_each_step(
-    monkeypatch: pytest.MonkeyPatch, is_terminal: bool
-) -> None:
-    stream = io.StringIO()
-    monkeypatch.setattr(stream, "isatty", lambda: is_terminal)
-    monkeypatch.setattr(sys, "stderr", stream)
-    with telemetry(None) as own:
-        train(own, range(1, 5))
-    assert ("4/20 [" in stream.getvalue()) == is_terminal
 
 
 def test_a_full_disk_does_not_end_the_run(
