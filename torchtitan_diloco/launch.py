@@ -123,7 +123,7 @@ def prepare(config: Config, arguments: list[str]) -> tuple["LaunchConfig", list[
     if count > 1:
         rendezvous["rank"] = rank
         _say(f"node {rank} of {count}: waiting for the others at {endpoint}")
-    elif not config.run.folder:  # with several nodes, the first rank chooses
+    elif not config.run.folder:  # in which they go on when they are started again
         arguments = [*arguments, "--run.folder", new_folder(config)]
     os.environ[LAUNCHER] = str(os.getpid())
     # FSDP2, NCCL and the outer loop have more streams than the 8 queues of a GPU's default.

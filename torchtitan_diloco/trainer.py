@@ -97,7 +97,8 @@ class Trainer:
     def run(self) -> Path:
         """Train until the last step, `stop_after` or a signal, and return the run folder."""
         config, stop_after = self.config, self.config.training.stop_after
-        folder, lock = claim_run_folder(self.world, config.run, self.start, self.toml)
+        folder = Path(config.run.folder).expanduser()
+        lock = claim_run_folder(self.world, folder, self.start, self.toml)
         for line in (f"{'folder':<10} {folder}", *self.outer.describe()):
             logger.info(line)
         self._resume()
@@ -251,6 +252,8 @@ class Trainer:
             notes.append("the data or their order have changed: they are read from the beginning")
         if self.config.model.weights:
             notes.append("model.weights is for new runs: the checkpoint's weights are used")
+        if self.start.goes_on and self.config.checkpoint.resume != "auto":
+            notes.append("checkpoint.resume is for new runs: this one goes on")
         path = self.start.checkpoint or f"worker {self.start.holders[0]}"
         logger.info(f"resumed from {path}: step {manifest.step}, {manifest.state.tokens:,} tokens")
         changes = changed_settings(manifest.config, self.toml)

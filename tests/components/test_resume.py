@@ -186,11 +186,11 @@ with sending(signal.SIGKILL, 14, worker=1) if first else nullcontext():
 def test_so_does_one_that_torchrun_starts_again_after_a_rank_was_killed(
     text: Path, whole: Path, tmp_path: Path
 ) -> None:
-    """Its store is the same, with the addresses of the ranks before. It knows their folder."""
+    """Its store is the same, with the addresses of the ranks before."""
     program = tmp_path / "program.py"
     program.write_text(KILLED_ONCE)
     options = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1", str(program)]
-    wanted = chosen(text, "", **FP32) | {"run.folder": "", "checkpoint.resume": "never"}
+    wanted = chosen(text, tmp_path / "run", **FP32)
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", *options, json.dumps(wanted)],
         env=os.environ | {"PYTHONPATH": str(REPOSITORY), "GLOO_SOCKET_IFNAME": LOOPBACK},
@@ -201,9 +201,8 @@ def test_so_does_one_that_torchrun_starts_again_after_a_rank_was_killed(
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("resumed from") == 1
-    (folder,) = (tmp_path / "outputs").iterdir()
-    assert_same_end(whole, folder)
-    assert_same_records(whole, folder)
+    assert_same_end(whole, tmp_path / "run")
+    assert_same_records(whole, tmp_path / "run")
 
 
 def test_a_run_that_is_paused_at_a_validation_validates_once(
@@ -387,8 +386,6 @@ def test_nodes_of_one_worker_have_to_share_a_disk(
     [
         ({"training.steps": 15}, "the run has 15 steps .* its checkpoint is of step 16"),
         ({"model.feed_forward": 64}, r"of another model: .*gate.weight is \(64, 32\) here"),
-        ({"checkpoint.resume": "/nowhere"}, 'checkpoint.resume = "/nowhere" is no folder of'),
-        ({"checkpoint.resume": "never"}, "already holds a run"),
     ],
 )
 def test_what_cannot_be_resumed_is_refused(

@@ -207,10 +207,8 @@ def log_early_end(
     paused = 0 < training.stop_after <= step
     reason = f"training.stop_after = {training.stop_after}" if paused else "a signal"
     command = "with a later one or none, the same command" if paused else "the same command"
-    saved, flags = paused or checkpoint.at_end, f"--run.folder {folder}"
-    if checkpoint.resume != "auto":
-        flags += " --checkpoint.resume auto"
-    hint = f"; {command} with {flags} resumes it" if saved else ""
+    saved = paused or checkpoint.at_end
+    hint = f"; {command} with --run.folder {folder} resumes it" if saved else ""
     if island:
         logger.info(f"left the run after own step {step}{hint}")
     else:

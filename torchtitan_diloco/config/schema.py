@@ -25,7 +25,7 @@ class Run:
     """Name of the run. Empty: the name of the config file."""
     folder: str = ""
     """Folder for the resolved config, metrics, traces and checkpoints. Empty: a new folder
-    `outputs/<name>-<date>-<time>`. Workers without a common disk have one each."""
+    `outputs/<name>-<date>-<time>`, on one machine. Workers without a common disk have one each."""
     description: str = ""
     """One line about the run for people who read it later."""
     seed: NotNegative = 0
@@ -255,9 +255,9 @@ class Checkpoint:
     keep_every: NotNegative = 0
     """Also keep all checkpoints whose step is a multiple of this. 0: none."""
     resume: str = "auto"
-    """`auto`: resume from the latest checkpoint in `run.folder`, if any, that is not damaged.
-    `never`: start a new run. A run folder: resume that run there. A checkpoint folder: start a new
-    run from it."""
+    """Where a run without checkpoints in `run.folder` starts: `auto` (from the beginning), or the
+    folder of another run or checkpoint. A run with checkpoints resumes from the latest that is not
+    damaged."""
 
 
 @dataclass(frozen=True)
