@@ -1,4 +1,4 @@
-"""Hints name the program that the user started: run_train.sh, torchtitan-diloco or torchrun."""
+"""Hints name the program that the user started: run_train.sh or torchtitan-diloco."""
 
 import os
 import subprocess
@@ -12,38 +12,18 @@ from torchtitan_diloco import cli
 from torchtitan_diloco.log import STARTED_BY, command_line, installed
 
 PYTHON = f"{sys.executable} -m"
-TORCHRUN = {
-    "TORCHELASTIC_RUN_ID": "none",
-    "GROUP_WORLD_SIZE": "1",
-    "LOCAL_WORLD_SIZE": "2",
-    "MASTER_ADDR": "node0",
-}
-NODES = "--nnodes 3 --rdzv-backend c10d --rdzv-endpoint node0:29500"
-RUN = f"{PYTHON} torch.distributed.run"
 
 
 @pytest.fixture(autouse=True)
 def in_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv(STARTED_BY, "")  # undone afterwards, also what cli.main() sets
-    for variable in TORCHRUN:
-        monkeypatch.delenv(variable, raising=False)
 
 
 @pytest.mark.parametrize(
     ("environment", "train", "report"),
     [
         ({STARTED_BY: "torchtitan-diloco"}, "torchtitan-diloco train", "torchtitan-diloco report"),
-        (
-            TORCHRUN,
-            f"{RUN} --standalone --nproc-per-node 2 -m torchtitan_diloco.train",
-            f"{PYTHON} torchtitan_diloco report",
-        ),
-        (
-            TORCHRUN | {"GROUP_WORLD_SIZE": "3"},
-            f"{RUN} {NODES} --nproc-per-node 2 -m torchtitan_diloco.train",
-            f"{PYTHON} torchtitan_diloco report",
-        ),
         ({}, f"{PYTHON} torchtitan_diloco train", f"{PYTHON} torchtitan_diloco report"),
     ],
 )
@@ -90,10 +70,6 @@ def test_the_installed_command_names_itself_as_it_was_found(
     [
         (["./run_train.sh"], "./run_train.sh"),
         ([sys.executable, "-m", "torchtitan_diloco", "train"], f"{PYTHON} torchtitan_diloco train"),
-        (
-            [*RUN.split(), "--standalone", "-m", "torchtitan_diloco.train"],
-            f"{RUN} --standalone --nproc-per-node 1 -m torchtitan_diloco.train",
-        ),
     ],
 )
 def test_a_real_start_names_itself(started: list[str], told: str) -> None:

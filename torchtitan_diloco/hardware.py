@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 PR_SET_PDEATHSIG = 1
 GIB = 2**30
 CGROUP = Path("/sys/fs/cgroup")
-PAGE_CACHE = ("active_file", "inactive_file")
-"""Reclaimable memory of a container."""
 PEAK_BF16_FLOPS = {
     "B200": 2.25e15,
     "GH200": 989e12,
@@ -62,24 +60,14 @@ def peak_memory_bytes(device: "torch.device") -> int:
     return used if sys.platform == "darwin" else used * 1024
 
 
-def free_memory_bytes(device: "torch.device") -> float:
-    """Return the free memory of a GPU, or what is available to the machine or container.
-
-    The latter is infinity if it is not known.
-    """
-    import torch
-
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+def available_memory_bytes() -> float:
+    """Return the memory that is available to the machine or container, infinity if not known."""
     found = [math.inf]
     with suppress(OSError):
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         found += [1024.0 * int(one.split()[1]) for one in lines if one.startswith("MemAvailable:")]
     with suppress(OSError, ValueError):  # "max" is no limit
-        limit, used = (int((CGROUP / f"memory.{name}").read_text()) for name in ("max", "current"))
-        lines = (CGROUP / "memory.stat").read_text().splitlines()
-        cached = [int(one.split()[1]) for one in lines if one.startswith(PAGE_CACHE)]
-        found.append(float(limit - used + sum(cached)))
+        found.append(float((CGROUP / "memory.max").read_text()))
     return min(found)
 
 

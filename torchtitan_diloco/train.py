@@ -20,7 +20,7 @@ import torch
 from torchtitan_diloco.config import Config, ConfigError, from_command_line
 from torchtitan_diloco.config.schema import Run
 from torchtitan_diloco.diloco import WorkerLostError
-from torchtitan_diloco.distributed.collectives import RanksLostError, share_cores
+from torchtitan_diloco.distributed.collectives import RanksLostError
 from torchtitan_diloco.distributed.world import World, join_world, leave_world
 from torchtitan_diloco.hardware import raise_open_files_limit
 from torchtitan_diloco.islands.config import Join
@@ -55,7 +55,6 @@ def main(arguments: list[str]) -> int:
         if config.islands.join:
             Join.parse(config.islands.join)  # raises for a missing file before a model is built
         world = join(config)
-        share_cores(world, has_islands=bool(config.islands.join))
         Trainer(config, world).run()
     except UserError as error:
         return _report(error)

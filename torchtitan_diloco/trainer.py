@@ -34,7 +34,7 @@ from torchtitan_diloco.components.run_folder import claim_run_folder, folder_of_
 from torchtitan_diloco.components.run_plan import (
     RunPlan,
     after_step,
-    check_size,
+    check_memory,
     log_early_end,
     log_plan,
     plan_run,
@@ -347,8 +347,7 @@ class Trainer:
         model_line = f"{config.model.flavor}, {self.model.shape}, vocabulary {self.vocab_size:,}"
         data_line = f"{config.data.corpus}: {len(self.tokens):,} tokens of {self.tokenizer.name}"
         log_plan(self.plan, config.training, self.world, model_line, data_line)
-        about = self.plan, self.world, self.flops_per_token, config.diloco
-        check_size(*about, island=bool(config.islands.join))
+        check_memory(self.plan, self.world, config.diloco)
         for warning in run_warnings(config, self.plan.total_steps):
             if self.world.is_first:
                 logger.warning(warning)

@@ -1,25 +1,21 @@
 """Agreement, reductions and the names of lost ranks."""
 
-import logging
 import os
 import re
 import time
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from tests.distributed.test_world import join
 from tests.processes import DIED, ProcessPool
 from torchtitan_diloco.diloco.meeting import agree
-from torchtitan_diloco.distributed import collectives
 from torchtitan_diloco.distributed.collectives import (
     PendingSum,
     RanksLostError,
     naming_lost_ranks,
     on_all_ranks,
-    share_cores,
 )
 from torchtitan_diloco.distributed.world import leave_world
 from torchtitan_diloco.log import cause_of
@@ -41,40 +37,6 @@ def test_all_ranks_get_the_same(processes: ProcessPool, size: int) -> None:
     ranks = range(size)
     total = [sum(1.0 + rank for rank in ranks), size * 2.0**40 + sum(ranks)]
     assert processes.run(_combine, size) == [(total, [])] * size
-
-
-def _threads(places: list[str], set_by_user: bool) -> int:
-    """Return torch's threads of a rank that would use all four cores of its machine."""
-    world, before = join(1), torch.get_num_threads()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collectives, "place", lambda: places[world.rank])
-        patch.setattr(collectives, "available_cores", lambda: 4)
-        patch.setenv("OMP_NUM_THREADS", "4")
-        if not set_by_user:
-            patch.delenv("OMP_NUM_THREADS")
-        torch.set_num_threads(4)
-        share_cores(world, has_islands=False)
-        found = torch.get_num_threads()
-    torch.set_num_threads(before)
-    return found
-
-
-def test_ranks_on_one_machine_share_its_cores(processes: ProcessPool) -> None:
-    assert processes.run(_threads, 3, ["a", "a", "b"], False) == [2, 2, 4]
-    assert processes.run(_threads, 2, ["a", "a"], True) == [4, 4]
-
-
-def test_an_island_cannot_know_the_others_on_its_machine(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
-    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
-    monkeypatch.delenv("OMP_NUM_THREADS")
-    with caplog.at_level(logging.INFO):
-        share_cores(join(1), has_islands=False)
-        assert caplog.text == ""
-        share_cores(join(1), has_islands=True)
-    assert caplog.text.count("4 a process: if other islands train on this machine") == 1
 
 
 def _refuse() -> tuple[str, str]:

@@ -110,11 +110,6 @@ def pick_device(wanted: str, local_rank: int, *, share: bool = False) -> torch.d
     device = torch.device("cuda", local_rank % count)
     if local_rank >= count:
         logger.warning(f"this worker shares {device} with another one, as there are {count} GPUs")
-    if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
-        logger.warning(
-            "CUDA_DEVICE_MAX_CONNECTIONS=1 puts training and the outer loop in one queue of the "
-            "GPU, so that they wait for each other: unset it"
-        )
     torch.cuda.set_device(device)
     return device
 
