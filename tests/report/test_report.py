@@ -26,7 +26,6 @@ from torchtitan_diloco.report.page import (
     detail_tables,
     facts_table,
     html_page,
-    markdown,
 )
 from torchtitan_diloco.report.run_records import Run, open_runs
 from torchtitan_diloco.report.timeline import PHASES, draw_timeline, phases
@@ -70,7 +69,6 @@ def test_page_of_a_run(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for section in ("Workers", "Links, slowest first", "All settings"):
         assert section in shown
     assert "worker 2: transfer 800.0 ms" in text, "a tooltip"
-    assert "training: " in text, "a tooltip"
     assert "#0b62b0" not in text.partition("</style>")[2], "colours are variables"
     assert main([str(streaming), "--out", str(streaming / "again.html")]) == 0
     assert (streaming / "again.html").read_text() == text, "the same records, the same page"
@@ -84,9 +82,7 @@ def test_facts_and_figures_of_a_run(runs: Path) -> None:
         "time": ("0:05:00", "days, h:mm:ss, with validations"),
         "sent by each worker": ("90.0 MB", "counted in the buffers"),
         "communication hidden": (f"{100 * (1 - 0.05 / 1.2):.1f} %", "of the exchanges' time"),
-        "slowest link": ("40.0 Mbit/s", "worker 2 to worker 0, median of 57 rounds"),
     } == facts(run)
-    assert facts(run)["last to arrive"][0] == "worker 2"
     assert 97 < float(facts(run)["utilisation"][0].removesuffix(" %")) < 98
     ratio = expected / (60 * 1.5e6)
     assert f"{ratio:,.1f} times" in facts(run)["data parallelism would send"][1]
@@ -94,16 +90,15 @@ def test_facts_and_figures_of_a_run(runs: Path) -> None:
     assert [row[0].text for row in workers.rows] == ["worker 2", "worker 0", "worker 1"]
     assert workers.rows[0][1].text == "57 of 57"
     assert len(links.rows) == 6
+    assert [cell.text for cell in links.rows[0]] == ["worker 2 to worker 0", "40.0 Mbit/s", "57"]
 
     found = by_title(run)
     assert list(found) == [
         "Loss over tokens",
         "Loss over time",
         "Bytes sent by each worker",
-        "Bandwidth",
         "Where the time went",
         "The last exchanges",
-        "The last exchange",
         "Cosine of a worker's update to the mean",
         "Drift of the workers",
     ]
@@ -123,13 +118,11 @@ def test_runs_that_lack_something(runs: Path, tmp_path: Path) -> None:
     control = opened(runs / "data-parallel")
     assert list(by_title(control)) == ["Loss over tokens", "Loss over time", "Where the time went"]
     assert "No exchange was recorded" in html_page([control])
-    assert "last to arrive" not in facts(control)
     assert "computed, not counted" in facts(control)["sent by each worker"][1]
     assert detail_tables([control]) == []
 
     new = opened(write_run(tmp_path / "new", []))
     assert "has not logged a step yet" in html_page([new])
-    assert "has not logged a step yet" in markdown([new])
     assert "no readable config.toml" in html_page([new])
 
 
@@ -194,8 +187,7 @@ def test_values_that_are_not_finite(tmp_path: Path) -> None:
     records[-1]["worker/data_seconds"] = "nan"
     run = opened(write_run(tmp_path / "diverged", records))
     assert len(run.curve(LOSS)[0]) == 19, "null is not a value"
-    for page in (html_page([run]), markdown([run])):
-        assert "nan" not in page.partition("</style>")[2]
+    assert "nan" not in html_page([run]).partition("</style>")[2]
 
 
 def test_runs_side_by_side(runs: Path, tmp_path: Path) -> None:
@@ -214,27 +206,12 @@ def test_runs_side_by_side(runs: Path, tmp_path: Path) -> None:
     found = by_title(*several)
     names = {key.name: key.colour for key in found["Loss over tokens"].legend}
     assert names == {"streaming": "series-1", "running": "series-2", "data-parallel": "series-3"}
-    drift = {key.name: key.colour for key in found["Drift of the workers"].legend}
-    assert drift == {"streaming": "series-1", "running": "series-2"}, "the colour of a run stays"
     assert list(found["Where the time went"].bars) == [run.name for run in several]
 
     folders = [write_run(tmp_path / place / "run", step_records(20)) for place in ("here", "there")]
     paths = list(map(str, folders))
     assert [run.name for run in open_runs(folders)] == paths, "of the same name"
     assert [run.name for run in open_runs([folders[0]] * 2)] == ["run"], "once"
-
-
-def test_markdown(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = [str(runs / "streaming"), str(runs / "running"), "--format", "md"]
-    assert main(command) == 0
-    text = capsys.readouterr().out
-    for block in re.findall(r"(?:^\|.*\n)+", text, re.M):
-        assert len({len(line) for line in block.splitlines()}) == 1, "columns are aligned"
-        assert len({line.replace(r"\|", "").count("|") for line in block.splitlines()}) == 1
-    assert "| utilisation" in text
-    assert '| diloco.quantization.codec | "fp4\\_e3m0"' in text
-    assert main([*command, "--out", str(tmp_path / "report.md")]) == 0
-    assert (tmp_path / "report.md").read_text() == text
 
 
 @pytest.mark.parametrize("workers", [3, 10])
@@ -293,7 +270,6 @@ def test_hostile_text_is_only_text(tmp_path: Path) -> None:
     settings = f"[run]\ndescription = {json.dumps(bad)}\n"
     folder = write_run(tmp_path / "<b>run|*", step_records(100), rounds, settings)
     assert shown_text(html_page([opened(folder)])).count("<script>") > 3
-    assert r"\<b\>run\|\*" in markdown([opened(folder)])
 
 
 def test_the_page_about_records_has_all_numbers() -> None:
@@ -312,5 +288,5 @@ def test_the_commands_of_the_page_run(runs: Path, tmp_path: Path) -> None:
             assert from_command_line(words) is not None
         else:
             assert main(words[1:]) == 0, words
-    assert programs.count(".venv/bin/torchtitan-diloco") == 3
+    assert programs.count(".venv/bin/torchtitan-diloco") == 2
     assert (tmp_path / "both.html").exists()
