@@ -10,7 +10,6 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -187,11 +186,15 @@ def export(saved: SavedModel, options: argparse.Namespace) -> None:
     folder = options.out.expanduser() if options.out else _default_folder(saved.path, options)
     dtype = DTYPES[options.dtype]
     try:
-        with new_folder(folder) as incomplete:
-            if options.format == "hf":
-                save_hugging_face(incomplete, saved.model, saved.tokenizer, dtype)
-            else:
-                save_for_another_run(incomplete, saved, dtype, final=folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            raise UserError(f"{folder} is not empty; choose another folder, or delete this one")
+        if options.format == "hf":
+            save_hugging_face(folder, saved.model, saved.tokenizer, dtype)
+        else:
+            save_for_another_run(folder, saved, dtype)
+        readable = folder.stat().st_mode & 0o666
+        (folder / WEIGHTS_NAME).chmod(readable)  # safetensors ignores the umask
     except OSError as error:
         raise UserError(
             f"--out {folder} cannot be written ({error.strerror or error}): choose another folder"
@@ -208,32 +211,8 @@ def _default_folder(checkpoint: Path, options: argparse.Namespace) -> Path:
     return run / "export" / "-".join([checkpoint.name, options.format, *dtype])
 
 
-@contextmanager
-def new_folder(folder: Path) -> Iterator[Path]:
-    """Yield a folder to write into, which is renamed to `folder` when it is complete."""
-    folder = folder.absolute()
-    if folder.exists() and any(folder.iterdir()):
-        raise UserError(f"{folder} is not empty; choose another folder, or delete this one")
-    incomplete = folder.with_name(f".{folder.name}.incomplete")
-    shutil.rmtree(incomplete, ignore_errors=True)
-    incomplete.mkdir(parents=True)
-    try:
-        yield incomplete
-        readable = incomplete.stat().st_mode & 0o666  # safetensors ignores the umask
-        for path in incomplete.iterdir():
-            path.chmod(readable)
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-        incomplete.rename(folder)
-    except BaseException:
-        shutil.rmtree(incomplete, ignore_errors=True)
-        raise
-
-
-def save_for_another_run(
-    folder: Path, saved: SavedModel, dtype: torch.dtype, *, final: Path
-) -> None:
-    """Write the weights under our names, with settings and tokenizer. `final`: the later name."""
+def save_for_another_run(folder: Path, saved: SavedModel, dtype: torch.dtype) -> None:
+    """Write the weights under our names, with settings and tokenizer."""
     config, tokenizer = saved.config, saved.tokenizer
     config = replace(  # reset the settings that are specific to a run
         config,
@@ -251,7 +230,7 @@ def save_for_another_run(
     tensors = {name: value.to(dtype) for name, value in saved.model.state_dict().items()}
     if tokenizer.file is not None:
         shutil.copyfile(tokenizer.file, folder / TOKENIZER_NAME)
-        copied = str((final / TOKENIZER_NAME).absolute())
+        copied = str((folder / TOKENIZER_NAME).absolute())
         config = replace(config, data=replace(config.data, tokenizer=copied))
     (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
     save_file(tensors, folder / WEIGHTS_NAME, metadata)
