@@ -93,14 +93,9 @@ def raise_open_files_limit() -> None:
 
 def write_whole(path: Path, content: bytes) -> None:
     """Write a file atomically, even if this process is killed."""
-    aside = aside_path(path)
+    aside = path.with_name(f".{path.name}.partial")
     with aside.open("wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
     aside.replace(path)
-
-
-def aside_path(path: Path) -> Path:
-    """Return the temporary name under which a file is written."""
-    return path.with_name(f".{path.name}.partial")

@@ -8,7 +8,6 @@ from torchtitan_diloco.data.shards import (
     FORMAT_VERSION,
     INDEX_NAME,
     SPLITS,
-    STARTED_NAME,
     Index,
     ShardWriter,
     SplitIndex,
@@ -38,12 +37,11 @@ def make_shards(tmp_path: Path) -> MakeShards:
         index = Index(FORMAT_VERSION, settings, {split: SplitIndex() for split in SPLITS})
         for split, tokens in zip(SPLITS, (train, validation), strict=True):
             writer = ShardWriter(folder, split, index, shard_tokens)
-            for piece, start in enumerate(range(0, tokens, 53)):
+            for start in range(0, tokens, 53):
                 content = np.arange(start, min(start + 53, tokens)) % 251
-                writer.add(piece, content, ends_document=True)
+                writer.add(content, ends_document=True)
             writer.finish_shard()
         write_index(folder / INDEX_NAME, index)
-        (folder / STARTED_NAME).unlink(missing_ok=True)
         return folder
 
     return make

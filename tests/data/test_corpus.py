@@ -114,7 +114,7 @@ import os, signal
 from pathlib import Path
 replace = Path.replace
 def stop_or_replace(self, target):
-    if self.name.startswith(".train"):
+    if self.name.startswith(".corpus"):
         os.kill(os.getpid(), signal.SIGSTOP)
     return replace(self, target)
 Path.replace = stop_or_replace
@@ -144,7 +144,7 @@ def test_many_processes_one_of_which_is_killed(tmp_path: Path) -> None:
     doomed = open_in_process(STOP_BEFORE_THE_END)
     _, status = os.waitpid(doomed.pid, os.WUNTRACED)
     assert os.WIFSTOPPED(status)  # it holds the lock while the others arrive
-    assert list(cache.glob("*/.train-*.partial"))
+    assert list(cache.glob("*/train-*.tokens"))
     assert not list(cache.glob("*/corpus.json"))
     others = [open_in_process() for _ in range(3)]
     time.sleep(1.0)

@@ -47,10 +47,10 @@ def test_the_format_to_the_byte(make_shards: MakeShards) -> None:
     assert (folder / "validation-00000.tokens").read_bytes() == payload
     index = json.loads((folder / "corpus.json").read_text())
     shard = {"file": "validation-00000.tokens", "tokens": 5, "checksum": zlib.crc32(payload)}
-    expected = {"tokens": 5, "documents": 1, "shards": [shard | {"end_piece": 1}]}
+    expected = {"tokens": 5, "documents": 1, "shards": [shard]}
     assert (index["format_version"], index["splits"]["validation"]) == (3, expected)
-    train = [(one["tokens"], one["end_piece"]) for one in index["splits"]["train"]["shards"]]
-    assert train == [(212, 4), (212, 8), (212, 12), (212, 16), (152, 19)]
+    train = [one["tokens"] for one in index["splits"]["train"]["shards"]]
+    assert train == [212, 212, 212, 212, 152]
 
 
 def test_a_vocabulary_beyond_two_bytes(tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ def test_a_vocabulary_beyond_two_bytes(tmp_path: Path) -> None:
     index = Index(FORMAT_VERSION, settings, {"train": SplitIndex(), "validation": SplitIndex()})
     writer = ShardWriter(tmp_path, "train", index, 100_000)
     tokens = np.arange(70_000) % (2**16 + 1)
-    writer.add(0, tokens, ends_document=True)
+    writer.add(tokens, ends_document=True)
     writer.finish_shard()
     write_index(tmp_path / "corpus.json", index)
     assert np.array_equal(TokenShards(tmp_path, "train").read(0, 70_000), tokens)

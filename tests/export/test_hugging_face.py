@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -193,15 +192,6 @@ def test_the_tokenizer_in_transformers_gives_the_same_ids(kind: str, tmp_path: P
     batch = loaded(["a b c", "a"], padding=True)
     assert set(batch) == {"input_ids", "attention_mask"}
     assert batch["attention_mask"][1][0] == 0
-
-
-def test_a_folder_without_a_tokenizer_is_warned_about(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    named = replace(build_tokenizer("bytes"), name="gpt2")
-    save_hugging_face(tmp_path, build(QWEN3), named, torch.float32)
-    assert 'has no tokenizer, as "gpt2" is an encoding of tiktoken' in caplog.text
-    assert not list(tmp_path.glob("tokenizer*"))
 
 
 WITHOUT_OUR_PACKAGE = """

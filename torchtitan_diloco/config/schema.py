@@ -109,8 +109,7 @@ class Data:
     """Source of the text of a missing shard folder: any text `corpus`, or a Hugging Face
     dataset `hf:NAME[/SUBSET][:SPLIT]`. Only used to print the `prepare` command."""
     tokenizer: str = "bytes"
-    """`bytes` (one token per byte), a Hugging Face `tokenizer.json` (a path that ends in `.json`),
-    or a tiktoken encoding such as `gpt2`."""
+    """`bytes` (one token per byte), or the path of a Hugging Face `tokenizer.json`."""
     validation_corpus: str = ""
     """Separate corpus for validation. Empty: the held-out part of `corpus`."""
     validation_fraction: Annotated[float, Meta(ge=0, le=0.5)] = 0.02
