@@ -61,15 +61,10 @@ def unused_settings(config: Config) -> Iterator[str]:
 def run_warnings(config: Config, total_steps: int) -> list[str]:
     """Return warnings about valid settings that are unlikely to be intended."""
     found = [*advice(config.diloco, total_steps), *unused_settings(config)]
-    warmup_steps, stop_after = config.lr_schedule.warmup_steps, config.training.stop_after
+    warmup_steps = config.lr_schedule.warmup_steps
     if warmup_steps > total_steps:
         found.append(
             f"lr_schedule.warmup_steps = {warmup_steps} is longer than the run of {total_steps} "
             "steps, so the peak learning rate is never reached: shorten it"
-        )
-    if stop_after >= total_steps:
-        found.append(
-            f"training.stop_after = {stop_after} has no effect: the run ends after step "
-            f"{total_steps}"
         )
     return found
