@@ -44,7 +44,7 @@ from torchtitan_diloco.components.telemetry import Batch, StepResult, Telemetry
 from torchtitan_diloco.components.validation import Validator
 from torchtitan_diloco.config import Config, to_toml
 from torchtitan_diloco.config.checks import run_warnings
-from torchtitan_diloco.config.schema import chosen_settings, flat_settings, portable
+from torchtitan_diloco.config.schema import flat_settings, portable
 from torchtitan_diloco.data.corpus import open_split
 from torchtitan_diloco.data.loader import TrainLoader, ValidationBatches
 from torchtitan_diloco.data.tokenizer import build_tokenizer
@@ -214,8 +214,8 @@ class Trainer:
 
     def _open_telemetry(self, folder: Path) -> Telemetry:
         parts = self.config.metrics, self.world, folder, self.plan, self.outer, self.resumed.step
-        flops, chosen = self.flops_per_token, chosen_settings(self.config)
-        return Telemetry(*parts, flops_per_token=flops, settings=chosen)
+        settings = flat_settings(portable(self.config))
+        return Telemetry(*parts, flops_per_token=self.flops_per_token, settings=settings)
 
     # --- checkpoints ------------------------------------------------------------------------------
 

@@ -153,10 +153,8 @@ def test_a_run_without_a_checkpoint_starts_over(text: Path, tmp_path: Path) -> N
     (tmp_path / "config.toml").touch()
     own = tmp_path / "worker-0"
     own.mkdir()
-    (own / "metrics-before.jsonl").touch()  # of a start before
     (own / "metrics.jsonl").write_text('{"step": 1, "train/lr": 1.0}\n{"step": 2, "tr')
     run(chosen(text, tmp_path))
-    assert (own / "metrics-before.jsonl").read_text().startswith('{"step": 1')
     assert len(curve(records(tmp_path), LOSS)) == STEPS
 
 

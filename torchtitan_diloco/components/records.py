@@ -221,15 +221,8 @@ class RecordFiles:
 
 
 def drop_records_after(path: Path, step: int) -> list[Record]:
-    """Drop the records of later steps, and return those of steps that are kept.
-
-    If nothing is kept, the file is renamed, as somebody may want the records of a failed run.
-    """
+    """Drop the records of later steps, and return those of steps that are kept."""
     if not path.exists():
-        return []
-    if step == 0:
-        aside = path.replace(path.with_stem(f"{path.stem}-before"))
-        logger.warning(f"no checkpoint, but records: they are kept in {aside}")
         return []
     records, unreadable = read_json_lines(path)
     known = [record for record in records if isinstance(record.get("step"), int)]

@@ -72,7 +72,7 @@ class _LoggedStep(NamedTuple):
 class Telemetry:
     """Call `measure` for every step, `open` after a step that is logged, and `publish` after every
     step. `folder`: of the run, None to write nothing. `step`: from which the run is resumed.
-    `settings`: those by which boards compare runs.
+    `settings`: for Weights & Biases.
     """
 
     def __init__(

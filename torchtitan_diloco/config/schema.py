@@ -320,12 +320,6 @@ def portable(config: Config) -> Config:
     return replace(config, run=run, islands=islands)
 
 
-def chosen_settings(config: Config) -> dict[str, Any]:
-    """Return the settings that differ from their defaults."""
-    default, chosen = flat_settings(Config()), flat_settings(portable(config))
-    return {key: value for key, value in chosen.items() if value != default[key]}
-
-
 def format_value(value: Any) -> str:
     """Format a value as TOML on one line. JSON is valid TOML here, except for the character DEL."""
     return json.dumps(value, ensure_ascii=False, default=str).replace("\x7f", "\\u007f")

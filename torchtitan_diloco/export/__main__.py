@@ -47,7 +47,6 @@ def main(arguments: Sequence[str]) -> int:
         add("--prompt", default="", help="text to continue (default: the beginning of a document)")
         add("--tokens", type=positive, default=100, metavar="N", help="at most N (default 100)")
         add("--temperature", type=float, default=0.8, help="default 0.8; 0: the most likely token")
-        add("--top-p", type=float, default=1.0, help="only the likeliest that together have P")
         add("--seed", type=int, default=0, help="the same seed gives the same text (default 0)")
     elif name == "validate":
         add("--corpus", help="as data.validation_corpus (default: what the run held out)")
@@ -86,7 +85,6 @@ def generate(
     vocab_size: int,
     max_new_tokens: int,
     temperature: float = 1.0,
-    top_p: float = 1.0,
     seed: int = 0,
     stop: int | None = None,
 ) -> Iterator[int]:
@@ -103,37 +101,28 @@ def generate(
             head=lambda hidden, matrix: F.linear(hidden[0, -1], matrix[:vocab_size]),
         )
         # Draw on the CPU, so that a seed gives the same text on all devices.
-        token = draw(logits.float().cpu(), temperature, top_p, generator)
+        token = draw(logits.float().cpu(), temperature, generator)
         if token == stop:
             return
         yield token
         context.append(token)
 
 
-def draw(logits: Tensor, temperature: float, top_p: float, generator: torch.Generator) -> int:
-    """Draw a token, given the logits [vocabulary].
-
-    Temperature 0 takes the most likely token. `top_p` keeps the most likely tokens that together
-    have this probability.
-    """
+def draw(logits: Tensor, temperature: float, generator: torch.Generator) -> int:
+    """Draw a token, given the logits [vocabulary]; with temperature 0, the most likely one."""
     if not bool(logits.isfinite().all()):
         raise UserError("the logits are not finite: the training diverged; use an earlier --step")
     if temperature == 0:
         return int(logits.argmax())
     # Shift the largest logit to 0, so that a temperature near 0 does not make it infinite.
     scaled = (logits.double() - logits.max()) / temperature
-    probabilities, ids = scaled.softmax(dim=0).sort(descending=True, stable=True)
-    # Keep a token if those before it have at most top_p. This always keeps the first one.
-    before = probabilities.cumsum(dim=0) - probabilities
-    kept = probabilities.where(before <= top_p, 0.0)
-    return int(ids[torch.multinomial(kept, 1, generator=generator)])
+    return int(torch.multinomial(scaled.softmax(dim=0), 1, generator=generator))
 
 
 def print_text(saved: SavedModel, options: argparse.Namespace) -> None:
     tokenizer, model = saved.tokenizer, saved.model.to(pick_device(options.device, 0))
-    if not options.temperature >= 0 or not 0 <= options.top_p <= 1:
-        chosen = f"--temperature {options.temperature} --top-p {options.top_p}"
-        raise UserError(f"{chosen}: give a temperature from 0 up, and a probability")
+    if not options.temperature >= 0:
+        raise UserError(f"--temperature {options.temperature}: give one from 0 up")
     prompt = tokenizer.encode(os.fsencode(options.prompt).decode(errors="replace")).tolist()
     tokens = generate(
         model,
@@ -141,7 +130,6 @@ def print_text(saved: SavedModel, options: argparse.Namespace) -> None:
         vocab_size=tokenizer.vocab_size,
         max_new_tokens=options.tokens,
         temperature=options.temperature,
-        top_p=options.top_p,
         seed=options.seed,
         stop=tokenizer.end_of_document,
     )
