@@ -22,11 +22,11 @@ from torchtitan_diloco.islands.__main__ import open_reader
 from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.connection import Bulk, Connection
 from torchtitan_diloco.islands.copies import arithmetic
+from torchtitan_diloco.islands.inbox import SnapshotWanted
 from torchtitan_diloco.islands.leader import Leader
 from torchtitan_diloco.islands.members import name_of
 from torchtitan_diloco.islands.records import Chunk
 from torchtitan_diloco.islands.replay import Replay
-from torchtitan_diloco.islands.session import SnapshotWanted
 
 need_server()
 

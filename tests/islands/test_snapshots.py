@@ -13,8 +13,8 @@ from tests.islands.test_connection import run_as
 from torchtitan_diloco.islands import connection, replay
 from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.connection import Connection, GivenUpError
+from torchtitan_diloco.islands.inbox import AnyMessage, Snapshot, SnapshotWanted
 from torchtitan_diloco.islands.members import name_of
-from torchtitan_diloco.islands.session import AnyMessage, Snapshot, SnapshotWanted
 
 need_server()
 

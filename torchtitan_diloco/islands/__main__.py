@@ -21,10 +21,11 @@ from typing import Any
 
 from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.connection import Connection
+from torchtitan_diloco.islands.inbox import Leave
 from torchtitan_diloco.islands.log import Outcome, State
 from torchtitan_diloco.islands.members import Member, name_of
 from torchtitan_diloco.islands.server import make_streams, open_folder
-from torchtitan_diloco.islands.session import Leave, check_installed
+from torchtitan_diloco.islands.session import check_installed
 from torchtitan_diloco.log import STOP_SIGNALS, USER_ERROR, UserError, command_line, markdown_table
 
 LISTEN_SECONDS = 3.0

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from torchtitan_diloco.diloco.background import BackgroundThread
 from torchtitan_diloco.islands.connection import Connection, GivenUpError
+from torchtitan_diloco.islands.inbox import Snapshot, SnapshotWanted
 from torchtitan_diloco.islands.members import name_of
 from torchtitan_diloco.islands.replay import as_buffer
-from torchtitan_diloco.islands.session import Snapshot, SnapshotWanted
 from torchtitan_diloco.log import logger
 
 

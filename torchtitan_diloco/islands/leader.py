@@ -14,11 +14,11 @@ from torch import Tensor
 from torchtitan_diloco.islands.connection import ClosedError, Connection
 from torchtitan_diloco.islands.copies import Copies
 from torchtitan_diloco.islands.giver import Giver
+from torchtitan_diloco.islands.inbox import Snapshot, SnapshotWanted
 from torchtitan_diloco.islands.machine import Boundary
 from torchtitan_diloco.islands.records import Facts, Part, decode, encode
 from torchtitan_diloco.islands.replay import Replay, Saved, as_buffer
 from torchtitan_diloco.islands.rounds import Timing
-from torchtitan_diloco.islands.session import Snapshot, SnapshotWanted
 from torchtitan_diloco.log import logger
 
 BEAT, REPORT = 0.5, 10.0

@@ -22,6 +22,7 @@ from torchtitan_diloco.islands.connection import (
     GoneError,
 )
 from torchtitan_diloco.islands.copies import Copies
+from torchtitan_diloco.islands.inbox import LogRecord, Snapshot, SnapshotWanted
 from torchtitan_diloco.islands.log import Outcome, State
 from torchtitan_diloco.islands.machine import RETRY, Machine
 from torchtitan_diloco.islands.members import IslandFailedError, name_of
@@ -39,7 +40,6 @@ from torchtitan_diloco.islands.records import (
     encode,
 )
 from torchtitan_diloco.islands.rounds import Checked, Timing
-from torchtitan_diloco.islands.session import LogRecord, Snapshot, SnapshotWanted
 from torchtitan_diloco.log import UserError, logger
 
 NOTHING = torch.empty(0, dtype=torch.uint8)
