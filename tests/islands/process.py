@@ -10,6 +10,7 @@ import msgspec
 from tests.islands import toy
 from tests.islands.toy import Copies, Shared, Vector, combine, records_of
 from torchtitan_diloco.diloco.schedule import Schedule
+from torchtitan_diloco.islands.ledger import Mode, Unapplied
 from torchtitan_diloco.islands.log import State
 from torchtitan_diloco.islands.machine import RETRY, Due, Machine
 from torchtitan_diloco.islands.members import (
@@ -27,7 +28,7 @@ from torchtitan_diloco.islands.records import (
     decode,
     digest,
 )
-from torchtitan_diloco.islands.rounds import Checked, Mode, Timing, Unapplied
+from torchtitan_diloco.islands.rounds import Checked, Timing
 from torchtitan_diloco.islands.rules import Island
 from torchtitan_diloco.log import UserError
 
@@ -387,7 +388,9 @@ class Process:
         """
         island, fragment = self.island, due.fragment
         assert island is not None
-        old, new = (self.copies.shared[fragment][version].theta for version in (before, due.version))
+        old, new = (
+            self.copies.shared[fragment][version].theta for version in (before, due.version)
+        )
         theta = self.theta[fragment]
         self.theta[fragment] = toy.apply(due.mode, theta, old, new, self.plan.alpha)
         if (part := entry.own) is not None:

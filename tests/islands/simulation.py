@@ -8,7 +8,8 @@ from itertools import count, pairwise
 from tests.islands import toy
 from tests.islands.process import Nature, Plan, Process
 from tests.islands.toy import Copies, Shared, Vector, records_of
-from torchtitan_diloco.islands.log import VERSIONS_LATE, Entry, Outcome, State
+from torchtitan_diloco.islands.ledger import Entry, Outcome
+from torchtitan_diloco.islands.log import VERSIONS_LATE, State
 from torchtitan_diloco.islands.records import Part, Record, digest, encode
 
 
@@ -141,7 +142,9 @@ def check_snapshots(world: World, state: State, copies: Copies, entries: list[En
     records = records_of(world.log[begun.sequence :])
     chosen = list[Shared]()
     for fragment, shared in enumerate(copies.shared):
-        one = shared[rng.choice([key for key in shared if key >= begun.fragments[fragment].version])]
+        one = shared[
+            rng.choice([key for key in shared if key >= begun.fragments[fragment].version])
+        ]
         heads = {
             entry.close.version: digest(encode(entry.close))
             for entry in entries

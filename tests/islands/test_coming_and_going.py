@@ -286,7 +286,7 @@ def replayed(server: str, saved: SavedState | None = None) -> dict[str, Tensor]:
         outer.load_state_dict(saved)
     reader = peers._leader = peers.build_leader()
     reader.catch_up(peers._saved)
-    peers._take_versions([copy.newest for copy in peers._copies.fragments])
+    peers._copies.write_model([copy.newest for copy in peers._copies.fragments])
     outer.close()
     return outer.global_state_dict()
 

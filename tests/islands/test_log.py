@@ -7,13 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtitan_diloco.islands.log import (
-    MOST_SAMPLES,
-    VERSIONS_KNOWN,
-    VERSIONS_LATE,
-    Outcome,
-    State,
-)
+from torchtitan_diloco.islands.ledger import Outcome
+from torchtitan_diloco.islands.log import MOST_SAMPLES, VERSIONS_KNOWN, VERSIONS_LATE, State
 from torchtitan_diloco.islands.records import (
     LARGEST,
     MOST_GRACE,

@@ -27,7 +27,7 @@ from torchtitan_diloco.islands import IslandPeers, Islands, connection
 from torchtitan_diloco.islands import peers as island_peers
 from torchtitan_diloco.islands.__main__ import open_reader
 from torchtitan_diloco.islands.config import Join
-from torchtitan_diloco.islands.log import Outcome
+from torchtitan_diloco.islands.ledger import Outcome
 from torchtitan_diloco.islands.records import Part, decode, encode
 
 need_server()

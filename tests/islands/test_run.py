@@ -67,7 +67,6 @@ def test_islands_stop_and_go_on_where_the_log_ends(tmp_path: Path) -> None:
         assert saved["islands"]["join"] == ""  # it contains a password
     one, other = (State.decode(manifest.outer["island"].encode()) for manifest in manifests)
     assert one.heads == other.heads
-    assert one["versions"] == other["versions"]
     check_report(tmp_path / "island-1")
 
 

@@ -38,7 +38,7 @@ from hypothesis import strategies as st
 from tests.islands import toy
 from tests.islands.process import Nature, Plan, Process
 from tests.islands.simulation import World, check
-from torchtitan_diloco.islands.log import Entry
+from torchtitan_diloco.islands.ledger import Entry
 from torchtitan_diloco.islands.records import Change, Close, End, Open, Part, decode
 
 PHASES = [Phase.explicit, Phase.generate]
@@ -350,9 +350,7 @@ def test_the_run_ends_when_its_tokens_are_merged(
     delay=st.sampled_from([0, 1]),
     seed=st.integers(0, 99),
 )
-def test_one_wrong_bit_ends_no_healthy_island(
-    count: int, at: float, delay: int, seed: int
-) -> None:
+def test_one_wrong_bit_ends_no_healthy_island(count: int, at: float, delay: int, seed: int) -> None:
     """Of two, nobody knows which is healthy: both replay the log, and go on."""
     world = World(Plan(steps=80, slots=count, begin=count, delay=delay), seed)
     sick, *healthy = (world.start(f"i{number}", Nature(jitter=0.02)) for number in range(count))

@@ -10,9 +10,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from torchtitan_diloco.diloco.schedule import Schedule
-from torchtitan_diloco.islands.log import Entry, State
+from torchtitan_diloco.islands.ledger import Entry, Mode
+from torchtitan_diloco.islands.log import State
 from torchtitan_diloco.islands.records import AnyRecord, Part, VoidError, decode, digest
-from torchtitan_diloco.islands.rounds import Mode
 
 PRIME = 2**61 - 1
 TOKENS = 7

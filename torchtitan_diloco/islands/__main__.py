@@ -22,7 +22,8 @@ from typing import Any
 from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.connection import Connection
 from torchtitan_diloco.islands.inbox import Leave
-from torchtitan_diloco.islands.log import Outcome, State
+from torchtitan_diloco.islands.ledger import Outcome
+from torchtitan_diloco.islands.log import State
 from torchtitan_diloco.islands.members import Member
 from torchtitan_diloco.islands.records import name_of
 from torchtitan_diloco.islands.server import make_streams, open_folder

@@ -106,6 +106,10 @@ class RefusedError(UserError):
     """The server refuses this island, or does not match the join string."""
 
 
+class LoginError(RefusedError):
+    """The server does not know the user, or the password is another one."""
+
+
 @dataclass(frozen=True)
 class Join:
     """Address and login of a server. It contains a password: never log its text."""
@@ -231,9 +235,9 @@ def explain(error: Exception, address: str, join: Join) -> Exception:
             "`handshake_first: true` in the tls section of its configuration"
         )
     if "authorization" in text.lower():
-        return RefusedError(
+        return LoginError(
             f"islands.join: {address} refuses the user or the password of the join string; "
-            "use the one that the server printed"
+            "use the one that the server printed last for this site"
         )
     if not join.tls and ("expecting INFO" in text or isinstance(error, TimeoutError)):
         text += "; a server with TLS needs a join string that begins with nats+tls://"

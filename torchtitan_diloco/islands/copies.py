@@ -157,6 +157,13 @@ class Copies:
             dist.all_reduce(total, group=self.ranks.copies)
         return f"{int(total) % 2**64:016x}"
 
+    def write_model(self, versions: list[int]) -> None:
+        """Write these versions of the fragments to the model, and drop those before them."""
+        for copy, version in zip(self.fragments, versions, strict=True):
+            copy.drop_before(version)
+            copy.state.outer = copy.versions[version]
+            copy.state.write_model()
+
     def drop(self, fragment: int, version: int) -> None:
         """Drop a version that no rank will apply."""
         copy = self.fragments[fragment]

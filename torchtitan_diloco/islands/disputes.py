@@ -78,7 +78,9 @@ class Disputes:
         """Compare the checksums in the latest heartbeats, and forget islands that are silent."""
         for incarnation, member in self._members.heard.copy().items():
             silent = self._members.is_silent(incarnation, now)
-            for fragment, (version, checksum) in enumerate(member.hint.copies[: len(self._fragments)]):
+            for fragment, (version, checksum) in enumerate(
+                member.hint.copies[: len(self._fragments)]
+            ):
                 own = self._state.fragments[fragment].checksums.get(version)
                 if silent:
                     self._same.pop((fragment, incarnation), None)

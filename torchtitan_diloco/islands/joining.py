@@ -7,6 +7,7 @@ at its own version. The records since then lead from there to now.
 
 import math
 import time
+
 import msgspec
 from torch import Tensor
 
@@ -262,8 +263,8 @@ def check_facts(facts: Facts, mine: Facts) -> None:
     own |= {"slots": str(mine.slots), "begin": str(mine.begin)}
     for key in (key for key in theirs if theirs[key] != own.get(key)):
         logger.warning(
-            f"the run has {key} = {theirs[key]}, which this island uses, and not {own.get(key)}, as "
-            "its settings say"
+            f"the run has {key} = {theirs[key]}, which this island uses, and not {own.get(key)}, "
+            "as its settings say"
         )
     if facts.code != mine.code:
         logger.warning(

@@ -6,11 +6,11 @@ appended when it reads it back. There is no I/O, no clock and no arithmetic in t
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 
 import msgspec
 
 from torchtitan_diloco.islands.changes import changed
+from torchtitan_diloco.islands.ledger import Entry, Fragment, Ledger, Outcome, Slot
 from torchtitan_diloco.islands.records import (
     LARGEST,
     AnyRecord,
@@ -43,88 +43,11 @@ LATEST_NORMS = 32
 """Norms of merged parts with which later parts of the fragment are compared."""
 
 
-@dataclass(frozen=True)
-class Entry:
-    """Valid close and the parts that it names."""
-
-    close: Close
-    parts: tuple[Part, ...]
-    outliers: tuple[Part, ...] = ()  # left out for their norms
-
-    def part_of(self, incarnation: str) -> Part | None:
-        """Return the part of this owner that the entry merges or declares lost."""
-        parts = *self.parts, *self.outliers
-        return next((part for part in parts if part.incarnation == incarnation), None)
-
-    def is_lost(self, part: Part) -> bool:
-        """Return whether the work in a part of this entry is lost."""
-        return part in self.outliers or not part.finite
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Effect of a record."""
-
-    record: AnyRecord | None
-    void: str = ""  # reason for skipping it; empty if it is valid
-    disputed: bool = False  # void because its writer has a different checksum of a version
-    entry: Entry | None = None
-
-
-class Ledger(msgspec.Struct):
-    """Fate of the samples of a slot in a fragment."""
-
-    merged: int = 0
-    lost: int = 0
-    merged_in: int = 0  # version of the last entry with a part of the slot
-    number: int = 0  # of the owner's last valid part
-    since: int = 0  # version when the owner took the slot
-    entries: int = 0  # with a part of the owner
-
-    @property
-    def taken_to(self) -> int:
-        """Sample at which the next part must start: those before it are merged or lost."""
-        return self.merged + self.lost
-
-    def lose(self, end: int) -> None:
-        """Count the samples up to `end` that are not taken yet as lost."""
-        self.lost += max(0, end - self.taken_to)
-
-
-class Slot(msgspec.Struct):
-    ledgers: list[Ledger]  # one per fragment
-    owner: str | None = None
-    start: int = 0  # first sample of the owner
-    read_to: int = 0  # end of the samples in the owner's parts
-    read_twice: int = 0  # samples in parts of an owner that the next owner reads again
-    done: bool = False
-
-
-class Fragment(msgspec.Struct):
-    head: str
-    """Hash of the last entry, initially of the facts."""
-    checksums: dict[int, str]
-    """Checksums of the latest versions, as computed by this island."""
-    version: int = 0
-    clock: int = 0
-    last: int = 0
-    """Sequence number of the last valid record. Closes could make each other void if void ones
-    counted."""
-    open: Open | None = None
-    waiting: dict[int, Part] = {}
-    """Valid parts that are in no entry yet, by sequence number."""
-    norms: list[float] = []
-    """Norms of the parts merged last."""
-
-    def waiting_of(self, slot: int) -> Part | None:
-        return next((part for part in self.waiting.values() if part.slot == slot), None)
-
-
 class State(msgspec.Struct):
     """State after the records read so far. Pass every record to `read`, in order.
 
-    It does not grow with the log, apart from the names of all starts of islands. Its encoding
-    travels with snapshots and checkpoints, so that a reader need not begin at the first record.
+    Only the list of all starts of islands grows with the log. A reader can begin with a state that
+    was stored.
     """
 
     sequence: int = 0

@@ -12,7 +12,8 @@ import msgspec
 
 from torchtitan_diloco.islands.changes import DELAY, EVERY, settings_of
 from torchtitan_diloco.islands.disputes import Disputes
-from torchtitan_diloco.islands.log import Entry, Outcome, State
+from torchtitan_diloco.islands.ledger import Entry, Mode, Outcome
+from torchtitan_diloco.islands.log import State
 from torchtitan_diloco.islands.members import Hint, IslandFencedError, Members
 from torchtitan_diloco.islands.records import (
     Change,
@@ -24,7 +25,7 @@ from torchtitan_diloco.islands.records import (
     attempt_of,
     name_of,
 )
-from torchtitan_diloco.islands.rounds import Checked, Mode, Rounds, Timing
+from torchtitan_diloco.islands.rounds import Checked, Rounds, Timing
 from torchtitan_diloco.islands.rules import Island
 from torchtitan_diloco.log import UserError
 
@@ -260,6 +261,7 @@ class Machine:
         """Return the heartbeat. `caught_up`: with the log. `state`: a stored one."""
         island = self.island
         known = [(one.version, one.checksums.get(one.version)) for one in self.state.fragments]
+        copies = tuple((version, checksum) for version, checksum in known if checksum)
         return Hint(
             self.incarnation,
             step=island.step if island else 0,
@@ -267,7 +269,7 @@ class Machine:
             step_seconds=island.step_seconds if island else 0.0,
             caught_up=caught_up,
             leaving=island is not None and island.leaving,
-            copies=tuple((version, checksum) for version, checksum in known if checksum),
+            copies=copies if len(copies) == len(known) else (),
             state=state,
         )
 

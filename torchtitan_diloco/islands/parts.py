@@ -65,7 +65,7 @@ class Parts:
 
     def _fetch(self, sequence: int, part: Part) -> tuple[Checked, Tensor]:
         wanted = sum(self._copies.payload_sizes(part.fragment, part.ranks)) if part.finite else 0
-        if sum(chunk.size for chunk in part.chunks) != wanted:
+        if part.size != wanted:
             return Checked(f"its chunks do not have {wanted} bytes"), NOTHING
         if sequence not in self._wanted or not part.finite:
             return Checked(), NOTHING

@@ -45,10 +45,11 @@ from torchtitan_diloco.islands.connection import Connection
 from torchtitan_diloco.islands.copies import Copies, encode_delta, fingerprints
 from torchtitan_diloco.islands.joining import StaleError
 from torchtitan_diloco.islands.leader import Leader, Seat
+from torchtitan_diloco.islands.ledger import Mode
 from torchtitan_diloco.islands.log import State
 from torchtitan_diloco.islands.machine import Boundary, Due
 from torchtitan_diloco.islands.records import Facts, Part
-from torchtitan_diloco.islands.rounds import Mode, Timing
+from torchtitan_diloco.islands.rounds import Timing
 from torchtitan_diloco.islands.shards import Ranks, collect
 from torchtitan_diloco.log import UserError, logger
 
@@ -144,7 +145,8 @@ class IslandPeers(Peers):
             self._following = self._follower.submit(self._copies.follow)
         self.seat = seat = broadcast_object(seat, Seat, self._ranks.decisions)
         self.total_tokens, self._last = seat.total_tokens, Boundary(seat.clock)
-        self._take_versions(seat.versions)
+        drop_gathered(self.model)
+        self._copies.write_model(seat.versions)
         logger.info(
             f"island {self.islands.name} has slot {seat.slot} of {seat.slots}, begins at its "
             f"sample {seat.position:,}; the run has merged {seat.clock:,} tokens"
@@ -189,15 +191,6 @@ class IslandPeers(Peers):
         )
         connection = Connection(join, incarnation, chosen.slot_seconds)
         return Leader(connection, self._copies, facts, timing, incarnation)
-
-    def _take_versions(self, versions: list[int]) -> None:
-        """Load these versions of the shared copies into the model."""
-        drop_gathered(self.model)
-        fragments = zip(self.states, self._copies.fragments, versions, strict=True)
-        for state, copy, version in fragments:
-            copy.drop_before(version)
-            state.outer = copy.versions[version]
-            state.write_model()
 
     def close(self) -> None:
         if self._leader is not None:

@@ -161,6 +161,11 @@ class Part(SlotRecord, frozen=True):
     """Ranks of the island. The payload is their encoded shards, in order."""
     chunks: tuple[Chunk, ...] = ()
 
+    @property
+    def size(self) -> int:
+        """Bytes of the payload."""
+        return sum(chunk.size for chunk in self.chunks)
+
 
 class Refusal(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     part: Positive

@@ -5,11 +5,11 @@ import statistics
 from collections import deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from enum import Enum
 from typing import TYPE_CHECKING
 
 from torchtitan_diloco.diloco.schedule import Schedule
-from torchtitan_diloco.islands.log import VERSIONS_LATE, Entry, Fragment, Ledger, Outcome
+from torchtitan_diloco.islands.ledger import Entry, Fragment, Ledger, Mode, Outcome, Unapplied
+from torchtitan_diloco.islands.log import VERSIONS_LATE
 from torchtitan_diloco.islands.records import MOST_GRACE, Close, Open, Part, Refusal
 
 if TYPE_CHECKING:
@@ -23,20 +23,6 @@ class Timing:
     """Minimum grace, in seconds."""
     norm_limit: float = 0.0
     """`DiLoCoConfig.delta_norm_limit`."""
-
-
-@dataclass
-class Unapplied:
-    """An entry that is not in the parameters yet, or several without an own part."""
-
-    version: int
-    clock: int
-    own: Part | None
-    """The own part in it."""
-    is_lost: bool
-    participants: int
-    received: int
-    """Bytes of the parts of other islands."""
 
 
 @dataclass(frozen=True)
@@ -54,25 +40,6 @@ FEWEST_NORMS = 5
 PATIENCE_FACTOR = 4
 """A round waits at most for this multiple of this island's own grace, so that a record with a long
 grace cannot stop training."""
-LATE_MIXING = 0.5
-"""Minimum share of the local parameters when a part was late."""
-
-
-class Mode(Enum):
-    """How an entry changes the parameters theta, given the shared copies Theta before and after."""
-
-    MIX = "mix"
-    """theta = alpha theta + (1 - alpha) Theta_new: the own part, in its own round and in time."""
-    MIX_LATE = "mix late"
-    """The same with an alpha of at least LATE_MIXING, to keep the work since the send."""
-    ADD = "add"
-    """theta += Theta_new - Theta_old: the entry has no own part."""
-    RESET = "reset"
-    """theta = Theta_new: the own part was not finite."""
-
-    def share(self, alpha: float) -> float:
-        """Return the share of the local parameters when they are mixed."""
-        return max(alpha, LATE_MIXING) if self is Mode.MIX_LATE else alpha
 
 
 def find_outliers(
@@ -157,7 +124,7 @@ class Rounds:
             same = not outcome.disputed
             self._island.disputes.note(self._fragment, record.incarnation, same=same)
         if isinstance(record, Part):
-            self.part_bytes = sum(one.size for one in record.chunks) or self.part_bytes
+            self.part_bytes = record.size or self.part_bytes
             if record == self.sent:
                 self.under_way, self._returned_step = False, self._island.step
             if not outcome.void:
@@ -173,7 +140,9 @@ class Rounds:
             own=own,
             is_lost=own is not None and entry.is_lost(own),
             participants=sum(weight > 0 for weight in entry.close.weights),
-            received=sum(one.size for part in entry.parts if part is not own for one in part.chunks),
+            received=sum(
+                one.size for part in entry.parts if part is not own for one in part.chunks
+            ),
         )
         last = self.unapplied[-1] if self.unapplied else None
         if last is not None and last.own is None and own is None:

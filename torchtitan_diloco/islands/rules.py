@@ -13,7 +13,8 @@ parts. It waits only in `wait_until`, and at the end of the run (`look_at_end`).
 from typing import Any
 
 from torchtitan_diloco.islands.disputes import Disputes
-from torchtitan_diloco.islands.log import Ledger, Outcome, State
+from torchtitan_diloco.islands.ledger import Ledger, Outcome
+from torchtitan_diloco.islands.log import State
 from torchtitan_diloco.islands.members import Habits, Members
 from torchtitan_diloco.islands.records import Close, Done, End, Facts, Give, Open, Part, Take
 from torchtitan_diloco.islands.rounds import Rounds, Timing
