@@ -15,6 +15,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from contextlib import redirect_stdout
 from importlib.util import find_spec
 from io import StringIO
@@ -151,6 +152,8 @@ BARE = re.compile(
     r"torchtitan-diloco (?:[a-z-]+ )+[-$./\"A-Z|])"
 )
 """Commands that need a PATH with `.venv/bin`."""
+PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+EXTRAS = PROJECT["optional-dependencies"].keys()
 SOURCES = [
     *(REPOSITORY / "docs/images").glob("*.svg"),
     *(
@@ -168,6 +171,8 @@ def test_every_command_works_in_a_new_shell(path: Path) -> None:
     assert set(re.findall(r"\.venv/bin/torchtitan-diloco ([a-z-]+)", text)) <= COMMANDS.keys()
     for module in re.findall(r"\.venv/bin/python -m ([\w.]*\w)", text):
         assert find_spec(module), module
+    for extras in re.findall(r"-e '\.\[([\w,]+)\]'", text):
+        assert set(extras.split(",")) <= EXTRAS, extras
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
