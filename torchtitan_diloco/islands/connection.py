@@ -24,7 +24,6 @@ from torchtitan_diloco.islands.members import Hint
 from torchtitan_diloco.islands.records import AnotherLogError, Chunk, digest
 from torchtitan_diloco.islands.session import (
     ANSWER_SECONDS,
-    EventLoop,
     GapError,
     LogSession,
     Session,
@@ -99,7 +98,7 @@ class Connection(Inbox):
         self._is_there, self._follows = asyncio.Event(), asyncio.Event()
         self._free = {bulk: asyncio.Semaphore(count) for bulk, count in UNDER_WAY.items()}
         self._warned = ""
-        self._loop = EventLoop()
+        self._loop = asyncio.SelectorEventLoop()
         self._loop.set_exception_handler(_note_failure)
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._closed, self._lock = False, threading.Lock()

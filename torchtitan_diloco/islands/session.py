@@ -3,7 +3,6 @@
 import asyncio
 import json
 import logging
-import socket
 from collections.abc import Coroutine
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -27,10 +26,6 @@ SETUP_SECONDS, ANSWER_SECONDS = 4.0, 10.0
 """Timeouts to connect, and to get records or chunks."""
 NO_LIMIT = 1e6
 """Timeout of nats-py in seconds. The timeout of `Session.run` applies instead."""
-UNCONFIRMED_SECONDS = 30.0
-"""Seconds in which the other end of a socket must acknowledge some of the bytes sent. A slow link
-does. A link that silently dropped the connection does not, nor does a server that stops reading,
-such as one with a stalled disk."""
 NO_MESSAGE = 10037
 """Error code of the server: no message found."""
 LAG_SECONDS = 2.0
@@ -96,20 +91,6 @@ def check_installed() -> None:
 def _is_no_end_of_tls(record: logging.LogRecord) -> bool:
     """Filter out the warning that nats-py causes whenever a TLS connection ends."""
     return not str(record.msg).startswith("returning true from eof_received()")
-
-
-class EventLoop(asyncio.SelectorEventLoop):
-    """Event loop whose connections are closed by the kernel if the peer acknowledges nothing.
-
-    Pings ensure that there is always something to acknowledge. Their answers alone would not
-    distinguish a dead connection from one with megabytes in flight.
-    """
-
-    async def create_connection(self, *arguments: Any, **named: Any) -> Any:
-        transport, protocol = await super().create_connection(*arguments, **named)
-        limit = socket.TCP_USER_TIMEOUT, round(1000 * UNCONFIRMED_SECONDS)
-        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, *limit)
-        return transport, protocol
 
 
 class Session:
