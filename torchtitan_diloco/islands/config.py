@@ -37,6 +37,9 @@ class Islands(Section):
     grace_seconds: Annotated[float, Meta(gt=0, le=3600)] = 1.0
     """Least time that a round, and training, wait for parts. It is longer if `diloco.overlap.delay`
     steps are. A round, but not training, also waits for parts that usually take longer."""
+    slot_seconds: Annotated[float, Meta(ge=0, le=86400)] = 60.0
+    """Seconds without a sign of life of an island after which another one may take its slot. Its
+    own next start may do so, and rounds do not wait for it, after 5."""
     local: NotNegative = 0
     """Start a server and so many islands on this machine, to try it. 0: none."""
 

@@ -86,9 +86,9 @@ class Connection(Inbox):
     nothing is submitted after the end.
     """
 
-    def __init__(self, join: Join, name: str) -> None:
-        """`name`: the incarnation."""
-        super().__init__(EXPIRY)
+    def __init__(self, join: Join, name: str, slot_seconds: float = 0.0) -> None:
+        """`name`: the incarnation. `slot_seconds`: see `islands.slot_seconds`."""
+        super().__init__(EXPIRY, slot_seconds)
         self._join, self._name = join, name
         self._subject, self._stream = partial(subject_of, join.run), partial(stream_of, join.run)
         self._connected = Future[None]()
@@ -130,7 +130,7 @@ class Connection(Inbox):
         """Receive the records after record `after`, now and after each loss of the connection.
 
         `newest`: the `digest` of this record if it is known. Raises AnotherLogError if it is
-        another one, and TrimmedError if it is no longer kept.
+        another one, and TrimmedError if records after it are no longer kept.
         """
         self._wait_for(self._begin_to_follow(after, newest))
 
@@ -274,12 +274,12 @@ class Connection(Inbox):
         await log.read_log()
 
     async def _begin_to_follow(self, after: int, newest: str) -> None:
-        if after == 0 and self.first > 1:
-            raise TrimmedError(1, self.first)
-        self.newest = await self._retry(
+        if after + 1 < self.first:
+            raise TrimmedError(after + 1, self.first)
+        await self._retry(
             "states", lambda session: session.compare_log(self._join.run, after, newest)
         )
-        self.received = after
+        self.received, self.newest = after, newest
         self._follows.set()
 
     def _in_background(self, operation: Coroutine[Any, Any, None]) -> None:

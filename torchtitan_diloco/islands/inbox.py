@@ -59,8 +59,8 @@ class Inbox:
     it or replaces it as a whole.
     """
 
-    def __init__(self, expiry: float) -> None:
-        self.members = Members(expiry)
+    def __init__(self, expiry: float, patience: float) -> None:
+        self.members = Members(expiry, patience)
         """Heartbeats of the other islands."""
         self.records: deque[LogRecord] = deque()
         """Records not read yet."""

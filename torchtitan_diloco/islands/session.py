@@ -204,12 +204,18 @@ class Session:
             await asyncio.sleep(CHECK)
         return found
 
-    async def compare_log(self, run: str, after: int, newest: str) -> str:
-        """Return the digest of record `after`. Raises a UserError if it is not `newest`."""
-        found = digest(await self.find_record(run, after)) if after else ""
-        if newest and found != newest:
-            raise AnotherLogError(f"its record {after} is another one")
-        return found
+    async def compare_log(self, run: str, after: int, newest: str) -> None:
+        """Raise a UserError if the log lacks records after this one, or its digest is another."""
+        if after == 0:
+            return
+        try:
+            found = await self.find_record(run, after)
+        except TrimmedError as error:
+            if after + 1 < error.first:
+                raise
+        else:
+            if newest and digest(found) != newest:
+                raise AnotherLogError(f"its record {after} is another one")
 
     async def close(self) -> None:
         """Close the socket. This may take long if the server does not answer."""
