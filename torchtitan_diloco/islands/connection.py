@@ -10,7 +10,7 @@ import logging
 import math
 import random
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from functools import partial
@@ -30,6 +30,7 @@ from torchtitan_diloco.islands.session import (
     TrimmedError,
     ask_subject,
     check_installed,
+    gather,
     stream_of,
     subject_of,
 )
@@ -168,11 +169,11 @@ class Connection(Inbox):
         """
         view = memoryview(payload).cast("B")
         pieces = [view[at : at + CHUNK_BYTES] for at in range(0, len(view), CHUNK_BYTES)]
-        return tuple(self._wait_for(_gather(self._store(piece, bulk) for piece in pieces)))
+        return tuple(self._wait_for(gather(self._store(piece, bulk) for piece in pieces)))
 
     def fetch(self, chunks: Sequence[Chunk], bulk: Bulk) -> list[bytes]:
         """Return the chunks. Raises GoneError, CorruptError or, but not for parts, GivenUpError."""
-        return self._wait_for(_gather(self._fetch(chunk, bulk) for chunk in chunks))
+        return self._wait_for(gather(self._fetch(chunk, bulk) for chunk in chunks))
 
     def newest_state(self) -> bytes | None:
         """Return the newest message of the stream of states, or None if there is none."""
@@ -361,16 +362,6 @@ class Connection(Inbox):
         if len(found) != chunk.size or digest(found) != chunk.sha256:
             raise CorruptError(f"chunk {chunk.sequence} of {bulk} is not the one recorded")
         return found
-
-
-async def _gather(operations: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run all concurrently, and cancel the others after the first failure."""
-    tasks = [asyncio.create_task(operation) for operation in operations]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
 
 
 def _note_failure(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import logging
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -91,6 +91,16 @@ def check_installed() -> None:
 def _is_no_end_of_tls(record: logging.LogRecord) -> bool:
     """Filter out the warning that nats-py causes whenever a TLS connection ends."""
     return not str(record.msg).startswith("returning true from eof_received()")
+
+
+async def gather(operations: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Run all concurrently, and cancel the others after the first failure."""
+    tasks = [asyncio.create_task(operation) for operation in operations]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 class Session:
