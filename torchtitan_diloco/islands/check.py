@@ -23,11 +23,14 @@ class Findings:
     """Whether the first records may have been deleted because the log was large."""
     state: State
     missing: list[int] = field(default_factory=list)
-    unreadable: list[int] = field(default_factory=list)
+    void: list[int] = field(default_factory=list)
+    """No records. All islands skip them."""
     broken: int = 0
     """First record that does not continue the chain of versions of its fragment."""
     begun_at: int = 0
     """Record after which the chain of versions was checked."""
+    stored_at: int = 0
+    """Record after which an island has stored a state."""
 
     @property
     def problems(self) -> list[str]:
@@ -35,9 +38,9 @@ class Findings:
         if self.first > 1 and not self.trimmed:
             found.append(f"records 1 to {self.first - 1} are missing")
         if self.missing:
-            found.append(f"missing: {_ranges(self.missing)}")
-        if self.unreadable:
-            found.append(f"no records, and skipped by all islands: {_ranges(self.unreadable)}")
+            found.append(f"records are missing: {_ranges(self.missing)}")
+        if self.stored_at > self.last:
+            found.append(f"an island has read {self.stored_at} records")
         if self.broken:
             found.append(f"record {self.broken} continues a version that the log does not make")
         return found
@@ -53,8 +56,10 @@ class Findings:
                 f"versions {versions}; tokens merged: {max(state.clocks, default=0):,} of "
                 f"{state.facts.total_tokens:,}"
             )
+        if self.void:
+            found.append(f"damaged or foreign, and skipped by all islands: {_ranges(self.void)}")
         found += [f"PROBLEM: {problem}" for problem in self.problems]
-        if self.missing or self.broken or (self.first > 1 and not self.trimmed):
+        if self.problems:
             found.append(
                 "The run cannot be continued from this log: start `serve` on a newer copy of the "
                 f"folder, or `{command_line('islands')} serve` in an empty folder, where islands "
@@ -73,12 +78,12 @@ async def _check(admin: Join) -> Findings:
     async with open_session(admin) as session:
         info = (await session.jetstream.stream_info(stream)).state
         first, last = max(1, info.first_seq), info.last_seq
-        state = State()
         states = stream_of(admin.run, "states"), subject_of(admin.run, "states")
-        if first > 1 and (stored := await session.get(states[0], subject=states[1])):
-            state = State.decode(stored)
+        stored = State.decode(await session.get(states[0], subject=states[1]) or b"{}")
+        state = stored if first > 1 else State()
         state.verifies = False
-        found = Findings(first, last, info.bytes > LOG_BYTES / 2, state, begun_at=state.sequence)
+        found = Findings(first, last, info.bytes > LOG_BYTES / 2, state)
+        found.begun_at, found.stored_at = state.sequence, stored.sequence
         async for sequence, raw in _read(session, stream, first, last):
             if raw is None:
                 found.missing.append(sequence)
@@ -93,7 +98,7 @@ def _note(found: Findings, sequence: int, raw: bytes) -> None:
     outcome = found.state.read(sequence, raw)
     record = outcome.record
     if record is None:
-        found.unreadable.append(sequence)
+        found.void.append(sequence)
     elif isinstance(record, Close) and outcome.void and not found.broken:
         fragment = found.state.fragments[record.fragment]
         if record.version > fragment.version and record.previous != fragment.head:

@@ -290,7 +290,8 @@ class LogSession(Session):
             end = await self.run(self._ends.get())
             if end.get("Status") not in ("204", "404"):
                 raise ConnectionError(f"the server does not give its log: {end}")
-            if int(end.get("Nats-Last-Sequence", 0)) > inbox.received:
+            seen = int(end.get("Nats-Last-Sequence", 0))
+            if seen > inbox.received or inbox.received == known < inbox.last:
                 sequence = inbox.received + 1
                 inbox.note_record(sequence, await self.run(self.find_record(self._run, sequence)))
             if inbox.received > known:
