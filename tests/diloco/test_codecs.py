@@ -13,7 +13,7 @@ from torch import Tensor
 from torchtitan_diloco.diloco.codecs import CODECS, UNIT, Codec, bits_per_parameter, build_codec
 from torchtitan_diloco.diloco.config import BLOCK_SIZES, Quantization
 
-BLOCK_CODECS = [name for name in CODECS if name not in ("fp32", "bf16", "topk")]
+BLOCK_CODECS: list[str] = [name for name in CODECS if name not in ("fp32", "bf16", "topk")]
 
 every_codec = pytest.mark.parametrize("name", CODECS)
 every_block_codec = pytest.mark.parametrize("name", BLOCK_CODECS)
