@@ -39,8 +39,6 @@ def until(condition: Callable[[], object], logs: Sequence[Path] = ()) -> None:
         time.sleep(0.02)
 
 
-# --- bytes ----------------------------------------------------------------------------------------
-
 VALUES = 1_000_001
 EXCHANGES = 5
 CODECS: tuple[CodecName, ...] = ("fp32", "int8", "fp4_e3m0")
@@ -91,8 +89,6 @@ def test_the_interface_counts_what_we_count(tmp_path: Path, workers: int) -> Non
         if codec.startswith("fp4"):
             assert 8 * counted <= 4.25 * fragments * VALUES, "with headers, scales and padding"
 
-
-# --- a slow link, and a slow worker ---------------------------------------------------------------
 
 ROUNDS = 4
 LATE_SECONDS = 1.0
@@ -173,9 +169,6 @@ def test_a_slow_link_and_a_slow_worker_are_told_apart(tmp_path: Path) -> None:
     assert waited_for(throttled) == set()
     assert waited_for(late) == {CULPRIT}
     assert rate(late, CULPRIT) > bucket
-
-
-# --- a cut link, and a death ----------------------------------------------------------------------
 
 
 def exchange_until_lost(steps: int) -> None:
