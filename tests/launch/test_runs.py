@@ -38,24 +38,20 @@ def test_two_runs_at_once(tmp_path: Path) -> None:
 
 
 def test_a_node_that_no_other_node_meets(tmp_path: Path) -> None:
-    variables = {**two_nodes(), "NODE_RANK": "0"}
+    """Ctrl-C ends it as well: torch waits in C++ then, where no Python signal handler runs."""
+    first, second = ({**two_nodes(), "NODE_RANK": rank} for rank in ("0", "1"))
     timeout = ("--distributed.init_timeout_seconds", "2")
-    with launcher(tmp_path / "console", "wait", *timeout, environment=variables) as run:
-        assert run.wait() == 1
-    meeting = f"RDZV_ENDPOINT={variables['RDZV_ENDPOINT']} within 2 s"
-    assert f"error: did not meet the other nodes at {meeting}" in run.output
-    assert "Traceback" not in run.output
-
-
-def test_ctrl_c_while_waiting_for_other_nodes(tmp_path: Path) -> None:
-    """torch waits in C++ then, where no Python signal handler runs."""
-    variables = {**two_nodes(), "NODE_RANK": "1"}
-    with launcher(tmp_path / "console", "wait", environment=variables) as run:
-        run.wait_for("node 1 of 2: waiting for the others at localhost:")
-        time.sleep(1)
-        run.process.send_signal(signal.SIGINT)
-        assert run.wait() == 130
-        assert "Traceback" not in run.output
+    with (
+        launcher(tmp_path / "0", "wait", *timeout, environment=first) as alone,
+        launcher(tmp_path / "1", "wait", environment=second) as stopped,
+    ):
+        stopped.wait_for("node 1 of 2: waiting for the others at localhost:")
+        assert alone.wait() == 1
+        meeting = f"RDZV_ENDPOINT={first['RDZV_ENDPOINT']} within 2 s"
+        assert f"error: did not meet the other nodes at {meeting}" in alone.output
+        stopped.process.send_signal(signal.SIGINT)
+        assert stopped.wait() == 130
+        assert "Traceback" not in alone.output + stopped.output
 
 
 @pytest.mark.parametrize(
