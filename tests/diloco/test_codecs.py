@@ -164,18 +164,6 @@ def test_values_are_rounded_to_the_grid_that_the_documentation_defines(
     assert ((arrived.double() - values).abs() <= nearest + 1e-6 * (above - below)).all()
 
 
-@examples
-@given(values=inputs(), decay=st.sampled_from([0.0, 0.5, 0.95, 1.0]))
-def test_what_is_not_sent_is_the_residual(values: Tensor, decay: float) -> None:
-    codec = build("topk", residual_decay=decay)
-    residual = torch.randn(len(values), generator=torch.Generator().manual_seed(1)) * values.abs()
-    wanted = values + decay * residual
-    payload = torch.zeros(codec.wire_bytes(len(values)), dtype=torch.uint8)
-    codec.encode_with_residual(values.clone(), residual, payload)
-    assert torch.equal(payload, encoded(codec, wanted))
-    assert same_bits(residual, wanted - decoded(codec, payload, len(values)))
-
-
 @pytest.mark.parametrize("name", [name for name in CODECS if name != "topk"])
 @pytest.mark.parametrize("weights", [[5.0], [1.0, 3.0], [1.0, 3.0, 2.0, 0.5]])
 def test_means_are_taken_in_fp32_and_in_order(name: str, weights: list[float]) -> None:
