@@ -29,6 +29,7 @@ from tests.diloco.toy import (
 from tests.processes import ProcessPool
 from torchtitan_diloco.diloco import OuterOptimizer, Quantization, StreamingDiLoCo
 from torchtitan_diloco.diloco.gloo_peers import GlooPeers
+from torchtitan_diloco.diloco.state_dict import shared_parameter_name
 from torchtitan_diloco.distributed.world import WORKER
 
 
@@ -153,15 +154,18 @@ def test_moved_parameters_are_exchanged_and_replaced_ones_refused() -> None:
 
 
 def _shared_parameters_under_fsdp() -> tuple[float, float, float, float]:
-    outer, model, optimizer = start(config(2, delay=1), 1, ranks=2)
+    world = join(1, ranks=2)
+    outer, model, optimizer = start(config(2, delay=1), world=world)
     train(outer, model, optimizer, range(1, 20))
     with torch.no_grad():
         before = loss(model, 0, 99).item()
         with outer.global_parameters():
             shared = loss(model, 0, 99).item()
         after = loss(model, 0, 99).item()
-    plain = Net()
+    plain, saved = Net(), outer.state_dict(world.host_mesh)["tensors"]
     plain.load_state_dict({name: full(value) for name, value in outer.global_state_dict().items()})
+    for name, value in plain.state_dict().items():
+        assert torch.equal(full(saved[shared_parameter_name(name)]), value), "sharded as they are"
     return before, shared, after, loss(plain, 0, 99).item()
 
 
