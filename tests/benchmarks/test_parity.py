@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import core
-from benchmarks.parity import SCALED, Table, expand, print_losses, read_tables, train_all
+from benchmarks.parity import Table, print_losses, read_tables, train_all
 
 TABLES = read_tables().tables
 RUN = {"training.steps": "20", "run.seed": "0", "diloco.workers": "1"}
@@ -21,33 +21,6 @@ def test_runs_are_valid_distinct_and_of_equal_tokens(table: Table) -> None:
         found.add(frozenset(run.items()))
     assert len(found) == len(table.controls), "no run has two names"
     assert set(table.papers) <= set(table.controls)
-
-
-def test_names_are_settings() -> None:
-    parse = read_tables().parse_terms
-    assert parse("streaming, M=4, lr 0.7, inner lr 2e-3, blocks of 32, lr 0.4") == {
-        "diloco.workers": "4",
-        "diloco.outer_optimizer.lr": "0.4",
-        "optimizer.lr": "2e-3",
-        "diloco.quantization.block_size": "32",
-    }
-    with pytest.raises(StopIteration):
-        parse("alhpa 0.5")
-    assert expand("M={2|4}, fp32{|, H=5}") == [
-        "M=2, fp32",
-        "M=2, fp32, H=5",
-        "M=4, fp32",
-        "M=4, fp32, H=5",
-    ]
-
-
-def test_a_short_run_is_the_long_one_in_miniature() -> None:
-    table = TABLES["parity"]
-    for name in table.controls:
-        long, short = table.settings(name, table.steps), table.settings(name, table.steps // 10)
-        changed = {key for key, value in long.items() if short[key] != value}
-        assert changed <= {"training.steps", *SCALED}
-        assert 10 * int(short["lr_schedule.warmup_steps"]) == int(long["lr_schedule.warmup_steps"])
 
 
 def test_a_finished_run_is_not_repeated_and_an_interrupted_one_is(
