@@ -9,9 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.conftest import page_commands
 from tests.report.synthetic import round_records, step_records, write_run
-from torchtitan_diloco.config import from_command_line
 from torchtitan_diloco.config.loader import load_config, shipped_configs
 from torchtitan_diloco.config.schema import flat_settings
 from torchtitan_diloco.plan import main, parse_bandwidth, parse_duration, quantity
@@ -128,17 +126,6 @@ def test_mistakes_name_the_remedy(
     assert error.startswith("error: ")
     assert re.search(message, error, re.S), error
     assert not list(tmp_path.iterdir())
-
-
-def test_the_commands_in_the_docs_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    commands = page_commands("planning.md", tmp_path)
-    assert len(commands) >= 4
-    for program, *words in commands:
-        if program == "./run_train.sh":
-            assert from_command_line(words) is None, "--print-config"
-        else:
-            assert (program, words[0]) == (".venv/bin/torchtitan-diloco", "plan")
-            assert main(words[1:]) == 0, capsys.readouterr().err
 
 
 def test_units_that_people_write() -> None:

@@ -227,8 +227,10 @@ def test_status_and_leave(
     assert found["fragments"][0] == round_
     half = {"merged": 0, "lost": 0, "waiting": 0, "read_twice": 0}  # of two fragments, one has it
     assert found["slots"] == [
-        {"slot": 0, "owner": "a", **half, "merged": 5},
-        {"slot": 1, "owner": "b", **half, "waiting": 15},
+        {"slot": 0, "owner": "a", **half, "merged": 5}
+        | {"part_in_rounds": "100%", "rounds_since_last_part": 0},
+        {"slot": 1, "owner": "b", **half, "waiting": 15}
+        | {"part_in_rounds": "0%", "rounds_since_last_part": 1},
     ]
     assert "tokens merged: 10 of 100 (10.0%)" in text
 
