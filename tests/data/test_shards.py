@@ -11,16 +11,7 @@ import pytest
 import torchtitan_diloco.data.shards as shards_module
 from tests.conftest import save_tokenizer
 from tests.data.conftest import MakeShards
-from torchtitan_diloco.data.shards import (
-    FORMAT_VERSION,
-    SPLITS,
-    Index,
-    ShardWriter,
-    SplitIndex,
-    TokenShards,
-    token_type,
-    write_index,
-)
+from torchtitan_diloco.data.shards import SPLITS, TokenShards, token_type
 from torchtitan_diloco.data.tokenizer import build_tokenizer
 
 SECOND = "train-00001.tokens"
@@ -53,15 +44,10 @@ def test_the_format_to_the_byte(make_shards: MakeShards) -> None:
     assert train == [(212, 4), (212, 8), (212, 12), (212, 16), (152, 19)]
 
 
-def test_a_vocabulary_beyond_two_bytes(tmp_path: Path) -> None:
-    settings = {"vocab_size": 2**16 + 1, "tokenizer_fingerprint": "f", "tokenizer": "large"}
-    index = Index(FORMAT_VERSION, settings, {"train": SplitIndex(), "validation": SplitIndex()})
-    writer = ShardWriter(tmp_path, "train", index, 100_000)
-    tokens = np.arange(70_000) % (2**16 + 1)
-    writer.add(0, tokens, ends_document=True)
-    writer.finish_shard()
-    write_index(tmp_path / "corpus.json", index)
-    assert np.array_equal(TokenShards(tmp_path, "train").read(0, 70_000), tokens)
+def test_a_vocabulary_beyond_two_bytes(make_shards: MakeShards) -> None:
+    words = 2**16 + 1
+    folder = make_shards(train=70_000, shard_tokens=100_000, words=words, vocab_size=words)
+    assert np.array_equal(TokenShards(folder, "train").read(0, 70_000), np.arange(70_000) % words)
     assert token_type(2**16).itemsize == 2
 
 
@@ -119,10 +105,7 @@ def test_a_shard_is_checked_when_it_is_first_read(
     [
         (None, r"is no finished folder of token shards.*run the same `prepare` again"),
         ('{"format_version": 3}', r"cannot read .*missing required field `settings`"),
-        (
-            '{"format_version": 9, "settings": {}, "splits": {}}',
-            r"version 9 .* instead of 3",
-        ),
+        ('{"format_version": 9, "settings": {}, "splits": {}}', r"version 9 .* instead of 3"),
     ],
 )
 def test_damaged_index(make_shards: MakeShards, content: str | None, message: str) -> None:

@@ -2,6 +2,7 @@ import gzip
 import itertools
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -33,13 +34,6 @@ def documents(path: Path) -> list[str]:
     return found
 
 
-def compressed(path: Path, content: bytes) -> Path:
-    if path.suffix == ".gz":
-        content = gzip.compress(content)
-    path.write_bytes(content)
-    return path
-
-
 # --- pieces and files ---
 
 
@@ -55,18 +49,23 @@ def test_pieces_are_the_text_whatever_the_blocks(blocks: list[str], limit: int) 
         assert ends_document or piece.endswith("\n") or "\n" not in piece, "at line ends if any"
 
 
-@pytest.mark.parametrize("suffix", ["", ".gz"])
-def test_a_file_or_a_line_of_jsonl_is_a_document(tmp_path: Path, suffix: str) -> None:
+@pytest.mark.parametrize(("suffix", "compress"), [("", bytes), (".gz", gzip.compress)])
+def test_a_file_or_a_line_of_jsonl_is_a_document(
+    tmp_path: Path, suffix: str, compress: Callable[[bytes], bytes]
+) -> None:
     text = "x" + "".join(f"{n}, größer \U0001f600 \r\n" for n in range(30_000))  # many blocks
-    path = compressed(tmp_path / f"a.txt{suffix}", text.encode())
-    assert documents(path) == [text]
-    path.write_bytes(path.read_bytes() * 2)
-    assert documents(path) == [text * 2], "a compressed file may have several frames"
+    for times in (1, 2):  # a compressed file may have several frames
+        (tmp_path / f"a.txt{suffix}").write_bytes(times * compress(text.encode()))
+        assert documents(tmp_path / f"a.txt{suffix}") == [times * text]
     texts = ["one", "two\nlines", "ü" * 70_000, "\ud800 alone"]
-    lines = [json.dumps({"id": number, "text": text}) for number, text in enumerate(texts)]
-    empty = ["", json.dumps({"text": ""}), "  "]  # no documents
-    path = compressed(tmp_path / f"a.jsonl{suffix}", "\n".join([*lines, *empty]).encode())
+    lines = [json.dumps({"back": text[::-1], "text": text}) for text in texts]
+    lines += ["", json.dumps({"back": "", "text": ""}), "  "]  # no documents
+    path = tmp_path / f"a.jsonl{suffix}"
+    path.write_bytes(compress("\n".join(lines).encode()))
     assert documents(path) == [*texts[:3], "\ufffd alone"]
+    corpus = open_corpus(str(path), "back")
+    assert [piece.text for piece in corpus.pieces()][:2] == ["eno", "senil\nowt"]
+    assert corpus.fingerprint != open_corpus(str(path)).fingerprint
 
 
 def damaged(content: bytes) -> list[bytes]:
@@ -97,14 +96,6 @@ def test_damage_is_named_by_file_and_line(
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=f"{'' if message else 'cannot read '}.*{name}{message}"):
         documents(tmp_path / name)
-
-
-def test_the_field_of_the_text_can_be_named(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"body": "a"}\n{"body": "b"}\n')
-    corpus = open_corpus(str(path), "body")
-    assert [piece.text for piece in corpus.pieces()] == ["a", "b"]
-    assert corpus.fingerprint != open_corpus(str(path)).fingerprint
 
 
 # --- corpora of files ---
