@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tests.conftest import REPOSITORY, write_text
 from tests.processes import DIED, ProcessPool
-from tests.test_trainer import curve, join, records, sending, settings
+from tests.test_trainer import LOSS, VALIDATION, curve, join, records, sending, settings
 from torchtitan_diloco.components.checkpoint import (
     RANDOM,
     checkpoint_path,
@@ -34,8 +34,6 @@ from torchtitan_diloco.launch import LOOPBACK
 from torchtitan_diloco.train import set_determinism
 from torchtitan_diloco.trainer import Trainer
 
-LOSS = "loss/train"
-VALIDATION = "loss/val"
 STEPS = 16
 FP32 = {
     "validation.every": 13,
@@ -211,13 +209,14 @@ def test_so_does_one_that_torchrun_starts_again_after_a_rank_was_killed(
 def test_so_does_one_with_fsdp_muon_topk_and_fragments_in_flight(train: Train) -> None:
     """A save follows a validation, which leaves FSDP2's full parameters if they are not freed."""
     wanted = TOPK | {"parallel.reshard_after_forward": "never", "validation.local": "true"}
-    wanted["validation.every"] = 8
+    wanted |= {"validation.every": 8, "data.shard_by": "random"}
     one = train(4, "one", **wanted)
     start = checkpoint(one, 8)
     assert any(name.startswith("next/") for name in tensors(start))
     assert_same(shared_part(start), shared_part(checkpoint(one, 8, worker=1)))
     other = train(4, "other", **wanted, **{"checkpoint.resume": start})
     assert_same_end(one, other)
+    assert read_manifest(last(one)).state.position == STEPS * 12 / 2, "in the part of a worker"
     assert curve(records(one), LOSS)[8:] == curve(records(other), LOSS)
     more = train(3, "more", **(wanted | THREE | {"checkpoint.resume": start}))
     assert_same(shared_part(last(more)), shared_part(last(more, worker=2)))

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 from tests.components.test_checkpoint import EMPTY, TENSORS, write_checkpoint
-from tests.components.test_resume import LOSS, STEPS, chosen, last, run
+from tests.components.test_resume import STEPS, chosen, last, run
 from tests.diloco.toy import join
 from tests.processes import ProcessPool
-from tests.test_trainer import curve, records
+from tests.test_trainer import LOSS, curve, records
 from torchtitan_diloco.components import run_folder
 from torchtitan_diloco.components.checkpoint import MANIFEST, complete_checkpoints
 from torchtitan_diloco.components.resume import Answer, find_start, judge, read_manifest

@@ -12,7 +12,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.test_trainer import records
+from tests.test_trainer import LOSS, records
 from torchtitan_diloco.components import telemetry as module
 from torchtitan_diloco.components.metrics import METRICS, time_shares
 from torchtitan_diloco.components.run_plan import RunPlan
@@ -24,7 +24,7 @@ from torchtitan_diloco.diloco.round import Round, Traffic
 from torchtitan_diloco.distributed.collectives import PendingSum
 from torchtitan_diloco.distributed.world import World
 
-LOSS, SENT = "loss/train", "worker/sent_bytes"
+SENT = "worker/sent_bytes"
 PLAN = RunPlan(1000, 100, accumulation=1, tokens_per_step=64, total_steps=20)
 CPU = torch.device("cpu")
 TRAINED = StepResult(64.0, 1.0, skipped=False)

@@ -12,14 +12,13 @@ from tests.components.test_resume import checkpoint, run, tensors
 from tests.conftest import save_tokenizer, write_text
 from tests.export.reading import read_weights
 from tests.processes import ProcessPool
-from tests.test_trainer import curve, join, records, settings
+from tests.test_trainer import VALIDATION, curve, join, records, settings
 from torchtitan_diloco.config import load_config
 from torchtitan_diloco.diloco.state_dict import shared_parameter_name
 from torchtitan_diloco.export import __main__ as commands
 from torchtitan_diloco.export.saved_model import open_saved
 from torchtitan_diloco.trainer import Trainer
 
-VALIDATION = "loss/val"
 STREAMING = {
     "diloco.method": "streaming",
     "diloco.sync_every": 6,

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from tests.components.test_resume import run
 from tests.export.reading import build, load, read_weights, save
 from tests.processes import ProcessPool
-from tests.test_trainer import curve, records, settings
+from tests.test_trainer import VALIDATION, curve, records, settings
 from torchtitan_diloco.config.schema import Model
 from torchtitan_diloco.export import __main__ as commands
 from torchtitan_diloco.export.hugging_face import (
@@ -29,7 +29,6 @@ SMALL: dict[str, Any] = {"layers": 2, "width": 24, "heads": 4, "head_dim": 10, "
 SMALL |= {"kv_heads": 2}
 PLAIN = Model(**SMALL, qk_norm=False, tied_head=False, norm_epsilon=1e-5)
 SCALED = Model(**SMALL, qk_norm=False, rotary_scaling=8.0)
-VALIDATION = "loss/val"
 
 
 def test_what_transformers_saves_in_parts_and_16_bits_is_read(tmp_path: Path) -> None:
