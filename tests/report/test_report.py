@@ -53,10 +53,11 @@ def shown_text(page: str) -> str:
 
 def test_page_of_a_run(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     streaming = runs / "streaming"
-    assert main([str(streaming)]) == 0
-    page = streaming / "report.html"
-    assert capsys.readouterr().out.strip() == str(page)
-    text = page.read_text()
+    for page, words in (("report.html", []), ("again.html", ["--out", f"{streaming}/again.html"])):
+        assert main([str(streaming), *words]) == 0
+        assert capsys.readouterr().out == f"{streaming / page}\n"
+    text = (streaming / "report.html").read_text()
+    assert (streaming / "again.html").read_text() == text, "the same records, the same page"
     shown = shown_text(text).splitlines()
     assert 'a <tale> of "two" runs & more; 3 workers, Streaming DiLoCo' in shown
     assert "<tale>" not in text
@@ -65,8 +66,6 @@ def test_page_of_a_run(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "worker 2: transfer 800.0 ms" in text, "a tooltip"
     assert "training: " in text, "a tooltip"
     assert "#0b62b0" not in text.partition("</style>")[2], "colours are variables"
-    assert main([str(streaming), "--out", str(streaming / "again.html")]) == 0
-    assert (streaming / "again.html").read_text() == text, "the same records, the same page"
 
 
 def test_facts_and_figures_of_a_run(runs: Path) -> None:
