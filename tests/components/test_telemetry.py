@@ -243,16 +243,13 @@ def test_weights_and_biases_without_its_package(
         telemetry(tmp_path, wandb="slow-links")
 
 
-@pytest.mark.parametrize("is_terminal", [True, False])
-def test_only_a_terminal_shows_each_step(
-    monkeypatch: pytest.MonkeyPatch, is_terminal: bool
-) -> None:
-    stream = io.StringIO()
-    monkeypatch.setattr(stream, "isatty", lambda: is_terminal)
-    monkeypatch.setattr(sys, "stderr", stream)
-    with telemetry(None) as own:
-        train(own, range(1, 5))
-    assert ("4/20 [" in stream.getvalue()) == is_terminal
+def test_only_a_terminal_shows_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    for is_terminal in (True, False):
+        monkeypatch.setattr(sys, "stderr", stream := io.StringIO())
+        monkeypatch.setattr(stream, "isatty", lambda shown=is_terminal: shown)
+        with telemetry(None) as own:
+            train(own, range(1, 5))
+        assert ("4/20 [" in stream.getvalue()) == is_terminal
 
 
 def test_a_full_disk_does_not_end_the_run(
