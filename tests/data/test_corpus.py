@@ -112,7 +112,7 @@ def _open_at_once(data: Data) -> tuple[int, str]:
             os.kill(os.getpid(), signal.SIGKILL)
         return replace(path, target)
 
-    while not is_first and not list(Path(data.cache_folder).glob("*/.train-*.partial")):
+    while not is_first and not list(Path(data.cache_folder).glob("*/*train-*")):
         time.sleep(0.01)
     with patch.object(Path, "replace", replace_or_die), redirect_stdout(StringIO()) as printed:
         opened = open_split(data, BYTES, "train")
