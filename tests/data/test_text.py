@@ -112,12 +112,14 @@ def texts(tmp_path: Path) -> Path:
     (tmp_path / "picture.png").write_bytes(b"\x89PNG")
     (tmp_path / ".hidden").mkdir()
     (tmp_path / ".hidden" / "d.txt").write_text("hidden")
+    (tmp_path / "nothing").mkdir()
+    (tmp_path / "link.txt").symlink_to(tmp_path / "gone.txt")
+    os.mkfifo(tmp_path / "pipe.txt")
     return tmp_path
 
 
 def test_paths_folders_and_globs(texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(texts))
-    os.mkfifo(texts / "pipe.txt")
     for spec, expected in {
         "{}": ["a", "b", "c1", "c2"],  # regular files, without other kinds, hidden and empty ones
         "{}/b*.txt": ["b"],
@@ -138,16 +140,11 @@ def test_paths_folders_and_globs(texts: Path, monkeypatch: pytest.MonkeyPatch) -
         ("{}/empty.txt", r"empty\.txt' has no text"),
         ("{}/nothing", r"{}/nothing has no text .*and no token shards"),
         ("{}/link*.txt", r"cannot read {}/link\.txt"),
-        ("{}/*.txt", r"cannot read .*pipe\.txt: no such regular file"),
+        ("{}/pipe*.txt", r"cannot read .*pipe\.txt: no such regular file"),
         (" , ", r"names no file"),
     ],
 )
 def test_errors_name_what_is_wrong(texts: Path, spec: str, message: str) -> None:
-    if spec == "{}/*.txt":
-        os.mkfifo(texts / "pipe.txt")
-    else:
-        (texts / "link.txt").symlink_to(texts / "gone.txt")
-    (texts / "nothing").mkdir()
     with pytest.raises(ValueError, match=message.replace("{}", str(texts))):
         pieces(spec.replace("{}", str(texts)))
 
@@ -209,9 +206,7 @@ def test_hugging_face_folders(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=message):
             pieces(folder)
 
-
-@pytest.mark.parametrize("name", ["/nowhere/at/all", "", "owner/set/subset:train"])
-def test_hugging_face_names(name: str) -> None:
-    message = rf"(?s)cannot open 'hf:{name}' .*write hf:OWNER/DATASET.*the network"
-    with pytest.raises(ValueError, match=message):
-        pieces(f"hf:{name}")
+    for name in ("/nowhere/at/all", "", "owner/set/subset:train"):
+        message = rf"(?s)cannot open 'hf:{name}' .*write hf:OWNER/DATASET.*the network"
+        with pytest.raises(ValueError, match=message):
+            pieces(f"hf:{name}")

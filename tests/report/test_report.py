@@ -70,18 +70,21 @@ def test_page_of_a_run(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_facts_and_figures_of_a_run(runs: Path) -> None:
     run = opened(runs / "streaming")
-    expected = 600 * all_reduce_bytes(sum(FRAGMENTS.values()), 3)
-    assert facts(run) | {
-        "tokens": ("9,830,400", "of the run, 600 steps"),
-        "time": ("0:05:00", "days, h:mm:ss, with validations"),
-        "sent by each worker": ("90.0 MB", "counted in the buffers"),
-        "communication hidden": (f"{100 * (1 - 0.05 / 1.2):.1f} %", "of the exchanges' time"),
-        "slowest link": ("40.0 Mbit/s", "worker 2 to worker 0, median of 57 rounds"),
-    } == facts(run)
-    assert facts(run)["last to arrive"][0] == "worker 2"
-    assert 97 < float(facts(run)["utilisation"][0].removesuffix(" %")) < 98
-    ratio = expected / (60 * 1.5e6)
-    assert f"{ratio:,.1f} times" in facts(run)["data parallelism would send"][1]
+    told = facts(run)
+    assert (
+        told.items()
+        >= {
+            "tokens": ("9,830,400", "of the run, 600 steps"),
+            "time": ("0:05:00", "days, h:mm:ss, with validations"),
+            "sent by each worker": ("90.0 MB", "counted in the buffers"),
+            "communication hidden": (f"{100 * (1 - 0.05 / 1.2):.1f} %", "of the exchanges' time"),
+            "slowest link": ("40.0 Mbit/s", "worker 2 to worker 0, median of 57 rounds"),
+        }.items()
+    )
+    assert told["last to arrive"][0] == "worker 2"
+    assert 97 < float(told["utilisation"][0].removesuffix(" %")) < 98
+    ratio = 600 * all_reduce_bytes(sum(FRAGMENTS.values()), 3) / (60 * 1.5e6)
+    assert f"{ratio:,.1f} times" in told["data parallelism would send"][1]
     workers, links = detail_tables([run])
     assert [row[0].text for row in workers.rows] == ["worker 2", "worker 0", "worker 1"]
     assert workers.rows[0][1].text == "57 of 57"
