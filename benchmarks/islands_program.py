@@ -29,7 +29,8 @@ from torchtitan_diloco.diloco import StreamingDiLoCo
 from torchtitan_diloco.islands import IslandPeers, connection, leader
 from torchtitan_diloco.islands.__main__ import open_reader
 from torchtitan_diloco.islands.config import Join
-from torchtitan_diloco.islands.log import Entry, Outcome, State
+from torchtitan_diloco.islands.ledger import Entry, Outcome
+from torchtitan_diloco.islands.log import State
 from torchtitan_diloco.trainer import Trainer
 
 LENGTH = 64
@@ -153,14 +154,10 @@ def audit(join: Join) -> dict[str, Any]:
         state = reader.state
     entries = [one.entry for one in outcomes if one.entry is not None]
     fragments = len(state.fragments)
-    spans = [[span for one in slot.ledgers for span in one.spans] for slot in state.slots]
 
     def samples(fate: str) -> list[float]:
         """Return the samples of each slot with this fate."""
-        return [
-            sum(one.end - one.start for one in slot if one.fate == fate) / fragments
-            for slot in spans
-        ]
+        return [sum(getattr(one, fate) for one in slot.ledgers) / fragments for slot in state.slots]
 
     return {
         "problems": [*_problems(state, entries), *([] if state.ended else ["it has not ended"])],
@@ -187,8 +184,7 @@ def _problems(state: State, entries: Sequence[Entry]) -> Iterator[str]:
     for (slot, fragment), ranges in merged.items():
         if any(one[1] > other[0] for one, other in pairwise(sorted(ranges))):
             yield f"slot {slot}, fragment {fragment}: a range is merged twice"
-        spans = state.slots[slot].ledgers[fragment].spans
-        known = sum(span.end - span.start for span in spans if span.fate == "merged")
+        known = state.slots[slot].ledgers[fragment].merged
         if known != sum(end - start for start, end in ranges):
             yield f"slot {slot}, fragment {fragment}: the ledger has {known} samples merged"
 

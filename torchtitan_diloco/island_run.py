@@ -44,10 +44,10 @@ class IslandRun:
     def step(self) -> float:
         """Next step of the run, counted by the tokens of all islands."""
         peers = self.peers
-        return peers.clock * self._plan.total_steps / peers.seat.total_tokens + 1
+        return peers.clock * self._plan.total_steps / peers.total_tokens + 1
 
     @property
     def progress(self) -> RunProgress:
         """Steps and tokens of all islands so far. At the end, the clock may exceed the total."""
-        tokens = min(self.peers.clock, self.peers.seat.total_tokens)
+        tokens = min(self.peers.clock, self.peers.total_tokens)
         return RunProgress(self.step - 1, tokens)

@@ -1,18 +1,24 @@
 """A simulated island and its settings."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from tests.islands import toy
-from tests.islands.toy import Copies, Shared, Vector
+from tests.islands.toy import Copies, Shared, Vector, combine, records_of
 from torchtitan_diloco.diloco.schedule import Schedule
-from torchtitan_diloco.islands.log import Entry, State
+from torchtitan_diloco.islands.ledger import Mode, Unapplied
+from torchtitan_diloco.islands.log import State
 from torchtitan_diloco.islands.machine import RETRY, Due, Machine
-from torchtitan_diloco.islands.members import Hint, IslandFencedError, Members
+from torchtitan_diloco.islands.members import (
+    Hint,
+    IslandFailedError,
+    IslandFencedError,
+    Members,
+)
 from torchtitan_diloco.islands.records import (
     Chunk,
     Close,
@@ -22,7 +28,7 @@ from torchtitan_diloco.islands.records import (
     decode,
     digest,
 )
-from torchtitan_diloco.islands.rounds import Checked, Mode, Timing
+from torchtitan_diloco.islands.rounds import Checked, Timing
 from torchtitan_diloco.islands.rules import Island
 from torchtitan_diloco.log import UserError
 
@@ -30,6 +36,8 @@ if TYPE_CHECKING:
     from tests.islands.simulation import World
 
 RUN_ID = "r1"
+STATE_EVERY = 10
+"""Records between two states that are stored for joiners."""
 TICK, BEAT, RECONNECT = 0.1, 0.5, 0.1
 """Seconds between ticks, heartbeats, and attempts to connect."""
 HOUR = 3600.0
@@ -52,6 +60,7 @@ class Plan:
     quorum: int = 1
     floor: float = 0.3
     expiry: float = 2.0
+    patience: float = 2.0
     loss: float = 0.0
     """Probability that a message to the server is lost. All acknowledgements are lost."""
     doubled: float = 0.0
@@ -77,7 +86,7 @@ class Plan:
             outer_lr=1.0,
             block=self.batch,
             checksums=(Shared().checksum,) * self.fragments,
-            fingerprints={"settings": "same"},
+            fingerprints={"diloco.sync_every": str(self.sync_every)},
         )
 
 
@@ -110,11 +119,11 @@ class Process:
         self.effects = 0
         """Messages and chunks sent so far."""
         self.cursor = self.delivered = 0
-        self.members = Members(self.plan.expiry)
+        self.members = Members(self.plan.expiry, self.plan.patience)
         self._begin()
         self.theta: list[Vector] = []
         self.checked: dict[int, Checked] = {}
-        self.heads: list[dict[int, str]] = [{} for _ in range(self.plan.fragments)]
+        self.heads: list[dict[int, str]] = []
         """For each fragment: version -> hash of the entry that made it."""
         self.training = self.blocked = False
         self.expected: list[toy.Expected] = []
@@ -124,12 +133,16 @@ class Process:
         self.idle = self.blocked_since = 0.0
         self.waits: list[int] = []
         """For each own part: steps from when its entry was due until it was applied."""
-        self.leaving = False
+        self.leaving = self.has_begun = False
+        self.is_flipped = self.failed = False
+        """Whether a copy has a wrong bit, and whether it has ended for that."""
 
     def _begin(self) -> None:
-        self.copies = self._first_copies()
-        arguments = self.incarnation, self.members, self.plan.timing, self.copies.checksum
+        self.copies, state = self._first_copies()
+        arguments = self.incarnation, self.members, self.plan.timing
         self.machine = Machine(*arguments, lr=1.0)
+        self.machine.begin(state)
+        self.cursor = self.delivered = state.sequence
 
     @property
     def now(self) -> float:
@@ -148,30 +161,55 @@ class Process:
     def pause(self, seconds: float) -> None:
         self.paused_until = self.world.now + seconds
 
+    def flip(self) -> None:
+        """Change a copy in memory, and with it what this process computes from then on."""
+        wrong, self.is_flipped = self.copies.newest(0), True
+        wrong = replace(wrong, theta=combine((1, wrong.theta), (1, {0: 1})))
+        self.copies.shared[0][wrong.version] = wrong
+        self.state.learn(0, wrong.version, wrong.checksum)
+
+    def fail(self) -> None:
+        """End, and be started again."""
+        self.alive, self.failed = False, True
+        self.world.start(self.incarnation.split("/")[0], self.nature, at=1.0)
+
     def cut(self, seconds: float) -> None:
         """Lose the connection. Messages sent meanwhile are lost, and deliveries are delayed."""
         self.members.disconnect()
         self.world.after(seconds + RECONNECT, self.reconnect, self)
 
     def reconnect(self) -> None:
+        if not self.has_begun:
+            return
         self.members.connect(self.now)
         self.delivered = self.cursor
         self.deliver()
 
     # --- network ----------------------------------------------------------------------------------
 
-    def _first_copies(self) -> Copies:
-        """Return the copies to begin with: another island's snapshots, or version 0."""
-        donors = [one for one in self.world.processes if one.alive and one.training]
-        if not donors:
-            fragments = range(self.plan.fragments)
-            return Copies([Shared() for _ in fragments], [{} for _ in fragments])
-        donor, choose = self.world.random.choice(donors), self.world.random.choice
-        snapshots = [shared[choose(sorted(shared)[-3:])] for shared in donor.copies.shared]
-        return toy.begin_with(snapshots, donor.heads, self.world.log[: donor.cursor])
+    def _first_copies(self) -> tuple[Copies, State]:
+        """Return another island's snapshots and a stored state, or the beginning of the run."""
+        world, choose = self.world, self.world.random.choice
+        healthy = [one for one in world.processes if one.alive and not one.is_flipped]
+        donors = [one for one in healthy if one.training]
+        donor, states = choose(donors) if donors else None, map(State.decode, world.states)
+        stored = [state for state in states if donor and state.sequence <= donor.cursor]
+        if donor is None or not stored:
+            return Copies([Shared() for _ in range(self.plan.fragments)]), State()
+        state = choose(stored)
+        records = records_of(world.log[state.sequence : donor.cursor])
+        chosen = list[Shared]()
+        for fragment, shared in enumerate(donor.copies.shared):
+            known = sorted(version for version in shared if version in donor.heads[fragment])[-3:]
+            one = shared[choose([key for key in known if key >= state.fragments[fragment].version])]
+            head = donor.heads[fragment][one.version]
+            assert state.adopt(fragment, (one.version, head, one.checksum), records)
+            chosen.append(one)
+        return Copies(chosen), state
 
     def connect(self) -> None:
         self._begin()
+        self.has_begun = True
         self.members.connect(self.now)
         self.deliver()
         self.tick()
@@ -191,14 +229,18 @@ class Process:
         raw = self.world.log[self.cursor]
         self.cursor += 1
         outcome = self.machine.read(self.cursor, raw, self.now)
-        self.world.agree(("state", self.cursor), toy.fingerprint(self.state))
-        self.world.note(outcome, self.cursor)
+        if not self.is_flipped:
+            self.world.note(outcome, self.cursor)
         if outcome.entry is not None:
-            close = outcome.entry.close
-            self.heads[close.fragment][close.version] = digest(raw)
-            self.copies.advance(outcome.entry, self.world.fetch)
-            checksum = self.copies.checksum(close.fragment, close.version)
-            self.world.agree(("checksum", close.fragment, close.version), checksum)
+            self.copies.advance(self.state, outcome.entry, self.world.fetch)
+        self.heads = [
+            heads | {one.version: one.head}
+            for heads, one in zip(self.heads or [{}] * 99, self.state.fragments, strict=False)
+        ]
+        if not self.is_flipped:
+            self.world.agree(("state", self.cursor), toy.fingerprint(self.state))
+            if self.training and self.cursor % STATE_EVERY == 0:
+                self.world.states.append(self.state.encode())
         if isinstance(outcome.record, Part) and not outcome.void:
             assert self.world.payloads.keys() >= {one.sequence for one in outcome.record.chunks}
             self.world.after(self.nature.download, partial(self.check, self.cursor), self)
@@ -253,25 +295,34 @@ class Process:
     # --- decisions --------------------------------------------------------------------------------
 
     def react(self) -> None:
-        if self.state.ended:
+        if self.state.ended and self.cursor == len(self.world.log):
             self.finished = True
         if self.finished or (not self.members.connected and self.island is None):
             return
         if self.island is None and (not self.state.facts or self.cursor < len(self.world.log)):
             return
-        try:
-            records = self.machine.records(self.checked, self.now)
-        except IslandFencedError:
-            self.finished = True
+        if self.decide() is None:
             return
-        except UserError:  # a start of the same island is running
-            return
-        for record in records:
-            self.have_effect(partial(self.transmit, record))
         if self.island is not None and not self.training:
             self.begin_training(self.island.position)
         elif self.island is not None and (self.blocked or self.island.stopped):
             self.boundary()
+
+    def decide(self) -> list[Record] | None:
+        """Append what is due, and return it. None: this process cannot go on now."""
+        try:
+            records = self.machine.records(self.checked, self.now)
+        except IslandFencedError:
+            self.finished = True
+            return None
+        except IslandFailedError:
+            self.fail()
+            return None
+        except UserError:  # a start of the same island is running
+            return None
+        for record in records:
+            self.have_effect(partial(self.transmit, record))
+        return records
 
     def begin_training(self, position: int) -> None:
         self.training = True
@@ -307,17 +358,19 @@ class Process:
         self.blocked = True
         while self.blocked:
             unapplied = [list(rounds.unapplied) for rounds in island.rounds]
+            before = [rounds.applied for rounds in island.rounds]
             sent = [rounds.sent_step for rounds in island.rounds]
             due = self.machine.boundary(self.now)
             for one in due.applied:
                 entry = unapplied[one.fragment].pop(0)
-                assert entry.close.version == one.version
+                assert entry.version == one.version
                 late = island.step - sent[one.fragment] - self.plan.delay
-                self.apply(one, entry, late)
+                self.apply(one, entry, before[one.fragment], late)
+                before[one.fragment] = one.version
             for part in due.sent:
                 self.send(part)
-            for record in self.machine.records(self.checked, self.now):
-                self.have_effect(partial(self.transmit, record))
+            if self.decide() is None:
+                return
             self.blocked = due.waits_until is not None
             if due.waits_until is not None and not (due.applied or due.sent):
                 later = max(0.001, due.waits_until - self.now)
@@ -327,21 +380,26 @@ class Process:
         if not island.stopped:
             self.next_step()
 
-    def apply(self, due: Due, entry: Entry, late: int) -> None:
-        """`late`: steps since the last part of the fragment should have been applied."""
+    def apply(self, due: Due, entry: Unapplied, before: int, late: int) -> None:
+        """
+        Args:
+            before: version in the parameters.
+            late: steps since the last part of the fragment should have been applied.
+        """
         island, fragment = self.island, due.fragment
         assert island is not None
-        old, new = (self.copies.shared[fragment][due.version - n].theta for n in (1, 0))
+        old, new = (
+            self.copies.shared[fragment][version].theta for version in (before, due.version)
+        )
         theta = self.theta[fragment]
         self.theta[fragment] = toy.apply(due.mode, theta, old, new, self.plan.alpha)
-        if (part := entry.part_of(self.incarnation)) is not None:
+        if (part := entry.own) is not None:
             self.waits.append(late)
             in_time = late <= 0 and part.base == due.version - 1
             share = self.plan.alpha if in_time else max(self.plan.alpha, 0.5)
             change = toy.combine((1, new), (-1, old))
             place = island.slot, island.position
-            lost = entry.is_lost(part)
-            self.expected[fragment].apply(share * (not lost), *place, change)
+            self.expected[fragment].apply(share * (not entry.is_lost), *place, change)
         if due.mode is Mode.RESET:
             self.poisoned.discard(fragment)
 
@@ -368,5 +426,5 @@ class Process:
             self.world.corrupt.add(number)
         chunk = Chunk(number, 1, digest(repr(delta).encode()))
         chunks = (chunk,) if part.finite else ()
-        self.machine.stored[part.fragment] = msgspec.structs.replace(part, chunks=chunks)
+        self.machine.store(msgspec.structs.replace(part, chunks=chunks))
         self.react()

@@ -68,7 +68,9 @@ class Island(threading.Thread):
         self.model = Net()
         self.optimizer = sgd(self.model)
         size = {"slots": self.slots, "begin": self.begin}
-        settings = Islands(str(self.join_string), self.name_, grace_seconds=self.grace, **size)
+        settings = Islands(
+            str(self.join_string), self.name_, grace_seconds=self.grace, slot_seconds=1, **size
+        )
         self.peers = IslandPeers(
             settings,
             total_tokens=self.steps * self.begin * TOKENS,

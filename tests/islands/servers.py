@@ -11,8 +11,8 @@ import pytest
 
 from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.connection import Connection
+from torchtitan_diloco.islands.inbox import LogRecord
 from torchtitan_diloco.islands.server import Server, find_server, open_folder
-from torchtitan_diloco.islands.session import LogRecord
 
 PATIENCE = 150
 """Seconds after which a test counts as hanging."""

@@ -7,8 +7,9 @@ from itertools import count, pairwise
 
 from tests.islands import toy
 from tests.islands.process import Nature, Plan, Process
-from tests.islands.toy import Copies, Shared, Vector
-from torchtitan_diloco.islands.log import VERSIONS_LATE, Entry, Outcome, State
+from tests.islands.toy import Copies, Shared, Vector, records_of
+from torchtitan_diloco.islands.ledger import Entry, Outcome
+from torchtitan_diloco.islands.log import VERSIONS_LATE, State
 from torchtitan_diloco.islands.records import Part, Record, digest, encode
 
 
@@ -27,6 +28,8 @@ class World:
         """Entries, and the time at which each was first read."""
         self.late: list[int] = []
         """For each merged part, the number of entries that left it out."""
+        self.states: list[bytes] = []
+        """Some states, as islands store them for joiners."""
         self._seen: dict[object, str] = {}
         self._queue: list[tuple[float, int, Process | None, Callable[[], None]]] = []
         self._number = count()
@@ -101,10 +104,10 @@ def check(world: World) -> tuple[State, list[Entry]]:
     checksums of all versions.
     """
     fragments = range(world.plan.fragments)
-    copies = Copies([Shared() for _ in fragments], [{} for _ in fragments])
-    state, entries = toy.replay(world.log, copies, world.fetch)
+    copies, state = Copies([Shared() for _ in fragments]), State()
+    entries = toy.replay(world.log, copies, world.fetch, state)
     for process in world.processes:
-        if process.cursor == len(world.log):
+        if process.cursor == len(world.log) and not process.is_flipped:
             assert toy.fingerprint(process.state) == toy.fingerprint(state)
             for fragment in fragments:
                 assert process.copies.newest(fragment) == copies.newest(fragment)
@@ -125,24 +128,34 @@ def check_ledger(state: State, entries: list[Entry]) -> None:
             ]
             for before, after in pairwise(parts):
                 assert before.end <= after.start, "a range was merged twice"
-            for one, other in pairwise(ledger.spans):
-                assert one.end == other.start
-                assert one.fate != other.fate
-            merged = sum(span.end - span.start for span in ledger.spans if span.fate == "merged")
-            assert merged == sum(part.end - part.start for part in parts if part.finite)
+            assert ledger.merged == sum(part.end - part.start for part in parts if part.finite)
             waiting = state.fragments[fragment].waiting_of(number)
             assert waiting is None or waiting.start == ledger.taken_to
 
 
 def check_snapshots(world: World, state: State, copies: Copies, entries: list[Entry]) -> None:
-    """Replay the log from snapshots of each fragment at different versions."""
-    heads: list[dict[int, str]] = [{} for _ in copies.shared]
-    for entry in entries:
-        heads[entry.close.fragment][entry.close.version] = digest(encode(entry.close))
+    """Replay the log from a state, and from snapshots of each fragment at different versions."""
     rng = random.Random(len(world.log))
-    chosen = [shared[rng.choice(sorted(shared))] for shared in copies.shared]
-    again = toy.begin_with(chosen, heads, world.log)
-    replayed, _ = toy.replay(world.log, again, world.fetch)
-    assert toy.fingerprint(replayed) == toy.fingerprint(state)
+    begun = State.decode(rng.choice(world.states)) if world.states else State()
+    if begun.facts is None:
+        return
+    records = records_of(world.log[begun.sequence :])
+    chosen = list[Shared]()
+    for fragment, shared in enumerate(copies.shared):
+        one = shared[
+            rng.choice([key for key in shared if key >= begun.fragments[fragment].version])
+        ]
+        heads = {
+            entry.close.version: digest(encode(entry.close))
+            for entry in entries
+            if entry.close.fragment == fragment
+        }
+        head = heads.get(one.version, begun.fragments[fragment].head)
+        assert begun.adopt(fragment, (one.version, head, one.checksum), records)
+        assert not begun.adopt(fragment, (one.version, "other", one.checksum), records)
+        chosen.append(one)
+    again = Copies(chosen)
+    toy.replay(world.log, again, world.fetch, begun)
+    assert toy.fingerprint(begun) == toy.fingerprint(state)
     for fragment in range(world.plan.fragments):
         assert again.newest(fragment) == copies.newest(fragment)

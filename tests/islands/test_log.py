@@ -1,6 +1,5 @@
 """Validity of records."""
 
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -8,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtitan_diloco.islands.log import MOST_SAMPLES, VERSIONS_LATE, Outcome, State
+from torchtitan_diloco.islands.ledger import Outcome
+from torchtitan_diloco.islands.log import MOST_SAMPLES, VERSIONS_KNOWN, VERSIONS_LATE, State
 from torchtitan_diloco.islands.records import (
     LARGEST,
     MOST_GRACE,
@@ -23,7 +23,6 @@ from torchtitan_diloco.islands.records import (
     Record,
     Refusal,
     Take,
-    checksums_before,
     decode,
     digest,
     encode,
@@ -44,13 +43,10 @@ FACTS = Facts(
 class Log:
     """A log with shortcuts for records that are valid."""
 
-    def __init__(
-        self,
-        checksum: Callable[[int, int], str] = lambda _, version: f"v{version}",
-        facts: Facts = FACTS,
-    ) -> None:
+    def __init__(self, facts: Facts = FACTS, checksum: str = "v") -> None:
+        """`checksum`: what this reader computes, before the number of the version."""
         self.raw: list[bytes] = []
-        self.state = State(checksum)
+        self.checksum, self.state = checksum, State()
         self.write(facts)
         self.take(0, "a")
         self.take(1, "b")
@@ -61,7 +57,14 @@ class Log:
 
     def write(self, record: Record) -> Outcome:
         self.raw.append(encode(record))
-        return self.state.read(len(self.raw), self.raw[-1])
+        return self.read(self.raw[-1])
+
+    def read(self, raw: bytes) -> Outcome:
+        outcome = self.state.read(self.state.sequence + 1, raw)
+        if (entry := outcome.entry) is not None:
+            version = entry.close.version
+            self.state.learn(entry.close.fragment, version, f"{self.checksum}{version}")
+        return outcome
 
     def owner(self, slot: int) -> dict[str, Any]:
         return {"run": "r", "slot": slot, "incarnation": self.state.slots[slot].owner or "a"}
@@ -99,12 +102,6 @@ class Log:
 
 
 changed = msgspec.structs.replace
-
-
-def read_all(raw: list[bytes], state: State) -> State:
-    for sequence, record in enumerate(raw, start=1):
-        state.read(sequence, record)
-    return state
 
 
 # --- closes ---------------------------------------------------------------------------------------
@@ -170,10 +167,11 @@ def test_a_part_with_a_norm_beyond_the_usual_is_lost() -> None:
     lost = outcome.entry.part_of("b")
     assert lost is not None
     assert outcome.entry.is_lost(lost)
-    assert [span.fate for span in log.state.slots[1].ledgers[0].spans] == ["merged", "lost"]
+    ledger = log.state.slots[1].ledgers[0]
+    assert (ledger.merged, ledger.lost, ledger.entries) == (10, 10, 2)
     assert "relative to version 1, older than 2" in log.part(1, 30, base=1, checksum="v1").void
     assert not log.part(1, 30).void
-    assert list(log.state.fragments[0].norms) == [1.0] * 3
+    assert log.state.fragments[0].norms == [1.0] * 3
 
 
 # --- parts ----------------------------------------------------------------------------------------
@@ -234,13 +232,13 @@ BOUNDED = changed(FACTS, total_tokens=1000, cycle=10)
 )
 def test_no_part_can_end_a_run_or_cost_its_readers_much(wrong: dict[str, Any], reason: str) -> None:
     """Its weight counts towards the end of the run, and its range moves the data of its slot."""
-    log = Log(facts=BOUNDED)
+    log = Log(BOUNDED)
     assert reason in log.part(0, **{"end": 80, **wrong}).void
     assert not log.part(0, 80).void
 
 
 def test_no_open_can_stop_the_run() -> None:
-    log = Log(facts=BOUNDED)
+    log = Log(BOUNDED)
     long = Open(**log.owner(0), fragment=0, version=1, grace=2 * MOST_GRACE)
     assert "not a record" in log.write(long).void
     assert not log.write(changed(long, grace=MOST_GRACE)).void
@@ -251,14 +249,14 @@ def test_no_open_can_stop_the_run() -> None:
 )
 def test_facts_with_numbers_beyond_any_run_are_void(wrong: dict[str, Any]) -> None:
     """A clock may reach the total and a part of each slot, and must still have an encoding."""
-    state = State(None)
+    state = State()
     assert state.read(1, encode(changed(FACTS, **wrong))).void
     assert not state.read(2, encode(FACTS)).void
 
 
 def test_rounds_open_until_a_fragment_has_its_tokens_and_the_run_ends_then() -> None:
     """Fragments may lack the work since their last rounds, a cycle at most."""
-    log = Log(facts=changed(FACTS, total_tokens=100, cycle=10))
+    log = Log(changed(FACTS, total_tokens=100, cycle=10))
     done = [Done(run="r", slot=slot, incarnation=name) for slot, name in enumerate("ab")]
     end = End(run="r", slot=0, incarnation="a", absent=("a", "b"), heads=log.state.heads)
     for record in (*done, end):
@@ -267,10 +265,10 @@ def test_rounds_open_until_a_fragment_has_its_tokens_and_the_run_ends_then() -> 
         fragment.clock = 90
     for record in (*done, changed(end, absent=())):
         assert not log.write(record).void
-    log = Log(facts=changed(FACTS, total_tokens=100, cycle=10))
+    log = Log(changed(FACTS, total_tokens=100, cycle=10))
     log.state.fragments[0].clock = 99
     assert not log.open().void
-    log = Log(facts=changed(FACTS, total_tokens=100, cycle=10))
+    log = Log(changed(FACTS, total_tokens=100, cycle=10))
     log.state.fragments[0].clock = 100
     assert log.open().void == "the fragment has merged all tokens of the run"
 
@@ -291,8 +289,8 @@ def test_a_take_races_with_a_close_of_the_old_owners_part(close_first: bool) -> 
         assert "not a waiting part" in log.write(close).void
     assert log.state.slots[0].start == (10 if close_first else 0)
     assert "slot 0 belongs to c" in log.part(0, 20, incarnation="a").void
-    fates = [[span.fate for span in ledger.spans] for ledger in log.state.slots[0].ledgers]
-    assert fates == ([["merged"], ["lost"]] if close_first else [[], []])
+    fates = [(ledger.merged, ledger.lost) for ledger in log.state.slots[0].ledgers]
+    assert fates == ([(10, 0), (0, 10)] if close_first else [(0, 0)] * 2)
     assert log.state.slots[0].read_twice == (0 if close_first else 10)
 
 
@@ -346,7 +344,7 @@ def test_altered_records_are_never_an_error(data: st.DataObject) -> None:
     raw = source.raw[data.draw(st.integers(0, len(source.raw) - 1))]
     position = data.draw(st.integers(0, len(raw) - 1))
     altered = raw[:position] + data.draw(st.binary(max_size=3)) + raw[position + 1 :]
-    for state in (source.state, State(lambda _, __: "v0")):
+    for state in (source.state, State()):
         state.read(state.sequence + 1, altered)
 
 
@@ -359,38 +357,76 @@ def test_odd_encodings_are_void(record: bytes) -> None:
     assert log.state.owners() == {0: "a", 1: "b"}
 
 
-def test_a_log_with_a_gap_and_a_log_that_is_not_the_known_one_are_refused() -> None:
-    log, other = Log(), Log()
+def test_a_log_with_a_gap_is_refused() -> None:
+    log = Log()
     with pytest.raises(ValueError, match="record 5 of the log comes after record 3"):
         log.state.read(5, log.raw[-1])
-    log.part(0, 10)
-    other.part(0, 11)
-    known = log.state.sequence, log.state.digest
-    read_all([*log.raw, *other.raw], State(log.state._checksum, known))
-    with pytest.raises(ValueError, match="record 4 or one before it is another one"):
-        read_all(other.raw, State(log.state._checksum, known))
 
 
 def test_who_has_a_wrong_copy_sees_disputes_and_replays_to_the_same_state() -> None:
-    healthy, faulty = Log(), Log(lambda _, version: "vx" if version else "v0")
-    for log, wrong in ((healthy, "vx"), (faulty, "v1")):  # each disagrees with the other
+    healthy, faulty = Log(), Log(checksum="x")
+    for log, wrong in ((healthy, "x1"), (faulty, "v1")):  # each disagrees with the other
         assert log.round(10, 20).entry is not None
         assert log.part(0, 20, checksum=wrong).disputed
-    repaired = read_all(faulty.raw, State(healthy.state._checksum))
-    assert repaired.fragments[0].waiting != faulty.waiting, "its own bits made another part valid"
-    reader, judge = read_all(healthy.raw, State(None)), read_all(healthy.raw, State(lambda *_: "x"))
-    assert reader.fragments[0].version == 1, "a reader without parameters checks no checksums"
-    assert judge.fragments[0].version == 0
+    repaired, reader, judge = Log(), Log(), Log(checksum="y")
+    repaired.state, reader.state, judge.state = State(), State(verifies=False), State()
+    for raw in faulty.raw:
+        repaired.read(raw)
+    assert repaired.waiting != faulty.waiting, "its own bits made another part valid"
+    for raw in healthy.raw:
+        reader.read(raw)
+    assert reader.waiting, "who has no parameters checks no checksums"
+    healthy.open()
+    healthy.part(0, 20)
+    assert not healthy.write(healthy.build(*healthy.waiting)).void
+    for raw in healthy.raw:
+        judge.read(raw)
+    assert judge.state.fragments[0].version == 1
 
 
-def test_the_chain_of_hashes_gives_a_newcomer_the_checksums() -> None:
-    log = Log()
-    for number in range(1, 4):
+def test_a_newcomer_begins_with_a_state_and_snapshots() -> None:
+    """The chain of hashes gives it the checksums between them."""
+    log = Log(changed(FACTS, total_tokens=1000))
+    log.round(10, 20)
+    begun = log.state.encode()
+    for number in range(2, 14):
         log.round(10 * number, 20 * number)
-    forged = changed(decode(log.raw[-1]), checksum="forged", version=1, previous="0" * 64)
-    log.write(forged)
     head, other = log.state.heads
-    assert head == digest(log.raw[-2])
-    records = [decode(raw) for raw in log.raw]
-    assert checksums_before(records, 0, head) == {0: "v0", 1: "v1", 2: "v2"}
-    assert checksums_before(records, 1, other) == {}
+    log.write(changed(decode(log.raw[-1]), checksum="forged", version=1, previous="0" * 64))
+    state, records = State.decode(begun), [decode(raw) for raw in log.raw]
+    assert state.encode() == begun
+    assert state.adopt(1, (0, other, "v0"), records)
+    assert not state.adopt(0, (13, head, "v13"), records[-10:]), "some are missing"
+    assert not state.adopt(0, (13, digest(b""), "v13"), records)
+    assert state.adopt(0, (13, head, "v13"), records)
+    assert state.fragments[0].checksums == {n: f"v{n}" for n in range(14)}
+    for sequence, raw in enumerate(log.raw[state.sequence :], start=state.sequence + 1):
+        state.read(sequence, raw)
+    assert state == log.state
+    assert len(state.fragments[0].checksums) == VERSIONS_KNOWN
+
+
+@given(st.integers(1, 40))
+def test_a_state_does_not_grow_with_the_log(rounds: int) -> None:
+    log = Log(changed(FACTS, total_tokens=10**6))
+    for number in range(1, 60 + rounds):
+        assert not log.round(10 * number, 10 * number).void
+    assert len(log.state.encode()) < 6000
+
+
+def test_a_log_that_continues_another_one_goes_on_with_its_clock_and_data() -> None:
+    old = Log()
+    old.round(10, 20)
+    places = {"clocks": old.state.clocks, "positions": old.state.positions}
+    log = Log(changed(FACTS, run="r", slots=3, **places))
+    assert (log.state.clocks, log.state.positions) == ((30, 0), (10, 20, 0))
+    assert "starts at 0, not at 10" in log.part(0, 15, start=0).void
+    assert not log.part(0, 15).void
+    for wrong in ({"clocks": (1,)}, {"clocks": (101, 0)}, {"positions": (LARGEST,)}):
+        assert State().read(1, encode(changed(FACTS, **wrong))).void
+
+
+def test_two_starts_of_one_island_do_not_take_two_slots() -> None:
+    log = Log(changed(FACTS, slots=3))
+    assert log.take(2, "a/2").void == "its island has slot 0"
+    assert not log.take(0, "a/2", replaces="a").void

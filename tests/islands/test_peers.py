@@ -27,7 +27,7 @@ from torchtitan_diloco.islands import IslandPeers, Islands, connection
 from torchtitan_diloco.islands import peers as island_peers
 from torchtitan_diloco.islands.__main__ import open_reader
 from torchtitan_diloco.islands.config import Join
-from torchtitan_diloco.islands.log import Outcome
+from torchtitan_diloco.islands.ledger import Outcome
 from torchtitan_diloco.islands.records import Part, decode, encode
 
 need_server()
@@ -151,13 +151,13 @@ def test_islands_of_several_ranks_have_equal_copies(
 
 def test_an_island_with_other_settings_is_refused(server: Join) -> None:
     first = Island(server, "a", facts={"data": "one"})
-    other = replace(FP4, sync_every=9)
+    other = replace(FP4, delta_norm_limit=9.0)
     second = Island(server, "b", other, facts={"data": 2})
     with started(first):
         wait_until(lambda: first.peers._leader and first.peers._leader.state.owners(), "a slot")
         with started(second), pytest.raises(ValueError, match="does not fit") as error:
             second.finish()
-    assert "diloco.sync_every: 8 in the run, 9 in this island" in str(error.value)
+    assert "diloco.delta_norm_limit: 20.0 in the run, 9.0 in this island" in str(error.value)
     assert "data: one in the run, 2 in this island" in str(error.value)
 
 
@@ -167,7 +167,7 @@ def test_other_code_and_what_the_first_island_sets_are_only_named(
     """A bug fix has to enter a run that goes on."""
     codes = count()
     monkeypatch.setattr(island_peers, "code_fingerprint", lambda: f"code-{next(codes)}")
-    first, second = (Island(server, name) for name in "ab")
+    first, second = Island(server, "a"), Island(server, "b", replace(FP4, sync_every=12))
     second.peers.islands = replace(second.peers.islands, quorum=2, slots=4)
     with started(first):
         wait_until(lambda: first.peers._leader and first.peers._leader.state.owners(), "a slot")
@@ -175,8 +175,9 @@ def test_other_code_and_what_the_first_island_sets_are_only_named(
             assert same(first.finish().shared, second.finish().shared)
     assert second.peers.seat.slots == 2
     for line in (
-        "the run has slots = 2, as its first island says, and not 4",
-        "the run has quorum = 1, as its first island says, and not 2",
+        "the run has slots = 2, which this island uses, and not 4",
+        "the run has quorum = 1, which this island uses, and not 2",
+        "the run has diloco.sync_every = 8, which this island uses, and not 12",
         "this island runs other code than the first one",
     ):
         assert line in caplog.text
@@ -309,7 +310,7 @@ def test_settings_are_checked() -> None:
     with pytest.raises(RuntimeError, match=r"call join\(\) before state_dict\(\)"):
         given.state_dict()
     assert isinstance(given.peers, IslandPeers)
-    facts = given.peers.build_leader()._mine
+    facts = given.peers.build_leader()._joiner._mine
     assert decode(encode(facts)) == facts, "numbers of another type would be void"
 
 

@@ -18,6 +18,7 @@ from torchtitan_diloco.components.resume import read_manifest
 from torchtitan_diloco.components.summary import all_reduce_bytes
 from torchtitan_diloco.config import from_command_line
 from torchtitan_diloco.config.loader import ConfigError
+from torchtitan_diloco.islands.log import State
 from torchtitan_diloco.report.page import describe, facts_table
 from torchtitan_diloco.report.run_records import open_runs
 
@@ -64,9 +65,8 @@ def test_islands_stop_and_go_on_where_the_log_ends(tmp_path: Path) -> None:
         manifests.append(read_manifest(newest))
         saved = tomli.loads((folder / "config.toml").read_text())
         assert saved["islands"]["join"] == ""  # it contains a password
-    one, other = (manifest.outer["island"] for manifest in manifests)
-    assert one["heads"] == other["heads"]
-    assert one["versions"] == other["versions"]
+    one, other = (State.decode(manifest.outer["island"].encode()) for manifest in manifests)
+    assert one.heads == other.heads
     check_report(tmp_path / "island-1")
 
 

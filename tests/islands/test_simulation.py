@@ -38,8 +38,8 @@ from hypothesis import strategies as st
 from tests.islands import toy
 from tests.islands.process import Nature, Plan, Process
 from tests.islands.simulation import World, check
-from torchtitan_diloco.islands.log import Entry
-from torchtitan_diloco.islands.records import Close, End, Open, Part, decode
+from torchtitan_diloco.islands.ledger import Entry
+from torchtitan_diloco.islands.records import Change, Close, End, Open, Part, decode
 
 PHASES = [Phase.explicit, Phase.generate]
 """Shrinking a failure would take minutes. All is drawn from a seed that the failure names."""
@@ -95,14 +95,14 @@ def test_parts_wait_for_no_round_that_begins_later(later: float, upload: float) 
     slow = world.start("slow", Nature(upload=upload), at=later)
     world.run()
     check(world)
-    assert statistics.mean(wait > 1 for wait in healthy.waits[6:]) < 0.1
+    assert max(healthy.waits[6:]) <= upload / slow.nature.step + 1
     assert statistics.median(slow.waits) <= 1.25 * upload / slow.nature.step + 2
 
 
 # --- faults ---------------------------------------------------------------------------------------
 
 
-FAULTS = ("kill", "pause", "cut", "away", "leave", "twin", "garbage")
+FAULTS = ("kill", "pause", "cut", "away", "leave", "twin", "change", "garbage")
 
 
 def inject(world: World, fault: str, rng: random.Random) -> None:
@@ -124,6 +124,9 @@ def inject(world: World, fault: str, rng: random.Random) -> None:
     elif fault == "leave":
         victim.leaving = True
         world.start(f"after{number}", victim.nature, at=rng.uniform(1, 4))
+    elif fault == "change":
+        every = str(rng.choice([3, 4, 9]))
+        world.append(Change(run="r1", key="diloco.sync_every", value=every))
     elif fault == "twin":
         world.start(victim.incarnation.split("/")[0], victim.nature)
     else:
@@ -219,7 +222,7 @@ def test_an_island_that_leaves_sends_all_its_work(
         parts = [one for entry in entries for one in entry.parts if one.fragment == fragment]
         ends = [one.end for one in parts if one.incarnation == leaver.incarnation]
         assert max(ends) == leaver.island.position
-        assert [span.fate for span in ledger.spans] == ["merged"]
+        assert not ledger.lost
         assert is_replaced or ledger.taken_to == leaver.island.position
 
 
@@ -283,6 +286,29 @@ def test_a_waiting_part_whose_sender_or_whose_peers_die(sender_dies: bool) -> No
     assert all(part in taken for part in parts)
 
 
+def test_settings_change_and_a_run_grows_after_its_end() -> None:
+    """All islands change at the same record, also those that join later with the old settings."""
+    plan = Plan(sync_every=12, steps=120)
+    world = World(plan)
+    islands = [world.start(f"i{number}") for number in range(2)]
+    world.after(4.0, lambda: world.append(Change(run="r1", key="diloco.sync_every", value="4")))
+    late = world.start("i2", at=6.0)
+    world.run()
+    before = len(entries_between(world, 1.0, 4.0))
+    assert before < len(entries_between(world, 7.0, 10.0)) / 2
+    first, _ = check(world)
+    assert late.machine.timing.schedule.sync_every == 4
+    total = str(2 * plan.facts.total_tokens)
+    world.append(Change(run="r1", key="total_tokens", value=total))
+    for island in (*islands, late):
+        world.start(island.incarnation.split("/")[0], at=1.0)
+    world.run()
+    again, _ = check(world)
+    assert first.ended
+    assert again.ended
+    assert min(again.clocks) > 1.9 * min(first.clocks)
+
+
 # --- the end, and false records -------------------------------------------------------------------
 
 
@@ -315,6 +341,25 @@ def test_the_run_ends_when_its_tokens_are_merged(
     assert state.is_complete
     facts = plan.facts
     assert min(one.clock for one in state.fragments) >= facts.total_tokens - facts.cycle
+
+
+@settings(max_examples=12, phases=PHASES)
+@given(
+    count=st.integers(2, 4),
+    at=st.floats(2.0, 4.0),
+    delay=st.sampled_from([0, 1]),
+    seed=st.integers(0, 99),
+)
+def test_one_wrong_bit_ends_no_healthy_island(count: int, at: float, delay: int, seed: int) -> None:
+    """Of two, nobody knows which is healthy: both replay the log, and go on."""
+    world = World(Plan(steps=80, slots=count, begin=count, delay=delay), seed)
+    sick, *healthy = (world.start(f"i{number}", Nature(jitter=0.02)) for number in range(count))
+    world.after(at, sick.flip)
+    world.run()
+    state, _ = check(world)
+    assert state.is_complete
+    assert sick.failed
+    assert {one.failed for one in healthy} == {count == 2}
 
 
 @settings(max_examples=10, phases=PHASES)
@@ -425,8 +470,7 @@ def test_all_work_is_merged_in_time(
         for number, slot in enumerate(state.slots):
             island = islands[[one.island.slot for one in islands if one.island].index(number)]
             assert island.island is not None
-            spans = slot.ledgers[fragment].spans
-            assert [span.fate for span in spans] == ["merged"]
+            assert not slot.ledgers[fragment].lost
             left = island.island.position - slot.ledgers[fragment].taken_to
             assert left <= 2 * (plan.sync_every + 1) * plan.batch, "two cycles before the end"
 

@@ -10,11 +10,11 @@ from tests.islands.running import Island, same, started
 from tests.islands.servers import Listener, need_server, running_server
 from tests.islands.test_coming_and_going import hold
 from tests.islands.test_connection import run_as
-from torchtitan_diloco.islands import connection, replay
+from torchtitan_diloco.islands import connection, joining
 from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.connection import Connection, GivenUpError
-from torchtitan_diloco.islands.members import name_of
-from torchtitan_diloco.islands.session import AnyMessage, Snapshot, SnapshotWanted
+from torchtitan_diloco.islands.inbox import AnyMessage, Snapshot, SnapshotWanted
+from torchtitan_diloco.islands.records import name_of
 
 need_server()
 
@@ -85,7 +85,7 @@ def test_a_joiner_asks_again_when_a_question_or_an_answer_is_lost(
 
     monkeypatch.setattr(Connection, "ask", lose_or_ask)
     monkeypatch.setattr(Connection, "store", count_and_store)
-    monkeypatch.setattr(replay, "ASK_SECONDS", 0.2)
+    monkeypatch.setattr(joining, "ASK_SECONDS", 0.2)
     join_late(server)
     assert not lost
     assert "waiting for the shared copy of fragment 0" in caplog.text

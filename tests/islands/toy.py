@@ -5,14 +5,14 @@ to a component of its own, so a vector tells which samples it contains.
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 from torchtitan_diloco.diloco.schedule import Schedule
-from torchtitan_diloco.islands.log import Entry, State
-from torchtitan_diloco.islands.records import Part, VoidError, checksums_before, decode, digest
-from torchtitan_diloco.islands.rounds import Mode
+from torchtitan_diloco.islands.ledger import Entry, Mode
+from torchtitan_diloco.islands.log import State
+from torchtitan_diloco.islands.records import AnyRecord, Part, VoidError, decode, digest
 
 PRIME = 2**61 - 1
 TOKENS = 7
@@ -135,58 +135,41 @@ def work(slot: int, start: int, end: int) -> Vector:
 class Copies:
     """Shared copies of all versions, as computed from entries by one process."""
 
-    def __init__(self, snapshots: Sequence[Shared], checksums: Iterable[Mapping[int, str]]) -> None:
-        """`checksums`: checksums of the versions before each snapshot."""
+    def __init__(self, snapshots: Sequence[Shared]) -> None:
         self.shared = [{one.version: one} for one in snapshots]
-        self.checksums = [dict(known) for known in checksums]
-        for known, one in zip(self.checksums, snapshots, strict=True):
-            known[one.version] = one.checksum
-
-    def checksum(self, fragment: int, version: int) -> str:
-        return self.checksums[fragment][version]
 
     def newest(self, fragment: int) -> Shared:
         return self.shared[fragment][max(self.shared[fragment])]
 
-    def advance(self, entry: Entry, fetch: Callable[[Part], Vector]) -> None:
+    def advance(self, state: State, entry: Entry, fetch: Callable[[Part], Vector]) -> None:
+        """Compute the version of an entry, unless it is before the snapshot."""
         fragment, version = entry.close.fragment, entry.close.version
-        if version <= min(self.shared[fragment]):
-            return  # before the snapshot
-        deltas = [fetch(part) for part in entry.parts]
-        made = self.shared[fragment][version - 1].advance(deltas, entry.close.weights)
-        self.shared[fragment][version] = made
-        self.checksums[fragment][version] = made.checksum
-
-
-def begin_with(
-    snapshots: Sequence[Shared], heads: Sequence[Mapping[int, str]], log: Iterable[bytes]
-) -> Copies:
-    """Return copies that begin with snapshots. `heads`: hashes of entries, by version."""
-    records = []
-    for raw in log:
-        with suppress(VoidError):
-            records.append(decode(raw))
-    newest = [known.get(one.version, "") for known, one in zip(heads, snapshots, strict=True)]
-    known = [checksums_before(records, fragment, head) for fragment, head in enumerate(newest)]
-    return Copies(snapshots, known)
+        if version > min(self.shared[fragment]):
+            deltas = [fetch(part) for part in entry.parts]
+            made = self.shared[fragment][version - 1].advance(deltas, entry.close.weights)
+            self.shared[fragment][version] = made
+            state.learn(fragment, version, made.checksum)
 
 
 def replay(
-    log: Sequence[bytes], copies: Copies, fetch: Callable[[Part], Vector]
-) -> tuple[State, list[Entry]]:
-    """Read a whole log with its own copies. Return the state and the entries."""
-    state, entries = State(copies.checksum), list[Entry]()
-    for sequence, raw in enumerate(log, start=1):
+    log: Sequence[bytes], copies: Copies, fetch: Callable[[Part], Vector], state: State
+) -> list[Entry]:
+    """Read the rest of a log with its own copies. Return the entries."""
+    entries = list[Entry]()
+    for sequence, raw in enumerate(log[state.sequence :], start=state.sequence + 1):
         outcome = state.read(sequence, raw)
         if outcome.entry is not None:
-            copies.advance(outcome.entry, fetch)
+            copies.advance(state, outcome.entry, fetch)
             entries.append(outcome.entry)
-    return state, entries
+    return entries
 
 
 def fingerprint(state: State) -> str:
-    values = {key: value for key, value in vars(state).items() if not callable(value)}
-    return hashlib.sha256(repr(values).encode()).hexdigest()
+    """Hash a state, without the checksums of versions that it has not read yet."""
+    read = State.decode(state.encode())
+    for one in read.fragments:
+        one.checksums = {key: found for key, found in one.checksums.items() if key <= one.version}
+    return hashlib.sha256(read.encode()).hexdigest()
 
 
 def one_world(
@@ -228,3 +211,11 @@ def one_world(
     for fragment in list(in_flight):
         merge(fragment)
     return shared
+
+
+def records_of(log: list[bytes]) -> list[AnyRecord]:
+    found = []
+    for raw in log:
+        with suppress(VoidError):
+            found.append(decode(raw))
+    return found

@@ -21,10 +21,13 @@ from typing import Any
 
 from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.connection import Connection
-from torchtitan_diloco.islands.log import Outcome, State
-from torchtitan_diloco.islands.members import Member, name_of
+from torchtitan_diloco.islands.inbox import Leave
+from torchtitan_diloco.islands.ledger import Outcome
+from torchtitan_diloco.islands.log import State
+from torchtitan_diloco.islands.members import Member
+from torchtitan_diloco.islands.records import name_of
 from torchtitan_diloco.islands.server import make_streams, open_folder
-from torchtitan_diloco.islands.session import Leave, check_installed
+from torchtitan_diloco.islands.session import check_installed
 from torchtitan_diloco.log import STOP_SIGNALS, USER_ERROR, UserError, command_line, markdown_table
 
 LISTEN_SECONDS = 3.0
@@ -118,8 +121,10 @@ def _serve(options: argparse.Namespace) -> int:
 class Reader:
     """Reader of the log that does not take part in the run."""
 
-    def __init__(self, connection: Connection, note: Callable[[Outcome], object]) -> None:
-        self.connection, self.state, self._note = connection, State(None), note
+    def __init__(
+        self, connection: Connection, state: State, note: Callable[[Outcome], object]
+    ) -> None:
+        self.connection, self.state, self._note = connection, state, note
 
     def read(self, seconds: float = 0.0) -> None:
         """Read incoming records for at least this long."""
@@ -135,12 +140,19 @@ class Reader:
 
 @contextmanager
 def open_reader(join: Join, note: Callable[[Outcome], object] = lambda _: None) -> Iterator[Reader]:
-    """Yield a reader that has read the whole log. `note` receives the outcome of each record."""
+    """Yield a reader that has read the log since the latest stored state, or since its beginning.
+
+    `note` receives the outcome of each record that is read.
+    """
     connection = Connection(join, f"status/{secrets.token_hex(4)}")
-    connection.start(0)
+    connection.connect()
     try:
+        stored = connection.newest_state()
+        state = State.decode(stored) if stored else State()
+        state.verifies = False
+        connection.follow(state.sequence, state.newest)
         connection.receive_log(READ_SECONDS)
-        reader = Reader(connection, note)
+        reader = Reader(connection, state, note)
         reader.read()
         yield reader
     finally:
@@ -188,13 +200,17 @@ def _island(member: Member | None, name: str, slot: int | None) -> dict[str, Any
 def _slot(state: State, number: int) -> dict[str, Any]:
     """Count the samples of a slot by their fate, averaged over the fragments."""
     slot, counts = state.slots[number], Counter(merged=0, lost=0, waiting=0)
+    rounds, entries, behind = 0, 0, 0
     for fragment, ledger in zip(state.fragments, slot.ledgers, strict=True):
-        for span in ledger.spans:
-            counts[span.fate] += span.end - span.start
+        counts.update(merged=ledger.merged, lost=ledger.lost)
         if (part := fragment.waiting_of(number)) is not None:
             counts["waiting"] += part.end - part.start
+        rounds, entries = rounds + fragment.version - ledger.since, entries + ledger.entries
+        behind = max(behind, fragment.version - max(ledger.merged_in, ledger.since))
     means = {name: round(count / len(state.fragments)) for name, count in counts.items()}
-    return {"slot": number, "owner": slot.owner, **means, "read_twice": slot.read_twice}
+    share = f"{entries / rounds:.0%}" if slot.owner and rounds else None
+    row = {"slot": number, "owner": slot.owner, **means, "read_twice": slot.read_twice}
+    return row | {"part_in_rounds": share, "rounds_since_last_part": behind}
 
 
 def render(found: dict[str, Any]) -> str:

@@ -37,6 +37,9 @@ class Islands(Section):
     grace_seconds: Annotated[float, Meta(gt=0, le=3600)] = 1.0
     """Least time that a round, and training, wait for parts. It is longer if `diloco.overlap.delay`
     steps are. A round, but not training, also waits for parts that usually take longer."""
+    slot_seconds: Annotated[float, Meta(ge=0, le=86400)] = 60.0
+    """Seconds without a sign of life of an island after which another one may take its slot. Its
+    own next start may do so, and rounds do not wait for it, after 5."""
     local: NotNegative = 0
     """Start a server and so many islands on this machine, to try it. 0: none."""
 
@@ -101,6 +104,10 @@ _NO_CHECK_TIME = 0x200000
 
 class RefusedError(UserError):
     """The server refuses this island, or does not match the join string."""
+
+
+class LoginError(RefusedError):
+    """The server does not know the user, or the password is another one."""
 
 
 @dataclass(frozen=True)
@@ -228,9 +235,9 @@ def explain(error: Exception, address: str, join: Join) -> Exception:
             "`handshake_first: true` in the tls section of its configuration"
         )
     if "authorization" in text.lower():
-        return RefusedError(
+        return LoginError(
             f"islands.join: {address} refuses the user or the password of the join string; "
-            "use the one that the server printed"
+            "use the one that the server printed last for this site"
         )
     if not join.tls and ("expecting INFO" in text or isinstance(error, TimeoutError)):
         text += "; a server with TLS needs a join string that begins with nats+tls://"

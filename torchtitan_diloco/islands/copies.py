@@ -55,7 +55,7 @@ class SharedCopy:
     def declare(self, version: int) -> None:
         """Declare the outer state to be this version."""
         self.versions = {version: self.state.outer}
-        """The last applied version, and those not applied yet."""
+        """The last applied version, and those not applied yet, at most four in all."""
         self.newest = version
 
     def buffers(self) -> list[Tensor]:
@@ -64,7 +64,7 @@ class SharedCopy:
 
     def drop_before(self, version: int) -> None:
         for old in [one for one in list(self.versions) if one < version]:
-            del self.versions[old]
+            self.versions.pop(old, None)  # two threads drop versions
 
     def recycle(self, buffer: Tensor) -> None:
         """Keep an unused buffer for the next version.
@@ -156,6 +156,18 @@ class Copies:
         if self.ranks.copies is not None:
             dist.all_reduce(total, group=self.ranks.copies)
         return f"{int(total) % 2**64:016x}"
+
+    def write_model(self, versions: list[int]) -> None:
+        """Write these versions of the fragments to the model, and drop those before them."""
+        for copy, version in zip(self.fragments, versions, strict=True):
+            copy.drop_before(version)
+            copy.state.outer = copy.versions[version]
+            copy.state.write_model()
+
+    def drop(self, fragment: int, version: int) -> None:
+        """Drop a version that no rank will apply."""
+        copy = self.fragments[fragment]
+        copy.recycle(copy.versions.pop(version))
 
     def newest(self, fragment: int) -> int:
         return self.fragments[fragment].newest

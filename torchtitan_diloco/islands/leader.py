@@ -1,7 +1,7 @@
 """First rank of an island: threads around its `Machine`.
 
-After `join` has taken a slot, a thread handles incoming records in order and appends what is due.
-Between two steps, the training thread asks for what to send and apply.
+After `join` has taken a slot, a thread reads incoming records in order, computes the new versions,
+and appends what is due. Between two steps, the training thread asks for what to send and apply.
 """
 
 import threading
@@ -13,12 +13,14 @@ from torch import Tensor
 
 from torchtitan_diloco.islands.connection import ClosedError, Connection
 from torchtitan_diloco.islands.copies import Copies
-from torchtitan_diloco.islands.giver import Giver
-from torchtitan_diloco.islands.machine import Boundary
-from torchtitan_diloco.islands.records import Facts, Part, decode, encode
-from torchtitan_diloco.islands.replay import Replay, Saved, as_buffer
+from torchtitan_diloco.islands.inbox import LogRecord, Snapshot, SnapshotWanted
+from torchtitan_diloco.islands.joining import STATE_EVERY, Giver, Joiner, StaleError
+from torchtitan_diloco.islands.log import State
+from torchtitan_diloco.islands.machine import Boundary, Machine
+from torchtitan_diloco.islands.members import IslandFailedError
+from torchtitan_diloco.islands.parts import PartGoneError, Parts, as_buffer
+from torchtitan_diloco.islands.records import Close, Facts, Part, VoidError, decode, encode
 from torchtitan_diloco.islands.rounds import Timing
-from torchtitan_diloco.islands.session import Snapshot, SnapshotWanted
 from torchtitan_diloco.log import logger
 
 BEAT, REPORT = 0.5, 10.0
@@ -42,8 +44,8 @@ class Seat(msgspec.Struct, frozen=True):
     """Versions of the fragments with which the island begins."""
 
 
-class Leader(Replay):
-    """A `Replay` that joins the run, and writes to the log.
+class Leader:
+    """Reads and writes the log for an island.
 
     After `join`, its thread reads records and computes new versions (`_work`). The upload thread
     calls `store`, and the training thread all other public methods. All three hold the lock of
@@ -55,29 +57,62 @@ class Leader(Replay):
         self, connection: Connection, copies: Copies, facts: Facts, timing: Timing, name: str
     ) -> None:
         """`facts`: facts of the run if this island is the first. `name`: the incarnation."""
-        super().__init__(connection, copies, facts, timing, name)
+        self._connection, self._copies = connection, copies
+        self._joiner = Joiner(connection, copies, facts, name)
+        self._parts = Parts(connection, copies)
+        self.changed = threading.Condition()
+        """Guards the machine, and is notified after every change."""
+        self.machine = Machine(name, connection.members, timing, copies.outer_lr)
+        self._giver = Giver(connection)
         self._reported = 0.0
         self._failure: Exception | None = None
-        self._giver = Giver(connection)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="islands", daemon=True)
         self._beats = threading.Thread(target=self._beat, name="islands-beat", daemon=True)
 
+    @property
+    def state(self) -> State:
+        return self.machine.state
+
     # --- join -------------------------------------------------------------------------------------
 
-    def join(self, saved: Saved | None) -> Seat:
-        """Catch up with the log, take a slot, and wait for the run to begin."""
-        self._beats.start()
-        facts, machine = self.replay(saved), self.machine
-        while machine.island is None:
-            self._work()
-            if machine.island is None and (text := machine.waits_for(time.monotonic())):
-                self._report(text)
-        island = machine.island
-        versions = [rounds.applied for rounds in island.rounds]
-        place = island.slot, facts.slots, facts.block, island.position
+    def join(self, saved: State | None) -> Seat:
+        """Get the newest copies, take a slot, and wait for the run to begin.
+
+        `saved`: state of the log in this island's checkpoint, whose copies are loaded. Raises a
+        StaleError if they are too old, or have other bits than those of most islands.
+        """
+        machine = self.machine
+        try:
+            self.catch_up(saved)
+            self._beats.start()
+            while machine.island is None:
+                self._work()
+                if machine.disputes.is_outvoted(time.monotonic()):
+                    raise StaleError("most islands have other bits than its checkpoint")
+                if machine.island is None and (text := machine.waits_for(time.monotonic())):
+                    self._report(text)
+        except PartGoneError as error:
+            raise StaleError(f"the parts since its checkpoint are not kept: {error}") from error
+        island, facts = machine.island, self.state.facts
+        assert facts is not None
         self._thread.start()
-        return Seat(*place, facts.total_tokens, island.clock, versions)
+        return Seat(
+            slot=island.slot,
+            slots=facts.slots,
+            block=facts.block,
+            position=island.position,
+            total_tokens=facts.total_tokens,
+            clock=island.clock,
+            versions=[rounds.applied for rounds in island.rounds],
+        )
+
+    def catch_up(self, saved: State | None) -> None:
+        """Get the newest copies, without taking part in the run."""
+        self.machine.begin(self._joiner.begin(saved))
+        self._giver.stored = self._joiner.stored
+        while self._connection.records:
+            self._read(self._connection.records.popleft())
 
     def _report(self, line: str) -> None:
         if time.monotonic() - self._reported > REPORT:
@@ -122,9 +157,9 @@ class Leader(Replay):
         if part.finite:
             chunks = self._connection.store(as_buffer(payload), "parts")
             part = msgspec.structs.replace(part, chunks=chunks)
-        self._own[part.fragment] = part, payload
+        self._parts.keep(part, payload)
         with self.changed:  # not in the reading thread: it may wait for another island's part
-            self.machine.stored[part.fragment] = part
+            self.machine.store(part)
             self._react()
         return payload.numel() if part.finite else 0
 
@@ -133,20 +168,12 @@ class Leader(Replay):
         if self._failure is not None:
             raise self._failure
 
-    def to_save(self) -> Saved:
-        """Return the position in the log for a checkpoint of the newest copies."""
-        assert self.state.facts is not None
-        versions = [one.newest for one in self._copies.fragments]
-        place = self.state.sequence, self.state.digest
-        return Saved(self.state.facts.run, *place, list(self.state.heads), versions)
-
     def close(self) -> None:
         self._closed.set()
         self._connection.close()
         if self._thread.is_alive():
             self._thread.join()
-        self._copies.run(self._copies.stop)
-        self._fetcher.close(timeout=1.0)
+        self._parts.close()
         self._giver.close()
 
     # --- the reading thread -----------------------------------------------------------------------
@@ -180,9 +207,58 @@ class Leader(Replay):
         with self.changed:
             self._react()
 
+    def _read(self, record: LogRecord) -> None:
+        self._advance(record)
+        with self.changed:
+            self.machine.read(record.sequence, record.raw, time.monotonic())
+            self._parts.fetch_waiting(self.state)
+            skipped = self.machine.take_skipped()
+            self.changed.notify_all()
+        for fragment, version in skipped:
+            self._copies.run(self._copies.drop, fragment, version)
+        if record.sequence % STATE_EVERY == 0 and self.machine.island is not None:
+            self._giver.store_state(self.state.encode())
+
+    def _advance(self, record: LogRecord) -> None:
+        """Compute the version of a valid close before the state reads it.
+
+        The training thread then sees an entry only once its copy exists.
+        """
+        try:
+            close = decode(record.raw)
+        except VoidError:
+            return
+        entry = self.state.preview(close) if isinstance(close, Close) else None
+        if entry is None or entry.close.version != self._copies.newest(entry.close.fragment) + 1:
+            return
+        close = entry.close
+        named = zip(close.parts, entry.parts, strict=True)
+        joining = self.machine.island is None
+        try:
+            counted = [(part, self._parts.payload(number)) for number, part in named if part.weight]
+        except PartGoneError as error:
+            if joining:
+                raise
+            raise IslandFailedError(
+                f"{error}; an island that is started again takes the shared copies of another one, "
+                "if one is running"
+            ) from error
+        checksum = self._copies.run(
+            self._copies.advance,
+            close.fragment,
+            close.version,
+            close.lr,
+            [part.weight for part, _ in counted],
+            [part.ranks for part, _ in counted],
+            joining,  # older versions will not be applied
+            content=[payload for _, payload in counted],
+        )
+        with self.changed:
+            self.state.learn(close.fragment, close.version, checksum)
+
     def _react(self) -> None:
         """Append what is due. The caller holds the lock."""
-        for record in self.machine.records(self._checked(), time.monotonic()):
+        for record in self.machine.records(self._parts.checked(), time.monotonic()):
             raw = encode(record)
             decode(raw)  # raises if the record would always be void
             self._connection.append(raw)
@@ -192,9 +268,18 @@ class Leader(Replay):
 
     def _beat(self) -> None:
         """Send heartbeats, in a thread of their own as the reading thread may be busy."""
+        was_late = False
         while not self._closed.wait(BEAT):
-            caught_up = 0 <= self._connection.last <= self.state.sequence
-            self._connection.beat(self.machine.hint(caught_up=caught_up))
+            unread = next(iter(self._connection.records.copy()), None)
+            lag = 0.0 if unread is None else time.monotonic() - unread.at
+            is_late = lag > self._connection.members.expiry
+            if is_late and not was_late and self.machine.island is not None:
+                self.machine.note_lag(lag)
+            was_late = is_late
+            # Also after a connection is made, as there is more to read then.
+            caught_up = not is_late and 0 <= self._connection.last <= self.state.sequence
+            stored = self._giver.stored
+            self._connection.beat(self.machine.hint(caught_up=caught_up, state=stored))
 
     def _give_snapshot(self, wanted: SnapshotWanted) -> None:
         fragment, copy = wanted.fragment, self._copies.fragments[wanted.fragment]

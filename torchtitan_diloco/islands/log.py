@@ -5,15 +5,16 @@ a record that is not valid at its position. An island learns the outcome of a re
 appended when it reads it back. There is no I/O, no clock and no arithmetic in this module.
 """
 
-from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Iterable, Mapping
 
+import msgspec
+
+from torchtitan_diloco.islands.changes import changed
+from torchtitan_diloco.islands.ledger import Entry, Fragment, Ledger, Outcome, Slot
 from torchtitan_diloco.islands.records import (
     LARGEST,
-    AnotherLogError,
     AnyRecord,
+    Change,
     Close,
     Done,
     End,
@@ -28,134 +29,83 @@ from torchtitan_diloco.islands.records import (
     decode,
     digest,
     encode,
+    name_of,
 )
 from torchtitan_diloco.log import UserError
 
 VERSIONS_LATE = 4
 """Entries that may leave a part out. If the next one does too, the part is given up."""
+VERSIONS_KNOWN = 2 * VERSIONS_LATE
+"""Latest versions of a fragment whose checksums are known, to compare them with other islands."""
 MOST_SAMPLES = 2**32
 """Samples of a part. After a false record with more, the next sample might have no valid number."""
 LATEST_NORMS = 32
 """Norms of merged parts with which later parts of the fragment are compared."""
 
 
-@dataclass(frozen=True)
-class Entry:
-    """Valid close and the parts that it names."""
+class State(msgspec.Struct):
+    """State after the records read so far. Pass every record to `read`, in order.
 
-    close: Close
-    parts: tuple[Part, ...]
-    outliers: tuple[Part, ...] = ()  # left out for their norms
+    Only the list of all starts of islands grows with the log. A reader can begin with a state that
+    was stored.
+    """
 
-    def part_of(self, incarnation: str) -> Part | None:
-        """Return the part of this owner that the entry merges or declares lost."""
-        parts = *self.parts, *self.outliers
-        return next((part for part in parts if part.incarnation == incarnation), None)
+    sequence: int = 0
+    newest: str = ""
+    """Hash of the last record."""
+    verifies: bool = True
+    """Whether checksums are compared. False: for a reader without parameters."""
+    facts: Facts | None = None
+    slots: list[Slot] = []
+    fragments: list[Fragment] = []
+    incarnations: list[str] = []
+    begun: bool = False
+    ended: bool = False
 
-    def is_lost(self, part: Part) -> bool:
-        """Return whether the work in a part of this entry is lost."""
-        return part in self.outliers or not part.finite
+    def encode(self) -> bytes:
+        return msgspec.json.encode(self)
 
+    @classmethod
+    def decode(cls, raw: bytes) -> "State":
+        return msgspec.json.decode(raw, type=cls)
 
-@dataclass(frozen=True)
-class Outcome:
-    """Effect of a record."""
+    def learn(self, fragment: int, version: int, checksum: str) -> None:
+        """Note the checksum that this island has computed, before the next record is read."""
+        self.fragments[fragment].checksums[version] = checksum
 
-    record: AnyRecord | None
-    void: str = ""  # reason for skipping it; empty if it is valid
-    disputed: bool = False  # void because its writer has a different checksum of a version
-    entry: Entry | None = None
+    def adopt(
+        self, fragment: int, snapshot: tuple[int, str, str], records: Iterable[AnyRecord]
+    ) -> bool:
+        """Learn the checksums of all versions up to a snapshot, to validate the records before it.
 
+        The chain of hashes identifies the valid closes, from the entry that made the snapshot back
+        to the last one that this state has read. Return whether all of them are in `records`.
 
-@dataclass
-class Span:
-    start: int
-    end: int
-    fate: Literal["merged", "lost"]
-
-
-@dataclass
-class Ledger:
-    """Fate of the samples of a slot in a fragment. The spans are contiguous."""
-
-    spans: list[Span] = field(default_factory=list)
-    merged_in: int = 0  # version of the last entry with a part of the slot
-    number: int = 0  # of the owner's last valid part
-
-    @property
-    def taken_to(self) -> int:
-        """Sample at which the next part must start."""
-        return self.spans[-1].end if self.spans else 0
-
-    def add(self, end: int, fate: Literal["merged", "lost"]) -> None:
-        if self.spans and self.spans[-1].fate == fate:
-            self.spans[-1].end = end
-        elif end > self.taken_to:
-            self.spans.append(Span(self.taken_to, end, fate))
-
-
-@dataclass
-class Slot:
-    ledgers: list[Ledger]  # one per fragment
-    owner: str | None = None
-    start: int = 0  # first sample of the owner
-    read_to: int = 0  # end of the samples in the owner's parts
-    read_twice: int = 0  # samples in parts of an owner that the next owner reads again
-    done: bool = False
-
-
-@dataclass
-class Fragment:
-    head: str
-    """Hash of the last entry, initially of the facts."""
-    version: int = 0
-    clock: int = 0
-    last: int = 0
-    """Sequence number of the last valid record. Closes could make each other void if void ones
-    counted."""
-    open: Open | None = None
-    waiting: dict[int, Part] = field(default_factory=dict)
-    """Valid parts that are in no entry yet, by sequence number."""
-    norms: deque[float] = field(default_factory=lambda: deque(maxlen=LATEST_NORMS))
-    """Norms of the parts merged last."""
-
-    def waiting_of(self, slot: int) -> Part | None:
-        return next((part for part in self.waiting.values() if part.slot == slot), None)
-
-
-class State:
-    """State after the records read so far. Pass every record to `read`, in order."""
-
-    def __init__(
-        self, checksum: Callable[[int, int], str] | None, known: tuple[int, str] | None = None
-    ) -> None:
-        """Start before the first record.
-
-        Args:
-            checksum: returns the checksum that this process has computed for a fragment's version.
-                None: do not verify checksums, for a reader without parameters.
-            known: `sequence` and `digest` of an earlier state of this island, which must be part of
-                this log.
+        `snapshot`: version, hash of the entry that made it, and checksum.
         """
-        self._checksum, self._known = checksum, known
-        self.sequence, self.digest = 0, digest(b"")
-        self.facts: Facts | None = None
-        self.slots: list[Slot] = []
-        self.fragments: list[Fragment] = []
-        self.incarnations: set[str] = set()
-        self.begun = self.ended = False
+        version, head, checksum = snapshot
+        known, state = {version: checksum}, self.fragments[fragment]
+        closes = [one for one in records if isinstance(one, Close) and one.fragment == fragment]
+        by_hash = {digest(encode(close)): close for close in closes}
+        while head != state.head:
+            if head not in by_hash:
+                return False
+            close = by_hash.pop(head)
+            known[close.version - 1], head = close.checksum, close.previous
+        if min(known) != state.version:
+            return False
+        state.checksums |= dict(sorted(known.items()))
+        return True
 
     def read(self, sequence: int, raw: bytes) -> Outcome:
-        """Apply or skip a record. Raises a ValueError only for a gap in the log or another log."""
+        """Apply or skip a record. Raises a UserError only for a gap in the log."""
         if sequence != self.sequence + 1:
             raise UserError(
                 f"record {sequence} of the log comes after record {self.sequence}: records were "
                 "deleted, so the run cannot be continued from this log; begin a new run with "
                 "`serve` in an empty folder"
             )
-        self.sequence, self.digest = sequence, digest(self.digest.encode() + raw)
-        if self._known is not None and sequence == self._known[0] and self.digest != self._known[1]:
-            raise AnotherLogError(f"record {sequence} or one before it is another one")
+        self.sequence, self.newest = sequence, digest(raw)
         record = None
         try:
             record = decode(raw)
@@ -189,6 +139,19 @@ class State:
         return not any(self.is_short(fragment) for fragment in self.fragments)
 
     @property
+    def run(self) -> str:
+        return self.facts.run if self.facts else ""
+
+    @property
+    def clocks(self) -> tuple[int, ...]:
+        return tuple(fragment.clock for fragment in self.fragments)
+
+    @property
+    def positions(self) -> tuple[int, ...]:
+        """First sample of each slot that no fragment has taken."""
+        return tuple(max(one.taken_to for one in slot.ledgers) for slot in self.slots)
+
+    @property
     def heads(self) -> tuple[str, ...]:
         return tuple(fragment.head for fragment in self.fragments)
 
@@ -219,7 +182,7 @@ class State:
             version=state.version + 1,
             after=state.last,
             previous=state.head,
-            checksum=self._checksum(fragment, state.version) if self._checksum else "",
+            checksum=state.checksums.get(state.version, ""),
             parts=tuple(names),
             weights=weights,
             norms=tuple(parts[sequence] for sequence in names),
@@ -234,6 +197,9 @@ class State:
         if isinstance(record, Facts):
             _check(self.facts is None, "the run has its facts")
             self._set_facts(record)
+            return None
+        if isinstance(record, Change):
+            self._change(record)
             return None
         self._check_writer(record)
         match record:
@@ -276,12 +242,34 @@ class State:
         if isinstance(record, Open | Part | Done):
             _check(not slot.done, "its writer is done")
 
+    def _change(self, change: Change) -> None:
+        """Change the facts. A longer run goes on after its end."""
+        if self.facts is None:
+            raise VoidError("before the facts")
+        _check(change.run == self.facts.run, f"belongs to the run {change.run}")
+        facts = changed(self.facts, change)
+        _check_size(facts)
+        longer = facts.total_tokens > self.facts.total_tokens
+        self.facts = facts
+        if longer:
+            self.ended = False
+            for slot in self.slots:
+                slot.done = False
+
     def _set_facts(self, facts: Facts) -> None:
-        largest = facts.total_tokens + facts.slots * facts.most_weight
-        _check(largest <= LARGEST, f"a clock of {largest} could not be written")
+        _check_size(facts)
         self.facts, head = facts, digest(encode(facts))
-        self.fragments = [Fragment(head) for _ in facts.checksums]
-        self.slots = [Slot([Ledger() for _ in facts.checksums]) for _ in range(facts.slots)]
+        size = len(facts.checksums)
+        _check(len(facts.clocks) in (0, size), "has not one clock for each fragment")
+        _check(max(facts.clocks, default=0) <= facts.total_tokens, "has its tokens already")
+        _check(max(facts.positions, default=0) <= LARGEST // 2, "continues beyond any sample")
+        clocks = facts.clocks or (0,) * size
+        self.fragments = [
+            Fragment(head, {0: checksum}, clock=clock)
+            for checksum, clock in zip(facts.checksums, clocks, strict=True)
+        ]
+        starts = [*facts.positions[: facts.slots], *[0] * (facts.slots - len(facts.positions))]
+        self.slots = [Slot([Ledger(merged=start) for _ in clocks]) for start in starts]
 
     def _take(self, take: Take) -> None:
         """Let the new owner start after all samples that any fragment has taken.
@@ -293,7 +281,10 @@ class State:
         slot = self.slots[take.slot]
         _check(slot.owner == take.replaces, f"slot {take.slot} belongs to {slot.owner or 'nobody'}")
         _check(take.incarnation not in self.incarnations, "an incarnation takes a slot only once")
-        self.incarnations.add(take.incarnation)
+        for number, owner in self.owners().items():
+            same = name_of(owner) == name_of(take.incarnation) and number != take.slot
+            _check(not same, f"its island has slot {number}")
+        self.incarnations.append(take.incarnation)
         waiting = [fragment.waiting_of(take.slot) for fragment in self.fragments]
         if take.replaces is not None:
             for fragment in self.fragments if any(waiting) else ():
@@ -303,10 +294,10 @@ class State:
         ends = [part.end for part in waiting if part is not None]
         start = max([*(ledger.taken_to for ledger in slot.ledgers), *ends])
         slot.read_twice += max(0, slot.read_to - start)
-        for part, ledger in zip(waiting, slot.ledgers, strict=True):
-            ledger.number = 0
+        for part, ledger, fragment in zip(waiting, slot.ledgers, self.fragments, strict=True):
+            ledger.number, ledger.entries, ledger.since = 0, 0, fragment.version
             if part is None:  # else once the part is merged or given up
-                ledger.add(start, "lost")
+                ledger.lose(start)
         slot.owner, slot.start, slot.read_to, slot.done = take.incarnation, start, start, False
         assert self.facts is not None
         self.begun = self.begun or len(self.owners()) >= min(self.facts.begin, self.facts.slots)
@@ -361,11 +352,17 @@ class State:
         named = *close.parts, *(refusal.part for refusal in close.refused)
         for part in (*entry.parts, *entry.outliers):
             ledger = self.slots[part.slot].ledgers[close.fragment]
-            ledger.add(part.end, "lost" if entry.is_lost(part) else "merged")
+            if entry.is_lost(part):
+                ledger.lose(part.end)
+            else:
+                ledger.merged += part.end - part.start
             ledger.merged_in = close.version
+            ledger.entries += 1
         norms = zip(entry.parts, close.norms, strict=True)
-        fragment.norms.extend(norm for part, norm in norms if part.weight)
+        fragment.norms += [norm for part, norm in norms if part.weight]
+        del fragment.norms[:-LATEST_NORMS]
         fragment.version, fragment.clock = close.version, close.clock
+        fragment.checksums.pop(close.version - VERSIONS_KNOWN, None)
         fragment.head, fragment.open = digest(encode(close)), None
         oldest = close.version - VERSIONS_LATE
         for number, part in list(fragment.waiting.items()):
@@ -373,7 +370,7 @@ class State:
                 del fragment.waiting[number]
                 slot = self.slots[part.slot]
                 if slot.owner not in (None, part.incarnation):  # the next owner goes on after it
-                    slot.ledgers[close.fragment].add(slot.start, "lost")
+                    slot.ledgers[close.fragment].lose(slot.start)
         return entry
 
     def _end(self, end: End) -> None:
@@ -385,13 +382,18 @@ class State:
         self.ended = True
 
     def _check_sum(self, fragment: int, version: int, found: str) -> None:
-        if self._checksum and found != self._checksum(fragment, version):
+        if self.verifies and found != self.fragments[fragment].checksums.get(version):
             reason = f"checksum of version {version} is {found}, not what this process computes"
             raise _DisputeError(reason)
 
 
 class _DisputeError(VoidError):
     """The writer has a different checksum of a version."""
+
+
+def _check_size(facts: Facts) -> None:
+    largest = facts.total_tokens + facts.slots * facts.most_weight
+    _check(largest <= LARGEST, f"a clock of {largest} could not be written")
 
 
 def _check(valid: bool, reason: str) -> None:

@@ -5,19 +5,34 @@ in order. Append what `records` returns, whenever something has happened. Betwee
 `boundary` says. The monotonic clock is passed as `now`.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import msgspec
 
-from torchtitan_diloco.islands.log import Entry, Outcome, State
-from torchtitan_diloco.islands.members import Hint, IslandFencedError, Members, name_of
-from torchtitan_diloco.islands.records import Give, Part, Record, Take, attempt_of
-from torchtitan_diloco.islands.rounds import Checked, Mode, Timing
+from torchtitan_diloco.islands.changes import DELAY, EVERY, settings_of
+from torchtitan_diloco.islands.disputes import Disputes
+from torchtitan_diloco.islands.ledger import Entry, Mode, Outcome
+from torchtitan_diloco.islands.log import State
+from torchtitan_diloco.islands.members import Hint, IslandFencedError, Members
+from torchtitan_diloco.islands.records import (
+    Change,
+    Chunk,
+    Give,
+    Part,
+    Record,
+    Take,
+    attempt_of,
+    name_of,
+)
+from torchtitan_diloco.islands.rounds import Checked, Rounds, Timing
 from torchtitan_diloco.islands.rules import Island
 from torchtitan_diloco.log import UserError
 
 RETRY = 0.5
 """Seconds between attempts to append a record: only the log shows whether it is valid."""
+UNMERGED = 8
+"""Versions of a fragment without a part of this island after which there is a warning."""
 AWAY = 10.0
 """Seconds without a connection after which a leaving island gives up sending its work."""
 
@@ -53,6 +68,8 @@ class Boundary(msgspec.Struct, frozen=True):
     sent: list[Part] = []
     waits_until: float | None = None
     """Training waits: ask again when something has happened, or at this time."""
+    settings: dict[str, str] = {}
+    """Settings of the run, if they have changed."""
 
 
 class Machine:
@@ -61,22 +78,25 @@ class Machine:
         incarnation: str,
         members: Members,
         timing: Timing,
-        checksum: Callable[[int, int], str],
         lr: float,
     ) -> None:
-        """`checksum` returns this island's checksum of a fragment's version. `lr`: outer."""
+        """`lr`: outer."""
         self.incarnation, self.members, self.timing = incarnation, members, timing
-        self.state = State(checksum)
+        self.begin(State())
+        self._changed: dict[str, str] = {}
         self.island: Island | None = None
         """Decisions about the run, once it has begun and this island has a slot."""
-        self.stored = dict[int, Part]()
-        """Latest own part of each fragment, if its chunks are stored."""
         self.notices, self.news = list[str](), list[str]()
         """Warnings for the user, and which islands come and go."""
         self._silent = set[str]()
-        self._checksum, self._lr = checksum, lr
+        self._lr = lr
         self._attempts = dict[tuple[object, ...], float]()
         """Time at which each record was last appended."""
+
+    def begin(self, state: State) -> None:
+        """Read the log on from this state. By default, it is before the first record."""
+        self.state = state
+        self.disputes = Disputes(state, self.members, self.incarnation)
 
     @property
     def joined(self) -> Island:
@@ -92,19 +112,59 @@ class Machine:
         outcome = self.island.read(sequence, raw, now)
         if outcome.entry is not None:
             self.notices += left_out(outcome.entry)
+            self._note_unmerged(outcome.entry.close.fragment, now)
         record = outcome.record
+        if isinstance(record, Change) and not outcome.void:
+            self.news.append(f"the run goes on with {record.key} = {record.value}")
+            self._use_facts()
         is_other = isinstance(record, Take | Give) and record.incarnation != self.incarnation
         if isinstance(record, Take | Give) and is_other and not outcome.void:
             does = "takes part" if isinstance(record, Take) else "leaves"
             self.news.append(f"island {name_of(record.incarnation)} {does}")
         return outcome
 
+    def _use_facts(self) -> None:
+        """Use the settings of the run, which may differ from those of this island."""
+        assert self.state.facts is not None
+        self._changed, schedule = settings_of(self.state.facts), self.timing.schedule
+        every = int(self._changed.get(EVERY, schedule.sync_every))
+        delay = int(self._changed.get(DELAY, schedule.delay))
+        schedule = replace(schedule, sync_every=every, delay=delay)
+        self.timing, self._lr = replace(self.timing, schedule=schedule), self.state.facts.outer_lr
+        if self.island is not None:
+            self.island.change(self.timing)
+
+    def _note_unmerged(self, fragment: int, now: float) -> None:
+        """Warn if many versions have nothing of this island, as its uploads take too long."""
+        rounds, ledger = self.joined.rounds[fragment], self.joined.ledgers[fragment]
+        missed = self.state.fragments[fragment].version - max(ledger.merged_in, ledger.since)
+        if missed % UNMERGED or not missed or not rounds.is_uploading:
+            return
+        cycle = self.timing.schedule.sync_every * self.joined.step_seconds
+        needed = sum(one.part_bytes for one in self.joined.rounds) / max(cycle, 1e-9) / 1e6
+        self.notices.append(
+            f"the last {missed} versions of fragment {fragment} have nothing of this island: its "
+            f"upload lasts for {rounds.upload_seconds(now):.3g} s so far, and a cycle for "
+            f"{cycle:.3g}. It needs an uplink of at least {needed:.3g} MB/s, or the run a larger "
+            f"{EVERY}"
+        )
+
+    def note_lag(self, seconds: float) -> None:
+        """Warn that records wait for so long, as the parts that they name arrive too slowly."""
+        sizes = sum(one.part_bytes for one in self.joined.rounds) * (len(self.state.owners()) - 1)
+        cycle = self.timing.schedule.sync_every * self.joined.step_seconds
+        self.notices.append(
+            f"this island is {seconds:.3g} s behind the others, which do not wait for it: it needs "
+            f"a downlink of at least {sizes / max(cycle, 1e-9) / 1e6:.3g} MB/s, or the run a "
+            f"larger {EVERY}"
+        )
+
     def _note_silent(self, now: float) -> None:
         """Note which islands are not heard any more, or again."""
         if self.members.is_new(now):
             return
         owners = set(self.state.owners().values()) - {self.incarnation}
-        silent = {owner for owner in owners if self.members.is_gone(owner, now)}
+        silent = {owner for owner in owners if self.members.is_silent(owner, now)}
         for owner in sorted(silent - self._silent):
             self.notices.append(f"island {name_of(owner)} is silent: rounds do not wait for it")
         for owner in sorted((self._silent - silent) & owners):
@@ -137,7 +197,9 @@ class Machine:
         mine = [slot for slot, owner in owners.items() if owner == self.incarnation]
         if mine or state.facts is None:
             if state.begun and mine:
-                self.island = Island(state, self.members, mine[0], self.timing, now=now)
+                self._use_facts()
+                place = state, self.members, self.disputes, mine[0]
+                self.island = Island(*place, self.timing, now=now)
             return None
         if state.ended:
             raise UserError(
@@ -166,8 +228,7 @@ class Machine:
     def _decisions(
         self, island: Island, checked: Mapping[int, Checked], now: float
     ) -> Iterator[Record | None]:
-        for text in island.settle_disputes(now):
-            self.notices.append(f"{text}; another island has those of this one")
+        self.notices += self.disputes.settle(now)
         if island.fenced or self.state.ended:
             if island.fenced and not island.left:
                 raise IslandFencedError(
@@ -176,21 +237,41 @@ class Machine:
                     "last part is not in the run"
                 )
             return
-        for fragment, rounds in enumerate(island.rounds):
+        for rounds in island.rounds:
             yield rounds.open()
             yield rounds.close(checked, self._lr, now)
-            stored = self.stored.get(fragment)
-            if rounds.under_way and rounds.sent and stored is not None:
-                yield stored if stored.number == rounds.sent.number else None
+            if rounds.under_way and rounds.is_stored:
+                yield rounds.sent
         yield island.last_record(now)
 
-    def hint(self, *, caught_up: bool) -> Hint:
-        """Return the heartbeat. `caught_up`: with the log."""
+    def store(self, part: Part) -> None:
+        """Note that the chunks of an own part are stored, so that it can be appended."""
+        rounds = self.joined.rounds[part.fragment]
+        rounds.sent, rounds.is_stored = part, True
+
+    def take_skipped(self) -> list[tuple[int, int]]:
+        """Return fragments and versions that will not be applied, and need not be kept."""
+        found = list[tuple[int, int]]()
+        for fragment, rounds in enumerate(self.island.rounds if self.island else ()):
+            found += [(fragment, version) for version in rounds.skipped]
+            rounds.skipped.clear()
+        return found
+
+    def hint(self, *, caught_up: bool, state: Chunk | None = None) -> Hint:
+        """Return the heartbeat. `caught_up`: with the log. `state`: a stored one."""
         island = self.island
-        if island is None:
-            return Hint(self.incarnation, 0, 0, 0.0, caught_up)
-        where = island.step, island.tokens, island.step_seconds
-        return Hint(self.incarnation, *where, caught_up, island.leaving)
+        known = [(one.version, one.checksums.get(one.version)) for one in self.state.fragments]
+        copies = tuple((version, checksum) for version, checksum in known if checksum)
+        return Hint(
+            self.incarnation,
+            step=island.step if island else 0,
+            tokens=island.tokens if island else 0,
+            step_seconds=island.step_seconds if island else 0.0,
+            caught_up=caught_up,
+            leaving=island is not None and island.leaving,
+            copies=copies if len(copies) == len(known) else (),
+            state=state,
+        )
 
     # --- between two steps ------------------------------------------------------------------------
 
@@ -210,6 +291,7 @@ class Machine:
         Without a delay, deltas are taken before their results are waited for.
         """
         island, delayed = self.joined, self.timing.schedule.delay > 0
+        settings, self._changed = self._changed, {}
         island.look_at_end(now)
         sent = [] if delayed else self._sends(now)
         applied, until = ([], now) if sent else self._applies(now)
@@ -224,6 +306,7 @@ class Machine:
             applied=applied,
             sent=sent,
             waits_until=until,
+            settings=settings,
         )
 
     def _applies(self, now: float) -> tuple[list[Due], float | None]:
@@ -231,32 +314,15 @@ class Machine:
         applied, limits = list[Due](), list[float]()
         for fragment, rounds in enumerate(self.joined.rounds):
             while (mode := rounds.next_mode()) is not None:
-                applied.append(self._due(fragment, rounds.unapplied[0], mode))
+                applied.append(_due(fragment, rounds, mode))
                 rounds.finish_apply(now)
             limit = rounds.wait_until()
             if limit is not None and now < limit:
                 limits.append(limit)
         return applied, min(limits, default=None)
 
-    def _due(self, fragment: int, entry: Entry, mode: Mode) -> Due:
-        own = entry.part_of(self.incarnation)
-        others = [part for part in entry.parts if part is not own]
-        return Due(
-            fragment=fragment,
-            version=entry.close.version,
-            mode=mode,
-            own=own is not None,
-            weight=0 if own is None else own.weight,
-            participants=sum(weight > 0 for weight in entry.close.weights),
-            received=sum(chunk.size for part in others for chunk in part.chunks),
-        )
-
     def _sends(self, now: float) -> list[Part]:
-        return [
-            rounds.send(self._checksum(fragment, rounds.applied), now)
-            for fragment, rounds in enumerate(self.joined.rounds)
-            if rounds.send_is_due(now)
-        ]
+        return [rounds.send(now) for rounds in self.joined.rounds if rounds.send_is_due(now)]
 
     def _is_over(self, away: float) -> bool:
         """Return whether a stopped island has nothing left to do."""
@@ -269,6 +335,19 @@ class Machine:
             )
             return True
         return self.state.ended or self.joined.left
+
+
+def _due(fragment: int, rounds: Rounds, mode: Mode) -> Due:
+    entry = rounds.unapplied[0]
+    return Due(
+        fragment=fragment,
+        version=entry.version,
+        mode=mode,
+        own=entry.own is not None,
+        weight=0 if entry.own is None else entry.own.weight,
+        participants=entry.participants,
+        received=entry.received,
+    )
 
 
 def left_out(entry: Entry) -> Iterator[str]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import msgspec
 
 from torchtitan_diloco.islands.log import State
-from torchtitan_diloco.islands.records import Count, Name, Seconds
+from torchtitan_diloco.islands.records import Chunk, Count, Name, Seconds, name_of
 from torchtitan_diloco.log import UserError
 
 
@@ -29,6 +29,10 @@ class Hint(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     step_seconds: Seconds
     caught_up: bool
     leaving: bool = False
+    copies: tuple[tuple[Count, Name], ...] = ()
+    """Newest version of each fragment, and its checksum."""
+    state: Chunk | None = None
+    """A stored state from which this island, and so a joiner, could read the log on."""
 
 
 @dataclass(frozen=True)
@@ -70,14 +74,20 @@ class Members:
     """Heartbeats of the other islands. They decide about waiting, not about validity.
 
     For `expiry` seconds after a connection is made or this process has paused, no island counts as
-    gone, as their heartbeats could not arrive.
+    silent, as their heartbeats could not arrive.
 
     `connect`, `disconnect` and `hear` are called in the connection's thread, `tick` in the thread
     that reads the log. No attribute is written by both.
     """
 
-    def __init__(self, expiry: float) -> None:
-        self.expiry = expiry
+    def __init__(self, expiry: float, patience: float) -> None:
+        """
+        Args:
+            expiry: seconds without a heartbeat after which rounds do not wait for an island.
+            patience: seconds without one after which another island may take its slot.
+        """
+        self.expiry, self._patience = expiry, max(expiry, patience)
+        self._began: float | None = None
         self.heard: dict[str, Member] = {}
         """Copy it before a loop, as a member may be added meanwhile. None is removed."""
         self._connected_at: float | None = None
@@ -89,6 +99,7 @@ class Members:
 
     def connect(self, now: float) -> None:
         self._connected_at = now
+        self._began = now if self._began is None else self._began
 
     def disconnect(self) -> None:
         self._connected_at = None
@@ -114,29 +125,35 @@ class Members:
         since = self._connected_at
         return since is None or now - max(since, self._paused_at) < self.expiry
 
-    def is_gone(self, incarnation: str, now: float) -> bool:
-        """Return whether its slot may be taken."""
+    def is_silent(self, incarnation: str, now: float) -> bool:
+        """Return whether rounds do not wait for it."""
         member = self.heard.get(incarnation)
         return not self.is_new(now) and (member is None or now - member.heard >= self.expiry)
+
+    def is_gone(self, incarnation: str, now: float) -> bool:
+        """Return whether another island may take its slot."""
+        member = self.heard.get(incarnation)
+        since = self._began if member is None else member.heard
+        return since is not None and not self.is_new(now) and now - since >= self._patience
 
     def is_ready(self, incarnation: str, now: float, step_seconds: float) -> bool:
         """Return whether a round waits for it. `step_seconds`: time of this island's steps."""
         if self.is_new(now):
             return True
-        if not self.has_caught_up(incarnation) or self.is_gone(incarnation, now):
+        if not self.has_caught_up(incarnation) or self.is_silent(incarnation, now):
             return False
         return now - self.heard[incarnation].moved < max(self.expiry, 3 * step_seconds)
 
     def slot_to_take(self, state: State, own: str, now: float) -> tuple[int, str | None] | None:
         """Return a slot for the incarnation `own` to take, and the owner that it replaces.
 
-        The slot of an earlier start of the same island comes first. Raises a ValueError if that
-        start is still running.
+        The slot of an earlier start of the same island comes first, which it need not be patient
+        for. Raises a UserError if that start is still running.
         """
         owners = [(slot, found.owner) for slot, found in enumerate(state.slots)]
         for slot, owner in owners:
             if owner is not None and name_of(owner) == name_of(own):
-                if self.is_gone(owner, now):
+                if self.is_silent(owner, now):
                     return slot, owner
                 if self.is_new(now):
                     return None
@@ -148,8 +165,3 @@ class Members:
             if owner is None or self.is_gone(owner, now):
                 return slot, owner
         return None
-
-
-def name_of(incarnation: str) -> str:
-    """Return the name of the island that an incarnation is a start of."""
-    return incarnation.partition("/")[0]

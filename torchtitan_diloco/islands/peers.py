@@ -33,6 +33,7 @@ from torchtitan_diloco.diloco.peers import Apply, Peers, Send, local_share
 from torchtitan_diloco.diloco.round import InFlight, Round
 from torchtitan_diloco.diloco.state_dict import SavedState
 from torchtitan_diloco.diloco.transport import NOT_FINITE, OUTLIER
+from torchtitan_diloco.islands.changes import MIXING, TOTAL_TOKENS
 from torchtitan_diloco.islands.config import (
     Islands,
     Join,
@@ -42,11 +43,13 @@ from torchtitan_diloco.islands.config import (
 )
 from torchtitan_diloco.islands.connection import Connection
 from torchtitan_diloco.islands.copies import Copies, encode_delta, fingerprints
+from torchtitan_diloco.islands.joining import StaleError
 from torchtitan_diloco.islands.leader import Leader, Seat
+from torchtitan_diloco.islands.ledger import Mode
+from torchtitan_diloco.islands.log import State
 from torchtitan_diloco.islands.machine import Boundary, Due
 from torchtitan_diloco.islands.records import Facts, Part
-from torchtitan_diloco.islands.replay import Saved
-from torchtitan_diloco.islands.rounds import Mode, Timing
+from torchtitan_diloco.islands.rounds import Timing
 from torchtitan_diloco.islands.shards import Ranks, collect
 from torchtitan_diloco.log import UserError, logger
 
@@ -104,7 +107,8 @@ class IslandPeers(Peers):
         """Round of the latest part of each fragment, and the upload of the part."""
         self._durations, self._boundary_at = deque[float](maxlen=16), math.nan
         self._last = Boundary(clock=0)
-        self._saved: Saved | None = None
+        self._saved: State | None = None
+        """State of the log in the checkpoint that was loaded."""
 
     # --- start and end ----------------------------------------------------------------------------
 
@@ -135,27 +139,40 @@ class IslandPeers(Peers):
             raise RuntimeError("join() was called before: build other IslandPeers to join again")
         seat = None
         if self._ranks.is_first:
-            self._leader = self.build_leader()
-            seat = self._leader.join(self._saved)
+            seat = self._join()
         else:
             self._follower = BackgroundThread("islands")
             self._following = self._follower.submit(self._copies.follow)
         self.seat = seat = broadcast_object(seat, Seat, self._ranks.decisions)
         self.total_tokens, self._last = seat.total_tokens, Boundary(seat.clock)
-        self._take_versions(seat.versions)
+        drop_gathered(self.model)
+        self._copies.write_model(seat.versions)
         logger.info(
             f"island {self.islands.name} has slot {seat.slot} of {seat.slots}, begins at its "
             f"sample {seat.position:,}; the run has merged {seat.clock:,} tokens"
         )
         return seat
 
+    def _join(self) -> Seat:
+        self._leader = self.build_leader()
+        try:
+            return self._leader.join(self._saved)
+        except StaleError as error:
+            logger.warning(f"{error}: this island takes the shared copies of another one")
+            self._leader.close()
+            self._leader = self.build_leader()
+            return self._leader.join(None)
+
     def build_leader(self) -> Leader:
         """Build the leader, for the first rank. It is not connected yet."""
         chosen, config = self.islands, self.config
         join, incarnation = Join.parse(chosen.join), f"{chosen.name}/{secrets.token_hex(4)}"
         declare = partial(self._copies.run, self._copies.declare)
+        last = self._saved if self._saved and self._saved.run != join.run else None
         facts = Facts(
             run=join.run,
+            clocks=last.clocks if last else (),
+            positions=last.positions if last else (),
             slots=chosen.slots,
             begin=chosen.begin,
             quorum=chosen.quorum,
@@ -172,21 +189,13 @@ class IslandPeers(Peers):
             floor=chosen.grace_seconds,
             norm_limit=config.delta_norm_limit,
         )
-        connection = Connection(join, incarnation)
+        connection = Connection(join, incarnation, chosen.slot_seconds)
         return Leader(connection, self._copies, facts, timing, incarnation)
-
-    def _take_versions(self, versions: list[int]) -> None:
-        """Load these versions of the shared copies into the model."""
-        drop_gathered(self.model)
-        fragments = zip(self.states, self._copies.fragments, versions, strict=True)
-        for state, copy, version in fragments:
-            copy.drop_before(version)
-            state.outer = copy.versions[version]
-            state.write_model()
 
     def close(self) -> None:
         if self._leader is not None:
             self._leader.close()
+            self._copies.run(self._copies.stop)
             self._leader = None
         if self._follower is not None:
             self._following.result()
@@ -271,6 +280,8 @@ class IslandPeers(Peers):
             started = time.perf_counter()
             mine = None if self._leader is None else self._leader.decide()
             self._last = last = broadcast_object(mine, Boundary, self._ranks.decisions)
+            if last.settings:
+                self._use(last.settings)
             waits = last.waits_until is not None
             counted = sum(one.waited for one in last.applied)  # by their rounds
             self.meter.waited(time.perf_counter() - started - counted)
@@ -282,6 +293,12 @@ class IslandPeers(Peers):
                 yield Send(round_)
                 stored = self.background.submit(partial(self._upload, part, round_))
                 self._sent[part.fragment] = round_, stored
+
+    def _use(self, settings: Mapping[str, str]) -> None:
+        """Use the settings of the run."""
+        self.total_tokens, overlap = int(settings[TOTAL_TOKENS]), self.config.overlap
+        overlap = replace(overlap, mixing=float(settings.get(MIXING, overlap.mixing)))
+        self.config = replace(self.config, overlap=overlap)
 
     def _apply(self, due: Due) -> Iterator[Apply]:
         fragment, now = due.fragment, time.perf_counter()
@@ -367,7 +384,7 @@ class IslandPeers(Peers):
         facts["in_flight"] = []
         facts["fragments"] = [{"weight": 0.0, "delta_norms": []} for _ in copies]
         if self._leader is not None:
-            facts["island"] = vars(self._leader.to_save())
+            facts["island"] = self._leader.state.encode().decode()
         for copy in copies:  # sgd has no momentum
             for kind, buffer in zip((saving.SHARED, saving.MOMENTUM), copy.buffers(), strict=False):
                 tensors |= saving.named(kind, copy.state, buffer.to("cpu", copy=True), mesh)
@@ -383,7 +400,7 @@ class IslandPeers(Peers):
         share = partial(local_share, 0.0)  # nothing is in flight any more
         _, _, notes = saving.load(self.states, saved, self.config, share)
         if "island" in saved.facts:
-            self._saved = Saved(**saved.facts["island"])
+            self._saved = State.decode(saved.facts["island"].encode())
         return notes
 
     def restart(self) -> None:

@@ -1,7 +1,6 @@
 """Records of the log of a run, and their encoding."""
 
 import hashlib
-from collections.abc import Iterable
 from typing import Annotated, TypeAlias
 
 import msgspec
@@ -75,11 +74,22 @@ class Facts(Record, frozen=True):
     """Hash of the source. Other code is allowed, as bug fixes have to enter a run."""
     block: Positive = 1
     """Consecutive samples of a slot in the order of all samples."""
+    clocks: tuple[Count, ...] = ()
+    """Tokens that each fragment had merged in the log that this one continues. Empty: in none."""
+    positions: tuple[Count, ...] = ()
+    """First sample of each slot that no fragment had taken there."""
 
     @property
     def most_weight(self) -> int:
         """Largest weight of a part: more than the work of an outage, and less than a run."""
         return max(8 * self.cycle, self.total_tokens // 16)
+
+
+class Change(Record, frozen=True):
+    """Change a setting of the run from here on. Anybody who may write to the log may write it."""
+
+    key: Name
+    value: Name
 
 
 class SlotRecord(Record, frozen=True):
@@ -151,6 +161,11 @@ class Part(SlotRecord, frozen=True):
     """Ranks of the island. The payload is their encoded shards, in order."""
     chunks: tuple[Chunk, ...] = ()
 
+    @property
+    def size(self) -> int:
+        """Bytes of the payload."""
+        return sum(chunk.size for chunk in self.chunks)
+
 
 class Refusal(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     part: Positive
@@ -187,7 +202,7 @@ class Close(SlotRecord, frozen=True):
     """Outer learning rate."""
 
 
-AnyRecord: TypeAlias = Facts | Take | Give | Done | End | Open | Part | Close
+AnyRecord: TypeAlias = Facts | Change | Take | Give | Done | End | Open | Part | Close
 
 
 def attempt_of(record: Record) -> tuple[object, ...]:
@@ -217,20 +232,6 @@ def digest(raw: bytes | memoryview) -> str:
     return hashlib.sha256(raw).hexdigest()
 
 
-def checksums_before(
-    records: Iterable[AnyRecord | None], fragment: int, head: str
-) -> dict[int, str]:
-    """Return the checksums of all versions before the entry with the hash `head`.
-
-    An island that begins with a snapshot needs them to validate earlier records. The chain of
-    hashes identifies the valid closes, from the last entry of the snapshot back to the first.
-    """
-    closes = {}
-    for record in records:
-        if isinstance(record, Close) and record.fragment == fragment:
-            closes[digest(encode(record))] = record
-    found = dict[int, str]()
-    while head in closes:
-        close = closes[head]
-        found[close.version - 1], head = close.checksum, close.previous
-    return found
+def name_of(incarnation: str) -> str:
+    """Return the name of the island that an incarnation is a start of."""
+    return incarnation.partition("/")[0]

@@ -5,12 +5,11 @@ import statistics
 from collections import deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from enum import Enum
 from typing import TYPE_CHECKING
 
 from torchtitan_diloco.diloco.schedule import Schedule
-from torchtitan_diloco.islands.log import Entry, Fragment, Ledger, Outcome
-from torchtitan_diloco.islands.members import name_of
+from torchtitan_diloco.islands.ledger import Entry, Fragment, Ledger, Mode, Outcome, Unapplied
+from torchtitan_diloco.islands.log import VERSIONS_LATE
 from torchtitan_diloco.islands.records import MOST_GRACE, Close, Open, Part, Refusal
 
 if TYPE_CHECKING:
@@ -41,25 +40,6 @@ FEWEST_NORMS = 5
 PATIENCE_FACTOR = 4
 """A round waits at most for this multiple of this island's own grace, so that a record with a long
 grace cannot stop training."""
-LATE_MIXING = 0.5
-"""Minimum share of the local parameters when a part was late."""
-
-
-class Mode(Enum):
-    """How an entry changes the parameters theta, given the shared copies Theta before and after."""
-
-    MIX = "mix"
-    """theta = alpha theta + (1 - alpha) Theta_new: the own part, in its own round and in time."""
-    MIX_LATE = "mix late"
-    """The same with an alpha of at least LATE_MIXING, to keep the work since the send."""
-    ADD = "add"
-    """theta += Theta_new - Theta_old: the entry has no own part."""
-    RESET = "reset"
-    """theta = Theta_new: the own part was not finite."""
-
-    def share(self, alpha: float) -> float:
-        """Return the share of the local parameters when they are mixed."""
-        return max(alpha, LATE_MIXING) if self is Mode.MIX_LATE else alpha
 
 
 def find_outliers(
@@ -88,17 +68,20 @@ class Rounds:
 
     def __init__(self, island: "Island", fragment: int, now: float) -> None:
         self._island, self._fragment = island, fragment
-        schedule = island.timing.schedule
-        self._every, self._delay = schedule.sync_every, schedule.delay
-        self.turn = schedule.first_send(fragment)  # own step of the next send
+        self.turn = island.timing.schedule.first_send(fragment)  # own step of the next send
         if any(one.version for one in island.state.fragments):  # the run has begun
             self.turn = (self.turn - 1) % self._every + 1
         self.applied = self.shared.version  # version in the parameters
-        self.unapplied = deque[Entry]()
+        self.unapplied = deque[Unapplied]()
+        self.skipped = list[int]()
+        """Versions that will not be applied, as later ones contain them."""
         self.sent: Part | None = None
+        self.is_stored = False
+        """Whether the chunks of the last part are stored, so that it can be appended."""
         self.sent_step, self._sent_at = 0, 0.0
         self.under_way = False
         """The last part sent was not read back yet. It is appended until it is."""
+        self.part_bytes = 0  # of the part of any island that was read last
         self._returned_step = 0  # own step when it was read back
         self._tokens_sent = self._tokens_taken = 0
         """Own tokens when the last part was sent, and when the last one in an entry was sent, from
@@ -109,10 +92,19 @@ class Rounds:
         counts from when it was made, as counting from when it was read would delay every round."""
         self._opened_at = now
         self._measured = set[int]()  # waiting parts whose lag is known
-        self.confirmed = -1  # newest version that another island has with the same bits
-        self.dispute: tuple[int, float, str] | None = None
-        """Version of which another island has different bits, since when, and a description. No
-        record is written meanwhile."""
+
+    def shorten(self) -> None:
+        """Send and open within H steps, which may be fewer than before."""
+        self.turn = min(self.turn, self._island.step + self._every)
+        self._opens_next = min(self._opens_next, self._island.step + self._every)
+
+    @property
+    def _every(self) -> int:
+        return self._island.timing.schedule.sync_every
+
+    @property
+    def _delay(self) -> int:
+        return self._island.timing.schedule.delay
 
     @property
     def shared(self) -> Fragment:
@@ -120,7 +112,7 @@ class Rounds:
 
     @property
     def _ledger(self) -> Ledger:
-        return self._island.state.slots[self._island.slot].ledgers[self._fragment]
+        return self._island.ledgers[self._fragment]
 
     def read(self, record: Open | Part | Close, outcome: Outcome, now: float) -> None:
         own = record.incarnation == self._island.incarnation
@@ -128,15 +120,37 @@ class Rounds:
             if not outcome.void:
                 self._read_open(record, now)
             return
-        if not own:
-            self._compare(record, outcome, now)
+        if not own and (outcome.disputed or not outcome.void):
+            same = not outcome.disputed
+            self._island.disputes.note(self._fragment, record.incarnation, same=same)
         if isinstance(record, Part):
-            if own and self.sent is not None and record.number == self.sent.number:
+            self.part_bytes = record.size or self.part_bytes
+            if record == self.sent:
                 self.under_way, self._returned_step = False, self._island.step
             if not outcome.void:
                 self._island.habits[record.slot].weights[self._fragment].append(record.weight)
         if outcome.entry is not None:
-            self.unapplied.append(outcome.entry)
+            self._read_entry(outcome.entry)
+
+    def _read_entry(self, entry: Entry) -> None:
+        own = entry.part_of(self._island.incarnation)
+        found = Unapplied(
+            version=entry.close.version,
+            clock=entry.close.clock,
+            own=own,
+            is_lost=own is not None and entry.is_lost(own),
+            participants=sum(weight > 0 for weight in entry.close.weights),
+            received=sum(
+                one.size for part in entry.parts if part is not own for one in part.chunks
+            ),
+        )
+        last = self.unapplied[-1] if self.unapplied else None
+        if last is not None and last.own is None and own is None:
+            # Their changes add up. While training pauses, versions must not pile up in memory.
+            self.skipped.append(last.version)
+            found.received += last.received
+            self.unapplied.pop()
+        self.unapplied.append(found)
 
     def _read_open(self, record: Open, now: float) -> None:
         version, step = self._attempt
@@ -149,14 +163,12 @@ class Rounds:
             lead = max(0, upload + upload // 4 - self._delay)
             self.turn += max(0, opened - self.sent_step - lead)
 
-    def _compare(self, record: Part | Close, outcome: Outcome, now: float) -> None:
-        """Compare the bits of a version with those of another island."""
-        version = record.base if isinstance(record, Part) else record.version - 1
-        if outcome.disputed and self.dispute is None:
-            who = f"island {name_of(record.incarnation)} has other bits"
-            self.dispute = version, now, f"{who} of fragment {self._fragment}: {outcome.void}"
-        elif not outcome.void:
-            self.confirmed = max(self.confirmed, version)
+    @property
+    def is_uploading(self) -> bool:
+        return self.under_way and not self.is_stored
+
+    def upload_seconds(self, now: float) -> float:
+        return now - self._sent_at
 
     @property
     def is_pending(self) -> bool:
@@ -181,18 +193,21 @@ class Rounds:
     @property
     def _has_all(self) -> bool:
         """Whether the fragment has merged all tokens of the run, so no round opens any more."""
-        return self.shared.clock >= self._island.total_tokens
+        return self.shared.clock >= self._island.facts.total_tokens
 
     @property
     def _may_write(self) -> bool:
-        return not (self._island.fenced or self._island.state.ended or self.dispute)
+        island = self._island
+        undecided = island.disputes.is_undecided(self._fragment)
+        return not (island.fenced or island.state.ended or undecided)
 
     # --- send, open, close ------------------------------------------------------------------------
 
     def send_is_due(self, now: float) -> bool:
         island = self._island
         # Before its last part is applied, the delta would contain that part again.
-        behind = self.applied < self._ledger.merged_in
+        oldest = max(self._ledger.merged_in, self.shared.version - VERSIONS_LATE)
+        behind = self.applied < oldest
         has_data = island.position > self._ledger.taken_to
         if self.is_pending or behind or not has_data or not self._may_write or island.done:
             return False
@@ -216,22 +231,22 @@ class Rounds:
             since = self._opened_at + min(self._grace_of_round, patience)
         return not self.is_pending or now < since + patience
 
-    def send(self, checksum: str, now: float, *, finite: bool = True) -> Part:
-        """Return the part to append once its chunks are stored. `checksum`: of the base version."""
+    def send(self, now: float) -> Part:
+        """Return the part, without its chunks. It is appended once they are stored."""
         island = self._island
         before = max(self._ledger.number, self.sent.number if self.sent else 0)
-        tokens = min(island.tokens - self._tokens_taken, island.most_weight)
+        tokens = min(island.tokens - self._tokens_taken, island.facts.most_weight)
         self.sent = Part(
             **island.who,
             fragment=self._fragment,
             number=before + 1,
             base=self.applied,
-            checksum=checksum,
+            checksum=self.shared.checksums.get(self.applied, ""),
             start=self._ledger.taken_to,
             end=island.position,
-            weight=tokens if finite else 0,
-            finite=finite,
+            weight=tokens,
         )
+        self.is_stored = False
         self.turn = island.step + self._every
         self.sent_step, self._sent_at, self.under_way = island.step, now, True
         self._tokens_sent = island.tokens
@@ -276,7 +291,7 @@ class Rounds:
         usual = (island.habits[slot].patience(longest) for slot in ready)
         waited = now >= self._opened_at + max((self._grace_of_round, *usual))
         # After an outage the other islands may still be reconnecting: do not close alone.
-        enough = waited and len(good) >= island.quorum and not island.members.is_new(now)
+        enough = waited and len(good) >= island.facts.quorum and not island.members.is_new(now)
         if not (good or bad) or not (complete or enough):
             return None
         missing = ready - {waiting[number].slot for number in known}
@@ -303,9 +318,8 @@ class Rounds:
         After an outage, a part has the work of many cycles. A part of fewer steps may contain older
         work too, with a mixing above 0.
         """
-        facts = self._island.state.facts
-        assert facts is not None
-        return max(1.0, (part.end - part.start) / (facts.block * self._every))
+        block = self._island.facts.block
+        return max(1.0, (part.end - part.start) / (block * self._every))
 
     def _measure_lags(self, checked: Collection[int], now: float) -> None:
         """Measure the time from the opening of a round until its new parts can be used."""
@@ -336,25 +350,23 @@ class Rounds:
         if not self.unapplied:
             return None
         entry = self.unapplied[0]
-        part = entry.part_of(self._island.incarnation)
-        if part is None:
+        if entry.own is None:
             return Mode.ADD
         late = self._island.step - self.sent_step - self._delay
-        own_round = part.base == entry.close.version - 1
+        own_round = entry.own.base == entry.version - 1
         if own_round and late < 0 and not self._island.stopped:
             return None
-        if entry.is_lost(part):
+        if entry.is_lost:
             return Mode.RESET
         return Mode.MIX if own_round and late <= 0 else Mode.MIX_LATE
 
     def finish_apply(self, now: float) -> None:
         """Mark the first unapplied entry as applied."""
         entry, tokens = self.unapplied.popleft(), self._island.tokens
-        assert entry.close.version == self.applied + 1
-        self.applied = entry.close.version
-        if entry.part_of(self._island.incarnation) is not None:
+        self.applied = entry.version
+        if entry.own is not None:
             tokens = self._tokens_taken = self._tokens_sent
-        self._island.set_clock(entry.close.clock, tokens, now)
+        self._island.set_clock(entry.clock, tokens, now)
 
     def wait_until(self) -> float | None:
         """Return until when training waits for the entry with the own part, None if it does not."""

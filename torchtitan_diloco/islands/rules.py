@@ -10,12 +10,13 @@ version after reading the close (`next_mode`). Training continues while a round 
 parts. It waits only in `wait_until`, and at the end of the run (`look_at_end`).
 """
 
-from collections.abc import Iterator
 from typing import Any
 
-from torchtitan_diloco.islands.log import Outcome, State
-from torchtitan_diloco.islands.members import Habits, IslandFailedError, Members
-from torchtitan_diloco.islands.records import Close, Done, End, Give, Open, Part, Take
+from torchtitan_diloco.islands.disputes import Disputes
+from torchtitan_diloco.islands.ledger import Ledger, Outcome
+from torchtitan_diloco.islands.log import State
+from torchtitan_diloco.islands.members import Habits, Members
+from torchtitan_diloco.islands.records import Close, Done, End, Facts, Give, Open, Part, Take
 from torchtitan_diloco.islands.rounds import Rounds, Timing
 
 
@@ -23,16 +24,22 @@ class Island:
     """An island that owns a slot. `read` takes records, and the other methods decide."""
 
     def __init__(
-        self, state: State, members: Members, slot: int, timing: Timing, *, now: float
+        self,
+        state: State,
+        members: Members,
+        disputes: Disputes,
+        slot: int,
+        timing: Timing,
+        *,
+        now: float,
     ) -> None:
         """The parameters must be the newest shared copies of the log."""
         owner = state.slots[slot].owner
         assert owner is not None
         assert state.facts is not None
-        self.state, self.members, self.timing = state, members, timing
+        self.state, self.members, self.disputes = state, members, disputes
+        self.timing = timing
         self.slot, self.incarnation = slot, owner
-        self.total_tokens, self.most_weight = state.facts.total_tokens, state.facts.most_weight
-        self.quorum = state.facts.quorum
         self.who: dict[str, Any] = {"run": state.facts.run, "slot": slot, "incarnation": owner}
         self.step, self.tokens, self.step_seconds = 0, 0, 0.0
         self.position = state.slots[slot].start
@@ -46,6 +53,21 @@ class Island:
         newest = max(fragment.clock for fragment in state.fragments)
         self._clock_base = newest, 0, max(state.facts.begin, len(state.owners()))
         self.rounds = [Rounds(self, number, now) for number in range(len(state.fragments))]
+
+    def change(self, timing: Timing) -> None:
+        """Use other settings from now on."""
+        self.timing = timing
+        for rounds in self.rounds:
+            rounds.shorten()
+
+    @property
+    def ledgers(self) -> list[Ledger]:
+        return self.state.slots[self.slot].ledgers
+
+    @property
+    def facts(self) -> Facts:
+        assert self.state.facts is not None
+        return self.state.facts
 
     @property
     def fenced(self) -> bool:
@@ -95,14 +117,15 @@ class Island:
         for it. So it also stops some cycles after the run has merged its tokens, which are enough
         to train on the rest alone.
         """
-        if self._last_step is None and self.state.is_complete:
-            assert self.state.facts is not None
-            cycles = self.state.facts.begin + 1
+        if not self.state.is_complete:
+            self._last_step = None  # the run may have been made longer
+        elif self._last_step is None:
+            cycles = self.facts.begin + 1
             self._last_step = self.step + cycles * self.timing.schedule.sync_every
         trained_enough = self._last_step is not None and self.step >= self._last_step
         if self.leaving or self.state.ended or self.done or trained_enough:
             self.stopped = True
-        elif self.clock < self.total_tokens:
+        elif self.clock < self.facts.total_tokens:
             self.stopped = False
         elif not self.stopped:
             self.stopped = self.state.is_complete or self.step >= self._trains_until
@@ -132,24 +155,6 @@ class Island:
             and (number == self.slot or self.members.is_ready(slot.owner, now, self.step_seconds))
         }
 
-    def settle_disputes(self, now: float) -> Iterator[str]:
-        """Yield the disputes in which another island has confirmed this one's bits.
-
-        Raises an IslandFailedError if none has within `expiry` seconds.
-        """
-        for rounds in self.rounds:
-            if rounds.dispute is None:
-                continue
-            version, since, text = rounds.dispute
-            if rounds.confirmed >= version:
-                rounds.dispute = None
-                yield text
-            elif now > since + self.members.expiry:
-                raise IslandFailedError(
-                    f"{text}; no island has confirmed those of this one, so it ends: one of them "
-                    "has a memory fault, or computes differently. Started again, it replays the log"
-                )
-
     def last_record(self, now: float) -> Give | Done | End | None:
         """Return the last record of a stopped island once it has nothing left to send."""
         if self.fenced or self.state.ended or not self.stopped:
@@ -161,7 +166,7 @@ class Island:
             return None if again else Give(**self.who)
         if self.done:  # the run ends when all owners are done or gone
             absent = tuple(one.owner for one in self.state.slots if one.owner and not one.done)
-            gone = all(self.members.is_gone(owner, now) for owner in absent)
+            gone = all(self.members.is_silent(owner, now) for owner in absent)
             return End(**self.who, absent=absent, heads=self.state.heads) if gone else None
         busy = any(one.unapplied or (one.shared.open and one.shared.waiting) for one in self.rounds)
         return None if busy or not self.state.is_complete else Done(**self.who)

@@ -23,7 +23,7 @@ from msgspec import Meta
 
 from torchtitan_diloco.diloco.fields import convert, setting_types
 from torchtitan_diloco.hardware import end_with_parent
-from torchtitan_diloco.islands.config import HOST_PATTERN, RUN_PATTERN, Join
+from torchtitan_diloco.islands.config import HOST_PATTERN, RUN_PATTERN, Join, RefusedError
 from torchtitan_diloco.islands.connection import LOG_PATIENCE
 from torchtitan_diloco.islands.session import Session, check_installed, stream_of, subject_of
 from torchtitan_diloco.log import UserError, install_command, logger
@@ -32,14 +32,15 @@ ANY_IPV4, ANY_IPV6 = "0.0.0.0", "::"
 ISLAND, ADMIN = "island", "admin"
 ISLAND_MAY = {
     "publish": [
-        *("islands.>", "$JS.FC.>", "$JS.API.STREAM.INFO.*", "$JS.API.CONSUMER.CREATE.*"),
-        *("$JS.API.DIRECT.GET.*", "$JS.API.STREAM.MSG.GET.*"),
+        *("islands.>", "$JS.API.STREAM.INFO.*", "$JS.API.DIRECT.GET.*", "$JS.API.STREAM.MSG.GET.*"),
     ],
-    "subscribe": ["_INBOX.>", "islands.*.beat", "islands.*.ask.*"],
+    "subscribe": ["_INBOX.>", "islands.*.log", "islands.*.beat", "islands.*.ask.*"],
 }
 """Permissions: an island may append and read, but not delete, purge or change streams."""
 SNAPSHOT_SECONDS = 6 * 3600
 """Age at which snapshots are deleted. They are made on request."""
+LOG_BYTES, STATES = 2**28, 64
+"""Size of the log, and messages with states of the run, above which the oldest are deleted."""
 MAKE_SECONDS = 10.0
 
 
@@ -217,19 +218,21 @@ async def make_streams(admin: Join, keep_gb: float, replicas: int = 1) -> None:
 
     def config(kind: str, **settings: Any) -> StreamConfig:
         name, subjects = stream_of(admin.run, kind), [subject_of(admin.run, kind)]
-        return StreamConfig(name=name, subjects=subjects, num_replicas=replicas, **settings)
+        settings |= {"num_replicas": replicas, "discard": DiscardPolicy.OLD, "allow_direct": True}
+        return StreamConfig(name=name, subjects=subjects, **settings)
 
-    bulk: dict[str, Any] = {"max_bytes": int(keep_gb * 1e9), "discard": DiscardPolicy.OLD}
+    bulk_bytes = int(keep_gb * 1e9)
     streams = [
-        config("log", deny_delete=True, deny_purge=True),
-        config("parts", allow_direct=True, **bulk),
-        config("snapshots", allow_direct=True, max_age=SNAPSHOT_SECONDS, **bulk),
+        config("log", max_bytes=LOG_BYTES, deny_delete=True, deny_purge=True),
+        config("parts", max_bytes=bulk_bytes),
+        config("snapshots", max_bytes=bulk_bytes, max_age=SNAPSHOT_SECONDS),
+        config("states", max_msgs=STATES),
     ]
     try:
         async with _session(admin) as session:
             for stream in streams:
                 await session.run(session.jetstream.add_stream(stream), MAKE_SECONDS)
-    except (APIError, ConnectionError, TimeoutError) as error:
+    except (APIError, ConnectionError, TimeoutError, RefusedError) as error:
         raise UserError(f"the streams of the run {admin.run} cannot be made: {error}") from error
 
 

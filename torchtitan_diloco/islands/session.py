@@ -1,171 +1,72 @@
-"""One connection to a NATS server, which ends at its first failure, and what it receives."""
+"""One connection to a NATS server, which ends at its first failure, and how it reads the log."""
 
 import asyncio
+import json
 import logging
-import math
-import threading
-import time
-from collections import deque
+import socket
 from collections.abc import Coroutine
 from contextlib import suppress
-from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import msgspec
 
 from torchtitan_diloco.islands.config import Join, RefusedError, explain
-from torchtitan_diloco.islands.members import Hint, Members
-from torchtitan_diloco.islands.records import AnotherLogError, Chunk, Count, digest
-from torchtitan_diloco.log import UserError, install_command, logger
+from torchtitan_diloco.islands.inbox import AnyMessage, Inbox
+from torchtitan_diloco.islands.members import Hint
+from torchtitan_diloco.islands.records import AnotherLogError, digest
+from torchtitan_diloco.log import UserError, install_command
 
 if TYPE_CHECKING:
     from nats.aio.msg import Msg
     from nats.js import JetStreamContext
 
 T = TypeVar("T")
-POLL, PING = 0.1, 0.5
+CHECK, PING = 0.1, 0.5
 """Seconds between checks of a connection, and between pings."""
-TICK = 0.1
-"""Longest wait in `receive`, in seconds."""
-SETUP_SECONDS = 4.0
-"""Timeout to connect, and to subscribe."""
+SETUP_SECONDS, ANSWER_SECONDS = 4.0, 10.0
+"""Timeouts to connect, and to get records or chunks."""
 NO_LIMIT = 1e6
 """Timeout of nats-py in seconds. The timeout of `Session.run` applies instead."""
+UNCONFIRMED_SECONDS = 30.0
+"""Seconds in which the other end of a socket must acknowledge some of the bytes sent. A slow link
+does. A link that silently dropped the connection does not, nor does a server that stops reading,
+such as one with a stalled disk."""
+NO_MESSAGE = 10037
+"""Error code of the server: no message found."""
 LAG_SECONDS = 2.0
 """Time in which the new leader of a cluster has applied all records."""
-HEARTBEAT, SILENT_POLLS = 0.5, 30
-"""Seconds until the server reports that there is no new record, and polls without a report."""
+QUICK, POLL = 0.001, 0.5
+"""Seconds until the log is read again: after an append, which is announced before it is stored, and
+at most. The pause doubles while there is no new record."""
+BATCH = {"batch": 10_000, "next_by_subj": ">"}
+"""Records to get at a time, from the next one that there is."""
+BATCH_BYTES, LARGEST_BATCH, BATCH_SECONDS = 2**16, 2**22, 0.25
+"""Bytes to get at a time, at first and at most. They double after an answer within these seconds:
+on a slow link, answers to pings queue behind them."""
 
 
-class LogRecord(NamedTuple):
-    sequence: int
-    raw: bytes
+class TrimmedError(UserError):
+    """The log begins after a record that is needed."""
+
+    def __init__(self, sequence: int, first: int) -> None:
+        super().__init__(
+            f"record {sequence} of the log is needed, and the server keeps those from {first} on: "
+            "this island was away for too long; start it without its checkpoint while another one "
+            "is running"
+        )
+        self.first = first
 
 
-class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Message from one island to another."""
+class GapError(UserError):
+    """A record is missing between others."""
 
-    sender: str
-
-
-class Leave(Message, frozen=True):
-    """Leave the run."""
-
-
-class SnapshotWanted(Message, frozen=True):
-    fragment: Count
-
-
-class Snapshot(Message, frozen=True):
-    fragment: Count
-    version: Count
-    head: str
-    """Hash of the entry that made the version."""
-    chunks: tuple[Chunk, ...] = ()
-    problem: str = ""
-    """Why there are no chunks."""
-
-
-AnyMessage: TypeAlias = Leave | SnapshotWanted | Snapshot
-
-
-class Inbox:
-    """Records, messages and heartbeats that a connection has received.
-
-    Only the connection's thread calls the methods that begin with `note_`. Only one thread at a
-    time takes `records` and `messages` and calls `receive`: first the caller of `Leader.join`, then
-    the leader's own thread. No lock is needed, as each attribute has one writer, which appends to
-    it or replaces it as a whole.
-    """
-
-    def __init__(self, expiry: float) -> None:
-        self.members = Members(expiry)
-        """Heartbeats of the other islands."""
-        self.records: deque[LogRecord] = deque()
-        """Records not read yet."""
-        self.messages: deque[SnapshotWanted | Snapshot] = deque()
-        """Messages to this island not read yet."""
-        self.leaving = False
-        """This island was asked to leave the run."""
-        self.received, self.last = 0, -1
-        """Sequence numbers of the last record received, and of the last one in the log when the
-        connection was made."""
-        self.newest = b""
-        """The last record received."""
-        self.problem = ""
-        """Why there is no connection."""
-        self.failure: AnotherLogError | None = None
-        """Why there will be none again."""
-        self._away_since = math.inf
-        self._news = threading.Event()
-        self._writer: threading.Thread | None = None
-
-    def note_connection(self, last: int) -> None:
-        """`last`: sequence number of the last record in the log."""
-        self._check_writer()
-        if self.problem:
-            logger.info("the server of the islands is there again")
-        self.problem, self._away_since = "", math.inf
-        self.members.connect(time.monotonic())
-        self.last = last  # after this, `receive_log` may return
-
-    def note_loss(self, reason: str) -> None:
-        self._check_writer()
-        self._away_since = min(self._away_since, time.monotonic())
-        self.members.disconnect()
-        self.problem = reason
-        logger.warning(f"no connection to the server of the islands: {reason}")
-        self.wake()
-
-    def note_failure(self, failure: AnotherLogError) -> None:
-        self._check_writer()
-        self.failure = failure
-        self.wake()
-
-    def note_record(self, record: LogRecord) -> None:
-        self._check_writer()
-        self.records.append(record)
-        self.received, self.newest = record
-        self.wake()
-
-    def note_message(self, message: "Hint | AnyMessage") -> None:
-        self._check_writer()
-        if isinstance(message, Hint):
-            self.members.hear(message, time.monotonic())
-        elif isinstance(message, Leave):
-            logger.info("this island was asked to leave the run")
-            self.leaving = True
-        else:
-            self.messages.append(message)
-            self.wake()
-
-    def _check_writer(self) -> None:
-        assert threading.current_thread() is self._writer, "only the connection's thread writes"
-
-    def receive(self, seconds: float = TICK) -> None:
-        """Wait until something arrives, at most for this time. Raises `failure`."""
-        self.members.tick(time.monotonic())
-        self._news.wait(seconds)
-        self._news.clear()  # before the caller reads, so that nothing is missed
-        if self.failure is not None:
-            raise self.failure
-        self.members.tick(time.monotonic())
-
-    def wake(self) -> None:
-        """End a wait in `receive`. Any thread may call this."""
-        self._news.set()
-
-    def receive_log(self, patience: float = math.inf) -> None:
-        """Wait for all records that the log had when the connection was made."""
-        end = time.monotonic() + patience
-        while self.last < 0 or self.received < self.last:
-            self.receive()
-            if time.monotonic() > end:
-                raise UserError(f"the server does not send its log {self.problem}".strip())
-
-    def seconds_away(self) -> float:
-        """Return the time since the connection was lost, at most 0 if there is one."""
-        return time.monotonic() - self._away_since
+    def __init__(self, sequence: int) -> None:
+        super().__init__(
+            f"record {sequence} of the log is missing, and later ones are there: the disk of the "
+            "server has lost it, and the run cannot be continued from this log; start `serve` on a "
+            "newer copy of its folder, or in an empty folder, where islands begin with the model "
+            "in their checkpoints"
+        )
 
 
 def subject_of(run: str, kind: str) -> str:
@@ -178,7 +79,7 @@ def ask_subject(run: str, incarnation: str) -> str:
 
 
 def stream_of(run: str, kind: str) -> str:
-    """Return the name of a stream of the run: "log", "parts" or "snapshots"."""
+    """Return the name of a stream of the run: "log", "parts", "snapshots" or "states"."""
     return f"islands-{run}-{kind}"
 
 
@@ -197,10 +98,25 @@ def _is_no_end_of_tls(record: logging.LogRecord) -> bool:
     return not str(record.msg).startswith("returning true from eof_received()")
 
 
-class Session:
-    """A NATS client that does not reconnect. It must not be used once it is `lost`.
+class EventLoop(asyncio.SelectorEventLoop):
+    """Event loop whose connections are closed by the kernel if the peer acknowledges nothing.
 
-    A new client replaces it, as the client's own recovery takes at least 2 s and up to 17.
+    Pings ensure that there is always something to acknowledge. Their answers alone would not
+    distinguish a dead connection from one with megabytes in flight.
+    """
+
+    async def create_connection(self, *arguments: Any, **named: Any) -> Any:
+        transport, protocol = await super().create_connection(*arguments, **named)
+        limit = socket.TCP_USER_TIMEOUT, round(1000 * UNCONFIRMED_SECONDS)
+        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, *limit)
+        return transport, protocol
+
+
+class Session:
+    """A NATS client that does not reconnect. It must not be used once it is lost.
+
+    A new client replaces it, as the client's own recovery takes at least 2 s and up to 17, and
+    would send what was appended before the logs are compared.
     """
 
     def __init__(self, patience: float) -> None:
@@ -208,13 +124,12 @@ class Session:
         from nats.aio.client import Client
 
         self.client: Client = Client()
-        self.jetstream: JetStreamContext
-        self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.jetstream: JetStreamContext = self.client.jetstream(timeout=NO_LIMIT)
+        self.lost: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
+        """Why the connection was lost."""
         self._patience = patience
         self._problem: Exception | None = None
         self._watch: asyncio.Task[None] | None = None
-        self._polls_left = math.inf
-        """Polls until the connection counts as lost. A time would include pauses of the process."""
 
     async def open(self, join: Join, address: str, name: str) -> None:
         """Connect. Raises RefusedError if another attempt would fail, too, else any other error."""
@@ -241,30 +156,34 @@ class Session:
             await self.run(connect, SETUP_SECONDS)
         except (OSError, errors.Error, TimeoutError) as error:
             raise explain(self._problem or error, address, join) from error
-        self.jetstream = self.client.jetstream(timeout=NO_LIMIT)
         self._watch = asyncio.create_task(self._notice_loss())
 
     async def _note(self, error: Exception) -> None:
         self._problem = error
         if "permissions violation" in str(error).lower():  # there will be no answer
-            self.fail(str(error))
+            self.fail(
+                RefusedError(
+                    f"islands.join: this login has no right to the run ({error}); use the join "
+                    "string of a run of this server"
+                )
+            )
 
     async def _notice_loss(self) -> None:
-        while not self.client.is_closed and self._polls_left > 0:
-            await asyncio.sleep(POLL)
-            self._polls_left -= 1
-        self.fail(str(self._problem or self.client.last_error or "the server does not answer"))
+        while not self.client.is_closed:  # the client's own callback may come 30 s later
+            await asyncio.sleep(CHECK)
+        reason = self._problem or self.client.last_error or "the server does not answer"
+        self.fail(ConnectionError(str(reason)))
 
     @property
     def is_lost(self) -> bool:
         return self.lost.done() or self.client.is_closed
 
-    def fail(self, reason: str) -> None:
+    def fail(self, reason: Exception) -> None:
         if not self.lost.done():
             self.lost.set_result(reason)
 
-    async def run(self, operation: Coroutine[Any, Any, T], seconds: float) -> T:
-        """Return the operation's result. Raises ConnectionError once the connection is lost."""
+    async def run(self, operation: Coroutine[Any, Any, T], seconds: float = ANSWER_SECONDS) -> T:
+        """Return the operation's result. Raises an error once the connection is lost."""
         task = asyncio.ensure_future(operation)
         try:
             both = task, self.lost
@@ -272,14 +191,47 @@ class Session:
             if task.done():
                 return task.result()
             if self.lost.done():
-                raise ConnectionError(self.lost.result())
+                raise self.lost.result()
             raise TimeoutError(f"no answer within {seconds:g} s")
         finally:
             task.cancel()  # without waiting for it: nats-py ignores some cancellations
 
+    async def get(self, stream: str, **which: Any) -> bytes | None:
+        """Return a message from the leader of its stream, or None if it is not there."""
+        from nats.js.errors import NotFoundError
+
+        try:
+            return (await self.jetstream.get_msg(stream, **which)).data or b""
+        except NotFoundError as error:
+            if error.err_code != NO_MESSAGE:  # the server is starting or ending
+                raise
+            return None
+
+    async def find_record(self, run: str, sequence: int) -> bytes:
+        """Return a record of the log. Raises a UserError if it is not there."""
+        stream, end = stream_of(run, "log"), asyncio.get_running_loop().time() + LAG_SECONDS
+        while (found := await self.get(stream, seq=sequence)) is None:
+            state = (await self.jetstream.stream_info(stream)).state
+            if sequence < state.first_seq:
+                raise TrimmedError(sequence, state.first_seq)
+            if sequence <= state.last_seq:
+                raise GapError(sequence)
+            if asyncio.get_running_loop().time() > end:
+                raise AnotherLogError(
+                    f"it has {state.last_seq} records, and the island has read {sequence}"
+                )
+            await asyncio.sleep(CHECK)
+        return found
+
+    async def compare_log(self, run: str, after: int, newest: str) -> str:
+        """Return the digest of record `after`. Raises a UserError if it is not `newest`."""
+        found = digest(await self.find_record(run, after)) if after else ""
+        if newest and found != newest:
+            raise AnotherLogError(f"its record {after} is another one")
+        return found
+
     async def close(self) -> None:
         """Close the socket. This may take long if the server does not answer."""
-        self.fail("closed")
         if self._watch is not None:
             self._watch.cancel()
         with suppress(Exception):  # nothing can be done about it
@@ -287,88 +239,77 @@ class Session:
 
 
 class LogSession(Session):
-    """Session that passes on what it receives: records of the log, in order and without gaps."""
+    """Session that passes on messages of other islands, and the log."""
 
-    def __init__(self, patience: float, inbox: Inbox) -> None:
+    def __init__(self, patience: float, inbox: Inbox, run: str) -> None:
         super().__init__(patience)
-        self._inbox = inbox
-        self._consumed = 0
+        self.appended = asyncio.Event()
+        """A record was appended. The server may not have stored it yet."""
+        self._inbox, self._run = inbox, run
+        self._ends = asyncio.Queue[dict[str, str]]()
 
-    async def compare(self, run: str) -> None:
-        """Raise AnotherLogError if the log is not the one that the records received are from."""
-        if self._inbox.newest:
-            await self.run(self._compare(stream_of(run, "log")), SETUP_SECONDS)
-
-    async def _compare(self, stream: str) -> None:
-        known, end = self._inbox.received, time.monotonic() + LAG_SECONDS
-        while (last := (await self.jetstream.stream_info(stream)).state.last_seq) < known:
-            if time.monotonic() > end:
-                raise AnotherLogError(f"it has {last} records, and the island has read {known}")
-            await asyncio.sleep(POLL)
-        if (await self.jetstream.get_msg(stream, known)).data != self._inbox.newest:
-            raise AnotherLogError(f"its record {known} is another one")
-
-    async def follow(self, run: str, name: str, after: int) -> None:
-        """Subscribe to the log after a record, and to messages.
+    async def subscribe(self, name: str) -> tuple[int, int]:
+        """Subscribe to messages. Return the numbers of the first and the last record in the log.
 
         Raises RefusedError if the server has no such run.
         """
         from nats.js.errors import NotFoundError
 
+        async def hear(message: "Msg") -> None:
+            kind: Any = Hint if message.subject == beat else AnyMessage
+            with suppress(msgspec.DecodeError):  # garbage
+                self._inbox.note_message(msgspec.msgpack.decode(message.data, type=kind))
+
+        async def wake(_: "Msg") -> None:
+            self.appended.set()
+
+        beat = subject_of(self._run, "beat")
+        await self.client.subscribe(beat, cb=hear)
+        await self.client.subscribe(ask_subject(self._run, name), cb=hear)
+        await self.client.subscribe(subject_of(self._run, "log"), cb=wake)
         try:
-            await self.run(self._subscribe(run, name, after), SETUP_SECONDS)
-        except (NotFoundError, ConnectionError) as error:
-            denied = "permissions violation" in str(error).lower()
-            if denied or isinstance(error, NotFoundError):
-                raise RefusedError(
-                    f"islands.join: the server has no run {run!r}, or this login has no right to "
-                    "it; use the join string of a run of this server"
-                ) from error
-            raise
+            state = (await self.jetstream.stream_info(stream_of(self._run, "log"))).state
+        except NotFoundError as error:
+            raise RefusedError(
+                f"islands.join: the server has no run {self._run!r}; use the join string of a run "
+                "of this server"
+            ) from error
+        return max(1, state.first_seq), state.last_seq
 
-    async def _subscribe(self, run: str, name: str, after: int) -> None:
-        from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
+    async def read_log(self) -> NoReturn:
+        """Pass on records in order and without gaps. Never returns.
 
-        client, stream = self.client, stream_of(run, "log")
-        info = await self.jetstream.stream_info(stream)
-        self._inbox.note_connection(info.state.last_seq)
-        self._polls_left = SILENT_POLLS
-        await client.subscribe(subject_of(run, "beat"), cb=partial(self._on_message, Hint))
-        await client.subscribe(ask_subject(run, name), cb=partial(self._on_message, AnyMessage))
-        # The ordered consumer of nats-py repairs gaps, but not a lost connection.
-        inbox = client.new_inbox()
-        await client.subscribe(inbox, cb=self._on_record)
-        await self.jetstream.add_consumer(
-            stream,
-            ConsumerConfig(
-                deliver_subject=inbox,
-                deliver_policy=DeliverPolicy.BY_START_SEQUENCE,
-                opt_start_seq=after + 1,
-                ack_policy=AckPolicy.NONE,
-                flow_control=True,
-                idle_heartbeat=HEARTBEAT,
-                inactive_threshold=5.0,
-                num_replicas=1,
-                mem_storage=True,
-            ),
-        )
+        Any replica answers, also one that still lacks the newest records.
+        """
+        inbox, answers = self._inbox, self.client.new_inbox()
+        await self.client.subscribe(answers, cb=self._on_record)
+        size, pause = BATCH_BYTES, QUICK
+        while True:
+            self.appended.clear()
+            known, begin = inbox.received, asyncio.get_running_loop().time()
+            wanted = json.dumps(BATCH | {"seq": known + 1, "max_bytes": size}).encode()
+            subject = f"$JS.API.DIRECT.GET.{stream_of(self._run, 'log')}"
+            await self.client.publish(subject, wanted, reply=answers)
+            end = await self.run(self._ends.get())
+            if end.get("Status") not in ("204", "404"):
+                raise ConnectionError(f"the server does not give its log: {end}")
+            if int(end.get("Nats-Last-Sequence", 0)) > inbox.received:
+                sequence = inbox.received + 1
+                inbox.note_record(sequence, await self.run(self.find_record(self._run, sequence)))
+            if inbox.received > known:
+                quick = asyncio.get_running_loop().time() - begin < BATCH_SECONDS
+                size, pause = min((1 + quick) * size, LARGEST_BATCH), QUICK
+                continue
+            try:
+                await asyncio.wait_for(self.appended.wait(), pause)
+                pause = QUICK
+            except TimeoutError:
+                pause = min(2 * pause, POLL)
 
     async def _on_record(self, message: "Msg") -> None:
-        self._polls_left, headers = SILENT_POLLS, message.headers or {}
-        if self.lost.done():
-            return
-        if message.reply.startswith("$JS.ACK."):
-            sequence = message.metadata.sequence
-            self._consumed += 1
-            if sequence.consumer != self._consumed:
-                self.fail("a record was lost on the way")
-                return
-            self._inbox.note_record(LogRecord(sequence.stream, message.data))
-        elif go_on := message.reply or headers.get("Nats-Consumer-Stalled"):  # flow control
-            await self.client.publish(go_on)
-        elif headers.get("Status") != "100":
-            self.fail(f"the server ends the log: {headers.get('Description')}")
-
-    async def _on_message(self, kind: Any, message: "Msg") -> None:
-        with suppress(msgspec.DecodeError):  # garbage
-            self._inbox.note_message(msgspec.msgpack.decode(message.data, type=kind))
+        headers = message.headers or {}
+        sequence = int(headers.get("Nats-Sequence", 0))
+        if not sequence:
+            self._ends.put_nowait(headers)
+        elif sequence == self._inbox.received + 1 and not self.lost.done():
+            self._inbox.note_record(sequence, message.data)

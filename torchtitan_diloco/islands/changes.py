@@ -1,0 +1,84 @@
+"""Settings that can change while a run goes on: `islands change KEY VALUE`.
+
+A change is a record. The facts in force are those of the first record with all changes before a
+place in the log. An island that joins takes these settings from them.
+"""
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from torchtitan_diloco.diloco.config import Fraction, Positive
+from torchtitan_diloco.diloco.fields import convert, nearest
+from torchtitan_diloco.islands.records import Change, Facts, VoidError
+from torchtitan_diloco.log import UserError
+
+MOST_STEPS = 10**6
+EVERY, DELAY = "diloco.sync_every", "diloco.overlap.delay"
+MIXING, OUTER_LR = "diloco.overlap.mixing", "diloco.outer_optimizer.lr"
+TOTAL_TOKENS, QUORUM = "total_tokens", "quorum"
+CHANGEABLE: dict[str, Any] = {
+    EVERY: Annotated[int, Meta(ge=1, le=MOST_STEPS)],
+    DELAY: Annotated[int, Meta(ge=0, lt=MOST_STEPS)],
+    MIXING: Fraction,
+    OUTER_LR: Annotated[float, Meta(gt=0, le=100)],
+    TOTAL_TOKENS: Positive,
+    QUORUM: Positive,
+}
+
+
+def parse_change(facts: Facts, key: str, value: str) -> Change:
+    """Return the record of a change. Raises a UserError if it is not possible."""
+    if key not in CHANGEABLE:
+        raise UserError(
+            f"{key} cannot change while a run goes on{nearest(key, CHANGEABLE)}; "
+            f"these can: {', '.join(CHANGEABLE)}"
+        )
+    try:
+        number = float(value) if CHANGEABLE[key] in (Positive,) else value  # such as 1e9
+        found = convert(number, CHANGEABLE[key], is_word=True)
+    except ValueError as error:
+        raise UserError(f"{key} = {value}: {error}") from error
+    change = Change(run=facts.run, key=key, value=str(found))
+    try:
+        changed(facts, change)
+    except VoidError as error:
+        raise UserError(f"{key} = {value}: {error}") from error
+    return change
+
+
+def changed(facts: Facts, change: Change) -> Facts:
+    """Return the facts after a change. Raises a VoidError if it is not valid."""
+    key = change.key
+    if key not in CHANGEABLE:
+        raise VoidError(f"{key} cannot change")
+    try:
+        value = msgspec.convert(change.value, CHANGEABLE[key], strict=False)
+    except msgspec.ValidationError as error:
+        raise VoidError(f"{key} = {change.value}: {error}") from error
+    if str(value) != change.value:
+        raise VoidError(f"{change.value} is not written as {value}")
+    settings = {**facts.fingerprints, key: change.value}
+    every, delay = (
+        int(settings.get(one, facts.fingerprints.get(one, 0))) for one in (EVERY, DELAY)
+    )
+    if key in (EVERY, DELAY) and delay >= every:
+        raise VoidError(f"{DELAY} = {delay} must be smaller than {EVERY} = {every}")
+    if key == QUORUM and value > facts.slots:
+        raise VoidError(f"the run has {facts.slots} slots")
+    if key == EVERY:
+        before = int(facts.fingerprints.get(EVERY, value))
+        cycle = max(1, facts.cycle * value // before)
+        return msgspec.structs.replace(facts, fingerprints=settings, cycle=cycle)
+    if key == OUTER_LR:
+        return msgspec.structs.replace(facts, fingerprints=settings, outer_lr=value)
+    if key in (TOTAL_TOKENS, QUORUM):
+        return msgspec.structs.replace(facts, **{key: value})
+    return msgspec.structs.replace(facts, fingerprints=settings)
+
+
+def settings_of(facts: Facts) -> dict[str, str]:
+    """Return the settings in force that can change."""
+    numbers = {TOTAL_TOKENS: str(facts.total_tokens), QUORUM: str(facts.quorum)}
+    return numbers | {k: value for k, value in facts.fingerprints.items() if k in CHANGEABLE}

@@ -1,0 +1,334 @@
+"""How an island gets the newest shared copies: from its checkpoint, or as snapshots from another.
+
+A joiner needs the state of the log and the copies. A checkpoint has both. Without one, the state
+is one that another island has stored, and the copies are snapshots that it makes on request, each
+at its own version. The records since then lead from there to now.
+"""
+
+import math
+import time
+
+import msgspec
+from torch import Tensor
+
+from torchtitan_diloco.diloco.background import BackgroundThread
+from torchtitan_diloco.diloco.meeting import find_differences
+from torchtitan_diloco.islands.changes import CHANGEABLE, settings_of
+from torchtitan_diloco.islands.connection import (
+    Connection,
+    CorruptError,
+    GivenUpError,
+    GoneError,
+)
+from torchtitan_diloco.islands.copies import Copies
+from torchtitan_diloco.islands.inbox import Snapshot, SnapshotWanted
+from torchtitan_diloco.islands.log import State
+from torchtitan_diloco.islands.machine import RETRY
+from torchtitan_diloco.islands.parts import as_buffer, join_bytes
+from torchtitan_diloco.islands.records import (
+    AnyRecord,
+    Chunk,
+    Close,
+    Facts,
+    VoidError,
+    decode,
+    digest,
+    encode,
+    name_of,
+)
+from torchtitan_diloco.log import UserError, command_line, logger
+
+STATE_EVERY = 1000
+"""Records between two states that an island stores for readers of the log."""
+ASK_SECONDS, SNAPSHOT_SECONDS = 10.0, 3600.0
+"""Seconds after which an island is asked for a snapshot again, as a question or an answer may be
+lost, and after which another island is asked. The wait for one that is silent ends earlier."""
+HEAR_SECONDS = 3.0
+"""Seconds in which every running island sends a heartbeat."""
+
+
+class StaleError(RuntimeError):
+    """The run cannot be continued with the copies of the checkpoint, but with those of another
+    island."""
+
+
+class Joiner:
+    """Finds the state and the copies with which an island begins."""
+
+    def __init__(
+        self, connection: Connection, copies: Copies, facts: Facts, incarnation: str
+    ) -> None:
+        """`facts`: facts of the run if this island is the first."""
+        self._connection, self._copies = connection, copies
+        self._mine, self._incarnation = facts, incarnation
+        self.stored: Chunk | None = None
+        """Where the state is stored from which the log was read."""
+
+    def begin(self, saved: State | None) -> State:
+        """Connect, load the copies, and return the state from which to read the log.
+
+        `saved`: state of the log in this island's checkpoint, whose copies are loaded. Raises a
+        StaleError if they are too old.
+        """
+        connection = self._connection
+        if saved is not None and saved.run != self._mine.run:
+            saved = None  # of another run: its copies are loaded, but its log is not this one
+        connection.connect(known=saved is not None)
+        if saved is not None and saved.sequence < connection.first - 1:
+            raise StaleError("the log does not go back to its checkpoint any more")
+        state = saved or self._stored_state()
+        from_first_record = not state.sequence
+        connection.follow(state.sequence, state.newest)
+        connection.receive_log()
+        ahead = self._read_facts(state)
+        assert ahead.facts is not None
+        if saved is not None:
+            self._declare_saved(state)
+        elif self._mine.checksums == ahead.facts.checksums and not self._has_begun(ahead):
+            self._declare_first(ahead.facts)
+        elif not self._take_snapshots(state):
+            if not from_first_record or self._mine.checksums != ahead.facts.checksums:
+                raise UserError(
+                    "no island has answered with the shared copies of the run, and those that it "
+                    "began with are others than those of this island: start it while another one "
+                    "is running. If none can be started, begin a new log with "
+                    f"`{command_line('islands')} serve` in a new folder: it goes on from the "
+                    "checkpoints"
+                )
+            self._declare_first(ahead.facts)  # and replay the whole log
+        return state
+
+    # --- the log ----------------------------------------------------------------------------------
+
+    def _stored_state(self) -> State:
+        """Return a state that another island has stored. It is before the first record if all
+        records are there, and few."""
+        connection = self._connection
+        if connection.first <= 1 and connection.last < STATE_EVERY:
+            return State()
+        for name in self._donors():
+            stored = connection.members.heard[name].hint.state
+            if stored is not None:
+                try:
+                    state = State.decode(b"".join(connection.fetch([stored], "states")))
+                except (GoneError, CorruptError, GivenUpError, msgspec.DecodeError) as error:
+                    logger.warning(f"no state of the log from island {name_of(name)}: {error}")
+                    continue
+                if state.sequence >= connection.first - 1:
+                    self.stored = stored
+                    return state
+        if connection.first <= 1:
+            return State()
+        raise UserError(
+            "the log does not go back to its first record any more, and no island is running whose "
+            "copies this one could take: start one that has a checkpoint first"
+        )
+
+    def _donors(self) -> list[str]:
+        """Return the running islands that have caught up with the log, after waiting for one."""
+        members, until = self._connection.members, time.monotonic() + HEAR_SECONDS
+        found = list[str]()
+        while not found and time.monotonic() < until:
+            found = sorted(filter(members.has_caught_up, members.heard.copy()))
+            if not found:
+                self._connection.receive()
+        for name in found:
+            if name_of(name) == name_of(self._incarnation):
+                raise UserError(
+                    f"an island with the name {name_of(name)} is running already: give this one "
+                    "another islands.name, or end the other one"
+                )
+        return found
+
+    def _unread(self) -> list[AnyRecord]:
+        found = list[AnyRecord]()
+        for record in self._connection.records.copy():  # others may arrive meanwhile
+            try:
+                found.append(decode(record.raw))
+            except VoidError:
+                continue
+        return found
+
+    def _read_facts(self, state: State) -> State:
+        """Return a state that is ahead, with the facts in force. Write them if there are none."""
+        asked_at = -RETRY
+        while (ahead := self._look_ahead(state)).facts is None:
+            if time.monotonic() - asked_at > RETRY:
+                self._connection.append(encode(self._mine))
+                asked_at = time.monotonic()
+            self._connection.receive()
+        check_facts(ahead.facts, self._mine)
+        while state.facts is None:
+            state.read(*self._connection.records.popleft()[:2])
+        return ahead
+
+    def _look_ahead(self, state: State) -> State:
+        """Return the state after the records received, without a check of the copies' bits."""
+        ahead = State.decode(state.encode())
+        ahead.verifies = False
+        for record in self._connection.records.copy():
+            ahead.read(record.sequence, record.raw)
+        return ahead
+
+    @staticmethod
+    def _has_begun(ahead: State) -> bool:
+        return any(fragment.version for fragment in ahead.fragments)
+
+    # --- copies -----------------------------------------------------------------------------------
+
+    def _declare_saved(self, state: State) -> None:
+        for number, fragment in enumerate(state.fragments):
+            version = fragment.version
+            checksum = self._copies.run(self._copies.declare, number, version)
+            if checksum != fragment.checksums.get(version):
+                raise StaleError(f"fragment {number} of its checkpoint has other bits than saved")
+
+    def _declare_first(self, facts: Facts) -> None:
+        """Declare the loaded parameters to be version 0. Their momentum counts only if the run goes
+        on from a checkpoint."""
+        for fragment in range(len(facts.checksums)):
+            fresh = not any(facts.clocks)
+            self._copies.run(self._copies.declare, fragment, 0, fresh)
+
+    def _take_snapshots(self, state: State) -> bool:
+        """Load all fragments from a running island. Return whether that succeeded."""
+        for donor in self._donors():
+            logger.info(f"taking the shared copies from island {name_of(donor)}")
+            problem = ""
+            for fragment in range(len(self._mine.checksums)):
+                problem = problem or self._take_snapshot(state, donor, fragment)
+            if not problem:
+                return True
+            logger.warning(f"no snapshot of island {name_of(donor)}: {problem}")
+        return False
+
+    def _take_snapshot(self, state: State, donor: str, fragment: int) -> str:
+        """Load a fragment from another island. Return the problem, or ""."""
+        answer = self._ask(donor, fragment, state)
+        if answer is None:
+            return "it does not answer"
+        if answer.problem:
+            return answer.problem
+        try:
+            content = join_bytes(self._connection.fetch(answer.chunks, "snapshots"))
+        except (GoneError, CorruptError, GivenUpError) as error:
+            return str(error)
+        if content.numel() != self._copies.snapshot_bytes(fragment):
+            return f"it has {content.numel()} bytes"
+        declare = self._copies.declare
+        checksum = self._copies.run(declare, fragment, answer.version, content=[content])
+        snapshot = answer.version, answer.head, checksum
+        return "" if state.adopt(fragment, snapshot, self._unread()) else "it is of another log"
+
+    def _ask(self, donor: str, fragment: int, state: State) -> Snapshot | None:
+        """Ask, and return the answer once the log has been received up to its entry."""
+        wanted = SnapshotWanted(sender=self._incarnation, fragment=fragment)
+        begin, asked, answer = time.monotonic(), -math.inf, None
+        messages, members = self._connection.messages, self._connection.members
+        while (now := time.monotonic()) < begin + SNAPSHOT_SECONDS:
+            if answer is None and now > asked + ASK_SECONDS:
+                if asked > 0:
+                    logger.warning(f"waiting for the shared copy of fragment {fragment}")
+                self._connection.ask(donor, wanted)
+                asked = now
+            self._connection.receive()
+            while messages:
+                message = messages.popleft()
+                if isinstance(message, Snapshot) and message.sender == donor:
+                    answer = message if message.fragment == fragment else answer
+            if answer is not None and (answer.problem or self._is_received(answer, state)):
+                return answer
+            if members.is_silent(donor, time.monotonic()):
+                break
+        return None
+
+    def _is_received(self, answer: Snapshot, state: State) -> bool:
+        if answer.head == state.fragments[answer.fragment].head:
+            return True
+        closes = (record for record in self._unread() if isinstance(record, Close))
+        return any(digest(encode(close)) == answer.head for close in closes)
+
+
+def check_facts(facts: Facts, mine: Facts) -> None:
+    """Raise a UserError if this island does not fit the run. Warn where the run decides."""
+    both = {"in the run": _fixed(facts), "in this island": _fixed(mine)}
+    differences = find_differences(both)
+    if differences:
+        raise UserError(
+            "this island does not fit the run: start it with the same settings, data and "
+            "model:\n  " + "\n  ".join(differences)
+        )
+    theirs, own = (settings_of(one) for one in (facts, mine))
+    theirs |= {"slots": str(facts.slots), "begin": str(facts.begin)}
+    own |= {"slots": str(mine.slots), "begin": str(mine.begin)}
+    for key in (key for key in theirs if theirs[key] != own.get(key)):
+        logger.warning(
+            f"the run has {key} = {theirs[key]}, which this island uses, and not {own.get(key)}, "
+            "as its settings say"
+        )
+    if facts.code != mine.code:
+        logger.warning(
+            "this island runs other code than the first one; it has the same protocol and "
+            "arithmetic"
+        )
+
+
+def _fixed(facts: Facts) -> dict[str, str]:
+    """Return what must be equal on all islands."""
+    fixed = {key: value for key, value in facts.fingerprints.items() if key not in CHANGEABLE}
+    return fixed | {"protocol": str(facts.protocol)}
+
+
+class Giver:
+    """Stores states and snapshots in the background, and answers the islands that have asked."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self.stored: Chunk | None = None
+        """Where the latest state is stored."""
+        self._answers: dict[SnapshotWanted, Snapshot | None] = {}
+        """Answer to each question of an island that is alive, None until it is known."""
+        self._thread = BackgroundThread("islands-snapshots")
+
+    def store_state(self, state: bytes) -> None:
+        """Store a state for readers of the log, which heartbeats then name."""
+
+        def store() -> None:
+            try:
+                [self.stored] = self._connection.store(state, "states")
+            except GivenUpError as error:
+                logger.warning(f"joiners have to read more of the log: {error}")
+
+        self._thread.submit(store)
+
+    def is_new(self, wanted: SnapshotWanted) -> bool:
+        """Return whether this is a new question. If not, repeat the answer: it may be lost."""
+        if answer := self._answers.get(wanted):
+            self._connection.ask(wanted.sender, answer)
+        return wanted not in self._answers
+
+    def give(self, wanted: SnapshotWanted, snapshot: Snapshot, content: Tensor) -> None:
+        """Store the content and answer. `snapshot`: the answer, without chunks."""
+        members, now = self._connection.members, time.monotonic()
+        for known in self._answers.copy():
+            if members.is_silent(known.sender, now):
+                del self._answers[known]
+        self._answers[wanted] = None
+
+        def store() -> None:
+            try:
+                chunks = self._connection.store(as_buffer(content), "snapshots")
+                answer = msgspec.structs.replace(snapshot, chunks=chunks)
+            except GivenUpError as error:
+                logger.warning(
+                    f"island {name_of(wanted.sender)} gets no shared copy of fragment "
+                    f"{wanted.fragment} from this one: {error}"
+                )
+                answer = msgspec.structs.replace(snapshot, problem=str(error))
+            self._answers[wanted] = answer
+            self._connection.ask(wanted.sender, answer)
+
+        self._thread.submit(store)
+
+    def close(self) -> None:
+        self._thread.close(timeout=1.0)

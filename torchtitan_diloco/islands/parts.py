@@ -1,0 +1,91 @@
+"""Parts of other islands: fetched and checked in the background, as soon as they are in the log."""
+
+from collections.abc import Collection
+from concurrent.futures import Future
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from torchtitan_diloco.diloco.background import BackgroundThread
+from torchtitan_diloco.islands.connection import Connection, CorruptError, GoneError
+from torchtitan_diloco.islands.copies import Copies
+from torchtitan_diloco.islands.log import State
+from torchtitan_diloco.islands.records import LARGEST_NORM, Part
+from torchtitan_diloco.islands.rounds import Checked
+
+NOTHING = torch.empty(0, dtype=torch.uint8)
+
+
+class PartGoneError(RuntimeError):
+    """A part that the run has merged cannot be read any more."""
+
+
+class Parts:
+    def __init__(self, connection: Connection, copies: Copies) -> None:
+        self._connection, self._copies = connection, copies
+        self._fetched: dict[int, Future[tuple[Checked, Tensor]]] = {}
+        """Waiting parts by sequence number, and their payloads."""
+        self._wanted: Collection[int] = ()
+        self._own: dict[int, tuple[Part, Tensor]] = {}
+        self._thread = BackgroundThread("islands-fetch")
+
+    def keep(self, part: Part, payload: Tensor) -> None:
+        """Keep the payload of the latest own part of a fragment, which need not be fetched."""
+        self._own[part.fragment] = part, payload
+
+    def fetch_waiting(self, state: State) -> None:
+        """Fetch and check waiting parts in the background, and drop all others."""
+        waiting = dict[int, Part]()
+        for number, fragment in enumerate(state.fragments):
+            if fragment.version >= self._copies.newest(number):  # else the copy contains them
+                waiting |= fragment.waiting
+        self._wanted = waiting.keys()
+        for sequence in self._fetched.keys() - waiting.keys():
+            del self._fetched[sequence]
+        for sequence in waiting.keys() - self._fetched.keys():
+            found = self._thread.submit(partial(self._fetch, sequence, waiting[sequence]))
+            self._fetched[sequence] = found
+            found.add_done_callback(lambda _: self._connection.wake())
+
+    def checked(self) -> dict[int, Checked]:
+        """Return what was found in each fetched part."""
+        done = [(sequence, one) for sequence, one in self._fetched.items() if one.done()]
+        return {sequence: one.result()[0] for sequence, one in done if one.exception() is None}
+
+    def payload(self, sequence: int) -> Tensor:
+        """Return the payload of a part in an entry. Raises a PartGoneError."""
+        checked, payload = self._fetched[sequence].result()
+        if checked.reason:
+            raise PartGoneError(f"a part that the run has merged cannot be read: {checked.reason}")
+        return payload
+
+    def close(self) -> None:
+        self._thread.close(timeout=1.0)
+
+    def _fetch(self, sequence: int, part: Part) -> tuple[Checked, Tensor]:
+        wanted = sum(self._copies.payload_sizes(part.fragment, part.ranks)) if part.finite else 0
+        if part.size != wanted:
+            return Checked(f"its chunks do not have {wanted} bytes"), NOTHING
+        if sequence not in self._wanted or not part.finite:
+            return Checked(), NOTHING
+        own, payload = self._own.get(part.fragment, (None, NOTHING))
+        if own != part:
+            try:
+                payload = join_bytes(self._connection.fetch(part.chunks, "parts"))
+            except (CorruptError, GoneError) as error:
+                return Checked(str(error)), NOTHING
+        norm = self._copies.norm(part.fragment, payload, part.ranks)
+        if not norm <= LARGEST_NORM:  # or NaN
+            return Checked("its values are not finite"), NOTHING
+        return Checked(norm=norm), payload
+
+
+def join_bytes(pieces: list[bytes]) -> Tensor:
+    """Concatenate bytes into a tensor."""
+    content = bytearray().join(pieces)
+    return torch.frombuffer(content, dtype=torch.uint8) if content else NOTHING
+
+
+def as_buffer(content: Tensor) -> memoryview:
+    return memoryview(content.numpy().data).cast("B") if content.numel() else memoryview(b"")
