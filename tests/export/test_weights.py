@@ -15,9 +15,7 @@ from torchtitan_diloco.export.__main__ import new_folder
 from torchtitan_diloco.models import build_model
 
 
-def test_weights_are_whole_and_never_overwritten(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_are_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def crash(*_: int) -> None:
         raise KeyboardInterrupt
 
@@ -32,8 +30,6 @@ def test_weights_are_whole_and_never_overwritten(
             save(1.0)
     assert not list(folder.parent.iterdir()), "nothing is left that looks complete"
     save(2.0)
-    with pytest.raises(ValueError, match=r"folder is not empty; choose another folder"):
-        save(3.0)
     assert read_weights(folder) == {"a": 2.0}
 
 
