@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from tests.components.test_checkpoint import EMPTY, TENSORS, write_checkpoint
-from tests.components.test_resume import LOSS, STEPS, chosen, last, run
+from tests.components.test_resume import STEPS, chosen, last, run
 from tests.diloco.toy import join
 from tests.processes import ProcessPool
-from tests.test_trainer import curve, records
+from tests.test_trainer import LOSS, curve, records
 from torchtitan_diloco.components import run_folder
 from torchtitan_diloco.components.checkpoint import MANIFEST, complete_checkpoints
 from torchtitan_diloco.components.resume import Answer, find_start, judge, read_manifest
@@ -120,14 +120,20 @@ def test_a_run_without_a_checkpoint_that_it_can_read_is_not_started_over(tmp_pat
     assert complete_checkpoints(own) == paths
 
 
-def test_a_folder_has_one_run_at_a_time(text: Path, tmp_path: Path) -> None:
+def test_a_folder_has_one_run_at_a_time_which_starts_over_without_a_checkpoint(
+    text: Path, tmp_path: Path
+) -> None:
     own = folder_of_worker(tmp_path, 0)
     own.mkdir()
+    (tmp_path / "config.toml").touch()
+    (own / "metrics.jsonl").write_text(before := '{"step": 1, "train/lr": 1.0}\n{"step": 2, "tr')
     reason = r"in use by another run \(process \d+ on [^)]*\): wait"
     with lock_folder(own), pytest.raises(ValueError, match=reason):
         run(chosen(text, tmp_path))
-    assert [path.name for path in own.iterdir()] == ["run.lock"]
+    assert sorted(path.name for path in own.iterdir()) == ["metrics.jsonl", "run.lock"]
+    assert (own / "metrics.jsonl").read_text() == before
     run(chosen(text, tmp_path))
+    assert len(curve(records(tmp_path), LOSS)) == STEPS
 
 
 def _claim_beside_a_run(path: Path) -> list[str]:
@@ -147,15 +153,6 @@ def test_a_refused_start_leaves_the_settings_of_the_run_that_holds_the_folder(
     (tmp_path / "worker-0").mkdir()
     (tmp_path / "config.toml").write_text("own")
     assert processes.run(_claim_beside_a_run, 2, tmp_path) == [["own"], ["own"]]
-
-
-def test_a_run_without_a_checkpoint_starts_over(text: Path, tmp_path: Path) -> None:
-    (tmp_path / "config.toml").touch()
-    own = tmp_path / "worker-0"
-    own.mkdir()
-    (own / "metrics.jsonl").write_text('{"step": 1, "train/lr": 1.0}\n{"step": 2, "tr')
-    run(chosen(text, tmp_path))
-    assert len(curve(records(tmp_path), LOSS)) == STEPS
 
 
 def test_a_save_of_another_run_since_this_one_looked_is_not_overwritten(

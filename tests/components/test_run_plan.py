@@ -19,7 +19,7 @@ from torchtitan_diloco.log import LOCAL_ISLANDS
 ALONE = World(rank=0, size=1, workers=1, device=torch.device("cpu"))
 NONE = DiLoCoConfig(method="none")
 WITHOUT_MOMENTUM = DiLoCoConfig(outer_optimizer=OuterOptimizer("sgd"))
-LARGE = RunPlan(GIB, GIB // 4, accumulation=1, tokens_per_step=1000, total_steps=10)
+SMALL = RunPlan(2**20, 2**18, accumulation=1, tokens_per_step=1000, total_steps=10)
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_an_island_that_stops_says_how_to_resume(
 ) -> None:
     """With `islands.local` by the folder of all islands, not by its own."""
     caplog.set_level(logging.INFO)
-    about = LARGE, 4, Training(steps=10), Checkpoint(), Path("runs/island-1")
+    about = SMALL, 4, Training(steps=10), Checkpoint(), Path("runs/island-1")
     log_early_end(*about, island=True)
     monkeypatch.setenv(LOCAL_ISLANDS, "runs")
     log_early_end(*about, island=True)

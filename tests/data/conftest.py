@@ -20,10 +20,16 @@ MakeShards = Callable[..., Path]
 
 @pytest.fixture
 def make_shards(tmp_path: Path) -> MakeShards:
-    """Makes a folder whose token i of a split is i % 251, in pieces of 53 tokens."""
+    """Makes a folder whose token i of a split is i % words, in pieces of 53 tokens."""
 
     def make(
-        name: str = "shards", *, train: int = 1000, validation: int = 300, shard_tokens: int = 170
+        name: str = "shards",
+        *,
+        train: int = 1000,
+        validation: int = 300,
+        shard_tokens: int = 170,
+        words: int = 251,
+        vocab_size: int = 257,
     ) -> Path:
         folder = tmp_path / name
         folder.mkdir()
@@ -31,14 +37,14 @@ def make_shards(tmp_path: Path) -> MakeShards:
             "source": "made by a test",
             "tokenizer": "bytes",
             "tokenizer_fingerprint": build_tokenizer("bytes").fingerprint,
-            "vocab_size": 257,
+            "vocab_size": vocab_size,
             "validation_fraction": 0.1,
         }
         index = Index(FORMAT_VERSION, settings, {split: SplitIndex() for split in SPLITS})
         for split, tokens in zip(SPLITS, (train, validation), strict=True):
             writer = ShardWriter(folder, split, index, shard_tokens)
             for start in range(0, tokens, 53):
-                content = np.arange(start, min(start + 53, tokens)) % 251
+                content = np.arange(start, min(start + 53, tokens)) % words
                 writer.add(content, ends_document=True)
             writer.finish_shard()
         write_index(folder / INDEX_NAME, index)

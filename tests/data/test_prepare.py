@@ -128,9 +128,7 @@ def test_a_finished_folder_has_one_source_and_settings(
         (("--validation-fraction", "0.6"), "0.6 is not between 0 and 0.5"),
         (("--max-tokens", "0"), "0 is no whole number such as 1000000 or 1e6"),
         (("--shard-tokens", "1.5"), "1.5 is no whole number"),
-        (("--tokenizer", "byts"), 'is neither "bytes" nor a file'),
         (("--begin-token",), "--begin-token: bytes has none of <|begin_of_text|>, <s>, <bos>"),
-        (("--source", ""), "names no file"),
     ],
 )
 def test_bad_arguments(run: Run, options: tuple[str, ...], message: str) -> None:

@@ -1,7 +1,4 @@
-import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import example, given
@@ -63,69 +60,31 @@ def test_a_file_compresses_and_its_fingerprint_is_of_its_content(
     assert len({own.fingerprint, other.fingerprint, BYTES.fingerprint}) == 3
 
 
-Change = Callable[[dict[str, Any]], object]
-
-
-def changed(file: Path, folder: Path, change: Change) -> str:
-    content = json.loads(file.read_text())
-    change(content)
-    path = folder / "changed.json"
-    path.write_text(json.dumps(content))
-    return str(path)
-
-
 def test_limits_and_added_tokens_of_a_file_are_left_out(
     own: Tokenizer, file: Path, tmp_path: Path
 ) -> None:
     """A file of a model may cut texts, pad them, and put a token before each."""
-    limits = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
-    padding: dict[str, Any] = {
-        "strategy": {"Fixed": 8},
-        "direction": "Right",
-        "pad_to_multiple_of": None,
-    }
-    padding |= {"pad_id": 0, "pad_type_id": 0, "pad_token": "<|endoftext|>"}
-    begin: dict[str, Any] = {"id": "<s>", "type_id": 0}
-    sequence = {"Sequence": {"id": "A", "type_id": 0}}
-    template: dict[str, Any] = {
-        "type": "TemplateProcessing",
-        "single": [{"SpecialToken": begin}, sequence],
-    }
-    template["pair"] = [sequence]
-    template["special_tokens"] = {"<s>": begin | {"ids": [400], "tokens": ["<s>"]}}
+    from tokenizers import Tokenizer as Theirs
+    from tokenizers.processors import TemplateProcessing
 
-    def change(content: dict[str, Any]) -> None:
-        added = content["added_tokens"]
-        added.append(added[0] | {"id": 400, "content": "<s>"})
-        content |= {"truncation": limits, "padding": padding, "post_processor": template}
-
-    found = build_tokenizer(changed(file, tmp_path, change))
+    theirs = Theirs.from_file(str(file))
+    theirs.add_special_tokens(["<s>"])
+    theirs.enable_truncation(3)
+    theirs.enable_padding(length=8)
+    theirs.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 400)])
+    theirs.save(str(tmp_path / "of-a-model.json"))
+    found = build_tokenizer(str(tmp_path / "of-a-model.json"))
     assert (found.vocab_size, found.begin_of_document) == (401, 400)
     for text in ("one", "a text of more than eight tokens, and of three"):
         assert found.encode(text).tolist() == own.encode(text).tolist()
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda content: content.pop("model"), "is no tokenizer.json"),
-        (
-            lambda content: content["added_tokens"].clear(),
-            'json" has no token that ends a',
-        ),
-    ],
-)
-def test_a_file_that_cannot_be_used_is_refused(
-    change: Change, message: str, file: Path, tmp_path: Path
-) -> None:
-    def without_end(content: dict[str, Any]) -> None:
-        change(content)
-        if "model" in content:
-            vocabulary = content["model"]["vocab"]
-            vocabulary["no end"] = vocabulary.pop("<|endoftext|>")
-
-    with pytest.raises(ValueError, match=rf'data.tokenizer = ".*{message}'):
-        build_tokenizer(changed(file, tmp_path, without_end))
+def test_a_file_that_cannot_be_used_is_refused(file: Path, tmp_path: Path) -> None:
+    path, renamed = tmp_path / "changed.json", file.read_text().replace("<|endoftext|>", "no end")
+    for text, message in (("{}", "is no tokenizer.json"), (renamed, "has no token that ends a")):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=rf'data.tokenizer = ".*json" {message}'):
+            build_tokenizer(str(path))
 
 
 def test_a_missing_file_names_the_remedy() -> None:

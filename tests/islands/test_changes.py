@@ -41,9 +41,8 @@ def test_a_run_goes_on_with_another_h_other_code_and_a_third_site(
         assert result.peers.total_tokens == total
         assert result.peers.clock >= total - 4 * 2 * TOKENS
     assert c.result is not None
-    sent = [
-        round_.sent_step for round_ in c.result.rounds if round_.weight and round_.fragment == 0
-    ]
+    own = [one for one in c.result.rounds if one.weight and one.fragment == 0]
+    sent = [one.sent_step for one in own]
     assert {after - before for before, after in pairwise(sent[2:])} <= {3, 4, 5}
 
 
