@@ -2,8 +2,6 @@ import gc
 import logging
 import os
 import random
-import re
-import shlex
 import signal
 import tempfile
 from collections.abc import Iterator
@@ -45,14 +43,6 @@ def package_logging() -> Iterator[None]:
     yield
     logger.handlers, logger.propagate = [], True
     logger.setLevel(logging.NOTSET)
-
-
-def page_commands(page: str, out: Path) -> list[list[str]]:
-    """Return the words of the commands in a page's ```shell blocks, which a test runs in its own
-    process. tests/test_docs.py runs ```bash blocks."""
-    text = (REPOSITORY / "docs" / page).read_text()
-    lines = "".join(re.findall(r"^```shell\n(.*?)^```", text, re.M | re.S)).splitlines()
-    return [shlex.split(line.replace("$OUT", str(out)), comments=True) for line in lines]
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,7 @@
 
 One training of twelve steps serves all pages. Of every other training the settings are checked, and
 the folder that it names gets a copy of that run. Commands of `.venv/bin/` run in this process,
-which has imported torch already. `./run_tests.sh` only starts pytest. `$OUT` is an empty folder.
+which has imported torch already. `./run_tests.sh` only starts pytest. outputs/ is an empty folder.
 What cannot run here (a network, many nodes) is fenced as ```text, what another test runs as
 ```shell.
 """
@@ -15,6 +15,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from contextlib import redirect_stdout
 from importlib.util import find_spec
 from io import StringIO
@@ -92,15 +93,14 @@ def test_blocks_run_as_written(
 ) -> None:
     """One after the other, as they follow on each other: they share a folder."""
     monkeypatch.chdir(REPOSITORY)
-    monkeypatch.setenv("OUT", str(tmp_path))
     for block in blocks(page):
-        expanded = os.path.expandvars(block)
+        block = re.sub(r"\boutputs/", f"{tmp_path}/", block)
         program = re.fullmatch(r".venv/bin/python (.*) <<'END'\n(.*)END\n", block, re.S)
         if program:
-            monkeypatch.setattr(sys, "argv", shlex.split(os.path.expandvars(program[1])))
+            monkeypatch.setattr(sys, "argv", shlex.split(program[1]))
             exec(program[2], {})
             continue
-        for line in expanded.replace("\\\n", " ").splitlines():
+        for line in block.replace("\\\n", " ").splitlines():
             words = shlex.split(line, comments=True)
             while "=" in words[0]:  # NPROC=4 ./run_train.sh
                 words.pop(0)
@@ -152,6 +152,8 @@ BARE = re.compile(
     r"torchtitan-diloco (?:[a-z-]+ )+[-$./\"A-Z|])"
 )
 """Commands that need a PATH with `.venv/bin`."""
+PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+EXTRAS = PROJECT["optional-dependencies"].keys()
 SOURCES = [
     *(REPOSITORY / "docs/images").glob("*.svg"),
     *(
@@ -169,6 +171,8 @@ def test_every_command_works_in_a_new_shell(path: Path) -> None:
     assert set(re.findall(r"\.venv/bin/torchtitan-diloco ([a-z-]+)", text)) <= COMMANDS.keys()
     for module in re.findall(r"\.venv/bin/python -m ([\w.]*\w)", text):
         assert find_spec(module), module
+    for extras in re.findall(r"-e '\.\[([\w,]+)\]'", text):
+        assert set(extras.split(",")) <= EXTRAS, extras
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -16,7 +16,7 @@ import torch
 
 import torchtitan_diloco.trainer
 from tests.processes import ProcessPool
-from torchtitan_diloco.components.loss import loss_head
+from torchtitan_diloco.components.optimizer import gradient_norm
 from torchtitan_diloco.components.run_plan import AfterStep, after_step
 from torchtitan_diloco.components.telemetry import StepResult
 from torchtitan_diloco.config import Config, load_config, to_toml
@@ -180,14 +180,8 @@ def test_steps_that_are_not_finite_are_skipped_until_there_are_too_many(
     config = load_config("debug", settings(text, training__max_skipped_steps=2))
     trainer, spoiled = Trainer(config, join(config)), {2, 3, *range(6, 100)}
 
-    def head(targets: torch.Tensor, **options: Any) -> Any:
-        plain, factor = loss_head(targets, **options), math.nan if trainer.step in spoiled else 1.0
-
-        def loss(*given: Any) -> Any:
-            sums = plain(*given)
-            return sums._replace(objective=sums.objective * factor)
-
-        return loss
+    def norm(*given: Any) -> torch.Tensor:
+        return gradient_norm(*given) * (math.nan if trainer.step in spoiled else 1.0)
 
     before: dict[str, torch.Tensor] = {}
 
@@ -200,7 +194,7 @@ def test_steps_that_are_not_finite_are_skipped_until_there_are_too_many(
 
     reason = r"more than .*max_skipped_steps = 2 steps up to step 8 .*optimizer\.lr"
     with (
-        patch.object(torchtitan_diloco.trainer, "loss_head", head),
+        patch.object(torchtitan_diloco.trainer, "gradient_norm", norm),
         around_steps(remember, compare),
         pytest.raises(ValueError, match=reason),
     ):

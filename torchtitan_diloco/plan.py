@@ -50,7 +50,7 @@ def _parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(
         prog=command_line("plan"),
         description="Find the first settings of a ladder that reach a utilisation on a link.",
-        epilog="Settings can be given as well, as in --diloco.workers 4. See docs/planning.md.",
+        epilog="Settings can be given as well: --diloco.workers 4. See docs/report-and-plan.md.",
         allow_abbrev=False,
     )
     add, seconds = parser.add_argument, partial(parse_duration, default_unit="s")

@@ -4,8 +4,6 @@ import asyncio
 import dataclasses
 import math
 import os
-import re
-import shutil
 import signal
 import sys
 import threading
@@ -18,7 +16,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from benchmarks.network import ENVIRONMENT, run_command
 from tests.islands.servers import (
     PATIENCE,
     Listener,
@@ -27,10 +24,8 @@ from tests.islands.servers import (
     running_server,
     wait_until,
 )
-from tests.network import network_of
 from torchtitan_diloco.islands import connection as module
 from torchtitan_diloco.islands import server as server_module
-from torchtitan_diloco.islands import session as session_module
 from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.connection import ClosedError, Connection, CorruptError, GoneError
 from torchtitan_diloco.islands.inbox import Leave, SnapshotWanted
@@ -175,13 +170,13 @@ def test_a_log_that_was_trimmed_names_its_first_record(
         connection.connect()
         first = connection.first
         assert 1 < first <= 10 == connection.last
-        for after in (0, first - 1):
+        for after in (0, first - 2):
             with pytest.raises(TrimmedError, match=f"those from {first} on") as error:
                 connection.follow(after)
             assert error.value.first == first
-        connection.follow(first, digest(b"%d" % (first - 1) * 500))
+        connection.follow(first - 1)
         wait_until(lambda: connection.received == 10, "the log")
-        assert [record.sequence for record in connection.records] == list(range(first + 1, 11))
+        assert [record.sequence for record in connection.records] == list(range(first, 11))
         connection.close()
 
 
@@ -255,58 +250,15 @@ def test_nothing_acknowledged_is_lost_when_the_server_is_killed(tmp_path: Path) 
         finally:
             stop.set()
             writer.connection.close()
-        numbers = [int(record.raw) for record in reader.records]
+        records = [record[:2] for record in reader.records]
+        numbers = [int(raw) for _, raw in records]
         assert numbers == sorted(set(numbers))
-        assert [one.sequence for one in reader.records] == list(range(1, len(numbers) + 1))
+        assert [sequence for sequence, _ in records] == list(range(1, len(numbers) + 1))
         for one in chunks:
             assert b"".join(reader.connection.fetch(one, "parts")) == payload
         with Listener(server.join, "late/1", after=10) as late:
-            assert [one[:2] for one in late.read_to(len(numbers))] == [
-                one[:2] for one in reader.records[10:]
-            ]
-
-
-def _lose_the_chunks(folder: Path) -> None:
-    """Drop the connection of the chunks in the firewall of this process's own network."""
-    session_module.UNCONFIRMED_SECONDS = 1.0
-    module.FIRST_CONNECTION_SECONDS = PATIENCE
-    with running_server(folder) as server, Listener(server.join, "a/1") as listener:
-        connection, loopback = listener.connection, ["tc", "qdisc", "replace", "dev", "lo", "root"]
-        session = connection._bulk
-        assert session is not None
-        slow = "tbf rate 8mbit burst 256kb latency 400ms"
-        run_command([*loopback, *slow.split()])
-        early = connection.store(b"x" * 4_000_000, "parts")  # it takes four seconds
-        assert connection._bulk is session, "a slow link is no dead one"
-        run_command([*loopback, "pfifo"])
-        transport: Any = session.client._transport
-        port = transport._io_writer.get_extra_info("sockname")[1]
-        for rule in (
-            "add table inet filter",
-            "add chain inet filter out { type filter hook output priority 0; }",
-            f"add rule inet filter out tcp sport {port} drop",
-            f"add rule inet filter out tcp dport {port} drop",
-        ):
-            run_command(["nft", rule])
-        begin = time.monotonic()
-        fetched = connection.fetch(early, "parts")  # nothing is sent but a question and pings
-        assert b"".join(fetched) == b"x" * 4_000_000
-        assert connection._bulk is not session
-        print(f"fetched after {time.monotonic() - begin:.0f} s")
-
-
-def test_a_connection_that_dies_without_a_word_is_noticed_in_seconds(tmp_path: Path) -> None:
-    name = _lose_the_chunks.__name__
-    code = f"import sys; from pathlib import Path; from {__name__} import {name}; "
-    command = [sys.executable, "-c", f"{code}{name}(Path(sys.argv[1]))", str(tmp_path / "server")]
-    with network_of(1) as network:
-        if shutil.which("nft", path=ENVIRONMENT["PATH"]) is None:
-            pytest.skip("needs nft")
-        program = network.launch(0, command, tmp_path / "log.txt")
-        assert program.wait(PATIENCE) == 0, program.printed()
-    found = re.search(r"fetched after (\d+) s", program.printed())
-    assert found is not None
-    assert int(found[1]) < module.BULK_PATIENCE / 3
+            late.read_to(len(numbers))
+            assert [record[:2] for record in late.records][: len(numbers) - 10] == records[10:]
 
 
 def test_a_server_that_is_silent_for_a_while(

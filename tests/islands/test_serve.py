@@ -1,5 +1,6 @@
 """Commands of the server, as a user runs them."""
 
+import asyncio
 import dataclasses
 import io
 import json
@@ -19,14 +20,15 @@ from typing import Any
 import pytest
 
 from tests.conftest import REPOSITORY
-from tests.islands.servers import Listener, free_port, need_server, running_server
+from tests.islands.servers import Listener, free_port, need_server, running_server, wait_until
 from tests.islands.test_log import Log
 from torchtitan_diloco.islands import __main__ as status
 from torchtitan_diloco.islands.__main__ import main
-from torchtitan_diloco.islands.config import Join
+from torchtitan_diloco.islands.config import Join, LoginError
 from torchtitan_diloco.islands.members import Hint
 from torchtitan_diloco.islands.records import Give, encode
-from torchtitan_diloco.islands.server import open_folder
+from torchtitan_diloco.islands.server import Server, open_folder, open_session
+from torchtitan_diloco.islands.session import GapError
 from torchtitan_diloco.log import USER_ERROR
 
 need_server()
@@ -72,8 +74,10 @@ def test_a_server_that_is_started_again_goes_on_with_its_run(tmp_path: Path) -> 
             listener.read_to(1)
         secret = [folder / name for name in ("run.json", "nats-server.json", "key.pem")]
         assert [oct(path.stat().st_mode & 0o777) for path in secret] == ["0o600"] * 3
+        with pytest.raises(ValueError, match="a server is running in it already"):
+            open_folder(folder, port=free_port()).start()
         with pytest.raises(ValueError, match=f"--port {port}: Address already in use"):
-            open_folder(folder).start()
+            open_folder(tmp_path / "other", host="127.0.0.1", port=port).start()
         first.process.send_signal(signal.SIGINT)
         assert first.wait() == (0, "")
     with serving("--folder", folder) as again:
@@ -82,10 +86,16 @@ def test_a_server_that_is_started_again_goes_on_with_its_run(tmp_path: Path) -> 
         with Listener(again.join, "a/2") as listener:
             assert listener.wait_connected() == 1
             assert [record[:2] for record in listener.read_to(1)] == [(1, b"1")]
-        process = again.process.pid
-        children = Path(f"/proc/{process}/task/{process}/children")
-        os.kill(int(children.read_text()), signal.SIGKILL)
-        assert again.wait() == (1, "error: nats-server ended by itself, with code -9")
+            process = again.process.pid
+            children = Path(f"/proc/{process}/task/{process}/children")
+            os.kill(int(children.read_text()), signal.SIGKILL)
+            listener.wait_disconnected()
+            listener.wait_connected()
+            listener.connection.append(b"2")
+            listener.read_to(2)
+        again.process.terminate()
+        printed, _ = again.process.communicate(timeout=TIMEOUT)
+        assert "nats-server ended with code -9; starting it again in 1 s" in printed
 
 
 def test_what_cannot_be_served_is_said(tmp_path: Path) -> None:
@@ -109,8 +119,6 @@ def test_what_cannot_be_served_is_said(tmp_path: Path) -> None:
         open_folder(broken)
     with pytest.raises(ValueError, match=r"--run other: .* was made with test"):
         open_folder(known, run="other")
-    with pytest.raises(ValueError, match=r"--keep-gb 7: .* was made with 0\.1"):
-        open_folder(known, keep_gb=7)
     with pytest.raises(ValueError, match=r"--host 2001:db8::1 .*; this machine has no such IPv6"):
         open_folder(tmp_path / "elsewhere", host="2001:db8::1", port=free_port()).start()
     with pytest.raises(ValueError, match=r"the disk has .* GB left, and the server needs 2000"):
@@ -174,6 +182,145 @@ def test_help_imports_neither_torch_nor_nats() -> None:
     assert subprocess.run(command, cwd=REPOSITORY, check=False, capture_output=True).returncode == 0
 
 
+def test_keep_gb_changes_the_streams_of_a_folder(tmp_path: Path) -> None:
+    said: list[str] = []
+    folder, port = tmp_path / "server", free_port()
+    for keep_gb in (0.1, 0.3, 0.2, None):
+        server = open_folder(folder, say=said.append, run="test", port=port, keep_gb=keep_gb)
+        server.start()
+        try:
+            kept = asyncio.run(max_bytes(server))
+        finally:
+            server.stop()
+        assert kept == int(1e9 * (keep_gb or 0.2))
+    assert said == [
+        "--keep-gb 0.2 is less than before (0.3): the oldest parts and snapshots are deleted"
+    ]
+
+
+async def max_bytes(server: Server) -> int:
+    async with open_session(server.admin) as session:
+        info = await session.jetstream.stream_info("islands-test-parts")
+    return info.config.max_bytes or 0
+
+
+# --- sites ----------------------------------------------------------------------------------------
+
+
+def test_each_site_has_a_login_that_can_be_revoked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "server"
+    flags = ["--folder", folder, "--port", free_port(), "--keep-gb", 0.1]
+    own, file = ["--folder", str(folder)], folder / "join-lab.txt"
+
+    def change(*words: str) -> Join:
+        assert main(["site", "lab", *own, *words]) == 0
+        return Join.parse(capsys.readouterr().out.splitlines()[0])
+
+    def connect(join: Join) -> Listener:
+        """Connect once the server has taken up the change."""
+        while True:
+            try:
+                return Listener(join, "lab/1")
+            except LoginError:
+                time.sleep(0.1)
+
+    with serving(*flags) as server, Listener(server.join, "a/1") as other:
+        with connect(change()) as lab:
+            assert lab.join == Join.parse(str(file)) != server.join
+            assert oct(file.stat().st_mode & 0o777) == "0o600"
+            renewed = change("--renew")
+            with pytest.raises(LoginError, match="refuses the user or the password"):
+                wait_until(lab.connection.receive, "the refusal")
+            with pytest.raises(LoginError):  # it does not try again
+                lab.connection.store(b"x", "parts")
+        with connect(renewed) as lab:
+            assert main(["site", "lab", *own, "--revoke"]) == 0
+            with pytest.raises(LoginError):
+                wait_until(lab.connection.receive, "the refusal")
+        assert not file.exists()
+        other.connection.append(b"1")
+        other.read_to(1)
+        assert not other.connection.problem
+    capsys.readouterr()
+    for name, words in (("lab", ["--revoke"]), ("island", []), ("admin", []), ("a b", [])):
+        assert main(["site", name, *own, *words]) == USER_ERROR
+    first, second, *others = capsys.readouterr().err.splitlines()
+    assert first == "error: there is no site lab; there are: island"
+    assert "join.txt holds its join string, --renew gives it another password" in second
+    assert all("give a name other than admin" in line for line in others)
+    assert main(["site", "a", "--folder", str(tmp_path)]) == USER_ERROR
+    assert "it has no run" in capsys.readouterr().err
+
+
+# --- check ----------------------------------------------------------------------------------------
+
+
+def check(folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    return main(["check", str(folder)]), capsys.readouterr().out
+
+
+def test_check_reads_the_log_of_a_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = Log()
+    for number in (10, 30, 50):
+        log.part(0, number)
+        log.open()
+        log.write(log.build(*log.state.fragments[0].waiting))
+    records = [*log.raw, b"garbage"]
+    with running_server(tmp_path / "server") as server, Listener(server.join, "a") as listener:
+        for number, raw in enumerate(records, start=1):
+            listener.connection.append(raw)
+            listener.read_to(number)
+        assert main(["check", str(server.folder)]) == USER_ERROR
+        assert "a server is running in it already" in capsys.readouterr().err
+    settings = (server.folder / "run.json").read_bytes()
+    code, printed = check(server.folder, capsys)
+    assert code == 0, printed
+    assert "log: 13 records, from 1 to 13" in printed
+    assert "to record 13: versions 3, 0; tokens merged: 50 of 100" in printed
+    assert "damaged or foreign, and skipped by all islands: 13\n" in printed
+    assert settings == (server.folder / "run.json").read_bytes()
+    (block,) = server.folder.glob("store/jetstream/*/streams/islands-test-log/msgs/1.blk")
+    content = block.read_bytes()
+    for lost in (7, 13):  # nats-server starts without a word
+        at = content.index(records[lost - 1]) + 3
+        block.write_bytes(content[:at] + b"x" + content[at + 1 :])
+        code, printed = check(server.folder, capsys)
+        assert code == 1
+        assert f"to record {lost - 1}: versions" in printed
+        assert f"PROBLEM: records are missing: {lost}\n" in printed
+        assert "The run cannot be continued from this log: start `serve` on a newer" in printed
+        server.start()
+        try:
+            gap = pytest.raises(GapError, match=f"record {lost} of the log is missing")
+            with Listener(server.join, "b") as reader, gap:
+                reader.connection.receive_log()
+        finally:
+            server.stop()
+
+
+def test_check_names_a_chain_that_is_broken(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = Log()
+    for number in (10, 30):
+        log.part(0, number)
+        log.open()
+        log.write(log.build(*log.state.fragments[0].waiting))
+    first_close = next(raw for raw in log.raw if b'"kind":"close"' in raw)
+    records = [raw for raw in log.raw if raw != first_close]
+    with running_server(tmp_path / "server") as server, Listener(server.join, "a") as listener:
+        for number, raw in enumerate(records, start=1):
+            listener.connection.append(raw)
+            listener.read_to(number)
+    code, printed = check(server.folder, capsys)
+    assert code == 1
+    assert f"PROBLEM: record {len(records)} continues a version that the log does not" in printed
+
+
 # --- status and leave -----------------------------------------------------------------------------
 
 
@@ -227,8 +374,10 @@ def test_status_and_leave(
     assert found["fragments"][0] == round_
     half = {"merged": 0, "lost": 0, "waiting": 0, "read_twice": 0}  # of two fragments, one has it
     assert found["slots"] == [
-        {"slot": 0, "owner": "a", **half, "merged": 5},
-        {"slot": 1, "owner": "b", **half, "waiting": 15},
+        {"slot": 0, "owner": "a", **half, "merged": 5}
+        | {"part_in_rounds": "100%", "rounds_since_last_part": 0},
+        {"slot": 1, "owner": "b", **half, "waiting": 15}
+        | {"part_in_rounds": "0%", "rounds_since_last_part": 1},
     ]
     assert "tokens merged: 10 of 100 (10.0%)" in text
 

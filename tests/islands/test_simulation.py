@@ -517,6 +517,17 @@ def test_who_uploads_for_most_of_a_cycle_sends_earlier() -> None:
         assert [part.base for part in entry.parts] == [entry.close.version - 1] * 2
 
 
+def test_an_island_whose_uplink_is_too_slow_is_told_so() -> None:
+    """The others neither wait for it nor say anything."""
+    world = World(Plan(steps=300, slots=2, begin=2, floor=0.05))
+    fast, slow = world.start("fast"), world.start("slow", Nature(upload=7.0))
+    world.run()
+    check(world)
+    assert fast.idle < 1.0
+    assert any("needs an uplink of at least" in text for text in slow.machine.notices)
+    assert not any("uplink" in text for text in fast.machine.notices)
+
+
 @pytest.mark.parametrize("quorum", [1, 2])
 def test_an_entry_without_a_ready_island_takes_a_share_of_an_outer_step(quorum: int) -> None:
     """With a quorum of two there is none: the round waits."""

@@ -1,4 +1,4 @@
-"""Records of runs that never took place (docs/report.md)."""
+"""Records of runs that never took place (docs/report-and-plan.md)."""
 
 import math
 import random

@@ -1,7 +1,8 @@
 """The numbers of a step: their names, units, meaning and scope.
 
-A number has one name: in the records, on the boards, in a report and in docs/report.md. To add one,
-declare it here, and add it to the record in `Telemetry.open`, or to the outer loop's `metrics()`.
+A number has one name: in the records, on the boards, in a report and in the documentation
+(docs/report-and-plan.md, but for those under worker/). To add one, declare it here, and add it
+to the record in `Telemetry.open`, or to the outer loop's `metrics()`.
 Those under worker/ are of the steps since the last record, and can be summed up.
 """
 

@@ -1,7 +1,7 @@
 """Records of a worker: RUN/worker-K/metrics.jsonl, which its first rank writes, and its boards.
 
 Each line is a JSON object: a `Start`, a `RoundRecord`, or the numbers of a step, without `kind`
-(metrics.py). docs/report.md describes them.
+(metrics.py). docs/report-and-plan.md describes them.
 """
 
 import json

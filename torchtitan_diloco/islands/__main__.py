@@ -1,8 +1,11 @@
 """Server and state of a run of islands.
 
 .venv/bin/torchtitan-diloco islands serve --folder DIR
+.venv/bin/torchtitan-diloco islands site NAME --folder DIR
+.venv/bin/torchtitan-diloco islands check DIR
 .venv/bin/torchtitan-diloco islands status --join STRING
 .venv/bin/torchtitan-diloco islands leave NAME --join STRING
+.venv/bin/torchtitan-diloco islands change KEY VALUE --join STRING
 """
 
 import argparse
@@ -10,30 +13,45 @@ import asyncio
 import json
 import secrets
 import signal
+import socket
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+import msgspec
+
+from torchtitan_diloco.islands.changes import CHANGEABLE, parse_change, settings_of
+from torchtitan_diloco.islands.check import check_log
 from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.connection import Connection
 from torchtitan_diloco.islands.inbox import Leave
 from torchtitan_diloco.islands.ledger import Outcome
 from torchtitan_diloco.islands.log import State
 from torchtitan_diloco.islands.members import Member
-from torchtitan_diloco.islands.records import name_of
-from torchtitan_diloco.islands.server import make_streams, open_folder
+from torchtitan_diloco.islands.records import encode, name_of
+from torchtitan_diloco.islands.server import Server, make_streams, open_folder
+from torchtitan_diloco.islands.server_folder import (
+    ISLAND,
+    LOOPBACK,
+    SiteChange,
+    change_site,
+    files_of,
+    join_file,
+    read_settings,
+)
 from torchtitan_diloco.islands.session import check_installed
 from torchtitan_diloco.log import STOP_SIGNALS, USER_ERROR, UserError, command_line, markdown_table
 
 LISTEN_SECONDS = 3.0
 """Time to receive heartbeats before the first output."""
 REFRESH_SECONDS = 2.0
-LEAVE_SECONDS = 60.0
+LEAVE_SECONDS, CHANGE_SECONDS = 60.0, 10.0
 READ_SECONDS = 30.0
 TABLES = {"islands": "islands", "rounds of fragments": "fragments", "samples of slots": "slots"}
 CLEAR = "\x1b[H\x1b[2J\x1b[3J"
@@ -43,22 +61,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         if options.command == "serve":
-            return _serve(options)
-        check_installed()
-        join = Join.parse(options.join)
-        if options.command == "status":
-            print_status(join, as_json=options.json, once=options.once)
-        elif options.command == "leave":
-            ask_to_leave(join, options.name)
+            _serve(options)
+        elif options.command == "check":
+            return _check(options.folder)
+        elif options.command == "site":
+            _change_site(options)
         else:
-            asyncio.run(make_streams(join, options.keep_gb, options.replicas))
-            print(f"the streams of the run {join.run} are there")
+            _use_join(options)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return USER_ERROR
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     return 0
+
+
+def _use_join(options: argparse.Namespace) -> None:
+    check_installed()
+    join = Join.parse(options.join)
+    if options.command == "status":
+        print_status(join, as_json=options.json, once=options.once)
+    elif options.command == "leave":
+        ask_to_leave(join, options.name)
+    elif options.command == "change":
+        change(join, options.key, options.value)
+    else:
+        asyncio.run(make_streams(join, options.keep_gb, options.replicas))
+        print(f"the streams of the run {join.run} are there")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -74,23 +103,34 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--port", type=int, help="default: 4222")
     serve.add_argument("--address", help="name or address that islands dial (default: this host's)")
     serve.add_argument("--keep-gb", type=float, help=f"{keep} (default: 20)")
+    site = commands.add_parser("site", help="give a site a login of its own, or take it away")
+    site.add_argument("name")
+    site.add_argument("--folder", type=Path, required=True, help="that of `serve`")
+    action = site.add_mutually_exclusive_group()
+    action.add_argument("--renew", action="store_true", help="give it another password")
+    action.add_argument("--revoke", action="store_true", help="remove its login")
+    check = commands.add_parser("check", help="read the whole log of a folder, such as a backup")
+    check.add_argument("folder", type=Path, help="folder of a server that is not running")
     status = commands.add_parser("status", help="print islands, rounds and what became of samples")
     status.add_argument("--json", action="store_true")
     status.add_argument("--once", action="store_true", help="do not refresh")
     leave = commands.add_parser("leave", help="ask an island to send its work and to leave")
     leave.add_argument("name", help="islands.name of the island")
+    change = commands.add_parser("change", help="change a setting of the run while it goes on")
+    change.add_argument("key", help=f"one of {', '.join(CHANGEABLE)}")
+    change.add_argument("value")
     make = commands.add_parser("make", help="make the streams of a run on servers of your own")
     replicas = "servers that have each stream"
     make.add_argument("--replicas", type=int, choices=range(1, 6), default=1, help=replicas)
     make.add_argument("--keep-gb", type=float, default=20.0, help=f"{keep} (default: 20)")
-    for command in (status, leave, make):
+    for command in (status, leave, change, make):
         command.add_argument(
             "--join", required=True, help="join string of `serve`, or a file with it"
         )
     return parser
 
 
-def _serve(options: argparse.Namespace) -> int:
+def _serve(options: argparse.Namespace) -> NoReturn:
     for number in STOP_SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
             signal.signal(number, lambda *_: sys.exit())
@@ -98,21 +138,63 @@ def _serve(options: argparse.Namespace) -> int:
     chosen = {name: getattr(options, name) for name in names}
     server = open_folder(options.folder, say=partial(print, flush=True), **chosen)
     try:
-        process = server.start()
-        print(server.join)
-        print(
-            f"Give this line, which contains a password, to each island: --islands.join '...', or "
-            f"the path of a file with it, such as {server.join_file}. Islands dial "
-            f"{server.join.addresses[0]}. Ctrl-C ends the server.",
-            flush=True,
-        )
-        code = process.wait()
+        server.start()
+        if ISLAND in server.joins:
+            print(server.join)
+            print(
+                f"Give this line, which contains a password, to each island: --islands.join '...', "
+                f"or the path of a file with it, such as {server.join_file}. Islands dial "
+                f"{server.join.addresses[0]}. Ctrl-C ends the server."
+            )
+        print(f"sites with a login: {', '.join(server.joins) or 'none'}", flush=True)
+        threading.Thread(target=_print_check, args=(server,), daemon=True).start()
+        server.keep_running()
     finally:
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
         server.stop()
-    print(f"error: nats-server ended by itself, with code {code}", file=sys.stderr)
-    return 1
+
+
+def _print_check(server: Server) -> bool:
+    """Check the log of a running server. Return whether it is whole."""
+    try:
+        found = check_log(server.admin)
+    except Exception as error:  # the server may have ended
+        print(f"the log could not be checked: {error}", flush=True)
+        return False
+    print("\n".join(found.lines()), flush=True)
+    return not found.problems
+
+
+def _check(folder: Path) -> int:
+    """Check the log of a folder, whose server is not running."""
+    folder = folder.absolute()
+    settings = read_settings(folder)
+    with socket.create_server((LOOPBACK, 0)) as free:
+        port = free.getsockname()[1]
+    private = msgspec.structs.replace(settings, host=LOOPBACK, port=port)
+    server = Server(folder, private, partial(print, flush=True))
+    with files_of(folder):
+        server.launch()
+    try:
+        return 0 if _print_check(server) else 1
+    finally:
+        server.stop()
+
+
+def _change_site(options: argparse.Namespace) -> None:
+    folder, site = options.folder.absolute(), options.name
+    change: SiteChange = "revoke" if options.revoke else "renew" if options.renew else "add"
+    with files_of(folder):
+        join = change_site(folder, site, change)
+    if join is None:
+        print(f"{site} has no login any more; a running `serve` disconnects it")
+    else:
+        print(join)
+        print(
+            f"Give this line, which contains a password, to the islands of {site} only, or the "
+            f"file {join_file(folder, site)}."
+        )
 
 
 # --- status and leave -----------------------------------------------------------------------------
@@ -266,6 +348,26 @@ def ask_to_leave(join: Join, name: str) -> None:
                 )
             reader.read(0.2)
         print(f"{name} has left")
+
+
+def change(join: Join, key: str, value: str) -> None:
+    """Append a change, and wait until it is read back."""
+    outcomes = list[Outcome]()
+    with open_reader(join, outcomes.append) as reader:
+        if (facts := reader.state.facts) is None:
+            raise UserError("the run has not begun, so islands still set their own settings")
+        record, before = parse_change(facts, key, value), settings_of(facts).get(key)
+        reader.connection.append(encode(record))
+        end = time.monotonic() + CHANGE_SECONDS
+        while not (found := [one for one in outcomes if one.record == record]):
+            if time.monotonic() > end:
+                raise UserError(
+                    f"the change was not read back within {CHANGE_SECONDS:g} s: try again"
+                )
+            reader.read(0.1)
+        if found[-1].void:
+            raise UserError(f"{key} = {value}: {found[-1].void}")
+    print(f"the run goes on with {key} = {record.value} (before: {before})")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import logging
 import math
 import random
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from functools import partial
@@ -24,13 +24,13 @@ from torchtitan_diloco.islands.members import Hint
 from torchtitan_diloco.islands.records import AnotherLogError, Chunk, digest
 from torchtitan_diloco.islands.session import (
     ANSWER_SECONDS,
-    EventLoop,
     GapError,
     LogSession,
     Session,
     TrimmedError,
     ask_subject,
     check_installed,
+    gather,
     stream_of,
     subject_of,
 )
@@ -56,7 +56,7 @@ snapshot, but nobody else has the parts."""
 PAUSE, LONGEST_PAUSE = 0.1, 1.0
 """Seconds between attempts."""
 EXPIRY = 5.0
-"""Seconds without a heartbeat after which rounds do not wait for an island."""
+"""Seconds without a heartbeat until an island counts as gone."""
 
 
 class ClosedError(RuntimeError):
@@ -87,9 +87,9 @@ class Connection(Inbox):
     nothing is submitted after the end.
     """
 
-    def __init__(self, join: Join, name: str, patience: float = 0.0) -> None:
-        """`name`: the incarnation. `patience`: `Islands.slot_seconds`."""
-        super().__init__(EXPIRY, patience)
+    def __init__(self, join: Join, name: str, slot_seconds: float = 0.0) -> None:
+        """`name`: the incarnation. `slot_seconds`: see `islands.slot_seconds`."""
+        super().__init__(EXPIRY, slot_seconds)
         self._join, self._name = join, name
         self._subject, self._stream = partial(subject_of, join.run), partial(stream_of, join.run)
         self._connected = Future[None]()
@@ -99,7 +99,7 @@ class Connection(Inbox):
         self._is_there, self._follows = asyncio.Event(), asyncio.Event()
         self._free = {bulk: asyncio.Semaphore(count) for bulk, count in UNDER_WAY.items()}
         self._warned = ""
-        self._loop = EventLoop()
+        self._loop = asyncio.SelectorEventLoop()
         self._loop.set_exception_handler(_note_failure)
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._closed, self._lock = False, threading.Lock()
@@ -131,7 +131,7 @@ class Connection(Inbox):
         """Receive the records after record `after`, now and after each loss of the connection.
 
         `newest`: the `digest` of this record if it is known. Raises AnotherLogError if it is
-        another one, and TrimmedError if it is no longer kept.
+        another one, and TrimmedError if records after it are no longer kept.
         """
         self._wait_for(self._begin_to_follow(after, newest))
 
@@ -169,11 +169,11 @@ class Connection(Inbox):
         """
         view = memoryview(payload).cast("B")
         pieces = [view[at : at + CHUNK_BYTES] for at in range(0, len(view), CHUNK_BYTES)]
-        return tuple(self._wait_for(_gather(self._store(piece, bulk) for piece in pieces)))
+        return tuple(self._wait_for(gather(self._store(piece, bulk) for piece in pieces)))
 
     def fetch(self, chunks: Sequence[Chunk], bulk: Bulk) -> list[bytes]:
         """Return the chunks. Raises GoneError, CorruptError or, but not for parts, GivenUpError."""
-        return self._wait_for(_gather(self._fetch(chunk, bulk) for chunk in chunks))
+        return self._wait_for(gather(self._fetch(chunk, bulk) for chunk in chunks))
 
     def newest_state(self) -> bytes | None:
         """Return the newest message of the stream of states, or None if there is none."""
@@ -275,12 +275,12 @@ class Connection(Inbox):
         await log.read_log()
 
     async def _begin_to_follow(self, after: int, newest: str) -> None:
-        if after == 0 and self.first > 1:
-            raise TrimmedError(1, self.first)
-        self.newest = await self._retry(
+        if after + 1 < self.first:
+            raise TrimmedError(after + 1, self.first)
+        await self._retry(
             "states", lambda session: session.compare_log(self._join.run, after, newest)
         )
-        self.received = after
+        self.received, self.newest = after, newest
         self._follows.set()
 
     def _in_background(self, operation: Coroutine[Any, Any, None]) -> None:
@@ -362,16 +362,6 @@ class Connection(Inbox):
         if len(found) != chunk.size or digest(found) != chunk.sha256:
             raise CorruptError(f"chunk {chunk.sequence} of {bulk} is not the one recorded")
         return found
-
-
-async def _gather(operations: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run all concurrently, and cancel the others after the first failure."""
-    tasks = [asyncio.create_task(operation) for operation in operations]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
 
 
 def _note_failure(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ at its own version. The records since then lead from there to now.
 
 import math
 import time
+from collections.abc import Iterator
 
 import msgspec
 from torch import Tensor
@@ -82,6 +83,10 @@ class Joiner:
         connection.receive_log()
         ahead = self._read_facts(state)
         assert ahead.facts is not None
+        if any(ahead.facts.clocks):
+            logger.info(
+                f"the log begins at {max(ahead.facts.clocks):,} tokens, where another one ended"
+            )
         if saved is not None:
             self._declare_saved(state)
         elif self._mine.checksums == ahead.facts.checksums and not self._has_begun(ahead):
@@ -124,21 +129,23 @@ class Joiner:
             "copies this one could take: start one that has a checkpoint first"
         )
 
-    def _donors(self) -> list[str]:
-        """Return the running islands that have caught up with the log, after waiting for one."""
+    def _donors(self) -> Iterator[str]:
+        """Yield the running islands that have caught up with the log, as they are heard."""
         members, until = self._connection.members, time.monotonic() + HEAR_SECONDS
-        found = list[str]()
-        while not found and time.monotonic() < until:
-            found = sorted(filter(members.has_caught_up, members.heard.copy()))
-            if not found:
-                self._connection.receive()
-        for name in found:
-            if name_of(name) == name_of(self._incarnation):
-                raise UserError(
-                    f"an island with the name {name_of(name)} is running already: give this one "
-                    "another islands.name, or end the other one"
-                )
-        return found
+        known = set[str]()
+        while True:
+            found = set(filter(members.has_caught_up, members.heard.copy())) - known
+            for name in sorted(found):
+                if name_of(name) == name_of(self._incarnation):
+                    raise UserError(
+                        f"an island with the name {name_of(name)} is running already: give this "
+                        "one another islands.name, or end the other one"
+                    )
+                yield name
+            known |= found
+            if not found and time.monotonic() > until:
+                return
+            self._connection.receive()
 
     def _unread(self) -> list[AnyRecord]:
         found = list[AnyRecord]()
@@ -151,8 +158,10 @@ class Joiner:
 
     def _read_facts(self, state: State) -> State:
         """Return a state that is ahead, with the facts in force. Write them if there are none."""
-        asked_at = -RETRY
+        asked_at, void = -RETRY, State().read(1, encode(self._mine)).void
         while (ahead := self._look_ahead(state)).facts is None:
+            if void:
+                raise UserError(f"no run can begin with the settings of this island: {void}")
             if time.monotonic() - asked_at > RETRY:
                 self._connection.append(encode(self._mine))
                 asked_at = time.monotonic()

@@ -125,10 +125,8 @@ class State(msgspec.Struct):
             return None
 
     def is_short(self, fragment: Fragment) -> bool:
-        """Return whether the run cannot end yet, as the fragment lacks more than a cycle.
-
-        A run of less than two cycles may end before the first round of a fragment.
-        """
+        """Return whether the run cannot end yet, as the fragment lacks more than a cycle. A run of
+        less than two cycles may end before the first round of a fragment."""
         assert self.facts is not None
         total, cycle = self.facts.total_tokens, self.facts.cycle
         return total >= 2 * cycle and fragment.clock < total - cycle
@@ -261,7 +259,8 @@ class State(msgspec.Struct):
         self.facts, head = facts, digest(encode(facts))
         size = len(facts.checksums)
         _check(len(facts.clocks) in (0, size), "has not one clock for each fragment")
-        _check(max(facts.clocks, default=0) <= facts.total_tokens, "has its tokens already")
+        merged, total = max(facts.clocks, default=0), facts.total_tokens
+        _check(merged < total, f"{merged:,} tokens are merged already, and it has {total:,}")
         _check(max(facts.positions, default=0) <= LARGEST // 2, "continues beyond any sample")
         clocks = facts.clocks or (0,) * size
         self.fragments = [

@@ -3,8 +3,7 @@
 import asyncio
 import json
 import logging
-import socket
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -27,10 +26,6 @@ SETUP_SECONDS, ANSWER_SECONDS = 4.0, 10.0
 """Timeouts to connect, and to get records or chunks."""
 NO_LIMIT = 1e6
 """Timeout of nats-py in seconds. The timeout of `Session.run` applies instead."""
-UNCONFIRMED_SECONDS = 30.0
-"""Seconds in which the other end of a socket must acknowledge some of the bytes sent. A slow link
-does. A link that silently dropped the connection does not, nor does a server that stops reading,
-such as one with a stalled disk."""
 NO_MESSAGE = 10037
 """Error code of the server: no message found."""
 LAG_SECONDS = 2.0
@@ -98,18 +93,14 @@ def _is_no_end_of_tls(record: logging.LogRecord) -> bool:
     return not str(record.msg).startswith("returning true from eof_received()")
 
 
-class EventLoop(asyncio.SelectorEventLoop):
-    """Event loop whose connections are closed by the kernel if the peer acknowledges nothing.
-
-    Pings ensure that there is always something to acknowledge. Their answers alone would not
-    distinguish a dead connection from one with megabytes in flight.
-    """
-
-    async def create_connection(self, *arguments: Any, **named: Any) -> Any:
-        transport, protocol = await super().create_connection(*arguments, **named)
-        limit = socket.TCP_USER_TIMEOUT, round(1000 * UNCONFIRMED_SECONDS)
-        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, *limit)
-        return transport, protocol
+async def gather(operations: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Run all concurrently, and cancel the others after the first failure."""
+    tasks = [asyncio.create_task(operation) for operation in operations]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 class Session:
@@ -223,12 +214,18 @@ class Session:
             await asyncio.sleep(CHECK)
         return found
 
-    async def compare_log(self, run: str, after: int, newest: str) -> str:
-        """Return the digest of record `after`. Raises a UserError if it is not `newest`."""
-        found = digest(await self.find_record(run, after)) if after else ""
-        if newest and found != newest:
-            raise AnotherLogError(f"its record {after} is another one")
-        return found
+    async def compare_log(self, run: str, after: int, newest: str) -> None:
+        """Raise a UserError if the log lacks records after this one, or its digest is another."""
+        if after == 0:
+            return
+        try:
+            found = await self.find_record(run, after)
+        except TrimmedError as error:
+            if after + 1 < error.first:
+                raise
+        else:
+            if newest and digest(found) != newest:
+                raise AnotherLogError(f"its record {after} is another one")
 
     async def close(self) -> None:
         """Close the socket. This may take long if the server does not answer."""
@@ -293,7 +290,8 @@ class LogSession(Session):
             end = await self.run(self._ends.get())
             if end.get("Status") not in ("204", "404"):
                 raise ConnectionError(f"the server does not give its log: {end}")
-            if int(end.get("Nats-Last-Sequence", 0)) > inbox.received:
+            seen = int(end.get("Nats-Last-Sequence", 0))
+            if seen > inbox.received or inbox.received == known < inbox.last:
                 sequence = inbox.received + 1
                 inbox.note_record(sequence, await self.run(self.find_record(self._run, sequence)))
             if inbox.received > known:

@@ -1,7 +1,7 @@
 """Climb from the given settings to the first that reach a wanted utilisation on a link.
 
 Each rung changes one setting of the rung before: tau to 1, 2, 5 and 10, then the format to int8 and
-fp4_e3m0, then H to its double, again and again (docs/planning.md).
+fp4_e3m0, then H to its double, again and again (docs/report-and-plan.md).
 """
 
 import math

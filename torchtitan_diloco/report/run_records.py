@@ -1,4 +1,4 @@
-"""Read the records of runs (docs/report.md) from the folders of their workers, and config.toml."""
+"""Read the records (docs/report-and-plan.md) and settings of runs from their folders."""
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence

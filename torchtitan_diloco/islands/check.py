@@ -1,0 +1,135 @@
+"""Check of a log: all records are there, can be read, and make a chain of versions."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+from torchtitan_diloco.islands.config import Join
+from torchtitan_diloco.islands.log import State
+from torchtitan_diloco.islands.records import Close
+from torchtitan_diloco.islands.server import LOG_BYTES, open_session
+from torchtitan_diloco.islands.session import Session, gather, stream_of, subject_of
+from torchtitan_diloco.log import command_line
+
+AT_A_TIME = 500
+"""Records that are asked for at a time."""
+
+
+@dataclass
+class Findings:
+    first: int
+    last: int
+    trimmed: bool
+    """Whether the first records may have been deleted because the log was large."""
+    state: State
+    missing: list[int] = field(default_factory=list)
+    void: list[int] = field(default_factory=list)
+    """No records. All islands skip them."""
+    broken: int = 0
+    """First record that does not continue the chain of versions of its fragment."""
+    begun_at: int = 0
+    """Record after which the chain of versions was checked."""
+    stored_at: int = 0
+    """Record after which an island has stored a state."""
+
+    @property
+    def problems(self) -> list[str]:
+        found = []
+        if self.first > 1 and not self.trimmed:
+            found.append(f"records 1 to {self.first - 1} are missing")
+        if self.missing:
+            found.append(f"records are missing: {_ranges(self.missing)}")
+        if self.stored_at > self.last:
+            found.append(f"an island has read {self.stored_at} records")
+        if self.broken:
+            found.append(f"record {self.broken} continues a version that the log does not make")
+        return found
+
+    def lines(self) -> list[str]:
+        state, count = self.state, max(0, self.last - self.first + 1) - len(self.missing)
+        place = f"from {self.first} to {self.last}" if count else "it is empty"
+        found = [f"log: {count:,} records, {place}"]
+        if state.facts is not None:
+            versions = ", ".join(str(fragment.version) for fragment in state.fragments)
+            found.append(
+                f"chain of versions after record {self.begun_at}, to record {state.sequence}: "
+                f"versions {versions}; tokens merged: {max(state.clocks, default=0):,} of "
+                f"{state.facts.total_tokens:,}"
+            )
+        if self.void:
+            found.append(f"damaged or foreign, and skipped by all islands: {_ranges(self.void)}")
+        found += [f"PROBLEM: {problem}" for problem in self.problems]
+        if self.problems:
+            found.append(
+                "The run cannot be continued from this log: start `serve` on a newer copy of the "
+                f"folder, or `{command_line('islands')} serve` in an empty folder, where islands "
+                "begin with the model in their checkpoints"
+            )
+        return found
+
+
+def check_log(admin: Join) -> Findings:
+    """Read the whole log of a running server."""
+    return asyncio.run(_check(admin))
+
+
+async def _check(admin: Join) -> Findings:
+    stream = stream_of(admin.run, "log")
+    async with open_session(admin) as session:
+        info = (await session.jetstream.stream_info(stream)).state
+        first, last = max(1, info.first_seq), info.last_seq
+        states = stream_of(admin.run, "states"), subject_of(admin.run, "states")
+        stored = State.decode(await session.get(states[0], subject=states[1]) or b"{}")
+        state = stored if first > 1 else State()
+        state.verifies = False
+        found = Findings(first, last, info.bytes > LOG_BYTES / 2, state)
+        found.begun_at, found.stored_at = state.sequence, stored.sequence
+        async for sequence, raw in _read(session, stream, first, last):
+            if raw is None:
+                found.missing.append(sequence)
+            elif sequence == state.sequence + 1:
+                _note(found, sequence, raw)
+        first = (await session.jetstream.stream_info(stream)).state.first_seq
+        found.missing = [one for one in found.missing if one >= first]  # else deleted meanwhile
+    return found
+
+
+def _note(found: Findings, sequence: int, raw: bytes) -> None:
+    outcome = found.state.read(sequence, raw)
+    record = outcome.record
+    if record is None:
+        found.void.append(sequence)
+    elif isinstance(record, Close) and outcome.void and not found.broken:
+        fragment = found.state.fragments[record.fragment]
+        if record.version > fragment.version and record.previous != fragment.head:
+            found.broken = sequence
+
+
+async def _read(
+    session: Session, stream: str, first: int, last: int
+) -> AsyncIterator[tuple[int, bytes | None]]:
+    """Yield the records in order, and None for one that is missing."""
+    from nats.js.errors import NotFoundError
+
+    async def get(sequence: int) -> bytes | None:
+        try:
+            return (await session.jetstream.get_msg(stream, sequence, direct=True)).data
+        except NotFoundError:
+            return None
+
+    for begin in range(first, last + 1, AT_A_TIME):
+        numbers = range(begin, min(begin + AT_A_TIME, last + 1))
+        records = await session.run(gather(get(number) for number in numbers))
+        for sequence, raw in zip(numbers, records, strict=True):
+            yield sequence, raw
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Return sorted numbers as ranges, such as "3, 5 to 9"."""
+    found = list[list[int]]()
+    for number in numbers:
+        if found and number == found[-1][1] + 1:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    return ", ".join(str(a) if a == b else f"{a} to {b}" for a, b in found)
