@@ -3,16 +3,15 @@
 import re
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from tests.components.test_resume import assert_same, checkpoint, run, tensors
+from tests.components.test_resume import FP32, assert_same, checkpoint, chosen, run, tensors
 from tests.conftest import save_tokenizer, write_text
 from tests.export.reading import read_weights
 from tests.processes import ProcessPool
-from tests.test_trainer import VALIDATION, curve, records, settings
+from tests.test_trainer import VALIDATION, curve, records
 from torchtitan_diloco.config import load_config
 from torchtitan_diloco.diloco.state_dict import shared_parameter_name
 from torchtitan_diloco.export import __main__ as commands
@@ -20,23 +19,8 @@ from torchtitan_diloco.export.saved_model import open_saved
 from torchtitan_diloco.export.weights import load_initial_weights
 from torchtitan_diloco.models import build_model
 
-STREAMING = {
-    "diloco.method": "streaming",
-    "diloco.sync_every": 6,
-    "diloco.overlap.delay": 3,
-    "diloco.fragments.layers_per_fragment": 1,
-    "training.batch_size": 3,
-    "checkpoint.at_end": "true",
-}
 COMMANDS = "generate", "validate", "export"
 Capture = pytest.CaptureFixture[str]
-
-
-def chosen(text: Path, name: str, **changes: Any) -> dict[str, str]:
-    """Return the settings of a run that saves and validates after steps 8, 16 and 24."""
-    every = {"checkpoint.every": 8, "checkpoint.keep_latest": 9, "validation.every": 8}
-    folder = text.parent / name
-    return settings(text, **STREAMING | every | changes, run__folder=folder, training__steps=24)
 
 
 @pytest.fixture(scope="module")
@@ -46,10 +30,10 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def trained(corpus: Path, processes: ProcessPool) -> Path:
-    """Return a run of two workers, each sharded over two processes."""
+    """Return a run of two workers, each sharded over two processes, with saves every 4 steps."""
     file = save_tokenizer(corpus.parent / "own.json", 260)
-    wanted = chosen(corpus, "run", data__tokenizer=file, diloco__workers=2)
-    return Path(processes.run(run, 4, wanted)[0])
+    changes = FP32 | {"data.tokenizer": file, "validation.every": 8, "optimizer.lr": 0.02}
+    return Path(processes.run(run, 4, chosen(corpus, "run", **changes))[0])
 
 
 def shared_parameters(folder: Path, step: int) -> dict[str, torch.Tensor]:
@@ -71,8 +55,8 @@ def printed(capsys: Capture, *words: object) -> str:
 def test_export_writes_the_shared_parameters(
     trained: Path, tmp_path: Path, capsys: Capture
 ) -> None:
-    base = trained / "export" / "step-00000024-safetensors"
-    expected = shared_parameters(trained, 24)
+    base = trained / "export" / "step-00000016-safetensors"
+    expected = shared_parameters(trained, 16)
     assert str(base) in printed(capsys, "export", trained)
     assert_same(read_weights(base), expected)
     config = load_config(str(base / "config.toml"))
@@ -80,7 +64,7 @@ def test_export_writes_the_shared_parameters(
     modes = {path.name: path.stat().st_mode & 0o777 for path in base.iterdir()}
     assert set(modes.values()) == {base.stat().st_mode & 0o666}, "the user's umask"
 
-    half, path = tmp_path / "half", checkpoint(trained, 24, worker=1)
+    half, path = tmp_path / "half", checkpoint(trained, 16, worker=1)
     printed(capsys, "export", path, "--dtype", "bfloat16", "--out", half)
     assert_same(read_weights(half), {name: one.bfloat16() for name, one in expected.items()})
     model = build_model(config.model, 320, config.training.sequence_length).to_empty(device="cpu")
@@ -92,7 +76,7 @@ def test_the_shared_parameters_are_those_of_any_worker(trained: Path, corpus: Pa
     """With data parallelism, they are the model."""
     changes = {"diloco.method": "none", "training.stop_after": 2}
     parallel = Path(run(chosen(corpus, "parallel", **changes)))
-    for folder, step, kind in ((trained, 16, "outer"), (parallel, 2, "model")):
+    for folder, step, kind in ((trained, 8, "outer"), (parallel, 2, "model")):
         saved = tensors(checkpoint(folder, step))
         islands = folder.parent / f"islands-{kind}"
         shutil.copytree(folder, islands / "island-1")
@@ -112,12 +96,12 @@ def loss(capsys: Capture, *words: object) -> float:
 def test_the_loss_is_the_one_that_the_run_printed(trained: Path, capsys: Capture) -> None:
     """Fragments are in flight in the checkpoints of steps 8 and 16."""
     losses = curve(records(trained), VALIDATION)
-    assert len(set(losses)) == 3
-    for step, expected in zip((8, 16, 24), losses, strict=True):
+    assert len(set(losses)) == 2
+    for step, expected in zip((8, 16), losses, strict=True):
         assert loss(capsys, trained, "--step", step) == pytest.approx(expected, abs=1e-4)
     output = printed(capsys, "validate", trained)
     assert "224 tokens (7 sequences of 32)" in output
-    assert "step 24, shared parameters" in output
+    assert "step 16, shared parameters" in output
 
 
 def test_other_text_and_batches(trained: Path, tmp_path: Path, capsys: Capture) -> None:
@@ -148,7 +132,7 @@ def test_text_is_repeatable(trained: Path, capsys: Capture) -> None:
     [
         ("export", "nowhere", r"nowhere does not exist: name the folder of a run"),
         ("validate", "empty", r"empty has no complete checkpoint: name .* checkpoint.every"),
-        ("generate", "run --step 7", r"--step 7: .*run has no checkpoint .* it has 8, 16, 24"),
+        ("generate", "run --step 7", r"--step 7: .*run has no checkpoint .* it has 4, 8, 12, 16"),
         ("export", "run/worker-0/step-00000008 --step 16", r"--step 16: .* step; it has 8"),
         ("generate", "run --temperature nan", r"--temperature nan: give"),
         ("export", "run --out full", r"full is not empty; choose another folder"),
@@ -183,18 +167,18 @@ def test_a_damaged_file_or_another_tokenizer_is_named(
     folder, own = tmp_path / "run", trained.parent / "own.json"
     before = own.read_bytes()
     shutil.copytree(trained / "worker-0", folder / "worker-0")
-    file = checkpoint(folder, 24) / "rank-0.safetensors"
+    file = checkpoint(folder, 16) / "rank-0.safetensors"
     content = file.read_bytes()
     file.write_bytes(content[:100] + bytes([content[100] ^ 1]) + content[101:])
     for command in COMMANDS:
         assert commands.main([command, str(folder)]) == 2
-        expected = r"error: .*step-00000024/rank-0.safetensors has other content.* --step"
+        expected = r"error: .*step-00000016/rank-0.safetensors has other content.* --step"
         assert re.match(expected, capsys.readouterr().err)
-    printed(capsys, "generate", folder, "--step", 16, "--tokens", 1)
+    printed(capsys, "generate", folder, "--step", 12, "--tokens", 1)
     try:
         save_tokenizer(own, 259)
         for command in COMMANDS:
-            assert commands.main([command, str(folder), "--step", "16"]) == 2
+            assert commands.main([command, str(folder), "--step", "12"]) == 2
             expected = r"trained with another tokenizer than data.tokenizer = .*own.json"
             assert re.search(expected, capsys.readouterr().err)
     finally:
