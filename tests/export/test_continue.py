@@ -141,7 +141,7 @@ def test_a_run_continues_from_a_folder_of_transformers(
     printed = curve(records(Path(first)), VALIDATION)[-1]
     changes = {"diloco.workers": 2, "diloco.method": "streaming", "diloco.sync_every": 2}
     changes |= {"training.batch_size": 3, "training.steps": 2, "optimizer.lr": 1e-9}
-    changes |= {"model.weights": folder, "checkpoint.resume": "never", "run.folder": second}
+    changes |= {"model.weights": folder, "run.folder": second}
     processes.run(run, 4, settings(text, **llama, **changes))
     assert records(Path(second))[0]["train/tokens"] == 12 * 32, "a new run, from its first token"
     started, weights = open_saved(Path(second)), read_weights(folder)
