@@ -105,7 +105,7 @@ def test_parts_wait_for_no_round_that_begins_later(later: float, upload: float) 
 
 FAULTS = ("kill", "pause", "cut", "away", "leave", "twin", "change", "flip", "garbage")
 SIMULATIONS = int(os.environ.get("SIMULATIONS", "25"))
-"""Runs with any faults. For thousands: SIMULATIONS=5000 ./run_tests.sh -k any_faults"""
+"""Runs with any faults. Thousands: SIMULATIONS=5000 ./run_tests.sh -k any_faults --timeout 0"""
 
 
 def inject(world: World, fault: str, rng: random.Random) -> None:

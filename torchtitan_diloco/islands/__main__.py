@@ -221,15 +221,19 @@ class Reader:
 
 
 @contextmanager
-def open_reader(join: Join, note: Callable[[Outcome], object] = lambda _: None) -> Iterator[Reader]:
-    """Yield a reader that has read the log since the latest stored state, or since its beginning.
+def open_reader(
+    join: Join, note: Callable[[Outcome], object] = lambda _: None, *, whole: bool = False
+) -> Iterator[Reader]:
+    """Yield a reader that has read the log since the latest stored state.
 
-    `note` receives the outcome of each record that is read.
+    Args:
+        note: receives the outcome of each record that is read.
+        whole: read the log since its first record.
     """
     connection = Connection(join, f"status/{secrets.token_hex(4)}")
     connection.connect()
     try:
-        stored = connection.newest_state()
+        stored = None if whole else connection.newest_state()
         state = State.decode(stored) if stored else State()
         state.verifies = False
         connection.follow(state.sequence, state.newest)

@@ -252,7 +252,10 @@ class Leader:
             [part.weight for part, _ in counted],
             [part.ranks for part, _ in counted],
             joining,  # older versions will not be applied
-            content=[payload for _, payload in counted],
+            content=[
+                self._copies.shards(close.fragment, payload, part.ranks)
+                for part, payload in counted
+            ],
         )
         with self.changed:
             self.state.learn(close.fragment, close.version, checksum)
