@@ -150,7 +150,7 @@ def fork(log: Path, arguments: dict[str, Any]) -> None:
 def audit(join: Join) -> dict[str, Any]:
     """Return statistics and inconsistencies of a log."""
     outcomes: list[Outcome] = []
-    with open_reader(join, outcomes.append) as reader:
+    with open_reader(join, outcomes.append, whole=True) as reader:
         state = reader.state
     entries = [one.entry for one in outcomes if one.entry is not None]
     fragments = len(state.fragments)

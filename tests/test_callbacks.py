@@ -1,7 +1,6 @@
 """Callbacks of the examples, in the loops of their frameworks where these are installed."""
 
 import os
-from importlib.util import find_spec
 from pathlib import Path
 from runpy import run_path
 from types import SimpleNamespace
@@ -14,17 +13,11 @@ from torch.utils.data import DataLoader
 
 from tests.diloco.toy import Net, batch, config, inner_step, parameters, sgd
 from tests.processes import ProcessPool
-from tests.test_examples import EXAMPLES
+from tests.test_examples import EXAMPLES, skip_without
 from torchtitan_diloco.diloco import StreamingDiLoCo, join_workers
 
-needs_accelerate = pytest.mark.skipif(
-    find_spec("accelerate") is None, reason="transformers.Trainer needs accelerate"
-)
-needs_lightning = pytest.mark.skipif(
-    find_spec("lightning") is None, reason="lightning is not installed"
-)
 Run = tuple[dict[str, Tensor], int]
-"""Parameters at the end of a training, and the steps of its outer loop."""
+"""Parameters at the end of a training, and the steps of its optimizer."""
 
 
 def _joined() -> tuple[int, int, list[str]]:
@@ -48,9 +41,6 @@ def test_workers_that_cannot_be_joined(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def build_callback(example: str, group: Any = None) -> Any:
     return run_path(str(EXAMPLES / f"{example}.py"))["DiLoCo"](group, config())
-
-
-# --- transformers ---------------------------------------------------------------------------------
 
 
 def test_the_callback_of_transformers_is_a_loop_of_ones_own(tmp_path: Path) -> None:
@@ -89,9 +79,9 @@ class OfTrainer(nn.Module):
         return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())}
 
 
-def _examples(worker: int, key: str) -> list[dict[str, Tensor]]:
+def _examples(worker: int) -> list[dict[str, Tensor]]:
     found = [batch(worker, step) for step in range(48)]
-    return [{key: tokens, "labels": labels} for tokens, labels in found]
+    return [{"tokens": tokens, "labels": labels} for tokens, labels in found]
 
 
 def _with_trainer(folder: Path) -> list[Run]:
@@ -111,33 +101,14 @@ def _with_trainer(folder: Path) -> list[Run]:
             use_cpu=True,
         )
         model = OfTrainer()
-        data = _examples(group.rank(), "tokens")
+        data = _examples(group.rank())
         trainer = Trainer(model, arguments, train_dataset=data, callbacks=[callback])
         trainer.train(resume_from_checkpoint=resumed and str(resumed))
         runs.append((parameters(model), callback.outer.step_count))
     return runs
 
 
-def check_runs(found: list[list[Run]]) -> None:
-    """Check that a resumed run ends as an uninterrupted one, with the same model on all workers."""
-    (model, steps), *others = [run for runs in found for run in runs]
-    assert len(others) == 3
-    for other, other_steps in others:
-        assert other_steps == steps
-        assert all(torch.equal(other[name], value) for name, value in model.items())
-
-
-@needs_accelerate
-def test_transformers_trainer_resumes_as_if_uninterrupted(
-    processes: ProcessPool, tmp_path: Path
-) -> None:
-    check_runs(processes.run(_with_trainer, 2, tmp_path))
-
-
-# --- Lightning ------------------------------------------------------------------------------------
-
-
-def _with_lightning(folder: Path) -> tuple[list[Run], bool]:
+def _with_lightning(folder: Path) -> list[Run]:
     import lightning.pytorch as pl
     from lightning.pytorch.callbacks import ModelCheckpoint
 
@@ -158,7 +129,7 @@ def _with_lightning(folder: Path) -> tuple[list[Run], bool]:
             return torch.optim.AdamW(self.parameters(), lr=0.01)
 
     group = join_workers()
-    loader: Any = DataLoader(_examples(group.rank(), "tokens"), batch_size=2)  # type: ignore[arg-type]
+    loader: Any = DataLoader(_examples(group.rank()), batch_size=2)  # type: ignore[arg-type]
     runs = []
     for resumed in (None, folder / f"{group.rank()}-epoch=0.ckpt"):
         callback = build_callback("lightning_trainer", group)
@@ -176,13 +147,20 @@ def _with_lightning(folder: Path) -> tuple[list[Run], bool]:
             enable_model_summary=False,
         )
         trainer.fit(module, loader, loader, ckpt_path=resumed)
+        assert module.saw_shared
         runs.append((parameters(module), callback.outer.step_count))
-    return runs, module.saw_shared
+    return runs
 
 
-@needs_lightning
-def test_lightning_resumes_as_if_uninterrupted(processes: ProcessPool, tmp_path: Path) -> None:
-    found = processes.run(_with_lightning, 2, tmp_path)
-    check_runs([runs for runs, _ in found])
-    assert all(saw_shared for _, saw_shared in found)
-    assert found[0][0][0][1] == 24, "steps of the optimizer, and not batches"
+@pytest.mark.parametrize(
+    ("package", "train", "steps"),
+    [("accelerate", _with_trainer, 20), ("lightning", _with_lightning, 24)],
+)
+def test_a_resumed_run_ends_as_an_uninterrupted_one_on_all_workers(
+    processes: ProcessPool, tmp_path: Path, package: str, train: Any, steps: int
+) -> None:
+    skip_without(package)
+    found = [run for runs in processes.run(train, 2, tmp_path) for run in runs]
+    assert [of_optimizer for _, of_optimizer in found] == [steps] * 4
+    for model, _ in found:
+        assert all(torch.equal(model[name], value) for name, value in found[0][0].items())

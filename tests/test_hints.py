@@ -1,4 +1,4 @@
-"""Hints name the program that the user started: run_train.sh, torchtitan-diloco or torchrun."""
+"""Hints name the program that the user started: run_train.sh or torchtitan-diloco."""
 
 import os
 import subprocess
@@ -8,51 +8,20 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import REPOSITORY
-from torchtitan_diloco import cli
 from torchtitan_diloco.log import STARTED_BY, command_line, installed
 
 PYTHON = f"{sys.executable} -m"
-TORCHRUN = {
-    "TORCHELASTIC_RUN_ID": "none",
-    "GROUP_WORLD_SIZE": "1",
-    "LOCAL_WORLD_SIZE": "2",
-    "MASTER_ADDR": "node0",
-}
-NODES = "--nnodes 3 --rdzv-backend c10d --rdzv-endpoint node0:29500"
-RUN = f"{PYTHON} torch.distributed.run"
 
 
 @pytest.fixture(autouse=True)
 def in_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv(STARTED_BY, "")  # undone afterwards, also what cli.main() sets
-    for variable in TORCHRUN:
-        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv(STARTED_BY, "")
 
 
-@pytest.mark.parametrize(
-    ("environment", "train", "report"),
-    [
-        ({STARTED_BY: "torchtitan-diloco"}, "torchtitan-diloco train", "torchtitan-diloco report"),
-        (
-            TORCHRUN,
-            f"{RUN} --standalone --nproc-per-node 2 -m torchtitan_diloco.train",
-            f"{PYTHON} torchtitan_diloco report",
-        ),
-        (
-            TORCHRUN | {"GROUP_WORLD_SIZE": "3"},
-            f"{RUN} {NODES} --nproc-per-node 2 -m torchtitan_diloco.train",
-            f"{PYTHON} torchtitan_diloco report",
-        ),
-        ({}, f"{PYTHON} torchtitan_diloco train", f"{PYTHON} torchtitan_diloco report"),
-    ],
-)
-def test_how_to_start_a_command(
-    environment: dict[str, str], train: str, report: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for variable, value in environment.items():
-        monkeypatch.setenv(variable, value)
-    assert (command_line("train"), command_line("report")) == (train, report)
+def test_how_to_start_a_command() -> None:
+    assert command_line("train") == f"{PYTHON} torchtitan_diloco train"
+    assert command_line("report") == f"{PYTHON} torchtitan_diloco report"
 
 
 def test_after_run_train_sh_the_installed_command_if_there_is_one(
@@ -73,34 +42,16 @@ def test_after_run_train_sh_the_installed_command_if_there_is_one(
     assert command_line("train") == f"'{root}/run_train.sh'"
 
 
-def test_the_installed_command_names_itself_as_it_was_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    program = tmp_path / "torchtitan-diloco"
-    program.touch(mode=0o755)
-    for path, told in ((str(tmp_path), "torchtitan-diloco"), ("", "./torchtitan-diloco")):
-        monkeypatch.setenv("PATH", path)
-        monkeypatch.setattr(sys, "argv", [str(program)])
-        assert cli.main() == 0
-        assert capsys.readouterr().out.startswith(f"usage: {told} COMMAND [--help]")
-
-
-@pytest.mark.parametrize(
-    ("started", "told"),
-    [
-        (["./run_train.sh"], "./run_train.sh"),
-        ([sys.executable, "-m", "torchtitan_diloco", "train"], f"{PYTHON} torchtitan_diloco train"),
-        (
-            [*RUN.split(), "--standalone", "-m", "torchtitan_diloco.train"],
-            f"{RUN} --standalone --nproc-per-node 1 -m torchtitan_diloco.train",
-        ),
-    ],
-)
-def test_a_real_start_names_itself(started: list[str], told: str) -> None:
-    """`torchtitan-diloco train` is in test_wheel.py, the end of a run in test_docs.py."""
-    environment = os.environ | {"PYTHON": sys.executable, "PYTHONPATH": str(REPOSITORY)}
+def test_a_real_start_names_itself() -> None:
+    """`torchtitan-diloco train` is in test_wheel.py, `./run_train.sh` in test_docs.py."""
     outcome = subprocess.run(
-        [*started, "--help"], cwd=REPOSITORY, env=environment, capture_output=True, text=True
+        [sys.executable, "-m", "torchtitan_diloco", "train", "--help"],
+        cwd=REPOSITORY,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
     )
-    told = told.replace(f"{REPOSITORY}/", "")
-    assert f"usage: {told} [--config" in outcome.stdout, outcome.stderr
+    program = sys.executable.removeprefix(f"{REPOSITORY}/")
+    assert f"usage: {program} -m torchtitan_diloco train [--config" in outcome.stdout, (
+        outcome.stderr
+    )

@@ -16,9 +16,10 @@ import torch
 
 import torchtitan_diloco.trainer
 from tests.processes import ProcessPool
-from torchtitan_diloco.components.loss import loss_head
+from torchtitan_diloco.components.optimizer import gradient_norm
 from torchtitan_diloco.components.run_plan import AfterStep, after_step
 from torchtitan_diloco.components.telemetry import StepResult
+from torchtitan_diloco.components.validation import validate
 from torchtitan_diloco.config import Config, load_config, to_toml
 from torchtitan_diloco.diloco.fragments import local_of
 from torchtitan_diloco.distributed.stop import Requests
@@ -180,14 +181,8 @@ def test_steps_that_are_not_finite_are_skipped_until_there_are_too_many(
     config = load_config("debug", settings(text, training__max_skipped_steps=2))
     trainer, spoiled = Trainer(config, join(config)), {2, 3, *range(6, 100)}
 
-    def head(targets: torch.Tensor, **options: Any) -> Any:
-        plain, factor = loss_head(targets, **options), math.nan if trainer.step in spoiled else 1.0
-
-        def loss(*given: Any) -> Any:
-            sums = plain(*given)
-            return sums._replace(objective=sums.objective * factor)
-
-        return loss
+    def norm(*given: Any) -> torch.Tensor:
+        return gradient_norm(*given) * (math.nan if trainer.step in spoiled else 1.0)
 
     before: dict[str, torch.Tensor] = {}
 
@@ -200,7 +195,7 @@ def test_steps_that_are_not_finite_are_skipped_until_there_are_too_many(
 
     reason = r"more than .*max_skipped_steps = 2 steps up to step 8 .*optimizer\.lr"
     with (
-        patch.object(torchtitan_diloco.trainer, "loss_head", head),
+        patch.object(torchtitan_diloco.trainer, "gradient_norm", norm),
         around_steps(remember, compare),
         pytest.raises(ValueError, match=reason),
     ):
@@ -282,7 +277,6 @@ def test_one_process_under_fsdp2_trains_and_resumes_as_one_without(
         ({"run.folder": "/dev/null/run"}, "run.folder = /dev/null/run cannot be written"),
         ({"model.vocab_size": 100}, "model.vocab_size = 100"),
         ({"training.sequence_length": 10**7}, "sequence"),
-        ({"profiling.enable": "true", "profiling.ranks": "[3]"}, "profiling.ranks has 3"),
         ({"diloco.workers": 2}, "diloco.workers = 2"),
         ({"training.stepz": 2}, "training.steps"),
         ({"training.batch_size": 10**15, "training.global_batch_size": 10**15}, "out of memory"),
@@ -313,7 +307,7 @@ def sending(number: int, step: int, worker: int | None = None) -> Any:
 def test_a_run_that_ends_early_says_why_and_how_it_goes_on(
     text: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    profile = {"profiling.enable": "true", "profiling.start": 2, "profiling.steps": 1}
+    profile = {"profiling.start": 2, "profiling.steps": 1}
     pause = {"training.stop_after": 3, "lr_schedule.warmup_steps": 9}
     assert main(words(settings(text, **pause, **profile))) == 0
     with sending(signal.SIGTERM, 2):
@@ -339,7 +333,6 @@ def streaming(text: Path, **changes: Any) -> dict[str, str]:
         "diloco.fragments.layers_per_fragment": 1,
         "training.batch_size": 4,
         "training.global_batch_size": 16,
-        "validation.local": "true",
     }
     return settings(text, **(base | changes))
 
@@ -356,13 +349,27 @@ def test_streaming_with_fsdp_inside_is_streaming(text: Path, processes: ProcessP
     assert one > 0
 
 
+def _validate_both(chosen: dict[str, str]) -> tuple[list[float], list[float]]:
+    """Return the losses that the run reports, and those of the local parameters, after step 2, 4"""
+    shared, local = list[float](), list[float]()
+
+    def compare(trainer: Trainer) -> None:
+        if trainer.step in (2, 4):
+            validator = trainer.validator
+            assert validator.validated is not None
+            shared.append(validator.validated[1])
+            local.append(validate(trainer.model, validator.batches, trainer.world).loss)
+
+    with around_steps(before=compare):
+        train(chosen)
+    return shared, local
+
+
 def test_the_shared_parameters_are_validated(text: Path, processes: ProcessPool) -> None:
     """With mixing 0 and every fragment just applied, they are the local ones; before, not."""
     now = {"diloco.overlap.delay": 0, "diloco.overlap.mixing": 0.0}
     changes = {"diloco.fragments.layers_per_fragment": 0, "validation.every": 2, **now}
-    found = processes.run(train, 2, streaming(text, **changes))[0]
-    shared = curve(found, VALIDATION)
-    local = curve(found, "loss/val_local")
+    shared, local = processes.run(_validate_both, 2, streaming(text, **changes))[0]
     assert local[1] == pytest.approx(shared[1], rel=1e-6), "after step 4, a sync"
     assert local[0] != pytest.approx(shared[0], rel=1e-3), "after step 2"
 

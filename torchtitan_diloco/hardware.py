@@ -1,7 +1,6 @@
 """The machine: GPUs, memory, cores, processes and files. Importing it does not import torch."""
 
 import ctypes
-import gc
 import math
 import os
 import resource
@@ -17,8 +16,6 @@ if TYPE_CHECKING:
 PR_SET_PDEATHSIG = 1
 GIB = 2**30
 CGROUP = Path("/sys/fs/cgroup")
-PAGE_CACHE = ("active_file", "inactive_file")
-"""Reclaimable memory of a container."""
 PEAK_BF16_FLOPS = {
     "B200": 2.25e15,
     "GH200": 989e12,
@@ -63,24 +60,14 @@ def peak_memory_bytes(device: "torch.device") -> int:
     return used if sys.platform == "darwin" else used * 1024
 
 
-def free_memory_bytes(device: "torch.device") -> float:
-    """Return the free memory of a GPU, or what is available to the machine or container.
-
-    The latter is infinity if it is not known.
-    """
-    import torch
-
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+def available_memory_bytes() -> float:
+    """Return the memory that is available to the machine or container, infinity if not known."""
     found = [math.inf]
     with suppress(OSError):
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         found += [1024.0 * int(one.split()[1]) for one in lines if one.startswith("MemAvailable:")]
     with suppress(OSError, ValueError):  # "max" is no limit
-        limit, used = (int((CGROUP / f"memory.{name}").read_text()) for name in ("max", "current"))
-        lines = (CGROUP / "memory.stat").read_text().splitlines()
-        cached = [int(one.split()[1]) for one in lines if one.startswith(PAGE_CACHE)]
-        found.append(float(limit - used + sum(cached)))
+        found.append(float((CGROUP / "memory.max").read_text()))
     return min(found)
 
 
@@ -104,34 +91,11 @@ def raise_open_files_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-class GarbageControl:
-    """Run Python's garbage collector at the same steps on every rank."""
-
-    def __init__(self, every: int) -> None:
-        self._every = every
-        if every:
-            gc.disable()
-            gc.collect()
-
-    def after_step(self, step: int) -> None:
-        if self._every and step % self._every == 0:
-            gc.collect(1)
-
-    def close(self) -> None:
-        if self._every:
-            gc.enable()
-
-
 def write_whole(path: Path, content: bytes) -> None:
     """Write a file atomically, even if this process is killed."""
-    aside = aside_path(path)
+    aside = path.with_name(f".{path.name}.partial")
     with aside.open("wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
     aside.replace(path)
-
-
-def aside_path(path: Path) -> Path:
-    """Return the temporary name under which a file is written."""
-    return path.with_name(f".{path.name}.partial")

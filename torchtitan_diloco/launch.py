@@ -123,13 +123,14 @@ def prepare(config: Config, arguments: list[str]) -> tuple["LaunchConfig", list[
     if count > 1:
         rendezvous["rank"] = rank
         _say(f"node {rank} of {count}: waiting for the others at {endpoint}")
-    elif not config.run.folder:  # with several nodes, the first rank chooses
+    elif not config.run.folder:  # in which they go on when they are started again
         arguments = [*arguments, "--run.folder", new_folder(config)]
     os.environ[LAUNCHER] = str(os.getpid())
     # FSDP2, NCCL and the outer loop have more streams than the 8 queues of a GPU's default.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-    if processes > 1:  # else the ranks count those on this machine
-        _share_cores(processes)
+    here = processes * count if is_local else processes
+    if here > 1:
+        _share_cores(here)
     if is_local and (processes > 1 or count > 1):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
     # A variable, as LaunchConfig has it only from torch 2.12 on. Before, 30 s are fixed.

@@ -111,13 +111,6 @@ def command_line(name: str) -> str:
             return f"PYTHONPATH={shlex.quote(str(REPOSITORY))} {_relative(sys.executable)} {own}"
     if program:
         return f"{_relative(program)} {name}"
-    if name == "train" and "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun
-        nodes = os.environ["GROUP_WORLD_SIZE"]
-        meeting = f"--rdzv-backend c10d --rdzv-endpoint {os.environ['MASTER_ADDR']}:29500"
-        where = "--standalone" if nodes == "1" else f"--nnodes {nodes} {meeting}"
-        ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
-        own = f"{where} --nproc-per-node {ranks} -m torchtitan_diloco.train"
-        return f"{_relative(sys.executable)} -m torch.distributed.run {own}"
     return f"{_relative(sys.executable)} {own}"
 
 

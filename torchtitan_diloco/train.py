@@ -5,7 +5,7 @@ import signal
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports: no traceback
 
-from torchtitan_diloco.launch import end_launcher, follow_launcher
+from torchtitan_diloco.launch import end_launcher, follow_launcher, new_folder
 
 if __name__ == "__main__":
     follow_launcher()  # before the seconds in which torch is imported
@@ -13,13 +13,14 @@ if __name__ == "__main__":
 import os
 import sys
 import time
+from dataclasses import replace
 
 import torch
 
 from torchtitan_diloco.config import Config, ConfigError, from_command_line
 from torchtitan_diloco.config.schema import Run
 from torchtitan_diloco.diloco import WorkerLostError
-from torchtitan_diloco.distributed.collectives import RanksLostError, share_cores
+from torchtitan_diloco.distributed.collectives import RanksLostError
 from torchtitan_diloco.distributed.world import World, join_world, leave_world
 from torchtitan_diloco.hardware import raise_open_files_limit
 from torchtitan_diloco.islands.config import Join
@@ -50,10 +51,10 @@ def main(arguments: list[str]) -> int:
         logger.warning(f"started again after a crash: restart {restarts} of {limit}")
     set_determinism(config.run)
     try:
+        config = with_folder(config)
         if config.islands.join:
             Join.parse(config.islands.join)  # raises for a missing file before a model is built
         world = join(config)
-        share_cores(world, has_islands=bool(config.islands.join))
         Trainer(config, world).run()
     except UserError as error:
         return _report(error)
@@ -70,6 +71,18 @@ def main(arguments: list[str]) -> int:
         return USER_ERROR
     leave_world(world)
     return 0
+
+
+def with_folder(config: Config) -> Config:
+    """Return the settings with a folder for the run, which a single process may choose."""
+    if config.run.folder:
+        return config
+    if "RANK" in os.environ:
+        raise UserError(
+            "several nodes, or processes that torchrun starts, need a folder in which they go on "
+            "when they are started again: give --run.folder FOLDER"
+        )
+    return replace(config, run=replace(config.run, folder=new_folder(config)))
 
 
 def join(config: Config) -> World:

@@ -1,5 +1,6 @@
 """Trainer: builds the parts of a run from its configuration, and trains."""
 
+import gc
 from collections.abc import Iterator
 from contextlib import closing, nullcontext
 from dataclasses import replace
@@ -33,20 +34,19 @@ from torchtitan_diloco.components.run_folder import claim_run_folder, folder_of_
 from torchtitan_diloco.components.run_plan import (
     RunPlan,
     after_step,
-    check_size,
+    check_memory,
     log_early_end,
     log_plan,
     plan_run,
-    validation_due,
 )
 from torchtitan_diloco.components.summary import log_summary
 from torchtitan_diloco.components.telemetry import Batch, StepResult, Telemetry
 from torchtitan_diloco.components.validation import Validator
 from torchtitan_diloco.config import Config, to_toml
 from torchtitan_diloco.config.checks import run_warnings
-from torchtitan_diloco.config.schema import chosen_settings, flat_settings, portable
+from torchtitan_diloco.config.schema import flat_settings, portable
 from torchtitan_diloco.data.corpus import open_split
-from torchtitan_diloco.data.loader import Stream, TrainLoader, ValidationBatches
+from torchtitan_diloco.data.loader import TrainLoader, ValidationBatches
 from torchtitan_diloco.data.tokenizer import build_tokenizer
 from torchtitan_diloco.diloco import StreamingDiLoCo
 from torchtitan_diloco.diloco.meeting import agree
@@ -55,12 +55,13 @@ from torchtitan_diloco.diloco.startup import MAY_DIFFER
 from torchtitan_diloco.distributed.stop import StopRequest, answer_lag
 from torchtitan_diloco.distributed.world import FSDP, WORKER, World
 from torchtitan_diloco.export.weights import load_initial_weights, weights_fingerprint
-from torchtitan_diloco.hardware import GarbageControl
 from torchtitan_diloco.island_run import IslandRun
 from torchtitan_diloco.log import UserError, logger
 from torchtitan_diloco.models import build_model, vocabulary_rows
 from torchtitan_diloco.models.parallelize import materialize, parallelize
 
+COLLECT_EVERY = 50
+"""Steps between two collections of garbage."""
 OWN_SETTINGS = {"run.folder", "data.cache_folder", *MAY_DIFFER}
 """Settings that may differ between the processes of a run."""
 
@@ -84,7 +85,7 @@ class Trainer:
 
         self.resumed = self._resumed_state()
         self.step, self.lr = self.resumed.step, 0.0
-        self.skips = SkippedSteps(config.training.max_skipped_steps, self.resumed.skipped_in_a_row)
+        self.skips = SkippedSteps(config.training.max_skipped_steps)
         self._build_model()
         self.optimizer = build_optimizer(self.model, config.optimizer, self.plan.total_steps)
         self.outer = self._build_outer_loop()
@@ -96,14 +97,15 @@ class Trainer:
     def run(self) -> Path:
         """Train until the last step, `stop_after` or a signal, and return the run folder."""
         config, stop_after = self.config, self.config.training.stop_after
-        folder, lock = claim_run_folder(self.world, config.run, self.start, self.toml)
+        folder = Path(config.run.folder).expanduser()
+        lock = claim_run_folder(self.world, folder, self.start, self.toml)
         for line in (f"{'folder':<10} {folder}", *self.outer.describe()):
             logger.info(line)
         self._resume()
         self.begin()
         sections = config.training, config.checkpoint, config.metrics, config.validation
         own_folder = folder_of_worker(folder, self.world.worker)
-        garbage = GarbageControl(config.run.garbage_collect_every)
+        gc.disable()  # all ranks collect garbage after the same steps
         with (
             lock or nullcontext(),
             StopRequest(self.world, answer_lag(self.world, config.diloco)) as stop,
@@ -112,13 +114,12 @@ class Trainer:
             closing(Checkpointer(config.checkpoint, own_folder, *self.parts)) as checkpointer,
         ):
             batches = telemetry.timed(self.loader)
-            if self._validation_missed():
-                telemetry.pause(self.validator.validate(self.step, telemetry))
             while not self.finished and (not stop_after or self.step < stop_after):
                 telemetry.measure(lambda: self.train_step(batches))
                 if profiler is not None:
                     profiler.step()
-                garbage.after_step(self.step)
+                if self.step % COLLECT_EVERY == 0:
+                    gc.collect(1)
                 save = checkpointer.due_by_time()
                 requests = stop.agreed(self.step, telemetry.sums, save=save)
                 then = after_step(self.step, self.finished, requests, *sections)
@@ -136,19 +137,13 @@ class Trainer:
             self.outer.drain()
             checkpointer.wait()
         early = not self.finished if self.island is None else self.island.close()
-        garbage.close()
+        gc.enable()
         if early:
             about = self.plan, self.step, config.training, config.checkpoint, folder
             log_early_end(*about, island=self.island is not None)
-        has_control = not (self.island or config.data.shard_by != "none" or self.start.manifest)
-        log_summary(
-            telemetry,
-            folder,
-            step=self.step,
-            validated=self.validator.validated,
-            has_control=has_control,
-            optimizer=config.optimizer.name,
-        )
+        has_control = self.island is None and self.start.manifest is None
+        validated = self.validator.validated
+        log_summary(telemetry, folder, step=self.step, validated=validated, has_control=has_control)
         if checkpointer.failure:
             raise UserError(
                 f"the last checkpoint could not be saved: {checkpointer.failure}; make room and "
@@ -170,7 +165,7 @@ class Trainer:
             inputs = inputs.to(self.world.device, non_blocking=True)
             targets = targets.to(self.world.device, non_blocking=True)
             reduce_over_workers(self.model, number == plan.accumulation)
-            head = loss_head(targets, z_loss=config.z_loss, chunk_tokens=config.loss_chunk_tokens)
+            head = loss_head(targets, z_loss=config.z_loss)
             sums = self.model(inputs, head=head)
             (sums.objective * scale).backward()
             cross_entropy += sums.cross_entropy
@@ -203,8 +198,6 @@ class Trainer:
         start, stream = self.resumed.position, None
         if self.island is not None:
             start, stream = self.island.join()
-        elif config.data.shard_by == "random":
-            stream = Stream(world.worker, world.workers)
         self.loader = TrainLoader(
             self.tokens,
             sequence_length=config.training.sequence_length,
@@ -214,7 +207,6 @@ class Trainer:
             ranks=world.size if stream is None else world.ranks_per_worker,
             seed=config.run.seed,
             shuffle=config.data.shuffle,
-            processes=config.data.loader_processes,
             start=start,
             stream=stream,
             pin_memory=world.device.type == "cuda",
@@ -222,8 +214,8 @@ class Trainer:
 
     def _open_telemetry(self, folder: Path) -> Telemetry:
         parts = self.config.metrics, self.world, folder, self.plan, self.outer, self.resumed.step
-        flops, chosen = self.flops_per_token, chosen_settings(self.config)
-        return Telemetry(*parts, flops_per_token=flops, settings=chosen)
+        settings = flat_settings(portable(self.config))
+        return Telemetry(*parts, flops_per_token=self.flops_per_token, settings=settings)
 
     # --- checkpoints ------------------------------------------------------------------------------
 
@@ -233,7 +225,6 @@ class Trainer:
             step=self.step,
             tokens=tokens if self.island is None else self.island.progress.tokens,
             position=self.loader.position,
-            skipped_in_a_row=self.skips.in_a_row,
             validated=self.validator.validated,
         )
         return Manifest(
@@ -261,6 +252,8 @@ class Trainer:
             notes.append("the data or their order have changed: they are read from the beginning")
         if self.config.model.weights:
             notes.append("model.weights is for new runs: the checkpoint's weights are used")
+        if self.start.goes_on and self.config.checkpoint.resume != "auto":
+            notes.append("checkpoint.resume is for new runs: this one goes on")
         path = self.start.checkpoint or f"worker {self.start.holders[0]}"
         logger.info(f"resumed from {path}: step {manifest.step}, {manifest.state.tokens:,} tokens")
         changes = changed_settings(manifest.config, self.toml)
@@ -269,20 +262,12 @@ class Trainer:
 
     def _data_identity(self) -> dict[str, Any]:
         """Return the facts that a position in the order of samples depends on."""
-        streams = self.config.islands.slots or self.config.workers
         return {
             "corpus": self.tokens.fingerprint,
-            "parts": streams if self.config.data.shard_by == "random" else 1,
             "training.sequence_length": self.config.training.sequence_length,
             "run.seed": self.config.run.seed,
             "data.shuffle": self.config.data.shuffle,
         }
-
-    def _validation_missed(self) -> bool:
-        """Return whether the run was stopped between the resumed step and its validation."""
-        due = validation_due(self.step, self.finished, self.config.validation.every)
-        done = 0 if self.validator.validated is None else self.validator.validated[0]
-        return self.start.manifest is not None and due and done < self.step
 
     # --- parts ------------------------------------------------------------------------------------
 
@@ -353,9 +338,7 @@ class Trainer:
             batches,
             self.world,
             self.outer,
-            chunk_tokens=config.training.loss_chunk_tokens,
-            local=config.validation.local,
-            validated=self.resumed.validated,
+            self.resumed.validated,
         )
 
     def _log_plan(self) -> None:
@@ -364,8 +347,7 @@ class Trainer:
         model_line = f"{config.model.flavor}, {self.model.shape}, vocabulary {self.vocab_size:,}"
         data_line = f"{config.data.corpus}: {len(self.tokens):,} tokens of {self.tokenizer.name}"
         log_plan(self.plan, config.training, self.world, model_line, data_line)
-        about = self.plan, self.world, self.flops_per_token, config.diloco
-        check_size(*about, island=bool(config.islands.join))
+        check_memory(self.plan, self.world, config.diloco)
         for warning in run_warnings(config, self.plan.total_steps):
             if self.world.is_first:
                 logger.warning(warning)

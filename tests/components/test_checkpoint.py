@@ -70,23 +70,26 @@ def test_only_complete_folders_are_checkpoints_and_the_latest_and_every_nth_are_
     assert saved_steps(tmp_path) == [10, 14, 16]
     with pytest.raises(OSError, match="step-00000016 exists already"):
         write_checkpoint(tmp_path, 16)
-    names = ["step-00000016.aside", "step-00000016.aside-2", "step-00000018.bak"]
-    for name in names[:2]:
+    for name in ("step-00000016.aside", "step-00000016.aside-2"):
         assert set_aside(path).name == name
         write_checkpoint(tmp_path, 16)
-    shutil.copytree(path, tmp_path / names[2])
-    begin(checkpoint_path(tmp_path, 18))
-    begin(checkpoint_path(tmp_path, 20))
+    shutil.copytree(path, tmp_path / "step-00000018.bak")
+    for step in (18, 20):
+        begin(checkpoint_path(tmp_path, step))
     assert saved_steps(tmp_path) == [10, 14, 16]
-    found = {one.name for one in tmp_path.iterdir() if one not in complete_checkpoints(tmp_path)}
-    assert found == {*names, "step-00000020.incomplete"}
+    assert sorted(one.name for one in tmp_path.glob("*.*")) == [
+        "step-00000016.aside",
+        "step-00000016.aside-2",
+        "step-00000018.bak",
+        "step-00000020.incomplete",
+    ]
 
 
 class StoppedError(BaseException):
     """The process has ended here."""
 
 
-def save_and_stop(run: Path, step: int, after: int) -> bool:
+def save_and_stop(run: Path, step: int, after: int = 99) -> bool:
     """Save as a run does. Return whether it has ended before, after so many changes of the disk."""
     changes = [(Path, "mkdir"), (Path, "open"), (Path, "rename"), (os, "fsync"), (shutil, "rmtree")]
     left, path = iter(range(after)), checkpoint_path(run, step)
@@ -110,19 +113,16 @@ def save_and_stop(run: Path, step: int, after: int) -> bool:
 
 
 def test_a_save_that_ends_anywhere_leaves_the_newest_checkpoint(tmp_path: Path) -> None:
-    newest, after = [], 0
-    while True:
-        run = tmp_path / str(after)
-        save_and_stop(run, 1, 99)
-        stopped = save_and_stop(run, 2, after)
+    newest, stopped = list[int](), True
+    while stopped:
+        run = tmp_path / str(len(newest))
+        save_and_stop(run, 1)
+        stopped = save_and_stop(run, 2, after=len(newest))
         found = complete_checkpoints(run)
         assert all((path / MANIFEST).exists() for path in found)
         newest.append(step_of(found[-1]))
-        assert not save_and_stop(run, 3, 99), "the next one is not in its way"
+        assert not save_and_stop(run, 3), "the next one is not in its way"
         assert saved_steps(run) == [3]
-        if not stopped:
-            break
-        after += 1
     assert newest == sorted(newest)
     assert len(newest) > 8
 
@@ -186,9 +186,8 @@ def test_a_late_save_holds_its_own_step_and_is_finished_although_the_run_fails(
 def alone(folder: Path, **settings: Any) -> Checkpointer:
     model = torch.nn.Linear(2, 2)
     world = World(rank=0, size=1, workers=1, device=torch.device("cpu"))
-    optimizer = torch.optim.AdamW(model.parameters())
-    outer = DataParallel(model)
-    return Checkpointer(Checkpoint(**settings), folder, world, model, optimizer, outer)
+    parts = model, torch.optim.AdamW(model.parameters()), DataParallel(model)
+    return Checkpointer(Checkpoint(**settings), folder, world, *parts)
 
 
 def test_a_loss_ends_a_wait_for_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

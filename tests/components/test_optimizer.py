@@ -69,20 +69,38 @@ def test_only_matrices_decay() -> None:
     assert [group["weight_decay"] for group in optimizer.param_groups] == [1 / 400, 0.0]
 
 
+class Net(nn.Module):
+    """Tall, wide and narrow matrices, whose rows divide nothing evenly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 7)
+        self.blocks = nn.ModuleList(nn.Linear(7, rows) for rows in (7, 21, 3, 1))
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator))
+
+
+def set_gradients(model: nn.Module, step: int) -> None:
+    generator = torch.Generator().manual_seed(step)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+        if isinstance(parameter, DTensor):
+            mesh, placements = parameter.device_mesh, parameter.placements
+            parameter.grad = distribute_tensor(parameter.grad, mesh, placements)
+
+
 def train(name: str, max_norm: float, *, together: bool, broken: bool = False) -> list[Tensor]:
     """Return parameters and moments after three steps, of which the second may have a NaN."""
-    torch.manual_seed(0)
-    model = nn.Module()
-    model.blocks, model.head = nn.Linear(5, 3), nn.Linear(3, 2)
+    model = Net()
     optimizer = build_optimizer(model, Optimizer(name=name), total_steps=10)  # type: ignore[arg-type]
     for step in range(3):
-        for parameter in model.parameters():
-            parameter.grad = torch.randn_like(parameter)
-        norm = gradient_norm(model.parameters())
+        set_gradients(model, step)
         if broken and step == 1:
-            next(model.parameters()).grad.fill_(math.nan)  # type: ignore[union-attr]
-            norm = gradient_norm(model.parameters())
-            assert math.isnan(norm)
+            model.embedding.weight.grad.fill_(math.nan)  # type: ignore[union-attr]
+        norm = gradient_norm(model.parameters())
+        assert norm.isnan() == (broken and step == 1)
         if together:
             clipped_step(optimizer, norm, max_norm)
         elif norm.isfinite():
@@ -105,28 +123,6 @@ def test_a_clipped_step(name: str, max_norm: float, broken: bool) -> None:
 # --- Muon -----------------------------------------------------------------------------------------
 
 SETTINGS = Optimizer(name="muon", lr=0.03, matrix_lr=0.02, momentum=0.9, weight_decay=0.1)
-
-
-class Net(nn.Module):
-    """Tall, wide and narrow matrices, whose rows divide nothing evenly."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(11, 7)
-        self.blocks = nn.ModuleList(nn.Linear(7, rows) for rows in (7, 21, 3, 1))
-        generator = torch.Generator().manual_seed(0)
-        with torch.no_grad():
-            for parameter in self.parameters():
-                parameter.copy_(torch.randn(parameter.shape, generator=generator))
-
-
-def set_gradients(model: nn.Module, step: int) -> None:
-    generator = torch.Generator().manual_seed(step)
-    for parameter in model.parameters():
-        parameter.grad = torch.randn(parameter.shape, generator=generator)
-        if isinstance(parameter, DTensor):
-            mesh, placements = parameter.device_mesh, parameter.placements
-            parameter.grad = distribute_tensor(parameter.grad, mesh, placements)
 
 
 def train_muon(workers: int, ranks: int) -> dict[str, Tensor]:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import chdir
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,14 +19,14 @@ from torch import Tensor
 
 from tests.conftest import REPOSITORY, write_text
 from tests.processes import DIED, ProcessPool
-from tests.test_trainer import curve, join, records, sending, settings
+from tests.test_trainer import LOSS, VALIDATION, curve, join, records, sending, settings
 from torchtitan_diloco.components.checkpoint import (
     RANDOM,
     checkpoint_path,
     complete_checkpoints,
     step_of,
 )
-from torchtitan_diloco.components.resume import SavedTensors, changed_settings, read_manifest
+from torchtitan_diloco.components.resume import SavedTensors, read_manifest
 from torchtitan_diloco.components.run_folder import folder_of_worker
 from torchtitan_diloco.config import load_config
 from torchtitan_diloco.export.saved_model import open_saved
@@ -33,10 +34,9 @@ from torchtitan_diloco.launch import LOOPBACK
 from torchtitan_diloco.train import set_determinism
 from torchtitan_diloco.trainer import Trainer
 
-LOSS = "loss/train"
-VALIDATION = "loss/val"
 STEPS = 16
 FP32 = {
+    "validation.every": 13,
     "diloco.method": "streaming",
     "diloco.workers": 2,
     "diloco.sync_every": 6,
@@ -45,6 +45,10 @@ FP32 = {
 }
 Train = Callable[..., Path]
 TOPK = FP32 | {"optimizer.name": "muon", "diloco.quantization.codec": "topk"}
+THREE = {"diloco.workers": 3, "training.batch_size": 2}
+SCHEDULE = {"diloco.sync_every": 4, "diloco.overlap.delay": 1}
+INT8 = {"diloco.quantization.codec": "int8"}
+TWO = {"diloco.fragments.pattern": "sequential", "diloco.fragments.layers_per_fragment": 2}
 
 
 def chosen(text: Path, folder: Path | str, **changes: Any) -> dict[str, str]:
@@ -62,14 +66,12 @@ def chosen(text: Path, folder: Path | str, **changes: Any) -> dict[str, str]:
 
 
 def run(wanted: dict[str, str]) -> str:
-    """Train with the processes that call it."""
     config = load_config("debug", wanted)
     set_determinism(config.run)
     return str(Trainer(config, join(config)).run())
 
 
 def run_and_send(number: int, step: int, wanted: dict[str, str]) -> None:
-    """Train, and send this process a signal in the middle of a step."""
     try:
         with sending(number, step):
             run(wanted)
@@ -116,7 +118,9 @@ def shared_part(path: Path) -> dict[str, Tensor]:
     return {name: value for name, value in tensors(path).items() if name.startswith(kinds)}
 
 
-def assert_same_records(one: Path, other: Path) -> None:
+def assert_same_run(one: Path, other: Path) -> None:
+    """Two runs have the same end, and the same records up to it."""
+    assert_same_end(one, other)
     mine, theirs = records(one), records(other)
     assert [record["step"] for record in mine] == [record["step"] for record in theirs]
     for key in (LOSS, "train/lr", "train/tokens", VALIDATION):
@@ -132,7 +136,6 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(text: Path, processes: ProcessPool) -> Path:
-    """Run two workers in fp32 without an interruption, and return the folder."""
     return Path(processes.run(run, 2, chosen(text, text.parent / "whole", **FP32))[0])
 
 
@@ -148,7 +151,6 @@ def train(text: Path, tmp_path: Path, processes: ProcessPool) -> Train:
 
 @pytest.fixture(scope="module")
 def template(text: Path) -> Path:
-    """Return a finished run of one process."""
     return Path(run(chosen(text, text.parent / "template")))
 
 
@@ -158,15 +160,14 @@ def test_a_run_that_is_stopped_killed_and_paused_ends_as_one_without_an_interrup
     wanted = chosen(text, tmp_path, **FP32)
     processes.run(run_and_send, 2, signal.SIGTERM, 2, wanted | {"checkpoint.every": "0"})
     assert step_of(last(tmp_path)) == 9, "asked with the log line of step 3"
-    outcome = processes.run(run_and_send, 2, signal.SIGKILL, 14, wanted, dying=range(2))
-    assert outcome == [DIED] * 2
+    assert processes.run(run_and_send, 2, signal.SIGKILL, 14, wanted, dying=range(2)) == [DIED] * 2
     assert step_of(last(tmp_path)) in (9, 12)
-    for _ in range(2):  # the second start has nothing left to do
+    for _ in range(2):  # the second start has nothing left to do, also no validation
         processes.run(run, 2, wanted | {"training.stop_after": "13"})
         assert step_of(last(tmp_path)) == 13
+        assert [one["step"] for one in records(tmp_path) if VALIDATION in one] == [13]
     processes.run(run, 2, wanted)
-    assert_same_end(whole, tmp_path)
-    assert_same_records(whole, tmp_path)
+    assert_same_run(whole, tmp_path)
 
 
 KILLED_ONCE = """
@@ -186,11 +187,11 @@ with sending(signal.SIGKILL, 14, worker=1) if first else nullcontext():
 def test_so_does_one_that_torchrun_starts_again_after_a_rank_was_killed(
     text: Path, whole: Path, tmp_path: Path
 ) -> None:
-    """Its store is the same, with the addresses of the ranks before. It knows their folder."""
+    """Its store is the same, with the addresses of the ranks before."""
     program = tmp_path / "program.py"
     program.write_text(KILLED_ONCE)
     options = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1", str(program)]
-    wanted = chosen(text, "", **FP32) | {"run.folder": "", "checkpoint.resume": "never"}
+    wanted = chosen(text, tmp_path / "run", **FP32)
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", *options, json.dumps(wanted)],
         env=os.environ | {"PYTHONPATH": str(REPOSITORY), "GLOO_SOCKET_IFNAME": LOOPBACK},
@@ -201,22 +202,12 @@ def test_so_does_one_that_torchrun_starts_again_after_a_rank_was_killed(
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("resumed from") == 1
-    (folder,) = (tmp_path / "outputs").iterdir()
-    assert_same_end(whole, folder)
-    assert_same_records(whole, folder)
-
-
-def test_a_run_that_is_paused_at_a_validation_validates_once(
-    text: Path, tmp_path: Path, processes: ProcessPool
-) -> None:
-    for _ in range(2):  # the second start has nothing left to do
-        processes.run(run, 2, chosen(text, tmp_path, **FP32, **{"training.stop_after": 8}))
-        assert [one["step"] for one in records(tmp_path) if VALIDATION in one] == [8]
+    assert_same_run(whole, tmp_path / "run")
 
 
 def test_so_does_one_with_fsdp_muon_topk_and_fragments_in_flight(train: Train) -> None:
     """A save follows a validation, which leaves FSDP2's full parameters if they are not freed."""
-    wanted = TOPK | {"parallel.reshard_after_forward": "never", "validation.local": "true"}
+    wanted = TOPK | {"parallel.reshard_after_forward": "never", "validation.every": 8}
     one = train(4, "one", **wanted)
     start = checkpoint(one, 8)
     assert any(name.startswith("next/") for name in tensors(start))
@@ -238,21 +229,11 @@ def test_so_does_data_parallelism_and_it_becomes_diloco(train: Train) -> None:
 
 
 def test_saving_changes_nothing(text: Path, template: Path, tmp_path: Path) -> None:
-    cases = {"checkpoint.every": "0"}, {"checkpoint.asynchronous": "false"}
-    for number, changes in enumerate(cases):
-        run(chosen(text, tmp_path / str(number), **changes))
-        assert_same_end(tmp_path / str(number), template)
+    run(chosen(text, tmp_path, **{"checkpoint.every": "0"}))
+    assert_same_end(tmp_path, template)
 
 
 # --- another layout -------------------------------------------------------------------------------
-
-THREE = {"diloco.workers": 3, "training.batch_size": 2}
-SCHEDULE = {
-    "diloco.sync_every": 4,
-    "diloco.overlap.delay": 1,
-    "diloco.quantization.codec": "int8",
-}
-TWO = {"diloco.fragments.pattern": "sequential", "diloco.fragments.layers_per_fragment": 2}
 
 
 @pytest.mark.parametrize(
@@ -261,7 +242,7 @@ TWO = {"diloco.fragments.pattern": "sequential", "diloco.fragments.layers_per_fr
         pytest.param(4, {}, id="more ranks"),
         pytest.param(3, THREE, id="3 workers"),
         pytest.param(1, {"diloco.workers": 1}, id="1 worker"),
-        pytest.param(2, SCHEDULE | TWO, id="H, codec, fragments"),
+        pytest.param(4, SCHEDULE | INT8 | TWO, id="H, codec, fragments, ranks"),
         pytest.param(2, {"diloco.method": "none"}, id="data parallel"),
         pytest.param(2, {"optimizer.name": "muon"}, id="Muon"),
     ],
@@ -269,44 +250,38 @@ TWO = {"diloco.fragments.pattern": "sequential", "diloco.fragments.layers_per_fr
 def test_another_layout_goes_on_where_the_run_was(
     whole: Path, train: Train, size: int, changes: dict[str, Any]
 ) -> None:
-    """No sample is lost or repeated, and the loss goes on from where it was.
+    """No sample is lost or repeated, the loss goes on from where it was, and all workers start from
+    the shared parameters and what is in flight: nothing is sent in step 9, after which they save.
 
-    Data parallelism starts from the shared parameters alone, which have moved little so far.
+    Data parallelism starts from the shared parameters alone, which have not moved before step 12.
     """
-    start = checkpoint(whole, 12)
-    folder = train(size, "run", **(FP32 | changes | {"checkpoint.resume": start}))
+    step = 12 if "diloco.method" in changes else 8
+    saved = tensors(start := checkpoint(whole, step))
+    assert any(name.startswith("next/") for name in saved), "the test needs one in flight"
+    resume = {"checkpoint.resume": start, "checkpoint.every": 9}
+    folder = train(size, "run", **(FP32 | changes | resume))
     found, first = records(folder), read_manifest(start).state
-    assert [record["step"] for record in found if LOSS in record] == list(range(13, 17))
-    assert read_manifest(last(folder)).state.position == first.position + 4 * 12
+    assert [one["step"] for one in found if LOSS in one] == list(range(step + 1, STEPS + 1))
+    assert read_manifest(last(folder)).state.position == first.position + (STEPS - step) * 12
     assert curve(found, "train/tokens")[0] == first.tokens + 12 * 32
     before = curve(records(whole), LOSS)
-    limit = before[0] if "diloco.method" in changes else 1.2 * before[11]
-    assert curve(found, LOSS)[0] < limit
-
-
-@pytest.mark.parametrize(("size", "changes"), [(3, THREE), (4, TWO)])
-def test_all_start_from_the_shared_parameters_and_what_was_in_flight(
-    whole: Path, train: Train, size: int, changes: dict[str, Any]
-) -> None:
-    """A save after one more step, without an exchange, holds what the start held."""
-    saved = tensors(start := checkpoint(whole, 8))
-    assert any(name.startswith("next/") for name in saved), "the test needs one in flight"
-    resume = {"checkpoint.resume": start, "training.steps": 9, "diloco.sync_every": 24}
-    folder = train(size, "run", **(FP32 | changes | resume))
-    after = tensors(last(folder))
-    for name in saved:
-        kind, _, parameter = name.partition("/")
-        if kind in ("outer", "momentum"):
-            returned = saved.get(f"next/{parameter}") if kind == "outer" else None
-            assert torch.equal(after[name], saved[name] if returned is None else returned), name
+    assert curve(found, LOSS)[0] < (before[0] if step == 12 else 1.2 * before[7])
+    if step == 8:
+        assert_same(newest_shared(tensors(checkpoint(folder, 9))), newest_shared(saved))
     if size == 3:
-        new = tensors(last(folder, worker=2))
-        assert_same(shared_part(last(folder)), shared_part(last(folder, worker=2)))
-        name = "embedding.weight"
-        assert not torch.equal(new[f"model/{name}"], after[f"model/{name}"])
-        step, learned = "optimizer/step/" + name, "optimizer/exp_avg/" + name
-        assert new[step] == after[step] == 9
-        assert (new[learned] - after[learned]).norm() < after[learned].norm(), "a copy of the other"
+        paths, name = [checkpoint(folder, 9, worker) for worker in (0, 2)], "embedding.weight"
+        assert_same(*map(shared_part, paths))
+        old, new = map(tensors, paths)
+        assert not torch.equal(new[f"model/{name}"], old[f"model/{name}"])
+        assert new[f"optimizer/step/{name}"] == old[f"optimizer/step/{name}"] == 9
+        learned, copied = (one[f"optimizer/exp_avg/{name}"] for one in (old, new))
+        assert (copied - learned).norm() < learned.norm(), "a copy of the other"
+
+
+def newest_shared(found: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return momenta and shared parameters, as if what is in flight were applied."""
+    names = [name for name in found if name.startswith(("outer/", "momentum/"))]
+    return {name: found.get(name.replace("outer/", "next/"), found[name]) for name in names}
 
 
 # --- what can go wrong ----------------------------------------------------------------------------
@@ -327,8 +302,7 @@ def test_damaged_checkpoints_are_set_aside_and_the_one_before_is_resumed(
     tensors_of_worker_1.write_bytes(tensors_of_worker_1.read_bytes()[:-1] + b"?")
     wanted = chosen(text, folder, **FP32, **{"checkpoint.keep_latest": 2})
     processes.run(run, 2, wanted)
-    assert_same_end(whole, folder)
-    assert_same_records(whole, folder)
+    assert_same_run(whole, folder)
     for worker in range(2):
         kept = {path.name for path in folder_of_worker(folder, worker).glob("step-*")}
         assert kept == {f"step-000000{step}{end}" for step in (12, 16) for end in ("", ".aside")}
@@ -336,16 +310,13 @@ def test_damaged_checkpoints_are_set_aside_and_the_one_before_is_resumed(
 
 def _run_on_a_node_of_its_own(wanted: dict[str, str], parent: Path) -> str:
     """Train in a relative folder, as on nodes that share no disk."""
-    before = Path.cwd()
     node = parent / f"node-{os.environ['RANK']}"
     node.mkdir(parents=True, exist_ok=True)
-    os.chdir(node)
-    try:
-        return run(wanted)
-    except ValueError as error:
-        return str(error)
-    finally:
-        os.chdir(before)
+    with chdir(node):
+        try:
+            return run(wanted)
+        except ValueError as error:
+            return str(error)
 
 
 def test_workers_on_disks_of_their_own_go_on_as_on_one(
@@ -365,7 +336,7 @@ def test_workers_on_disks_of_their_own_go_on_as_on_one(
         assert_same(tensors(last(node, worker)), tensors(last(whole, worker)))
     assert checkpoint(nodes[0], 12).with_name("step-00000012.aside").is_dir()
     one, other = (open_saved(node).model.state_dict() for node in nodes)
-    assert all(torch.equal(value, other[name]) for name, value in one.items())
+    assert_same(one, other)
     shutil.rmtree(nodes[1])  # a new disk
     train(**{"training.steps": STEPS + 1})
     assert step_of(last(nodes[1], worker=1)) == STEPS + 1
@@ -389,8 +360,6 @@ def test_nodes_of_one_worker_have_to_share_a_disk(
     [
         ({"training.steps": 15}, "the run has 15 steps .* its checkpoint is of step 16"),
         ({"model.feed_forward": 64}, r"of another model: .*gate.weight is \(64, 32\) here"),
-        ({"checkpoint.resume": "/nowhere"}, 'checkpoint.resume = "/nowhere" is no folder of'),
-        ({"checkpoint.resume": "never"}, "already holds a run"),
     ],
 )
 def test_what_cannot_be_resumed_is_refused(
@@ -401,24 +370,19 @@ def test_what_cannot_be_resumed_is_refused(
 
 
 def test_a_finished_run_has_nothing_left_and_goes_on_with_other_data_but_no_other_tokenizer(
-    text: Path, finished: Path
+    text: Path, finished: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     before = records(finished)
     run(chosen(text, finished))
     assert records(finished) == before
-    run(chosen(text, finished, **{"run.seed": 1, "training.steps": 18}))
+    caplog.set_level("INFO", "torchtitan_diloco")
+    other = {"run.seed": 1, "training.global_batch_size": "none", "training.batch_size": 12}
+    run(chosen(text, finished, **other, **{"training.steps": 18}))
+    for change in ("run.seed was 0, is 1", "training.global_batch_size was 12, is not set"):
+        assert f"changed: {change}" in caplog.text
     assert records(finished)[-1]["step"] == 18
     manifest = read_manifest(last(finished))
     assert manifest.state.position == 2 * 12, "from the beginning"
     (last(finished) / "manifest.json").write_text(replace(manifest, tokenizer="another").to_json())
     with pytest.raises(ValueError, match="was trained with another tokenizer"):
         run(chosen(text, finished, **{"training.steps": 20}))
-
-
-def test_changed_settings_are_listed() -> None:
-    before = '[run]\nname = "a"\nseed = 0\n[diloco.overlap]\ndelay = 1\n'
-    now = '[run]\nname = "b"\n[diloco.overlap]\ndelay = 2\n'
-    assert changed_settings(before, now) == [
-        "diloco.overlap.delay was 1, is 2",
-        "run.seed was 0, is not set",
-    ]

@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from tests.components.test_checkpoint import EMPTY, TENSORS, write_checkpoint
-from tests.components.test_resume import LOSS, STEPS, chosen, last, run
+from tests.components.test_resume import STEPS, chosen, last, run
 from tests.diloco.toy import join
 from tests.processes import ProcessPool
-from tests.test_trainer import curve, records
+from tests.test_trainer import LOSS, curve, records
 from torchtitan_diloco.components import run_folder
 from torchtitan_diloco.components.checkpoint import MANIFEST, complete_checkpoints
 from torchtitan_diloco.components.resume import Answer, find_start, judge, read_manifest
@@ -26,7 +25,6 @@ from torchtitan_diloco.components.run_folder import (
     folder_of_worker,
     lock_folder,
 )
-from torchtitan_diloco.config.schema import Run
 from torchtitan_diloco.distributed.world import World
 
 ALONE = World(rank=0, size=1, workers=1, device=torch.device("cpu"))
@@ -66,15 +64,17 @@ def test_the_newest_checkpoint_that_is_not_damaged_is_taken(
     for resume, folder in (("auto", tmp_path), (str(tmp_path), tmp_path / "other")):
         caplog.clear()
         start = find_start(ALONE, resume, str(folder))
-        assert (start.folder, start.checkpoint) == (
-            tmp_path if resume == "auto" else None,
-            paths[1],
-        )
+        assert (start.goes_on, start.checkpoint) == (resume == "auto", paths[1])
         (line,) = caplog.messages
         assert re.search(f"step-00000010{wrong}.*: going on from step-00000002", line)
     with pytest.raises(ValueError, match=f"no checkpoint can be resumed: .*10{wrong}"):
-        find_start(ALONE, str(paths[2]), str(tmp_path))
-    assert find_start(ALONE, str(paths[0]), str(tmp_path)).state.step == 1
+        find_start(ALONE, str(paths[2]), str(tmp_path / "other"))
+    assert find_start(ALONE, str(paths[0]), str(tmp_path / "other")).state.step == 1
+    with pytest.raises(ValueError, match=r"is of the run in run\.folder"):
+        find_start(ALONE, str(paths[0]), str(tmp_path))
+    assert find_start(ALONE, str(tmp_path / "other"), str(tmp_path)).checkpoint == paths[1]
+    with pytest.raises(ValueError, match='"/nowhere" is no folder of'):
+        find_start(ALONE, "/nowhere", str(tmp_path / "other"))
 
 
 def saved(workers: int, save: int = 1) -> Answer:
@@ -120,39 +120,30 @@ def test_a_run_without_a_checkpoint_that_it_can_read_is_not_started_over(tmp_pat
     assert complete_checkpoints(own) == paths
 
 
-def test_a_folder_has_one_run_at_a_time(text: Path, tmp_path: Path) -> None:
+def test_a_folder_has_one_run_at_a_time_which_starts_over_without_a_checkpoint(
+    text: Path, tmp_path: Path
+) -> None:
     own = folder_of_worker(tmp_path, 0)
     own.mkdir()
+    (tmp_path / "config.toml").touch()
+    (own / "metrics.jsonl").write_text(before := '{"step": 1, "train/lr": 1.0}\n{"step": 2, "tr')
     reason = r"in use by another run \(process \d+ on [^)]*\): wait"
     with lock_folder(own), pytest.raises(ValueError, match=reason):
         run(chosen(text, tmp_path))
-    assert [path.name for path in own.iterdir()] == ["run.lock"]
+    assert sorted(path.name for path in own.iterdir()) == ["metrics.jsonl", "run.lock"]
+    assert (own / "metrics.jsonl").read_text() == before
     run(chosen(text, tmp_path))
-
-
-def test_only_a_restart_goes_on_in_a_folder_that_it_does_not_resume(tmp_path: Path) -> None:
-    """As with a run from another one's checkpoint, which crashes before its first save."""
-    world = replace(ALONE, store=dist.HashStore())  # type: ignore[attr-defined]
-    wanted = Run(folder=str(tmp_path / "run"))
-    for _ in range(2):
-        path, lock = claim_run_folder(world, wanted, Start(), "")
-        assert lock is not None
-        lock.close()
-    assert find_start(world, "never", "").folder == path
-    claim_run_folder(ALONE, wanted, Start(), "")  # the start before has failed
-    (path / "worker-0/metrics.jsonl").touch()
-    with pytest.raises(ValueError, match="already holds a run"):
-        claim_run_folder(ALONE, wanted, Start(), "")
+    assert len(curve(records(tmp_path), LOSS)) == STEPS
 
 
 def _claim_beside_a_run(path: Path) -> list[str]:
     """Return what is in the folder after a refused start of two workers beside a run of one."""
-    world, other = join(2), Run(folder=str(path))
+    world = join(2)
     with (
         lock_folder(path / "worker-0") if world.rank == 0 else nullcontext(),
         pytest.raises(ValueError, match="worker-0 is in use by another run"),
     ):
-        claim_run_folder(world, other, Start(), "other")
+        claim_run_folder(world, path, Start(), "other")
     return [(path / "config.toml").read_text()]
 
 
@@ -162,17 +153,6 @@ def test_a_refused_start_leaves_the_settings_of_the_run_that_holds_the_folder(
     (tmp_path / "worker-0").mkdir()
     (tmp_path / "config.toml").write_text("own")
     assert processes.run(_claim_beside_a_run, 2, tmp_path) == [["own"], ["own"]]
-
-
-def test_a_run_without_a_checkpoint_starts_over(text: Path, tmp_path: Path) -> None:
-    (tmp_path / "config.toml").touch()
-    own = tmp_path / "worker-0"
-    own.mkdir()
-    (own / "metrics-before.jsonl").touch()  # of a start before
-    (own / "metrics.jsonl").write_text('{"step": 1, "train/lr": 1.0}\n{"step": 2, "tr')
-    run(chosen(text, tmp_path))
-    assert (own / "metrics-before.jsonl").read_text().startswith('{"step": 1')
-    assert len(curve(records(tmp_path), LOSS)) == STEPS
 
 
 def test_a_save_of_another_run_since_this_one_looked_is_not_overwritten(

@@ -1,19 +1,17 @@
 """Steps through telemetry: what is recorded, when it is read, and where it is written."""
 
-import io
 import math
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.test_trainer import records
+from tests.test_trainer import LOSS, records
 from torchtitan_diloco.components import telemetry as module
 from torchtitan_diloco.components.metrics import METRICS, time_shares
 from torchtitan_diloco.components.run_plan import RunPlan
@@ -25,7 +23,7 @@ from torchtitan_diloco.diloco.round import Round, Traffic
 from torchtitan_diloco.distributed.collectives import PendingSum
 from torchtitan_diloco.distributed.world import World
 
-LOSS, SENT = "loss/train", "worker/sent_bytes"
+SENT = "worker/sent_bytes"
 PLAN = RunPlan(1000, 100, accumulation=1, tokens_per_step=64, total_steps=20)
 CPU = torch.device("cpu")
 TRAINED = StepResult(64.0, 1.0, skipped=False)
@@ -72,16 +70,6 @@ class Outer:
         return applied
 
 
-class DataParallel(Outer):
-    fragments = ()
-
-    def metrics(self) -> dict[str, float]:
-        return {}
-
-    def rounds(self) -> list[Round]:
-        return []
-
-
 def telemetry(
     folder: Path | None,
     outer: Any = None,
@@ -102,18 +90,12 @@ def log(own: Telemetry, step: int, run: RunProgress | None = None) -> None:
     own.open(step, 0.1, PendingSum(own.world, [0, 0, *own.sums], "in the test"), run=run)
 
 
-def train(
-    own: Telemetry,
-    steps: Sequence[int],
-    result: StepResult = TRAINED,
-    clock: Clock | None = None,
-) -> None:
+def train(own: Telemetry, steps: Sequence[int], result: StepResult = TRAINED) -> None:
     """Train steps of two seconds, of which half a second waits for data, and log every second."""
-    clock = clock or Clock()
 
     def load() -> Iterator[Any]:
         for _ in steps:
-            clock.now += 0.5
+            Clock.now += 0.5
             yield None
 
     batches = own.timed(load())
@@ -121,7 +103,7 @@ def train(
     def train_step() -> StepResult:
         next(batches)
         own._outer.step()
-        clock.now += 1.5
+        Clock.now += 1.5
         return result
 
     for step in steps:
@@ -157,35 +139,26 @@ def test_the_summary_counts_islands_that_came_later(
     own = telemetry(None)
     train(own, range(1, 9))
     caplog.set_level("INFO", "torchtitan_diloco")
-    log_summary(own, tmp_path, step=10, validated=None, has_control=False, optimizer="adamw")
+    log_summary(own, tmp_path, step=10, validated=None, has_control=False)
     expected = 8 * all_reduce_bytes(PLAN.parameters, 2) / 1e6
     assert f"{expected:,.1f} MB (bf16 gradients, every step)" in caplog.text
     assert "by each worker after step 2, as counted" in caplog.text
 
 
-def test_the_tokens_of_islands_are_those_of_the_run(tmp_path: Path) -> None:
-    with telemetry(tmp_path) as own:
-        own.measure(lambda: TRAINED)
-        log(own, 1, RunProgress(steps=7, tokens=448))
-        own.publish(all=True)
-    assert records(tmp_path)[0]["train/tokens"] == 448
-
-
 def test_pauses_are_left_out_and_earlier_sessions_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock = Clock()
-    monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(module, "time", Clock())
     (tmp_path / "worker-0").mkdir()
     before = f'{{"step": 10, "{SENT}": 5, "worker/exposed_seconds": 0, "worker/steps": 1, '
     before += '"worker/elapsed_seconds": 1000}\n{"step": 10, "loss/val": 1.0}\n{"step": 11}\n'
     (tmp_path / "worker-0/metrics.jsonl").write_text(before)
     with telemetry(tmp_path, step=10) as own:
-        clock.now += 7
+        Clock.now += 7
         own.pause(7)
-        train(own, [11], clock=clock)
-        clock.now += 6  # between steps
-        train(own, [12], clock=clock)
+        train(own, [11])
+        Clock.now += 6  # between steps
+        train(own, [12])
     *_, record = records(tmp_path)
     assert [one["step"] for one in records(tmp_path)] == [10, 10, 12]
     assert record["speed/seconds_per_step"] == 5.0
@@ -200,25 +173,14 @@ def test_pauses_are_left_out_and_earlier_sessions_count(
 
 
 def test_data_parallelism_does_not_know_its_communication(tmp_path: Path) -> None:
-    with telemetry(tmp_path, DataParallel(), workers=2) as own:
+    none = {"fragments": (), "step": int, "metrics": dict, "rounds": list}
+    with telemetry(tmp_path, SimpleNamespace(exposed_seconds=0.0, **none), workers=2) as own:
         train(own, [1, 2])
     (record,) = records(tmp_path)
     assert not [key for key in record if key.startswith("sync/") or "exposed" in key]
-    assert math.isnan(time_shares(record)["exposed communication"])
-
-
-@given(*[st.floats(0, 100)] * 5)
-def test_shares_add_up(
-    compute: float, data: float, exposed: float, agreement: float, other: float
-) -> None:
-    steps = compute + data + exposed
-    sums = {"worker/wall_seconds": steps + agreement + other + 1e-3, "worker/step_seconds": steps}
-    sums |= {"worker/data_seconds": data, "worker/agreement_seconds": agreement}
-    for known in ({}, {"worker/exposed_seconds": exposed}):
-        shares = time_shares(sums | known)
-        added = math.fsum(0.0 if math.isnan(share) else share for share in shares.values())
-        assert added == pytest.approx(100, abs=1e-6)
-        assert math.isnan(shares["exposed communication"]) == (not known)
+    shares = time_shares(record)
+    assert math.isnan(shares.pop("exposed communication"))
+    assert math.fsum(shares.values()) == pytest.approx(100, abs=1e-6)
 
 
 def test_tensorboard_opens_on_what_matters(tmp_path: Path) -> None:
@@ -238,15 +200,17 @@ def test_tensorboard_opens_on_what_matters(tmp_path: Path) -> None:
     assert sum(not tag.startswith("worker/") for tag in tags) <= 12
     text = first.SummaryMetadata(LOSS).summary_description
     assert text == "nats per token, of the workers' own parameters; all workers"
-    assert first.PluginTagToContent("hparams").keys() >= {"_hparams_/session_start_info"}
     own_tags = set(second.Tags()["scalars"])
     assert {"sync/hidden_percent", SENT} < own_tags
     assert not {LOSS, "loss/val", "train/lr"} & own_tags, "shown once"
 
 
-def test_an_island_speaks_of_itself(tmp_path: Path) -> None:
+def test_an_island_speaks_of_itself_and_of_the_tokens_of_the_run(tmp_path: Path) -> None:
     with telemetry(tmp_path, tensorboard=True) as own:
-        train(own, [1, 2])
+        own.measure(lambda: TRAINED)
+        log(own, 1, RunProgress(steps=7, tokens=448))
+        own.publish(all=True)
+    assert records(tmp_path)[0]["train/tokens"] == 448
     board = EventAccumulator(str(tmp_path / "worker-0")).Reload()
     assert board.SummaryMetadata(LOSS).summary_description.endswith("; this worker")
 
@@ -275,18 +239,6 @@ def test_weights_and_biases_without_its_package(
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ValueError, match=r'"slow-links" needs the package wandb: .*pip install'):
         telemetry(tmp_path, wandb="slow-links")
-
-
-@pytest.mark.parametrize("is_terminal", [True, False])
-def test_only_a_terminal_shows_each_step(
-    monkeypatch: pytest.MonkeyPatch, is_terminal: bool
-) -> None:
-    stream = io.StringIO()
-    monkeypatch.setattr(stream, "isatty", lambda: is_terminal)
-    monkeypatch.setattr(sys, "stderr", stream)
-    with telemetry(None) as own:
-        train(own, range(1, 5))
-    assert ("4/20 [" in stream.getvalue()) == is_terminal
 
 
 def test_a_full_disk_does_not_end_the_run(

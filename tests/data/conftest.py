@@ -8,7 +8,6 @@ from torchtitan_diloco.data.shards import (
     FORMAT_VERSION,
     INDEX_NAME,
     SPLITS,
-    STARTED_NAME,
     Index,
     ShardWriter,
     SplitIndex,
@@ -21,10 +20,16 @@ MakeShards = Callable[..., Path]
 
 @pytest.fixture
 def make_shards(tmp_path: Path) -> MakeShards:
-    """Makes a folder whose token i of a split is i % 251, in pieces of 53 tokens."""
+    """Makes a folder whose token i of a split is i % words, in pieces of 53 tokens."""
 
     def make(
-        name: str = "shards", *, train: int = 1000, validation: int = 300, shard_tokens: int = 170
+        name: str = "shards",
+        *,
+        train: int = 1000,
+        validation: int = 300,
+        shard_tokens: int = 170,
+        words: int = 251,
+        vocab_size: int = 257,
     ) -> Path:
         folder = tmp_path / name
         folder.mkdir()
@@ -32,18 +37,17 @@ def make_shards(tmp_path: Path) -> MakeShards:
             "source": "made by a test",
             "tokenizer": "bytes",
             "tokenizer_fingerprint": build_tokenizer("bytes").fingerprint,
-            "vocab_size": 257,
+            "vocab_size": vocab_size,
             "validation_fraction": 0.1,
         }
         index = Index(FORMAT_VERSION, settings, {split: SplitIndex() for split in SPLITS})
         for split, tokens in zip(SPLITS, (train, validation), strict=True):
             writer = ShardWriter(folder, split, index, shard_tokens)
-            for piece, start in enumerate(range(0, tokens, 53)):
-                content = np.arange(start, min(start + 53, tokens)) % 251
-                writer.add(piece, content, ends_document=True)
+            for start in range(0, tokens, 53):
+                content = np.arange(start, min(start + 53, tokens)) % words
+                writer.add(content, ends_document=True)
             writer.finish_shard()
         write_index(folder / INDEX_NAME, index)
-        (folder / STARTED_NAME).unlink(missing_ok=True)
         return folder
 
     return make

@@ -1,14 +1,18 @@
 import dataclasses
 import os
+import signal
 import subprocess
-import sys
 import time
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
-import torchtitan_diloco
+from tests.conftest import REPOSITORY
 from tests.data.conftest import MakeShards
+from tests.processes import DIED, ProcessPool
 from tests.test_trainer import settings, train
 from torchtitan_diloco.config.schema import Data
 from torchtitan_diloco.data.corpus import open_split
@@ -16,7 +20,6 @@ from torchtitan_diloco.data.shards import TokenShards
 from torchtitan_diloco.data.tokenizer import build_tokenizer
 from torchtitan_diloco.log import command_line
 
-ROOT = Path(torchtitan_diloco.__file__).parents[1]
 BYTES = build_tokenizer("bytes")
 
 
@@ -86,75 +89,42 @@ def test_a_missing_folder_names_the_command_that_makes_it(data: Data, tmp_path: 
     folder.mkdir()
     with pytest.raises(ValueError, match=r"(?s)is no finished folder .*--source TEXT"):
         open_split(dataclasses.replace(wanted, source=""), BYTES, "train")
-    subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, check=True)
+    subprocess.run(command, shell=True, cwd=REPOSITORY, capture_output=True, check=True)
     assert ends(open_split(wanted, BYTES, "train")) == 20
     with pytest.raises(ValueError, match=r"--out .*none --max-tokens 3072"):  # 8 x 12 x 32
         train(settings(tmp_path, data__corpus=tmp_path / "none"))
+    for corpus in ("{}/a.txt", "{}/*", "{}/a,{}/b"):  # these are no names of folders
+        with pytest.raises(ValueError, match=r"data\.corpus: (cannot read|.* has no text)"):
+            open_split(Data(corpus=corpus.replace("{}", f"{tmp_path}/new")), BYTES, "train")
+    dataset = 'to "corpora/owner-set-train" (?s:.*)--source hf:owner/set:train'
+    with pytest.raises(ValueError, match=dataset):
+        open_split(Data(corpus="hf:owner/set:train"), BYTES, "train")
 
 
-@pytest.mark.parametrize(
-    ("corpus", "message"),
-    [
-        ("{}/a.txt", "data.corpus: cannot read"),
-        ("{}/*", "data.corpus: .* has no text"),
-        ("{}/a,{}/b", "data.corpus: cannot read"),
-        (
-            "hf:owner/set:train",
-            'or to "corpora/owner-set-train" (?s:.*)--source hf:owner/set:train',
-        ),
-    ],
-)
-def test_what_is_no_shard_folder(tmp_path: Path, corpus: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        open_split(Data(corpus=corpus.replace("{}", str(tmp_path))), BYTES, "train")
+def _open_at_once(data: Data) -> tuple[int, str]:
+    """The first rank is killed before it finishes, with the lock for which others wait."""
+
+    replace, is_first = Path.replace, os.environ["RANK"] == "0"
+
+    def replace_or_die(path: Path, target: Path) -> Path:
+        if is_first and path.name.startswith(".corpus"):
+            time.sleep(1.0)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return replace(path, target)
+
+    while not is_first and not list(Path(data.cache_folder).glob("*/*train-*")):
+        time.sleep(0.01)
+    with patch.object(Path, "replace", replace_or_die), redirect_stdout(StringIO()) as printed:
+        opened = open_split(data, BYTES, "train")
+    return printed.getvalue().count("data: tokenised"), opened.fingerprint
 
 
-STOP_BEFORE_THE_END = """
-import os, signal
-from pathlib import Path
-replace = Path.replace
-def stop_or_replace(self, target):
-    if self.name.startswith(".train"):
-        os.kill(os.getpid(), signal.SIGSTOP)
-    return replace(self, target)
-Path.replace = stop_or_replace
-"""
-OPEN_SPLIT = """
-import sys
-from torchtitan_diloco.config.schema import Data
-from torchtitan_diloco.data.corpus import open_split
-from torchtitan_diloco.data.tokenizer import build_tokenizer
-from torchtitan_diloco.log import command_line
-
-data = Data(corpus=sys.argv[1], cache_folder=sys.argv[2])
-print(open_split(data, build_tokenizer("bytes"), "train").fingerprint)
-"""
-
-
-def test_many_processes_one_of_which_is_killed(tmp_path: Path) -> None:
-    """They come at once; the one that works is killed; another one finishes; all read the same."""
-    corpus, cache = tmp_path / "large.txt", tmp_path / "cache"
-    corpus.write_text("the quick brown fox jumps over the lazy dog\n" * 100_000)
-
-    def open_in_process(first: str = "") -> "subprocess.Popen[str]":
-        command = [sys.executable, "-c", first + OPEN_SPLIT, str(corpus), str(cache)]
-        pipe = subprocess.PIPE
-        return subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True)
-
-    doomed = open_in_process(STOP_BEFORE_THE_END)
-    _, status = os.waitpid(doomed.pid, os.WUNTRACED)
-    assert os.WIFSTOPPED(status)  # it holds the lock while the others arrive
-    assert list(cache.glob("*/.train-*.partial"))
-    assert not list(cache.glob("*/corpus.json"))
-    others = [open_in_process() for _ in range(3)]
-    time.sleep(1.0)
-    assert all(process.poll() is None for process in others), "they wait"
-    doomed.kill()
-    doomed.communicate()
-    outputs = [process.communicate(timeout=200) for process in others]
-    assert [process.returncode for process in others] == [0, 0, 0], outputs
-    assert sum("data: tokenised" in out for out, _ in outputs) == 1
-    assert len({out.splitlines()[-1] for out, _ in outputs}) == 1
-    (folder,) = cache.iterdir()
+def test_many_processes_one_of_which_is_killed(data: Data, processes: ProcessPool) -> None:
+    """One of the others finishes, and all read the same."""
+    died, *others = processes.run(_open_at_once, 4, data, dying={0})
+    assert died == DIED
+    assert sorted(made for made, _ in others) == [0, 0, 1]
+    assert len({fingerprint for _, fingerprint in others}) == 1
+    (folder,) = Path(data.cache_folder).iterdir()
     shards = ["train-00000.tokens", "validation-00000.tokens"]
     assert sorted(path.name for path in folder.iterdir()) == [".lock", "corpus.json", *shards]

@@ -86,66 +86,40 @@ def test_all_text_is_there_once_in_order_and_in_one_split(
             prepare(corpus, tokenizer, out, **options | {"begin": False})
 
 
-@pytest.mark.parametrize("finished", [(0, 0), (0, 3), (5, 2), (99, 1)])
-def test_killed_at_any_point_and_restarted_with_other_threads_is_uninterrupted(
-    run: Run,
-    source: Path,
-    out: Path,
-    finished: tuple[int, int],
-    monkeypatch: pytest.MonkeyPatch,
+def test_killed_and_started_again_with_other_threads_is_uninterrupted(
+    run: Run, source: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Resume with some shards of both splits, or with all that --max-tokens asks for."""
     write_documents(source, documents=200)
     settings = ("--max-tokens", "3e5", "--shard-tokens", "4e4", "--validation-fraction", 0.3)
     monkeypatch.setattr(corpus_module, "available_cores", lambda: 1)
     assert run(*settings)[0] == 0
     whole, index = content(out), json.loads((out / "corpus.json").read_text())
     assert 300_000 <= index["splits"]["train"]["tokens"] <= 300_000 + PIECE_CHARACTERS
-    for split, kept in zip(SPLITS, finished, strict=True):
-        shards, state = index["splits"][split]["shards"], index["splits"][split]
-        for shard in shards[kept:]:
-            partial = out / f".{shard['file']}.partial"  # as a kill leaves it
-            (out / shard["file"]).rename(partial)
-            partial.write_bytes(partial.read_bytes()[:1000])
-        state["shards"], state["documents"] = shards[:kept], 0
-        state["tokens"] = sum(shard["tokens"] for shard in shards[:kept])
-    (out / "corpus.json").unlink()
-    (out / "prepare.json").write_text(json.dumps(index))
-    before = {path: path.stat().st_mtime_ns for path in out.glob("*.tokens")}
-    assert len(before) == sum(len(state["shards"]) for state in index["splits"].values())
+    (out / "corpus.json").unlink()  # as a kill leaves it
+    (out / "train-00099.tokens").write_bytes(b"of a kill")
     monkeypatch.setattr(corpus_module, "available_cores", lambda: 7)
     assert run(*settings)[0] == 0
-    again = content(out)
-    lists = [json.loads(found.pop("corpus.json"))["splits"] for found in (again, whole)]
-    assert again == whole
-    for split in SPLITS:
-        assert lists[0][split]["shards"] == lists[1][split]["shards"]
-    assert before == {path: path.stat().st_mtime_ns for path in before}, "finished ones are kept"
+    assert content(out) == whole
 
 
-def test_a_folder_continues_with_the_same_settings_only(
+def test_a_finished_folder_has_one_source_and_settings(
     run: Run, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
     write_documents(source, documents=3)
-    same = ("--shard-tokens", "40000")
     with monkeypatch.context() as patch:
         patch.setattr(Corpus, "pieces", interrupt)
-        status, printed = run(*same)
-    assert status == 130
-    assert "the same command continues" in printed
-    for state in ("not finished", "finished"):
-        status, printed = run("--shard-tokens", "7")
-        assert status == 2, state
-        message = "other settings (shard_tokens was 40000 and is 7): use the same ones to continue"
-        assert message in printed
-        status, printed = run(*same)
-        done = "3 documents to train on" if state == "not finished" else "was complete already"
-        assert (status, done in printed) == (0, True)
+        status, printed = run()
+    assert (status, "start the same command again" in printed) == (130, True)
+    assert run()[0] == 0
+    status, printed = run("--shard-tokens", "7")
+    assert status == 2
+    assert "other settings (shard_tokens was 268435456 and is 7): use another folder" in printed
+    assert "was complete already" in run()[1]
     write_documents(source, documents=4)
-    assert "source_fingerprint was" in run(*same)[1]
+    assert "source_fingerprint was" in run()[1]
 
 
 @pytest.mark.parametrize(
@@ -154,9 +128,7 @@ def test_a_folder_continues_with_the_same_settings_only(
         (("--validation-fraction", "0.6"), "0.6 is not between 0 and 0.5"),
         (("--max-tokens", "0"), "0 is no whole number such as 1000000 or 1e6"),
         (("--shard-tokens", "1.5"), "1.5 is no whole number"),
-        (("--tokenizer", "byts"), "is none of bytes, "),
         (("--begin-token",), "--begin-token: bytes has none of <|begin_of_text|>, <s>, <bos>"),
-        (("--source", ""), "names no file"),
     ],
 )
 def test_bad_arguments(run: Run, options: tuple[str, ...], message: str) -> None:
@@ -174,10 +146,6 @@ def test_a_folder_that_cannot_be_used(run: Run, out: Path, monkeypatch: pytest.M
     with monkeypatch.context() as patch:
         patch.setattr(fcntl, "flock", no_locks)
         assert "No locks available; choose a folder" in run(source="stdlib")[1]
-    for name, message in (
-        ("thesis.tex", "is not empty (thesis.tex); choose a new folder"),
-        ("prepare.json", "cannot read prepare.json"),
-    ):
-        (out / name).write_text("{")
-        assert message in run(source="stdlib")[1]
+    (out / "thesis.tex").write_text("{")
+    assert "is not empty (thesis.tex); choose a new folder" in run(source="stdlib")[1]
     assert "cannot write into" in run(source="stdlib", out=out / "thesis.tex" / "out")[1]

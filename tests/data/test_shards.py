@@ -11,25 +11,14 @@ import pytest
 import torchtitan_diloco.data.shards as shards_module
 from tests.conftest import save_tokenizer
 from tests.data.conftest import MakeShards
-from torchtitan_diloco.data.shards import (
-    FORMAT_VERSION,
-    SPLITS,
-    Index,
-    ShardWriter,
-    SplitIndex,
-    TokenShards,
-    token_type,
-    write_index,
-)
+from torchtitan_diloco.data.shards import SPLITS, TokenShards, token_type
 from torchtitan_diloco.data.tokenizer import build_tokenizer
 
-SECOND = "train-00001.tokens"
+SECOND, INDEX = "train-00001.tokens", "corpus.json"
 
 
-def flip_bit(path: Path, at: int) -> None:
-    content = bytearray(path.read_bytes())
-    content[at] ^= 1
-    path.write_bytes(content)
+def flip_bit(content: bytes, at: int) -> bytes:
+    return content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
 
 
 def test_any_range_across_shards(make_shards: MakeShards) -> None:
@@ -47,21 +36,15 @@ def test_the_format_to_the_byte(make_shards: MakeShards) -> None:
     assert (folder / "validation-00000.tokens").read_bytes() == payload
     index = json.loads((folder / "corpus.json").read_text())
     shard = {"file": "validation-00000.tokens", "tokens": 5, "checksum": zlib.crc32(payload)}
-    expected = {"tokens": 5, "documents": 1, "shards": [shard | {"end_piece": 1}]}
+    expected = {"tokens": 5, "documents": 1, "shards": [shard]}
     assert (index["format_version"], index["splits"]["validation"]) == (3, expected)
-    train = [(one["tokens"], one["end_piece"]) for one in index["splits"]["train"]["shards"]]
-    assert train == [(212, 4), (212, 8), (212, 12), (212, 16), (152, 19)]
+    assert [one["tokens"] for one in index["splits"]["train"]["shards"]] == [*[212] * 4, 152]
 
 
-def test_a_vocabulary_beyond_two_bytes(tmp_path: Path) -> None:
-    settings = {"vocab_size": 2**16 + 1, "tokenizer_fingerprint": "f", "tokenizer": "large"}
-    index = Index(FORMAT_VERSION, settings, {"train": SplitIndex(), "validation": SplitIndex()})
-    writer = ShardWriter(tmp_path, "train", index, 100_000)
-    tokens = np.arange(70_000) % (2**16 + 1)
-    writer.add(0, tokens, ends_document=True)
-    writer.finish_shard()
-    write_index(tmp_path / "corpus.json", index)
-    assert np.array_equal(TokenShards(tmp_path, "train").read(0, 70_000), tokens)
+def test_a_vocabulary_beyond_two_bytes(make_shards: MakeShards) -> None:
+    words = 2**16 + 1
+    folder = make_shards(train=70_000, shard_tokens=100_000, words=words, vocab_size=words)
+    assert np.array_equal(TokenShards(folder, "train").read(0, 70_000), np.arange(70_000) % words)
     assert token_type(2**16).itemsize == 2
 
 
@@ -73,31 +56,36 @@ def test_fingerprint_depends_on_the_tokens_only(make_shards: MakeShards) -> None
     assert len({first, *others}) == 3
 
 
-def use_a_small_vocabulary(path: Path) -> None:
-    """As if another program had written other tokens, with the right checksums."""
-    index = json.loads((path.parent / "corpus.json").read_text())
-    index["settings"]["vocab_size"] = 100
-    (path.parent / "corpus.json").write_text(json.dumps(index))
-
-
 @pytest.mark.parametrize(
-    ("damage", "message"),
+    ("file", "change", "message"),
     [
-        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "damaged: it has 423 bytes inst"),
-        (lambda path: path.write_bytes(path.read_bytes() + b"12"), "426 bytes instead of 424"),
-        (lambda path: path.unlink(), "0 bytes instead of 424"),
-        (lambda path: flip_bit(path, 0), "damaged: its checksum is wrong"),
-        (lambda path: flip_bit(path, 423), "damaged: its checksum is wrong"),
-        (use_a_small_vocabulary, "has token 250 of a vocabulary of 100"),
+        (SECOND, lambda old: old[:-1], f"{SECOND} is damaged: it has 423 bytes instead of 424"),
+        (SECOND, lambda old: old + b"12", f"{SECOND}.* 426 bytes instead of 424"),
+        (SECOND, None, f"{SECOND}.* 0 bytes instead of 424"),
+        (SECOND, lambda old: flip_bit(old, 0), f"{SECOND} is damaged: its checksum is wrong"),
+        (SECOND, lambda old: flip_bit(old, 423), f"{SECOND} is damaged: its checksum is wrong"),
+        # As if another program had written other tokens, with the right checksums.
+        (
+            INDEX,
+            lambda old: old.replace(b": 257", b": 100"),
+            f"{SECOND} has token 250 of a vocabulary of 100",
+        ),
+        (INDEX, None, "is no finished folder of token shards.*run the same `prepare` again"),
+        (INDEX, lambda _: b'{"format_version": 3}', "cannot .*missing required field `settings`"),
+        (
+            INDEX,
+            lambda old: old.replace(b'version": 3', b'version": 9'),
+            "version 9 .* instead of 3",
+        ),
     ],
 )
 def test_damage_is_found(
-    make_shards: MakeShards, damage: Callable[[Path], object], message: str
+    make_shards: MakeShards, file: str, change: Callable[[bytes], bytes] | None, message: str
 ) -> None:
-    path = make_shards() / SECOND
-    damage(path)
+    path = make_shards() / file
+    path.unlink() if change is None else path.write_bytes(change(path.read_bytes()))
     shards_module._map_shard.cache_clear()  # as in a new process
-    with pytest.raises(ValueError, match=rf"{SECOND}.*{message}"):
+    with pytest.raises(ValueError, match=message):
         TokenShards(path.parent, "train").read(300, 301)
 
 
@@ -105,31 +93,13 @@ def test_a_shard_is_checked_when_it_is_first_read(
     make_shards: MakeShards, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = make_shards()  # shards of 212 tokens
-    flip_bit(folder / SECOND, 0)
+    (folder / SECOND).write_bytes(flip_bit((folder / SECOND).read_bytes(), 0))
     shards = TokenShards(folder, "train")
     shards.read(0, 212)
     with pytest.raises(ValueError, match=rf"{SECOND} is damaged: its checksum is wrong"):
         shards.read(211, 213)
     monkeypatch.setattr(zlib, "crc32", lambda _: pytest.fail("checked a second time"))
     shards.read(10, 90)
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (None, r"is no finished folder of token shards.*run the same `prepare` again"),
-        ('{"format_version": 3}', r"cannot read .*missing required field `settings`"),
-        (
-            '{"format_version": 9, "settings": {}, "splits": {}}',
-            r"version 9 .* instead of 3",
-        ),
-    ],
-)
-def test_damaged_index(make_shards: MakeShards, content: str | None, message: str) -> None:
-    path = make_shards() / "corpus.json"
-    path.unlink() if content is None else path.write_text(content)
-    with pytest.raises(ValueError, match=message):
-        TokenShards(path.parent, "train")
 
 
 def test_another_tokenizer_is_refused(make_shards: MakeShards, tmp_path: Path) -> None:

@@ -1,12 +1,6 @@
-import json
-import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-import requests
-import tiktoken
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -66,119 +60,34 @@ def test_a_file_compresses_and_its_fingerprint_is_of_its_content(
     assert len({own.fingerprint, other.fingerprint, BYTES.fingerprint}) == 3
 
 
-Change = Callable[[dict[str, Any]], object]
-
-
-def changed(file: Path, folder: Path, change: Change) -> str:
-    content = json.loads(file.read_text())
-    change(content)
-    path = folder / "changed.json"
-    path.write_text(json.dumps(content))
-    return str(path)
-
-
 def test_limits_and_added_tokens_of_a_file_are_left_out(
     own: Tokenizer, file: Path, tmp_path: Path
 ) -> None:
     """A file of a model may cut texts, pad them, and put a token before each."""
-    limits = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
-    padding: dict[str, Any] = {
-        "strategy": {"Fixed": 8},
-        "direction": "Right",
-        "pad_to_multiple_of": None,
-    }
-    padding |= {"pad_id": 0, "pad_type_id": 0, "pad_token": "<|endoftext|>"}
-    begin: dict[str, Any] = {"id": "<s>", "type_id": 0}
-    sequence = {"Sequence": {"id": "A", "type_id": 0}}
-    template: dict[str, Any] = {
-        "type": "TemplateProcessing",
-        "single": [{"SpecialToken": begin}, sequence],
-    }
-    template["pair"] = [sequence]
-    template["special_tokens"] = {"<s>": begin | {"ids": [400], "tokens": ["<s>"]}}
+    from tokenizers import Tokenizer as Theirs
+    from tokenizers.processors import TemplateProcessing
 
-    def change(content: dict[str, Any]) -> None:
-        added = content["added_tokens"]
-        added.append(added[0] | {"id": 400, "content": "<s>"})
-        content |= {"truncation": limits, "padding": padding, "post_processor": template}
-
-    found = build_tokenizer(changed(file, tmp_path, change))
+    theirs = Theirs.from_file(str(file))
+    theirs.add_special_tokens(["<s>"])
+    theirs.enable_truncation(3)
+    theirs.enable_padding(length=8)
+    theirs.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 400)])
+    theirs.save(str(tmp_path / "of-a-model.json"))
+    found = build_tokenizer(str(tmp_path / "of-a-model.json"))
     assert (found.vocab_size, found.begin_of_document) == (401, 400)
     for text in ("one", "a text of more than eight tokens, and of three"):
         assert found.encode(text).tolist() == own.encode(text).tolist()
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda content: content.pop("model"), "is no tokenizer.json"),
-        (
-            lambda content: content["added_tokens"].clear(),
-            'json" has no token that ends a',
-        ),
-    ],
-)
-def test_a_file_that_cannot_be_used_is_refused(
-    change: Change, message: str, file: Path, tmp_path: Path
-) -> None:
-    def without_end(content: dict[str, Any]) -> None:
-        change(content)
-        if "model" in content:
-            vocabulary = content["model"]["vocab"]
-            vocabulary["no end"] = vocabulary.pop("<|endoftext|>")
-
-    with pytest.raises(ValueError, match=rf'data.tokenizer = ".*{message}'):
-        build_tokenizer(changed(file, tmp_path, without_end))
+def test_a_file_that_cannot_be_used_is_refused(file: Path, tmp_path: Path) -> None:
+    path, renamed = tmp_path / "changed.json", file.read_text().replace("<|endoftext|>", "no end")
+    for text, message in (("{}", "is no tokenizer.json"), (renamed, "has no token that ends a")):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=rf'data.tokenizer = ".*json" {message}'):
+            build_tokenizer(str(path))
 
 
-def test_a_missing_file_or_package_names_the_remedy(
-    file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    message = r'"none.json" is no file: train one .docs/data-and-models.md#tokenizers'
+def test_a_missing_file_names_the_remedy() -> None:
+    message = r'"gpt2" is neither "bytes" nor a file: train a tokenizer.json .docs/data-and-models'
     with pytest.raises(ValueError, match=message):
-        build_tokenizer("none.json")
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(ValueError, match=r"needs the package tokenizers: .*\[tokenizer\]'"):
-        build_tokenizer(str(file))
-
-
-# --- named encodings ------------------------------------------------------------------------------
-
-
-def test_an_unknown_name_gets_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r'data\.tokenizer = "gtp2" is none of bytes, .*gpt2'):
-        build_tokenizer("gtp2")
-
-
-def test_encoding_that_cannot_be_fetched_names_the_remedies(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def no_network(*_: object, **__: object) -> None:
-        raise requests.exceptions.ConnectionError("no network in this test")
-
-    monkeypatch.setattr(requests, "get", no_network)
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
-    message = r"(?s)p50k_edit.*cannot be loaded.*no network.*or use a tokenizer.json"
-    with pytest.raises(ValueError, match=message):
-        build_tokenizer("p50k_edit")
-
-
-@pytest.mark.parametrize("special", [{"<|endoftext|>": 256, "<|other|>": 300}, {}])
-def test_named_encoding_keeps_its_own_end_of_document(
-    monkeypatch: pytest.MonkeyPatch, special: dict[str, int]
-) -> None:
-    ranks = {bytes([byte]): byte for byte in range(256)}
-    encoding = tiktoken.Encoding(
-        "named", pat_str=r"[\s\S]", mergeable_ranks=ranks, special_tokens=special
-    )
-    monkeypatch.setattr(tiktoken, "list_encoding_names", lambda: ["named"])
-    monkeypatch.setattr(tiktoken, "get_encoding", lambda _: encoding)
-    if not special:
-        with pytest.raises(ValueError, match=r'"named" cannot be loaded .*endoftext'):
-            build_tokenizer("named")
-        return
-    tokenizer = build_tokenizer("named")
-    assert (tokenizer.vocab_size, tokenizer.end_of_document) == (301, 256)
-    assert tokenizer.fingerprint != BYTES.fingerprint
-    assert tokenizer.decode([97, 280, 98]) == "a\ufffdb", "280 is a gap"
-    assert tokenizer.encode("a<|other|>").tolist() == list(b"a<|other|>")
+        build_tokenizer("gpt2")

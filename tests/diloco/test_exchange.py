@@ -1,13 +1,11 @@
 """Exchanges of many chunks: slots are used again, and every message has to meet its receiver."""
 
 import math
+from functools import partial
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.diloco.toy import join
@@ -98,9 +96,7 @@ def test_every_chunk_is_its_own_mean(
             if codec == "topk":
                 assert torch.equal(got, mean_at_once(codec, deltas, weights))
             else:
-                assert error < {"fp32": 1e-5, "bf16": 0.1, "int8": 0.1}.get(codec, 4.0)
-            if codec == "int8" and size > 1:
-                assert torch.nn.functional.cosine_similarity(got.double(), mean, dim=0) > 0.999
+                assert error < {"fp32": 1e-5, "bf16": 0.1, "int8": 0.07}.get(codec, 4.0)
             expected = torch.dot(deltas[worker].double(), got.double()).item()
             expected = math.nan if codec == "topk" else expected  # more than the delta is sent
             assert dot == pytest.approx(expected, rel=1e-3, abs=1e-3, nan_ok=True)
@@ -114,12 +110,8 @@ def room_for_both(size: int, device: torch.device, *, is_read_in_place: bool = F
 def _by_way_of_the_host(workers: int, codec: CodecName) -> list[Tensor]:
     """Return means and residuals, in chunks of a CPU and of a GPU; the latter with buffers for gloo
     apart from those of the codec."""
-
-    def sizes(*arguments: Any, on_gpu: bool) -> tuple[int, int]:
-        assert not on_gpu
-        return chunk_and_window(*arguments, on_gpu=True)
-
     world, found = join(workers), list[Tensor]()
+    sizes = partial(chunk_and_window, on_gpu=True)
     on_gpu = {"GPU_CHUNK": 2**18, "chunk_and_window": sizes, "room": room_for_both}
     for patches in ({}, on_gpu):
         made = build(world, codec, ROOM, **patches)
@@ -160,29 +152,6 @@ def test_residuals_are_sent_unless_a_worker_is_left_out(processes: ProcessPool) 
         assert all(map(torch.equal, nobody[worker], everybody[worker]))
         assert not torch.equal(nobody[worker][1], torch.ones(3000))
         assert torch.equal(second[worker][1], torch.ones(3000) if worker else nobody[worker][1])
-
-
-@settings(max_examples=30)
-@given(count=st.integers(1, 20), window=st.integers(1, 9), owners=st.integers(1, 4))
-def test_as_many_chunks_as_the_window_allows_are_in_flight(
-    count: int, window: int, owners: int
-) -> None:
-    last = "_average" if owners == 1 else "_collect_means"
-    chunks: list[Any] = [MagicMock() for _ in range(count)]
-    made = MagicMock(_owners=owners, _window=window, _chunk=1)
-    made._chunk_at.side_effect = chunks
-    Exchange._run(made, MagicMock(), torch.zeros(count), None)
-    done = {"_send": 0, "_average" if owners == 1 else "_send_mean": 0, last: 0}
-    most = 0
-    for name, arguments, _ in made.mock_calls:
-        if name in done:
-            assert arguments[0] is chunks[done[name]]
-            done[name] += 1
-            counts = list(done.values())
-            assert counts == sorted(counts, reverse=True), "no task comes before the one it needs"
-            most = max(most, counts[0] - min(counts))
-    assert set(done.values()) == {count}
-    assert most == min(count, window)
 
 
 @pytest.mark.parametrize("codec", ["fp32", "fp4_e3m0"])

@@ -16,16 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.diloco.toy import (
-    AVERAGE_EVERY_STEP,
-    Net,
-    alone,
-    config,
-    inner_step,
-    join,
-    start,
-    train,
-)
+from tests.diloco.toy import AVERAGE_EVERY_STEP, Net, alone, config, inner_step, join, start, train
 from tests.processes import ProcessPool
 from torchtitan_diloco.diloco import Link, StreamingDiLoCo, WorkerLostError
 from torchtitan_diloco.diloco import liveness as liveness_module
@@ -39,11 +30,6 @@ VALUES = 6_000_000
 """Parameters of a delta that sockets do not hold."""
 
 
-def later(seconds: float, *commands: str) -> None:
-    """Run commands after some time, from a process of their own."""
-    subprocess.Popen(["sh", "-c", "; ".join([f"sleep {seconds}", *commands])])
-
-
 class Lines(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
@@ -52,9 +38,6 @@ class Lines(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self.texts.append(record.getMessage())
-
-
-# --- disagreement ---------------------------------------------------------------------------------
 
 
 def _fault(event: str, at_step: int, link: Link) -> str:
@@ -93,9 +76,6 @@ def test_the_worker_at_fault_is_named(
         assert re.search(named, message), message
 
 
-# --- deaths ---------------------------------------------------------------------------------------
-
-
 def until_lost(act: Callable[[], object]) -> str:
     """Return the error in which something ends."""
     try:
@@ -122,7 +102,8 @@ def _killed_in_a_payload(workers: int) -> str:
             others = [one for one in ids.tolist() if one != os.getpid()]
             for one in others:
                 os.kill(one, signal.SIGSTOP)
-            later(1.0, f"kill -9 {os.getpid()}", *(f"kill -CONT {one}" for one in others))
+            later = ["sleep 1", f"kill -9 {os.getpid()}", *(f"kill -CONT {one}" for one in others)]
+            subprocess.Popen(["sh", "-c", "; ".join(later)])
         outer.step()
 
     return until_lost(two_steps)
@@ -141,8 +122,11 @@ def test_a_worker_killed_in_the_middle_of_a_payload_is_named(
 
 
 def _killed_while_idle(victim: int) -> str:
-    outer, _, _ = start(replace(config(), link=PATIENT), 3)
+    world = join(3)
+    outer, _, _ = start(replace(config(), link=PATIENT), world=world)
+    dist.barrier(group=world.control)
     if outer.worker == victim:
+        time.sleep(0.5)  # the others have left the barrier by then
         os.kill(os.getpid(), signal.SIGKILL)
 
     def check() -> None:
@@ -154,10 +138,10 @@ def _killed_while_idle(victim: int) -> str:
 
 
 def test_a_worker_killed_between_exchanges_is_named_by_all(processes: ProcessPool) -> None:
-    results = processes.run(_killed_while_idle, 3, 0, dying={0})
-    for worker in (1, 2):
-        assert results[worker].startswith("worker 0 left")
-        assert results[worker].endswith(f"seen by worker {worker} after its step 0)")
+    _, *others = processes.run(_killed_while_idle, 3, 0, dying={0})
+    for worker, message in enumerate(others, 1):
+        assert message.startswith("worker 0 left")
+        assert message.endswith(f"seen by worker {worker} after its step 0)")
 
 
 def _ends(how: str) -> tuple[list[str], bool]:
@@ -192,9 +176,6 @@ def test_a_worker_that_made_fewer_steps_is_named_when_it_ends(processes: Process
     assert "ended after its step 15, and this one is at 16; call step() equally often" in more
 
 
-# --- waiting --------------------------------------------------------------------------------------
-
-
 def _waits() -> list[str]:
     """Worker 1 makes no step until the others have said so."""
     world, lines = join(3), Lines()
@@ -221,9 +202,6 @@ def _until_said(lines: Lines, group: dist.ProcessGroup | None) -> None:
 def test_a_worker_that_others_wait_for_is_named(processes: ProcessPool) -> None:
     for lines in processes.run(_waits, 3)[::2]:
         assert re.fullmatch(r"waiting for worker 1 since \d+ s", lines[0]), lines
-
-
-# --- use from several threads ---------------------------------------------------------------------
 
 
 def test_a_second_thread_is_refused() -> None:

@@ -1,5 +1,7 @@
 """Every parameter is in exactly one fragment, whatever the pattern."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -8,34 +10,40 @@ from torch import nn
 
 from torchtitan_diloco.config.schema import Model
 from torchtitan_diloco.diloco.config import Fragments
-from torchtitan_diloco.diloco.fragments import (
-    Fragment,
-    build_fragments,
-)
+from torchtitan_diloco.diloco.fragments import Fragment, build_fragments
 from torchtitan_diloco.models.decoder import Decoder
 
 
 def decoder(layers: int = 7, vocabulary: int = 64) -> nn.Module:
+    shape = Model(layers=layers, width=8, heads=2, head_dim=4, feed_forward=16)
     with torch.device("meta"):
-        return Decoder(
-            Model(layers=layers, width=8, heads=2, head_dim=4, feed_forward=16), vocabulary, 16
-        )
+        return Decoder(shape, vocabulary, 16)
 
 
-def blocks_of(fragment: Fragment) -> list[int]:
-    return sorted(
-        {int(part.name.split(".")[1]) for part in fragment.parts if part.name.startswith("blocks.")}
-    )
+def holder(**modules: nn.Module) -> nn.Module:
+    model = nn.Module()
+    for name, module in modules.items():
+        setattr(model, name, module)
+    return model
+
+
+def names(model: nn.Module, layers_per_fragment: int = 1) -> list[str]:
+    chosen = Fragments(layers_per_fragment=layers_per_fragment)
+    return [fragment.name for fragment in build_fragments(model, chosen)]
 
 
 @pytest.mark.parametrize(
     ("pattern", "expected"),
-    [("strided", [[0, 3, 6], [1, 4], [2, 5], []]), ("sequential", [[0, 1, 2], [3, 4, 5], [6], []])],
+    [
+        ("strided", [["0", "3", "6"], ["1", "4"], ["2", "5"]]),
+        ("sequential", [["0", "1", "2"], ["3", "4", "5"], ["6"]]),
+    ],
 )
-def test_blocks_and_the_rest(pattern: str, expected: list[list[int]]) -> None:
-    fragments = build_fragments(decoder(), Fragments(pattern=pattern))  # type: ignore[arg-type]
-    assert [blocks_of(fragment) for fragment in fragments] == expected
-    assert {part.name for part in fragments[-1].parts} == {"embedding.weight", "norm.weight"}
+def test_blocks_and_the_rest(pattern: Any, expected: list[list[str]]) -> None:
+    *blocks, rest = build_fragments(decoder(), Fragments(pattern=pattern))
+    found = [sorted({part.name.split(".")[1] for part in one.parts}) for one in blocks]
+    assert found == expected
+    assert {part.name for part in rest.parts} == {"embedding.weight", "norm.weight"}
 
 
 @given(
@@ -45,13 +53,12 @@ def test_blocks_and_the_rest(pattern: str, expected: list[list[int]]) -> None:
     vocabulary=st.sampled_from([3, 64, 1000]),
 )
 def test_every_value_is_in_exactly_one_fragment(
-    layers: int, per_fragment: int, pattern: str, vocabulary: int
+    layers: int, per_fragment: int, pattern: Any, vocabulary: int
 ) -> None:
     model = decoder(layers, vocabulary)
-    fragments = build_fragments(model, Fragments(pattern=pattern, layers_per_fragment=per_fragment))  # type: ignore[arg-type]
-    assert sum(fragment.parameters for fragment in fragments) == sum(
-        p.numel() for p in model.parameters()
-    )
+    fragments = build_fragments(model, Fragments(pattern=pattern, layers_per_fragment=per_fragment))
+    found = sorted(part.name for fragment in fragments for part in fragment.parts)
+    assert found == sorted(name for name, _ in model.named_parameters())
     assert all(fragment.parts for fragment in fragments)
     assert [fragment.index for fragment in fragments] == list(range(len(fragments)))
 
@@ -77,40 +84,33 @@ def test_explicit_fragments_and_their_mistakes() -> None:
         build(("block.0", "embedding", "norm"))
 
 
-def test_any_module() -> None:
+def test_which_modules_are_blocks() -> None:
+    """A list or a dict with numbers, as in torchtitan; not the dict that holds the parts of a
+    model, as in nanoGPT, nor a list of experts in a block."""
+    block = nn.Linear(2, 2)
+    numbered = nn.ModuleDict({str(number): nn.Linear(2, 2) for number in range(3)})
+    assert names(holder(layers=numbered)) == ["layers.0", "layers.1", "layers.2"]
+    parts = nn.ModuleDict({"wte": nn.Embedding(2, 2), "h": nn.ModuleList([block]), "ln": block})
+    assert names(holder(transformer=parts))[0] == "transformer.h.0"
+    experts = [
+        nn.ModuleDict({"experts": nn.ModuleList(nn.Linear(2, 2) for _ in range(8))})
+        for _ in range(4)
+    ]
+    assert names(holder(layers=nn.ModuleList(experts)), 2) == [
+        "layers.0, layers.2",
+        "layers.1, layers.3",
+    ]
     plain = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    with pytest.raises(ValueError, match=r"no ModuleList.*layers_per_fragment = 0"):
-        build_fragments(plain, Fragments())
-    assert len(build_fragments(plain, Fragments(layers_per_fragment=0))) == 1
-    nested = nn.Module()
-    nested.trunk = plain
-    named = build_fragments(nested, Fragments(blocks="trunk", layers_per_fragment=1))
+    assert len(names(plain, 0)) == 1
+    named = build_fragments(holder(trunk=plain), Fragments(blocks="trunk", layers_per_fragment=1))
     assert [fragment.name for fragment in named] == ["trunk.0", "trunk.1"]
 
 
-def test_blocks_in_a_module_dict() -> None:
-    """As in torchtitan, and not the dict that holds the parts of a model, as in nanoGPT."""
-    model = nn.Module()
-    model.layers = nn.ModuleDict({str(number): nn.Linear(2, 2) for number in range(3)})
-    found = build_fragments(model, Fragments(layers_per_fragment=1))
-    assert [fragment.name for fragment in found] == ["layers.0", "layers.1", "layers.2"]
-    model = nn.Module()
-    parts = {
-        "wte": nn.Embedding(2, 2),
-        "h": nn.ModuleList([nn.Linear(2, 2)]),
-        "ln": nn.Linear(2, 2),
-    }
-    model.transformer = nn.ModuleDict(parts)
-    assert build_fragments(model, Fragments())[0].name == "transformer.h.0"
-
-
 def test_frozen_and_tied_parameters() -> None:
-    model = nn.Module()
-    model.embedding = nn.Embedding(5, 4)
-    model.blocks = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(2))
-    model.head = nn.Linear(4, 5, bias=False)
-    model.head.weight = model.embedding.weight
-    model.blocks[1].weight.requires_grad_(False)
+    blocks = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(2))
+    model = holder(embedding=nn.Embedding(5, 4), blocks=blocks, head=nn.Linear(4, 5, bias=False))
+    model.get_submodule("head").weight = model.get_parameter("embedding.weight")
+    blocks[1].requires_grad_(False)
     fragments = build_fragments(model, Fragments(layers_per_fragment=1))
     assert [[part.name for part in fragment.parts] for fragment in fragments] == [
         ["blocks.0.weight"],
@@ -120,17 +120,9 @@ def test_frozen_and_tied_parameters() -> None:
         build_fragments(model.requires_grad_(False), Fragments())
 
 
-def test_experts_inside_a_block_are_no_blocks() -> None:
-    model = nn.Module()
-    model.layers = nn.ModuleList(
-        nn.ModuleDict({"experts": nn.ModuleList(nn.Linear(2, 2) for _ in range(8))})
-        for _ in range(4)
-    )
-    names = [fragment.name for fragment in build_fragments(model, Fragments(layers_per_fragment=2))]
-    assert names == ["layers.0, layers.2", "layers.1, layers.3"]
-
-
 def test_blocks_that_cannot_be_fragments() -> None:
+    with pytest.raises(ValueError, match=r"no ModuleList.*layers_per_fragment = 0"):
+        build_fragments(nn.Sequential(nn.Linear(3, 3)), Fragments())
     model = decoder()
     with pytest.raises(ValueError, match=r'blocks = "block" is no module .*did you mean blocks'):
         build_fragments(model, Fragments(blocks="block"))

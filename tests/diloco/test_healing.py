@@ -21,9 +21,6 @@ WEIGHT = "blocks.3.weight"
 """In fragment 3 of toy.config(2), whose first block is blocks.3."""
 
 
-# --- decisions ------------------------------------------------------------------------------------
-
-
 def judged(norms: list[float], limit: float = LIMIT) -> list[int]:
     history = DeltaNorms()
     return [history.judge(norm**2, limit) for norm in norms]
@@ -52,9 +49,6 @@ def test_flags_take_the_weight_unless_all_have_an_outlier() -> None:
     assert settle_weights([header(OUTLIER)] * 3) == [header()] * 3
     mixed = settle_weights([header(OUTLIER), header(OUTLIER | DROPPED)])
     assert mixed == [header(), header(DROPPED, 0.0)]
-
-
-# --- exchanges in vain ----------------------------------------------------------------------------
 
 
 def rounds(watch: Watch, *headers: Header, count: int) -> None:
@@ -98,9 +92,6 @@ def test_a_run_ends_if_a_worker_stays_without_finite_deltas(processes: ProcessPo
     for steps, error in processes.run(_stays_nan, 2):
         assert message in error
         assert steps < 40
-
-
-# --- workers that go wrong ------------------------------------------------------------------------
 
 
 def copying_loss(model: nn.Module, worker: int, step: int) -> Tensor:
@@ -148,17 +139,14 @@ def _spoiled(
                 (value.to_local() if hasattr(value, "to_local") else value).mul_(factor)
         outer.step(float(finite))
     outer.drain()
-    rounds = outer.rounds()
+    rounds, counted = outer.rounds(), outer.metrics()["worker/healed_fragments"]
     return {
         "losses": [*losses, shared_loss(model, outer)],
         "healed": healed,
         "steps": int(optimizer.state[model.get_parameter(WEIGHT)]["step"]),
         "rounds": rounds,
         "weights": {one.fragment: one.weight for one in rounds},
-        "counted": (
-            outer.state_dict()["facts"]["healed"],
-            outer.metrics()["worker/healed_fragments"],
-        ),
+        "counted": (outer.state_dict()["facts"]["healed"], counted),
         "finite": all(bool(value.isfinite().all()) for value in parameters(model).values()),
         "shared": {name: full(value) for name, value in outer.global_state_dict().items()},
     }
@@ -178,10 +166,9 @@ def test_a_matrix_that_jumps_is_left_out_and_heals(
             before, after = found["losses"]
             assert after < before / 50, "0.003, as without the jump, and 0.016 with it"
         (jumped,) = [one for one in found["rounds"] if one.participants == 1]
-        worker = rank // ranks
-        assert (jumped.fragment, jumped.flags) == (3, OUTLIER if worker == 1 else 0)
-        healed_after = jumped.applied_step if worker == 1 else 0
-        assert found["steps"] == end - healed_after, "fresh moments"
+        spoiled = rank >= ranks
+        assert (jumped.fragment, jumped.flags) == (3, OUTLIER if spoiled else 0)
+        assert found["steps"] == end - spoiled * jumped.applied_step, "fresh moments"
 
 
 POISONED = replace(config(2, delay=5), sync_every=20)
@@ -205,19 +192,16 @@ def test_a_worker_that_is_not_finite_heals_at_once(processes: ProcessPool, ranks
 
 def test_a_delta_taken_before_the_nan_counts(processes: ProcessPool) -> None:
     """Fragment 3 is sent after step 32 and applied after step 37."""
-    spoiled, clean = (
-        processes.run(_spoiled, 2, POISONED, factor, 1, 33, 40) for factor in (math.nan, 1.0)
-    )
-    for worker in range(2):
-        assert spoiled[worker]["finite"]
+    runs = [processes.run(_spoiled, 2, POISONED, factor, 1, 33, 40) for factor in (math.nan, 1.0)]
+    for spoiled, clean in zip(*runs, strict=True):
+        assert spoiled["finite"]
         sent = [
-            [(one.fragment, one.flags, one.participants) for one in found[worker]["rounds"][:5]]
+            [(one.fragment, one.flags, one.participants) for one in found["rounds"][:5]]
             for found in (spoiled, clean)
         ]
         assert sent[0] == sent[1]
-        shared = (found[worker]["shared"][WEIGHT] for found in (spoiled, clean))
-        torch.testing.assert_close(*shared, rtol=0, atol=0)
-    assert list(spoiled[1]["healed"].values()) == [[3]]
+        assert torch.equal(spoiled["shared"][WEIGHT], clean["shared"][WEIGHT])
+    assert list(runs[0][1]["healed"].values()) == [[3]]
 
 
 def test_moments_that_are_not_finite_heal_their_fragment() -> None:

@@ -4,7 +4,7 @@ import json
 import re
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks.network import LOOPBACK, port_of, read_counters
+from benchmarks.network import LOOPBACK, port_of, read_counters, wait_until
 from tests.diloco.toy import AVERAGE_EVERY_STEP, join
 from tests.network import network_of, processes_in
 from tests.processes import PATIENCE
@@ -31,15 +31,6 @@ FAST = 80.0
 def random_values(count: int) -> nn.ParameterDict:
     return nn.ParameterDict({"weight": nn.Parameter(torch.randn(count))})
 
-
-def until(condition: Callable[[], object], logs: Sequence[Path] = ()) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline, [log.read_text() for log in logs]
-        time.sleep(0.02)
-
-
-# --- bytes ----------------------------------------------------------------------------------------
 
 VALUES = 1_000_001
 EXCHANGES = 5
@@ -92,8 +83,6 @@ def test_the_interface_counts_what_we_count(tmp_path: Path, workers: int) -> Non
             assert 8 * counted <= 4.25 * fragments * VALUES, "with headers, scales and padding"
 
 
-# --- a slow link, and a slow worker ---------------------------------------------------------------
-
 ROUNDS = 4
 LATE_SECONDS = 1.0
 SLOW = 6.0
@@ -114,7 +103,7 @@ def time_rounds(second_part: Path) -> None:
     outer = StreamingDiLoCo(model, world.group(WORKER), chosen)
     for late_worker in (NOBODY, CULPRIT):
         if late_worker != NOBODY:
-            until(second_part.exists)
+            wait_until(second_part.exists, "the second part")
         for _ in range(ROUNDS):
             with torch.no_grad():
                 model["weight"].add_(0.01 * torch.randn(len(model["weight"])))
@@ -162,7 +151,7 @@ def test_a_slow_link_and_a_slow_worker_are_told_apart(tmp_path: Path) -> None:
         processes_in(network, logs, time_rounds, second_part) as programs,
     ):
         network.set_rate(CULPRIT, up=SLOW, down=FAST)
-        until(lambda: seen_in(logs, 0), logs)
+        wait_until(lambda: bool(seen_in(logs, 0)), "the first part", logs[CULPRIT], PATIENCE)
         network.set_rate(CULPRIT, up=FAST, down=FAST)
         second_part.touch()
         for program in programs:
@@ -173,9 +162,6 @@ def test_a_slow_link_and_a_slow_worker_are_told_apart(tmp_path: Path) -> None:
     assert waited_for(throttled) == set()
     assert waited_for(late) == {CULPRIT}
     assert rate(late, CULPRIT) > bucket
-
-
-# --- a cut link, and a death ----------------------------------------------------------------------
 
 
 def exchange_until_lost(steps: int) -> None:
@@ -198,6 +184,9 @@ def exchange_until_lost(steps: int) -> None:
 def test_a_cut_link_is_told_and_passes_and_a_death_in_a_payload_is_named(tmp_path: Path) -> None:
     logs = [tmp_path / str(worker) for worker in range(WORKERS)]
 
+    def wait_for(what: str, reached: Callable[[], bool]) -> None:
+        wait_until(reached, what, logs[CULPRIT], PATIENCE)
+
     def others_say(pattern: str) -> bool:
         return all(log.exists() and re.search(pattern, log.read_text()) for log in logs[:CULPRIT])
 
@@ -207,13 +196,13 @@ def test_a_cut_link_is_told_and_passes_and_a_death_in_a_payload_is_named(tmp_pat
     ):
         network.set_rate(CULPRIT, up=8.0, down=FAST)
         # Above what the start sends: the broadcast comes from worker 0.
-        until(lambda: network.counters(CULPRIT)[0] > 3e6)
+        wait_for("a payload", lambda: network.counters(CULPRIT)[0] > 3e6)
         network._run(network.switch, f"ip link set {port_of(CULPRIT)} down")
-        until(lambda: others_say(r"waiting for worker .* since \d+ s"))
+        wait_for("a report", lambda: others_say(r"waiting for worker .* since \d+ s"))
         network._run(network.switch, f"ip link set {port_of(CULPRIT)} up")
         assert not any("left or did not answer" in log.read_text() for log in logs)
         sent = network.counters(CULPRIT)[0]
-        until(lambda: network.counters(CULPRIT)[0] > sent + 1e6)
+        wait_for("more bytes", lambda: network.counters(CULPRIT)[0] > sent + 1e6)
         programs[CULPRIT].kill()
         for worker in range(CULPRIT):
             programs[worker].join(PATIENCE)

@@ -10,14 +10,7 @@ from torch import Tensor
 from tests.diloco.reference import ReferenceDiLoCo, Values
 from tests.diloco.toy import Net, config, full, inner_step, parameters, start
 from tests.processes import ProcessPool
-from torchtitan_diloco.diloco import (
-    Beginning,
-    DiLoCoConfig,
-    Fragments,
-    Link,
-    Overlap,
-    Quantization,
-)
+from torchtitan_diloco.diloco import Beginning, DiLoCoConfig, Fragments, Link, Overlap, Quantization
 from torchtitan_diloco.diloco.codecs import build_codec
 from torchtitan_diloco.diloco.fragments import build_fragments
 from torchtitan_diloco.diloco.schedule import is_dropped
@@ -119,10 +112,8 @@ PATTERNS = [
     Fragments(pattern="sequential", layers_per_fragment=2),
     Fragments(pattern="explicit", modules=LISTED),
 ]
-TOPK, FP4 = (
-    Quantization(codec="topk", top_values=6),
-    Quantization(codec="fp4_e3m0", block_size=128),
-)
+TOPK = Quantization(codec="topk", top_values=6)
+FP4 = Quantization(codec="fp4_e3m0", block_size=128)
 CODED = [
     Quantization(codec="bf16"),
     Quantization(codec="fp8_e4m3", block_size=16),

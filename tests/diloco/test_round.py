@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests.diloco.reference import build_optimizer
-from tests.diloco.toy import alone, config, full, inner_step, start
+from tests.diloco.toy import config, full, inner_step, start
 from tests.processes import ProcessPool
 from torchtitan_diloco.diloco import Quantization
 from torchtitan_diloco.diloco.config import CodecName, Fragments, OuterOptimizer
@@ -94,15 +94,6 @@ def test_nothing_is_measured_in_other_rounds(processes: ProcessPool) -> None:
             assert record.pop("values") == expected["values"]
             assert record.pop("delta_square") == pytest.approx(expected["delta_square"], rel=1e-3)
             assert all(map(math.isnan, record.values())) == (round_.outer_round == 2)
-
-
-def test_rounds_nobody_asks_for_are_not_kept_for_ever() -> None:
-    outer, _, _ = alone(PLAIN_MEAN)
-    for _ in range(4 * 300):
-        outer.step()
-    rounds = outer.rounds()
-    assert (len(rounds), rounds[-1].sent_step) == (256, 1200)
-    assert outer.rounds() == []
 
 
 @pytest.mark.parametrize("name", ["nesterov", "momentum", "sgd"])

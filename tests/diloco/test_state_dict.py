@@ -1,7 +1,6 @@
 """Saved outer state: resumed is uninterrupted, and other settings take over what they can."""
 
 import copy
-import json
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.diloco.toy import Net, alone, config, full, join, parameters, sgd, sharded, start, train
+from tests.diloco.toy import Net, alone, config, join, parameters, sgd, start, train
 from tests.processes import ProcessPool
 from torchtitan_diloco.diloco import (
     Beginning,
@@ -131,30 +130,6 @@ def test_fragments_that_are_applied_now_are_mixed_also_where_shared_values_stay(
     for name, value in mixed.items():
         kept = saved["tensors"][shared_parameter_name(name)] if name in names else trained[name]
         assert_same(value, kept)
-
-
-def _through_a_template() -> tuple[State, State]:
-    world = join(1, ranks=2)
-    model = sharded(world)
-    outer, optimizer = StreamingDiLoCo(model, None, config(2, delay=5)), sgd(model)
-    train(outer, model, optimizer, range(1, 14))
-    saved = SavedState(**outer.state_dict(world.host_mesh))
-    facts = json.loads(json.dumps(saved.facts))
-    names = [*saved.tensors, "model/blocks.0.weight"]
-    template = SavedState.template(model, facts, names, world.host_mesh)
-    assert template.tensors.keys() == saved.tensors.keys()
-    for name, room in template.tensors.items():
-        assert not room.to_local().any()  # type: ignore[attr-defined]
-        room.copy_(saved.tensors[name])
-    again = StreamingDiLoCo(model, None, config(2, delay=5))
-    assert again.load_state_dict(template) == []
-    loaded = again.state_dict(world.host_mesh)["tensors"]
-    return {n: full(v) for n, v in saved.tensors.items()}, {n: full(v) for n, v in loaded.items()}
-
-
-def test_a_template_has_room_for_a_saved_state(processes: ProcessPool) -> None:
-    for saved, loaded in processes.run(_through_a_template, 2):
-        assert_same(loaded, saved)
 
 
 def test_a_saved_state_starts_other_loops_and_not_other_models() -> None:

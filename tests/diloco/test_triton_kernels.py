@@ -19,24 +19,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchtitan_diloco.diloco.codecs import CODECS, UNIT, Codec, blocks, build_codec
+from tests.diloco.test_codecs import BLOCK_CODECS, build
+from torchtitan_diloco.diloco.codecs import UNIT, Codec, blocks
 from torchtitan_diloco.diloco.codecs.blocks import BlockCodec
 from torchtitan_diloco.diloco.codecs.topk import TopKCodec
-from torchtitan_diloco.diloco.config import BLOCK_SIZES, Quantization
+from torchtitan_diloco.diloco.config import BLOCK_SIZES
 
-BLOCK_CODECS: list[str] = [name for name in CODECS if name not in ("fp32", "bf16", "topk")]
 WEIGHTS = [3.0, 1.0, 9.0, 0.25]
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 
 
 # --- what is compared -----------------------------------------------------------------------------
-
-
-def build(name: str, block: int) -> BlockCodec:
-    codec = build_codec(Quantization(codec=name, block_size=block))  # type: ignore[arg-type]
-    assert isinstance(codec, BlockCodec)
-    return codec
 
 
 def plain_torch() -> Any:
@@ -125,9 +119,9 @@ def compare_means(codec: Codec, length: int, device: str) -> None:
         torch.testing.assert_close(mean.read(), expected, rtol=0, atol=2**-22)
 
 
-def compare_any_bytes(codec: BlockCodec, device: str) -> None:
+def compare_any_bytes(codec: Codec, block: int, device: str) -> None:
     """Decode every code under every scale, also those that no encoder writes."""
-    length, generator = 2 * UNIT + 77, torch.Generator().manual_seed(codec.block_size)
+    length, generator = 2 * UNIT + 77, torch.Generator().manual_seed(block)
     payload = torch.randint(256, (codec.wire_bytes(length),), generator=generator)
     compare_decoded(codec, payload.to(torch.uint8), length, device)
 
@@ -159,11 +153,12 @@ def _compare_format(name: str, device: str) -> None:
     for kind, length in enumerate(lengths):
         one_of_all = [BLOCK_SIZES[(number + 2 * kind) % len(BLOCK_SIZES)]]
         for block in BLOCK_SIZES if fast else one_of_all:
-            compare(build(name, block), inputs(length, block, kind), device)
-    compare(build(name, UNIT), inputs(len(KINDS) * UNIT, UNIT, 0), device)
+            compare(build(name, block_size=block), inputs(length, block, kind), device)
+    compare(build(name, block_size=UNIT), inputs(len(KINDS) * UNIT, UNIT, 0), device)
     for block in BLOCK_SIZES if fast else (16, 1024):
-        compare_means(build(name, block), (300 if fast else 1) * UNIT + 1, device)
-        compare_any_bytes(build(name, block), device)
+        codec = build(name, block_size=block)
+        compare_means(codec, (300 if fast else 1) * UNIT + 1, device)
+        compare_any_bytes(codec, block, device)
 
 
 @needs_triton
@@ -176,18 +171,8 @@ def _compare_largest(length: int, top: int, device: str) -> None:
     codec = TopKCodec("topk", top, residual_decay=0.95)
     compare(codec, inputs(length, 64, 0), device)
     compare_means(codec, length, device)
-
-
-@needs_triton
-@pytest.mark.parametrize(("length", "top"), [(0, 16), (15, 16), (UNIT, 256), (UNIT + 700, 10)])
-def test_the_kernel_finds_the_largest_values(run: Run, length: int, top: int) -> None:
-    run(_compare_largest, length, top)
-
-
-def _compare_residuals(device: str) -> None:
-    codec, generator = TopKCodec("topk", 16, residual_decay=0.95), torch.Generator().manual_seed(0)
-    values, residual = torch.randn(2, 700, generator=generator)
-    expected = torch.zeros(codec.wire_bytes(700), dtype=torch.uint8)
+    values, residual = torch.randn(2, length, generator=torch.Generator().manual_seed(0))
+    expected = torch.zeros(codec.wire_bytes(length), dtype=torch.uint8)
     payload, left = Guarded(expected, device), Guarded(residual, device)
     codec.encode_with_residual(values.to(device, copy=True), left.inside, payload.inside)
     with plain_torch():
@@ -197,8 +182,9 @@ def _compare_residuals(device: str) -> None:
 
 
 @needs_triton
-def test_residuals_have_the_bits_of_torch(run: Run) -> None:
-    run(_compare_residuals)
+@pytest.mark.parametrize(("length", "top"), [(0, 16), (15, 16), (UNIT, 256), (UNIT + 700, 10)])
+def test_the_kernel_finds_the_largest_values(run: Run, length: int, top: int) -> None:
+    run(_compare_largest, length, top)
 
 
 # --- compiled for a GPU that is not there ---------------------------------------------------------
@@ -249,7 +235,8 @@ def _compile_all(cache: Path) -> None:
     kernels.encode_largest(torch.zeros(64 * UNIT + 1), room, 10)
     for index, name in enumerate(BLOCK_CODECS):
         length = 64 * UNIT + index % 2
-        codec = build(name, BLOCK_SIZES[index])
+        codec = build(name, block_size=BLOCK_SIZES[index])
+        assert isinstance(codec, BlockCodec)
         payload = torch.zeros(codec.wire_bytes(length), dtype=torch.uint8)
         values = torch.zeros(length)
         kernels.encode(values, payload, codec.format)

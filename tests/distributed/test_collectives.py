@@ -1,84 +1,37 @@
 """Agreement, reductions and the names of lost ranks."""
 
-import logging
 import os
 import re
 import time
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from tests.distributed.test_world import join
 from tests.processes import DIED, ProcessPool
 from torchtitan_diloco.diloco.meeting import agree
-from torchtitan_diloco.distributed import collectives
 from torchtitan_diloco.distributed.collectives import (
     PendingSum,
     RanksLostError,
     naming_lost_ranks,
     on_all_ranks,
-    share_cores,
 )
 from torchtitan_diloco.distributed.world import leave_world
 from torchtitan_diloco.log import cause_of
 
 
-def _combine() -> tuple[Any, ...]:
+def _agree() -> tuple[Any, ...]:
+    """Return sums over all ranks, and the errors where rank 1 fails and rank 2 differs."""
     world = join(1)
     values = [1.0 + world.rank, 2.0**40 + world.rank]
     total, nothing = (PendingSum(world, one, "in the test") for one in (values, []))
     assert on_all_ranks(world.control, lambda: world.rank) == world.rank
     agree({"corpus": "same"}, world.control, "rank")
-    found = total.result(), nothing.result()
+    sums = total.result(), nothing.result()
     assert total.is_complete
-    return found
-
-
-@pytest.mark.parametrize("size", [1, 3])
-def test_all_ranks_get_the_same(processes: ProcessPool, size: int) -> None:
-    ranks = range(size)
-    total = [sum(1.0 + rank for rank in ranks), size * 2.0**40 + sum(ranks)]
-    assert processes.run(_combine, size) == [(total, [])] * size
-
-
-def _threads(places: list[str], set_by_user: bool) -> int:
-    """Return torch's threads of a rank that would use all four cores of its machine."""
-    world, before = join(1), torch.get_num_threads()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collectives, "place", lambda: places[world.rank])
-        patch.setattr(collectives, "available_cores", lambda: 4)
-        patch.setenv("OMP_NUM_THREADS", "4")
-        if not set_by_user:
-            patch.delenv("OMP_NUM_THREADS")
-        torch.set_num_threads(4)
-        share_cores(world, has_islands=False)
-        found = torch.get_num_threads()
-    torch.set_num_threads(before)
-    return found
-
-
-def test_ranks_on_one_machine_share_its_cores(processes: ProcessPool) -> None:
-    assert processes.run(_threads, 3, ["a", "a", "b"], False) == [2, 2, 4]
-    assert processes.run(_threads, 2, ["a", "a"], True) == [4, 4]
-
-
-def test_an_island_cannot_know_the_others_on_its_machine(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
-    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
-    monkeypatch.delenv("OMP_NUM_THREADS")
-    with caplog.at_level(logging.INFO):
-        share_cores(join(1), has_islands=False)
-        assert caplog.text == ""
-        share_cores(join(1), has_islands=True)
-    assert caplog.text.count("4 a process: if other islands train on this machine") == 1
-
-
-def _refuse() -> tuple[str, str]:
-    world = join(1)
+    if world.size == 1:
+        return sums
 
     def refuse() -> None:
         if world.rank == 1:
@@ -88,13 +41,13 @@ def _refuse() -> tuple[str, str]:
         on_all_ranks(world.control, refuse)
     with pytest.raises(ValueError, match="differently") as different:
         agree({"corpus": "a" if world.rank != 2 else "b", "text": "same"}, world.control, "rank")
-    return str(refused.value), str(different.value)
+    return *sums, str(refused.value), str(different.value)
 
 
-def test_all_ranks_get_the_error_of_one_and_the_names_of_differing_ones(
-    processes: ProcessPool,
-) -> None:
-    for rank, (refused, different) in enumerate(processes.run(_refuse, 3)):
+def test_all_ranks_get_the_same_and_the_error_of_one(processes: ProcessPool) -> None:
+    assert processes.run(_agree, 1) == [([1.0, 2.0**40], [])]
+    for rank, (total, nothing, refused, different) in enumerate(processes.run(_agree, 3)):
+        assert (total, nothing) == ([6.0, 3 * 2.0**40 + 3], [])
         assert refused == ("no" if rank == 1 else "no (on rank 1)")
         assert "corpus: a on rank 0, b on rank 2" in different
         assert "text" not in different
@@ -124,16 +77,9 @@ def test_lost_ranks_are_the_same_for_all_that_ask_at_different_moments(
     assert died == DIED
 
 
-GLOO = "[/src/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:80. This. GLHF!"
-
-
-@pytest.mark.parametrize(
-    ("message", "cause"),
-    [
-        (GLOO, "Connection closed by peer [127.0.0.1]:80"),
-        ("Timed out waiting 4000ms. Try again\nand more", "Timed out waiting 4000ms. Try again"),
-        ("", "RuntimeError"),
-    ],
-)
-def test_the_cause_of_an_error_is_its_first_line(message: str, cause: str) -> None:
-    assert cause_of(RuntimeError(message)) == cause
+def test_the_cause_of_an_error_is_its_first_line() -> None:
+    gloo = "[/src/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:80. GLHF!"
+    assert cause_of(RuntimeError(gloo)) == "Connection closed by peer [127.0.0.1]:80"
+    late = "Timed out waiting 4000ms. Try again"
+    assert cause_of(RuntimeError(f"{late}\nand more")) == late
+    assert cause_of(RuntimeError()) == "RuntimeError"

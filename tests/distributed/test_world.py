@@ -29,13 +29,6 @@ def join(workers: int, **timeouts: int) -> World:
     return join_world(Distributed(**timeouts), Link(), device="cpu", workers=workers, fsdp=0)
 
 
-def test_a_single_process_has_no_process_groups() -> None:
-    world = join(1)
-    assert (world.size, world.mesh, world.control) == (1, None, None)
-    assert not dist.is_initialized()
-    leave_world(world)
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize(
     ("size", "changes", "reason"),
@@ -64,15 +57,24 @@ def _grid() -> tuple[Any, ...]:
     return world.worker, tuple(world.mesh.shape), *map(dist.get_process_group_ranks, groups)
 
 
-def test_consecutive_ranks_form_a_worker(processes: ProcessPool) -> None:
+def test_consecutive_ranks_form_a_worker_and_a_single_one_has_no_groups(
+    processes: ProcessPool,
+) -> None:
     assert processes.run(_grid, 4) == [
         (rank // 2, (2, 2), [rank % 2, rank % 2 + 2], *[[rank // 2 * 2, rank // 2 * 2 + 1]] * 3)
         for rank in range(4)
     ]
+    world = join(1)
+    assert (world.size, world.mesh, world.control) == (1, None, None)
+    assert not dist.is_initialized()
+    leave_world(world)
 
 
-def groups_on_gpus(monkeypatch: pytest.MonkeyPatch, outer_loop: bool) -> list[tuple[Any, ...]]:
-    """Return (backend, ranks, seconds, device) of each group that four ranks on GPUs would make."""
+@pytest.mark.parametrize("outer_loop", [True, False])
+def test_nccl_joins_only_ranks_that_train_together(
+    monkeypatch: pytest.MonkeyPatch, outer_loop: bool
+) -> None:
+    """And these wait for each other longer than for another worker, which is named then."""
     device, made = torch.device("cuda", 0), list[tuple[Any, ...]]()
 
     def new_group(ranks: Any = None, timeout: Any = None, backend: str = "", **more: Any) -> object:
@@ -94,17 +96,8 @@ def groups_on_gpus(monkeypatch: pytest.MonkeyPatch, outer_loop: bool) -> list[tu
     monkeypatch.setattr(DeviceMesh, "from_group", lambda *_, **__: None)
     limits = Distributed(train_timeout_seconds=300), Link(timeout_seconds=600)
     join_world(*limits, device="cuda", workers=2, fsdp=0, outer_loop=outer_loop)
-    return made
-
-
-@pytest.mark.parametrize("outer_loop", [True, False])
-def test_nccl_joins_only_ranks_that_train_together(
-    monkeypatch: pytest.MonkeyPatch, outer_loop: bool
-) -> None:
-    """And these wait for each other longer than for another worker, which is named then."""
-    made = groups_on_gpus(monkeypatch, outer_loop)
     assert made[0] == ("gloo", "all", None, None), "no communicator of all ranks"
-    device, seconds = torch.device("cuda", 0), 660 if outer_loop else 300
+    seconds = 660 if outer_loop else 300
     inside = [("nccl", ranks, seconds, device) for ranks in ((0, 1), (2, 3))]
     across = [("nccl", ranks, 600, device) for ranks in ((0, 2), (1, 3))]
     nccl = [group for group in made if group[0] == "nccl"]
@@ -113,19 +106,17 @@ def test_nccl_joins_only_ranks_that_train_together(
     assert {group[3] for group in made if group[0] == "gloo"} == {None}
 
 
-def test_gpus_that_are_shared_or_have_one_queue_are_said(
+def test_gpus_that_are_shared_are_said(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     monkeypatch.setattr(logging.getLogger("torchtitan_diloco"), "propagate", True)
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     with pytest.raises(ValueError, match="local rank 1 has no GPU of its own, torch sees 1"):
         pick_device("auto", 1)
     assert pick_device("auto", 1, share=True) == torch.device("cuda", 0)
     assert "shares cuda:0 with another" in caplog.text
-    assert "CUDA_DEVICE_MAX_CONNECTIONS=1" in caplog.text
 
 
 def _interface_of_each_group() -> list[tuple[bool, str]]:

@@ -43,7 +43,3 @@ def load(folder: Path, **options: Any) -> Any:
     )
     assert not any(report.values()), "nothing is missing, newly initialised or left over"
     return model
-
-
-def some_tokens(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randint(0, VOCABULARY - 1, shape, generator=torch.Generator().manual_seed(seed))

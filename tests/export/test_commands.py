@@ -3,40 +3,24 @@
 import re
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from tests.components.test_resume import checkpoint, run, tensors
+from tests.components.test_resume import FP32, assert_same, checkpoint, chosen, run, tensors
 from tests.conftest import save_tokenizer, write_text
 from tests.export.reading import read_weights
 from tests.processes import ProcessPool
-from tests.test_trainer import curve, join, records, settings
+from tests.test_trainer import VALIDATION, curve, records
 from torchtitan_diloco.config import load_config
 from torchtitan_diloco.diloco.state_dict import shared_parameter_name
 from torchtitan_diloco.export import __main__ as commands
 from torchtitan_diloco.export.saved_model import open_saved
-from torchtitan_diloco.trainer import Trainer
+from torchtitan_diloco.export.weights import load_initial_weights
+from torchtitan_diloco.models import build_model
 
-VALIDATION = "loss/val"
-STREAMING = {
-    "diloco.method": "streaming",
-    "diloco.sync_every": 6,
-    "diloco.overlap.delay": 3,
-    "diloco.fragments.layers_per_fragment": 1,
-    "training.batch_size": 3,
-    "checkpoint.at_end": "true",
-}
 COMMANDS = "generate", "validate", "export"
 Capture = pytest.CaptureFixture[str]
-
-
-def chosen(text: Path, name: str, **changes: Any) -> dict[str, str]:
-    """Return the settings of a run that saves and validates after steps 8, 16 and 24."""
-    every = {"checkpoint.every": 8, "checkpoint.keep_latest": 9, "validation.every": 8}
-    folder = text.parent / name
-    return settings(text, **STREAMING | every | changes, run__folder=folder, training__steps=24)
 
 
 @pytest.fixture(scope="module")
@@ -46,10 +30,10 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def trained(corpus: Path, processes: ProcessPool) -> Path:
-    """Return a run of two workers, each sharded over two processes."""
+    """Return a run of two workers, each sharded over two processes, with saves every 4 steps."""
     file = save_tokenizer(corpus.parent / "own.json", 260)
-    wanted = chosen(corpus, "run", data__tokenizer=file, diloco__workers=2)
-    return Path(processes.run(run, 4, wanted)[0])
+    changes = FP32 | {"data.tokenizer": file, "validation.every": 8, "optimizer.lr": 0.02}
+    return Path(processes.run(run, 4, chosen(corpus, "run", **changes))[0])
 
 
 def shared_parameters(folder: Path, step: int) -> dict[str, torch.Tensor]:
@@ -58,69 +42,41 @@ def shared_parameters(folder: Path, step: int) -> dict[str, torch.Tensor]:
     return {name.removeprefix(prefix): value for name, value in found if name.startswith(prefix)}
 
 
-def run_from(toml: str, wanted: dict[str, str]) -> None:
-    config = load_config(toml, wanted)
-    Trainer(config, join(config)).run()
+def printed(capsys: Capture, *words: object) -> str:
+    """Run a command, not on a GPU, and return all that it prints."""
+    device = [] if words[0] == "export" else ["--device", "cpu"]
+    assert commands.main([*map(str, words), *device]) == 0
+    return "".join(capsys.readouterr())
 
 
 # --- weights --------------------------------------------------------------------------------------
 
 
-def test_export_writes_the_shared_parameters_from_which_another_run_starts(
-    trained: Path, processes: ProcessPool, tmp_path: Path, capsys: Capture
+def test_export_writes_the_shared_parameters(
+    trained: Path, tmp_path: Path, capsys: Capture
 ) -> None:
-    assert commands.main(["export", str(trained)]) == 0
-    base = trained / "export" / "step-00000024-safetensors"
-    expected = shared_parameters(trained, 24)
-    assert str(base) in capsys.readouterr().out
-    exported = read_weights(base)
-    assert exported.keys() == expected.keys()
-    for name, value in exported.items():
-        assert value.dtype == torch.float32
-        assert torch.equal(value, expected[name]), name
+    base = trained / "export" / "step-00000016-safetensors"
+    expected = shared_parameters(trained, 16)
+    assert str(base) in printed(capsys, "export", trained)
+    assert_same(read_weights(base), expected)
     config = load_config(str(base / "config.toml"))
     assert (config.run.folder, config.data.tokenizer) == ("", str(base / "tokenizer.json"))
     modes = {path.name: path.stat().st_mode & 0o777 for path in base.iterdir()}
     assert set(modes.values()) == {base.stat().st_mode & 0o666}, "the user's umask"
 
-    half, path = tmp_path / "half", str(checkpoint(trained, 24, worker=1))
-    assert commands.main(["export", path, "--dtype", "bfloat16", "--out", str(half)]) == 0
-    for name, value in read_weights(half).items():
-        assert torch.equal(value, expected[name].bfloat16()), name
-
-    folder = tmp_path / "run"
-    changes = {"diloco.workers": 2, "model.weights": base, "run.folder": folder}
-    changes |= {"optimizer.lr": 1e-9, "training.steps": 1}
-    wanted = {name: str(value) for name, value in changes.items()}
-    processes.run(run_from, 4, str(base / "config.toml"), wanted)
-    started = shared_parameters(folder, 1)
-    for name, value in expected.items():
-        torch.testing.assert_close(started[name], value, rtol=0, atol=1e-7)
-    assert records(folder)[0]["train/tokens"] == 12 * 32  # a new run, from its first token
-    assert commands.main(["export", str(folder)]) == 0
-    again = load_config(str(folder / "export" / "step-00000001-safetensors" / "config.toml"))
-    assert (again.model.weights, again.checkpoint.resume) == ("", "auto")
-
-
-def test_weights_are_not_overwritten(trained: Path, tmp_path: Path, capsys: Capture) -> None:
-    out = tmp_path / "out"
-    out.mkdir()
-    (out / "mine").write_text("")
-    (tmp_path / "file").write_text("")
-    for format in ("safetensors", "hf"):
-        assert commands.main(["export", str(trained), "--out", str(out), "--format", format]) == 2
-        message = "error: .*out is not empty; choose another folder"
-        assert re.match(message, capsys.readouterr().err)
-    assert [path.name for path in out.iterdir()] == ["mine"]
-    assert commands.main(["export", str(trained), "--out", str(tmp_path / "file" / "out")]) == 2
-    assert "cannot be written" in capsys.readouterr().err
+    half, path = tmp_path / "half", checkpoint(trained, 16, worker=1)
+    printed(capsys, "export", path, "--dtype", "bfloat16", "--out", half)
+    assert_same(read_weights(half), {name: one.bfloat16() for name, one in expected.items()})
+    model = build_model(config.model, 320, config.training.sequence_length).to_empty(device="cpu")
+    load_initial_weights(model, str(base))
+    assert_same(model.state_dict(), expected)
 
 
 def test_the_shared_parameters_are_those_of_any_worker(trained: Path, corpus: Path) -> None:
     """With data parallelism, they are the model."""
     changes = {"diloco.method": "none", "training.stop_after": 2}
     parallel = Path(run(chosen(corpus, "parallel", **changes)))
-    for folder, step, kind in ((trained, 16, "outer"), (parallel, 2, "model")):
+    for folder, step, kind in ((trained, 8, "outer"), (parallel, 2, "model")):
         saved = tensors(checkpoint(folder, step))
         islands = folder.parent / f"islands-{kind}"
         shutil.copytree(folder, islands / "island-1")
@@ -132,47 +88,40 @@ def test_the_shared_parameters_are_those_of_any_worker(trained: Path, corpus: Pa
 # --- validate and generate ------------------------------------------------------------------------
 
 
-def loss(capsys: Capture, *arguments: str) -> float:
-    assert commands.main(["validate", *arguments, "--device", "cpu"]) == 0
-    found = re.search(r"loss (\d+\.\d+), perplexity", capsys.readouterr().out)
-    assert found is not None
-    return float(found[1])
+def loss(capsys: Capture, *words: object) -> float:
+    (found,) = re.findall(r"loss (\d+\.\d+), perplexity", printed(capsys, "validate", *words))
+    return float(found)
 
 
 def test_the_loss_is_the_one_that_the_run_printed(trained: Path, capsys: Capture) -> None:
     """Fragments are in flight in the checkpoints of steps 8 and 16."""
-    printed = curve(records(trained), VALIDATION)
-    assert len(set(printed)) == 3
-    for step, expected in zip(("8", "16", "24"), printed, strict=True):
-        assert loss(capsys, str(trained), "--step", step) == pytest.approx(expected, abs=1e-4)
-    assert commands.main(["validate", str(trained), "--device", "cpu"]) == 0
-    output = capsys.readouterr()
-    assert "224 tokens (7 sequences of 32)" in output.out
-    assert "step 24, shared parameters" in output.err
+    losses = curve(records(trained), VALIDATION)
+    assert len(set(losses)) == 2
+    for step, expected in zip((8, 16), losses, strict=True):
+        assert loss(capsys, trained, "--step", step) == pytest.approx(expected, abs=1e-4)
+    output = printed(capsys, "validate", trained)
+    assert "224 tokens (7 sequences of 32)" in output
+    assert "step 16, shared parameters" in output
 
 
 def test_other_text_and_batches(trained: Path, tmp_path: Path, capsys: Capture) -> None:
     other = tmp_path / "other.txt"
     other.write_text("0123456789 " * 200)
-    usual = loss(capsys, run16 := str(checkpoint(trained, 16)))
-    assert loss(capsys, run16, "--batch-size", "3") == pytest.approx(usual, abs=1e-4)
-    assert loss(capsys, run16, "--corpus", str(other)) > usual + 1
-    assert loss(capsys, run16, "--sequences", "20") != usual
+    usual = loss(capsys, run16 := checkpoint(trained, 16))
+    assert loss(capsys, run16, "--batch-size", 3) == pytest.approx(usual, abs=1e-4)
+    assert loss(capsys, run16, "--corpus", other) > usual + 1
+    assert loss(capsys, run16, "--sequences", 20) != usual
 
 
 def test_text_is_repeatable(trained: Path, capsys: Capture) -> None:
     def text(*more: str) -> str:
-        assert (
-            commands.main(["generate", str(trained), "--device", "cpu", "--tokens", "20", *more])
-            == 0
-        )
-        return capsys.readouterr().out
+        return printed(capsys, "generate", trained, "--tokens", 20, *more)
 
     first = text("--prompt", "the sto")
     assert first.startswith("the sto")
     assert first == text("--prompt", "the sto")
     assert first != text("--prompt", "the sto", "--seed", "1")
-    assert text("--temperature", "0") == text("--top-p", "0", "--seed", "5")
+    assert text("--temperature", "0") == text("--temperature", "0", "--seed", "5")
 
 
 # --- mistakes -------------------------------------------------------------------------------------
@@ -183,21 +132,33 @@ def test_text_is_repeatable(trained: Path, capsys: Capture) -> None:
     [
         ("export", "nowhere", r"nowhere does not exist: name the folder of a run"),
         ("validate", "empty", r"empty has no complete checkpoint: name .* checkpoint.every"),
-        ("generate", "run --step 7", r"--step 7: .*run has no checkpoint .* it has 8, 16, 24"),
+        ("generate", "run --step 7", r"--step 7: .*run has no checkpoint .* it has 4, 8, 12, 16"),
         ("export", "run/worker-0/step-00000008 --step 16", r"--step 16: .* step; it has 8"),
-        ("generate", "run --temperature nan", r"--temperature nan .*: give"),
-        ("generate", "run --top-p 1.1", r"--top-p 1.1: give"),
+        ("generate", "run --temperature nan", r"--temperature nan: give"),
+        ("export", "run --out full", r"full is not empty; choose another folder"),
+        ("export", "run --out full --format hf", r"full is not empty; choose another folder"),
+        ("export", "run --out full/file/out", r"cannot be written"),
     ],
 )
 def test_a_mistake_is_one_line(
-    trained: Path, command: str, arguments: str, message: str, capsys: Capture
+    trained: Path,
+    tmp_path: Path,
+    command: str,
+    arguments: str,
+    message: str,
+    capsys: Capture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    (trained.parent / "empty").mkdir(exist_ok=True)
-    name, *more = arguments.split()
-    assert commands.main([command, str(trained.parent / name), *more]) == 2
+    monkeypatch.chdir(tmp_path)
+    for name in ("empty", "full"):
+        Path(name).mkdir()
+    Path("full/file").touch()
+    Path("run").symlink_to(trained)
+    assert commands.main([command, *arguments.split()]) == 2
     output = capsys.readouterr()
     assert re.match(rf"error: .*{message}", output.err)
     assert (output.out, output.err.count("\n")) == ("", 1)
+    assert [path.name for path in Path("full").iterdir()] == ["file"]
 
 
 def test_a_damaged_file_or_another_tokenizer_is_named(
@@ -206,19 +167,18 @@ def test_a_damaged_file_or_another_tokenizer_is_named(
     folder, own = tmp_path / "run", trained.parent / "own.json"
     before = own.read_bytes()
     shutil.copytree(trained / "worker-0", folder / "worker-0")
-    file = checkpoint(folder, 24) / "rank-0.safetensors"
+    file = checkpoint(folder, 16) / "rank-0.safetensors"
     content = file.read_bytes()
     file.write_bytes(content[:100] + bytes([content[100] ^ 1]) + content[101:])
     for command in COMMANDS:
         assert commands.main([command, str(folder)]) == 2
-        expected = r"error: .*step-00000024/rank-0.safetensors has other content.* --step"
+        expected = r"error: .*step-00000016/rank-0.safetensors has other content.* --step"
         assert re.match(expected, capsys.readouterr().err)
-    assert commands.main(["generate", str(folder), "--step", "16", "--tokens", "1"]) == 0
-    capsys.readouterr()
+    printed(capsys, "generate", folder, "--step", 12, "--tokens", 1)
     try:
         save_tokenizer(own, 259)
         for command in COMMANDS:
-            assert commands.main([command, str(folder), "--step", "16"]) == 2
+            assert commands.main([command, str(folder), "--step", "12"]) == 2
             expected = r"trained with another tokenizer than data.tokenizer = .*own.json"
             assert re.search(expected, capsys.readouterr().err)
     finally:

@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from tests.components.test_resume import run
 from tests.export.reading import build, load, read_weights, save
 from tests.processes import ProcessPool
-from tests.test_trainer import curve, records, settings
+from tests.test_trainer import VALIDATION, curve, records, settings
+from torchtitan_diloco.config import load_config
 from torchtitan_diloco.config.schema import Model
 from torchtitan_diloco.export import __main__ as commands
 from torchtitan_diloco.export.hugging_face import (
@@ -29,7 +30,6 @@ SMALL: dict[str, Any] = {"layers": 2, "width": 24, "heads": 4, "head_dim": 10, "
 SMALL |= {"kv_heads": 2}
 PLAIN = Model(**SMALL, qk_norm=False, tied_head=False, norm_epsilon=1e-5)
 SCALED = Model(**SMALL, qk_norm=False, rotary_scaling=8.0)
-VALIDATION = "loss/val"
 
 
 def test_what_transformers_saves_in_parts_and_16_bits_is_read(tmp_path: Path) -> None:
@@ -141,8 +141,9 @@ def test_a_run_continues_from_a_folder_of_transformers(
     printed = curve(records(Path(first)), VALIDATION)[-1]
     changes = {"diloco.workers": 2, "diloco.method": "streaming", "diloco.sync_every": 2}
     changes |= {"training.batch_size": 3, "training.steps": 2, "optimizer.lr": 1e-9}
-    chosen = settings(text, **llama, **changes, model__weights=folder, run__folder=second)
-    processes.run(run, 4, chosen)
+    changes |= {"model.weights": folder, "run.folder": second}
+    processes.run(run, 4, settings(text, **llama, **changes))
+    assert records(Path(second))[0]["train/tokens"] == 12 * 32, "a new run, from its first token"
     started, weights = open_saved(Path(second)), read_weights(folder)
     for name, parts in transformers_names(started.model).items():
         expected = torch.cat([weights[part] for part in parts])
@@ -151,3 +152,6 @@ def test_a_run_continues_from_a_folder_of_transformers(
     assert commands.main(["validate", second, "--device", "cpu"]) == 0
     assert f"loss {printed:.4f}" in capsys.readouterr().out
     assert commands.main(["generate", second, "--tokens", "3", "--device", "cpu"]) == 0
+    assert commands.main(["export", second]) == 0
+    exported = load_config(f"{second}/export/step-00000002-safetensors/config.toml")
+    assert (exported.model.weights, exported.checkpoint.resume) == ("", "auto")

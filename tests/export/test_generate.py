@@ -53,8 +53,7 @@ def test_greedy_takes_the_most_likely_token() -> None:
         assert token == int(logits[:VOCABULARY].argmax())
         tokens.append(token)
     assert len(tokens) == 2 + 2 * LENGTH
-    for narrow in ({"top_p": 1e-9}, {"temperature": 1e-9}):
-        assert tokens_from(decoder, [3, 4], new=2 * LENGTH, **narrow) == tokens[2:]
+    assert tokens_from(decoder, [3, 4], new=2 * LENGTH, temperature=1e-9) == tokens[2:]
 
 
 def test_the_stop_token_ends_the_text_and_is_not_yielded() -> None:
@@ -65,20 +64,13 @@ def test_the_stop_token_ends_the_text_and_is_not_yielded() -> None:
         assert stopped == free[: free.index(stop)]
 
 
-@pytest.mark.parametrize(
-    ("temperature", "top_p", "kept"),
-    [(1.0, 1.0, [0, 1, 2, 3]), (2.0, 0.8, [0, 1, 2]), (1.0, 0.7, [0, 2])],
-)
-def test_draws_follow_the_models_probabilities(
-    temperature: float, top_p: float, kept: list[int]
-) -> None:
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_draws_follow_the_models_probabilities(temperature: float) -> None:
     logits, generator = torch.tensor([1.0, 0.0, 2.0, -1.0]), torch.Generator().manual_seed(0)
-    drawn = torch.tensor([draw(logits, temperature, top_p, generator) for _ in range(1500)])
-    expected = torch.zeros(4)
-    expected[kept] = (logits[kept] / temperature).softmax(0)
+    drawn = torch.tensor([draw(logits, temperature, generator) for _ in range(1500)])
     found = torch.bincount(drawn, minlength=4) / 1500
+    expected = (logits / temperature).softmax(0)
     torch.testing.assert_close(found, expected, rtol=0, atol=0.05)
-    assert set(drawn.tolist()) == set(kept)
 
 
 def test_a_broken_model_is_an_error() -> None:

@@ -1,4 +1,4 @@
-"""Files of weights: written whole or not at all; what does not fit a run is refused."""
+"""Files of weights: what does not fit a run is refused."""
 
 import os
 from pathlib import Path
@@ -11,30 +11,7 @@ from tests.export.reading import read_weights
 from tests.processes import ProcessPool
 from tests.test_trainer import settings, train
 from torchtitan_diloco.config import load_config
-from torchtitan_diloco.export.__main__ import new_folder
 from torchtitan_diloco.models import build_model
-
-
-def test_weights_are_whole_and_never_overwritten(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def crash(*_: int) -> None:
-        raise KeyboardInterrupt
-
-    def save(value: float) -> None:
-        with new_folder(folder) as incomplete:
-            save_file({"a": torch.tensor(value)}, incomplete / "model.safetensors")
-
-    folder = tmp_path / "new" / "folder"
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "fsync", crash)
-        with pytest.raises(KeyboardInterrupt):
-            save(1.0)
-    assert not list(folder.parent.iterdir()), "nothing is left that looks complete"
-    save(2.0)
-    with pytest.raises(ValueError, match=r"folder is not empty; choose another folder"):
-        save(3.0)
-    assert read_weights(folder) == {"a": 2.0}
 
 
 def test_a_file_that_is_truncated_or_missing_is_named(tmp_path: Path) -> None:

@@ -205,6 +205,20 @@ def test_a_part_is_judged_by_the_others_and_by_those_before(
     assert [*find_outliers(dict(enumerate(norms)), merged, 20.0, alone=alone)] == outliers
 
 
+@pytest.mark.parametrize("silent", [True, False])
+def test_an_island_whose_neighbours_died_is_not_left_out_by_itself(silent: bool) -> None:
+    """Its learning rate may have changed, and nobody is there to compare with."""
+    one = Alone()
+    one.island.timing = Timing(Schedule(10, 1, 1), norm_limit=20.0)
+    one.state.fragments[0].norms = [1.0] * 5
+    members(40.0, 60.0, "i0", *([] if silent else ["i1"]), of=one.island.members)
+    one.open(1, now=50.0)
+    part = one.part(0, 1, now=50.0)
+    close = one.rounds.close({part: Checked(norm=50.0)}, lr=1.0, now=60.0)
+    assert close is not None
+    assert [refusal.outlier for refusal in close.refused] == ([] if silent else [True])
+
+
 def test_a_record_with_a_long_grace_holds_training_up_for_no_longer_than_usual() -> None:
     one = Alone()
     one.island.finish_step(20, 20, 0.1)

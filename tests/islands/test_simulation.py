@@ -27,6 +27,7 @@ The properties of the rules, and the tests that show them; those without a file 
 Every state of joining: test_coming_and_going, test_a_joiner_may_die_at_any_time.
 """
 
+import os
 import random
 import statistics
 
@@ -102,7 +103,9 @@ def test_parts_wait_for_no_round_that_begins_later(later: float, upload: float) 
 # --- faults ---------------------------------------------------------------------------------------
 
 
-FAULTS = ("kill", "pause", "cut", "away", "leave", "twin", "change", "garbage")
+FAULTS = ("kill", "pause", "cut", "away", "leave", "twin", "change", "flip", "garbage")
+SIMULATIONS = int(os.environ.get("SIMULATIONS", "25"))
+"""Runs with any faults. Thousands: SIMULATIONS=5000 ./run_tests.sh -k any_faults --timeout 0"""
 
 
 def inject(world: World, fault: str, rng: random.Random) -> None:
@@ -124,6 +127,8 @@ def inject(world: World, fault: str, rng: random.Random) -> None:
     elif fault == "leave":
         victim.leaving = True
         world.start(f"after{number}", victim.nature, at=rng.uniform(1, 4))
+    elif fault == "flip" and victim.training and not victim.is_flipped:
+        victim.flip()
     elif fault == "change":
         every = str(rng.choice([3, 4, 9]))
         world.append(Change(run="r1", key="diloco.sync_every", value=every))
@@ -133,7 +138,7 @@ def inject(world: World, fault: str, rng: random.Random) -> None:
         world.append_raw(rng.choice([b"", b"\xff", b"{}", world.log[-1]]))
 
 
-@settings(max_examples=25, phases=PHASES)
+@settings(max_examples=SIMULATIONS, phases=PHASES)
 @given(
     faults=st.lists(st.tuples(st.floats(0, 12), st.sampled_from(FAULTS)), max_size=8),
     plan=st.builds(
@@ -515,6 +520,17 @@ def test_who_uploads_for_most_of_a_cycle_sends_earlier() -> None:
     assert all(island.idle <= 1.0 for island in islands)
     for entry in (entry for at, entry in world.entries if 8.0 < at < 25.0):
         assert [part.base for part in entry.parts] == [entry.close.version - 1] * 2
+
+
+def test_an_island_whose_uplink_is_too_slow_is_told_so() -> None:
+    """The others neither wait for it nor say anything."""
+    world = World(Plan(steps=300, slots=2, begin=2, floor=0.05))
+    fast, slow = world.start("fast"), world.start("slow", Nature(upload=7.0))
+    world.run()
+    check(world)
+    assert fast.idle < 1.0
+    assert any("needs an uplink of at least" in text for text in slow.machine.notices)
+    assert not any("uplink" in text for text in fast.machine.notices)
 
 
 @pytest.mark.parametrize("quorum", [1, 2])

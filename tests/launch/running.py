@@ -6,10 +6,10 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
-from benchmarks.network import wait_until
+from benchmarks.network import Program, wait_until
 from tests.conftest import REPOSITORY
 from tests.launch.stand_in import is_alive
 
@@ -26,33 +26,24 @@ LAUNCHER_VARIABLES = re.compile(
 )
 
 
-class Running:
-    """A launcher that was started, and what it has printed so far."""
-
-    def __init__(self, process: "subprocess.Popen[bytes]", console: Path) -> None:
-        self.process, self._console = process, console
-
-    @property
-    def output(self) -> str:
-        return self._console.read_text()
+class Running(Program):
+    """A launcher that was started."""
 
     def wait_for(self, text: str, times: int = 1) -> None:
         def is_there() -> bool:
-            return self.output.count(text) >= times or self.process.poll() is not None
+            return self.printed().count(text) >= times or not self.running
 
-        wait_until(is_there, text, self._console, PATIENCE_SECONDS)
-        assert self.output.count(text) >= times, self.output
+        wait_until(is_there, text, self.log, PATIENCE_SECONDS)
+        assert self.printed().count(text) >= times, self.printed()
 
-    def wait(self) -> int:
+    def wait(self, seconds: float = PATIENCE_SECONDS) -> int:
         """Return the exit code as a shell shows it."""
-        code = self.process.wait(PATIENCE_SECONDS)
+        code = self.process.wait(seconds)
         return code if code >= 0 else 128 - code
 
     def wait_until_ranks_are_gone(self) -> None:
-        pids = [int(pid) for pid in re.findall(r"pid=(\d+)", self.output)]
-        wait_until(
-            lambda: not any(map(is_alive, pids)), "their end", self._console, PATIENCE_SECONDS
-        )
+        pids = [int(pid) for pid in re.findall(r"pid=(\d+)", self.printed())]
+        wait_until(lambda: not any(map(is_alive, pids)), "their end", self.log, PATIENCE_SECONDS)
 
 
 @contextmanager
@@ -76,12 +67,11 @@ def launcher(
             env={**settings, **(environment or {})},
             process_group=0,
         )
+    run = Running(process, console)
     try:
-        yield Running(process, console)
+        yield run
     finally:
-        with suppress(ProcessLookupError):
-            process.kill()
-        process.wait()
+        run.kill()
 
 
 def two_nodes() -> dict[str, str]:

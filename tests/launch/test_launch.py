@@ -6,48 +6,49 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 
 from torchtitan_diloco.launch import describe_failures, main, read_nodes
 
 SECOND = {"NNODES": "2", "NODE_RANK": "1"}
-ALONE = 1, 0, "localhost:0"
-NEED = "several nodes need NNODES .*, NODE_RANK .* and RDZV_ENDPOINT"
 
 
 @pytest.mark.parametrize(
     ("variables", "expected"),
     [
-        ({}, ALONE),
-        ({"NNODES": "1", "NODE_RANK": "0", "RDZV_ENDPOINT": "host:1"}, ALONE),
+        ({}, (1, 0, "localhost:0")),
+        ({"NNODES": "1", "NODE_RANK": "0", "RDZV_ENDPOINT": "a:1"}, (1, 0, "localhost:0")),
         (SECOND | {"RDZV_ENDPOINT": "a"}, (2, 1, "a:29500")),
         (SECOND | {"RDZV_ENDPOINT": "[::1]"}, (2, 1, "[::1]:29500")),
         (SECOND | {"RDZV_ENDPOINT": "[::1]:12"}, (2, 1, "[::1]:12")),
-        ({"RDZV_ENDPOINT": "host:1"}, NEED),
-        ({"NODE_RANK": "1"}, NEED),
-        ({"NNODES": "2", "RDZV_ENDPOINT": "h"}, NEED),
-        ({"NNODES": "2", "NODE_RANK": "2", "RDZV_ENDPOINT": "h"}, NEED),
-        ({"NNODES": "-1"}, "NNODES=-1 must be a whole number of at least 1"),
     ],
 )
-def test_variables_of_a_node(
-    variables: dict[str, str], expected: tuple[int, int, str] | str
-) -> None:
-    if not isinstance(expected, str):
-        assert read_nodes(variables) == expected
-        return
-    with pytest.raises(ValueError, match=expected):
+def test_variables_of_a_node(variables: dict[str, str], expected: tuple[int, int, str]) -> None:
+    assert read_nodes(variables) == expected
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"RDZV_ENDPOINT": "host:1"},
+        {"NODE_RANK": "1"},
+        {"NNODES": "2", "RDZV_ENDPOINT": "h"},
+        {"NNODES": "2", "NODE_RANK": "2", "RDZV_ENDPOINT": "h"},
+    ],
+)
+def test_several_nodes_need_all_variables(variables: dict[str, str]) -> None:
+    needed = "several nodes need NNODES .*, NODE_RANK .* and RDZV_ENDPOINT"
+    with pytest.raises(ValueError, match=needed):
         read_nodes(variables)
 
 
-@pytest.mark.parametrize("key", ["NPROC", "NNODES", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"])
-def test_mistakes_are_one_line(
-    key: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv(key, "x")
-    assert main(["--run.device", "cpu"]) == 2
-    assert capsys.readouterr().err.startswith(f"error: {key}=x must be a whole number")
+def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    for key, value in {"NPROC": "x", "NNODES": "-1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "x"}.items():
+        with patch.dict(os.environ, {key: value}):  # also undoes what the launcher sets
+            assert main(["--run.device", "cpu"]) == 2
+        assert capsys.readouterr().err.startswith(f"error: {key}={value} must be a whole number")
     assert main(["--diloco.wrkers", "3"]) == 2
     assert "workers" in capsys.readouterr().err
 

@@ -29,33 +29,29 @@ def test_two_runs_at_once(tmp_path: Path) -> None:
         launcher(tmp_path / "a", "meet", "--data.corpus", argument) as a,
         launcher(tmp_path / "b", "meet", environment={"OMP_NUM_THREADS": "7"}) as b,
     ):
-        assert (a.wait(), b.wait()) == (0, 0), a.output + b.output
+        assert (a.wait(), b.wait()) == (0, 0), a.printed() + b.printed()
     for run, threads in ((a, max(1, available_cores() // 2)), (b, 7)):
         for rank in range(2):
-            assert f"rank={rank} threads={threads}" in run.output
-            assert f"met rank={rank} of 2 sum=1" in run.output
-        assert a.output.count(repr(argument)) == 2
+            assert f"rank={rank} threads={threads}" in run.printed()
+            assert f"met rank={rank} of 2 sum=1" in run.printed()
+        assert a.printed().count(repr(argument)) == 2
 
 
 def test_a_node_that_no_other_node_meets(tmp_path: Path) -> None:
-    variables = {**two_nodes(), "NODE_RANK": "0"}
+    """Ctrl-C ends it as well: torch waits in C++ then, where no Python signal handler runs."""
+    first, second = ({**two_nodes(), "NODE_RANK": rank} for rank in ("0", "1"))
     timeout = ("--distributed.init_timeout_seconds", "2")
-    with launcher(tmp_path / "console", "wait", *timeout, environment=variables) as run:
-        assert run.wait() == 1
-    meeting = f"RDZV_ENDPOINT={variables['RDZV_ENDPOINT']} within 2 s"
-    assert f"error: did not meet the other nodes at {meeting}" in run.output
-    assert "Traceback" not in run.output
-
-
-def test_ctrl_c_while_waiting_for_other_nodes(tmp_path: Path) -> None:
-    """torch waits in C++ then, where no Python signal handler runs."""
-    variables = {**two_nodes(), "NODE_RANK": "1"}
-    with launcher(tmp_path / "console", "wait", environment=variables) as run:
-        run.wait_for("node 1 of 2: waiting for the others at localhost:")
-        time.sleep(1)
-        run.process.send_signal(signal.SIGINT)
-        assert run.wait() == 130
-        assert "Traceback" not in run.output
+    with (
+        launcher(tmp_path / "0", "wait", *timeout, environment=first) as alone,
+        launcher(tmp_path / "1", "wait", environment=second) as stopped,
+    ):
+        stopped.wait_for("node 1 of 2: waiting for the others at localhost:")
+        assert alone.wait() == 1
+        meeting = f"RDZV_ENDPOINT={first['RDZV_ENDPOINT']} within 2 s"
+        assert f"error: did not meet the other nodes at {meeting}" in alone.printed()
+        stopped.process.send_signal(signal.SIGINT)
+        assert stopped.wait() == 130
+        assert "Traceback" not in alone.printed() + stopped.printed()
 
 
 @pytest.mark.parametrize(
@@ -75,8 +71,8 @@ def test_a_stop_signal_lets_every_rank_finish(
             os.killpg(run.process.pid, number)  # as a terminal does
         assert run.wait() == code
         # torch sends SIGTERM if the signal comes while it starts processes.
-        assert len(re.findall(r"finished .* count=1\n", run.output)) == workers
-        assert "Traceback" not in run.output
+        assert len(re.findall(r"finished .* count=1\n", run.printed())) == workers
+        assert "Traceback" not in run.printed()
         run.wait_until_ranks_are_gone()
 
 
@@ -90,7 +86,7 @@ def test_a_second_signal_kills(tmp_path: Path) -> None:
         assert run.process.poll() is None
         run.process.send_signal(signal.SIGINT)
         assert run.wait() == 130
-        assert run.output.endswith("killed by a second signal\n")
+        assert run.printed().endswith("killed by a second signal\n")
         run.wait_until_ranks_are_gone()
 
 
@@ -122,16 +118,16 @@ def test_a_failing_rank_is_named_and_ends_the_others(
     with launcher(tmp_path / "console", does, *options, workers=workers) as run:
         assert run.wait() == code
         run.wait_until_ranks_are_gone()
-    assert run.output.count("started ") == workers
-    assert run.output.splitlines()[-1].startswith(last), run.output
+    assert run.printed().count("started ") == workers
+    assert run.printed().splitlines()[-1].startswith(last), run.printed()
 
 
 def test_a_crashed_run_goes_on_in_its_folder(tmp_path: Path) -> None:
     with launcher(tmp_path / "console", "crash:-9:2,meet") as run:
-        assert run.wait() == 0, run.output
-    assert run.output.count("started ") == 6
-    assert run.output.count("of 2 sum=1") == 2
-    folders = re.findall(r"'--run\.folder', '(outputs/demo-[^']+)'", run.output)
+        assert run.wait() == 0, run.printed()
+    assert run.printed().count("started ") == 6
+    assert run.printed().count("of 2 sum=1") == 2
+    folders = re.findall(r"'--run\.folder', '(outputs/demo-[^']+)'", run.printed())
     assert len(folders) == 6
     assert len(set(folders)) == 1
     run.wait_until_ranks_are_gone()
@@ -143,10 +139,9 @@ def test_two_nodes_meet_again_after_a_crash(tmp_path: Path) -> None:
         launcher(tmp_path / "1", "crash:7:1,meet", environment={**common, "NODE_RANK": "1"}) as one,
         launcher(tmp_path / "0", "meet", environment={**common, "NODE_RANK": "0"}) as zero,
     ):
-        assert (zero.wait(), one.wait()) == (0, 0), zero.output + one.output
+        assert (zero.wait(), one.wait()) == (0, 0), zero.printed() + one.printed()
     for run in (zero, one):
-        assert "of 2 sum=1" in run.output
-        assert "--run.folder" not in run.output, "the first rank chooses it for all nodes"
+        assert "of 2 sum=1" in run.printed()
 
 
 def test_a_machine_with_only_the_loopback_interface(tmp_path: Path) -> None:
@@ -156,5 +151,5 @@ def test_a_machine_with_only_the_loopback_interface(tmp_path: Path) -> None:
         pytest.skip("needs the right to make a network namespace (root on Linux)")
     inside = [unshare, "-nu", sys.executable, "-c", ONLY_LOOPBACK]
     with launcher(tmp_path / "console", "meet", inside=inside) as run:
-        assert run.wait() == 0, run.output
-    assert run.output.count("sum=1") == 2
+        assert run.wait() == 0, run.printed()
+    assert run.printed().count("sum=1") == 2

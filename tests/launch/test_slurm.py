@@ -51,7 +51,9 @@ def submit(job: Path, folder: str, *arguments: str) -> "subprocess.CompletedProc
 def test_one_launcher_on_each_node(job: Path) -> None:
     run = submit(job, "repository", "--config", "1b", "--run.description", "two words")
     assert (run.returncode, run.stderr) == (0, "")
-    common = "node07:24567 --config 1b --run.description two words"
+    common = (
+        "node07:24567 --run.folder outputs/slurm-1234567 --config 1b --run.description two words"
+    )
     assert [line for line in run.stdout.splitlines() if line.startswith("run:")] == [
         f"run: 2 none {common} --print-config",
         f"run: 2 0 {common}",

@@ -7,21 +7,15 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.testing import assert_close
 
+from tests.diloco.toy import full
+from tests.distributed.test_world import join
 from tests.processes import ProcessPool
 from torchtitan_diloco.components.loss import loss_head
 from torchtitan_diloco.components.optimizer import gradient_norm
-from torchtitan_diloco.config.schema import (
-    ActivationCheckpoint,
-    Compile,
-    Distributed,
-    Model,
-    Parallel,
-)
-from torchtitan_diloco.diloco.config import Link
-from torchtitan_diloco.distributed.world import FSDP, World, join_world
+from torchtitan_diloco.config.schema import ActivationCheckpoint, Compile, Model, Parallel
+from torchtitan_diloco.distributed.world import FSDP, World
 from torchtitan_diloco.models import LanguageModel, build_model
 from torchtitan_diloco.models.parallelize import materialize, parallelize
 
@@ -48,7 +42,7 @@ def build(
     dtype: torch.dtype = torch.float32,
     model: Model = TINY,
 ) -> tuple[LanguageModel, World]:
-    world = join_world(Distributed(), Link(), device="cpu", workers=workers, fsdp=0)
+    world = join(workers)
     decoder = build_model(model, VOCABULARY, LENGTH)
     parallelize(
         decoder,
@@ -60,11 +54,6 @@ def build(
     )
     materialize(decoder, world.device, seed=5)
     return decoder, world
-
-
-def full(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
 def backward(decoder: LanguageModel, world: World) -> None:
@@ -86,7 +75,8 @@ def step(workers: int = 1, **options: Any) -> Outcome:
     weights = {name: full(parameter) for name, parameter in decoder.named_parameters()}
     backward(decoder, world)
     norm = gradient_norm(decoder.parameters(), world.group(FSDP)).item()
-    gradients = {name: full(parameter.grad) for name, parameter in decoder.named_parameters()}
+    trained = {name: parameter.grad for name, parameter in decoder.named_parameters()}
+    gradients = {name: full(one) for name, one in trained.items() if one is not None}
     return Outcome(weights, gradients, norm, hidden[0])
 
 

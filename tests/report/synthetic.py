@@ -85,7 +85,6 @@ def round_records(
                 values=parameters,
                 participants=workers,
                 sent_bytes=1_500_000,
-                received_bytes=1_500_000,
                 **_times(due, arrivals, worker),
             )
             if outer_round % measure_every == 0:

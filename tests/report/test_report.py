@@ -7,13 +7,8 @@ import numpy as np
 import pytest
 
 from tests.conftest import REPOSITORY
-from tests.report.synthetic import (
-    FRAGMENTS,
-    exchanges,
-    round_records,
-    step_records,
-    write_run,
-)
+from tests.report.synthetic import FRAGMENTS, exchanges, round_records, step_records, write_run
+from tests.test_trainer import LOSS
 from torchtitan_diloco.components.metrics import METRICS
 from torchtitan_diloco.components.summary import all_reduce_bytes
 from torchtitan_diloco.report.__main__ import main
@@ -24,12 +19,9 @@ from torchtitan_diloco.report.page import (
     detail_tables,
     facts_table,
     html_page,
-    markdown,
 )
 from torchtitan_diloco.report.run_records import Run, open_runs
 from torchtitan_diloco.report.timeline import PHASES, draw_timeline, phases
-
-LOSS = "loss/train"
 
 
 def opened(folder: Path) -> Run:
@@ -58,50 +50,48 @@ def shown_text(page: str) -> str:
 
 def test_page_of_a_run(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     streaming = runs / "streaming"
-    assert main([str(streaming)]) == 0
-    page = streaming / "report.html"
-    assert capsys.readouterr().out.strip() == str(page)
-    text = page.read_text()
+    for page, words in (("report.html", []), ("again.html", ["--out", f"{streaming}/again.html"])):
+        assert main([str(streaming), *words]) == 0
+        assert capsys.readouterr().out == f"{streaming / page}\n"
+    text = (streaming / "report.html").read_text()
+    assert (streaming / "again.html").read_text() == text, "the same records, the same page"
     shown = shown_text(text).splitlines()
     assert 'a <tale> of "two" runs & more; 3 workers, Streaming DiLoCo' in shown
     assert "<tale>" not in text
     for section in ("Workers", "Links, slowest first", "All settings"):
         assert section in shown
     assert "worker 2: transfer 800.0 ms" in text, "a tooltip"
-    assert "training: " in text, "a tooltip"
     assert "#0b62b0" not in text.partition("</style>")[2], "colours are variables"
-    assert main([str(streaming), "--out", str(streaming / "again.html")]) == 0
-    assert (streaming / "again.html").read_text() == text, "the same records, the same page"
 
 
 def test_facts_and_figures_of_a_run(runs: Path) -> None:
     run = opened(runs / "streaming")
-    expected = 600 * all_reduce_bytes(sum(FRAGMENTS.values()), 3)
-    assert facts(run) | {
-        "tokens": ("9,830,400", "of the run, 600 steps"),
-        "time": ("0:05:00", "days, h:mm:ss, with validations"),
-        "sent by each worker": ("90.0 MB", "counted in the buffers"),
-        "communication hidden": (f"{100 * (1 - 0.05 / 1.2):.1f} %", "of the exchanges' time"),
-        "slowest link": ("40.0 Mbit/s", "worker 2 to worker 0, median of 57 rounds"),
-    } == facts(run)
-    assert facts(run)["last to arrive"][0] == "worker 2"
-    assert 97 < float(facts(run)["utilisation"][0].removesuffix(" %")) < 98
-    ratio = expected / (60 * 1.5e6)
-    assert f"{ratio:,.1f} times" in facts(run)["data parallelism would send"][1]
+    told = facts(run)
+    assert (
+        told.items()
+        >= {
+            "tokens": ("9,830,400", "of the run, 600 steps"),
+            "time": ("0:05:00", "days, h:mm:ss, with validations"),
+            "sent by each worker": ("90.0 MB", "counted in the buffers"),
+            "communication hidden": (f"{100 * (1 - 0.05 / 1.2):.1f} %", "of the exchanges' time"),
+        }.items()
+    )
+    assert 97 < float(told["utilisation"][0].removesuffix(" %")) < 98
+    ratio = 600 * all_reduce_bytes(sum(FRAGMENTS.values()), 3) / (60 * 1.5e6)
+    assert f"{ratio:,.1f} times" in told["data parallelism would send"][1]
     workers, links = detail_tables([run])
     assert [row[0].text for row in workers.rows] == ["worker 2", "worker 0", "worker 1"]
     assert workers.rows[0][1].text == "57 of 57"
     assert len(links.rows) == 6
+    assert [cell.text for cell in links.rows[0]] == ["worker 2 to worker 0", "40.0 Mbit/s", "57"]
 
     found = by_title(run)
     assert list(found) == [
         "Loss over tokens",
         "Loss over time",
         "Bytes sent by each worker",
-        "Bandwidth",
         "Where the time went",
         "The last exchanges",
-        "The last exchange",
         "Cosine of a worker's update to the mean",
         "Drift of the workers",
     ]
@@ -121,13 +111,11 @@ def test_runs_that_lack_something(runs: Path, tmp_path: Path) -> None:
     control = opened(runs / "data-parallel")
     assert list(by_title(control)) == ["Loss over tokens", "Loss over time", "Where the time went"]
     assert "No exchange was recorded" in html_page([control])
-    assert "last to arrive" not in facts(control)
     assert "computed, not counted" in facts(control)["sent by each worker"][1]
     assert detail_tables([control]) == []
 
     new = opened(write_run(tmp_path / "new", []))
     assert "has not logged a step yet" in html_page([new])
-    assert "has not logged a step yet" in markdown([new])
     assert "no readable config.toml" in html_page([new])
 
 
@@ -142,7 +130,6 @@ def test_islands_are_workers_in_other_places(tmp_path: Path) -> None:
         steps = step_records(100, seed=place)
         folders.append(write_run(tmp_path / "all" / name, steps, [rounds], settings))
     island, both = opened(folders[0]), opened(tmp_path / "all")
-    assert open_runs(folders)[0].workers == both.workers, "also if they are given one by one"
     assert (describe(island), describe(both)) == ("1 of 3 islands", "2 of 3 islands")
     expected = 100 * all_reduce_bytes(sum(FRAGMENTS.values()), 3)
     for run in (island, both):
@@ -159,12 +146,20 @@ def test_islands_are_workers_in_other_places(tmp_path: Path) -> None:
     assert "rome: merging" in html_page([both])
 
 
-def test_damaged_lines_and_workers_that_come_or_are_left_out(tmp_path: Path) -> None:
-    rounds = round_records(150, workers=3)
+def test_records_that_are_damaged_hostile_or_not_finite(tmp_path: Path) -> None:
+    """One worker came for the last rounds, and one was left out of some."""
+    hostile = '</pre><script>alert("1")</script>\x01'
+    rounds, steps = round_records(150, workers=3), step_records(150)
     del rounds[2][:-3]
+    for record in (*rounds[0], *rounds[1]):
+        record.fragment_name = hostile
     for record in rounds[1][:2]:
         record.left_out = ["outlier"]
-    folder = write_run(tmp_path / "run", step_records(150), rounds)
+    for step, value in zip(steps, ("nan", "inf", None, "-inf", 1e300), strict=False):
+        step[LOSS] = step["sync/mbit_per_second"] = value
+    steps[-2]["worker/data_seconds"] = "nan"
+    settings = f"[run]\ndescription = {json.dumps(hostile)}\n"
+    folder = write_run(tmp_path / "<b>run|*", steps, rounds, settings)
     damage = [
         '{"step": "one"}',
         "[1, 2]",
@@ -177,23 +172,14 @@ def test_damaged_lines_and_workers_that_come_or_are_left_out(tmp_path: Path) -> 
     path.write_text("\n".join([*content[:10], *damage, *content[10:], ""]))
     run = opened(folder)
     assert (run.last_step, run.size) == (150, 3)
+    assert len(run.curve(LOSS)[0]) == 14, "null is not a value"
     assert np.isnan(run.of_workers("waited_seconds")[0]).tolist() == [False, False, True]
     page = html_page([run])
     assert "left out 4 line(s) of metrics.jsonl" in page
     assert "worker 1 was left out of 2 recorded round(s), outlier." in page
     assert "worker 0 was left out" not in page
-
-
-def test_values_that_are_not_finite(tmp_path: Path) -> None:
-    records = step_records(200)
-    for record, value in zip(records, ("nan", "inf", None, "-inf", 1e300), strict=False):
-        record[LOSS] = value
-        record["sync/mbit_per_second"] = value
-    records[-1]["worker/data_seconds"] = "nan"
-    run = opened(write_run(tmp_path / "diverged", records))
-    assert len(run.curve(LOSS)[0]) == 19, "null is not a value"
-    for page in (html_page([run]), markdown([run])):
-        assert "nan" not in page.partition("</style>")[2]
+    assert shown_text(page).count("<script>") > 3
+    assert "nan" not in page.partition("</style>")[2]
 
 
 def test_runs_side_by_side(runs: Path, tmp_path: Path) -> None:
@@ -212,8 +198,6 @@ def test_runs_side_by_side(runs: Path, tmp_path: Path) -> None:
     found = by_title(*several)
     names = {key.name: key.colour for key in found["Loss over tokens"].legend}
     assert names == {"streaming": "series-1", "running": "series-2", "data-parallel": "series-3"}
-    drift = {key.name: key.colour for key in found["Drift of the workers"].legend}
-    assert drift == {"streaming": "series-1", "running": "series-2"}, "the colour of a run stays"
     assert list(found["Where the time went"].bars) == [run.name for run in several]
 
     folders = [write_run(tmp_path / place / "run", step_records(20)) for place in ("here", "there")]
@@ -222,76 +206,42 @@ def test_runs_side_by_side(runs: Path, tmp_path: Path) -> None:
     assert [run.name for run in open_runs([folders[0]] * 2)] == ["run"], "once"
 
 
-def test_markdown(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = [str(runs / "streaming"), str(runs / "running"), "--format", "md"]
-    assert main(command) == 0
-    text = capsys.readouterr().out
-    for block in re.findall(r"(?:^\|.*\n)+", text, re.M):
-        assert len({len(line) for line in block.splitlines()}) == 1, "columns are aligned"
-        assert len({line.replace(r"\|", "").count("|") for line in block.splitlines()}) == 1
-    assert "| utilisation" in text
-    assert '| diloco.quantization.codec | "fp4\\_e3m0"' in text
-    assert main([*command, "--out", str(tmp_path / "report.md")]) == 0
-    assert (tmp_path / "report.md").read_text() == text
-
-
-@pytest.mark.parametrize("workers", [3, 10])
-def test_the_timeline_shows_all_phases_of_the_first_workers(workers: int) -> None:
-    found = phases(exchanges(round_records(100, workers=workers))[-2:])
-    figure, drawn = draw_timeline(found, [f"worker {number}" for number in range(workers)])
+def test_the_timeline_shows_all_phases_of_the_first_eight_workers() -> None:
+    found = phases(exchanges(round_records(100, workers=10))[-2:])
+    figure, drawn = draw_timeline(found, [f"worker {number}" for number in range(10)])
     (axes,) = figure.axes
-    shown = min(workers, 8)
-    assert axes.get_xlabel().startswith("seconds, from 01:47:2")
-    assert ("2 more workers are not shown" in axes.get_xlabel()) == (workers == 10)
+    label = r"seconds, from 01:47:2.* 2 more workers are not shown.*"
+    assert re.fullmatch(label, axes.get_xlabel())
     rows = [label.get_text() for label in axes.get_yticklabels()]
-    assert rows == [text for n in range(shown) for text in (f"worker {n}", "exchange")]
-    assert len(drawn) == shown * 2 * len(PHASES)
-    assert len(axes.patches) == len(drawn) + shown
+    assert rows == [text for n in range(8) for text in (f"worker {n}", "exchange")]
+    assert len(drawn) == 8 * 2 * len(PHASES)
+    assert len(axes.patches) == len(drawn) + 8
 
 
-MISTAKES = {
-    "streming": "is not a folder: give the folder of a run",
-    "empty": "has no worker-0/metrics.jsonl",
-    "words": "has no line that is a record of a run",
-    "bytes": "has no line that is a record of a run",
-    "streaming --out nowhere/a.html": "a.html cannot be written: No such file",
-}
-
-
+@pytest.mark.parametrize(
+    ("words", "content", "message"),
+    [
+        ("nowhere", b"", "is not a folder: give the folder of a run"),
+        ("run", None, "has no worker-0/metrics.jsonl"),
+        ("run", b"no\nrecord\n", "has no line that is a record of a run"),
+        ("run", bytes(range(256)), "has no line that is a record of a run"),
+        ("run --out nowhere/a.html", b'{"step": 1}\n', "a.html cannot be written: No such file"),
+    ],
+)
 def test_mistakes_are_reported_in_a_line(
-    runs: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
+    words: str,
+    content: bytes | None,
+    message: str,
 ) -> None:
-    for name in ("streaming", "data-parallel"):
-        (tmp_path / name).symlink_to(runs / name)
-    for name, content in (
-        ("empty", None),
-        ("words", b"no\nrecord\n"),
-        ("bytes", bytes(range(256))),
-    ):
-        (tmp_path / name / "worker-0").mkdir(parents=True)
-        if content:
-            (tmp_path / name / "worker-0/metrics.jsonl").write_bytes(content)
     monkeypatch.chdir(tmp_path)
-    for words, message in MISTAKES.items():
-        assert main(words.split()) == 2
-        error = capsys.readouterr().err
-        assert error.startswith("error: ")
-        assert message in error
-        assert error.count("\n") == 1
-
-
-def test_hostile_text_is_only_text(tmp_path: Path) -> None:
-    bad = '</pre><script>alert("1")</script>\x01'
-    rounds = round_records(100)
-    for record in (*rounds[0], *rounds[1]):
-        record.fragment_name = bad
-    settings = f"[run]\ndescription = {json.dumps(bad)}\n"
-    folder = write_run(tmp_path / "<b>run|*", step_records(100), rounds, settings)
-    assert shown_text(html_page([opened(folder)])).count("<script>") > 3
-    assert r"\<b\>run\|\*" in markdown([opened(folder)])
+    Path("run/worker-0").mkdir(parents=True)
+    if content is not None:
+        Path("run/worker-0/metrics.jsonl").write_bytes(content)
+    assert main(words.split()) == 2
+    assert re.fullmatch(rf"error: .*{message}.*\n", capsys.readouterr().err)
 
 
 def test_the_page_explains_what_tensorboard_opens_on() -> None:

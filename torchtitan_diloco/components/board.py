@@ -1,4 +1,4 @@
-"""Curves and settings in TensorBoard and Weights & Biases."""
+"""Curves in TensorBoard, and curves and settings in Weights & Biases."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,29 +7,19 @@ from typing import Any
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
 from torch.utils.tensorboard import FileWriter
-from torch.utils.tensorboard.summary import hparams
 
 from torchtitan_diloco.components.metrics import described
 from torchtitan_diloco.log import UserError, install_command
-
-COMPARED = ("loss/train", "loss/val", "speed/tokens_per_second")
-"""Curves whose last values are shown beside the settings in the tab HPARAMS."""
 
 
 class TensorBoard:
     """Event files of a worker that starts or resumes after `step`."""
 
-    def __init__(self, folder: Path, step: int, settings: Mapping[str, Any], workers: int) -> None:
+    def __init__(self, folder: Path, step: int, workers: int) -> None:
         self._files, self._workers = FileWriter(str(folder), flush_secs=10), workers
         restart = SessionLog(status=SessionLog.START)  # hides later steps of the run before
         self._files.add_event(Event(step=step + 1, session_log=restart))
         self._described = set[str]()
-        known = {
-            key: value if isinstance(value, bool | int | float | str) else str(value)
-            for key, value in settings.items()
-        }
-        for summary in hparams(known, dict.fromkeys(COMPARED, 0.0)) if known else ():
-            self._files.add_summary(summary)
 
     def add(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():

@@ -68,8 +68,6 @@ class RunState:
     """Tokens of all workers together."""
     position: int = 0
     """Position of the next sample in the global order of samples."""
-    skipped_in_a_row: int = 0
-    """Steps without an update, up to this one."""
     validated: tuple[int, float] | None = None
     """Step of the last validation and its loss."""
 
@@ -303,8 +301,6 @@ class Checkpointer:
             torch.cuda.current_stream().synchronize()
         manifest = replace(manifest, outer=saved.facts)
         self._saving = self._thread.submit(partial(self._write, manifest, rows))
-        if not self._config.asynchronous:
-            self.wait()
         return time.perf_counter() - started
 
     def wait(self) -> None:

@@ -1,7 +1,7 @@
 """Cross-entropy and z-loss as sums over tokens, computed in chunks of tokens.
 
 The logits of a batch are by far its largest tensor (8 x 2,048 tokens x 32,000 words x 4 bytes =
-2.1 GB). Here only the logits of `chunk_tokens` tokens exist at a time. The gradients of a chunk are
+2.1 GB). Here only the logits of CHUNK_TOKENS tokens exist at a time. The gradients of a chunk are
 computed in the forward pass, so that its logits are neither kept nor recomputed.
 """
 
@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from torchtitan_diloco.data.loader import IGNORE_INDEX
+
+CHUNK_TOKENS = 2048
 
 
 class LossSums(NamedTuple):
@@ -27,7 +29,7 @@ class LossSums(NamedTuple):
 
 
 def loss_head(
-    targets: Tensor, *, z_loss: float, chunk_tokens: int
+    targets: Tensor, *, z_loss: float, chunk_tokens: int = CHUNK_TOKENS
 ) -> Callable[[Tensor, Tensor], LossSums]:
     """Return the `head` to call a model with, for targets [batch, length]."""
 

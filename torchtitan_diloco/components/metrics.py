@@ -25,7 +25,6 @@ class Metric(NamedTuple):
 METRICS = {
     "loss/train": Metric("nats per token", "of the workers' own parameters", JOB),
     "loss/val": Metric("nats per token", "of the shared parameters, on held-out text", RUN),
-    "loss/val_local": Metric("nats per token", "of the workers' own parameters there", JOB),
     "speed/mfu_percent": Metric("percent", "of the GPUs' bf16 peak"),
     "speed/seconds_per_step": Metric("seconds", "without validations and saves"),
     "speed/tokens_per_second": Metric("tokens/s", "without validations and saves", JOB),

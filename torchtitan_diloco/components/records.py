@@ -57,8 +57,6 @@ class RoundRecord(msgspec.Struct, tag_field="kind", tag="round"):
     """Number of them on the first rank."""
     participants: int = 0
     """Workers whose delta is in the mean."""
-    weight: float = NAN
-    """In the mean: tokens since the last exchange."""
     left_out: list[str] = []
     """Why its delta is not in the mean."""
     at_seconds: dict[str, float] = {}
@@ -66,12 +64,9 @@ class RoundRecord(msgspec.Struct, tag_field="kind", tag="round"):
     encoding_seconds: float = NAN
     decoding_seconds: float = NAN
     sent_bytes: float = NAN
-    received_bytes: float = NAN
     outer_gradient_norm: float = NAN
-    update_norm: float = NAN
-    """Norm of the change of the shared parameters. It and the next are rarely measured."""
     drift_norm: float = NAN
-    """Distance of its parameters from the new shared ones."""
+    """Distance of its parameters from the new shared ones. It and the next are rarely measured."""
     cosine_to_mean: float = NAN
     heard_after_seconds: dict[int, float] = {}
     """By other worker: from sending its own header to receiving that of the other."""
@@ -123,15 +118,12 @@ def round_record(found: Round, fragment: Fragment, clock: float) -> RoundRecord:
         parameters=fragment.parameters,
         values=found.values,
         participants=found.participants,
-        weight=found.weight,
         left_out=[name for flag, name in FLAG_NAMES.items() if found.flags & flag],
         at_seconds={name: clock + at for name, at in moments.items() if math.isfinite(at)},
         encoding_seconds=traffic.encoding_seconds,
         decoding_seconds=traffic.decoding_seconds,
         sent_bytes=traffic.bytes_sent,
-        received_bytes=traffic.bytes_received,
         outer_gradient_norm=math.sqrt(found.delta_square),
-        update_norm=math.sqrt(found.update_square),
         drift_norm=float(found.drift),
         cosine_to_mean=traffic.dot / norms if norms else NAN,
         heard_after_seconds={other: traffic.heard_after(other) for other in traffic.heard},
@@ -190,7 +182,7 @@ class RecordFiles:
             from torchtitan_diloco.components.board import TensorBoard, WeightsAndBiases  # slow
 
             if config.tensorboard:
-                self._boards.append(TensorBoard(folder, step, settings if of_run else {}, workers))
+                self._boards.append(TensorBoard(folder, step, workers))
             if config.wandb and of_run:
                 self._boards.append(WeightsAndBiases(config.wandb, folder, step, settings))
 
@@ -229,15 +221,8 @@ class RecordFiles:
 
 
 def drop_records_after(path: Path, step: int) -> list[Record]:
-    """Drop the records of later steps, and return those of steps that are kept.
-
-    If nothing is kept, the file is renamed, as somebody may want the records of a failed run.
-    """
+    """Drop the records of later steps, and return those of steps that are kept."""
     if not path.exists():
-        return []
-    if step == 0:
-        aside = path.replace(path.with_stem(f"{path.stem}-before"))
-        logger.warning(f"no checkpoint, but records: they are kept in {aside}")
         return []
     records, unreadable = read_json_lines(path)
     known = [record for record in records if isinstance(record.get("step"), int)]

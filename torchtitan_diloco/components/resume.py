@@ -29,10 +29,10 @@ from torchtitan_diloco.components.checkpoint import (
     random_states,
     rank_file,
 )
-from torchtitan_diloco.components.run_folder import STORED_FOLDER, Start, folder_of_worker, has_run
+from torchtitan_diloco.components.run_folder import Start, folder_of_worker
 from torchtitan_diloco.config.schema import flatten
 from torchtitan_diloco.diloco.fragments import local_of, shard_rows
-from torchtitan_diloco.diloco.object_collectives import broadcast_object, gather_objects
+from torchtitan_diloco.diloco.object_collectives import gather_objects
 from torchtitan_diloco.diloco.outer_loop import OuterLoop
 from torchtitan_diloco.diloco.state_dict import (
     RESIDUAL,
@@ -150,77 +150,59 @@ class Answer:
 
 
 def find_start(world: World, resume: str, run_folder: str) -> Start:
-    """Return where `checkpoint.resume` and `run.folder` start: the same step on every rank.
+    """Return where a run starts: the same step on every rank.
 
-    It is the newest one that is undamaged and that all workers have which have any. A worker that
+    A run that has checkpoints goes on from them, also if it started from `checkpoint.resume`. The
+    step is the newest one that is undamaged and that all workers have which have any. A worker that
     has none is new, or has lost its disk: it gets a copy.
     """
-    group, ranks = world.control, world.ranks_per_worker
-    again = broadcast_object(_after_restart(world, resume, run_folder), list[str], group)
-    stored = "" if run_folder else again[1]
-    resume, run_folder = again[0], run_folder or again[1]
-    folder, own = _candidates(world, resume, run_folder)
-    if stored:  # torchrun has started the ranks again, perhaps before their first record
-        folder = Path(stored).expanduser()
-    listed, wrong = gather_objects(list(own), group), list[str]()
+    group, ranks, run = world.control, world.ranks_per_worker, Path(run_folder).expanduser()
+    own = {one.name: one for one in complete_checkpoints(folder_of_worker(run, world.worker))}
+    goes_on = any(gather_objects(bool(own), group))
+    if goes_on and Path(resume).expanduser().resolve().parent.parent == run.resolve():
+        reason = "is of the run in run.folder, which goes on from its newest: choose another folder"
+        raise UserError(f'checkpoint.resume = "{resume}" {reason} for a new run')
+    found = own if goes_on or resume == "auto" else _checkpoints_of(world, resume)
+    listed, wrong = gather_objects(list(found), group), list[str]()
     for rank, names in enumerate(listed):
         if names != listed[rank - rank % ranks]:
             reason = "does not see the checkpoints that its worker's first rank sees"
             raise UserError(f"rank {rank} {reason}: its nodes must share run.folder")
     known = {name for names in listed for name in names}
     for name in sorted(known, key=lambda name: (len(name), name), reverse=True):
-        answers = gather_objects(on_all_ranks(group, partial(_verify, world, own, name)), group)
+        answers = gather_objects(on_all_ranks(group, partial(_verify, world, found, name)), group)
         holders, problem = judge(answers, ranks)
         if not problem:
             for newer in wrong if world.is_first else ():
                 logger.warning(f"{newer}: going on from {name}")
             here = world.worker in holders
             manifest = answers[ranks * (world.worker if here else holders[0])].manifest
-            return Start(folder, manifest, own[name] if here else None, holders, [*own.values()])
+            checkpoint = found[name] if here else None
+            return Start(goes_on, manifest, checkpoint, holders, [*own.values()])
         wrong.append(problem)
     if wrong:
         raise UserError(
             f"no checkpoint can be resumed: {'; '.join(wrong)}. Remove a worker's checkpoints to "
             "give it a copy of another one's, or start a new run in another run.folder"
         )
-    if resume not in ("auto", "never"):
+    if resume != "auto":
         raise UserError(
             f'checkpoint.resume = "{resume}" is no folder of a checkpoint, or of a run that has a '
-            'complete one: give "auto", "never", or such a folder'
+            'complete one: give such a folder, or "auto"'
         )
-    return Start(folder)
+    return Start()
 
 
-def _after_restart(world: World, resume: str, run_folder: str) -> list[str]:
-    """Return `checkpoint.resume` and `run.folder`. A run that torchrun has started again goes on
-    where its first rank has begun, unless it was to start from elsewhere and has not saved yet."""
-    store = world.store
-    if not world.is_first or store is None or not store.check([STORED_FOLDER]):
-        return [resume, run_folder]
-    own = run_folder or store.get(STORED_FOLDER).decode()
-    saved = complete_checkpoints(folder_of_worker(Path(own).expanduser(), 0))
-    if saved or resume in ("auto", "never"):
-        return ["auto", own]
-    return [resume, run_folder]
-
-
-def _candidates(world: World, resume: str, run_folder: str) -> tuple[Path | None, dict[str, Path]]:
-    """Return the folder of the run to go on in, and this worker's checkpoints by name."""
-    run = Path(run_folder).expanduser() if run_folder else None
-    if resume in ("auto", "never"):
-        if resume == "never" or run is None or not has_run(run):
-            return None, {}
-        source = run
-    else:
-        source = Path(resume).expanduser()
-    if source.name.startswith("step-"):
-        beside = folder_of_worker(source.parent.parent, world.worker) / source.name
-        is_only = world.workers == 1 or (world.worker == 0 and not beside.exists())
-        own = source if is_only else beside
-        return None, {own.name: own} if own.is_dir() else {}
-    found = complete_checkpoints(folder_of_worker(source, world.worker))
-    goes_on = run is None or run.resolve() == source.resolve()
-    return source if goes_on else None, {path.name: path for path in found}
+def _checkpoints_of(world: World, resume: str) -> dict[str, Path]:
+    """Return this worker's checkpoints by name: those of a run, or one."""
+    source = Path(resume).expanduser()
+    if not source.name.startswith("step-"):
+        found = complete_checkpoints(folder_of_worker(source, world.worker))
+        return {path.name: path for path in found}
+    beside = folder_of_worker(source.parent.parent, world.worker) / source.name
+    is_only = world.workers == 1 or (world.worker == 0 and not beside.exists())
+    own = source if is_only else beside
+    return {own.name: own} if own.is_dir() else {}
 
 
 def _verify(world: World, own: Mapping[str, Path], name: str) -> Answer:

@@ -6,12 +6,10 @@ RUN/config.toml    the settings
 
 import fcntl
 import os
-import secrets
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import TextIO
@@ -23,15 +21,11 @@ from torchtitan_diloco.components.checkpoint import (
     set_aside,
     step_of,
 )
-from torchtitan_diloco.config.schema import Run
-from torchtitan_diloco.diloco.object_collectives import broadcast_object, gather_objects
 from torchtitan_diloco.distributed.collectives import on_all_ranks
 from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.log import UserError, logger
 
 LOCK = "run.lock"
-STORED_FOLDER = "torchtitan_diloco/run folder"
-"""Key of torchrun's store. It tells ranks that were started again where the run goes on."""
 
 
 def folder_of_worker(run: Path, worker: int) -> Path:
@@ -39,55 +33,38 @@ def folder_of_worker(run: Path, worker: int) -> Path:
     return run / f"worker-{worker}"
 
 
-def has_run(path: Path) -> bool:
-    """Return whether a run has begun in a folder: a start that failed leaves no records."""
-    return any(any(path.glob(f"worker-*/{name}")) for name in ("metrics.jsonl", "step-*"))
-
-
 @dataclass(frozen=True)
 class Start:
-    """Folder and checkpoint that a run starts from."""
+    """The checkpoint that a run starts from."""
 
-    folder: Path | None = None
-    """Folder of the run to continue; None for a new run."""
+    goes_on: bool = False
+    """Whether the checkpoint is of this run: false for a new run."""
     manifest: Manifest | None = None
     """None for a run from the beginning. That of another worker if this one has no checkpoint."""
     checkpoint: Path | None = None
     """That of this worker, if it has one."""
     holders: list[int] = field(default_factory=list)
     """Workers that have the checkpoint."""
-    found: list[Path] = field(default_factory=list)
-    """All complete checkpoints of this worker, in the order of their steps."""
+    own: list[Path] = field(default_factory=list)
+    """All complete checkpoints of this worker in `run.folder`, in the order of their steps."""
 
     @property
     def state(self) -> RunState:
         return RunState() if self.manifest is None else self.manifest.state
 
 
-def claim_run_folder(world: World, run: Run, start: Start, toml: str) -> tuple[Path, TextIO | None]:
+def claim_run_folder(world: World, path: Path, start: Start, toml: str) -> TextIO | None:
     """Create the folder of a run and write the configuration `toml` into it.
 
-    Return it and, on the first rank of a worker, the lock of its folder, held until it is closed.
+    Return, on the first rank of a worker, the lock of its folder, held until it is closed.
     """
-    new = f"outputs/{run.name}-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
-    named = broadcast_object(str(start.folder or run.folder or new), str, world.control)
-    path = Path(start.folder or run.folder or named).expanduser()
-    restarted = world.store is not None and world.store.check([STORED_FOLDER])
-    is_taken = has_run(path) and not start.folder and not restarted
-    if any(gather_objects(is_taken, world.control)):
-        raise UserError(
-            f"run.folder = {path} already holds a run: choose another folder, leave run.folder "
-            'empty for a new one, or resume it with checkpoint.resume = "auto"'
-        )
     is_first = world.rank_in_worker == 0
     lock = on_all_ranks(
         world.control, partial(_claim, path, world.worker, start) if is_first else lambda: None
     )
     # Only now, as another run may hold the folder of another worker.
     on_all_ranks(world.control, partial(_begin, path, start, toml) if is_first else lambda: None)
-    if world.is_first and world.store is not None:
-        world.store.set(STORED_FOLDER, str(path))
-    return path, lock
+    return lock
 
 
 @contextmanager
@@ -106,16 +83,16 @@ def _claim(path: Path, worker: int, start: Start) -> TextIO:
     with _explaining_errors(path):
         own.mkdir(parents=True, exist_ok=True)
         lock = lock_folder(own)
-        if start.folder and complete_checkpoints(own) != start.found:
+        if complete_checkpoints(own) != start.own:
             raise UserError(f"run.folder = {path}: another run has just ended there: start again")
     return lock
 
 
 def _begin(path: Path, start: Start, toml: str) -> None:
     """Set checkpoints aside that are not resumed, and write the configuration."""
-    step = start.state.step if start.folder else 0
+    step = start.state.step if start.goes_on else 0
     with _explaining_errors(path):
-        for newer in start.found if start.folder else ():
+        for newer in start.own:
             if step_of(newer) > step:
                 logger.warning(f"{newer} is kept as {set_aside(newer)}")
         config = f"config-from-step-{step}.toml" if step else "config.toml"

@@ -11,21 +11,16 @@ import torch
 from torchtitan_diloco import __version__
 from torchtitan_diloco.config.schema import Checkpoint, Metrics, Training, Validation
 from torchtitan_diloco.diloco.config import DiLoCoConfig
-from torchtitan_diloco.diloco.startup import state_bytes, state_device
+from torchtitan_diloco.diloco.startup import state_bytes
 from torchtitan_diloco.distributed.collectives import on_all_ranks
 from torchtitan_diloco.distributed.stop import Requests
 from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.hardware import (
     GIB,
-    available_cores,
+    available_memory_bytes,
     describe_device,
-    free_memory_bytes,
-    peak_flops,
 )
 from torchtitan_diloco.log import LOCAL_ISLANDS, UserError, logger
-
-CORE_FLOPS, LONG_DAYS = 1e11, 60
-"""FLOP/s that few CPU cores reach, and days that a run is unlikely to be meant to take."""
 
 
 @dataclass(frozen=True)
@@ -112,12 +107,9 @@ def after_step(
     save = requests.save or scheduled or paused or (stop and checkpoint.at_end)
     log = stop or save or step % metrics.log_every == 0 or step == 1
     # Whoever sent a signal is waiting.
-    validate = validation_due(step, finished, validation.every) and not requests.stop
+    due = validation.every > 0 and step % validation.every == 0 and not requests.stop
+    validate = due or (validation.every > 0 and finished)
     return AfterStep(log, validate, save, stop)
-
-
-def validation_due(step: int, finished: bool, every: int) -> bool:
-    return every > 0 and (step % every == 0 or finished)
 
 
 def log_plan(
@@ -149,51 +141,25 @@ def log_plan(
         logger.info(f"{name:<10} {text}")
 
 
-def check_size(
-    plan: RunPlan, world: World, flops_per_token: int, diloco: DiLoCoConfig, *, island: bool = False
-) -> None:
-    """Raise if the state of the run cannot fit into memory. Warn if it takes very long."""
-    device, smaller = world.device, "--config 35m, or --config debug to try"
+def check_memory(plan: RunPlan, world: World, diloco: DiLoCoConfig) -> None:
+    """Raise if the state of the ranks on this machine does not fit into its memory: the system
+    would kill them. A GPU raises an error itself."""
+    if world.device.type != "cpu":
+        return
+    each = plan.inner_bytes + (state_bytes(diloco) if diloco.method != "none" else 0)
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    tokens = plan.tokens_at(plan.total_steps) - plan.start_tokens
-    peak = peak_flops(device) or (device.type == "cpu" and CORE_FLOPS * available_cores() / ranks)
-    days = flops_per_token * tokens / (peak * plan.ranks) / 86_400 if peak else 0.0
-    if days > LONG_DAYS and world.is_first:
-        logger.warning(
-            f"{tokens:,} tokens take {days:,.0f} days or more on these devices, even at "
-            f"{peak * plan.ranks / 1e12:,.1f} TFLOP/s: use {smaller}, or set --training.steps"
-        )
+    needed = ranks * each * plan.parameters / world.ranks_per_worker
 
-    def check_memory() -> None:
-        for place, state in state_of_rank(plan, world, diloco, island=island).items():
-            sharing, where, kind = ranks, "machine", "available"
-            if place.type == "cuda":
-                sharing, where, kind = math.ceil(ranks / torch.cuda.device_count()), "GPU", "free"
-            needed, free = sharing * sum(state.values()), free_memory_bytes(place)
-            if needed > free:
-                raise UserError(
-                    f"{plan.parameters:,} parameters need {needed / GIB:.1f} GiB on this {where} "
-                    f"({', '.join(state)}), and its {kind} memory is {free / GIB:.1f} GiB: use "
-                    f"more ranks or machines per worker, or a smaller model ({smaller})"
-                )
+    def compare() -> None:
+        if needed > (available := available_memory_bytes()):
+            raise UserError(
+                f"{plan.parameters:,} parameters need {needed / GIB:.1f} GiB on this machine, with "
+                f"gradients, optimizer and outer state, and {available / GIB:.1f} GiB are "
+                "available: use more machines per worker, or a smaller model (--config 35m, or "
+                "--config debug to try)"
+            )
 
-    on_all_ranks(world.control, check_memory)
-
-
-def state_of_rank(
-    plan: RunPlan, world: World, diloco: DiLoCoConfig, *, island: bool
-) -> dict[torch.device, dict[str, float]]:
-    """Return the bytes that a rank allocates at the start, by device and purpose.
-
-    An island has its outer state on the device, with another copy for the next version.
-    """
-    device, values = world.device, plan.parameters / world.ranks_per_worker
-    needed = {device: {"parameters, gradients, optimizer": plan.inner_bytes * values}}
-    if diloco.method != "none":
-        place = device if island else state_device(values, device, diloco)
-        outer_bytes = (state_bytes(diloco) + 4 * island) * values
-        needed.setdefault(place, {})["outer state"] = outer_bytes
-    return needed
+    on_all_ranks(world.control, compare)
 
 
 def log_early_end(
@@ -210,10 +176,8 @@ def log_early_end(
     paused = 0 < training.stop_after <= step
     reason = f"training.stop_after = {training.stop_after}" if paused else "a signal"
     command = "with a later one or none, the same command" if paused else "the same command"
-    saved, flags = paused or checkpoint.at_end, f"--run.folder {folder}"
-    if checkpoint.resume != "auto":
-        flags += " --checkpoint.resume auto"
-    hint = f"; {command} with {flags} resumes it" if saved else ""
+    saved = paused or checkpoint.at_end
+    hint = f"; {command} with --run.folder {folder} resumes it" if saved else ""
     if island:
         logger.info(f"left the run after own step {step}{hint}")
     else:

@@ -5,18 +5,7 @@ from pathlib import Path
 
 from torchtitan_diloco.components.metrics import Totals, hidden_percent, utilisation_percent
 from torchtitan_diloco.components.telemetry import Telemetry
-from torchtitan_diloco.distributed.collectives import PendingSum
 from torchtitan_diloco.log import clock, command_line, logger
-
-SHOWN = (
-    "worker/steps",
-    "worker/step_seconds",
-    "worker/agreement_seconds",
-    "worker/exchange_seconds",
-    "worker/exposed_seconds",
-    "worker/exposed_waiting_seconds",
-    "worker/sent_bytes",
-)
 
 
 def log_summary(
@@ -26,13 +15,12 @@ def log_summary(
     step: int,
     validated: tuple[int, float] | None,
     has_control: bool,
-    optimizer: str,
 ) -> None:
-    """Log the table. Collective.
+    """Log the table, with the times of the first worker.
 
     `has_control`: a run with data parallelism and the same settings sees the same data.
     """
-    totals, rows = mean_over_workers(telemetry), {}
+    totals, rows = telemetry.totals, {}
     if validated is not None:
         text = f"{validated[1]:.4f} nats per held-out token, after step {validated[0]}"
         rows["loss of the shared model"] = text
@@ -42,26 +30,11 @@ def log_summary(
             config = shlex.quote(str(folder / "config.toml"))
             control = f"{command_line('train')} --config {config} --diloco.method none"
             rows["its loss at equal tokens"] = control
-            if optimizer != "adamw":
-                rows["and with AdamW"] = f"{control} --optimizer.name adamw"
         rows |= _times(totals)
     rows["see where the time went"] = f"{command_line('report')} {shlex.quote(str(folder))}"
     for name, text in rows.items():
         logger.info(f"{name:<28} {text}")
     logger.info(f"took {clock(telemetry.elapsed_seconds)}; the run is in {folder}")
-
-
-def mean_over_workers(telemetry: Telemetry) -> Totals:
-    """Return the mean of the totals of all workers, of the first rank of each. Collective.
-
-    The records of a worker may begin later, so the mean is one for each step.
-    """
-    world, totals = telemetry.world, telemetry.totals
-    steps = totals.get("worker/steps") or 1.0
-    share = 0.0 if world.rank_in_worker else 1 / (world.workers * steps)
-    values = [share * totals.get(name, 0.0) for name in SHOWN]
-    means = zip(SHOWN, PendingSum(world, values, "at the end").result(), strict=True)
-    return {name: mean * steps for name, mean in means if name in totals}
 
 
 def _bytes(totals: Totals, telemetry: Telemetry, step: int) -> dict[str, str]:
@@ -84,7 +57,7 @@ def _times(totals: Totals) -> dict[str, str]:
     if exchange := totals.get("worker/exchange_seconds"):
         rows["communication hidden"] = (
             f"{hidden_percent(totals):.1f} % (exchanges took {exchange:.2f} s, training waited "
-            f"{totals['worker/exposed_waiting_seconds']:.2f} s, mean over workers)"
+            f"{totals['worker/exposed_waiting_seconds']:.2f} s, first worker)"
         )
     if "worker/exposed_seconds" in totals:
         rows["time spent computing"] = f"{utilisation_percent(totals):.1f} % of the training steps"

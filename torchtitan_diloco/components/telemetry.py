@@ -10,13 +10,10 @@ import math
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from torch import Tensor
-from tqdm import tqdm
-from tqdm.contrib.logging import logging_redirect_tqdm
 
 from torchtitan_diloco.components.metrics import (
     Record,
@@ -75,7 +72,7 @@ class _LoggedStep(NamedTuple):
 class Telemetry:
     """Call `measure` for every step, `open` after a step that is logged, and `publish` after every
     step. `folder`: of the run, None to write nothing. `step`: from which the run is resumed.
-    `settings`: those by which boards compare runs.
+    `settings`: for Weights & Biases.
     """
 
     def __init__(
@@ -112,16 +109,6 @@ class Telemetry:
         now = time.time()
         self.files.write(Start(step, now, workers=self.workers, parameters=plan.parameters))
         self._done: float | None = None
-        self._live = tqdm(
-            total=plan.total_steps,
-            initial=step,
-            unit=" steps",
-            colour="green",
-            leave=False,
-            dynamic_ncols=True,
-            disable=None if world.is_first else True,  # None: only on a terminal
-        )
-        self._stack = ExitStack()
 
     @property
     def elapsed_seconds(self) -> float:
@@ -162,7 +149,6 @@ class Telemetry:
             tokens=self.sums.tokens + trained * self.plan.tokens_per_step / self.plan.ranks,
             sent_bytes=self.sums.sent_bytes + sent,
         )
-        self._live.update()
 
     def _waited(self) -> float:
         """Return seconds of waiting for data and communication, for differences within a step."""
@@ -256,7 +242,6 @@ class Telemetry:
                 self.files.write(one)
             self.files.write(record)
             logger.info(line.format(loss=loss))
-            self._live.set_postfix_str(f"loss {loss:.4f}")
 
     # --- other records ----------------------------------------------------------------------------
 
@@ -265,13 +250,9 @@ class Telemetry:
         self.files.write({"step": step, "time": time.time()} | record)
 
     def __enter__(self) -> Self:
-        if not self._live.disable:  # log lines must not break the bar
-            self._stack.enter_context(logging_redirect_tqdm([logger]))
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._live.close()
-        self._stack.close()
         self.files.close()
 
 

@@ -4,7 +4,6 @@ import math
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -30,16 +29,14 @@ class ValidationResult(NamedTuple):
 
 
 @torch.no_grad()
-def validate(
-    model: nn.Module, batches: Iterable[Batch], world: World, *, chunk_tokens: int
-) -> ValidationResult:
+def validate(model: nn.Module, batches: Iterable[Batch], world: World) -> ValidationResult:
     """Return the loss of the model. Every rank must have the same number of batches."""
     was_training = model.training
     model.eval()
     totals = torch.zeros(2, dtype=torch.float64)
     for inputs, targets in batches:
         inputs, targets = inputs.to(world.device), targets.to(world.device)
-        sums = model(inputs, head=loss_head(targets, z_loss=0.0, chunk_tokens=chunk_tokens))
+        sums = model(inputs, head=loss_head(targets, z_loss=0.0))
         totals += torch.stack([sums.cross_entropy.double(), sums.tokens.double()]).cpu()
     model.train(was_training)
     drop_gathered(model)
@@ -49,34 +46,24 @@ def validate(
 
 @dataclass
 class Validator:
-    """Validates the shared parameters and, with `local`, also the workers' own parameters."""
+    """Validates the shared parameters."""
 
     model: nn.Module
     batches: Iterable[Batch]
     world: World
     outer: OuterLoop
-    chunk_tokens: int
-    local: bool
     validated: tuple[int, float] | None
     """Step and loss of the last validation."""
 
     def validate(self, step: int, telemetry: Telemetry) -> float:
         """Validate, report the result, and return the duration in seconds."""
         started = time.perf_counter()
-        parts = self.model, self.batches, self.world
-        evaluate = partial(validate, *parts, chunk_tokens=self.chunk_tokens)
         with self.outer.global_parameters():
-            shared = evaluate()
-        self.validated = step, shared.loss
-        record = {"loss/val": shared.loss}
-        local = ""
-        if self.local:
-            own = evaluate()
-            record["loss/val_local"] = own.loss
-            local = f" (the workers' own parameters: {own.loss:.4f})"
-        telemetry.write(step, record)
+            result = validate(self.model, self.batches, self.world)
+        self.validated = step, result.loss
+        telemetry.write(step, {"loss/val": result.loss})
         logger.info(
-            f"validation after step {step}: loss {shared.loss:.4f}{local}, "
-            f"perplexity {shared.perplexity:,.2f} over {shared.tokens:,} held-out tokens"
+            f"validation after step {step}: loss {result.loss:.4f}, "
+            f"perplexity {result.perplexity:,.2f} over {result.tokens:,} held-out tokens"
         )
         return time.perf_counter() - started

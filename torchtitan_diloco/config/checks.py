@@ -22,24 +22,17 @@ READ_WITH: dict[tuple[str, tuple[str, ...]], tuple[str, ...]] = {
 
 def config_mistakes(config: Config) -> Mistakes:
     """Yield a (key, reason and remedy) pair for each contradiction between settings."""
-    training, workers, ranks = config.training, config.workers, max(1, config.parallel.fsdp)
+    training = config.training
     lengths = [key for key in RUN_LENGTH if getattr(training, key.removeprefix("training."))]
     if not lengths:
         yield RUN_LENGTH[0], f"the run has no length: set one of {', '.join(RUN_LENGTH)}"
     elif len(lengths) > 1:
         yield lengths[1], f"{lengths[0]} already sets the length of the run: set one of them to 0"
-    smallest = workers * ranks * training.batch_size
-    if training.global_batch_size is not None and training.global_batch_size % smallest:
-        yield (
-            "training.global_batch_size",
-            "must be a multiple of workers x ranks x training.batch_size = "
-            f"{workers} x {ranks} x {training.batch_size} = {smallest}",
-        )
     islands = bool(config.islands.join or config.islands.local)
     if islands or config.diloco.method != "none":
         yield from diloco_mistakes(config.diloco, islands=islands)
     if islands:
-        yield from islands_mistakes(config.islands, workers)
+        yield from islands_mistakes(config.islands, config.workers)
     else:
         for key, default in flat_settings(Islands()).items():
             if getattr(config.islands, key) != default:
@@ -47,25 +40,6 @@ def config_mistakes(config: Config) -> Mistakes:
                 yield f"islands.{key}", reason
     if "/" in config.run.name or "\\" in config.run.name:
         yield "run.name", "must not contain slashes: set run.folder to choose another folder"
-    if config.data.shard_by != "none" and (workers == 1 or config.diloco.method == "none"):
-        yield (
-            "data.shard_by",
-            "needs several workers that train independently "
-            '(diloco.workers > 1, diloco.method = "streaming"): leave it out',
-        )
-    if config.optimizer.beta1 >= config.optimizer.beta2:
-        yield "optimizer.beta1", f"must be less than optimizer.beta2 = {config.optimizer.beta2:g}"
-    if config.run.device == "cpu" and config.parallel.compute_dtype == "bfloat16":
-        yield (
-            "parallel.compute_dtype",
-            'needs run.device = "cuda": use "auto" or "float32" on the CPU',
-        )
-    if config.profiling.every and config.profiling.every <= config.profiling.steps:
-        yield (
-            "profiling.every",
-            f"must be greater than profiling.steps = {config.profiling.steps}, because one warm-up "
-            "step precedes each trace; or 0 for one trace",
-        )
 
 
 def unused_settings(config: Config) -> Iterator[str]:
@@ -87,15 +61,10 @@ def unused_settings(config: Config) -> Iterator[str]:
 def run_warnings(config: Config, total_steps: int) -> list[str]:
     """Return warnings about valid settings that are unlikely to be intended."""
     found = [*advice(config.diloco, total_steps), *unused_settings(config)]
-    warmup_steps, stop_after = config.lr_schedule.warmup_steps, config.training.stop_after
+    warmup_steps = config.lr_schedule.warmup_steps
     if warmup_steps > total_steps:
         found.append(
             f"lr_schedule.warmup_steps = {warmup_steps} is longer than the run of {total_steps} "
             "steps, so the peak learning rate is never reached: shorten it"
-        )
-    if stop_after >= total_steps:
-        found.append(
-            f"training.stop_after = {stop_after} has no effect: the run ends after step "
-            f"{total_steps}"
         )
     return found

@@ -125,10 +125,9 @@ def _convert(key: str, value: Any, *, is_word: bool) -> Any:
     kind = TYPES[key]
     if is_word and value.lower() == "none" and types.NoneType in get_args(kind):
         return None
-    if is_word and get_origin(kind) is tuple:  # 0,1 or [0, 1]
-        items = value if value.startswith("[") else f"[{','.join(value.replace(',', ' ').split())}]"
+    if is_word and get_origin(kind) is tuple:
         with contextlib.suppress(ValueError):
-            value = tomli.loads(f"items = {items}")["items"]
+            value = tomli.loads(f"items = {value}")["items"]
     return convert(value, kind, is_word=is_word)
 
 

@@ -25,7 +25,7 @@ class Run:
     """Name of the run. Empty: the name of the config file."""
     folder: str = ""
     """Folder for the resolved config, metrics, traces and checkpoints. Empty: a new folder
-    `outputs/<name>-<date>-<time>`. Workers without a common disk have one each."""
+    `outputs/<name>-<date>-<time>`, on one machine. Workers without a common disk have one each."""
     description: str = ""
     """One line about the run for people who read it later."""
     seed: NotNegative = 0
@@ -37,8 +37,6 @@ class Run:
     `--max-restarts`."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device type. `auto`: CUDA if there is a GPU, else the CPU."""
-    garbage_collect_every: NotNegative = 50
-    """Steps between two garbage collections, which all ranks do at once. 0: left to Python."""
 
 
 Size = Literal["35m", "100m", "200m", "300m", "500m", "1b", "2.4b", "4b", "10b"]
@@ -111,8 +109,7 @@ class Data:
     """Source of the text of a missing shard folder: any text `corpus`, or a Hugging Face
     dataset `hf:NAME[/SUBSET][:SPLIT]`. Only used to print the `prepare` command."""
     tokenizer: str = "bytes"
-    """`bytes` (one token per byte), a Hugging Face `tokenizer.json` (a path that ends in `.json`),
-    or a tiktoken encoding such as `gpt2`."""
+    """`bytes` (one token per byte), or the path of a Hugging Face `tokenizer.json`."""
     validation_corpus: str = ""
     """Separate corpus for validation. Empty: the held-out part of `corpus`."""
     validation_fraction: Annotated[float, Meta(ge=0, le=0.5)] = 0.02
@@ -121,11 +118,6 @@ class Data:
     """Folder that caches the tokens of text corpora."""
     shuffle: bool = True
     """Read the sequences in random order, with a new order in each epoch. Depends on `run.seed`."""
-    shard_by: Literal["none", "random"] = "none"
-    """Assignment of sequences to workers. `none`: all workers share all. `random`: each worker has
-    an equal random part of its own."""
-    loader_processes: NotNegative = 0
-    """Loader processes per rank. 0: read in the training process, which is usually fast enough."""
 
 
 @dataclass(frozen=True)
@@ -153,8 +145,6 @@ class Training:
     """Steps with non-finite gradients are skipped. More than this many in a row end the run."""
     z_loss: Annotated[float, Meta(ge=0)] = 1e-4
     """Weight of the z-loss (squared log-partition of the logits, which keeps them small)."""
-    loss_chunk_tokens: Positive = 2048
-    """Tokens whose fp32 logits are in memory at once while the loss is computed."""
 
 
 @dataclass(frozen=True)
@@ -247,8 +237,6 @@ class Validation:
     """Steps between two validations. The last step is validated too. 0: no validation at all."""
     sequences: Positive = 512
     """Held-out sequences per validation over all ranks, or all if there are fewer."""
-    local: bool = False
-    """Also validate the parameters of each worker, on its share of the sequences."""
 
 
 @dataclass(frozen=True)
@@ -261,16 +249,14 @@ class Checkpoint:
     """Minutes between two checkpoints, by the clock of rank 0. 0: do not save by time."""
     at_end: bool = True
     """Save after the last step, and when a signal (SIGINT, SIGTERM, SIGHUP) stops the run."""
-    asynchronous: bool = True
-    """Copy to host memory, then write to disk while training continues."""
     keep_latest: Positive = 2
     """Number of latest checkpoints to keep."""
     keep_every: NotNegative = 0
     """Also keep all checkpoints whose step is a multiple of this. 0: none."""
     resume: str = "auto"
-    """`auto`: resume from the latest checkpoint in `run.folder`, if any, that is not damaged.
-    `never`: start a new run. A run folder: resume that run there. A checkpoint folder: start a new
-    run from it."""
+    """Where a run without checkpoints in `run.folder` starts: `auto` (from the beginning), or the
+    folder of another run or checkpoint. A run with checkpoints resumes from the latest that is not
+    damaged."""
 
 
 @dataclass(frozen=True)
@@ -288,18 +274,13 @@ class Metrics:
 
 @dataclass(frozen=True)
 class Profiling:
-    """Traces of torch.profiler."""
+    """A trace of torch.profiler by the first rank of each worker."""
 
-    enable: bool = False
-    """Write traces in Chrome / Perfetto format to the run folder."""
-    start: NotNegative = 10
-    """Steps before the first trace."""
+    start: NotNegative = 0
+    """Steps of this process before the trace, which is written to the run folder in Chrome /
+    Perfetto format. 0: no trace."""
     steps: Positive = 3
-    """Steps per trace."""
-    every: NotNegative = 0
-    """Steps from the start of a trace to the start of the next. 0: one trace only."""
-    ranks: tuple[NotNegative, ...] = (0,)
-    """Ranks that write traces."""
+    """Steps of the trace."""
 
 
 @dataclass(frozen=True)
@@ -337,12 +318,6 @@ def portable(config: Config) -> Config:
     """Return the settings that start the same run elsewhere, without its folder and password."""
     run, islands = replace(config.run, folder=""), replace(config.islands, join="")
     return replace(config, run=run, islands=islands)
-
-
-def chosen_settings(config: Config) -> dict[str, Any]:
-    """Return the settings that differ from their defaults."""
-    default, chosen = flat_settings(Config()), flat_settings(portable(config))
-    return {key: value for key, value in chosen.items() if value != default[key]}
 
 
 def format_value(value: Any) -> str:

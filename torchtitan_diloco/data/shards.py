@@ -19,16 +19,14 @@ import numpy as np
 import numpy.typing as npt
 
 from torchtitan_diloco.data.tokenizer import Tokenizer
-from torchtitan_diloco.hardware import aside_path, write_whole
+from torchtitan_diloco.hardware import write_whole
 from torchtitan_diloco.log import UserError, logger
 
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, ...] = ("train", "validation")
 Tokens = npt.NDArray[np.unsignedinteger[Any]]  # uint16 or uint32
 
-INDEX_NAME = "corpus.json"
-STARTED_NAME = "prepare.json"
-"""Index of a folder that is not finished."""
+INDEX_NAME, SHARD_SUFFIX = "corpus.json", ".tokens"
 FORMAT_VERSION = 3
 
 
@@ -39,8 +37,6 @@ class Shard(msgspec.Struct, frozen=True):
     tokens: int
     checksum: int
     """CRC-32 of the file."""
-    end_piece: int = 0
-    """This shard and those before it have all pieces of the split before this piece."""
 
 
 class SplitIndex(msgspec.Struct):
@@ -77,28 +73,26 @@ def read_index(path: Path) -> Index:
     return index
 
 
-def read_or_begin_index(folder: Path, settings: dict[str, Any]) -> Index:
-    """Return the index of a folder, which must have the same settings, or write a new one."""
-    for name in (INDEX_NAME, STARTED_NAME):
-        if (folder / name).exists():
-            index = read_index(folder / name)
-            changes = [
-                f"{key} was {before!r} and is {settings.get(key)!r}"
-                for key, before in index.settings.items()
-                if before != settings.get(key) and key != "tokenizer"  # a path
-            ]
-            if changes:
-                raise UserError(
-                    f"{folder} was prepared with other settings ({'; '.join(changes)}): use the "
-                    "same ones to continue, or another folder"
-                )
-            return index
-    foreign = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
-    if foreign:
-        raise UserError(f"{folder} is not empty ({', '.join(foreign[:3])}); choose a new folder")
-    index = Index(FORMAT_VERSION, settings, {split: SplitIndex() for split in SPLITS})
-    write_index(folder / STARTED_NAME, index)
-    return index
+def is_finished(folder: Path, settings: dict[str, Any]) -> bool:
+    """Return whether a folder has an index, which must have the same settings. Otherwise, delete
+    the shards of a job that was killed."""
+    if not (folder / INDEX_NAME).exists():
+        names = [path.name for path in folder.iterdir() if not path.name.startswith(".")]
+        if foreign := sorted(name for name in names if not name.endswith(SHARD_SUFFIX)):
+            reason = f"is not empty ({', '.join(foreign[:3])}); choose a new folder"
+            raise UserError(f"{folder} {reason}")
+        for left in folder.glob(f"*{SHARD_SUFFIX}"):
+            left.unlink()
+        return False
+    changes = [
+        f"{key} was {before!r} and is {settings.get(key)!r}"
+        for key, before in read_index(folder / INDEX_NAME).settings.items()
+        if before != settings.get(key) and key != "tokenizer"  # a path
+    ]
+    if changes:
+        reason = f"was prepared with other settings ({'; '.join(changes)}): use another folder"
+        raise UserError(f"{folder} {reason}")
+    return True
 
 
 def write_index(path: Path, index: Index) -> None:
@@ -129,36 +123,25 @@ def only_writer(folder: Path, *, wait: bool) -> Iterator[None]:
 
 
 class ShardWriter:
-    """Writer of the shards of one split. The piece that fills a shard closes it.
-
-    Each shard is written under another name, renamed, and then listed in the index. A restart
-    continues after the last one listed.
-    """
+    """Writer of the shards of one split. The piece that fills a shard closes it."""
 
     def __init__(self, folder: Path, split: Split, index: Index, shard_tokens: int) -> None:
         self._folder, self._split, self._shard_tokens = folder, split, shard_tokens
-        self._index, self._done = index, index.splits[split]
+        self._done = index.splits[split]
         self._dtype = token_type(index.settings["vocab_size"])
         self._file: BinaryIO | None = None
-        self._tokens = self._documents = self._checksum = 0
-        self.end_piece = self._done.shards[-1].end_piece if self._done.shards else 0
-        """All pieces before this one are written."""
+        self._tokens = self._checksum = 0
 
-    @property
-    def tokens(self) -> int:
-        """Tokens of the split so far, including those of an interrupted run."""
-        return self._done.tokens + self._tokens
-
-    def add(self, piece: int, tokens: npt.NDArray[np.integer], ends_document: bool) -> None:
-        assert piece >= self.end_piece
+    def add(self, tokens: npt.NDArray[np.integer], ends_document: bool) -> None:
         if self._file is None:
-            self._file = aside_path(self._path()).open("wb")
+            self._name = f"{self._split}-{len(self._done.shards):05d}{SHARD_SUFFIX}"
+            self._file = (self._folder / self._name).open("wb")
         content = tokens.astype(self._dtype).tobytes()
         self._file.write(content)
         self._checksum = zlib.crc32(content, self._checksum)
         self._tokens += len(tokens)
-        self._documents += ends_document
-        self.end_piece = piece + 1
+        self._done.tokens += len(tokens)
+        self._done.documents += ends_document
         if self._tokens >= self._shard_tokens:
             self.finish_shard()
 
@@ -169,17 +152,8 @@ class ShardWriter:
         with self._file as file:
             file.flush()
             os.fsync(file.fileno())
-        path = self._path()
-        aside_path(path).replace(path)
-        shard = Shard(path.name, self._tokens, self._checksum, self.end_piece)
-        self._done.shards.append(shard)
-        self._done.tokens += self._tokens
-        self._done.documents += self._documents
-        write_index(self._folder / STARTED_NAME, self._index)
-        self._file, self._tokens, self._documents, self._checksum = None, 0, 0, 0
-
-    def _path(self) -> Path:
-        return self._folder / f"{self._split}-{len(self._done.shards):05d}.tokens"
+        self._done.shards.append(Shard(self._name, self._tokens, self._checksum))
+        self._file, self._tokens, self._checksum = None, 0, 0
 
 
 class TokenShards:

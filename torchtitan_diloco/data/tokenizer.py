@@ -1,16 +1,15 @@
-"""Text to tokens and back: bytes, a `tokenizer.json`, or a named encoding of tiktoken."""
+"""Text to tokens and back: bytes, or a `tokenizer.json`."""
 
 import hashlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-import tiktoken
 
-from torchtitan_diloco.log import UserError, install_command, installed
+from torchtitan_diloco.log import UserError, installed
 
 END_OF_DOCUMENT = "<|endoftext|>"
 ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "<|eot_id|>", "</s>", "<eos>", "<|im_end|>")
@@ -40,30 +39,28 @@ class Tokenizer:
 
 
 def build_tokenizer(spec: str) -> Tokenizer:
-    """Build `bytes`, the tokenizer of a `.json` file, or a named tiktoken encoding."""
-    if spec == "bytes":
-        return _bytes()
-    return _from_file(spec) if spec.endswith(".json") else _named_encoding(spec)
+    """Build `bytes`, or the tokenizer of a `tokenizer.json`."""
+    return _bytes() if spec == "bytes" else _from_file(spec)
 
 
 def _fingerprint(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:16]
 
 
-def _join(tokens: Sequence[bytes | None]) -> str:
-    unknown = "\N{REPLACEMENT CHARACTER}".encode()
-    return b"".join(unknown if one is None else one for one in tokens).decode(errors="replace")
-
-
 def _bytes() -> Tokenizer:
-    table = dict(enumerate([*(bytes([byte]) for byte in range(256)), END_OF_DOCUMENT.encode()]))
+    unknown = "\N{REPLACEMENT CHARACTER}".encode()
+
+    def decode(ids: list[int]) -> str:
+        table = {256: END_OF_DOCUMENT.encode()} | {byte: bytes([byte]) for byte in range(256)}
+        return b"".join(table.get(token, unknown) for token in ids).decode(errors="replace")
+
     return Tokenizer(
         name="bytes",
         fingerprint=_fingerprint(b"bytes"),
         vocab_size=257,
         end_of_document=256,
         encode=lambda text: np.frombuffer(text.encode(), np.uint8).astype(np.uint32),
-        decode=lambda ids: _join([table.get(token) for token in ids]),
+        decode=decode,
     )
 
 
@@ -71,14 +68,12 @@ def _from_file(spec: str) -> Tokenizer:
     path = Path(spec).expanduser()
     if not path.is_file():
         raise UserError(
-            f'data.tokenizer = "{spec}" is no file: train one (docs/data-and-models.md#tokenizers) '
-            f"or run {installed('hf')} download OWNER/MODEL --local-dir {path.parent}"
+            f'data.tokenizer = "{spec}" is neither "bytes" nor a file: train a tokenizer.json '
+            f"(docs/data-and-models.md#tokenizers), or run {installed('hf')} download OWNER/MODEL "
+            f"--local-dir {path.parent}"
         )
-    try:
-        import tokenizers
-    except ImportError as error:
-        needs = f"needs the package tokenizers: {install_command('tokenizer')}"
-        raise UserError(f'data.tokenizer = "{spec}" {needs}') from error
+    import tokenizers
+
     try:
         content = path.read_bytes()
         tokenizer = tokenizers.Tokenizer.from_str(content.decode())
@@ -113,36 +108,4 @@ def _from_file(spec: str) -> Tokenizer:
         file=path,
         encode=encode,
         decode=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False)),
-    )
-
-
-def _named_encoding(name: str) -> Tokenizer:
-    known = sorted(["bytes", *tiktoken.list_encoding_names()])
-    if name not in known:
-        raise UserError(
-            f'data.tokenizer = "{name}" is none of {", ".join(known)}, and no .json file'
-        )
-    try:
-        encoding = tiktoken.get_encoding(name)
-        end = encoding.encode_single_token(END_OF_DOCUMENT)
-    # A download that failed or is damaged, or a missing end-of-document token (KeyError).
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(
-            f'data.tokenizer = "{name}" cannot be loaded ({type(error).__name__}: {error}): copy '
-            "it from a machine with a network, or use a tokenizer.json (docs/data-and-models.md)"
-        ) from error
-
-    def token(number: int) -> bytes | None:
-        try:
-            return encoding.decode_single_token_bytes(number)
-        except KeyError:  # named encodings have gaps between their special tokens
-            return None
-
-    return Tokenizer(
-        name=name,
-        fingerprint=_fingerprint(name.encode()),
-        vocab_size=encoding.max_token_value + 1,
-        end_of_document=end,
-        encode=lambda text: encoding.encode_to_numpy(text, disallowed_special=()),
-        decode=lambda ids: _join([token(number) for number in ids]),
     )

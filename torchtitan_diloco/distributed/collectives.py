@@ -1,10 +1,7 @@
 """Collectives between all ranks for bookkeeping: agreement, small sums, and lost ranks."""
 
-import os
-import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -13,37 +10,9 @@ import torch.distributed as dist
 from torchtitan_diloco.diloco.object_collectives import gather_objects
 from torchtitan_diloco.diloco.transport import WorkerLostError
 from torchtitan_diloco.distributed.world import World
-from torchtitan_diloco.hardware import available_cores
-from torchtitan_diloco.log import UserError, cause_of, logger
+from torchtitan_diloco.log import UserError, cause_of
 
 Value = TypeVar("Value")
-
-
-def share_cores(world: World, *, has_islands: bool) -> None:
-    """Limit torch's threads to this rank's share of the cores, unless OMP_NUM_THREADS is set.
-
-    torchrun sets it only where it starts several ranks, and other nodes may be on this machine.
-    `has_islands`: so may other islands, which nobody counts.
-    """
-    ranks = gather_objects(place(), world.control).count(place())
-    if os.environ.get("OMP_NUM_THREADS"):
-        return
-    torch.set_num_threads(max(1, min(torch.get_num_threads(), available_cores() // ranks)))
-    if has_islands and world.device.type == "cpu" and torch.get_num_threads() > 1:
-        logger.info(
-            f"{'threads':<10} {torch.get_num_threads()} a process: if other islands train on this "
-            "machine, set OMP_NUM_THREADS to a share of its cores"
-        )
-
-
-def place() -> str:
-    """Return a text that is equal for processes that share their cores."""
-    try:
-        machine = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
-    except OSError:
-        machine = socket.gethostname()
-    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
-    return f"{machine} {sorted(cores)}"
 
 
 def on_all_ranks(group: dist.ProcessGroup | None, task: Callable[[], Value]) -> Value:

@@ -4,7 +4,7 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 
@@ -47,8 +47,6 @@ class World:
     """All ranks, on the CPU, only for the thread that writes checkpoints."""
     host_mesh: DeviceMesh | None = None
     """1-d, the ranks of this worker on the CPU, for the same thread."""
-    store: dist.Store | None = None  # type: ignore[name-defined]
-    """torchrun's, which outlives the ranks. None for a process that was started without it."""
 
     @property
     def ranks_per_worker(self) -> int:
@@ -112,11 +110,6 @@ def pick_device(wanted: str, local_rank: int, *, share: bool = False) -> torch.d
     device = torch.device("cuda", local_rank % count)
     if local_rank >= count:
         logger.warning(f"this worker shares {device} with another one, as there are {count} GPUs")
-    if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
-        logger.warning(
-            "CUDA_DEVICE_MAX_CONNECTIONS=1 puts training and the outer loop in one queue of the "
-            "GPU, so that they wait for each other: unset it"
-        )
     torch.cuda.set_device(device)
     return device
 
@@ -144,9 +137,7 @@ def join_world(
     init_timeout = timedelta(seconds=distributed.init_timeout_seconds)
     if size == 1:
         on_gpu = chosen.type == "cuda"
-        alone = world_of_one(chosen, "nccl") if on_gpu else World(rank, size, workers, chosen)
-        by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
-        return replace(alone, store=store_of_job(init_timeout)) if by_torchrun else alone
+        return world_of_one(chosen, "nccl") if on_gpu else World(rank, size, workers, chosen)
 
     grid = torch.arange(size).view(workers, ranks_per_worker)
     inner_timeout = distributed.train_timeout_seconds
@@ -156,12 +147,11 @@ def join_world(
     outer_backend = "gloo" if outer_loop else inner_backend
     worker, column = divmod(rank, ranks_per_worker)
     with _groups_over(link.interface, nccl=not outer_loop):
-        store = store_of_job(init_timeout)
         # Eager communicators of NCCL are made below, and none for all ranks, over slow links.
         dist.init_process_group(
             "gloo",
             timeout=init_timeout,
-            store=store_of_attempt(store, rank, size, init_timeout),
+            store=store_of_attempt(store_of_job(init_timeout), rank, size, init_timeout),
             rank=rank,
             world_size=size,
         )
@@ -189,7 +179,6 @@ def join_world(
         host_mesh=DeviceMesh.from_group(
             own_ranks, "cpu", mesh=grid[worker], mesh_dim_names=(FSDP,)
         ),
-        store=store,
     )
 
 

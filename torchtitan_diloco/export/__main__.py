@@ -10,7 +10,6 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -48,7 +47,6 @@ def main(arguments: Sequence[str]) -> int:
         add("--prompt", default="", help="text to continue (default: the beginning of a document)")
         add("--tokens", type=positive, default=100, metavar="N", help="at most N (default 100)")
         add("--temperature", type=float, default=0.8, help="default 0.8; 0: the most likely token")
-        add("--top-p", type=float, default=1.0, help="only the likeliest that together have P")
         add("--seed", type=int, default=0, help="the same seed gives the same text (default 0)")
     elif name == "validate":
         add("--corpus", help="as data.validation_corpus (default: what the run held out)")
@@ -87,7 +85,6 @@ def generate(
     vocab_size: int,
     max_new_tokens: int,
     temperature: float = 1.0,
-    top_p: float = 1.0,
     seed: int = 0,
     stop: int | None = None,
 ) -> Iterator[int]:
@@ -104,37 +101,28 @@ def generate(
             head=lambda hidden, matrix: F.linear(hidden[0, -1], matrix[:vocab_size]),
         )
         # Draw on the CPU, so that a seed gives the same text on all devices.
-        token = draw(logits.float().cpu(), temperature, top_p, generator)
+        token = draw(logits.float().cpu(), temperature, generator)
         if token == stop:
             return
         yield token
         context.append(token)
 
 
-def draw(logits: Tensor, temperature: float, top_p: float, generator: torch.Generator) -> int:
-    """Draw a token, given the logits [vocabulary].
-
-    Temperature 0 takes the most likely token. `top_p` keeps the most likely tokens that together
-    have this probability.
-    """
+def draw(logits: Tensor, temperature: float, generator: torch.Generator) -> int:
+    """Draw a token, given the logits [vocabulary]; with temperature 0, the most likely one."""
     if not bool(logits.isfinite().all()):
         raise UserError("the logits are not finite: the training diverged; use an earlier --step")
     if temperature == 0:
         return int(logits.argmax())
     # Shift the largest logit to 0, so that a temperature near 0 does not make it infinite.
     scaled = (logits.double() - logits.max()) / temperature
-    probabilities, ids = scaled.softmax(dim=0).sort(descending=True, stable=True)
-    # Keep a token if those before it have at most top_p. This always keeps the first one.
-    before = probabilities.cumsum(dim=0) - probabilities
-    kept = probabilities.where(before <= top_p, 0.0)
-    return int(ids[torch.multinomial(kept, 1, generator=generator)])
+    return int(torch.multinomial(scaled.softmax(dim=0), 1, generator=generator))
 
 
 def print_text(saved: SavedModel, options: argparse.Namespace) -> None:
     tokenizer, model = saved.tokenizer, saved.model.to(pick_device(options.device, 0))
-    if not options.temperature >= 0 or not 0 <= options.top_p <= 1:
-        chosen = f"--temperature {options.temperature} --top-p {options.top_p}"
-        raise UserError(f"{chosen}: give a temperature from 0 up, and a probability")
+    if not options.temperature >= 0:
+        raise UserError(f"--temperature {options.temperature}: give one from 0 up")
     prompt = tokenizer.encode(os.fsencode(options.prompt).decode(errors="replace")).tolist()
     tokens = generate(
         model,
@@ -142,7 +130,6 @@ def print_text(saved: SavedModel, options: argparse.Namespace) -> None:
         vocab_size=tokenizer.vocab_size,
         max_new_tokens=options.tokens,
         temperature=options.temperature,
-        top_p=options.top_p,
         seed=options.seed,
         stop=tokenizer.end_of_document,
     )
@@ -171,7 +158,6 @@ def print_loss(saved: SavedModel, options: argparse.Namespace) -> None:
         saved.model.to(device, compute_dtype(config.parallel.compute_dtype, device)),
         batches,
         World(rank=0, size=1, workers=1, device=device),
-        chunk_tokens=config.training.loss_chunk_tokens,
     )
     print(saved, file=sys.stderr)
     print(
@@ -188,11 +174,15 @@ def export(saved: SavedModel, options: argparse.Namespace) -> None:
     folder = options.out.expanduser() if options.out else _default_folder(saved.path, options)
     dtype = DTYPES[options.dtype]
     try:
-        with new_folder(folder) as incomplete:
-            if options.format == "hf":
-                save_hugging_face(incomplete, saved.model, saved.tokenizer, dtype)
-            else:
-                save_for_another_run(incomplete, saved, dtype, final=folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            raise UserError(f"{folder} is not empty; choose another folder, or delete this one")
+        if options.format == "hf":
+            save_hugging_face(folder, saved.model, saved.tokenizer, dtype)
+        else:
+            save_for_another_run(folder, saved, dtype)
+        readable = folder.stat().st_mode & 0o666
+        (folder / WEIGHTS_NAME).chmod(readable)  # safetensors ignores the umask
     except OSError as error:
         raise UserError(
             f"--out {folder} cannot be written ({error.strerror or error}): choose another folder"
@@ -209,32 +199,8 @@ def _default_folder(checkpoint: Path, options: argparse.Namespace) -> Path:
     return run / "export" / "-".join([checkpoint.name, options.format, *dtype])
 
 
-@contextmanager
-def new_folder(folder: Path) -> Iterator[Path]:
-    """Yield a folder to write into, which is renamed to `folder` when it is complete."""
-    folder = folder.absolute()
-    if folder.exists() and any(folder.iterdir()):
-        raise UserError(f"{folder} is not empty; choose another folder, or delete this one")
-    incomplete = folder.with_name(f".{folder.name}.incomplete")
-    shutil.rmtree(incomplete, ignore_errors=True)
-    incomplete.mkdir(parents=True)
-    try:
-        yield incomplete
-        readable = incomplete.stat().st_mode & 0o666  # safetensors ignores the umask
-        for path in incomplete.iterdir():
-            path.chmod(readable)
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-        incomplete.rename(folder)
-    except BaseException:
-        shutil.rmtree(incomplete, ignore_errors=True)
-        raise
-
-
-def save_for_another_run(
-    folder: Path, saved: SavedModel, dtype: torch.dtype, *, final: Path
-) -> None:
-    """Write the weights under our names, with settings and tokenizer. `final`: the later name."""
+def save_for_another_run(folder: Path, saved: SavedModel, dtype: torch.dtype) -> None:
+    """Write the weights under our names, with settings and tokenizer."""
     config, tokenizer = saved.config, saved.tokenizer
     config = replace(  # reset the settings that are specific to a run
         config,
@@ -252,7 +218,7 @@ def save_for_another_run(
     tensors = {name: value.to(dtype) for name, value in saved.model.state_dict().items()}
     if tokenizer.file is not None:
         shutil.copyfile(tokenizer.file, folder / TOKENIZER_NAME)
-        copied = str((final / TOKENIZER_NAME).absolute())
+        copied = str((folder / TOKENIZER_NAME).absolute())
         config = replace(config, data=replace(config.data, tokenizer=copied))
     (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
     save_file(tensors, folder / WEIGHTS_NAME, metadata)

@@ -5,6 +5,7 @@
 .venv/bin/torchtitan-diloco islands check DIR
 .venv/bin/torchtitan-diloco islands status --join STRING
 .venv/bin/torchtitan-diloco islands leave NAME --join STRING
+.venv/bin/torchtitan-diloco islands change KEY VALUE --join STRING
 """
 
 import argparse
@@ -25,6 +26,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
+from torchtitan_diloco.islands.changes import CHANGEABLE, parse_change, settings_of
 from torchtitan_diloco.islands.check import check_log
 from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.connection import Connection
@@ -32,7 +34,7 @@ from torchtitan_diloco.islands.inbox import Leave
 from torchtitan_diloco.islands.ledger import Outcome
 from torchtitan_diloco.islands.log import State
 from torchtitan_diloco.islands.members import Member
-from torchtitan_diloco.islands.records import name_of
+from torchtitan_diloco.islands.records import encode, name_of
 from torchtitan_diloco.islands.server import Server, make_streams, open_folder
 from torchtitan_diloco.islands.server_folder import (
     ISLAND,
@@ -49,7 +51,7 @@ from torchtitan_diloco.log import STOP_SIGNALS, USER_ERROR, UserError, command_l
 LISTEN_SECONDS = 3.0
 """Time to receive heartbeats before the first output."""
 REFRESH_SECONDS = 2.0
-LEAVE_SECONDS = 60.0
+LEAVE_SECONDS, CHANGE_SECONDS = 60.0, 10.0
 READ_SECONDS = 30.0
 TABLES = {"islands": "islands", "rounds of fragments": "fragments", "samples of slots": "slots"}
 CLEAR = "\x1b[H\x1b[2J\x1b[3J"
@@ -81,6 +83,8 @@ def _use_join(options: argparse.Namespace) -> None:
         print_status(join, as_json=options.json, once=options.once)
     elif options.command == "leave":
         ask_to_leave(join, options.name)
+    elif options.command == "change":
+        change(join, options.key, options.value)
     else:
         asyncio.run(make_streams(join, options.keep_gb, options.replicas))
         print(f"the streams of the run {join.run} are there")
@@ -112,11 +116,14 @@ def _parser() -> argparse.ArgumentParser:
     status.add_argument("--once", action="store_true", help="do not refresh")
     leave = commands.add_parser("leave", help="ask an island to send its work and to leave")
     leave.add_argument("name", help="islands.name of the island")
+    change = commands.add_parser("change", help="change a setting of the run while it goes on")
+    change.add_argument("key", help=f"one of {', '.join(CHANGEABLE)}")
+    change.add_argument("value")
     make = commands.add_parser("make", help="make the streams of a run on servers of your own")
     replicas = "servers that have each stream"
     make.add_argument("--replicas", type=int, choices=range(1, 6), default=1, help=replicas)
     make.add_argument("--keep-gb", type=float, default=20.0, help=f"{keep} (default: 20)")
-    for command in (status, leave, make):
+    for command in (status, leave, change, make):
         command.add_argument(
             "--join", required=True, help="join string of `serve`, or a file with it"
         )
@@ -214,15 +221,19 @@ class Reader:
 
 
 @contextmanager
-def open_reader(join: Join, note: Callable[[Outcome], object] = lambda _: None) -> Iterator[Reader]:
-    """Yield a reader that has read the log since the latest stored state, or since its beginning.
+def open_reader(
+    join: Join, note: Callable[[Outcome], object] = lambda _: None, *, whole: bool = False
+) -> Iterator[Reader]:
+    """Yield a reader that has read the log since the latest stored state.
 
-    `note` receives the outcome of each record that is read.
+    Args:
+        note: receives the outcome of each record that is read.
+        whole: read the log since its first record.
     """
     connection = Connection(join, f"status/{secrets.token_hex(4)}")
     connection.connect()
     try:
-        stored = connection.newest_state()
+        stored = None if whole else connection.newest_state()
         state = State.decode(stored) if stored else State()
         state.verifies = False
         connection.follow(state.sequence, state.newest)
@@ -341,6 +352,26 @@ def ask_to_leave(join: Join, name: str) -> None:
                 )
             reader.read(0.2)
         print(f"{name} has left")
+
+
+def change(join: Join, key: str, value: str) -> None:
+    """Append a change, and wait until it is read back."""
+    outcomes = list[Outcome]()
+    with open_reader(join, outcomes.append) as reader:
+        if (facts := reader.state.facts) is None:
+            raise UserError("the run has not begun, so islands still set their own settings")
+        record, before = parse_change(facts, key, value), settings_of(facts).get(key)
+        reader.connection.append(encode(record))
+        end = time.monotonic() + CHANGE_SECONDS
+        while not (found := [one for one in outcomes if one.record == record]):
+            if time.monotonic() > end:
+                raise UserError(
+                    f"the change was not read back within {CHANGE_SECONDS:g} s: try again"
+                )
+            reader.read(0.1)
+        if found[-1].void:
+            raise UserError(f"{key} = {value}: {found[-1].void}")
+    print(f"the run goes on with {key} = {record.value} (before: {before})")
 
 
 if __name__ == "__main__":

@@ -40,8 +40,8 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
 
     method: str
     arguments: list[Any]
-    sizes: list[int]
-    """Bytes of each tensor of the content."""
+    sizes: list[list[int]]
+    """Bytes of each tensor of the content: one, or one for each rank."""
 
 
 class SharedCopy:
@@ -94,10 +94,17 @@ class Copies:
         self._decoder = build_codec(config.quantization)
 
     def run(
-        self, method: Callable[..., Result], *arguments: Any, content: Sequence[Tensor] = ()
+        self,
+        method: Callable[..., Result],
+        *arguments: Any,
+        content: Sequence[Sequence[Tensor]] = (),
     ) -> Result:
-        """Call a method on all ranks and return this rank's result. Only for the first rank."""
-        call = Call(method.__name__, list(arguments), [one.numel() for one in content])
+        """Call a method on all ranks and return this rank's result. Only for the first rank.
+
+        `content`: tensors for all ranks, or with one for each rank.
+        """
+        sizes = [[one.numel() for one in tensors] for tensors in content]
+        call = Call(method.__name__, list(arguments), sizes)
         result: Result = self._call(broadcast_object(call, Call, self.ranks.copies), content)
         return result
 
@@ -105,17 +112,37 @@ class Copies:
         """Call the methods that the first rank calls, until `stop`."""
         while not self._stopped:
             call = broadcast_object(None, Call, self.ranks.copies)
-            self._call(call, [torch.empty(size, dtype=torch.uint8) for size in call.sizes])
+            self._call(call, [[] for _ in call.sizes])
 
-    def _call(self, call: Call, content: Sequence[Tensor]) -> Any:
-        for one in content if self.ranks.copies is not None else ():
-            if one.numel():
-                dist.broadcast(one, group_src=0, group=self.ranks.copies)
-        self._content = content
+    def _call(self, call: Call, content: Sequence[Sequence[Tensor]]) -> Any:
+        pairs = zip(content, call.sizes, strict=True)
+        self._content = [self._share(tensors, sizes) for tensors, sizes in pairs]
         try:
             return getattr(self, call.method)(*call.arguments)
         finally:
             self._content = ()
+
+    def _share(self, tensors: Sequence[Tensor], sizes: list[int]) -> Tensor:
+        """Return this rank's tensor. `tensors`: those of all ranks, on the first one."""
+        rank, group = self.ranks.rank, self.ranks.copies
+        mine = tensors[0] if tensors else torch.empty(sizes[rank % len(sizes)], dtype=torch.uint8)
+        if group is None or not any(sizes):
+            return mine
+        if len(sizes) == 1:
+            dist.broadcast(mine, group_src=0, group=group)
+        elif rank and mine.numel():
+            dist.recv(mine, group_src=0, group=group)
+        for number, shard in enumerate(tensors):
+            if number and shard.numel():
+                dist.send(shard, group_dst=number, group=group)
+        return mine
+
+    def shards(self, fragment: int, payload: Tensor, ranks: int) -> Sequence[Tensor]:
+        """Return the shards of a part if each rank needs only its own, else the whole part."""
+        if ranks != self.ranks.size:
+            return [payload]
+        shards: Sequence[Tensor] = payload.split(self.payload_sizes(fragment, ranks))
+        return shards
 
     def stop(self) -> None:
         self._stopped = True
@@ -244,15 +271,14 @@ class Copies:
     def decode(self, fragment: int, payload: Tensor, ranks: int) -> Iterator[Tensor]:
         """Yield this rank's values of a part from an island with `ranks` ranks, in pieces.
 
-        The pieces may share memory: use each one before the next.
+        The pieces may share memory: use each one before the next. `payload`: see `shards`.
         """
         copy, lengths = self.fragments[fragment], self.fragments[fragment].layout.sizes(ranks)
         layout, device = copy.layout, copy.state.outer.device
-        shards = payload.split(self.payload_sizes(fragment, ranks))
         if ranks == layout.ranks:
-            mine = layout.rank
-            yield from _decoded_pieces(self._decoder, shards[mine].to(device), lengths[mine])
+            yield from _decoded_pieces(self._decoder, payload.to(device), lengths[layout.rank])
             return
+        shards = payload.split(self.payload_sizes(fragment, ranks))
         values = torch.empty_like(copy.state.outer)
         for rank, shard in enumerate(shards):
             if slices := layout.overlap(ranks, rank):

@@ -225,7 +225,7 @@ class Joiner:
         if content.numel() != self._copies.snapshot_bytes(fragment):
             return f"it has {content.numel()} bytes"
         declare = self._copies.declare
-        checksum = self._copies.run(declare, fragment, answer.version, content=[content])
+        checksum = self._copies.run(declare, fragment, answer.version, content=[[content]])
         snapshot = answer.version, answer.head, checksum
         return "" if state.adopt(fragment, snapshot, self._unread()) else "it is of another log"
 

@@ -145,12 +145,13 @@ class Leader:
                 waited = True
                 self.changed.wait(min(due.waits_until - now, LOOK))
             self._react()  # at once, as the step of an opening counts
+            settings = self.machine.take_settings()
         if waited and due.applied:
             first = msgspec.structs.replace(due.applied[0], waited=now - started)
             due = msgspec.structs.replace(due, applied=[first, *due.applied[1:]])
         ranks = self._copies.ranks.size
         sent = [msgspec.structs.replace(part, ranks=ranks) for part in due.sent]
-        return msgspec.structs.replace(due, sent=sent)
+        return msgspec.structs.replace(due, sent=sent, settings=settings)
 
     def store(self, part: Part, payload: Tensor) -> int:
         """Store the chunks of an own part and append the part. Return the bytes sent."""
@@ -251,7 +252,10 @@ class Leader:
             [part.weight for part, _ in counted],
             [part.ranks for part, _ in counted],
             joining,  # older versions will not be applied
-            content=[payload for _, payload in counted],
+            content=[
+                self._copies.shards(close.fragment, payload, part.ranks)
+                for part, payload in counted
+            ],
         )
         with self.changed:
             self.state.learn(close.fragment, close.version, checksum)

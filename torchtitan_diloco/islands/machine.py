@@ -163,7 +163,8 @@ class Machine:
         """Note which islands are not heard any more, or again."""
         if self.members.is_new(now):
             return
-        owners = set(self.state.owners().values()) - {self.incarnation}
+        owners = {slot.owner for slot in self.state.slots if slot.owner and not slot.done}
+        owners.discard(self.incarnation)
         silent = {owner for owner in owners if self.members.is_silent(owner, now)}
         for owner in sorted(silent - self._silent):
             self.notices.append(f"island {name_of(owner)} is silent: rounds do not wait for it")
@@ -249,6 +250,11 @@ class Machine:
         rounds = self.joined.rounds[part.fragment]
         rounds.sent, rounds.is_stored = part, True
 
+    def take_settings(self) -> dict[str, str]:
+        """Return the settings of the run if they have changed since the last call."""
+        settings, self._changed = self._changed, {}
+        return settings
+
     def take_skipped(self) -> list[tuple[int, int]]:
         """Return fragments and versions that will not be applied, and need not be kept."""
         found = list[tuple[int, int]]()
@@ -291,7 +297,6 @@ class Machine:
         Without a delay, deltas are taken before their results are waited for.
         """
         island, delayed = self.joined, self.timing.schedule.delay > 0
-        settings, self._changed = self._changed, {}
         island.look_at_end(now)
         sent = [] if delayed else self._sends(now)
         applied, until = ([], now) if sent else self._applies(now)
@@ -306,7 +311,6 @@ class Machine:
             applied=applied,
             sent=sent,
             waits_until=until,
-            settings=settings,
         )
 
     def _applies(self, now: float) -> tuple[list[Due], float | None]:

@@ -50,7 +50,7 @@ def find_outliers(
     The usual norm is the median of those merged before. While these are few, a part is compared
     with the other parts of its round, of which there must be two: of two parts alone, nobody can
     tell which is right. If several parts exceed what is usual and none does not, they have a common
-    cause, such as a higher learning rate, and count. `alone`: whether only one island trains.
+    cause, such as a higher learning rate, and count. `alone`: whether no other island is ready.
     """
     outliers = {}
     for number, norm in norms.items():
@@ -296,7 +296,7 @@ class Rounds:
             return None
         missing = ready - {waiting[number].slot for number in known}
         norms = {number: norm / self._turns(waiting[number]) for number, norm in good.items()}
-        outliers = self._outliers(norms)
+        outliers = self._outliers(norms, alone=ready <= {island.slot})
         bad += [
             Refusal(number, f"its norm is {times:.3g} times the usual one", outlier=True)
             for number, times in outliers.items()
@@ -306,8 +306,8 @@ class Rounds:
         by = island.slot, island.incarnation
         return island.state.build_close(self._fragment, by, taken, tuple(bad), lr)
 
-    def _outliers(self, norms: Mapping[int, float]) -> dict[int, float]:
-        waiting, alone = self.shared.waiting, len(self._island.state.owners()) == 1
+    def _outliers(self, norms: Mapping[int, float], *, alone: bool) -> dict[int, float]:
+        waiting = self.shared.waiting
         judged = {number: norm for number, norm in norms.items() if waiting[number].finite}
         limit = self._island.timing.norm_limit
         return find_outliers(judged, self.shared.norms, limit, alone=alone) if limit else {}

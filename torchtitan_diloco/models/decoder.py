@@ -103,11 +103,7 @@ def rotary_frequencies(shape: Shape, device: torch.device) -> Tensor:
     Scaling divides low frequencies, keeps high ones, and interpolates between.
     """
     exponents = torch.arange(0, shape.head_dim, 2, device=device).float() / shape.head_dim
-    if shape.activation == "gelu":
-        # Differs in the last bit. The tables in docs/measurements.md were measured with this.
-        plain: Tensor = shape.rotary_base**-exponents
-    else:
-        plain = 1 / shape.rotary_base**exponents  # as in transformers, to the bit
+    plain: Tensor = 1 / shape.rotary_base**exponents  # as in transformers, to the bit
     if shape.rotary_scaling == 1:
         return plain
     turns = SHORT_LENGTH / (2 * math.pi / plain)

@@ -38,7 +38,6 @@ def observed_conditions(run: Run) -> Conditions | None:
         outer_bytes_per_second=_median_rate(
             (4 * one.parameters, one.seconds("received", "ready")) for one in rounds
         ),
-        codec=codec,
     )
 
 

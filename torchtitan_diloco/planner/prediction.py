@@ -38,20 +38,6 @@ STEADY_ROUNDS = 30
 JITTERED_STEPS = 2000
 """Steps that are drawn to find the mean of the slowest worker in data parallelism."""
 _codec = cache(build_codec)
-HOST_OUTER_STEP = 2.0e9
-"""fp32 bytes that one core processes in a second of the outer step (docs/measurements.md)."""
-HOST_CODING = {
-    "fp32": 8.5e9,
-    "bf16": 13.1e9,
-    "fp8_e4m3": 1.9e9,
-    "fp8_e5m2": 2.0e9,
-    "int8": 2.9e9,
-    "fp4_e2m1": 2.1e9,
-    "fp4_e3m0": 2.1e9,
-    "ternary": 2.2e9,
-    "topk": 0.5e9,
-}
-"""fp32 bytes that one core encodes or decodes in a second (docs/measurements.md)."""
 
 
 @dataclass(frozen=True)
@@ -68,11 +54,10 @@ class Conditions:
     jitter: float = 0.0
     """Standard deviation of a step's time as a share of its mean."""
     coding_bytes_per_second: float = math.inf
-    """fp32 bytes that all ranks of a worker together encode or decode in a second."""
+    """fp32 bytes that all ranks of a worker together encode or decode in a second, as measured in
+    a run, whatever its format was."""
     outer_bytes_per_second: float = math.inf
     """fp32 bytes of a fragment that the outer step of a worker processes in a second."""
-    codec: str = ""
-    """Codec of the measured coding speed; empty if none was measured."""
 
     def __post_init__(self) -> None:
         steps = all(0 < seconds < math.inf for seconds in self.step_seconds)
@@ -238,8 +223,6 @@ class Workload:
     workers: int
     ranks: int
     """Ranks of one worker, over which FSDP2 shards it."""
-    on_cpu: bool
-    """The run has no accelerator."""
 
     @staticmethod
     def of(config: Config, vocabulary: int) -> "Workload":
@@ -248,7 +231,7 @@ class Workload:
         model = build_model(config.model, vocabulary, length)
         counts = model.parameter_counts()
         plan = plan_run(config.training, workers * ranks, counts["total"], counts["embedding"])
-        return Workload(model, plan, len(model.blocks), workers, ranks, config.run.device == "cpu")
+        return Workload(model, plan, len(model.blocks), workers, ranks)
 
     def fragments(self, config: Fragments) -> tuple[int, ...]:
         """Return the parameters of each fragment, in the order in which fragments are sent."""
@@ -260,24 +243,5 @@ class Workload:
             *blocks, rest = self.fragments(Fragments("sequential", layers_per_fragment=1))
             return predict_data_parallel((*reversed(blocks), rest), conditions)
         fragments = self.fragments(diloco.fragments)
-        speeds = self.with_speeds(diloco, conditions)
         steps = self.plan.total_steps if diloco.beginning.steps else None
-        return predict(fragments, diloco, speeds, ranks=self.ranks, steps=steps)
-
-    def with_speeds(self, diloco: DiLoCoConfig, conditions: Conditions) -> Conditions:
-        """Return the conditions with the speeds of coding and outer step under these settings.
-
-        Keep measured speeds. If there are none, only work on the host takes time.
-        """
-        codec = diloco.quantization.codec
-        if not (self.on_cpu or diloco.link.outer_state == "cpu"):
-            return conditions
-        cores = self.ranks * diloco.quantization.threads
-        coding, outer = conditions.coding_bytes_per_second, conditions.outer_bytes_per_second
-        if math.isinf(coding):
-            coding = cores * HOST_CODING[codec]
-        elif conditions.codec:  # measured with another codec: in the proportions of the table
-            coding *= HOST_CODING[codec] / HOST_CODING[conditions.codec]
-        if math.isinf(outer):
-            outer = cores * HOST_OUTER_STEP
-        return replace(conditions, coding_bytes_per_second=coding, outer_bytes_per_second=outer)
+        return predict(fragments, diloco, conditions, ranks=self.ranks, steps=steps)

@@ -9,12 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torchtitan_diloco.log import command_line
-from torchtitan_diloco.report.page import html_page, markdown
+from torchtitan_diloco.report.page import html_page
 from torchtitan_diloco.report.run_records import open_runs
 
 ABOUT = "Write a report about one or several runs, finished or still going on."
-OUT_HELP = "file to write (report.html in the folder of the first run; with --format md: stdout)"
-FORMAT_HELP = "html: a page with figures (default); md: tables as Markdown"
+OUT_HELP = "file to write (default: report.html in the folder of the first run)"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -23,7 +22,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run or of an island")
     add("--out", type=Path, metavar="FILE", help=OUT_HELP)
-    add("--format", choices=("html", "md"), default="html", help=FORMAT_HELP)
     options = parser.parse_args(arguments)
     target: Path | None = options.out
     try:
@@ -33,12 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if there < run.size and not run.is_of_islands:
                 text = f"warning: {run.folder} has the records of {there} of {run.size} workers"
                 print(text, file=sys.stderr)
-        if options.format == "html":
-            target = target or runs[0].folder / "report.html"
-            target.write_text(html_page(runs), encoding="utf-8", errors="replace")
-        elif target:
-            target.write_text(markdown(runs), encoding="utf-8", errors="replace")
-        print(target or markdown(runs).rstrip())
+        target = target or runs[0].folder / "report.html"
+        target.write_text(html_page(runs), encoding="utf-8", errors="replace")
+        print(target)
     except OSError as error:
         print(f"error: {target} cannot be written: {error.strerror}", file=sys.stderr)
         return 2

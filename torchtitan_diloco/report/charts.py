@@ -5,7 +5,6 @@ reader's fonts and light or dark colour scheme. Tooltips are SVG titles: no scri
 """
 
 import io
-import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -61,7 +60,6 @@ SERIES = 8
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Noto Sans', 'Liberation Sans', sans-serif"
 LINE_CHART_SIZE = (430.0, 226.0)
 """Small, so that texts are readable on a telephone."""
-HOVER_STRIPS = 48
 MAX_DOTS = 80
 LARGEST = 1e100
 """Larger values are not drawn: an axis cannot be computed for all floating-point numbers."""
@@ -93,7 +91,6 @@ def css_variables() -> str:
         f":root{{color-scheme:light dark;{light}}}"
         f"@media (prefers-color-scheme:dark){{:root{{{dark}}}}}"
         f".chart text{{font-family:{FONT}!important;pointer-events:none}}"
-        ".hover{fill:var(--text);fill-opacity:0}.hover:hover{fill-opacity:.07}"
     )
 
 
@@ -123,8 +120,7 @@ def line_chart(
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(short_number)
     axes.grid(axis="y")
-    drawn = svg(figure, title)
-    return drawn.replace("</svg>", f"{_hover_strips(axes, curves, x_label)}</svg>")
+    return svg(figure, title)
 
 
 def _plot(axes: Axes, curve: Curve, log: bool) -> None:
@@ -145,29 +141,6 @@ def _plot(axes: Axes, curve: Curve, log: bool) -> None:
         markersize=6,
         markevery=np.flatnonzero(dots).tolist(),
     )
-
-
-def _hover_strips(axes: Axes, curves: Sequence[Curve], x_label: str) -> str:
-    """Return invisible SVG strips over a plot, with its values as tooltips."""
-    edges = np.linspace(*axes.get_xlim(), HOVER_STRIPS + 1)
-    left, bottom, width, height = axes.get_position().bounds * np.tile(LINE_CHART_SIZE, 2)
-    strips = ""
-    for place, (start, end) in enumerate(itertools.pairwise(edges)):
-        lines: list[str] = []
-        position = start
-        for curve in curves:
-            inside = np.flatnonzero((curve.x >= start) & (curve.x < end) & np.isfinite(curve.y))
-            if inside.size:
-                lines.append(f"{curve.name}: {curve.y[inside[-1]]:.4g}")
-                position = max(position, curve.x[inside[-1]])
-        if lines:
-            tooltip = _escape("\n".join([f"{short_number(position)} {x_label}", *lines]))
-            strips += (
-                f'<rect class="hover" x="{left + place * width / HOVER_STRIPS:.2f}" '
-                f'y="{LINE_CHART_SIZE[1] - bottom - height:.2f}" height="{height:.2f}" '
-                f'width="{width / HOVER_STRIPS:.2f}"><title>{tooltip}</title></rect>\n'
-            )
-    return strips
 
 
 def svg(figure: Figure, title: str, tooltips: Sequence[str] = ()) -> str:

@@ -77,12 +77,15 @@ def figures(runs: Sequence[Run]) -> list[Figure]:
         _loss(runs, "Loss over tokens", Axis(TOKENS, "tokens, all workers")),
         _loss(runs, "Loss over time", time),
         _sent(runs, time),
-        _bandwidth(runs, time),
         _time_shares(runs),
         *_timelines(runs),
-        _rounds(runs, "Cosine of a worker's update to the mean", "cosine", COSINE_CAPTION, COSINE),
-        _rounds(runs, "Drift of the workers", DRIFT_UNIT, DRIFT_CAPTION, DRIFT),
     ]
+    if len(runs) == 1:
+        title = "Cosine of a worker's update to the mean"
+        found += [
+            _rounds(runs[0], title, "cosine", COSINE_CAPTION, COSINE),
+            _rounds(runs[0], "Drift of the workers", DRIFT_UNIT, DRIFT_CAPTION, DRIFT),
+        ]
     return [figure for figure in found if figure is not None]
 
 
@@ -149,17 +152,6 @@ def _sent(runs: Sequence[Run], x: Axis) -> Figure | None:
     return _line_figure(runs, title, caption, label, curves, x_label=x.label, log=True)
 
 
-def _bandwidth(runs: Sequence[Run], x: Axis) -> Figure | None:
-    key = "sync/mbit_per_second"
-    curves = [Curve("used", *x.curve(run, key), series) for series, run in enumerate(runs)]
-    caption = (
-        "Bytes sent in an interval over its length, mean over workers: the load on a link. "
-        "Logarithmic axis."
-    )
-    label = "Mbit/s sent by a worker"
-    return _line_figure(runs, "Bandwidth", caption, label, curves, x_label=x.label, log=True)
-
-
 def _time_shares(runs: Sequence[Run]) -> Figure | None:
     bars = {run.name: time_shares(run.totals) for run in runs if run.totals}
     caption = (
@@ -177,39 +169,26 @@ def _time_shares(runs: Sequence[Run]) -> Figure | None:
 def _timelines(runs: Sequence[Run]) -> list[Figure]:
     found = []
     for run in runs:
-        for title, wide, narrow, caption in (
-            ("The last exchanges", 8, 3, TIMELINE_CAPTION),
-            ("The last exchange", 1, 1, "The same for the last exchange alone."),
-        ):
-            title += f", {run.name}" if len(runs) > 1 else ""
-            shown, fewer = (phases(run.exchanges[-count:]) for count in (wide, narrow))
-            if any(phase.seconds > 0 for phase in fewer):
-                legend = [Key(*entry) for entry in PHASE_COLOURS.items()]
-                svg = timeline_svg(title, shown, run.worker_names)
-                narrow_svg = timeline_svg(title, fewer, run.worker_names, NARROW)
-                found.append(Figure(title, caption, legend, svg=svg, narrow_svg=narrow_svg))
+        title = "The last exchanges" + (f", {run.name}" if len(runs) > 1 else "")
+        shown, fewer = (phases(run.exchanges[-count:]) for count in (8, 3))
+        if any(phase.seconds > 0 for phase in fewer):
+            legend = [Key(*entry) for entry in PHASE_COLOURS.items()]
+            svg = timeline_svg(title, shown, run.worker_names)
+            narrow_svg = timeline_svg(title, fewer, run.worker_names, NARROW)
+            found.append(Figure(title, TIMELINE_CAPTION, legend, svg=svg, narrow_svg=narrow_svg))
     return found
 
 
-def _rounds(runs: Sequence[Run], title: str, unit: str, caption: str, field: str) -> Figure | None:
-    """Draw the mean of a field over the workers, by fragment or, for several runs, by run."""
-    curves: list[Curve] = []
-    for series, run in enumerate(runs):
-        values = np.array([of_known(np.mean, own) for own in run.of_workers(field)])
-        if field == DRIFT:
-            values = values / np.sqrt(run.of_exchanges("values"))
-        measured = np.isfinite(values)
-        x, y = run.of_exchanges("step")[measured], values[measured]
-        fragments = run.of_exchanges("fragment")[measured]
-        if len(runs) == 1:
-            rounds = (record for worker in run.workers for record in worker.rounds)
-            names = {record.fragment: record.fragment_name for record in rounds}
-            for place, fragment in enumerate(np.unique(fragments)[:MAX_FRAGMENTS].astype(int)):
-                name, own = f"{fragment}: {names[fragment]}", fragments == fragment
-                curves.append(Curve(name, x[own], y[own], place, dashed=place >= SERIES))
-        elif y.size:  # fragments differ more than the rounds of one fragment
-            cycle = np.unique(fragments).size
-            means = y[: y.size // cycle * cycle].reshape(-1, cycle).mean(axis=1)
-            curves.append(Curve("mean", x[cycle - 1 :: cycle], means, series))
-    caption += " Mean over workers" + (" and the fragments of a cycle." if len(runs) > 1 else ".")
-    return _line_figure(runs, title, caption, unit, curves, x_label="step")
+def _rounds(run: Run, title: str, unit: str, caption: str, field: str) -> Figure | None:
+    """Draw the mean of a field over the workers, by fragment."""
+    values = np.array([of_known(np.mean, own) for own in run.of_workers(field)])
+    if field == DRIFT:
+        values = values / np.sqrt(run.of_exchanges("values"))
+    steps, fragments = run.of_exchanges("step"), run.of_exchanges("fragment")
+    names = {one.fragment: one.fragment_name for worker in run.workers for one in worker.rounds}
+    curves = []
+    for place, fragment in enumerate(sorted(names)[:MAX_FRAGMENTS]):
+        own = (fragments == fragment) & np.isfinite(values)
+        name, dashed = f"{fragment}: {names[fragment]}", place >= SERIES
+        curves.append(Curve(name, steps[own], values[own], place, dashed=dashed))
+    return _line_figure([run], title, f"{caption} Mean over workers.", unit, curves, x_label="step")

@@ -1,8 +1,7 @@
-"""The report as one HTML page and as Markdown, with the same tables."""
+"""The report as one HTML page."""
 
 import json
 import math
-import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from matplotlib.ticker import EngFormatter
 
 from torchtitan_diloco.components.metrics import hidden_percent, time_shares, utilisation_percent
-from torchtitan_diloco.log import brief, clock, markdown_table
+from torchtitan_diloco.log import brief, clock
 from torchtitan_diloco.report.charts import css_variables
 from torchtitan_diloco.report.figures import figures
 from torchtitan_diloco.report.run_records import Run, of_known
@@ -70,26 +69,6 @@ def describe(run: Run) -> str:
     method = METHODS.get(run.settings.get("diloco.method", ""), "")
     setup = ", ".join(filter(None, (workers, method)))
     return "; ".join(filter(None, (str(run.settings.get("run.description", "")), setup)))
-
-
-def markdown(runs: Sequence[Run]) -> str:
-    """Return the report without figures, for a terminal or an issue."""
-    parts = [_markdown_table(facts_table(runs))]
-    parts += [_markdown_text(note) for note in notes(runs)]
-    for table in detail_tables(runs):
-        parts += [f"## {_markdown_text(table.heading)}", _markdown_table(table)]
-    return "\n\n".join(parts) + "\n"
-
-
-def _markdown_table(table: Table) -> str:
-    cells = [[f"{text} ({note})" if note else text for text, note in row] for row in table.rows]
-    columns, *rows = ([*map(_markdown_text, row)] for row in (table.columns, *cells))
-    return markdown_table(columns, rows)
-
-
-def _markdown_text(text: str) -> str:
-    """Escape the characters of Markdown's markup."""
-    return re.sub(r"([\\|`*_\[\]<>#])", r"\\\1", " ".join(text.split()))
 
 
 # --- tables --------------------------------------------------------------------------------------
@@ -152,7 +131,6 @@ def _facts(run: Run) -> dict[str, Cell]:
         "communication hidden": _cell(hidden_percent(totals), _percent, "of the exchanges' time"),
         "exposed communication": _cell(exposed, _percent, "of the training time"),
         "utilisation": _cell(utilisation_percent(totals), _percent, "of the training steps"),
-        **_slowest(run),
     }
 
 
@@ -167,18 +145,6 @@ def _sent_bytes(run: Run) -> dict[str, Cell]:
     if run.size == 1:
         compared = Cell(note="one worker")
     return {"sent by each worker": counted, "data parallelism would send": compared}
-
-
-def _slowest(run: Run) -> dict[str, Cell]:
-    """Return the worker and the link for which the others wait."""
-    found = {"last to arrive": Cell(), "slowest link": Cell()}
-    for worker, rounds, late, *_ in _workers_table(run).rows[:1]:
-        if late != Cell():
-            note = f"in {rounds.text} rounds, by {late.text} (median)"
-            found["last to arrive"] = Cell(worker.text, note)
-    for pair, rate, rounds in _links_table(run).rows[:1]:
-        found["slowest link"] = Cell(rate.text, f"{pair.text}, median of {rounds.text} rounds")
-    return found
 
 
 def _workers_table(run: Run) -> Table:

@@ -164,14 +164,8 @@ def of_known(function: Callable[[Array], Any], values: Array) -> float:
 
 
 def open_runs(paths: Sequence[Path]) -> list[Run]:
-    """Read the runs in these folders. Islands that are given one by one are of one run."""
+    """Read the runs in these folders."""
     runs = [_read_run(path) for path in dict.fromkeys(path.resolve() for path in paths)]
-    islands = [run for run in runs if run.is_of_islands]
-    if len(islands) > 1 and all(len(run.workers) == 1 for run in islands):
-        name = f"{islands[0].name} and {len(islands) - 1} more"
-        workers = [run.workers[0] for run in islands]
-        together = replace(islands[0], name=name, workers=workers)
-        runs = [together if run is islands[0] else run for run in runs if run not in islands[1:]]
     names = [run.name for run in runs]
     return [  # with the path as the name, if several folders have the same name
         run if names.count(run.name) == 1 else replace(run, name=str(run.folder)) for run in runs

@@ -1,0 +1,86 @@
+"""Runs whose settings, code and sites change while they go on."""
+
+from itertools import pairwise
+
+import msgspec
+import pytest
+
+from tests.islands.running import TOKENS, Island, same, started
+from tests.islands.servers import need_server
+from tests.islands.test_coming_and_going import hold
+from tests.islands.test_log import FACTS
+from torchtitan_diloco.islands import peers
+from torchtitan_diloco.islands.__main__ import main
+from torchtitan_diloco.islands.changes import parse_change
+from torchtitan_diloco.islands.config import Join
+from torchtitan_diloco.log import USER_ERROR
+
+need_server()
+pytestmark = pytest.mark.usefixtures("soon_gone")
+
+
+def test_a_run_goes_on_with_another_h_other_code_and_a_third_site(
+    server: Join, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The third island has the old settings, and the run becomes longer than they say."""
+    a, b, c = (Island(server, name, steps=90, slots=3, grace=0.3) for name in "abc")
+    for island in (a, b, c):
+        island.step_seconds = 0.02
+    a.each_step = b.each_step = hold(60, lambda: c.step > 10)
+    join, total = ["--join", str(server)], 120 * 2 * TOKENS
+    with started(a, b):
+        a.wait_for_step(30)
+        assert main(["change", "diloco.sync_every", "4", *join]) == 0
+        assert main(["change", "total_tokens", f"{total}", *join]) == 0
+        assert "diloco.sync_every = 4 (before: 8)" in capsys.readouterr().out
+        monkeypatch.setattr(peers, "code_fingerprint", lambda: "mended")
+        with started(c):
+            results = [island.finish() for island in (a, b, c)]
+    for result in results:
+        assert same(results[0].shared, result.shared)
+        assert result.peers.total_tokens == total
+        assert result.peers.clock >= total - 4 * 2 * TOKENS
+    assert c.result is not None
+    own = [one for one in c.result.rounds if one.weight and one.fragment == 0]
+    sent = [one.sent_step for one in own]
+    assert {after - before for before, after in pairwise(sent[2:])} <= {3, 4, 5}
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "problem"),
+    [
+        ("diloco.sync_evry", "4", "cannot change while a run goes on; did you mean diloco.sync_"),
+        ("diloco.sync_every", "four", "expected"),
+        ("diloco.overlap.delay", "8", "must be smaller than diloco.sync_every = 8"),
+        ("quorum", "3", "the run has 2 slots"),
+        ("total_tokens", "0", "expected"),
+        ("diloco.outer_optimizer.lr", "1e300", "expected"),
+    ],
+)
+def test_a_change_that_no_run_can_use_is_refused(key: str, value: str, problem: str) -> None:
+    settings = {"diloco.sync_every": "8", "diloco.overlap.delay": "1"}
+    with pytest.raises(ValueError, match=problem):
+        parse_change(msgspec.structs.replace(FACTS, fingerprints=settings), key, value)
+
+
+def test_a_run_that_has_not_begun_has_no_settings_to_change(
+    server: Join, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["change", "quorum", "2", "--join", str(server)]) == USER_ERROR
+    assert "the run has not begun" in capsys.readouterr().err
+
+
+def test_versions_do_not_pile_up_while_training_pauses(server: Join) -> None:
+    """As during a validation of ten minutes."""
+    a, b = (Island(server, name, steps=300, grace=0.1, step_seconds=0.01) for name in "ab")
+    held = list[int]()
+
+    def goes_on() -> bool:
+        held.append(max(len(copy.versions) for copy in b.peers._copies.fragments))
+        return a.step > 120
+
+    b.each_step = hold(20, goes_on)
+    with started(a, b):
+        assert same(a.finish().shared, b.finish().shared)
+    assert a.result is not None
+    assert 1 < max(held) <= 4
