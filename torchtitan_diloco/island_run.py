@@ -17,7 +17,7 @@ class IslandRun:
         self, config: Config, plan: RunPlan, world: World, identity: Mapping[str, Any]
     ) -> None:
         """`identity`: data and tokenizer, which must be the same on all islands."""
-        self._plan = plan
+        self._plan, self._apart = plan, config.data.shard_by == "random"
         tokens = plan.tokens_per_step // config.workers
         self.peers = IslandPeers(
             config.islands,
@@ -32,7 +32,7 @@ class IslandRun:
     def join(self) -> tuple[int, Stream]:
         """Join the run. Return the first sample of this island, and its stream."""
         seat = self.peers.join()
-        return seat.position, Stream(seat.slot, seat.slots, seat.block)
+        return seat.position, Stream(seat.slot, seat.slots, 0 if self._apart else seat.block)
 
     def close(self) -> bool:
         """Disconnect. Return whether this island left before the end of the run."""

@@ -46,7 +46,7 @@ from torchtitan_diloco.config import Config, to_toml
 from torchtitan_diloco.config.checks import run_warnings
 from torchtitan_diloco.config.schema import flat_settings, portable
 from torchtitan_diloco.data.corpus import open_split
-from torchtitan_diloco.data.loader import TrainLoader, ValidationBatches
+from torchtitan_diloco.data.loader import Stream, TrainLoader, ValidationBatches
 from torchtitan_diloco.data.tokenizer import build_tokenizer
 from torchtitan_diloco.diloco import StreamingDiLoCo
 from torchtitan_diloco.diloco.meeting import agree
@@ -141,7 +141,8 @@ class Trainer:
         if early:
             about = self.plan, self.step, config.training, config.checkpoint, folder
             log_early_end(*about, island=self.island is not None)
-        has_control = self.island is None and self.start.manifest is None
+        is_plain = self.island is None and config.data.shard_by == "none"
+        has_control = is_plain and self.start.manifest is None
         validated = self.validator.validated
         log_summary(telemetry, folder, step=self.step, validated=validated, has_control=has_control)
         if checkpointer.failure:
@@ -198,6 +199,8 @@ class Trainer:
         start, stream = self.resumed.position, None
         if self.island is not None:
             start, stream = self.island.join()
+        elif config.data.shard_by == "random":
+            stream = Stream(world.worker, world.workers)
         self.loader = TrainLoader(
             self.tokens,
             sequence_length=config.training.sequence_length,
@@ -207,6 +210,7 @@ class Trainer:
             ranks=world.size if stream is None else world.ranks_per_worker,
             seed=config.run.seed,
             shuffle=config.data.shuffle,
+            processes=config.data.loader_processes,
             start=start,
             stream=stream,
             pin_memory=world.device.type == "cuda",
@@ -262,8 +266,10 @@ class Trainer:
 
     def _data_identity(self) -> dict[str, Any]:
         """Return the facts that a position in the order of samples depends on."""
+        streams = self.config.islands.slots or self.config.workers
         return {
             "corpus": self.tokens.fingerprint,
+            "parts": streams if self.config.data.shard_by == "random" else 1,
             "training.sequence_length": self.config.training.sequence_length,
             "run.seed": self.config.run.seed,
             "data.shuffle": self.config.data.shuffle,

@@ -34,6 +34,7 @@ PLAIN = {"diloco.outer_optimizer.name": "sgd", "diloco.outer_optimizer.lr": "1"}
         ({"islands.join": "nats://127.0.0.1:1#run"}, "islands.name"),
         ({"islands.local": "3", "islands.slots": "1"}, "islands.slots"),
         ({"islands.local": "2", "diloco.link.outer_state": "cpu"}, "diloco.link.outer_state"),
+        ({"data.shard_by": "random", "diloco.workers": "1"}, "data.shard_by"),
     ],
 )
 def test_contradictions_are_errors(settings: dict[str, str], key: str) -> None:

@@ -1,5 +1,6 @@
 import itertools
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.data.conftest import MakeShards
+from tests.processes import ProcessPool
+from tests.test_trainer import LOSS, curve, records, settings, train
 from torchtitan_diloco.data.loader import (
     IGNORE_INDEX,
     Indices,
@@ -29,7 +32,7 @@ def shards(make_shards: MakeShards) -> TokenShards:
 
 def build(shards: TokenShards, **changes: Any) -> TrainLoader:
     settings = {"batch_size": 2, "accumulation": 1, "rank": 0, "ranks": 1, "seed": 0}
-    settings |= {"sequence_length": LENGTH, "shuffle": True}
+    settings |= {"sequence_length": LENGTH, "shuffle": True, "processes": 0}
     return TrainLoader(shards, **(settings | changes))
 
 
@@ -86,31 +89,36 @@ def test_samples_of_a_step_do_not_depend_on_who_shares_it(
         assert found == list(itertools.chain(*alone[4 * step : 4 * step + 4]))
 
 
-@pytest.mark.parametrize("steps", [0, 17])  # 99 sequences: an epoch ends within step 17
-def test_resumed_is_uninterrupted(shards: TokenShards, steps: int) -> None:
-    """A position is that of a step's beginning."""
+# 99 sequences: an epoch ends within step 17
+@pytest.mark.parametrize(("processes", "steps"), [(0, 17), (1, 0), (2, 17)])
+def test_resumed_is_uninterrupted(shards: TokenShards, processes: int, steps: int) -> None:
+    """A position is that of a step's beginning. Reading ahead in processes does not move it."""
     torch.manual_seed(0)
     random_state = torch.get_rng_state()
     settings = {"accumulation": 3, "ranks": 2, "rank": 1}
     whole = take(build(shards, **settings), 3 * steps + 8)
-    first = build(shards, **settings)
+    first = build(shards, processes=processes, **settings)
     seen = take(first, 3 * steps)
     assert first.position == 12 * steps
     assert seen + take(first, 1) == whole[: 3 * steps + 1], "iterating again continues"
     assert first.position == 12 * steps, "within the step"
-    second = build(shards, start=first.position, **settings)
+    second = build(shards, processes=2 - processes, start=first.position, **settings)
     assert second.position == first.position
     assert take(second, 8) == whole[3 * steps :]
     assert torch.equal(torch.get_rng_state(), random_state), "the run's own random numbers"
 
 
-def test_what_cannot_be_read_is_refused(make_shards: MakeShards) -> None:
+def test_what_cannot_be_read_is_refused(shards: TokenShards, make_shards: MakeShards) -> None:
     short = TokenShards(make_shards("short", train=10, validation=10), "train")
     message = r"train split of .*short is shorter than one sequence: it has 10 tokens, .* 11"
     with pytest.raises(ValueError, match=message):
         build(short)
     one = TokenShards(make_shards("one", train=11), "train")
     assert take(build(one), 3) == [[0, 0]] * 3
+    message = r'for each of 100 workers \(data\.shard_by = "random"\): .* needs 1001'
+    for worker in (0, 99):  # all see it
+        with pytest.raises(ValueError, match=message):
+            build(shards, stream=Stream(worker, 100))
 
 
 # --- streams --------------------------------------------------------------------------------------
@@ -123,6 +131,43 @@ def test_streams_take_turns_in_one_order(shards: TokenShards) -> None:
     for number in range(3):
         found = flat(build(shards, stream=Stream(number, 3, block=4)), 20)
         assert found == list(itertools.chain(*turns[number::3]))
+
+
+def test_each_worker_has_a_fixed_random_part(shards: TokenShards) -> None:
+    workers, each, parts = 4, 24, []
+    for worker in range(workers):
+        settings: dict[str, Any] = {"batch_size": 1, "stream": Stream(worker, workers)}
+        order = flat(build(shards, **settings), 3 * each)
+        epochs = [order[start : start + each] for start in range(0, 3 * each, each)]
+        part = set(epochs[0])
+        assert all(set(epoch) == part for epoch in epochs), "the same sequences in each epoch"
+        assert len(part) == each, "each of them once"
+        assert epochs[0] != epochs[1], "in another order"
+        assert set(flat(build(shards, **settings, seed=1), each)) == part
+        parts.append(part)
+        # Its ranks share its order, and a position continues in it.
+        ranks = [build(shards, **settings, rank=rank, ranks=3) for rank in range(3)]
+        shared = list(itertools.chain(*zip(*(flat(one, each // 3) for one in ranks), strict=True)))
+        again = build(shards, **settings, start=ranks[0].position)
+        assert shared + flat(again, each) == order[: len(shared) + each]
+    assert len(set.union(*parts)) == workers * each, "no two workers share a sequence"
+    assert all(max(part) - min(part) > 60 for part in parts), "from all over the corpus"
+
+
+def test_a_run_with_parts_of_the_data_is_resumed(text: Path, processes: ProcessPool) -> None:
+    streaming = {"diloco.method": "streaming", "diloco.workers": 2, "diloco.sync_every": 2}
+
+    def losses(name: str, *stops: int, shard_by: str = "random") -> list[float]:
+        folder = text.parent / name
+        for stop in stops:
+            changes = {"data.shard_by": shard_by, "training.stop_after": stop}
+            changes |= {"run.folder": folder, "checkpoint.at_end": stop == 3}
+            run = settings(text, **streaming, **changes)
+            processes.run(train, 2, {key: value.lower() for key, value in run.items()})
+        return curve(records(folder), LOSS)
+
+    whole = losses("whole", 8)
+    assert losses("resumed", 3, 8) == whole != losses("shared", 8, shard_by="none")
 
 
 # --- validation -----------------------------------------------------------------------------------

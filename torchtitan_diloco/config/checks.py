@@ -40,6 +40,12 @@ def config_mistakes(config: Config) -> Mistakes:
                 yield f"islands.{key}", reason
     if "/" in config.run.name or "\\" in config.run.name:
         yield "run.name", "must not contain slashes: set run.folder to choose another folder"
+    if config.data.shard_by != "none" and (config.workers == 1 or config.diloco.method == "none"):
+        yield (
+            "data.shard_by",
+            "needs several workers that train independently "
+            '(diloco.workers > 1, diloco.method = "streaming"): leave it out',
+        )
 
 
 def unused_settings(config: Config) -> Iterator[str]:

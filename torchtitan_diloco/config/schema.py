@@ -118,6 +118,11 @@ class Data:
     """Folder that caches the tokens of text corpora."""
     shuffle: bool = True
     """Read the sequences in random order, with a new order in each epoch. Depends on `run.seed`."""
+    shard_by: Literal["none", "random"] = "none"
+    """Assignment of sequences to workers. `none`: all workers share all. `random`: each worker has
+    an equal random part of its own."""
+    loader_processes: NotNegative = 0
+    """Loader processes per rank. 0: read in the training process, which is usually fast enough."""
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,8 @@ Neighbours share a token, so every token but the first is a target exactly once.
 
 import hashlib
 import itertools
+import signal
+import warnings
 from collections.abc import Iterator
 from functools import partial
 from typing import NamedTuple
@@ -14,9 +16,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from torchtitan_diloco.data.shards import TokenShards
-from torchtitan_diloco.log import UserError
+from torchtitan_diloco.hardware import end_with_parent
+from torchtitan_diloco.log import STOP_SIGNALS, UserError
 
 Batch = tuple[Tensor, Tensor]
 """Inputs and targets, int64 [sequences, sequence_length]."""
@@ -32,32 +37,44 @@ _MICRO_BATCHES_AT_ONCE = 64  # whose order is computed in one vectorised call
 
 
 class Stream(NamedTuple):
-    """One of several streams, which take turns of `block` samples in one common order."""
+    """One of several streams of samples, which different workers read."""
 
     number: int
     streams: int
-    block: int
+    block: int = 0
+    """Streams take turns of this many samples in one common order. 0: each stream has a fixed
+    random part of the sequences, and its own order."""
 
     def positions(self, samples: Indices) -> Indices:
-        """Return the positions of samples of this stream in the common order."""
+        """Return the positions of samples of this stream in the order that it reads."""
+        if self.block == 0:
+            return samples
         blocks, within = np.divmod(samples, self.block)
         return (blocks * self.streams + self.number) * self.block + within
 
 
-class SequenceReader:
-    """Sequences of a fixed length by index."""
+class SequenceReader(Dataset[Batch]):
+    """Sequences of a fixed length by index: all, or one of `parts` equal random parts."""
 
-    def __init__(self, tokens: TokenShards, sequence_length: int) -> None:
-        self._tokens, self._length = tokens, sequence_length
-        self.sequences = (len(tokens) - 1) // sequence_length
+    def __init__(
+        self, tokens: TokenShards, sequence_length: int, part: int = 0, parts: int = 1
+    ) -> None:
+        self._tokens, self._length, self._parts = tokens, sequence_length, parts
+        self._all = (len(tokens) - 1) // sequence_length
+        self.sequences = self._all // parts
+        self._first = part * self.sequences
         if self.sequences < 1:
+            each = "" if parts == 1 else f' for each of {parts} workers (data.shard_by = "random")'
             raise UserError(
-                f"{tokens.name} is shorter than one sequence: it has {len(tokens)} tokens, "
-                f"sequence_length = {sequence_length} needs {sequence_length + 1}; "
+                f"{tokens.name} is shorter than one sequence{each}: it has {len(tokens)} tokens, "
+                f"sequence_length = {sequence_length} needs {parts * sequence_length + 1}; "
                 "use a larger corpus or data.validation_fraction, or shorter sequences"
             )
 
     def __getitem__(self, indices: Indices) -> Batch:
+        if self._parts > 1:
+            places = self._first + indices
+            indices = sequence_indices(places, sequences=self._all, seed=0, shuffle=True)
         batch = np.empty((2, len(indices), self._length), dtype=np.int64)
         for row, index in enumerate(indices.tolist()):
             tokens = self._tokens.read(index * self._length, (index + 1) * self._length + 1)
@@ -73,8 +90,8 @@ class TrainLoader:
     A step takes the next ranks * accumulation * batch_size samples of one order, and rank r the
     r-th equal part of them, so the samples of a step do not depend on the number of ranks.
 
-    The state is one integer, the position in this order. It is valid for any number of ranks and
-    any batch size.
+    The state is one integer, the position in this order. Unlike torchdata's, it is valid for any
+    number of ranks and loader processes and any batch size.
     """
 
     def __init__(
@@ -88,19 +105,21 @@ class TrainLoader:
         ranks: int,
         seed: int,
         shuffle: bool,
+        processes: int,
         start: int = 0,
         stream: Stream | None = None,
         pin_memory: bool = False,
     ) -> None:
         """Start at position `start`. With a stream, `rank`, `ranks` and `start` refer to it."""
         self._stream = stream or Stream(0, 1, block=1)
-        self._reader = SequenceReader(tokens, sequence_length)
+        part = (0, 1) if self._stream.block else (self._stream.number, self._stream.streams)
+        self._reader = SequenceReader(tokens, sequence_length, *part)
         self._order = partial(
             sequence_indices, sequences=self._reader.sequences, seed=seed, shuffle=shuffle
         )
         self._rank, self._ranks = rank, ranks
         self._batch_size, self._accumulation = batch_size, accumulation
-        self._pin_memory = pin_memory
+        self._processes, self._pin_memory = processes, pin_memory
         self._start, self._taken = start, 0  # micro-batches since the start
 
     @property
@@ -111,12 +130,21 @@ class TrainLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         """Continue where the last iterator stopped."""
-        for indices in self._micro_batches():
-            inputs, targets = self._reader[indices]
-            if self._pin_memory:
-                inputs, targets = inputs.pin_memory(), targets.pin_memory()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # in torchdata
+            batches = StatefulDataLoader(
+                self._reader,
+                batch_size=None,  # the reader makes whole batches
+                sampler=self._micro_batches(),
+                num_workers=self._processes,
+                pin_memory=self._pin_memory,
+                generator=torch.Generator(),  # leaves the global random state alone
+                snapshot_every_n_steps=None,
+                worker_init_fn=_follow_rank,
+            )
+        for batch in batches:
             self._taken += 1
-            yield inputs, targets
+            yield batch
 
     def _micro_batches(self) -> Iterator[Indices]:
         """Yield the indices of the sequences in each micro-batch of this rank."""
@@ -127,6 +155,16 @@ class TrainLoader:
             positions = parts[:, None] * self._batch_size + np.arange(self._batch_size)
             places = self._stream.positions((self._start + positions).ravel())
             yield from self._order(places).reshape(positions.shape)
+
+
+def _follow_rank(_: int) -> None:
+    """Leave signals, which torchrun sends to whole groups, to the rank, and end when it ends.
+
+    Otherwise this process would hold the lock of the run and the rank's connections for seconds.
+    """
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    end_with_parent()
 
 
 class ValidationBatches:
