@@ -104,15 +104,6 @@ class Connection(Inbox):
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._closed, self._lock = False, threading.Lock()
 
-    def start(self, after: int, newest: str = "", *, known: bool = False) -> None:
-        """Connect, and follow the log after record `after`."""
-        self.connect(known=known)
-        try:
-            self.follow(after, newest)
-        except BaseException:
-            self.close()
-            raise
-
     def connect(self, *, known: bool = False) -> None:
         """Connect.
 

@@ -102,6 +102,7 @@ class Server:
         """Start nats-server on what is in the folder."""
         check_installed()
         program, path = find_server(), self.folder / "nats-server.json"
+        self.stop()  # of this object: it holds the lock also if nats-server has died
         self._lock = lock(self.folder)
         try:
             self._check_port()
@@ -135,15 +136,12 @@ class Server:
                 self._say(f"nats-server ended with code {code}; starting it again in {pause:g} s")
                 time.sleep(pause)
                 pause, began = min(2 * pause, LONGEST_PAUSE), time.monotonic()
-                self._start_again()
-            self._take_up_sites()
-
-    def _start_again(self) -> None:
-        self.stop()
-        try:
-            self.launch()
-        except ValueError as error:
-            self._say(f"error: {error}")
+                try:
+                    self.launch()
+                except (ValueError, OSError) as error:
+                    self._say(f"error: {error}")
+            with suppress(ValueError, OSError):  # run.json is being restored
+                self._take_up_sites()
 
     def _take_up_sites(self) -> None:
         """Reload the logins if `islands site` has changed them."""
