@@ -9,6 +9,7 @@ import itertools
 import logging
 import math
 import random
+import socket
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import CancelledError, Future
@@ -53,6 +54,9 @@ queue behind chunks, and links may be slow. When one session is lost, both are r
 GIVE_UP_SECONDS: dict[Bulk, float] = {"parts": math.inf, "snapshots": 120.0, "states": 120.0}
 """Time of failures, with a connection, after which a chunk is given up. Another island may have a
 snapshot, but nobody else has the parts."""
+UNCONFIRMED_SECONDS = 30.0
+"""Seconds in which the other end of a socket must acknowledge some of the bytes sent. A slow link
+does. A link that silently dropped the connection does not, nor does a server that stops reading."""
 PAUSE, LONGEST_PAUSE = 0.1, 1.0
 """Seconds between attempts."""
 EXPIRY = 5.0
@@ -79,6 +83,20 @@ FINAL = AnotherLogError, TrimmedError, GapError, LoginError
 """Errors that another connection would meet, too."""
 
 
+class EventLoop(asyncio.SelectorEventLoop):
+    """Event loop whose connections are closed by the kernel if the peer acknowledges nothing.
+
+    Pings ensure that there is always something to acknowledge. Their answers alone would not
+    distinguish a dead connection from one with megabytes in flight.
+    """
+
+    async def create_connection(self, *arguments: Any, **named: Any) -> Any:
+        transport, protocol = await super().create_connection(*arguments, **named)
+        limit = socket.TCP_USER_TIMEOUT, round(1000 * UNCONFIRMED_SECONDS)
+        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, *limit)
+        return transport, protocol
+
+
 class Connection(Inbox):
     """Connection that is restored whenever it is lost. Its `Inbox` holds what was received.
 
@@ -99,7 +117,7 @@ class Connection(Inbox):
         self._is_there, self._follows = asyncio.Event(), asyncio.Event()
         self._free = {bulk: asyncio.Semaphore(count) for bulk, count in UNDER_WAY.items()}
         self._warned = ""
-        self._loop = asyncio.SelectorEventLoop()
+        self._loop = EventLoop()
         self._loop.set_exception_handler(_note_failure)
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._closed, self._lock = False, threading.Lock()
