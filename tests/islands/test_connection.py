@@ -140,10 +140,11 @@ def test_the_newest_state_is_there_before_the_log_is_followed(server: Server) ->
     connection = Connection(server.join, "a/1")
     connection.connect()
     assert connection.newest_state() is None
-    stored = connection.store(b"first", "states")
-    connection.store(b"second", "states")
-    assert connection.newest_state() == b"second"
-    assert connection.fetch(stored, "states") == [b"first"]
+    first, second = b"first", b"second" * 400_000  # of several chunks
+    stored = connection.store_state(first)
+    connection.store_state(second)
+    assert connection.newest_state() == second
+    assert connection.fetch_state(stored) == first
     connection.append(b"1")
     last = max(connection.last, 0)
     with Listener(server.join, "b/1", after=last) as listener:

@@ -1,7 +1,7 @@
 """Connection of an island to the NATS server: the log, chunks, and messages between islands.
 
-All network I/O runs in a thread with an event loop. The log and the chunks have separate sessions,
-so that chunks do not delay records.
+All network I/O runs in a thread. The log and the chunks have separate sessions, so that chunks do
+not delay records.
 """
 
 import asyncio
@@ -25,6 +25,7 @@ from torchtitan_diloco.islands.members import Hint
 from torchtitan_diloco.islands.records import AnotherLogError, Chunk, digest
 from torchtitan_diloco.islands.session import (
     ANSWER_SECONDS,
+    STATE_INDEX,
     GapError,
     LogSession,
     Session,
@@ -55,8 +56,7 @@ GIVE_UP_SECONDS: dict[Bulk, float] = {"parts": math.inf, "snapshots": 120.0, "st
 """Time of failures, with a connection, after which a chunk is given up. Another island may have a
 snapshot, but nobody else has the parts."""
 UNCONFIRMED_SECONDS = 30.0
-"""Seconds in which the other end of a socket must acknowledge some of the bytes sent. A slow link
-does. A link that silently dropped the connection does not, nor does a server that stops reading."""
+"""Seconds in which the other end must acknowledge some bytes. A slow link does, a dead one not."""
 PAUSE, LONGEST_PAUSE = 0.1, 1.0
 """Seconds between attempts."""
 EXPIRY = 5.0
@@ -184,10 +184,20 @@ class Connection(Inbox):
         """Return the chunks. Raises GoneError, CorruptError or, but not for parts, GivenUpError."""
         return self._wait_for(gather(self._fetch(chunk, bulk) for chunk in chunks))
 
+    def store_state(self, state: bytes) -> Chunk:
+        """Store a state, and return the chunk that lists its chunks."""
+        index = msgspec.json.encode(self.store(state, "states"))
+        return self._wait_for(self._store(memoryview(index), "states", kind=STATE_INDEX))
+
+    def fetch_state(self, index: Chunk) -> bytes:
+        """Return a stored state. Raises errors of `fetch`, or a DecodeError."""
+        [chunks] = self.fetch([index], "states")
+        return b"".join(self.fetch(msgspec.json.decode(chunks, type=list[Chunk]), "states"))
+
     def newest_state(self) -> bytes | None:
-        """Return the newest message of the stream of states, or None if there is none."""
-        place = {"stream": self._stream("states"), "subject": self._subject("states")}
-        return self._wait_for(self._retry("states", lambda session: session.get(**place)))
+        """Return the state that was stored last, or None if there is none."""
+        run = self._join.run
+        return self._wait_for(self._retry("states", lambda session: session.newest_state(run)))
 
     def _submit(self, operation: Coroutine[Any, Any, T]) -> "Future[T]":
         with self._lock:
@@ -343,10 +353,10 @@ class Connection(Inbox):
                 pause = min(2 * pause, LONGEST_PAUSE)
         raise ClosedError("the connection was closed")
 
-    async def _store(self, piece: memoryview, bulk: Bulk) -> Chunk:
+    async def _store(self, piece: memoryview, bulk: Bulk, kind: str = "") -> Chunk:
         async def store(session: Session) -> "PubAck":
             # Copy a piece only when it is sent: all wait in `_retry`.
-            return await session.jetstream.publish(self._subject(bulk), bytes(piece))
+            return await session.jetstream.publish(self._subject(kind or bulk), bytes(piece))
 
         stored = await self._retry(bulk, store)
         return Chunk(stored.seq, len(piece), digest(piece))
