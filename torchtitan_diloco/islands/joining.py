@@ -204,7 +204,12 @@ class Joiner:
         on from a checkpoint."""
         for fragment in range(len(facts.checksums)):
             fresh = not any(facts.clocks)
-            self._copies.run(self._copies.declare, fragment, 0, fresh)
+            checksum = self._copies.run(self._copies.declare, fragment, 0, fresh)
+            if checksum != facts.checksums[fragment]:
+                raise IslandFailedError(
+                    f"fragment {fragment} is part of a snapshot of an island that is gone: start "
+                    "this island again, and it replays the log"
+                )
 
     def _take_snapshots(self, state: State) -> bool:
         """Load all fragments from a running island. Return whether that succeeded."""

@@ -111,6 +111,7 @@ class Leader:
         """Get the newest copies, without taking part in the run."""
         self.machine.begin(self._joiner.begin(saved))
         self._giver.stored = self._joiner.stored
+        self._parts.fetch_waiting(self.state)  # the first record may merge them
         while self._connection.records:
             self._read(self._connection.records.popleft())
 

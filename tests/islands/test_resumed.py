@@ -1,0 +1,77 @@
+"""Islands that begin with a checkpoint, or with a part of another island's copies."""
+
+import time
+from typing import Any
+
+import pytest
+
+from tests.islands.running import Island, started
+from tests.islands.servers import need_server
+from tests.islands.test_coming_and_going import hold, save_in
+from torchtitan_diloco.diloco.state_dict import SavedState
+from torchtitan_diloco.islands.__main__ import open_reader
+from torchtitan_diloco.islands.config import Join
+from torchtitan_diloco.islands.inbox import SnapshotWanted
+from torchtitan_diloco.islands.leader import Leader
+from torchtitan_diloco.islands.ledger import Outcome
+from torchtitan_diloco.islands.log import State
+from torchtitan_diloco.islands.members import IslandFailedError
+from torchtitan_diloco.islands.parts import Parts
+from torchtitan_diloco.islands.records import Close
+
+need_server()
+pytestmark = pytest.mark.usefixtures("soon_gone")
+
+
+def state_of(saved: SavedState) -> State:
+    return State.decode(saved.facts["island"].encode())
+
+
+def test_a_checkpoint_may_be_between_a_part_and_its_close(
+    server: Join, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The parts that the next record merges are in the saved state only."""
+    fetch = Parts._fetch
+
+    def fetch_slowly(*arguments: Any) -> Any:
+        time.sleep(0.1)  # between a part and its close
+        return fetch(*arguments)
+
+    monkeypatch.setattr(Parts, "_fetch", fetch_slowly)
+    saved, outcomes = list[SavedState](), list[Outcome]()
+    first = Island(server, "a", steps=200, begin=1, slots=1, grace=0.2, step_seconds=0.02)
+    first.each_step = lambda island: (
+        save_in(saved)(island) if 20 < island.step < 60 else None,
+        island.died.set() if island.step == 60 else None,
+    )
+    with started(first):
+        first.join(60)
+    with open_reader(server, outcomes.append, whole=True):
+        closes = {number for number, one in enumerate(outcomes) if isinstance(one.record, Close)}
+    before = [one for one in saved if state_of(one).sequence in closes]
+    assert before, "no checkpoint was saved just before a close"
+    again = Island(server, "a", steps=200, begin=1, slots=1, grace=0.2, saved=before[0])
+    with started(again):
+        again.finish()
+
+
+def test_a_joiner_does_not_begin_with_half_of_a_snapshot(
+    server: Join, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its donor dies after it has given some fragments, and no other island is there."""
+    first = Island(server, "a", steps=60, begin=1, slots=2, grace=0.2, step_seconds=0.02)
+    late = Island(server, "b", steps=60, begin=1, slots=2, grace=0.2)
+    give = Leader._give_snapshot
+
+    def give_or_die(found: Leader, wanted: SnapshotWanted) -> None:
+        if wanted.fragment == 0:
+            give(found, wanted)
+        else:
+            first.died.set()
+
+    monkeypatch.setattr(Leader, "_give_snapshot", give_or_die)
+    first.each_step = hold(40, lambda: False)
+    with started(first):
+        first.wait_for_step(40)
+        with started(late), pytest.raises(IslandFailedError, match="part of a snapshot"):
+            late.finish()
