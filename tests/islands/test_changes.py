@@ -11,11 +11,13 @@ from tests.islands.servers import need_server, running_server
 from tests.islands.test_coming_and_going import at, die, hold, save_in
 from tests.islands.test_log import FACTS
 from torchtitan_diloco.diloco.state_dict import SavedState
+from torchtitan_diloco.islands import __main__ as islands_main
 from torchtitan_diloco.islands import joining, leader, peers
 from torchtitan_diloco.islands import server as server_module
 from torchtitan_diloco.islands.__main__ import main, open_reader
 from torchtitan_diloco.islands.changes import parse_change
 from torchtitan_diloco.islands.config import Join
+from torchtitan_diloco.islands.connection import Connection
 from torchtitan_diloco.log import USER_ERROR
 
 need_server()
@@ -71,6 +73,23 @@ def test_a_run_that_has_not_begun_has_no_settings_to_change(
 ) -> None:
     assert main(["change", "quorum", "2", "--join", str(server)]) == USER_ERROR
     assert "the run has not begun" in capsys.readouterr().err
+
+
+def test_a_change_counts_only_when_it_is_read_back(
+    server: Join, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not an equal one that was made before."""
+    monkeypatch.setattr(islands_main, "CHANGE_SECONDS", 1.0)
+    island = Island(server, "a", steps=60, begin=1, slots=1, grace=0.2, step_seconds=0.02)
+    island.each_step = hold(20, lambda: False)
+    again = ["change", "diloco.overlap.mixing", "0.5", "--join", str(server)]
+    with started(island):
+        island.wait_for_step(20)
+        for value in ("0.5", "0.25"):
+            assert main([*again[:2], value, *again[3:]]) == 0
+        monkeypatch.setattr(Connection, "append", lambda *_: None)  # it is lost
+        assert main(again) == USER_ERROR
+    assert "was not read back" in capsys.readouterr().err
 
 
 def test_nobody_needs_the_first_records_of_a_long_run(

@@ -361,6 +361,7 @@ def change(join: Join, key: str, value: str) -> None:
         if (facts := reader.state.facts) is None:
             raise UserError("the run has not begun, so islands still set their own settings")
         record, before = parse_change(facts, key, value), settings_of(facts).get(key)
+        outcomes.clear()  # an equal change may have been made before
         reader.connection.append(encode(record))
         end = time.monotonic() + CHANGE_SECONDS
         while not (found := [one for one in outcomes if one.record == record]):
