@@ -533,6 +533,17 @@ def test_an_island_whose_uplink_is_too_slow_is_told_so() -> None:
     assert not any("uplink" in text for text in fast.machine.notices)
 
 
+@pytest.mark.parametrize("fault", ["pause", "cut"])
+def test_a_pause_or_an_outage_is_no_slow_uplink(fault: str) -> None:
+    world = World(Plan(steps=150, slots=2, begin=2, expiry=2.0))
+    away, other = (world.start(f"i{number}", Nature(upload=0.3)) for number in range(2))
+    world.after(4.0, lambda: away.pause(12) if fault == "pause" else away.cut(12))
+    world.run()
+    check(world)
+    found = [*away.machine.notices, *other.machine.notices]
+    assert not any("uplink" in text for text in found), found
+
+
 @pytest.mark.parametrize("quorum", [1, 2])
 def test_an_entry_without_a_ready_island_takes_a_share_of_an_outer_step(quorum: int) -> None:
     """With a quorum of two there is none: the round waits."""

@@ -141,6 +141,8 @@ class Machine:
         if missed % UNMERGED or not missed or not rounds.is_uploading:
             return
         cycle = self.timing.schedule.sync_every * self.joined.step_seconds
+        if self.members.is_new(now) or rounds.upload_seconds(now) < cycle:
+            return  # it was away
         needed = sum(one.part_bytes for one in self.joined.rounds) / max(cycle, 1e-9) / 1e6
         self.notices.append(
             f"the last {missed} versions of fragment {fragment} have nothing of this island: its "
