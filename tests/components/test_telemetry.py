@@ -215,6 +215,18 @@ def test_an_island_speaks_of_itself_and_of_the_tokens_of_the_run(tmp_path: Path)
     assert board.SummaryMetadata(LOSS).summary_description.endswith("; this worker")
 
 
+def test_a_run_that_becomes_longer_has_no_negative_time_left(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO"), telemetry(tmp_path) as own:
+        for step, done in enumerate((10, 11, 6), start=1):
+            own.measure(lambda: TRAINED)
+            log(own, step, RunProgress(steps=done, tokens=64 * done))
+        own.publish(all=True)
+    assert caplog.text.count("  ETA ") == 3
+    assert "-1d" not in caplog.text
+
+
 def test_weights_and_biases_gets_the_same_curves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

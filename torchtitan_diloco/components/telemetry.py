@@ -222,7 +222,8 @@ class Telemetry:
             return f"{step:>{len(str(whole))}}/{whole}", whole - step
         made = own if self._done is None else done - self._done
         self._done = done
-        left = max(0.0, whole - done) * (own / made if made else 1.0)
+        # The share of a run becomes smaller when `islands change total_tokens` makes it longer.
+        left = max(0.0, whole - done) * (own / made if made > 0 else 1.0)
         return f"{step:>{len(str(whole))}}  run {100 * min(1.0, done / whole):.0f} %", left
 
     def publish(self, *, all: bool = False) -> None:
