@@ -11,6 +11,7 @@ from tests.islands.test_coming_and_going import hold, save_in
 from torchtitan_diloco.diloco.state_dict import SavedState
 from torchtitan_diloco.islands.__main__ import open_reader
 from torchtitan_diloco.islands.config import Join
+from torchtitan_diloco.islands.connection import Connection
 from torchtitan_diloco.islands.inbox import SnapshotWanted
 from torchtitan_diloco.islands.leader import Leader
 from torchtitan_diloco.islands.ledger import Outcome
@@ -75,3 +76,20 @@ def test_a_joiner_does_not_begin_with_half_of_a_snapshot(
         first.wait_for_step(40)
         with started(late), pytest.raises(IslandFailedError, match="part of a snapshot"):
             late.finish()
+
+
+def test_an_island_is_heard_before_it_takes_a_slot(
+    server: Join, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the others would warn that it is silent."""
+    send, sent = Connection._send, list[str]()
+
+    def note_and_send(found: Connection, subject: str, raw: bytes, **how: Any) -> None:
+        sent.append(f"take {subject}" if b'"take"' in raw else subject)
+        send(found, subject, raw, **how)
+
+    monkeypatch.setattr(Connection, "_send", note_and_send)
+    with started(island := Island(server, "a", steps=10, begin=1, slots=1)):
+        island.finish()
+    names = [name.rpartition(".")[2] if "take" not in name else "take" for name in sent]
+    assert names.index("beat") < names.index("take")

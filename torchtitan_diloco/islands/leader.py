@@ -85,6 +85,8 @@ class Leader:
         machine = self.machine
         try:
             self.catch_up(saved)
+            # Before its first record: the others call an owner silent that they have not heard.
+            self._connection.beat(machine.hint(caught_up=False))
             self._beats.start()
             while machine.island is None:
                 self._work()
