@@ -1,12 +1,13 @@
 """Islands that begin with a checkpoint, or with a part of another island's copies."""
 
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.islands.running import Island, started
-from tests.islands.servers import need_server
+from tests.islands.running import Island, same, started
+from tests.islands.servers import need_server, running_server
 from tests.islands.test_coming_and_going import hold, save_in
 from torchtitan_diloco.diloco.state_dict import SavedState
 from torchtitan_diloco.islands.__main__ import open_reader
@@ -93,3 +94,34 @@ def test_an_island_is_heard_before_it_takes_a_slot(
         island.finish()
     names = [name.rpartition(".")[2] if "take" not in name else "take" for name in sent]
     assert names.index("beat") < names.index("take")
+
+
+def test_a_checkpoint_that_a_new_log_leaves_behind_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An island with an older checkpoint was started first."""
+    saved = list[SavedState]()
+
+    def train(join: Join, name: str, **chosen: Any) -> Island:
+        return Island(join, name, steps=100, begin=1, slots=2, grace=0.2, **chosen)
+
+    with running_server(tmp_path / "server") as server:
+        first = train(server.join, "a", step_seconds=0.02)
+        first.each_step = lambda one: (
+            save_in(saved)(one) if one.step in (20, 60) else None,
+            one.died.set() if one.step == 60 else None,
+        )
+        with started(first):
+            first.join(60)
+    with running_server(tmp_path / "new", run="another") as server:
+        old, new = (
+            train(server.join, name, saved=one) for name, one in zip("ab", saved, strict=True)
+        )
+        old.each_step = hold(10, lambda: new.step)
+        with started(old):
+            old.wait_for_step(5)
+            assert "does not use its model" not in caplog.text
+            with started(new):
+                assert same(old.finish().shared, new.finish().shared)
+    newest = max(state_of(saved[1]).clocks)
+    assert f"this island's checkpoint has {newest:,} tokens, and the log begins at" in caplog.text

@@ -88,6 +88,13 @@ class Joiner:
             logger.info(
                 f"the log begins at {max(ahead.facts.clocks):,} tokens, where another one ended"
             )
+        begins, newest = (max(one.clocks, default=0) for one in (ahead.facts, self._mine))
+        if newest > begins:
+            logger.warning(
+                f"this island's checkpoint has {newest:,} tokens, and the log begins at {begins:,}:"
+                " the run does not use its model. To go on with it, begin a new log with this "
+                "island first"
+            )
         if saved is not None:
             self._declare_saved(state)
         elif self._begins_with(ahead.facts) and not self._has_begun(ahead):
