@@ -25,7 +25,7 @@ def test_check_reads_the_log_of_a_folder(
         log.part(0, number)
         log.open()
         log.write(log.build(*log.state.fragments[0].waiting))
-    records = [*log.raw, b"garbage"]
+    records = [*log.raw, b"", b"garbage"]
     with running_server(tmp_path / "server") as server, Listener(server.join, "a") as listener:
         for number, raw in enumerate(records, start=1):
             listener.connection.append(raw)
@@ -35,13 +35,13 @@ def test_check_reads_the_log_of_a_folder(
     settings = (server.folder / "run.json").read_bytes()
     code, printed = check(server.folder, capsys)
     assert code == 0, printed
-    assert "log: 13 records, from 1 to 13" in printed
-    assert "to record 13: versions 3, 0; tokens merged: 50 of 100" in printed
-    assert "damaged or foreign, and skipped by all islands: 13\n" in printed
+    assert "log: 14 records, from 1 to 14" in printed
+    assert "to record 14: versions 3, 0; tokens merged: 50 of 100" in printed
+    assert "damaged or foreign, and skipped by all islands: 13 to 14\n" in printed
     assert settings == (server.folder / "run.json").read_bytes()
     (block,) = server.folder.glob("store/jetstream/*/streams/islands-test-log/msgs/1.blk")
     content = block.read_bytes()
-    for lost in (7, 13):  # nats-server starts without a word
+    for lost in (7, 14):  # nats-server starts without a word
         at = content.index(records[lost - 1]) + 3
         block.write_bytes(content[:at] + b"x" + content[at + 1 :])
         code, printed = check(server.folder, capsys)

@@ -112,7 +112,7 @@ async def _read(
 
     async def get(sequence: int) -> bytes | None:
         try:
-            return (await session.jetstream.get_msg(stream, sequence, direct=True)).data
+            return (await session.jetstream.get_msg(stream, sequence, direct=True)).data or b""
         except NotFoundError:
             return None
 
