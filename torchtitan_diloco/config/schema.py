@@ -109,7 +109,8 @@ class Data:
     """Source of the text of a missing shard folder: any text `corpus`, or a Hugging Face
     dataset `hf:NAME[/SUBSET][:SPLIT]`. Only used to print the `prepare` command."""
     tokenizer: str = "bytes"
-    """`bytes` (one token per byte), or the path of a Hugging Face `tokenizer.json`."""
+    """`bytes` (one token per byte), an encoding of tiktoken such as `gpt2`, or the path of a
+    Hugging Face `tokenizer.json`."""
     validation_corpus: str = ""
     """Separate corpus for validation. Empty: the held-out part of `corpus`."""
     validation_fraction: Annotated[float, Meta(ge=0, le=0.5)] = 0.02

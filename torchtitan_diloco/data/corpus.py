@@ -250,7 +250,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add = parser.add_argument
     sources = "stdlib; files, folders, globs with commas; or hf:NAME[/SUBSET][:SPLIT]"
     add("--source", required=True, help=sources)
-    add("--tokenizer", default="bytes", help="bytes, or a tokenizer.json")
+    tokenizers = "bytes, an encoding of tiktoken such as gpt2, or a tokenizer.json"
+    add("--tokenizer", default="bytes", help=tokenizers)
     add("--out", required=True, type=Path, help="folder of the shards")
     add("--validation-fraction", type=share, default=0.005, help="share held out")
     shard = "a shard is closed once it has so many tokens"
