@@ -25,7 +25,8 @@ class Run:
     """Name of the run. Empty: the name of the config file."""
     folder: str = ""
     """Folder for the resolved config, metrics, traces and checkpoints. Empty: a new folder
-    `outputs/<name>-<date>-<time>`, on one machine. Workers without a common disk have one each."""
+    `outputs/<name>-<date>-<time>` on one machine, `outputs/<name>-<id>` under torchrun, by its
+    `--rdzv-id`. Workers without a common disk have one each."""
     description: str = ""
     """One line about the run for people who read it later."""
     seed: NotNegative = 0
