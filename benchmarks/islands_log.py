@@ -16,15 +16,26 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import msgspec
+
 from benchmarks import core
 from torchtitan_diloco.islands.__main__ import open_reader
 from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.joining import STATE_EVERY
 from torchtitan_diloco.islands.local import local_server
 from torchtitan_diloco.islands.log import State
-from torchtitan_diloco.islands.records import Chunk, Facts, Open, Part, Record, Take, encode
+from torchtitan_diloco.islands.records import (
+    Chunk,
+    Facts,
+    Open,
+    Part,
+    Record,
+    Take,
+    digest,
+    encode,
+)
 from torchtitan_diloco.islands.server import Server
-from torchtitan_diloco.islands.session import Session, stream_of, subject_of
+from torchtitan_diloco.islands.session import STATE_INDEX, Session, stream_of, subject_of
 
 TOKENS, REPEATS = 1_000, 5
 
@@ -75,10 +86,16 @@ async def write(join: Join, rounds: int) -> State:
         await session.client.publish(subject_of(join.run, "log"), raw)
         if state.sequence % STATE_EVERY == 0:
             await wait_until_stored(session, join.run, state.sequence)
-            await session.jetstream.publish(subject_of(join.run, "states"), state.encode())
+            await store_state(session, join.run, state.encode())
     await wait_until_stored(session, join.run, state.sequence)
     await session.close()
     return state
+
+
+async def store_state(session: Session, run: str, state: bytes) -> None:
+    stored = await session.jetstream.publish(subject_of(run, "states"), state)
+    index = msgspec.json.encode([Chunk(stored.seq, len(state), digest(state))])
+    await session.jetstream.publish(subject_of(run, STATE_INDEX), index)
 
 
 async def wait_until_stored(session: Session, run: str, last: int) -> None:

@@ -16,9 +16,11 @@ from tests.processes import ProcessPool
 from tests.test_trainer import settings, words
 from torchtitan_diloco.config import load_config
 from torchtitan_diloco.distributed.collectives import RanksLostError
+from torchtitan_diloco.islands import IslandFencedError
 from torchtitan_diloco.launch import folder_of_run
-from torchtitan_diloco.log import UserError, clock
+from torchtitan_diloco.log import FENCED, UserError, clock
 from torchtitan_diloco.train import join, main
+from torchtitan_diloco.trainer import Trainer
 
 
 @pytest.mark.parametrize(
@@ -35,6 +37,11 @@ def test_only_errors_that_the_package_raises_itself_are_of_the_user(
     with pytest.raises(ValueError, match=r".") as caught:
         fail()
     assert isinstance(caught.value, UserError) == expected
+
+
+def test_an_island_whose_slot_is_taken_has_an_exit_code_of_its_own(text: Path) -> None:
+    with patch.object(Trainer, "run", side_effect=IslandFencedError("its slot was taken")):
+        assert main(words(settings(text))) == FENCED
 
 
 def test_an_error_of_the_program_keeps_its_traceback(text: Path) -> None:

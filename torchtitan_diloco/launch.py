@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from torchtitan_diloco.config import Config, from_command_line
 from torchtitan_diloco.hardware import available_cores, end_with_parent, raise_open_files_limit
 from torchtitan_diloco.log import (
+    FENCED,
     SAME_SIGNAL_SECONDS,
     STOP_SIGNALS,
     USER_ERROR,
@@ -39,8 +40,8 @@ SHUTDOWN_SECONDS = 120
 """From a signal until all ranks are killed: enough for some steps and a save."""
 LAUNCHER = "TORCHTITAN_DILOCO_LAUNCHER"
 """Environment variable: process id of the launcher."""
-MISTAKE = signal.SIGUSR1
-"""A rank sends it to the launcher to end the run because of a mistake of the user."""
+NOT_AGAIN = {USER_ERROR: signal.SIGUSR1, FENCED: signal.SIGUSR2}
+"""Signals that a rank sends to the launcher to end the run with these exit codes."""
 NO_RUN_ID = "none"
 """torchrun's default for several nodes."""
 
@@ -72,7 +73,8 @@ def main(arguments: list[str], module: str = "torchtitan_diloco.train") -> int:
         code, text = describe_failures(error.failures)
         return _fail(text, code)
     except SignalException as error:
-        return USER_ERROR if error.sigval == MISTAKE else 128 + error.sigval
+        codes = {number: code for code, number in NOT_AGAIN.items()}
+        return codes.get(error.sigval, 128 + error.sigval)
     except (RuntimeError, OSError) as error:
         return _fail(
             f"did not meet the other nodes at RDZV_ENDPOINT={launch.rdzv_endpoint} within "
@@ -152,7 +154,7 @@ def prepare(config: Config, arguments: list[str]) -> tuple["LaunchConfig", list[
     whole_number(os.environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", minimum=0)
     handled = [
         one.name
-        for one in (*STOP_SIGNALS, MISTAKE)
+        for one in (*STOP_SIGNALS, *NOT_AGAIN.values())
         if signal.getsignal(one) is not signal.SIG_IGN  # as under nohup
     ]
     launch = LaunchConfig(
@@ -207,10 +209,10 @@ def follow_launcher() -> None:
             sys.exit(1)  # it has ended already
 
 
-def end_launcher() -> None:
-    """End the run because of a mistake of the user, which torchrun would start again."""
+def end_launcher(code: int) -> None:
+    """End the run with a code of `NOT_AGAIN`. torchrun would start it again."""
     if os.environ.get(LAUNCHER) == str(os.getppid()):
-        os.kill(os.getppid(), MISTAKE)
+        os.kill(os.getppid(), NOT_AGAIN[code])
 
 
 def kill_on_second_signal() -> None:

@@ -18,6 +18,8 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that stop a run after the current step."""
 USER_ERROR = 2
 """Exit code for a mistake in the configuration or the data."""
+FENCED = 4
+"""Exit code of an island whose slot another one has taken: it must not be started again."""
 WORKER_LOST = 3
 """Exit code if another worker died or did not answer in time."""
 SAME_SIGNAL_SECONDS = 0.5

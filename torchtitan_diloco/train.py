@@ -24,8 +24,9 @@ from torchtitan_diloco.distributed.collectives import RanksLostError
 from torchtitan_diloco.distributed.world import World, join_world, leave_world
 from torchtitan_diloco.hardware import raise_open_files_limit
 from torchtitan_diloco.islands.config import Join
-from torchtitan_diloco.islands.members import IslandFailedError
+from torchtitan_diloco.islands.members import IslandFailedError, IslandFencedError
 from torchtitan_diloco.log import (
+    FENCED,
     USER_ERROR,
     WORKER_LOST,
     UserError,
@@ -115,8 +116,9 @@ def _report(error: UserError) -> int:
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(10)
     _print_error(error)
-    end_launcher()
-    return USER_ERROR
+    code = FENCED if isinstance(error, IslandFencedError) else USER_ERROR
+    end_launcher(code)
+    return code
 
 
 def is_out_of_memory(error: Exception) -> bool:

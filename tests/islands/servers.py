@@ -52,7 +52,8 @@ class Listener:
     def __init__(self, join: Join, name: str, after: int = 0) -> None:
         self.join = join
         self.connection = Connection(join, name)
-        self.connection.start(after)
+        self.connection.connect()
+        self.connection.follow(after)
 
     def __enter__(self) -> "Listener":
         return self

@@ -1,16 +1,19 @@
 """Runs whose settings, code and sites change while they go on."""
 
 from itertools import pairwise
+from pathlib import Path
 
 import msgspec
 import pytest
 
 from tests.islands.running import TOKENS, Island, same, started
-from tests.islands.servers import need_server
-from tests.islands.test_coming_and_going import hold
+from tests.islands.servers import need_server, running_server
+from tests.islands.test_coming_and_going import at, die, hold, save_in
 from tests.islands.test_log import FACTS
-from torchtitan_diloco.islands import peers
-from torchtitan_diloco.islands.__main__ import main
+from torchtitan_diloco.diloco.state_dict import SavedState
+from torchtitan_diloco.islands import joining, leader, peers
+from torchtitan_diloco.islands import server as server_module
+from torchtitan_diloco.islands.__main__ import main, open_reader
 from torchtitan_diloco.islands.changes import parse_change
 from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.log import USER_ERROR
@@ -68,6 +71,34 @@ def test_a_run_that_has_not_begun_has_no_settings_to_change(
 ) -> None:
     assert main(["change", "quorum", "2", "--join", str(server)]) == USER_ERROR
     assert "the run has not begun" in capsys.readouterr().err
+
+
+def test_nobody_needs_the_first_records_of_a_long_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The server deletes old records. A joiner and the reader of a status begin with a stored
+    state, and an island whose checkpoint is older takes the copies of another one."""
+    monkeypatch.setattr(server_module, "LOG_BYTES", 30_000)
+    for module in (joining, leader):
+        monkeypatch.setattr(module, "STATE_EVERY", 10)
+    saved = list[SavedState]()
+    with running_server(tmp_path / "server") as server:
+        names = {name: Island(server.join, name, steps=200, slots=3, grace=0.2) for name in "abc"}
+        again = Island(server.join, "b", steps=200, slots=3, grace=0.2)
+        a, b, c = names.values()
+        b.each_step = lambda one: (at(20, save_in(saved))(one), at(30, die)(one))
+        a.each_step = hold(150, lambda: c.step and again.step)
+        a.step_seconds = 0.02
+        with started(a, b):
+            a.wait_for_step(150)
+            again.saved = saved[0]
+            with open_reader(server.join) as reader:
+                assert reader.connection.first > 1
+                assert len(reader.state.owners()) == 2
+            with started(again, c):
+                results = [island.finish() for island in (a, again, c)]
+    assert all(same(results[0].shared, result.shared) for result in results)
+    assert "the log does not go back to its checkpoint any more: this island takes" in caplog.text
 
 
 def test_versions_do_not_pile_up_while_training_pauses(server: Join) -> None:

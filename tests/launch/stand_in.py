@@ -13,8 +13,8 @@ from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
-from torchtitan_diloco.launch import end_launcher, follow_launcher
-from torchtitan_diloco.log import STOP_SIGNALS, USER_ERROR, WORKER_LOST, run_and_exit
+from torchtitan_diloco.launch import NOT_AGAIN, end_launcher, follow_launcher
+from torchtitan_diloco.log import STOP_SIGNALS, WORKER_LOST, run_and_exit
 
 RANK, SIZE = (int(os.environ.get(name, "0")) for name in ("RANK", "WORLD_SIZE"))
 restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
@@ -52,8 +52,8 @@ def crash(code: int) -> int:
     if code < 0:
         os.kill(os.getpid(), -code)
     print(f"error: stand-in failed on rank {RANK}", file=sys.stderr, flush=True)
-    if code == USER_ERROR:
-        end_launcher()
+    if code in NOT_AGAIN:
+        end_launcher(code)
     return code
 
 

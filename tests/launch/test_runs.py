@@ -13,6 +13,7 @@ import pytest
 
 from tests.launch.running import launcher, two_nodes
 from torchtitan_diloco.hardware import available_cores
+from torchtitan_diloco.launch import NOT_AGAIN
 
 ONLY_LOOPBACK = """
 import fcntl, os, socket, struct, sys
@@ -109,12 +110,13 @@ def test_ranks_that_do_not_stop_are_killed(tmp_path: Path, by: signal.Signals) -
         ("crash:-9:9", 1, 137, "error: rank 0 was ended by SIGKILL (often by the system, when"),
         ("crash:7:9", 2, 7, "error: rank 1 failed with exit code 7"),
         ("crash:2:9", 2, 2, "error: stand-in failed on rank 1"),  # a mistake of the user
+        ("crash:4:9", 2, 4, "error: stand-in failed on rank 1"),  # an island's slot was taken
     ],
 )
 def test_a_failing_rank_is_named_and_ends_the_others(
     tmp_path: Path, does: str, workers: int, code: int, last: str
 ) -> None:
-    options = ("--run.restarts", "3" if code == 2 else "0")
+    options = ("--run.restarts", "3" if code in NOT_AGAIN else "0")
     with launcher(tmp_path / "console", does, *options, workers=workers) as run:
         assert run.wait() == code
         run.wait_until_ranks_are_gone()

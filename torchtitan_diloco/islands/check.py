@@ -8,7 +8,7 @@ from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.log import State
 from torchtitan_diloco.islands.records import Close
 from torchtitan_diloco.islands.server import LOG_BYTES, open_session
-from torchtitan_diloco.islands.session import Session, gather, stream_of, subject_of
+from torchtitan_diloco.islands.session import Session, gather, stream_of
 from torchtitan_diloco.log import command_line
 
 AT_A_TIME = 500
@@ -78,8 +78,7 @@ async def _check(admin: Join) -> Findings:
     async with open_session(admin) as session:
         info = (await session.jetstream.stream_info(stream)).state
         first, last = max(1, info.first_seq), info.last_seq
-        states = stream_of(admin.run, "states"), subject_of(admin.run, "states")
-        stored = State.decode(await session.get(states[0], subject=states[1]) or b"{}")
+        stored = State.decode(await session.newest_state(admin.run) or b"{}")
         state = stored if first > 1 else State()
         state.verifies = False
         found = Findings(first, last, info.bytes > LOG_BYTES / 2, state)

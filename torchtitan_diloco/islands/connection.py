@@ -1,7 +1,7 @@
 """Connection of an island to the NATS server: the log, chunks, and messages between islands.
 
-All network I/O runs in a thread with an event loop. The log and the chunks have separate sessions,
-so that chunks do not delay records.
+All network I/O runs in a thread. The log and the chunks have separate sessions, so that chunks do
+not delay records.
 """
 
 import asyncio
@@ -9,6 +9,7 @@ import itertools
 import logging
 import math
 import random
+import socket
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import CancelledError, Future
@@ -24,6 +25,7 @@ from torchtitan_diloco.islands.members import Hint
 from torchtitan_diloco.islands.records import AnotherLogError, Chunk, digest
 from torchtitan_diloco.islands.session import (
     ANSWER_SECONDS,
+    STATE_INDEX,
     GapError,
     LogSession,
     Session,
@@ -53,6 +55,8 @@ queue behind chunks, and links may be slow. When one session is lost, both are r
 GIVE_UP_SECONDS: dict[Bulk, float] = {"parts": math.inf, "snapshots": 120.0, "states": 120.0}
 """Time of failures, with a connection, after which a chunk is given up. Another island may have a
 snapshot, but nobody else has the parts."""
+UNCONFIRMED_SECONDS = 30.0
+"""Seconds in which the other end must acknowledge some bytes. A slow link does, a dead one not."""
 PAUSE, LONGEST_PAUSE = 0.1, 1.0
 """Seconds between attempts."""
 EXPIRY = 5.0
@@ -79,6 +83,20 @@ FINAL = AnotherLogError, TrimmedError, GapError, LoginError
 """Errors that another connection would meet, too."""
 
 
+class EventLoop(asyncio.SelectorEventLoop):
+    """Event loop whose connections are closed by the kernel if the peer acknowledges nothing.
+
+    Pings ensure that there is always something to acknowledge. Their answers alone would not
+    distinguish a dead connection from one with megabytes in flight.
+    """
+
+    async def create_connection(self, *arguments: Any, **named: Any) -> Any:
+        transport, protocol = await super().create_connection(*arguments, **named)
+        limit = socket.TCP_USER_TIMEOUT, round(1000 * UNCONFIRMED_SECONDS)
+        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, *limit)
+        return transport, protocol
+
+
 class Connection(Inbox):
     """Connection that is restored whenever it is lost. Its `Inbox` holds what was received.
 
@@ -99,19 +117,10 @@ class Connection(Inbox):
         self._is_there, self._follows = asyncio.Event(), asyncio.Event()
         self._free = {bulk: asyncio.Semaphore(count) for bulk, count in UNDER_WAY.items()}
         self._warned = ""
-        self._loop = asyncio.SelectorEventLoop()
+        self._loop = EventLoop()
         self._loop.set_exception_handler(_note_failure)
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._closed, self._lock = False, threading.Lock()
-
-    def start(self, after: int, newest: str = "", *, known: bool = False) -> None:
-        """Connect, and follow the log after record `after`."""
-        self.connect(known=known)
-        try:
-            self.follow(after, newest)
-        except BaseException:
-            self.close()
-            raise
 
     def connect(self, *, known: bool = False) -> None:
         """Connect.
@@ -175,10 +184,20 @@ class Connection(Inbox):
         """Return the chunks. Raises GoneError, CorruptError or, but not for parts, GivenUpError."""
         return self._wait_for(gather(self._fetch(chunk, bulk) for chunk in chunks))
 
+    def store_state(self, state: bytes) -> Chunk:
+        """Store a state, and return the chunk that lists its chunks."""
+        index = msgspec.json.encode(self.store(state, "states"))
+        return self._wait_for(self._store(memoryview(index), "states", kind=STATE_INDEX))
+
+    def fetch_state(self, index: Chunk) -> bytes:
+        """Return a stored state. Raises errors of `fetch`, or a DecodeError."""
+        [chunks] = self.fetch([index], "states")
+        return b"".join(self.fetch(msgspec.json.decode(chunks, type=list[Chunk]), "states"))
+
     def newest_state(self) -> bytes | None:
-        """Return the newest message of the stream of states, or None if there is none."""
-        place = {"stream": self._stream("states"), "subject": self._subject("states")}
-        return self._wait_for(self._retry("states", lambda session: session.get(**place)))
+        """Return the state that was stored last, or None if there is none."""
+        run = self._join.run
+        return self._wait_for(self._retry("states", lambda session: session.newest_state(run)))
 
     def _submit(self, operation: Coroutine[Any, Any, T]) -> "Future[T]":
         with self._lock:
@@ -334,10 +353,10 @@ class Connection(Inbox):
                 pause = min(2 * pause, LONGEST_PAUSE)
         raise ClosedError("the connection was closed")
 
-    async def _store(self, piece: memoryview, bulk: Bulk) -> Chunk:
+    async def _store(self, piece: memoryview, bulk: Bulk, kind: str = "") -> Chunk:
         async def store(session: Session) -> "PubAck":
             # Copy a piece only when it is sent: all wait in `_retry`.
-            return await session.jetstream.publish(self._subject(bulk), bytes(piece))
+            return await session.jetstream.publish(self._subject(kind or bulk), bytes(piece))
 
         stored = await self._retry(bulk, store)
         return Chunk(stored.seq, len(piece), digest(piece))

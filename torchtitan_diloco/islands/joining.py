@@ -25,6 +25,7 @@ from torchtitan_diloco.islands.copies import Copies
 from torchtitan_diloco.islands.inbox import Snapshot, SnapshotWanted
 from torchtitan_diloco.islands.log import State
 from torchtitan_diloco.islands.machine import RETRY
+from torchtitan_diloco.islands.members import IslandFailedError
 from torchtitan_diloco.islands.parts import as_buffer, join_bytes
 from torchtitan_diloco.islands.records import (
     AnyRecord,
@@ -48,7 +49,7 @@ HEAR_SECONDS = 3.0
 """Seconds in which every running island sends a heartbeat."""
 
 
-class StaleError(RuntimeError):
+class StaleError(IslandFailedError):
     """The run cannot be continued with the copies of the checkpoint, but with those of another
     island."""
 
@@ -89,10 +90,10 @@ class Joiner:
             )
         if saved is not None:
             self._declare_saved(state)
-        elif self._mine.checksums == ahead.facts.checksums and not self._has_begun(ahead):
+        elif self._begins_with(ahead.facts) and not self._has_begun(ahead):
             self._declare_first(ahead.facts)
         elif not self._take_snapshots(state):
-            if not from_first_record or self._mine.checksums != ahead.facts.checksums:
+            if not from_first_record or not self._begins_with(ahead.facts):
                 raise UserError(
                     "no island has answered with the shared copies of the run, and those that it "
                     "began with are others than those of this island: start it while another one "
@@ -115,7 +116,7 @@ class Joiner:
             stored = connection.members.heard[name].hint.state
             if stored is not None:
                 try:
-                    state = State.decode(b"".join(connection.fetch([stored], "states")))
+                    state = State.decode(connection.fetch_state(stored))
                 except (GoneError, CorruptError, GivenUpError, msgspec.DecodeError) as error:
                     logger.warning(f"no state of the log from island {name_of(name)}: {error}")
                     continue
@@ -178,6 +179,12 @@ class Joiner:
         for record in self._connection.records.copy():
             ahead.read(record.sequence, record.raw)
         return ahead
+
+    def _begins_with(self, facts: Facts) -> bool:
+        """Return whether the loaded parameters are those that the run begins with. If it goes on
+        from a checkpoint, so must the momentum be."""
+        same = facts.clocks == self._mine.clocks and facts.positions == self._mine.positions
+        return same and facts.checksums == self._mine.checksums
 
     @staticmethod
     def _has_begun(ahead: State) -> bool:
@@ -304,7 +311,7 @@ class Giver:
 
         def store() -> None:
             try:
-                [self.stored] = self._connection.store(state, "states")
+                self.stored = self._connection.store_state(state)
             except GivenUpError as error:
                 logger.warning(f"joiners have to read more of the log: {error}")
 

@@ -115,11 +115,8 @@ class IslandPeers(Peers):
     def check_settings(self, config: DiLoCoConfig) -> DiLoCoConfig:
         check_class(config, "diloco", DiLoCoConfig)
         islands, begin = self.islands, self.islands.begin or config.workers
-        mistakes = [
-            *own_loop_mistakes(islands),
-            *islands_mistakes(islands, begin),
-            *diloco_mistakes(config, islands=True),
-        ]
+        mistakes = *own_loop_mistakes(islands), *islands_mistakes(islands, begin)
+        mistakes += tuple(diloco_mistakes(config, islands=True))
         raise_mistakes(mistakes, islands=replace(islands, join=""), diloco=config)
         self.islands = replace(islands, begin=begin, slots=islands.slots or begin)
         return replace(config, workers=1, link=replace(config.link, outer_state="device"))
@@ -184,11 +181,7 @@ class IslandPeers(Peers):
             fingerprints=fingerprints(config, self.states, self._facts),
             code=code_fingerprint(),
         )
-        timing = Timing(
-            schedule=self.schedule,
-            floor=chosen.grace_seconds,
-            norm_limit=config.delta_norm_limit,
-        )
+        timing = Timing(self.schedule, chosen.grace_seconds, config.delta_norm_limit)
         connection = Connection(join, incarnation, chosen.slot_seconds)
         return Leader(connection, self._copies, facts, timing, incarnation)
 
@@ -247,7 +240,7 @@ class IslandPeers(Peers):
             self._durations.append(time.perf_counter() - self._boundary_at)
         self.check()
         if self._leader is not None:
-            usual = statistics.median(self._durations) if self._durations else 0.0
+            usual = statistics.median(self._durations or [0.0])
             self._leader.finish_step(self._samples_per_step, int(weight), usual)
         yield from self._boundary()
         while self._last.may_train_on:
@@ -393,12 +386,11 @@ class IslandPeers(Peers):
     def load(self, saved: SavedState) -> list[str]:
         """Resume from a saved state, before `join`."""
         if saved.facts["in_flight"]:  # of a run without islands; alpha follows its progress
-            progress = saved.facts.get("progress", 0.0)
-            share = partial(local_share, self.config.overlap.mixing_at(progress))
-            saving.apply_early(self.states, saved, share)
+            alpha = self.config.overlap.mixing_at(saved.facts.get("progress", 0.0))
+            saving.apply_early(self.states, saved, partial(local_share, alpha))
             saved.facts["in_flight"] = []
-        share = partial(local_share, 0.0)  # nothing is in flight any more
-        _, _, notes = saving.load(self.states, saved, self.config, share)
+        nothing = partial(local_share, 0.0)  # is in flight any more
+        _, _, notes = saving.load(self.states, saved, self.config, nothing)
         if "island" in saved.facts:
             self._saved = State.decode(saved.facts["island"].encode())
         return notes

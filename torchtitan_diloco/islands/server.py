@@ -38,7 +38,13 @@ from torchtitan_diloco.islands.server_folder import (
     write_joins,
     write_secret,
 )
-from torchtitan_diloco.islands.session import Session, check_installed, stream_of, subject_of
+from torchtitan_diloco.islands.session import (
+    STATE_INDEX,
+    Session,
+    check_installed,
+    stream_of,
+    subject_of,
+)
 from torchtitan_diloco.log import UserError, install_command, logger
 
 ISLAND_MAY = {
@@ -50,7 +56,7 @@ ISLAND_MAY = {
 """Permissions: an island may append and read, but not delete, purge or change streams."""
 SNAPSHOT_SECONDS = 6 * 3600
 """Age at which snapshots are deleted. They are made on request."""
-LOG_BYTES, STATES = 2**28, 64
+LOG_BYTES, STATES_BYTES = 2**28, 2**26
 """Size of the log, and messages with states of the run, above which the oldest are deleted."""
 MAKE_SECONDS = 10.0
 OTHER_STREAM = 10058
@@ -102,6 +108,7 @@ class Server:
         """Start nats-server on what is in the folder."""
         check_installed()
         program, path = find_server(), self.folder / "nats-server.json"
+        self.stop()  # of this object: it holds the lock also if nats-server has died
         self._lock = lock(self.folder)
         try:
             self._check_port()
@@ -135,15 +142,12 @@ class Server:
                 self._say(f"nats-server ended with code {code}; starting it again in {pause:g} s")
                 time.sleep(pause)
                 pause, began = min(2 * pause, LONGEST_PAUSE), time.monotonic()
-                self._start_again()
-            self._take_up_sites()
-
-    def _start_again(self) -> None:
-        self.stop()
-        try:
-            self.launch()
-        except ValueError as error:
-            self._say(f"error: {error}")
+                try:
+                    self.launch()
+                except (ValueError, OSError) as error:
+                    self._say(f"error: {error}")
+            with suppress(ValueError, OSError):  # run.json is being restored
+                self._take_up_sites()
 
     def _take_up_sites(self) -> None:
         """Reload the logins if `islands site` has changed them."""
@@ -272,6 +276,7 @@ async def make_streams(admin: Join, keep_gb: float, replicas: int = 1) -> None:
 
     def config(kind: str, **settings: Any) -> StreamConfig:
         name, subjects = stream_of(admin.run, kind), [subject_of(admin.run, kind)]
+        subjects += [subject_of(admin.run, STATE_INDEX)] if kind == "states" else []
         settings |= {"num_replicas": replicas, "discard": DiscardPolicy.OLD, "allow_direct": True}
         return StreamConfig(name=name, subjects=subjects, **settings)
 
@@ -280,7 +285,7 @@ async def make_streams(admin: Join, keep_gb: float, replicas: int = 1) -> None:
         config("log", max_bytes=LOG_BYTES, deny_delete=True, deny_purge=True),
         config("parts", max_bytes=bulk_bytes),
         config("snapshots", max_bytes=bulk_bytes, max_age=SNAPSHOT_SECONDS),
-        config("states", max_msgs=STATES),
+        config("states", max_bytes=STATES_BYTES),
     ]
     try:
         async with open_session(admin) as session:

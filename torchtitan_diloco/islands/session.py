@@ -12,7 +12,7 @@ import msgspec
 from torchtitan_diloco.islands.config import Join, RefusedError, explain
 from torchtitan_diloco.islands.inbox import AnyMessage, Inbox
 from torchtitan_diloco.islands.members import Hint
-from torchtitan_diloco.islands.records import AnotherLogError, digest
+from torchtitan_diloco.islands.records import AnotherLogError, Chunk, digest
 from torchtitan_diloco.log import UserError, install_command
 
 if TYPE_CHECKING:
@@ -24,6 +24,8 @@ CHECK, PING = 0.1, 0.5
 """Seconds between checks of a connection, and between pings."""
 SETUP_SECONDS, ANSWER_SECONDS = 4.0, 10.0
 """Timeouts to connect, and to get records or chunks."""
+STATE_INDEX = "state"
+"""Subject of the message that lists the chunks of a stored state, in the stream of states."""
 NO_LIMIT = 1e6
 """Timeout of nats-py in seconds. The timeout of `Session.run` applies instead."""
 NO_MESSAGE = 10037
@@ -197,6 +199,14 @@ class Session:
             if error.err_code != NO_MESSAGE:  # the server is starting or ending
                 raise
             return None
+
+    async def newest_state(self, run: str) -> bytes | None:
+        """Return the state of the run that was stored last, or None if there is none."""
+        stream = stream_of(run, "states")
+        index = await self.get(stream, subject=subject_of(run, STATE_INDEX))
+        chunks = [] if index is None else msgspec.json.decode(index, type=list[Chunk])
+        pieces = [await self.get(stream, seq=chunk.sequence) for chunk in chunks]
+        return b"".join(piece for piece in pieces if piece) if pieces and all(pieces) else None
 
     async def find_record(self, run: str, sequence: int) -> bytes:
         """Return a record of the log. Raises a UserError if it is not there."""

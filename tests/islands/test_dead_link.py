@@ -1,0 +1,60 @@
+"""A link that drops a connection without a word."""
+
+import re
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.network import ENVIRONMENT, run_command
+from tests.islands.servers import PATIENCE, Listener, need_server, running_server
+from tests.network import network_of
+from torchtitan_diloco.islands import connection as module
+
+need_server()
+
+
+def _lose_the_chunks(folder: Path) -> None:
+    """Drop the connection of the chunks in the firewall of this process's own network."""
+    module.UNCONFIRMED_SECONDS = 1.0
+    module.FIRST_CONNECTION_SECONDS = PATIENCE
+    with running_server(folder) as server, Listener(server.join, "a/1") as listener:
+        connection, loopback = listener.connection, ["tc", "qdisc", "replace", "dev", "lo", "root"]
+        session = connection._bulk
+        assert session is not None
+        slow = "tbf rate 8mbit burst 256kb latency 400ms"
+        run_command([*loopback, *slow.split()])
+        early = connection.store(b"x" * 4_000_000, "parts")  # it takes four seconds
+        assert connection._bulk is session, "a slow link is no dead one"
+        run_command([*loopback, "pfifo"])
+        transport: Any = session.client._transport
+        port = transport._io_writer.get_extra_info("sockname")[1]
+        for rule in (
+            "add table inet filter",
+            "add chain inet filter out { type filter hook output priority 0; }",
+            f"add rule inet filter out tcp sport {port} drop",
+            f"add rule inet filter out tcp dport {port} drop",
+        ):
+            run_command(["nft", rule])
+        begin = time.monotonic()
+        fetched = connection.fetch(early, "parts")  # nothing is sent but a question and pings
+        assert b"".join(fetched) == b"x" * 4_000_000
+        assert connection._bulk is not session
+        print(f"fetched after {time.monotonic() - begin:.0f} s")
+
+
+def test_a_connection_that_dies_without_a_word_is_noticed_in_seconds(tmp_path: Path) -> None:
+    name = _lose_the_chunks.__name__
+    code = f"import sys; from pathlib import Path; from {__name__} import {name}; "
+    command = [sys.executable, "-c", f"{code}{name}(Path(sys.argv[1]))", str(tmp_path / "server")]
+    with network_of(1) as network:
+        if shutil.which("nft", path=ENVIRONMENT["PATH"]) is None:
+            pytest.skip("needs nft")
+        program = network.launch(0, command, tmp_path / "log.txt")
+        assert program.wait(PATIENCE) == 0, program.printed()
+    found = re.search(r"fetched after (\d+) s", program.printed())
+    assert found is not None
+    assert int(found[1]) < module.BULK_PATIENCE / 3
