@@ -17,6 +17,7 @@ from tests.test_trainer import settings, words
 from torchtitan_diloco.config import load_config
 from torchtitan_diloco.distributed.collectives import RanksLostError
 from torchtitan_diloco.islands import IslandFencedError
+from torchtitan_diloco.launch import folder_of_run
 from torchtitan_diloco.log import FENCED, UserError, clock
 from torchtitan_diloco.train import join, main
 from torchtitan_diloco.trainer import Trainer
@@ -50,6 +51,20 @@ def test_an_error_of_the_program_keeps_its_traceback(text: Path) -> None:
     ):
         main(words(settings(text)))
     assert caught.traceback[-1].name == "clock"
+
+
+def test_the_id_of_torchrun_names_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, own = load_config("debug"), load_config("debug", {"run.folder": "runs/a"})
+    alone = [folder_of_run(config) for _ in range(2)]  # a process without torchrun
+    assert len(set(alone)) == 2
+    monkeypatch.setenv("RANK", "0")
+    for run_id in ("none", ""):
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", run_id)
+        assert folder_of_run(own) == "runs/a"
+        with pytest.raises(ValueError, match=r"give --run\.folder FOLDER, or .* --rdzv-id ID"):
+            folder_of_run(config)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-7")
+    assert folder_of_run(config) == "outputs/debug-job-7"
 
 
 def _join_alone() -> str:

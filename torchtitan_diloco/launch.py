@@ -42,6 +42,8 @@ LAUNCHER = "TORCHTITAN_DILOCO_LAUNCHER"
 """Environment variable: process id of the launcher."""
 NOT_AGAIN = {USER_ERROR: signal.SIGUSR1, FENCED: signal.SIGUSR2}
 """Signals that a rank sends to the launcher to end the run with these exit codes."""
+NO_RUN_ID = "none"
+"""torchrun's default for several nodes."""
 
 
 def main(arguments: list[str], module: str = "torchtitan_diloco.train") -> int:
@@ -91,11 +93,25 @@ def run_local_islands(config: Config, arguments: list[str]) -> int:
     _share_cores(count)
     command = [sys.executable, "-m", "torchtitan_diloco.launch", *arguments]
     command += ["--islands.local", "0", "--islands.begin", str(config.islands.begin or count)]
-    return run_islands(command, count, Path(config.run.folder or new_folder(config)))
+    return run_islands(command, count, Path(folder_of_run(config)))
 
 
-def new_folder(config: Config) -> str:
-    return f"outputs/{config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"
+def new_run_id() -> str:
+    return f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"
+
+
+def folder_of_run(config: Config) -> str:
+    """Return `run.folder`. If it is not set, torchrun's id of the run names the folder: it is the
+    same on all ranks and nodes, and after restarts, which resume from the folder."""
+    if config.run.folder:
+        return config.run.folder
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID") if "RANK" in os.environ else new_run_id()
+    if run_id in (None, "", NO_RUN_ID):
+        raise UserError(
+            "run.folder is not set, and the run has no id that names a folder on all its nodes: "
+            "give --run.folder FOLDER, or start torchrun with --rdzv-id ID"
+        )
+    return f"outputs/{config.run.name}-{run_id}"
 
 
 def _share_cores(processes: int) -> None:
@@ -125,8 +141,6 @@ def prepare(config: Config, arguments: list[str]) -> tuple["LaunchConfig", list[
     if count > 1:
         rendezvous["rank"] = rank
         _say(f"node {rank} of {count}: waiting for the others at {endpoint}")
-    elif not config.run.folder:  # in which they go on when they are started again
-        arguments = [*arguments, "--run.folder", new_folder(config)]
     os.environ[LAUNCHER] = str(os.getpid())
     # FSDP2, NCCL and the outer loop have more streams than the 8 queues of a GPU's default.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
@@ -147,7 +161,7 @@ def prepare(config: Config, arguments: list[str]) -> tuple["LaunchConfig", list[
         min_nodes=count,
         max_nodes=count,
         nproc_per_node=processes,
-        run_id="torchtitan_diloco",
+        run_id=new_run_id() if count == 1 else NO_RUN_ID,
         rdzv_backend="c10d" if count == 1 else "static",
         rdzv_endpoint=endpoint,
         rdzv_configs=rendezvous,

@@ -5,7 +5,7 @@ import signal
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports: no traceback
 
-from torchtitan_diloco.launch import end_launcher, follow_launcher, new_folder
+from torchtitan_diloco.launch import end_launcher, folder_of_run, follow_launcher
 
 if __name__ == "__main__":
     follow_launcher()  # before the seconds in which torch is imported
@@ -52,7 +52,7 @@ def main(arguments: list[str]) -> int:
         logger.warning(f"started again after a crash: restart {restarts} of {limit}")
     set_determinism(config.run)
     try:
-        config = with_folder(config)
+        config = replace(config, run=replace(config.run, folder=folder_of_run(config)))
         if config.islands.join:
             Join.parse(config.islands.join)  # raises for a missing file before a model is built
         world = join(config)
@@ -72,18 +72,6 @@ def main(arguments: list[str]) -> int:
         return USER_ERROR
     leave_world(world)
     return 0
-
-
-def with_folder(config: Config) -> Config:
-    """Return the settings with a folder for the run, which a single process may choose."""
-    if config.run.folder:
-        return config
-    if "RANK" in os.environ:
-        raise UserError(
-            "several nodes, or processes that torchrun starts, need a folder in which they go on "
-            "when they are started again: give --run.folder FOLDER"
-        )
-    return replace(config, run=replace(config.run, folder=new_folder(config)))
 
 
 def join(config: Config) -> World:

@@ -1,6 +1,5 @@
 """Resumed runs end as uninterrupted ones, on the same layout or on another one."""
 
-import json
 import os
 import re
 import shutil
@@ -19,7 +18,16 @@ from torch import Tensor
 
 from tests.conftest import REPOSITORY, write_text
 from tests.processes import DIED, ProcessPool
-from tests.test_trainer import LOSS, VALIDATION, curve, join, records, sending, settings
+from tests.test_trainer import (
+    LOSS,
+    VALIDATION,
+    curve,
+    join,
+    records,
+    sending,
+    settings,
+    words,
+)
 from torchtitan_diloco.components.checkpoint import (
     RANDOM,
     checkpoint_path,
@@ -171,29 +179,35 @@ def test_a_run_that_is_stopped_killed_and_paused_ends_as_one_without_an_interrup
 
 
 KILLED_ONCE = """
-import json, os, signal, sys
+import os, signal, sys
 from contextlib import nullcontext
-from tests.components.test_resume import run
 from tests.test_trainer import sending
-from torchtitan_diloco.log import start_logging
+from torchtitan_diloco.train import main
 
-start_logging()
 first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
 with sending(signal.SIGKILL, 14, worker=1) if first else nullcontext():
-    run(json.loads(sys.argv[1]))
+    sys.exit(main(sys.argv[1:]))
 """
 
 
 def test_so_does_one_that_torchrun_starts_again_after_a_rank_was_killed(
     text: Path, whole: Path, tmp_path: Path
 ) -> None:
-    """Its store is the same, with the addresses of the ranks before."""
+    """Its store is the same, with the addresses of the ranks before. Its id names the folder."""
     program = tmp_path / "program.py"
     program.write_text(KILLED_ONCE)
     options = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1", str(program)]
-    wanted = chosen(text, tmp_path / "run", **FP32)
+    wanted = chosen(text, "", **FP32) | {"run.folder": ""}
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *options, json.dumps(wanted)],
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            *options,
+            "--config",
+            "debug",
+            *words(wanted),
+        ],
         env=os.environ | {"PYTHONPATH": str(REPOSITORY), "GLOO_SOCKET_IFNAME": LOOPBACK},
         cwd=tmp_path,
         capture_output=True,
@@ -202,7 +216,8 @@ def test_so_does_one_that_torchrun_starts_again_after_a_rank_was_killed(
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("resumed from") == 1
-    assert_same_run(whole, tmp_path / "run")
+    (folder,) = (tmp_path / "outputs").iterdir()
+    assert_same_run(whole, folder)
 
 
 def test_so_does_one_with_fsdp_muon_topk_and_fragments_in_flight(train: Train) -> None:

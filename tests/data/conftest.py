@@ -8,6 +8,7 @@ from torchtitan_diloco.data.shards import (
     FORMAT_VERSION,
     INDEX_NAME,
     SPLITS,
+    STARTED_NAME,
     Index,
     ShardWriter,
     SplitIndex,
@@ -43,11 +44,12 @@ def make_shards(tmp_path: Path) -> MakeShards:
         index = Index(FORMAT_VERSION, settings, {split: SplitIndex() for split in SPLITS})
         for split, tokens in zip(SPLITS, (train, validation), strict=True):
             writer = ShardWriter(folder, split, index, shard_tokens)
-            for start in range(0, tokens, 53):
+            for piece, start in enumerate(range(0, tokens, 53)):
                 content = np.arange(start, min(start + 53, tokens)) % words
-                writer.add(content, ends_document=True)
+                writer.add(piece, content, ends_document=True)
             writer.finish_shard()
         write_index(folder / INDEX_NAME, index)
+        (folder / STARTED_NAME).unlink(missing_ok=True)
         return folder
 
     return make

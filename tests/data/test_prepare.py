@@ -4,6 +4,7 @@ import json
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 import torchtitan_diloco.data.corpus as corpus_module
 from torchtitan_diloco.data.corpus import main, prepare
-from torchtitan_diloco.data.shards import SPLITS, TokenShards, only_writer
+from torchtitan_diloco.data.shards import SPLITS, ShardWriter, TokenShards, only_writer
 from torchtitan_diloco.data.text import PIECE_CHARACTERS, Corpus, is_held_out, open_corpus
 from torchtitan_diloco.data.tokenizer import Tokenizer, build_tokenizer
 
@@ -86,8 +87,12 @@ def test_all_text_is_there_once_in_order_and_in_one_split(
             prepare(corpus, tokenizer, out, **options | {"begin": False})
 
 
-def test_killed_and_started_again_with_other_threads_is_uninterrupted(
-    run: Run, source: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_interrupted_anywhere_and_continued_with_other_threads_is_uninterrupted(
+    run: Run, source: Path, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_documents(source, documents=200)
     settings = ("--max-tokens", "3e5", "--shard-tokens", "4e4", "--validation-fraction", 0.3)
@@ -95,29 +100,41 @@ def test_killed_and_started_again_with_other_threads_is_uninterrupted(
     assert run(*settings)[0] == 0
     whole, index = content(out), json.loads((out / "corpus.json").read_text())
     assert 300_000 <= index["splits"]["train"]["tokens"] <= 300_000 + PIECE_CHARACTERS
-    (out / "corpus.json").unlink()  # as a kill leaves it
-    (out / "train-00099.tokens").write_bytes(b"of a kill")
-    monkeypatch.setattr(corpus_module, "available_cores", lambda: 7)
-    assert run(*settings)[0] == 0
-    assert content(out) == whole
+    finish, finished = ShardWriter.finish_shard, sum(name.endswith(".tokens") for name in whole)
+    for count in range(finished):
+        part = tmp_path / f"interrupted-after-{count}"
+        finishes = chain([finish] * count, repeat(interrupt))
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                ShardWriter,
+                "finish_shard",
+                lambda writer, finishes=finishes: next(finishes)(writer),
+            )
+            assert run(*settings, out=part)[0] == 130
+        splits = json.loads((part / "prepare.json").read_text())["splits"].values()
+        kept = [part / shard["file"] for split in splits for shard in split["shards"]]
+        times = [path.stat().st_mtime_ns for path in kept]
+        assert len(kept) == count
+        monkeypatch.setattr(corpus_module, "available_cores", lambda: 7)
+        assert run(*settings, out=part)[0] == 0
+        assert content(part) == whole
+        assert [path.stat().st_mtime_ns for path in kept] == times, "finished ones are kept"
 
 
-def test_a_finished_folder_has_one_source_and_settings(
+def test_a_folder_has_one_source_and_settings(
     run: Run, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
     write_documents(source, documents=3)
     with monkeypatch.context() as patch:
         patch.setattr(Corpus, "pieces", interrupt)
         status, printed = run()
-    assert (status, "start the same command again" in printed) == (130, True)
-    assert run()[0] == 0
-    status, printed = run("--shard-tokens", "7")
-    assert status == 2
-    assert "other settings (shard_tokens was 268435456 and is 7): use another folder" in printed
-    assert "was complete already" in run()[1]
+    assert (status, "the same command continues" in printed) == (130, True)
+    for state in ("3 documents to train on", "was complete already"):
+        status, printed = run("--shard-tokens", "7")
+        assert status == 2
+        assert "settings (shard_tokens was 268435456 and is 7): use the same ones" in printed
+        status, printed = run()
+        assert (status, state in printed) == (0, True)
     write_documents(source, documents=4)
     assert "source_fingerprint was" in run()[1]
 
@@ -146,6 +163,10 @@ def test_a_folder_that_cannot_be_used(run: Run, out: Path, monkeypatch: pytest.M
     with monkeypatch.context() as patch:
         patch.setattr(fcntl, "flock", no_locks)
         assert "No locks available; choose a folder" in run(source="stdlib")[1]
-    (out / "thesis.tex").write_text("{")
-    assert "is not empty (thesis.tex); choose a new folder" in run(source="stdlib")[1]
+    for name, message in (
+        ("thesis.tex", "is not empty (thesis.tex); choose a new folder"),
+        ("prepare.json", "cannot read prepare.json"),
+    ):
+        (out / name).write_text("{")
+        assert message in run(source="stdlib")[1]
     assert "cannot write into" in run(source="stdlib", out=out / "thesis.tex" / "out")[1]

@@ -36,9 +36,10 @@ def test_the_format_to_the_byte(make_shards: MakeShards) -> None:
     assert (folder / "validation-00000.tokens").read_bytes() == payload
     index = json.loads((folder / "corpus.json").read_text())
     shard = {"file": "validation-00000.tokens", "tokens": 5, "checksum": zlib.crc32(payload)}
-    expected = {"tokens": 5, "documents": 1, "shards": [shard]}
+    expected = {"tokens": 5, "documents": 1, "shards": [shard | {"last_piece": 0}]}
     assert (index["format_version"], index["splits"]["validation"]) == (3, expected)
-    assert [one["tokens"] for one in index["splits"]["train"]["shards"]] == [*[212] * 4, 152]
+    train = [(one["tokens"], one["last_piece"]) for one in index["splits"]["train"]["shards"]]
+    assert train == [(212, 3), (212, 7), (212, 11), (212, 15), (152, 18)]
 
 
 def test_a_vocabulary_beyond_two_bytes(make_shards: MakeShards) -> None:

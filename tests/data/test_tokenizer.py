@@ -1,6 +1,7 @@
 from pathlib import Path
 
 import pytest
+import tiktoken
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -87,7 +88,39 @@ def test_a_file_that_cannot_be_used_is_refused(file: Path, tmp_path: Path) -> No
             build_tokenizer(str(path))
 
 
-def test_a_missing_file_names_the_remedy() -> None:
-    message = r'"gpt2" is neither "bytes" nor a file: train a tokenizer.json .docs/data-and-models'
+def test_a_missing_file_or_a_wrong_name_gets_the_known_names() -> None:
+    message = r'"gtp2" is neither a file nor one of bytes, .*gpt2.*: train a tokenizer.json .docs/'
     with pytest.raises(ValueError, match=message):
-        build_tokenizer("gpt2")
+        build_tokenizer("gtp2")
+
+
+def test_an_encoding_that_cannot_be_downloaded_names_the_remedies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    for name in ("https_proxy", "HTTPS_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # nothing listens there
+    message = r"(?s)p50k_edit.*cannot be loaded.*copy it from .*or use a tokenizer.json"
+    with pytest.raises(ValueError, match=message):
+        build_tokenizer("p50k_edit")
+
+
+@pytest.mark.parametrize("special", [{"<|endoftext|>": 256, "<|other|>": 300}, {}])
+def test_an_encoding_of_tiktoken_keeps_its_ids_and_its_end_of_document(
+    monkeypatch: pytest.MonkeyPatch, special: dict[str, int]
+) -> None:
+    ranks = {bytes([byte]): byte for byte in range(256)}
+    encoding = tiktoken.Encoding(
+        "named", pat_str=r"[\s\S]", mergeable_ranks=ranks, special_tokens=special
+    )
+    monkeypatch.setattr(tiktoken, "list_encoding_names", lambda: ["named"])
+    monkeypatch.setattr(tiktoken, "get_encoding", lambda _: encoding)
+    if not special:
+        with pytest.raises(ValueError, match=r'"named" cannot be loaded .*endoftext'):
+            build_tokenizer("named")
+        return
+    tokenizer = build_tokenizer("named")
+    assert (tokenizer.vocab_size, tokenizer.end_of_document) == (301, 256)
+    assert tokenizer.fingerprint != BYTES.fingerprint
+    assert tokenizer.decode([97, 280, 98]) == "a\ufffdb", "280 is a gap"
+    assert tokenizer.encode("a<|other|>").tolist() == list(b"a<|other|>")

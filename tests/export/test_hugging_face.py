@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,15 @@ def test_the_tokenizer_in_transformers_gives_the_same_ids(kind: str, tmp_path: P
     batch = loaded(["a b c", "a"], padding=True)
     assert set(batch) == {"input_ids", "attention_mask"}
     assert batch["attention_mask"][1][0] == 0
+
+
+def test_an_encoding_of_tiktoken_gets_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    named = replace(build_tokenizer("bytes"), name="gpt2")
+    save_hugging_face(tmp_path, build(QWEN3), named, torch.float32)
+    assert 'has no tokenizer.json, as "gpt2" is an encoding of tiktoken' in caplog.text
+    assert not (tmp_path / "tokenizer.json").exists()
 
 
 WITHOUT_OUR_PACKAGE = """

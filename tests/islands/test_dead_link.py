@@ -13,13 +13,14 @@ from benchmarks.network import ENVIRONMENT, run_command
 from tests.islands.servers import PATIENCE, Listener, need_server, running_server
 from tests.network import network_of
 from torchtitan_diloco.islands import connection as module
+from torchtitan_diloco.islands import session as session_module
 
 need_server()
 
 
 def _lose_the_chunks(folder: Path) -> None:
     """Drop the connection of the chunks in the firewall of this process's own network."""
-    module.UNCONFIRMED_SECONDS = 1.0
+    session_module.UNCONFIRMED_SECONDS = 1.0
     module.FIRST_CONNECTION_SECONDS = PATIENCE
     with running_server(folder) as server, Listener(server.join, "a/1") as listener:
         connection, loopback = listener.connection, ["tc", "qdisc", "replace", "dev", "lo", "root"]

@@ -3,6 +3,7 @@
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -14,9 +15,23 @@ from torchtitan_diloco.islands import connection, joining
 from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.connection import Connection, GivenUpError
 from torchtitan_diloco.islands.inbox import AnyMessage, Snapshot, SnapshotWanted
+from torchtitan_diloco.islands.joining import Giver
 from torchtitan_diloco.islands.records import name_of
 
 need_server()
+
+
+@pytest.mark.parametrize(("first", "warns"), [(3, False), (4, True)])
+def test_a_server_that_keeps_too_few_parts_is_named(
+    first: int, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An island that returns to its last checkpoint but one would need them."""
+    server = mock.Mock(first_part=lambda: first)
+    giver = Giver(server)
+    for newest in (2, 5, 9, 20):
+        giver.note_save(newest)
+    giver.close()
+    assert ("start `serve` with a larger --keep-gb" in caplog.text) == warns
 
 
 def test_a_snapshot_that_the_server_does_not_take_is_given_up(

@@ -27,7 +27,7 @@ def say(text: str) -> None:
 def main(arguments: list[str]) -> int:
     follow_launcher()
     say(f"started pid={os.getpid()} rank={RANK} threads={os.environ.get('OMP_NUM_THREADS')}")
-    say(f"arguments {arguments}")
+    say(f"arguments {arguments} run={os.environ['TORCHELASTIC_RUN_ID']}")
     for word in arguments[arguments.index("--run.description") + 1].split(","):
         name, *values = word.split(":")
         if name == "meet":

@@ -124,14 +124,14 @@ def test_a_failing_rank_is_named_and_ends_the_others(
     assert run.printed().splitlines()[-1].startswith(last), run.printed()
 
 
-def test_a_crashed_run_goes_on_in_its_folder(tmp_path: Path) -> None:
+def test_a_crashed_run_keeps_its_id_which_names_its_folder(tmp_path: Path) -> None:
     with launcher(tmp_path / "console", "crash:-9:2,meet") as run:
         assert run.wait() == 0, run.printed()
     assert run.printed().count("started ") == 6
     assert run.printed().count("of 2 sum=1") == 2
-    folders = re.findall(r"'--run\.folder', '(outputs/demo-[^']+)'", run.printed())
-    assert len(folders) == 6
-    assert len(set(folders)) == 1
+    ids = re.findall(r" run=(20\d{6}-\d{6}-[0-9a-f]{4})\n", run.printed())
+    assert len(ids) == 6
+    assert len(set(ids)) == 1
     run.wait_until_ranks_are_gone()
 
 

@@ -25,7 +25,8 @@ class Run:
     """Name of the run. Empty: the name of the config file."""
     folder: str = ""
     """Folder for the resolved config, metrics, traces and checkpoints. Empty: a new folder
-    `outputs/<name>-<date>-<time>`, on one machine. Workers without a common disk have one each."""
+    `outputs/<name>-<date>-<time>` on one machine, `outputs/<name>-<id>` under torchrun, by its
+    `--rdzv-id`. Workers without a common disk have one each."""
     description: str = ""
     """One line about the run for people who read it later."""
     seed: NotNegative = 0
@@ -109,7 +110,8 @@ class Data:
     """Source of the text of a missing shard folder: any text `corpus`, or a Hugging Face
     dataset `hf:NAME[/SUBSET][:SPLIT]`. Only used to print the `prepare` command."""
     tokenizer: str = "bytes"
-    """`bytes` (one token per byte), or the path of a Hugging Face `tokenizer.json`."""
+    """`bytes` (one token per byte), an encoding of tiktoken such as `gpt2`, or the path of a
+    Hugging Face `tokenizer.json`."""
     validation_corpus: str = ""
     """Separate corpus for validation. Empty: the held-out part of `corpus`."""
     validation_fraction: Annotated[float, Meta(ge=0, le=0.5)] = 0.02

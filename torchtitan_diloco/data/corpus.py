@@ -2,7 +2,8 @@
 
 .venv/bin/torchtitan-diloco prepare --source stdlib --tokenizer bytes --out corpora/stdlib
 
-The same text and settings give the same bytes, for any number of threads.
+The same text and settings give the same bytes, for any number of threads. After a kill, the same
+command continues after the finished shards.
 """
 
 import argparse
@@ -22,17 +23,14 @@ from torchtitan_diloco.config.schema import Data
 from torchtitan_diloco.data.shards import (
     FORMAT_VERSION,
     INDEX_NAME,
-    SHARD_SUFFIX,
     SPLITS,
-    Index,
+    STARTED_NAME,
     ShardWriter,
     Split,
-    SplitIndex,
     TokenShards,
-    is_finished,
     only_writer,
     read_index,
-    write_index,
+    read_or_begin_index,
 )
 from torchtitan_diloco.data.text import (
     HUGGING_FACE_PREFIX,
@@ -52,8 +50,8 @@ from torchtitan_diloco.log import UserError, command_line
 DEFAULT_SHARD_TOKENS = 2**28  # half a gigabyte at two bytes a token
 _PIECES_AHEAD = 128  # for each thread; bounds memory
 
-Tokenised = tuple[Split, npt.NDArray[np.uint32], bool]
-"""Split of a piece, its tokens, and whether a document of the split ends with it."""
+Tokenised = tuple[int, Split, npt.NDArray[np.uint32], bool]
+"""Number of a piece, its split, its tokens, and whether a document of the split ends with it."""
 
 
 def open_split(
@@ -127,7 +125,7 @@ def _is_shard_folder(spec: str) -> bool:
     path = Path(spec).expanduser()
     if path.is_dir():
         names = {entry.name for entry in path.iterdir()} - {".lock"}
-        return not names or any(name.endswith((INDEX_NAME, SHARD_SUFFIX)) for name in names)
+        return not names or bool(names & {INDEX_NAME, STARTED_NAME})
     return not path.exists() and not glob.has_magic(spec) and text_kind(path) is None
 
 
@@ -165,26 +163,29 @@ def prepare(
         "piece_characters": PIECE_CHARACTERS,
         "begin_token": begin_token,
     }
-    start = time.monotonic()
-    index = Index(FORMAT_VERSION, settings, {split: SplitIndex() for split in SPLITS})
-    train, held_out = index.splits["train"], index.splits["validation"]
+    start, new_tokens = time.monotonic(), 0
     with only_writer(folder, wait=wait):
-        if is_finished(folder, settings):
+        index = read_or_begin_index(folder, settings)
+        if (folder / INDEX_NAME).exists():
             return False
         writers = {split: ShardWriter(folder, split, index, shard_tokens) for split in SPLITS}
-        pieces = _tokenised(corpus, tokenizer, validation_fraction, begin_token)
-        for split, tokens, ends_document in pieces:
-            if max_tokens is not None and train.tokens >= max_tokens:
+        done = {split: writer.last_piece for split, writer in writers.items()}
+        pieces = _tokenised(corpus, tokenizer, done, validation_fraction, begin_token)
+        for number, split, tokens, ends_document in pieces:
+            enough = max_tokens is not None and writers["train"].tokens >= max_tokens
+            # After a restart, earlier pieces may be missing in the other split.
+            if enough and number > writers["train"].last_piece:
                 break
-            writers[split].add(tokens, ends_document)
+            writers[split].add(number, tokens, ends_document)
+            new_tokens += len(tokens)
         for writer in writers.values():
             writer.finish_shard()
-        write_index(folder / INDEX_NAME, index)
+        (folder / STARTED_NAME).rename(folder / INDEX_NAME)
     seconds = time.monotonic() - start
-    speed = (train.tokens + held_out.tokens) / seconds / 1e6
+    train, held_out = index.splits["train"], index.splits["validation"]
     print(
         f"data: tokenised {corpus.spec} with {tokenizer.name} in {seconds:.1f} s "
-        f"({speed:.2f} M tokens/s): {train.tokens:,} tokens in "
+        f"({new_tokens / seconds / 1e6:.2f} M tokens/s): {train.tokens:,} tokens in "
         f"{train.documents:,} documents to train on, {held_out.tokens:,} held out, in {folder}",
         flush=True,
     )
@@ -194,10 +195,11 @@ def prepare(
 def _tokenised(
     corpus: Corpus,
     tokenizer: Tokenizer,
+    done: dict[Split, int],
     fraction: float,
     begin_token: int | None,
 ) -> Iterator[Tokenised]:
-    """Yield the pieces of the corpus in order."""
+    """Yield the pieces of the corpus in order, after the last one of each split that is done."""
 
     def split_of(number: int) -> Split:
         return "validation" if is_held_out(number, fraction) else "train"
@@ -210,13 +212,14 @@ def _tokenised(
             tokens = np.append(tokens, np.uint32(tokenizer.end_of_document))
         if begin_token is not None and (begins or split != split_of(number - 1)):
             tokens = np.insert(tokens, 0, begin_token)
-        return split, tokens, ends
+        return number, split, tokens, ends
 
     threads, pending = available_cores(), deque[Future[Tokenised]]()
     begins_document = True
     with ThreadPoolExecutor(threads) as pool:  # tokenizers release the GIL
         for number, piece in enumerate(corpus.pieces()):
-            pending.append(pool.submit(tokenise, number, piece, begins_document))
+            if number > done[split_of(number)]:
+                pending.append(pool.submit(tokenise, number, piece, begins_document))
             begins_document = piece.ends_document
             if len(pending) == _PIECES_AHEAD * threads:
                 yield pending.popleft().result()
@@ -250,7 +253,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add = parser.add_argument
     sources = "stdlib; files, folders, globs with commas; or hf:NAME[/SUBSET][:SPLIT]"
     add("--source", required=True, help=sources)
-    add("--tokenizer", default="bytes", help="bytes, or a tokenizer.json")
+    tokenizers = "bytes, an encoding of tiktoken such as gpt2, or a tokenizer.json"
+    add("--tokenizer", default="bytes", help=tokenizers)
     add("--out", required=True, type=Path, help="folder of the shards")
     add("--validation-fraction", type=share, default=0.005, help="share held out")
     shard = "a shard is closed once it has so many tokens"
@@ -274,7 +278,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except UserError as error:
         parser.exit(2, f"error: {error}\n")
     except KeyboardInterrupt:
-        parser.exit(130, "\ninterrupted; start the same command again\n")
+        parser.exit(130, f"\ninterrupted; the same command continues {options.out}\n")
     if not done:
         print(f"{options.out} was complete already")
 

@@ -26,7 +26,9 @@ Split = Literal["train", "validation"]
 SPLITS: tuple[Split, ...] = ("train", "validation")
 Tokens = npt.NDArray[np.unsignedinteger[Any]]  # uint16 or uint32
 
-INDEX_NAME, SHARD_SUFFIX = "corpus.json", ".tokens"
+INDEX_NAME = "corpus.json"
+STARTED_NAME = "prepare.json"
+"""Index of a folder that is not finished: of its finished shards."""
 FORMAT_VERSION = 3
 
 
@@ -37,6 +39,8 @@ class Shard(msgspec.Struct, frozen=True):
     tokens: int
     checksum: int
     """CRC-32 of the file."""
+    last_piece: int = -1
+    """Number of its last piece in the corpus: `prepare` continues after it."""
 
 
 class SplitIndex(msgspec.Struct):
@@ -73,26 +77,29 @@ def read_index(path: Path) -> Index:
     return index
 
 
-def is_finished(folder: Path, settings: dict[str, Any]) -> bool:
-    """Return whether a folder has an index, which must have the same settings. Otherwise, delete
-    the shards of a job that was killed."""
-    if not (folder / INDEX_NAME).exists():
-        names = [path.name for path in folder.iterdir() if not path.name.startswith(".")]
-        if foreign := sorted(name for name in names if not name.endswith(SHARD_SUFFIX)):
-            reason = f"is not empty ({', '.join(foreign[:3])}); choose a new folder"
+def read_or_begin_index(folder: Path, settings: dict[str, Any]) -> Index:
+    """Return the index of a folder, which must have the same settings, or write a new one."""
+    paths = [folder / name for name in (INDEX_NAME, STARTED_NAME) if (folder / name).exists()]
+    if not paths:
+        names = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
+        if names:
+            reason = f"is not empty ({', '.join(names[:3])}); choose a new folder"
             raise UserError(f"{folder} {reason}")
-        for left in folder.glob(f"*{SHARD_SUFFIX}"):
-            left.unlink()
-        return False
+        index = Index(FORMAT_VERSION, settings, {split: SplitIndex() for split in SPLITS})
+        write_index(folder / STARTED_NAME, index)
+        return index
+    index = read_index(paths[0])
     changes = [
         f"{key} was {before!r} and is {settings.get(key)!r}"
-        for key, before in read_index(folder / INDEX_NAME).settings.items()
+        for key, before in index.settings.items()
         if before != settings.get(key) and key != "tokenizer"  # a path
     ]
     if changes:
-        reason = f"was prepared with other settings ({'; '.join(changes)}): use another folder"
-        raise UserError(f"{folder} {reason}")
-    return True
+        raise UserError(
+            f"{folder} was prepared with other settings ({'; '.join(changes)}): use the same ones, "
+            "or another folder"
+        )
+    return index
 
 
 def write_index(path: Path, index: Index) -> None:
@@ -123,25 +130,36 @@ def only_writer(folder: Path, *, wait: bool) -> Iterator[None]:
 
 
 class ShardWriter:
-    """Writer of the shards of one split. The piece that fills a shard closes it."""
+    """Writer of the shards of one split. The piece that fills a shard closes it.
+
+    The index lists a shard once it is whole. A restart continues after the last one listed.
+    """
 
     def __init__(self, folder: Path, split: Split, index: Index, shard_tokens: int) -> None:
         self._folder, self._split, self._shard_tokens = folder, split, shard_tokens
-        self._done = index.splits[split]
+        self._index, self._done = index, index.splits[split]
         self._dtype = token_type(index.settings["vocab_size"])
         self._file: BinaryIO | None = None
-        self._tokens = self._checksum = 0
+        self._tokens = self._documents = self._checksum = 0
+        self.last_piece = self._done.shards[-1].last_piece if self._done.shards else -1
+        """Number of the last piece that is written."""
 
-    def add(self, tokens: npt.NDArray[np.integer], ends_document: bool) -> None:
+    @property
+    def tokens(self) -> int:
+        """Tokens of the split so far, with those of an earlier start."""
+        return self._done.tokens + self._tokens
+
+    def add(self, piece: int, tokens: npt.NDArray[np.integer], ends_document: bool) -> None:
+        assert piece > self.last_piece
         if self._file is None:
-            self._name = f"{self._split}-{len(self._done.shards):05d}{SHARD_SUFFIX}"
+            self._name = f"{self._split}-{len(self._done.shards):05d}.tokens"
             self._file = (self._folder / self._name).open("wb")
         content = tokens.astype(self._dtype).tobytes()
         self._file.write(content)
         self._checksum = zlib.crc32(content, self._checksum)
         self._tokens += len(tokens)
-        self._done.tokens += len(tokens)
-        self._done.documents += ends_document
+        self._documents += ends_document
+        self.last_piece = piece
         if self._tokens >= self._shard_tokens:
             self.finish_shard()
 
@@ -152,8 +170,12 @@ class ShardWriter:
         with self._file as file:
             file.flush()
             os.fsync(file.fileno())
-        self._done.shards.append(Shard(self._name, self._tokens, self._checksum))
-        self._file, self._tokens, self._checksum = None, 0, 0
+        shard = Shard(self._name, self._tokens, self._checksum, self.last_piece)
+        self._done.shards.append(shard)
+        self._done.tokens += self._tokens
+        self._done.documents += self._documents
+        write_index(self._folder / STARTED_NAME, self._index)
+        self._file, self._tokens, self._documents, self._checksum = None, 0, 0, 0
 
 
 class TokenShards:

@@ -1,13 +1,14 @@
-"""Text to tokens and back: bytes, or a `tokenizer.json`."""
+"""Text to tokens and back: bytes, an encoding of tiktoken, or a `tokenizer.json`."""
 
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import tiktoken
 
 from torchtitan_diloco.log import UserError, installed
 
@@ -39,38 +40,69 @@ class Tokenizer:
 
 
 def build_tokenizer(spec: str) -> Tokenizer:
-    """Build `bytes`, or the tokenizer of a `tokenizer.json`."""
-    return _bytes() if spec == "bytes" else _from_file(spec)
+    """Build `bytes`, a named encoding of tiktoken, or the tokenizer of a `tokenizer.json`."""
+    if spec == "bytes":
+        return _bytes()
+    return _named_encoding(spec) if spec in tiktoken.list_encoding_names() else _from_file(spec)
 
 
 def _fingerprint(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:16]
 
 
-def _bytes() -> Tokenizer:
+def _join(tokens: Iterable[bytes | None]) -> str:
     unknown = "\N{REPLACEMENT CHARACTER}".encode()
+    return b"".join(unknown if one is None else one for one in tokens).decode(errors="replace")
 
-    def decode(ids: list[int]) -> str:
-        table = {256: END_OF_DOCUMENT.encode()} | {byte: bytes([byte]) for byte in range(256)}
-        return b"".join(table.get(token, unknown) for token in ids).decode(errors="replace")
 
+def _bytes() -> Tokenizer:
+    table = {256: END_OF_DOCUMENT.encode()} | {byte: bytes([byte]) for byte in range(256)}
     return Tokenizer(
         name="bytes",
         fingerprint=_fingerprint(b"bytes"),
         vocab_size=257,
         end_of_document=256,
         encode=lambda text: np.frombuffer(text.encode(), np.uint8).astype(np.uint32),
-        decode=decode,
+        decode=lambda ids: _join(table.get(token) for token in ids),
+    )
+
+
+def _named_encoding(name: str) -> Tokenizer:
+    try:
+        encoding = tiktoken.get_encoding(name)  # downloads it once
+        end = encoding.encode_single_token(END_OF_DOCUMENT)
+    # A download that failed or is damaged, or a missing end-of-document token (KeyError).
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(
+            f'data.tokenizer = "{name}" cannot be loaded ({type(error).__name__}: {error}): copy '
+            "it from a machine with a network (docs/data-and-models.md#tokenizers), or use a "
+            "tokenizer.json"
+        ) from error
+
+    def token(number: int) -> bytes | None:
+        try:
+            return encoding.decode_single_token_bytes(number)
+        except KeyError:  # there are gaps between the special tokens
+            return None
+
+    return Tokenizer(
+        name=name,
+        fingerprint=_fingerprint(name.encode()),
+        vocab_size=encoding.max_token_value + 1,
+        end_of_document=end,
+        encode=lambda text: encoding.encode_to_numpy(text, disallowed_special=()),
+        decode=lambda ids: _join(map(token, ids)),
     )
 
 
 def _from_file(spec: str) -> Tokenizer:
     path = Path(spec).expanduser()
     if not path.is_file():
+        names = ["bytes", *tiktoken.list_encoding_names()]
         raise UserError(
-            f'data.tokenizer = "{spec}" is neither "bytes" nor a file: train a tokenizer.json '
-            f"(docs/data-and-models.md#tokenizers), or run {installed('hf')} download OWNER/MODEL "
-            f"--local-dir {path.parent}"
+            f'data.tokenizer = "{spec}" is neither a file nor one of {", ".join(names)}: train a '
+            "tokenizer.json (docs/data-and-models.md#tokenizers), or run "
+            f"{installed('hf')} download OWNER/MODEL --local-dir {path.parent}"
         )
     import tokenizers
 

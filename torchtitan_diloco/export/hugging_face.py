@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from torchtitan_diloco.data.tokenizer import Tokenizer
-from torchtitan_diloco.log import UserError
+from torchtitan_diloco.log import UserError, logger
 from torchtitan_diloco.models import Decoder, LanguageModel
 from torchtitan_diloco.models.decoder import HIGH, LOW, SHORT_LENGTH
 
@@ -87,8 +87,13 @@ def save_hugging_face(
         weights |= dict(zip(parts, values, strict=True))
     if tokenizer.file is not None:
         shutil.copyfile(tokenizer.file, folder / TOKENIZER_NAME)
-    else:
+    elif tokenizer.name == "bytes":
         files[TOKENIZER_NAME] = _byte_tokenizer(tokenizer)
+    else:
+        logger.warning(
+            f'the export has no {TOKENIZER_NAME}, as "{tokenizer.name}" is an encoding of '
+            "tiktoken: put one with the same ids there"
+        )
     length = config["max_position_embeddings"]
     files["tokenizer_config.json"] = _tokenizer_config(tokenizer, length)
     for name, content in files.items():

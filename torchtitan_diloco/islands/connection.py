@@ -9,7 +9,6 @@ import itertools
 import logging
 import math
 import random
-import socket
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import CancelledError, Future
@@ -26,6 +25,7 @@ from torchtitan_diloco.islands.records import AnotherLogError, Chunk, digest
 from torchtitan_diloco.islands.session import (
     ANSWER_SECONDS,
     STATE_INDEX,
+    EventLoop,
     GapError,
     LogSession,
     Session,
@@ -55,8 +55,6 @@ queue behind chunks, and links may be slow. When one session is lost, both are r
 GIVE_UP_SECONDS: dict[Bulk, float] = {"parts": math.inf, "snapshots": 120.0, "states": 120.0}
 """Time of failures, with a connection, after which a chunk is given up. Another island may have a
 snapshot, but nobody else has the parts."""
-UNCONFIRMED_SECONDS = 30.0
-"""Seconds in which the other end must acknowledge some bytes. A slow link does, a dead one not."""
 PAUSE, LONGEST_PAUSE = 0.1, 1.0
 """Seconds between attempts."""
 EXPIRY = 5.0
@@ -81,20 +79,6 @@ class CorruptError(ValueError):
 
 FINAL = AnotherLogError, TrimmedError, GapError, LoginError
 """Errors that another connection would meet, too."""
-
-
-class EventLoop(asyncio.SelectorEventLoop):
-    """Event loop whose connections are closed by the kernel if the peer acknowledges nothing.
-
-    Pings ensure that there is always something to acknowledge. Their answers alone would not
-    distinguish a dead connection from one with megabytes in flight.
-    """
-
-    async def create_connection(self, *arguments: Any, **named: Any) -> Any:
-        transport, protocol = await super().create_connection(*arguments, **named)
-        limit = socket.TCP_USER_TIMEOUT, round(1000 * UNCONFIRMED_SECONDS)
-        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, *limit)
-        return transport, protocol
 
 
 class Connection(Inbox):
@@ -193,6 +177,12 @@ class Connection(Inbox):
         """Return a stored state. Raises errors of `fetch`, or a DecodeError."""
         [chunks] = self.fetch([index], "states")
         return b"".join(self.fetch(msgspec.json.decode(chunks, type=list[Chunk]), "states"))
+
+    def first_part(self) -> int:
+        """Return the sequence number of the first chunk that the stream of parts keeps."""
+        stream = self._stream("parts")
+        found = self._retry("parts", lambda session: session.jetstream.stream_info(stream))
+        return self._wait_for(found).state.first_seq
 
     def newest_state(self) -> bytes | None:
         """Return the state that was stored last, or None if there is none."""

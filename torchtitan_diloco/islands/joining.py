@@ -7,6 +7,7 @@ at its own version. The records since then lead from there to now.
 
 import math
 import time
+from collections import deque
 from collections.abc import Iterator
 
 import msgspec
@@ -314,6 +315,8 @@ class Giver:
         self._connection = connection
         self.stored: Chunk | None = None
         """Where the latest state is stored."""
+        self._newest = deque[int](maxlen=3)
+        """Newest chunk of a part at each of the last saves."""
         self._answers: dict[SnapshotWanted, Snapshot | None] = {}
         """Answer to each question of an island that is alive, None until it is known."""
         self._thread = BackgroundThread("islands-snapshots")
@@ -328,6 +331,24 @@ class Giver:
                 logger.warning(f"joiners have to read more of the log: {error}")
 
         self._thread.submit(store)
+
+    def note_save(self, newest: int) -> None:
+        """Warn if the parts since the last save but one are not kept any more.
+
+        `newest`: sequence number of the newest chunk of a part.
+        """
+        self._newest.append(newest)
+        before = self._newest[0]
+
+        def compare() -> None:
+            if before < newest and self._connection.first_part() > before + 1:
+                logger.warning(
+                    "the server keeps parts for less than two checkpoints, so after a longer "
+                    "absence an island takes the copies of another one: start `serve` with a "
+                    "larger --keep-gb, or lower checkpoint.every_minutes"
+                )
+
+        self._thread.submit(compare)
 
     def is_new(self, wanted: SnapshotWanted) -> bool:
         """Return whether this is a new question. If not, repeat the answer: it may be lost."""

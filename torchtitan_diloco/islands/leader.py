@@ -167,6 +167,11 @@ class Leader:
             self._react()
         return payload.numel() if part.finite else 0
 
+    def state_to_save(self) -> str:
+        """Return the state for a checkpoint of the newest copies."""
+        self._giver.note_save(self._parts.newest)
+        return self.state.encode().decode()
+
     def check(self) -> None:
         """Raise an error of the reading thread."""
         if self._failure is not None:

@@ -377,7 +377,7 @@ class IslandPeers(Peers):
         facts["in_flight"] = []
         facts["fragments"] = [{"weight": 0.0, "delta_norms": []} for _ in copies]
         if self._leader is not None:
-            facts["island"] = self._leader.state.encode().decode()
+            facts["island"] = self._leader.state_to_save()
         for copy in copies:  # sgd has no momentum
             for kind, buffer in zip((saving.SHARED, saving.MOMENTUM), copy.buffers(), strict=False):
                 tensors |= saving.named(kind, copy.state, buffer.to("cpu", copy=True), mesh)

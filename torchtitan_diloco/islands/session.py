@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import socket
 from collections.abc import Coroutine, Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -35,6 +36,8 @@ LAG_SECONDS = 2.0
 QUICK, POLL = 0.001, 0.5
 """Seconds until the log is read again: after an append, which is announced before it is stored, and
 at most. The pause doubles while there is no new record."""
+UNCONFIRMED_SECONDS = 30.0
+"""Seconds in which the other end must acknowledge some bytes. A slow link does, a dead one not."""
 BATCH = {"batch": 10_000, "next_by_subj": ">"}
 """Records to get at a time, from the next one that there is."""
 BATCH_BYTES, LARGEST_BATCH, BATCH_SECONDS = 2**16, 2**22, 0.25
@@ -93,6 +96,20 @@ def check_installed() -> None:
 def _is_no_end_of_tls(record: logging.LogRecord) -> bool:
     """Filter out the warning that nats-py causes whenever a TLS connection ends."""
     return not str(record.msg).startswith("returning true from eof_received()")
+
+
+class EventLoop(asyncio.SelectorEventLoop):
+    """Event loop whose connections are closed by the kernel if the peer acknowledges nothing.
+
+    Pings ensure that there is always something to acknowledge. Their answers alone would not
+    distinguish a dead connection from one with megabytes in flight.
+    """
+
+    async def create_connection(self, *arguments: Any, **named: Any) -> Any:
+        transport, protocol = await super().create_connection(*arguments, **named)
+        limit = socket.TCP_USER_TIMEOUT, round(1000 * UNCONFIRMED_SECONDS)
+        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, *limit)
+        return transport, protocol
 
 
 async def gather(operations: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
