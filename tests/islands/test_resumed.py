@@ -8,7 +8,7 @@ import pytest
 
 from tests.islands.running import Island, same, started
 from tests.islands.servers import need_server, running_server
-from tests.islands.test_coming_and_going import hold, save_in
+from tests.islands.test_coming_and_going import at, die, hold, save_in
 from torchtitan_diloco.diloco.state_dict import SavedState
 from torchtitan_diloco.islands.__main__ import open_reader
 from torchtitan_diloco.islands.config import Join
@@ -44,7 +44,7 @@ def test_a_checkpoint_may_be_between_a_part_and_its_close(
     first = Island(server, "a", steps=200, begin=1, slots=1, grace=0.2, step_seconds=0.02)
     first.each_step = lambda island: (
         save_in(saved)(island) if 20 < island.step < 60 else None,
-        island.died.set() if island.step == 60 else None,
+        at(60, die)(island),
     )
     with started(first):
         first.join(60)
@@ -109,7 +109,7 @@ def test_a_checkpoint_that_a_new_log_leaves_behind_is_named(
         first = train(server.join, "a", step_seconds=0.02)
         first.each_step = lambda one: (
             save_in(saved)(one) if one.step in (20, 60) else None,
-            one.died.set() if one.step == 60 else None,
+            at(60, die)(one),
         )
         with started(first):
             first.join(60)

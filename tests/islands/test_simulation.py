@@ -529,7 +529,9 @@ def test_an_island_whose_uplink_is_too_slow_is_told_so() -> None:
     world.run()
     check(world)
     assert fast.idle < 1.0
-    assert any("needs an uplink of at least" in text for text in slow.machine.notices)
+    told = [text for text in slow.machine.notices if "needs an uplink of at least" in text]
+    assert told
+    assert all(int(one.split()[2]).bit_count() == 1 for one in told)
     assert not any("uplink" in text for text in fast.machine.notices)
 
 

@@ -138,8 +138,8 @@ class Machine:
         """Warn if many versions have nothing of this island, as its uploads take too long."""
         rounds, ledger = self.joined.rounds[fragment], self.joined.ledgers[fragment]
         missed = self.state.fragments[fragment].version - max(ledger.merged_in, ledger.since)
-        if missed % UNMERGED or not missed or not rounds.is_uploading:
-            return
+        if missed < UNMERGED or missed.bit_count() > 1 or not rounds.is_uploading:
+            return  # again only after twice as many
         cycle = self.timing.schedule.sync_every * self.joined.step_seconds
         if self.members.is_new(now) or rounds.upload_seconds(now) < cycle:
             return  # it was away
