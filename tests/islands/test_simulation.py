@@ -293,12 +293,19 @@ def test_a_waiting_part_whose_sender_or_whose_peers_die(sender_dies: bool) -> No
 
 def test_settings_change_and_a_run_grows_after_its_end() -> None:
     """All islands change at the same record, also those that join later with the old settings."""
-    plan = Plan(sync_every=12, steps=120)
+    plan = Plan(sync_every=12, steps=120, begin=2, fragments=4)
     world = World(plan)
     islands = [world.start(f"i{number}") for number in range(2)]
     world.after(4.0, lambda: world.append(Change(run="r1", key="diloco.sync_every", value="4")))
-    late = world.start("i2", at=6.0)
+    late, turns = world.start("i2", at=6.0), set[int]()
+
+    def look() -> None:
+        assert islands[0].island is not None
+        turns.update(rounds.turn for rounds in islands[0].island.rounds)
+
+    world.after(4.05, look)
     world.run()
+    assert len(turns) == plan.fragments, "they take turns in the new cycle, too"
     before = len(entries_between(world, 1.0, 4.0))
     assert before < len(entries_between(world, 7.0, 10.0)) / 2
     first, _ = check(world)

@@ -93,10 +93,11 @@ class Rounds:
         self._opened_at = now
         self._measured = set[int]()  # waiting parts whose lag is known
 
-    def shorten(self) -> None:
-        """Send and open within H steps, which may be fewer than before."""
-        self.turn = min(self.turn, self._island.step + self._every)
-        self._opens_next = min(self._opens_next, self._island.step + self._every)
+    def begin_cycle(self) -> None:
+        """Take turns with the other fragments in the steps of a new H."""
+        step, schedule = self._island.step, self._island.timing.schedule
+        self.turn = step + 1 + schedule.offset(self._fragment)
+        self._opens_next = min(self._opens_next, step + self._every)
 
     @property
     def _every(self) -> int:

@@ -56,9 +56,9 @@ class Island:
 
     def change(self, timing: Timing) -> None:
         """Use other settings from now on."""
-        self.timing = timing
-        for rounds in self.rounds:
-            rounds.shorten()
+        before, self.timing = self.timing.schedule.sync_every, timing
+        for rounds in self.rounds if timing.schedule.sync_every != before else ():
+            rounds.begin_cycle()
 
     @property
     def ledgers(self) -> list[Ledger]:
