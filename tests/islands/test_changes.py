@@ -2,6 +2,7 @@
 
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 
 import msgspec
 import pytest
@@ -48,7 +49,7 @@ def test_a_run_goes_on_with_another_h_other_code_and_a_third_site(
     assert c.result is not None
     own = [one for one in c.result.rounds if one.weight and one.fragment == 0]
     sent = [one.sent_step for one in own]
-    assert {after - before for before, after in pairwise(sent[2:])} <= {3, 4, 5}
+    assert median(after - before for before, after in pairwise(sent[2:])) == 4
 
 
 @pytest.mark.parametrize(
