@@ -296,7 +296,7 @@ def _slot(state: State, number: int) -> dict[str, Any]:
     means = {name: round(count / len(state.fragments)) for name, count in counts.items()}
     share = f"{entries / rounds:.0%}" if slot.owner and rounds else None
     row = {"slot": number, "owner": slot.owner, **means, "read_twice": slot.read_twice}
-    return row | {"part_in_rounds": share, "rounds_since_last_part": behind}
+    return row | {"part_in_rounds": share, "rounds_since_last_part": behind if share else None}
 
 
 def render(found: dict[str, Any]) -> str:

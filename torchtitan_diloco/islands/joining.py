@@ -170,7 +170,10 @@ class Joiner:
         asked_at, void = -RETRY, State().read(1, encode(self._mine)).void
         while (ahead := self._look_ahead(state)).facts is None:
             if void:
-                raise UserError(f"no run can begin with the settings of this island: {void}")
+                raise UserError(
+                    f"no run can begin with the settings of this island: {void} (total_tokens, or "
+                    "training.steps times the tokens of a step of all islands that begin)"
+                )
             if time.monotonic() - asked_at > RETRY:
                 self._connection.append(encode(self._mine))
                 asked_at = time.monotonic()
