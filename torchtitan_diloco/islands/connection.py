@@ -210,7 +210,7 @@ class Connection(Inbox):
                 with suppress(Exception):  # the connection fails, and with it everything sent
                     await self._log.client.publish(subject, raw)
                     if wake:
-                        self._log.appended.set()
+                        self._log.note_append()
 
         with suppress(ClosedError):
             self._submit(publish())

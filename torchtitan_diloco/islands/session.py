@@ -267,8 +267,8 @@ class LogSession(Session):
 
     def __init__(self, patience: float, inbox: Inbox, run: str) -> None:
         super().__init__(patience)
-        self.appended = asyncio.Event()
-        """A record was appended. The server may not have stored it yet."""
+        self._appended, self._outstanding = asyncio.Event(), 0
+        """Whether a record was appended, and how many of them were not received yet."""
         self._inbox, self._run = inbox, run
         self._ends = asyncio.Queue[dict[str, str]]()
 
@@ -285,7 +285,7 @@ class LogSession(Session):
                 self._inbox.note_message(msgspec.msgpack.decode(message.data, type=kind))
 
         async def wake(_: "Msg") -> None:
-            self.appended.set()
+            self.note_append()
 
         beat = subject_of(self._run, "beat")
         await self.client.subscribe(beat, cb=hear)
@@ -300,6 +300,11 @@ class LogSession(Session):
             ) from error
         return max(1, state.first_seq), state.last_seq
 
+    def note_append(self) -> None:
+        """Read the log soon: a record was appended, which the server may not have stored yet."""
+        self._outstanding += 1
+        self._appended.set()
+
     async def read_log(self) -> NoReturn:
         """Pass on records in order and without gaps. Never returns.
 
@@ -309,7 +314,7 @@ class LogSession(Session):
         await self.client.subscribe(answers, cb=self._on_record)
         size, pause = BATCH_BYTES, QUICK
         while True:
-            self.appended.clear()
+            self._appended.clear()
             known, begin = inbox.received, asyncio.get_running_loop().time()
             wanted = json.dumps(BATCH | {"seq": known + 1, "max_bytes": size}).encode()
             subject = f"$JS.API.DIRECT.GET.{stream_of(self._run, 'log')}"
@@ -324,9 +329,12 @@ class LogSession(Session):
             if inbox.received > known:
                 quick = asyncio.get_running_loop().time() - begin < BATCH_SECONDS
                 size, pause = min((1 + quick) * size, LARGEST_BATCH), QUICK
-                continue
+                if end.get("Nats-Num-Pending") != "0":
+                    continue
             try:
-                await asyncio.wait_for(self.appended.wait(), pause)
+                soon = pause if self._outstanding else POLL
+                await asyncio.wait_for(self._appended.wait(), soon)
+                await asyncio.sleep(QUICK)  # until the server has stored it
                 pause = QUICK
             except TimeoutError:
                 pause = min(2 * pause, POLL)
@@ -338,3 +346,4 @@ class LogSession(Session):
             self._ends.put_nowait(headers)
         elif sequence == self._inbox.received + 1 and not self.lost.done():
             self._inbox.note_record(sequence, message.data)
+            self._outstanding = max(0, self._outstanding - 1)
