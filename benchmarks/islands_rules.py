@@ -1,4 +1,4 @@
-"""What two rules of islands gain: simulated runs with and without them.
+"""Simulate two islands with and without two of the rules by which they send and wait.
 
     .venv/bin/python -m benchmarks.islands_rules [--seeds 6]
 

@@ -1,4 +1,4 @@
-"""What an island receives: records of the log, and messages and heartbeats of other islands."""
+"""Hold what an island receives: records, messages and heartbeats of other islands."""
 
 import math
 import threading
