@@ -32,7 +32,7 @@ class IslandRun:
     def join(self) -> tuple[int, Stream]:
         """Join the run. Return the first sample of this island, and its stream."""
         seat = self.peers.join()
-        return seat.position, Stream(seat.slot, seat.slots, 0 if self._apart else seat.block)
+        return seat.position, Stream(seat.slot, seat.streams, 0 if self._apart else seat.block)
 
     def close(self) -> bool:
         """Disconnect. Return whether this island left before the end of the run."""

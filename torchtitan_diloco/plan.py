@@ -21,6 +21,7 @@ from torchtitan_diloco.log import UserError, command_line
 from torchtitan_diloco.planner.paper import SYNC_EVERY, paper_table
 
 if TYPE_CHECKING:
+    from torchtitan_diloco.diloco.config import DiLoCoConfig
     from torchtitan_diloco.planner.prediction import Conditions
 
 _BANDWIDTH = re.compile(r"(\d*\.?\d+)\s*([kmgt]?)(bits?|bytes?|b)(?:ps|/s)?", re.IGNORECASE)
@@ -92,11 +93,28 @@ def _plan(options: argparse.Namespace, config: Config) -> None:
     size = f"{load.plan.parameters:,} parameters, {load.layers} layers"
     print(f"{config.run.name}: {size}, {load.workers} workers x {load.ranks} ranks; {link}\n")
     print(ladder_text(load, conditions, tried, best, options.utilisation))
+    print(f"\n{server_text(load.plan.parameters, best, max(conditions.step_seconds))}")
     if options.write is not None:
         comment = f"Utilisation of {tried[best].utilisation:.1%} predicted for {link}"
         write_variant(options.write, options.config, replace(config, diloco=best), comment)
         written = shlex.quote(str(options.write))
         print(f"\nwrote {written}: start it with {command_line('train')} --config {written}")
+
+
+def server_text(parameters: int, diloco: "DiLoCoConfig", step_seconds: float) -> str:
+    """Describe the traffic of a server if the workers are islands: each reads all others' parts."""
+    from torchtitan_diloco.diloco.codecs import build_codec
+
+    part, workers = build_codec(diloco.quantization).wire_bytes(parameters), diloco.workers
+    seconds = diloco.sync_every * step_seconds
+    ways = {"in": workers * part, "out": workers * (workers - 1) * part}
+    rates = (
+        f"{quantity(size, 'B')} {way} ({quantity(8 * size / seconds, 'bit/s')})"
+        for way, size in ways.items()
+    )
+    return (
+        f"as {workers} islands, their server has in {diloco.sync_every} steps {' and '.join(rates)}"
+    )
 
 
 def _conditions(options: argparse.Namespace, workers: int) -> "Conditions":

@@ -133,6 +133,18 @@ def test_streams_take_turns_in_one_order(shards: TokenShards) -> None:
         assert found == list(itertools.chain(*turns[number::3]))
 
 
+@pytest.mark.parametrize("block", [0, 4])
+def test_a_stream_that_is_added_reads_in_an_order_of_its_own(
+    shards: TokenShards, block: int
+) -> None:
+    """Number 4 of 3 reads all that it can, in an order that none of the others has."""
+    orders = [flat(build(shards, stream=Stream(number, 3, block=block)), 60) for number in range(5)]
+    if block == 0:
+        assert set(orders[4]) == set(orders[1])
+    assert len({tuple(order) for order in orders}) == 5
+    assert len(set(orders[4])) > 30
+
+
 def test_each_worker_has_a_fixed_random_part(shards: TokenShards) -> None:
     workers, each, parts = 4, 24, []
     for worker in range(workers):

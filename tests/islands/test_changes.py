@@ -52,6 +52,30 @@ def test_a_run_goes_on_with_another_h_other_code_and_a_third_site(
     assert median(after - before for before, after in pairwise(sent[2:])) == 4
 
 
+def test_more_sites_than_planned_and_more_bits(
+    server: Join, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A third island joins a run of two slots, whose parts change from 4 bits to 32."""
+    a, b, c = (Island(server, name, steps=90, slots=2, grace=0.3) for name in "abc")
+    for island in (a, b, c):
+        island.step_seconds = 0.02
+    a.each_step = b.each_step = hold(60, lambda: c.step > 10)
+    join = ["--join", str(server)]
+    with started(a, b):
+        a.wait_for_step(20)
+        assert main(["change", "slots", "3", *join]) == 0
+        assert main(["change", "diloco.quantization.codec", "fp32", *join]) == 0
+        assert "codec = fp32 (before: fp4_e3m0)" in capsys.readouterr().out
+        with started(c):
+            results = [island.finish() for island in (a, b, c)]
+    assert all(same(results[0].shared, result.shared) for result in results)
+    assert c.peers.seat.slot == 2
+    assert (c.peers.seat.slots, c.peers.seat.streams) == (3, 2)
+    sizes = [one.traffic.bytes_sent for one in results[0].rounds if one.fragment == 0]
+    sizes = [size for size in sizes if size]
+    assert sizes[-1] > 6 * sizes[0]
+
+
 @pytest.mark.parametrize(
     ("key", "value", "problem"),
     [
@@ -60,6 +84,9 @@ def test_a_run_goes_on_with_another_h_other_code_and_a_third_site(
         ("diloco.overlap.delay", "8", "must be smaller than diloco.sync_every = 8"),
         ("quorum", "3", "the run has 2 slots"),
         ("total_tokens", "0", "expected"),
+        ("slots", "2", "the run has 2 slots"),
+        ("diloco.quantization.codec", "fp4", "expected one of"),
+        ("diloco.quantization.codec", "topk", "residual"),
         ("diloco.outer_optimizer.lr", "1e300", "expected"),
     ],
 )

@@ -114,10 +114,10 @@ def test_parts_are_read_by_islands_with_other_ranks(senders: int, readers: int, 
     for rank in range(readers):
         copies, states = copies_of(model, config, readers, rank)
         copies.ranks.size = readers
-        shards = copies.shards(0, part, senders)
+        shards = copies.shards(0, part, senders, codec)
         assert len(shards) == (readers if senders == readers else 1)
         mine = shards[rank % len(shards)]
-        values = torch.cat([one.clone() for one in copies.decode(0, mine, senders)])
+        values = torch.cat([one.clone() for one in copies.decode(0, mine, senders, codec)])
         assert torch.equal(values, shard(expected, fragment, readers, rank))
         # Two equal parts have the mean of one; their weights show in its last bits.
         theta, slots = states[0].outer.clone(), [slot.clone() for slot in states[0].slots]
@@ -126,12 +126,12 @@ def test_parts_are_read_by_islands_with_other_ranks(senders: int, readers: int, 
             mean = values.clone().lerp_(values, torch.full_like(values, 4 / 7))
         outer_step(config.outer_optimizer, theta, mean, slots)
         copies._content = [mine, mine]
-        copies.advance(0, 1, config.outer_optimizer.lr, [3, 4], [senders, senders])
+        copies.advance(0, 1, config.outer_optimizer.lr, [3, 4], [senders] * 2, [codec] * 2)
         assert torch.equal(copies.fragments[0].versions[1], mean)
     norm = float(torch.linalg.vector_norm(expected.double()))
-    assert copies.norm(0, part, senders) == pytest.approx(norm, rel=1e-4)
+    assert copies.norm(0, part, senders, codec) == pytest.approx(norm, rel=1e-4)
     if codec == "fp32":
-        assert math.isnan(copies.norm(0, torch.full_like(part, 0xFF), senders))
+        assert math.isnan(copies.norm(0, torch.full_like(part, 0xFF), senders, codec))
 
 
 # --- arithmetic -----------------------------------------------------------------------------------
@@ -160,7 +160,7 @@ def replayed() -> dict[str, list[str]]:
             for version in range(1, 5):
                 deltas = [numbers(states[0].values, 10 * version + one) * 0.01 for one in range(2)]
                 payloads = [[encode_delta(encoder, delta)] for delta in deltas]
-                job = 0, version, 0.7, [3, 4], [1, 1]
+                job = 0, version, 0.7, [3, 4], [1, 1], [codec] * 2
                 sums.append(copies.run(copies.advance, *job, content=payloads))
             found[f"{name} {codec}"] = [arithmetic(config, torch.device("cpu")), *sums]
     return found

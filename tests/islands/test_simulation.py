@@ -129,8 +129,9 @@ def inject(world: World, fault: str, rng: random.Random) -> None:
     elif fault == "flip" and victim.training and not victim.is_flipped:
         victim.flip()
     elif fault == "change":
-        every = str(rng.choice([3, 4, 9]))
-        world.append(Change(run="r1", key="diloco.sync_every", value=every))
+        every, slots = str(rng.choice([3, 4, 9])), str(rng.choice([4, 5]))
+        key, value = rng.choice([("diloco.sync_every", every), ("slots", slots)])
+        world.append(Change(run="r1", key=key, value=value))
     elif fault == "twin":
         world.start(victim.incarnation.split("/")[0], victim.nature)
     else:

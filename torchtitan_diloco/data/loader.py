@@ -33,6 +33,7 @@ _ROUNDS = 8  # even, so that the two halves end where they began
 _MIN_BITS = 6  # with fewer, the halves have a bit or none, which barely shuffles
 _MULTIPLIERS = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _SHIFT = np.uint64(32)
+_FAR = 2**40  # samples, more than any stream reads
 _MICRO_BATCHES_AT_ONCE = 64  # whose order is computed in one vectorised call
 
 
@@ -47,6 +48,8 @@ class Stream(NamedTuple):
 
     def positions(self, samples: Indices) -> Indices:
         """Return the positions of samples of this stream in the order that it reads."""
+        if self.number >= self.streams:  # added later: other epochs, so another order
+            return samples + (self.number - self.streams + 1) * _FAR
         if self.block == 0:
             return samples
         blocks, within = np.divmod(samples, self.block)
@@ -112,7 +115,14 @@ class TrainLoader:
     ) -> None:
         """Start at position `start`. With a stream, `rank`, `ranks` and `start` refer to it."""
         self._stream = stream or Stream(0, 1, block=1)
-        part = (0, 1) if self._stream.block else (self._stream.number, self._stream.streams)
+        part = (
+            (0, 1)
+            if self._stream.block
+            else (
+                self._stream.number % self._stream.streams,
+                self._stream.streams,
+            )
+        )
         self._reader = SequenceReader(tokens, sequence_length, *part)
         self._order = partial(
             sequence_indices, sequences=self._reader.sequences, seed=seed, shuffle=shuffle

@@ -9,22 +9,25 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from torchtitan_diloco.diloco.config import Fraction, Positive
+from torchtitan_diloco.diloco.config import CodecName, Fraction, Positive
 from torchtitan_diloco.diloco.fields import convert, nearest
-from torchtitan_diloco.islands.records import Change, Facts, VoidError
+from torchtitan_diloco.islands.records import CODEC, MOST_SLOTS, Change, Facts, VoidError
 from torchtitan_diloco.log import UserError
 
 MOST_STEPS = 10**6
+SPARSE = "topk"
 EVERY, DELAY = "diloco.sync_every", "diloco.overlap.delay"
 MIXING, OUTER_LR = "diloco.overlap.mixing", "diloco.outer_optimizer.lr"
-TOTAL_TOKENS, QUORUM = "total_tokens", "quorum"
+TOTAL_TOKENS, QUORUM, SLOTS = "total_tokens", "quorum", "slots"
 CHANGEABLE: dict[str, Any] = {
     EVERY: Annotated[int, Meta(ge=1, le=MOST_STEPS)],
     DELAY: Annotated[int, Meta(ge=0, lt=MOST_STEPS)],
     MIXING: Fraction,
     OUTER_LR: Annotated[float, Meta(gt=0, le=100)],
+    CODEC: CodecName,
     TOTAL_TOKENS: Positive,
     QUORUM: Positive,
+    SLOTS: Annotated[int, Meta(ge=1, le=MOST_SLOTS)],
 }
 
 
@@ -67,6 +70,12 @@ def changed(facts: Facts, change: Change) -> Facts:
         raise VoidError(f"{DELAY} = {delay} must be smaller than {EVERY} = {every}")
     if key == QUORUM and value > facts.slots:
         raise VoidError(f"the run has {facts.slots} slots")
+    if key == SLOTS:
+        if value <= facts.slots:
+            raise VoidError(f"the run has {facts.slots} slots, and none is taken away")
+        return msgspec.structs.replace(facts, slots=value, streams=facts.streams or facts.slots)
+    if key == CODEC and SPARSE in (value, facts.codec):
+        raise VoidError(f"a run cannot change to or from {SPARSE}, whose islands keep a residual")
     if key == EVERY:
         before = int(facts.fingerprints.get(EVERY, value))
         cycle = max(1, facts.cycle * value // before)
@@ -80,5 +89,6 @@ def changed(facts: Facts, change: Change) -> Facts:
 
 def settings_of(facts: Facts) -> dict[str, str]:
     """Return the settings in force that can change."""
-    numbers = {TOTAL_TOKENS: str(facts.total_tokens), QUORUM: str(facts.quorum)}
-    return numbers | {k: value for k, value in facts.fingerprints.items() if k in CHANGEABLE}
+    numbers = {TOTAL_TOKENS: facts.total_tokens, QUORUM: facts.quorum, SLOTS: facts.slots}
+    settings = {key: value for key, value in facts.fingerprints.items() if key in CHANGEABLE}
+    return settings | {key: str(number) for key, number in numbers.items()}

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import cache
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
@@ -91,7 +92,10 @@ class Copies:
         self._content: Sequence[Tensor] = ()
         """Tensors from the first rank for the current call."""
         self._stopped = False
-        self._decoder = build_codec(config.quantization)
+        self._decoder = cache(self.build_codec)  # with scratch buffers, so only for one thread
+
+    def build_codec(self, name: str) -> Codec:
+        return build_codec(replace(self._quantization, codec=name))  # type: ignore[arg-type]
 
     def run(
         self,
@@ -137,11 +141,11 @@ class Copies:
                 dist.send(shard, group_dst=number, group=group)
         return mine
 
-    def shards(self, fragment: int, payload: Tensor, ranks: int) -> Sequence[Tensor]:
+    def shards(self, fragment: int, payload: Tensor, ranks: int, codec: str) -> Sequence[Tensor]:
         """Return the shards of a part if each rank needs only its own, else the whole part."""
         if ranks != self.ranks.size:
             return [payload]
-        shards: Sequence[Tensor] = payload.split(self.payload_sizes(fragment, ranks))
+        shards: Sequence[Tensor] = payload.split(self.payload_sizes(fragment, ranks, codec))
         return shards
 
     def stop(self) -> None:
@@ -199,18 +203,18 @@ class Copies:
     def newest(self, fragment: int) -> int:
         return self.fragments[fragment].newest
 
-    def payload_sizes(self, fragment: int, ranks: int) -> list[int]:
+    def payload_sizes(self, fragment: int, ranks: int, codec: str) -> list[int]:
         """Return the encoded bytes of each rank's shard of a fragment, for so many ranks."""
-        sizes = self.fragments[fragment].layout.sizes(ranks)
-        return [self._decoder.wire_bytes(size) for size in sizes]
+        sizes, encoded = self.fragments[fragment].layout.sizes(ranks), self.build_codec(codec)
+        return [encoded.wire_bytes(size) for size in sizes]
 
     def snapshot_bytes(self, fragment: int) -> int:
         copy = self.fragments[fragment]
         return 4 * copy.layout.values * len(copy.buffers())
 
-    def norm(self, fragment: int, payload: Tensor, ranks: int) -> float:
+    def norm(self, fragment: int, payload: Tensor, ranks: int, codec: str) -> float:
         """Return the norm of a part, NaN or infinite if a value is. Any thread may call this."""
-        decoder, sizes = build_codec(self._quantization), self.payload_sizes(fragment, ranks)
+        decoder, sizes = self.build_codec(codec), self.payload_sizes(fragment, ranks, codec)
         lengths = self.fragments[fragment].layout.sizes(ranks)
         shards = zip(payload.split(sizes), lengths, strict=True)
         pieces = (piece for shard in shards for piece in _decoded_pieces(decoder, *shard))
@@ -224,12 +228,14 @@ class Copies:
         lr: float,
         weights: list[int],
         ranks: list[int],
+        codecs: list[str],
         only_newest: bool = False,
     ) -> str:
         """Compute a version from the content, the payloads of parts. Return its checksum.
 
         Args:
             ranks: number of ranks of the island that sent each part.
+            codecs: wire format of each part.
             only_newest: drop all older versions, as none will be applied.
         """
         copy = self.fragments[fragment]
@@ -237,7 +243,7 @@ class Copies:
             theta, optimizer = copy.versions[copy.newest], replace(self._optimizer, lr=lr)
             new = copy.free_buffer()
             if any(weights):
-                self._average(fragment, weights, ranks, out=new)
+                self._average(fragment, weights, ranks, codecs, out=new)
                 block = BLOCK if new.device.type == "cpu" else max(1, new.numel())
                 buffers = (one.split(block) for one in (theta, new, *copy.state.slots))
                 for before, mean, *slots in zip(*buffers, strict=True):
@@ -250,14 +256,23 @@ class Copies:
                 copy.drop_before(version)
             return self._checksum(copy)
 
-    def _average(self, fragment: int, weights: list[int], ranks: list[int], *, out: Tensor) -> None:
+    def _average(
+        self,
+        fragment: int,
+        weights: list[int],
+        ranks: list[int],
+        codecs: list[str],
+        *,
+        out: Tensor,
+    ) -> None:
         """Write the weighted mean of the parts in the content to `out`, with the bits of
         `Codec.average`: a mean of sparse parts leaves out those that do not send a value."""
-        totals = torch.zeros_like(out) if self._decoder.is_sparse else None
-        total = 0
-        for payload, sent_by, weight in zip(self._content, ranks, weights, strict=True):
+        is_sparse = any(self._decoder(codec).is_sparse for codec in codecs)
+        totals = torch.zeros_like(out) if is_sparse else None
+        parts, total = zip(self._content, ranks, codecs, strict=True), 0
+        for part, weight in zip(parts, weights, strict=True):
             is_first, total, start = total == 0, total + weight, 0
-            for values in self.decode(fragment, payload, sent_by):
+            for values in self.decode(fragment, *part):
                 piece = slice(start, start := start + values.numel())
                 if is_first:  # the mean is not initialized
                     out[piece].copy_(values)
@@ -268,21 +283,21 @@ class Copies:
                 elif not is_first:
                     out[piece].lerp_(values, weight / total)
 
-    def decode(self, fragment: int, payload: Tensor, ranks: int) -> Iterator[Tensor]:
+    def decode(self, fragment: int, payload: Tensor, ranks: int, codec: str) -> Iterator[Tensor]:
         """Yield this rank's values of a part from an island with `ranks` ranks, in pieces.
 
         The pieces may share memory: use each one before the next. `payload`: see `shards`.
         """
         copy, lengths = self.fragments[fragment], self.fragments[fragment].layout.sizes(ranks)
-        layout, device = copy.layout, copy.state.outer.device
+        layout, device, decoder = copy.layout, copy.state.outer.device, self._decoder(codec)
         if ranks == layout.ranks:
-            yield from _decoded_pieces(self._decoder, payload.to(device), lengths[layout.rank])
+            yield from _decoded_pieces(decoder, payload.to(device), lengths[layout.rank])
             return
-        shards = payload.split(self.payload_sizes(fragment, ranks))
+        shards = payload.split(self.payload_sizes(fragment, ranks, codec))
         values = torch.empty_like(copy.state.outer)
         for rank, shard in enumerate(shards):
             if slices := layout.overlap(ranks, rank):
-                pieces = _decoded_pieces(self._decoder, shard.to(device), lengths[rank])
+                pieces = _decoded_pieces(decoder, shard.to(device), lengths[rank])
                 decoded = torch.cat([piece.clone() for piece in pieces])
                 for source, target in slices:
                     values[target].copy_(decoded[source])

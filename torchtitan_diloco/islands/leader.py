@@ -34,6 +34,7 @@ class Seat(msgspec.Struct, frozen=True):
 
     slot: int
     slots: int
+    streams: int
     block: int
     position: int
     """First sample of the slot for this island."""
@@ -102,6 +103,7 @@ class Leader:
         return Seat(
             slot=island.slot,
             slots=facts.slots,
+            streams=facts.streams or facts.slots,
             block=facts.block,
             position=island.position,
             total_tokens=facts.total_tokens,
@@ -259,9 +261,10 @@ class Leader:
             close.lr,
             [part.weight for part, _ in counted],
             [part.ranks for part, _ in counted],
+            [part.codec for part, _ in counted],
             joining,  # older versions will not be applied
             content=[
-                self._copies.shards(close.fragment, payload, part.ranks)
+                self._copies.shards(close.fragment, payload, part.ranks, part.codec)
                 for part, payload in counted
             ],
         )

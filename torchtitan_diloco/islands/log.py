@@ -249,6 +249,8 @@ class State(msgspec.Struct):
         _check_size(facts)
         longer = facts.total_tokens > self.facts.total_tokens
         self.facts = facts
+        for _ in range(facts.slots - len(self.slots)):
+            self.slots.append(Slot([Ledger() for _ in self.fragments]))
         if longer:
             self.ended = False
             for slot in self.slots:
@@ -262,6 +264,7 @@ class State(msgspec.Struct):
         merged, total = max(facts.clocks, default=0), facts.total_tokens
         _check(merged < total, f"{merged:,} tokens are merged already, and it has {total:,}")
         _check(max(facts.positions, default=0) <= LARGEST // 2, "continues beyond any sample")
+        _check(facts.streams <= facts.slots, "has more streams than slots")
         clocks = facts.clocks or (0,) * size
         self.fragments = [
             Fragment(head, {0: checksum}, clock=clock)

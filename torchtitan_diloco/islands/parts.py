@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_diloco.diloco.background import BackgroundThread
+from torchtitan_diloco.diloco.codecs import CODECS
 from torchtitan_diloco.islands.connection import Connection, CorruptError, GoneError
 from torchtitan_diloco.islands.copies import Copies
 from torchtitan_diloco.islands.log import State
@@ -68,7 +69,10 @@ class Parts:
         self._thread.close(timeout=1.0)
 
     def _fetch(self, sequence: int, part: Part) -> tuple[Checked, Tensor]:
-        wanted = sum(self._copies.payload_sizes(part.fragment, part.ranks)) if part.finite else 0
+        if part.codec not in CODECS:
+            return Checked(f"its wire format {part.codec} is unknown"), NOTHING
+        sizes = self._copies.payload_sizes(part.fragment, part.ranks, part.codec)
+        wanted = sum(sizes) if part.finite else 0
         if part.size != wanted:
             return Checked(f"its chunks do not have {wanted} bytes"), NOTHING
         if sequence not in self._wanted or not part.finite:
@@ -79,7 +83,7 @@ class Parts:
                 payload = join_bytes(self._connection.fetch(part.chunks, "parts"))
             except (CorruptError, GoneError) as error:
                 return Checked(str(error)), NOTHING
-        norm = self._copies.norm(part.fragment, payload, part.ranks)
+        norm = self._copies.norm(part.fragment, payload, part.ranks, part.codec)
         if not norm <= LARGEST_NORM:  # or NaN
             return Checked("its values are not finite"), NOTHING
         return Checked(norm=norm), payload

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import msgspec
@@ -22,7 +22,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchtitan_diloco.diloco import healing, startup
 from torchtitan_diloco.diloco import state_dict as saving
 from torchtitan_diloco.diloco.background import BackgroundThread
-from torchtitan_diloco.diloco.codecs import build_codec
 from torchtitan_diloco.diloco.config import DiLoCoConfig, diloco_mistakes
 from torchtitan_diloco.diloco.fields import check_class, raise_mistakes
 from torchtitan_diloco.diloco.fragments import drop_gathered
@@ -124,7 +123,7 @@ class IslandPeers(Peers):
     def open(self) -> None:
         self._ranks = Ranks(self._given)
         self._copies = Copies(self.states, self.config, self._ranks)
-        self._encode = partial(encode_delta, build_codec(self.config.quantization))
+        self._codec, self._encode = cache(self._copies.build_codec), encode_delta
         self._encoding = threading.Lock()  # encoding changes the residual, which a save copies
         self._finalizer = weakref.finalize(
             self, startup.close, self.background, None, self._liveness, False
@@ -166,11 +165,13 @@ class IslandPeers(Peers):
         join, incarnation = Join.parse(chosen.join), f"{chosen.name}/{secrets.token_hex(4)}"
         declare = partial(self._copies.run, self._copies.declare)
         last = self._saved if self._saved and self._saved.run != join.run else None
+        before = last.facts if last else None
         facts = Facts(
             run=join.run,
             clocks=last.clocks if last else (),
             positions=last.positions if last else (),
-            slots=chosen.slots,
+            slots=max(chosen.slots, before.slots if before else 0),
+            streams=before.streams if before else 0,
             begin=chosen.begin,
             quorum=chosen.quorum,
             total_tokens=self.total_tokens,
@@ -340,9 +341,9 @@ class IslandPeers(Peers):
             round_.flags = 0 if math.isfinite(whole) else NOT_FINITE
             residual = None if round_.flags else state.residual
             with self._encoding:
-                payload = self._encode(state.delta, residual)
+                payload = self._encode(self._codec(part.codec), state.delta, residual)
         round_.traffic.encoded = time.perf_counter()
-        sizes = self._copies.payload_sizes(part.fragment, self._ranks.size)
+        sizes = self._copies.payload_sizes(part.fragment, self._ranks.size, part.codec)
         collected = collect(payload, sizes, group)
         if self._leader is not None:
             if round_.flags:

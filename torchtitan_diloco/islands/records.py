@@ -35,6 +35,7 @@ Count = Annotated[int, Meta(ge=0, le=LARGEST)]
 Positive = Annotated[int, Meta(ge=1, le=LARGEST)]
 Name = Annotated[str, Meta(pattern=r"^[\x21-\x7e]{1,128}\Z")]
 Seconds = Annotated[float, Meta(ge=0, le=1e6)]
+CODEC = "diloco.quantization.codec"
 MOST_SLOTS, MOST_RANKS, MOST_GRACE = 1024, 4096, 3600.0
 """Bounds of slots of a run, ranks of an island, and seconds of a grace. A larger number in a record
 would cost its readers memory or time."""
@@ -74,10 +75,17 @@ class Facts(Record, frozen=True):
     """Hash of the source. Other code is allowed, as bug fixes have to enter a run."""
     block: Positive = 1
     """Consecutive samples of a slot in the order of all samples."""
+    streams: Count = 0
+    """Slots that take turns in this order. Slots added later have orders of their own. 0: all."""
     clocks: tuple[Count, ...] = ()
     """Tokens that each fragment had merged in the log that this one continues. Empty: in none."""
     positions: tuple[Count, ...] = ()
     """First sample of each slot that no fragment had taken there."""
+
+    @property
+    def codec(self) -> str:
+        """Wire format of new parts."""
+        return self.fingerprints.get(CODEC, "fp32")
 
     @property
     def most_weight(self) -> int:
@@ -159,6 +167,8 @@ class Part(SlotRecord, frozen=True):
     """False: the delta was not usable. The island takes the shared copy, and its work is lost."""
     ranks: Annotated[int, Meta(ge=1, le=MOST_RANKS)] = 1
     """Ranks of the island. The payload is their encoded shards, in order."""
+    codec: Name = "fp32"
+    """Wire format of the payload, which can change while the run goes on."""
     chunks: tuple[Chunk, ...] = ()
 
     @property

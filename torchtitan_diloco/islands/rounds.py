@@ -246,6 +246,7 @@ class Rounds:
             start=self._ledger.taken_to,
             end=island.position,
             weight=tokens,
+            codec=island.facts.codec,
         )
         self.is_stored = False
         self.turn = island.step + self._every

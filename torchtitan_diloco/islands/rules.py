@@ -56,6 +56,8 @@ class Island:
 
     def change(self, timing: Timing) -> None:
         """Use other settings from now on."""
+        added = len(self.state.slots) - len(self.habits)
+        self.habits += [Habits(len(self.rounds)) for _ in range(added)]
         before, self.timing = self.timing.schedule.sync_every, timing
         for rounds in self.rounds if timing.schedule.sync_every != before else ():
             rounds.begin_cycle()
