@@ -31,7 +31,7 @@ def measured_round(**changes: Any) -> Round:
     found = Round(0, 7, 5, BYTES, weight=8.0, participants=2, flags=OUTLIER, traffic=traffic)
     found.applied_step, found.due, found.taken, found.begun = 6, 0.0, 0.1, 1.0
     found.ready, found.asked, found.fetched, found.applied = 4.0, 3.0, 4.0, 4.5
-    found.delta_square, found.mean_square, found.update_square = 9.0, 4.0, 2.0
+    found.delta_square, found.mean_square = 9.0, 4.0
     found.drift = torch.tensor(2.0)
     return replace(found, **changes)
 

@@ -45,7 +45,6 @@ def _rounds(
         expected = {
             "delta_square": float(delta.square().sum()),
             "mean_square": float(update.square().sum()),
-            "update_square": float(update.square().sum()),
             "drift": float((local - after).square().sum()),
             "dot": -float(torch.dot(delta, update)),
             "values": float(local.numel()),
@@ -55,7 +54,7 @@ def _rounds(
 
 
 def measured(round_: Round) -> dict[str, float]:
-    names = ("delta_square", "mean_square", "update_square", "values")
+    names = ("delta_square", "mean_square", "values")
     found: dict[str, float] = {name: getattr(round_, name) for name in names}
     return found | {"drift": float(round_.drift) ** 2, "dot": round_.traffic.dot}
 

@@ -150,8 +150,7 @@ class GlooPeers(Peers):
         round_.participants = sum(one.weight > 0 for one in headers)
         with state.background():
             if round_.participants:
-                squares = state.advance(average=average, measured=measured)
-                round_.mean_square, round_.update_square = squares
+                round_.mean_square = state.advance(average=average, measured=measured)
             else:
                 state.keep()
         round_.ready = time.perf_counter()

@@ -13,9 +13,6 @@ from torchtitan_diloco.diloco.fragments import Fragment
 from torchtitan_diloco.diloco.healing import DeltaNorms
 from torchtitan_diloco.diloco.outer_optimizer import AVERAGE, BLOCK, outer_step, slot_count
 
-PIECE = 2**24
-"""Values processed at once when the change is measured."""
-
 
 @cache
 def background_stream(device: torch.device) -> torch.cuda.Stream:
@@ -211,28 +208,23 @@ class OuterState:
         return float(torch.stack(norms).double().square().sum()) if norms else 0.0
 
     @torch.no_grad()
-    def advance(self, *, average: bool = False, measured: bool = False) -> tuple[float, float]:
+    def advance(self, *, average: bool = False, measured: bool = False) -> float:
         """Turn the mean in `delta` into the next shared copy, and start to stage it.
 
         `average`: by plain averaging, without the outer optimizer. If measured, return the squared
-        norms of the mean and of the change, otherwise NaN.
+        norm of the mean, otherwise NaN.
         """
         config = AVERAGE if average else self._config
-        rows, mean_square, change_square = list[Tensor](), 0.0, 0.0
+        rows, mean_square = list[Tensor](), 0.0 if measured else math.nan
         buffers = (self.outer, self.delta, *self.slots)
-        # Allocated once: temporaries between the row sums, which are kept, would fragment memory.
-        room = self.delta.new_empty(min(PIECE, self._block) if measured else 0)
         for theta, delta, *slots in zip(*(one.split(self._block) for one in buffers), strict=True):
             if measured:
                 mean_square += square(delta)
             outer_step(config, theta, delta, slots)
             rows.append(row_sums(delta))
-            if measured:  # in pieces, as a block on a GPU has all values
-                for now, before in zip(delta.split(PIECE), theta.split(PIECE), strict=True):
-                    change_square += square(torch.sub(now, before, out=room[: now.numel()]))
         self.checksum = checksum_of(rows)
         self._stage()
-        return (mean_square, change_square) if measured else (math.nan, math.nan)
+        return mean_square
 
     @torch.no_grad()
     def keep(self) -> None:

@@ -74,7 +74,6 @@ class Round:
     traffic: Traffic = field(default_factory=Traffic)
     delta_square: float = NEVER  # the only norm that is known in every round
     mean_square: float = NEVER
-    update_square: float = NEVER  # of the change of the shared parameters
     applying: Span = (None, None)
     drift: Tensor = field(default_factory=lambda: torch.tensor(NEVER))
     """Distance of this worker's parameters from the new shared ones, before mixing."""
