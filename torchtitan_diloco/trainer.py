@@ -130,6 +130,8 @@ class Trainer:
                 telemetry.publish(all=then.flush)
                 if then.validate and not (self.island and self.island.peers.left):
                     telemetry.pause(self.validator.validate(self.step, telemetry))
+                if self.island is not None:
+                    self.island.note(telemetry.loss, self.validator.validated)
                 if then.save:
                     telemetry.pause(checkpointer.save(self._manifest()))
                 if then.stop:

@@ -109,6 +109,8 @@ class Telemetry:
         now = time.time()
         self.files.write(Start(step, now, workers=self.workers, parameters=plan.parameters))
         self._done: float | None = None
+        self.loss: float | None = None
+        """Of the latest logged step that was published."""
 
     @property
     def elapsed_seconds(self) -> float:
@@ -234,7 +236,7 @@ class Telemetry:
             _, _, *found = sums.result()  # without the wishes to stop and to save
             self._counters["worker/agreement_seconds"] += time.perf_counter() - started
             cross_entropy, tokens, sent_bytes = Sums(*found)
-            record["loss/train"] = loss = cross_entropy / (tokens or math.nan)
+            record["loss/train"] = self.loss = loss = cross_entropy / (tokens or math.nan)
             if "worker/sent_bytes" in record:
                 record["worker/sent_bytes"] = sent = sent_bytes / self.world.workers
                 record["sync/mbit_per_second"] = 8e-6 * sent / record["worker/wall_seconds"]

@@ -4,6 +4,7 @@ import math
 import statistics
 from collections import deque
 from dataclasses import dataclass
+from typing import Annotated
 
 import msgspec
 
@@ -20,6 +21,25 @@ class IslandFailedError(RuntimeError):
     """This island cannot continue. Started again, it begins from the log."""
 
 
+class Numbers(msgspec.Struct, frozen=True, array_like=True):
+    """What users want to know of an island. No decision depends on it."""
+
+    site: Annotated[str, msgspec.Meta(max_length=60)] = ""
+    """User of its join string."""
+    tokens_per_second: float = 0.0
+    """Over the latest steps, with the time in which training waited."""
+    waited: float = 0.0
+    """Share of this time in which training waited for the others."""
+    loss: float | None = None
+    """Its training loss."""
+    validated: tuple[Count, float] | None = None
+    """Tokens that the run had merged, and the loss of the shared model then."""
+    round_trip: float | None = None
+    """Seconds to the server and back."""
+    bytes_per_second: float | None = None
+    """Of its latest upload."""
+
+
 class Hint(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Heartbeat of an island. The validity of records does not depend on it."""
 
@@ -33,6 +53,7 @@ class Hint(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     """Newest version of each fragment, and its checksum."""
     state: Chunk | None = None
     """A stored state from which this island, and so a joiner, could read the log on."""
+    numbers: Numbers = Numbers()
 
 
 @dataclass(frozen=True)
@@ -45,6 +66,8 @@ class Member:
     """Time at which its step last changed."""
 
 
+LATEST_STEPS = 32
+"""Steps over which the speed of an island is measured."""
 LAGS = 8
 """Latest parts of a slot that determine its usual lag and weight."""
 PATIENCE = 1.5
@@ -68,6 +91,36 @@ class Habits:
         """Return the median weight. A part after an outage has the work of many cycles."""
         weights = self.weights[fragment]
         return statistics.median_low(weights) if weights else 0
+
+
+class Gauges:
+    """Measures an island for its heartbeats. Each attribute has one writer."""
+
+    def __init__(self) -> None:
+        self.loss: float | None = None
+        self.validated: tuple[int, float] | None = None
+        self.bytes_per_second: float | None = None
+        self.waited = 0.0
+        """Seconds in which training has waited for the others."""
+        self._steps = deque[tuple[float, int, float]](maxlen=LATEST_STEPS)
+
+    def finish_step(self, tokens: int, now: float) -> None:
+        """`tokens`: on which this island has trained so far."""
+        self._steps.append((now, tokens, self.waited))
+
+    def read(self, site: str, round_trip: float | None) -> Numbers:
+        steps = list(self._steps) or [(0.0, 0, 0.0)]
+        begin, end = steps[0], steps[-1]
+        seconds = end[0] - begin[0] or math.inf
+        return Numbers(
+            site,
+            (end[1] - begin[1]) / seconds,
+            (end[2] - begin[2]) / seconds,
+            self.loss,
+            self.validated,
+            round_trip,
+            self.bytes_per_second,
+        )
 
 
 class Members:
