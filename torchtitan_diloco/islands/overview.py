@@ -1,0 +1,347 @@
+"""What there is to know about a run: who trains, what rounds wait for, and what has happened.
+
+`overview` is a pure function of the log's state, the heartbeats, and a `History` of the records.
+Command line, page, metrics and report show its numbers.
+"""
+
+import math
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from torchtitan_diloco.islands.ledger import Outcome
+from torchtitan_diloco.islands.log import State
+from torchtitan_diloco.islands.machine import left_out
+from torchtitan_diloco.islands.members import Hint, Member, Members
+from torchtitan_diloco.islands.records import Change, Close, End, Give, Open, Part, Take, name_of
+from torchtitan_diloco.log import clock, markdown_table
+
+MOST_NEWS, MOST_POINTS, MOST_STAYS = 100, 1000, 500
+LEAST_GAP, GAP_FACTOR = 10.0, 5.0
+"""An island was away if it gave no sign for so many seconds, and so many times as long as usual."""
+TABLES = {"islands": "islands", "rounds of fragments": "fragments", "samples of slots": "slots"}
+SHARES = {"part_in_rounds", "waited"}
+HIDDEN = {"for_seconds", "incarnation", "tokens", "caught_up", "leaving"}
+"""What programs need, and users see elsewhere."""
+
+# --- history --------------------------------------------------------------------------------------
+
+
+@dataclass
+class Stay:
+    """One start of an island, as its records show it. Times are in seconds since 1970."""
+
+    name: str
+    spans: list[list[float]]
+    """Beginnings and ends of the times in which it gave signs of life."""
+    slot: int = 0
+    ended: str = ""
+    """How: empty while it takes part."""
+    parts: int = 0
+    """In entries."""
+    late: list[float] = field(default_factory=list)
+    """Times of the entries that took a part one or more versions late."""
+    _usual: float = math.inf
+
+    def see(self, at: float) -> None:
+        """Note a sign of life. Call this in the order of time."""
+        gap, last = at - self.spans[-1][1], self.spans[-1]
+        if gap > max(LEAST_GAP, GAP_FACTOR * self._usual):
+            self.spans.append([at, at])
+            return
+        last[1] = max(last[1], at)
+        self._usual = gap if math.isinf(self._usual) else 0.9 * self._usual + 0.1 * gap
+
+
+@dataclass
+class History:
+    """What the records say about the past. Pass the outcome of each to `note`, in order."""
+
+    stays: dict[str, Stay] = field(default_factory=dict)
+    """By incarnation, in the order in which they took part."""
+    news: deque[tuple[float, str]] = field(default_factory=lambda: deque(maxlen=MOST_NEWS))
+    merged: dict[int, tuple[int, float]] = field(default_factory=dict)
+    """Newest version of each fragment, and when it was made."""
+    opened: dict[int, float] = field(default_factory=dict)
+    clocks: list[tuple[float, float]] = field(default_factory=list)
+    """Times, and the tokens merged by then."""
+    losses: list[tuple[float, float]] = field(default_factory=list)
+    """Tokens merged, and the loss of the shared model."""
+
+    def note(self, outcome: Outcome, at: float) -> None:
+        """`at`: when the record was stored."""
+        record = outcome.record
+        if record is None or outcome.void:
+            return
+        if isinstance(record, Take):
+            self._take(record, at)
+        elif stay := self.stays.get(getattr(record, "incarnation", "")):
+            stay.see(at)
+        match record:
+            case Open():
+                self.opened[record.fragment] = at
+            case Close() if outcome.entry is not None:
+                self.merged[record.fragment] = record.version, at
+                append_thinned(self.clocks, (at, record.clock))
+                for part in outcome.entry.parts:
+                    self._merge(part, record.version, at)
+                self.news += [(at, text) for text in left_out(outcome.entry)]
+            case Give():
+                self._end(record.incarnation, "left")
+                self.news.append((at, f"{name_of(record.incarnation)} leaves"))
+            case Change():
+                self.news.append((at, f"the run goes on with {record.key} = {record.value}"))
+            case End():
+                self.news.append((at, "the run has ended"))
+
+    def _take(self, take: Take, at: float) -> None:
+        name, before = name_of(take.incarnation), name_of(take.replaces or "")
+        text = "joins" if not before else "is back" if before == name else f"replaces {before}"
+        self.news.append((at, f"{name} {text}"))
+        self._end(take.replaces or "", "gone")
+        self.stays[take.incarnation] = Stay(name, [[at, at]], take.slot)
+        if len(self.stays) > MOST_STAYS:
+            ended = (key for key, stay in self.stays.items() if stay.ended)
+            self.stays.pop(next(ended, take.incarnation))
+
+    def _merge(self, part: Part, version: int, at: float) -> None:
+        if stay := self.stays.get(part.incarnation):
+            stay.parts += 1
+            if part.base < version - 1:
+                append_thinned(stay.late, at)
+
+    def _end(self, incarnation: str, how: str) -> None:
+        if stay := self.stays.get(incarnation):
+            stay.ended = stay.ended or how
+
+
+def append_thinned(points: list[Any], point: Any) -> None:
+    """Append a point. Drop every other one of too many."""
+    points.append(point)
+    if len(points) > MOST_POINTS:
+        del points[1::2]
+
+
+# --- the present ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Moment:
+    state: State
+    members: Members
+    history: History
+    now: float
+    at: float
+
+    def island(self, name: str, slot: int | None) -> dict[str, Any]:
+        doing, since = self._doing(name, slot)
+        member, stay = self.members.heard.get(name), self.history.stays.get(name)
+        return {
+            "island": name_of(name),
+            "slot": slot,
+            "doing": doing,
+            "for_seconds": since,
+            **_heartbeat(member),
+            "late_parts": None if stay is None else len(stay.late),
+            "heard_seconds_ago": None if member is None else _ago(self.now, member.heard),
+            "incarnation": name,
+        }
+
+    def _doing(self, name: str, slot: int | None) -> tuple[str, float | None]:
+        """Return what an island does, and for how many seconds if it should do something else."""
+        member, stay = self.members.heard.get(name), self.history.stays.get(name)
+        if self.state.ended or (slot is not None and self.state.slots[slot].done):
+            return "done", None
+        if member is None:
+            return "gone", None if stay is None else _ago(self.at, stay.spans[-1][1])
+        if self.now - member.heard >= self.members.expiry:
+            return "gone", _ago(self.now, member.heard)
+        if slot is None:
+            return "joins", None
+        if member.hint.leaving:
+            return "leaves", None
+        if not self.state.begun:
+            return "waits", None
+        if not member.hint.caught_up:
+            return "behind the log", None
+        if self.now - member.moved >= max(self.members.expiry, 3 * member.hint.step_seconds):
+            return "makes no step", _ago(self.now, member.moved)
+        return "trains", None
+
+    def fragment(self, number: int) -> dict[str, Any]:
+        fragment, opened = self.state.fragments[number], self.history.opened.get(number)
+        merged, is_open = self.history.merged.get(number), fragment.open is not None
+        owners = self.state.owners().items() if is_open else ()
+        return {
+            "fragment": number,
+            "version": fragment.version,
+            "merged_seconds_ago": _ago(self.at, merged[1]) if merged else None,
+            "open": is_open,
+            "open_seconds": _ago(self.at, opened) if is_open and opened is not None else None,
+            "waits_for": [
+                name_of(owner)
+                for slot, owner in owners
+                if fragment.waiting_of(slot) is None and self._is_waited_for(slot, owner)
+            ],
+            "waiting": len(fragment.waiting),
+        }
+
+    def _is_waited_for(self, slot: int, owner: str) -> bool:
+        member = self.members.heard.get(owner)
+        seconds = member.hint.step_seconds if member else 0.0
+        done = self.state.slots[slot].done
+        return not done and self.members.is_ready(owner, self.now, seconds)
+
+    def whole(self, islands: list[dict[str, Any]], slots: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return the numbers of the run."""
+        state, heard = self.state, self.members.heard.copy().values()
+        merged, total = max(state.clocks, default=0), state.facts.total_tokens if state.facts else 0
+        rate = sum(row["tokens_per_second"] or 0 for row in islands if row["doing"] == "trains")
+        loss = max((pair for one in heard if (pair := one.hint.numbers.validated)), default=None)
+        versions = ((when, key, number) for key, (number, when) in self.history.merged.items())
+        last = max(versions, default=None)
+        kept = sum(slot["merged"] for slot in slots)
+        read = kept + sum(slot["lost"] + slot["read_twice"] for slot in slots)
+        phase = "ended" if state.ended else "running" if state.begun else "waits for islands"
+        return {
+            "phase": phase if state.facts else "nothing has been written yet",
+            "total_tokens": total or None,
+            "tokens_merged": merged,
+            "tokens_per_second": rate,
+            "eta_seconds": max(0, total - merged) / rate if rate and not state.ended else None,
+            "last_merged": last
+            and {"fragment": last[1], "version": last[2], "seconds_ago": _ago(self.at, last[0])},
+            "loss": _finite(loss[1]) if loss else None,
+            "loss_at_tokens": loss[0] if loss else None,
+            "goodput": kept / read if read else None,
+        }
+
+
+def overview(
+    state: State, members: Members, history: History, now: float, at: float
+) -> dict[str, Any]:
+    """Return the numbers of a run, of its islands, fragments and slots.
+
+    `now`: on the clock of `members`. `at`: the same in seconds since 1970.
+    """
+    moment = _Moment(state, members, history, now, at)
+    heard, owned = members.heard.copy(), {owner: slot for slot, owner in state.owners().items()}
+    there = {name for name, one in heard.items() if now - one.heard < members.expiry}
+    names = sorted({*owned, *there}, key=lambda name: (owned.get(name, len(state.slots)), name))
+    slots = [_slot(state, number) for number in range(len(state.slots))]
+    islands = [moment.island(name, owned.get(name)) for name in names]
+    for row in islands:
+        share = None if row["slot"] is None else slots[row["slot"]]["part_in_rounds"]
+        row["part_in_rounds"] = share
+    return {
+        **moment.whole(islands, slots),
+        "islands": islands,
+        "fragments": [moment.fragment(number) for number in range(len(state.fragments))],
+        "slots": slots,
+        "news": [{"time": when, "text": text} for when, text in history.news],
+    }
+
+
+def _heartbeat(member: Member | None) -> dict[str, Any]:
+    """Return what the heartbeat of an island says."""
+    hint = Hint("-", 0, 0, 0.0, caught_up=False) if member is None else member.hint
+    numbers, seconds = hint.numbers, hint.step * hint.step_seconds
+    rate = _finite(numbers.tokens_per_second) or (hint.tokens / seconds if seconds else 0)
+    trip, upload = _finite(numbers.round_trip), _finite(numbers.bytes_per_second)
+    row = {
+        "site": numbers.site or None,
+        "step": hint.step,
+        "tokens": hint.tokens,
+        "tokens_per_second": round(rate) or None,
+        "loss": _finite(numbers.loss),
+        "waited": _finite(numbers.waited),
+        "round_trip_ms": None if trip is None else round(1e3 * trip, 1),
+        "upload_mbit": None if upload is None else round(8e-6 * upload, 1),
+        "caught_up": hint.caught_up,
+        "leaving": hint.leaving,
+    }
+    return row if member is not None else dict.fromkeys(row)
+
+
+def _slot(state: State, number: int) -> dict[str, Any]:
+    """Count the samples of a slot by their fate, averaged over the fragments."""
+    slot, counts = state.slots[number], Counter(merged=0, lost=0, waiting=0)
+    rounds, entries, behind = 0, 0, 0
+    for fragment, ledger in zip(state.fragments, slot.ledgers, strict=True):
+        counts.update(merged=ledger.merged, lost=ledger.lost)
+        if (part := fragment.waiting_of(number)) is not None:
+            counts["waiting"] += part.end - part.start
+        rounds, entries = rounds + fragment.version - ledger.since, entries + ledger.entries
+        behind = max(behind, fragment.version - max(ledger.merged_in, ledger.since))
+    means = {name: round(count / len(state.fragments)) for name, count in counts.items()}
+    share = entries / rounds if slot.owner and rounds else None
+    row = {"slot": number, "owner": slot.owner, **means, "read_twice": slot.read_twice}
+    late = behind if share is not None else None
+    return row | {"part_in_rounds": share, "rounds_since_last_part": late}
+
+
+def _ago(now: float, before: float) -> float:
+    return round(max(0.0, now - before), 1)  # clocks of sites differ a little
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+# --- text -----------------------------------------------------------------------------------------
+
+
+def headline(found: dict[str, Any]) -> dict[str, str]:
+    """Return the numbers of the whole run by name."""
+    merged, total, last = found["tokens_merged"], found["total_tokens"], found["last_merged"]
+    lines = {}
+    if total:
+        lines["tokens merged"] = f"{merged:,} of {total:,} ({merged / total:.1%})"
+    if rate := found["tokens_per_second"]:
+        left = found["eta_seconds"]
+        lines["speed"] = f"{rate:,} tokens/s" + ("" if left is None else f", ETA {clock(left)}")
+    if last:
+        version = f"version {last['version']} of fragment {last['fragment']}"
+        lines["last merged"] = f"{version}, {clock(last['seconds_ago'])} ago"
+    if found["loss"] is not None:
+        place = f"at {found['loss_at_tokens']:,} tokens"
+        lines["loss of the shared model"] = f"{found['loss']:.4f} {place}"
+    if found["goodput"] is not None:
+        lines["goodput"] = f"{found['goodput']:.1%} of the samples whose fate is known are merged"
+    return lines
+
+
+def table(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Return the names of the columns that have a value, and the cells."""
+    names = list({name: 0 for row in rows for name, value in row.items() if value is not None})
+    names = [name for name in names if name not in HIDDEN]
+    cells = [[_cell(name, row) for name in names] for row in rows]
+    return [name.replace("_", " ") for name in names], cells
+
+
+def _cell(name: str, row: dict[str, Any]) -> str:
+    value = row.get(name)
+    if name == "doing" and row["for_seconds"] is not None:
+        return f"{value} for {clock(row['for_seconds'])}"
+    match value:
+        case None | []:
+            return "-"
+        case bool():
+            return "yes" if value else "no"
+        case list():
+            return ", ".join(value)
+        case float() if name in SHARES:
+            return f"{value:.0%}"
+        case int() | float():
+            return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+    return str(value)
+
+
+def render(found: dict[str, Any]) -> str:
+    """Return the numbers as text for a terminal."""
+    lines = [f"run {found['run']}: {found['phase']}; server: {found['connection']}"]
+    lines += [f"{name}: {text}" for name, text in headline(found).items()]
+    for title, key in TABLES.items():
+        names, cells = table(found[key])
+        lines += ["", title, markdown_table(names, cells) if cells else "none"]
+    return "\n".join(lines)
