@@ -93,6 +93,10 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--port", type=int, help="default: 4222")
     serve.add_argument("--address", help="name or address that islands dial (default: this host's)")
     serve.add_argument("--keep-gb", type=float, help=f"{keep} (default: 20)")
+    where = "(default: of this machine only, without TLS)"
+    serve.add_argument(
+        "--http", metavar="[HOST:]PORT", help=f"serve a page of the run, and /metrics {where}"
+    )
     site = commands.add_parser("site", help="give a site a login of its own, or take it away")
     site.add_argument("name")
     site.add_argument("--folder", type=Path, required=True, help="that of `serve`")
@@ -137,6 +141,9 @@ def _serve(options: argparse.Namespace) -> NoReturn:
                 f"{server.join.addresses[0]}. Ctrl-C ends the server."
             )
         print(f"sites with a login: {', '.join(server.joins) or 'none'}", flush=True)
+        if options.http:
+            page = server.open_page(options.http)
+            print(f"page of the run: {page.url}, for these logins and their passwords", flush=True)
         threading.Thread(target=_print_check, args=(server,), daemon=True).start()
         server.keep_running()
     finally:

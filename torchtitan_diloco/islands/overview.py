@@ -6,6 +6,7 @@ Command line, page, metrics and report show its numbers.
 
 import math
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,13 +15,24 @@ from torchtitan_diloco.islands.log import State
 from torchtitan_diloco.islands.machine import left_out
 from torchtitan_diloco.islands.members import Hint, Member, Members
 from torchtitan_diloco.islands.records import Change, Close, End, Give, Open, Part, Take, name_of
-from torchtitan_diloco.log import clock, markdown_table
+from torchtitan_diloco.log import brief, clock, markdown_table
 
 MOST_NEWS, MOST_POINTS, MOST_STAYS = 100, 1000, 500
 LEAST_GAP, GAP_FACTOR = 10.0, 5.0
 """An island was away if it gave no sign for so many seconds, and so many times as long as usual."""
 TABLES = {"islands": "islands", "rounds of fragments": "fragments", "samples of slots": "slots"}
-SHARES = {"part_in_rounds", "waited"}
+FORMS: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "heard_seconds_ago": ("heard", "{:.0f} s ago".format),
+    "loss": ("loss", "{:.4f}".format),
+    "merged_seconds_ago": ("merged", "{:.1f} s ago".format),
+    "open_seconds": ("open for", brief),
+    "part_in_rounds": ("in rounds", "{:.0%}".format),
+    "round_trip_seconds": ("round trip", brief),
+    "tokens_per_second": ("tokens/s", "{:,}".format),
+    "upload_bytes_per_second": ("upload", lambda rate: f"{8e-6 * rate:.3g} Mbit/s"),
+    "waited": ("waited", "{:.0%}".format),
+}
+"""Heading and text of the columns that are not shown as they are."""
 HIDDEN = {"for_seconds", "incarnation", "tokens", "caught_up", "leaving"}
 """What programs need, and users see elsewhere."""
 
@@ -247,7 +259,6 @@ def _heartbeat(member: Member | None) -> dict[str, Any]:
     hint = Hint("-", 0, 0, 0.0, caught_up=False) if member is None else member.hint
     numbers, seconds = hint.numbers, hint.step * hint.step_seconds
     rate = _finite(numbers.tokens_per_second) or (hint.tokens / seconds if seconds else 0)
-    trip, upload = _finite(numbers.round_trip), _finite(numbers.bytes_per_second)
     row = {
         "site": numbers.site or None,
         "step": hint.step,
@@ -255,8 +266,8 @@ def _heartbeat(member: Member | None) -> dict[str, Any]:
         "tokens_per_second": round(rate) or None,
         "loss": _finite(numbers.loss),
         "waited": _finite(numbers.waited),
-        "round_trip_ms": None if trip is None else round(1e3 * trip, 1),
-        "upload_mbit": None if upload is None else round(8e-6 * upload, 1),
+        "round_trip_seconds": _finite(numbers.round_trip),
+        "upload_bytes_per_second": _finite(numbers.bytes_per_second),
         "caught_up": hint.caught_up,
         "leaving": hint.leaving,
     }
@@ -316,7 +327,7 @@ def table(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
     names = list({name: 0 for row in rows for name, value in row.items() if value is not None})
     names = [name for name in names if name not in HIDDEN]
     cells = [[_cell(name, row) for name in names] for row in rows]
-    return [name.replace("_", " ") for name in names], cells
+    return [FORMS[name][0] if name in FORMS else name.replace("_", " ") for name in names], cells
 
 
 def _cell(name: str, row: dict[str, Any]) -> str:
@@ -326,14 +337,14 @@ def _cell(name: str, row: dict[str, Any]) -> str:
     match value:
         case None | []:
             return "-"
+        case _ if name in FORMS:
+            return FORMS[name][1](value)
         case bool():
             return "yes" if value else "no"
         case list():
             return ", ".join(value)
-        case float() if name in SHARES:
-            return f"{value:.0%}"
-        case int() | float():
-            return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+        case int():
+            return f"{value:,}"
     return str(value)
 
 
