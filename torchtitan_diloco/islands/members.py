@@ -189,6 +189,12 @@ class Members:
         since = self._began if member is None else member.heard
         return since is not None and not self.is_new(now) and now - since >= self._patience
 
+    def seconds_until_gone(self, incarnation: str, now: float) -> float:
+        """Return the time until another island may take its slot, if it stays silent."""
+        member = self.heard.get(incarnation)
+        since = self._began if member is None else member.heard
+        return max(0.0, (now if since is None else since) + self._patience - now)
+
     def is_ready(self, incarnation: str, now: float, step_seconds: float) -> bool:
         """Return whether a round waits for it. `step_seconds`: time of this island's steps."""
         if self.is_new(now):

@@ -18,7 +18,7 @@ from torchtitan_diloco.islands.records import Change, Close, End, Give, Open, Pa
 from torchtitan_diloco.log import brief, clock, markdown_table
 
 MOST_NEWS, MOST_POINTS, MOST_STAYS = 100, 1000, 500
-LEAST_GAP, GAP_FACTOR = 10.0, 5.0
+LEAST_GAP, GAP_FACTOR = 5.0, 5.0
 """An island was away if it gave no sign for so many seconds, and so many times as long as usual."""
 TABLES = {"islands": "islands", "rounds of fragments": "fragments", "samples of slots": "slots"}
 FORMS: dict[str, tuple[str, Callable[[Any], str]]] = {
@@ -318,7 +318,7 @@ def headline(found: dict[str, Any]) -> dict[str, str]:
         place = f"at {found['loss_at_tokens']:,} tokens"
         lines["loss of the shared model"] = f"{found['loss']:.4f} {place}"
     if found["goodput"] is not None:
-        lines["goodput"] = f"{found['goodput']:.1%} of the samples whose fate is known are merged"
+        lines["goodput"] = f"{found['goodput']:.1%} of the work is in the model"
     return lines
 
 

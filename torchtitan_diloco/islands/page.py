@@ -117,7 +117,7 @@ def html_page(found: dict[str, Any], history: History, at: float) -> str:
 <p>{escape(found["phase"])}; server: {escape(found["connection"])}; {_time(at)} UTC</p>
 <dl>{facts}</dl>{islands}
 <h2>who was there</h2>{shown}
-<small>Bar: signs of life in the log. Mark: a part was merged late.</small>
+<small>Bar: signs of life. Mark: a part was merged late.</small>
 <div class="charts">{loss}{merged}</div>{"".join(others)}
 <h2>news</h2><ul>{news or "none"}</ul></body></html>
 """
@@ -153,7 +153,7 @@ def _chart(title: str, points: Sequence[tuple[float, float]], form: Callable[[fl
         f"{100 * (x - left) / width:.2f},{96 - 92 * (y - low) / height:.2f}" for x, y in points
     )
     return (
-        f'<div><h2>{title}</h2><div class="axis"><span>{low:,.6g} to {high:,.6g}</span></div>'
+        f'<div><h2>{title}</h2><div class="axis"><span>{low:,.4g} to {high:,.4g}</span></div>'
         '<svg class="chart" viewBox="0 0 100 100" preserveAspectRatio="none">'
         f'<polyline points="{line}" fill="none" stroke="var(--bar)" stroke-width="2" '
         'vector-effect="non-scaling-stroke"/></svg>'
@@ -175,7 +175,8 @@ def metrics(found: Mapping[str, Any]) -> str:
             name = f"islands_{scope}_{key}"
             lines.append(f"# TYPE {name} gauge")
             for row in rows[scope]:
-                label = "" if scope == "run" else f'{{{scope}="{row[scope]}"}}'
+                text = str(row.get(scope)).replace("\\", r"\\").replace('"', r"\"")
+                label = "" if scope == "run" else f'{{{scope}="{text}"}}'
                 if row.get(key) is not None:
                     lines.append(f"{name}{label} {float(row[key])!r}")
     return "\n".join(lines) + "\n"

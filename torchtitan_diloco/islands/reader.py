@@ -50,7 +50,9 @@ class Reader:
 
     def _note_heartbeats(self) -> None:
         members, now, news = self.connection.members, time.monotonic(), self.history.news
-        for one in members.heard.copy().values():
+        for incarnation, one in members.heard.copy().items():
+            if stay := self.history.stays.get(incarnation):
+                stay.see(time.time() - (now - one.heard))
             pair = one.hint.numbers.validated
             if pair and pair not in self.history.losses[-10:]:
                 append_thinned(self.history.losses, pair)
