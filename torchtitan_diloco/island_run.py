@@ -10,6 +10,7 @@ from torchtitan_diloco.config.schema import flat_settings
 from torchtitan_diloco.data.loader import Stream
 from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.islands import IslandPeers
+from torchtitan_diloco.islands.config import Join
 
 
 class IslandRun:
@@ -19,6 +20,7 @@ class IslandRun:
         """`identity`: data and tokenizer, which must be the same on all islands."""
         self._plan, self._apart = plan, config.data.shard_by == "random"
         self._validated: tuple[int, float] | None = None
+        self.run = Join.parse(config.islands.join).run
         tokens = plan.tokens_per_step // config.workers
         self.peers = IslandPeers(
             config.islands,

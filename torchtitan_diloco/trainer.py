@@ -221,7 +221,8 @@ class Trainer:
     def _open_telemetry(self, folder: Path) -> Telemetry:
         parts = self.config.metrics, self.world, folder, self.plan, self.outer, self.resumed.step
         settings = flat_settings(portable(self.config))
-        return Telemetry(*parts, flops_per_token=self.flops_per_token, settings=settings)
+        options: Any = {"settings": settings, "run": self.island.run if self.island else ""}
+        return Telemetry(*parts, flops_per_token=self.flops_per_token, **options)
 
     # --- checkpoints ------------------------------------------------------------------------------
 

@@ -72,7 +72,7 @@ class _LoggedStep(NamedTuple):
 class Telemetry:
     """Call `measure` for every step, `open` after a step that is logged, and `publish` after every
     step. `folder`: of the run, None to write nothing. `step`: from which the run is resumed.
-    `settings`: for Weights & Biases.
+    `settings`: for Weights & Biases. `run`: id of the run that an island is in.
     """
 
     def __init__(
@@ -86,6 +86,7 @@ class Telemetry:
         *,
         flops_per_token: int,
         settings: Mapping[str, Any] | None = None,
+        run: str = "",
     ) -> None:
         self.world, self.plan, self._outer = world, plan, outer
         self._flops_per_token, self._peak_flops = flops_per_token, peak_flops(world.device)
@@ -107,7 +108,8 @@ class Telemetry:
         self.totals = totals_of(kept, streaming=bool(outer.fragments))
         """Sums over the records of this worker, including those before a resume."""
         now = time.time()
-        self.files.write(Start(step, now, workers=self.workers, parameters=plan.parameters))
+        start = Start(step, now, workers=self.workers, parameters=plan.parameters, run=run)
+        self.files.write(start)
         self._done: float | None = None
         self.loss: float | None = None
         """Of the latest logged step that was published."""

@@ -38,7 +38,7 @@ STYLE = """
 body { margin: 0 auto; max-width: 1180px; padding: 20px 16px 48px; background: var(--surface);
   color: var(--text); font: 15px/1.45 system-ui, sans-serif; overflow-wrap: anywhere; }
 h1 { margin: 0; font-size: 24px; } h2 { margin: 32px 0 8px; font-size: 17px; }
-p, dt, small, .axis { color: var(--muted); } p { margin: 4px 0 18px; }
+p, dt, small { color: var(--muted); } p { margin: 4px 0 18px; }
 dl { display: grid; grid-template-columns: repeat(auto-fill, minmax(250px, 1fr)); gap: 14px 24px;
   margin: 0; } dd { margin: 0; font-size: 17px; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
@@ -47,7 +47,6 @@ th { color: var(--muted); font-weight: 400; font-size: 13px; } td:first-child { 
 ul { margin: 0; padding: 0; list-style: none; } li small { margin-right: 8px; }
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(300px, 1fr)); gap: 0 36px; }
 .chart { display: block; width: 100%; height: 150px; background: var(--band); }
-.axis { display: flex; justify-content: space-between; gap: 12px; font-size: 13px; }
 @media (max-width: 760px) {
   thead { display: none; }
   tr { display: grid; grid-template-columns: 1fr 1fr; gap: 2px 16px; padding: 8px 0;
@@ -61,6 +60,8 @@ LANE_STYLE = """
   margin: 5px 0; } .lane div { position: relative; height: 20px; background: var(--band); }
 .lane i, .lane u { position: absolute; top: 0; height: 100%; min-width: 2px; background: var(--bar,
   var(--series-1)); } .lane u { width: 2px; background: var(--late, var(--series-2)); }
+.axis { display: flex; justify-content: space-between; gap: 12px; font-size: 13px;
+  color: var(--muted); }
 """
 
 
@@ -81,19 +82,21 @@ def lanes(stays: Iterable[Stay], begin: float, end: float) -> str:
         marks = []
         for stay in own:
             for start, last in stay.spans:
-                about = f"{name}: {_time(start)} to {_time(last)} {stay.ended}"
+                about = f"{name}: {time_text(start)} to {time_text(last)} {stay.ended}"
                 left, width = place(start), place(last) - place(start)
                 shape = f"left:{left:.2f}%;width:{width:.2f}%"
                 marks.append(f'<i style="{shape}" title="{escape(about)}"></i>')
             for at in stay.late:
-                about = f"{name}: a part was merged late, {_time(at)}"
+                about = f"{name}: a part was merged late, {time_text(at)}"
                 marks.append(f'<u style="left:{place(at):.2f}%" title="{escape(about)}"></u>')
         rows.append(f'<div class="lane"><b>{escape(name)}</b><div>{"".join(marks)}</div></div>')
-    axis = f'<div class="axis"><span>{_time(begin)} UTC</span><span>{_time(end)}</span></div>'
+    axis = (
+        f'<div class="axis"><span>{time_text(begin)} UTC</span><span>{time_text(end)}</span></div>'
+    )
     return "\n".join([*rows, axis])
 
 
-def _time(at: float) -> str:
+def time_text(at: float) -> str:
     return f"{datetime.fromtimestamp(at, UTC):%m-%d %H:%M:%S}"
 
 
@@ -104,9 +107,9 @@ def html_page(found: dict[str, Any], history: History, at: float) -> str:
     shown = lanes(history.stays.values(), min(starts, default=at), at)
     islands, *others = (_table(title, found[key]) for title, key in TABLES.items())
     loss = _chart("Loss of the shared model", sorted(history.losses), "{:,.0f} tokens".format)
-    merged = _chart("Tokens merged", history.clocks, _time)
+    merged = _chart("Tokens merged", history.clocks, time_text)
     news = "".join(
-        f"<li><small>{_time(one['time'])}</small>{escape(one['text'])}</li>"
+        f"<li><small>{time_text(one['time'])}</small>{escape(one['text'])}</li>"
         for one in [*found["news"]][: -NEWS_SHOWN - 1 : -1]
     )
     return f"""<!DOCTYPE html>
@@ -114,7 +117,7 @@ def html_page(found: dict[str, Any], history: History, at: float) -> str:
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{escape(found["run"])}</title><style>{STYLE}{LANE_STYLE}</style></head><body>
 <h1>{escape(found["run"])}</h1>
-<p>{escape(found["phase"])}; server: {escape(found["connection"])}; {_time(at)} UTC</p>
+<p>{escape(found["phase"])}; server: {escape(found["connection"])}; {time_text(at)} UTC</p>
 <dl>{facts}</dl>{islands}
 <h2>who was there</h2>{shown}
 <small>Bar: signs of life. Mark: a part was merged late.</small>
