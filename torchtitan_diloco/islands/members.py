@@ -34,9 +34,9 @@ class Numbers(msgspec.Struct, frozen=True, array_like=True):
     """Its training loss."""
     validated: tuple[Count, float] | None = None
     """Tokens that the run had merged, and the loss of the shared model then."""
-    round_trip: float | None = None
-    """Seconds to the server and back."""
-    bytes_per_second: float | None = None
+    round_trip_seconds: float | None = None
+    """To the server and back."""
+    upload_bytes_per_second: float | None = None
     """Of its latest upload."""
 
 

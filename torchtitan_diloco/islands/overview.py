@@ -10,10 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from torchtitan_diloco.islands.ledger import Outcome
 from torchtitan_diloco.islands.log import State
 from torchtitan_diloco.islands.machine import left_out
-from torchtitan_diloco.islands.members import Hint, Member, Members
+from torchtitan_diloco.islands.members import Member, Members
 from torchtitan_diloco.islands.records import Change, Close, End, Give, Open, Part, Take, name_of
 from torchtitan_diloco.log import brief, clock, markdown_table
 
@@ -33,7 +35,7 @@ FORMS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "waited": ("waited", "{:.0%}".format),
 }
 """Heading and text of the columns that are not shown as they are."""
-HIDDEN = {"for_seconds", "incarnation", "tokens", "caught_up", "leaving"}
+HIDDEN = {"for_seconds", "validated", "incarnation", "tokens", "caught_up", "leaving"}
 """What programs need, and users see elsewhere."""
 
 # --- history --------------------------------------------------------------------------------------
@@ -75,8 +77,6 @@ class History:
     merged: dict[int, tuple[int, float]] = field(default_factory=dict)
     """Newest version of each fragment, and when it was made."""
     opened: dict[int, float] = field(default_factory=dict)
-    clocks: list[tuple[float, float]] = field(default_factory=list)
-    """Times, and the tokens merged by then."""
     losses: list[tuple[float, float]] = field(default_factory=list)
     """Tokens merged, and the loss of the shared model."""
 
@@ -94,7 +94,6 @@ class History:
                 self.opened[record.fragment] = at
             case Close() if outcome.entry is not None:
                 self.merged[record.fragment] = record.version, at
-                append_thinned(self.clocks, (at, record.clock))
                 for part in outcome.entry.parts:
                     self._merge(part, record.version, at)
                 self.news += [(at, text) for text in left_out(outcome.entry)]
@@ -208,7 +207,7 @@ class _Moment:
         """Return the numbers of the run."""
         state, heard = self.state, self.members.heard.copy().values()
         merged, total = max(state.clocks, default=0), state.facts.total_tokens if state.facts else 0
-        rate = sum(row["tokens_per_second"] or 0 for row in islands if row["doing"] == "trains")
+        rate = sum(row["tokens_per_second"] for row in islands if row["doing"] == "trains")
         loss = max((pair for one in heard if (pair := one.hint.numbers.validated)), default=None)
         versions = ((when, key, number) for key, (number, when) in self.history.merged.items())
         last = max(versions, default=None)
@@ -256,22 +255,19 @@ def overview(
 
 def _heartbeat(member: Member | None) -> dict[str, Any]:
     """Return what the heartbeat of an island says."""
-    hint = Hint("-", 0, 0, 0.0, caught_up=False) if member is None else member.hint
-    numbers, seconds = hint.numbers, hint.step * hint.step_seconds
-    rate = _finite(numbers.tokens_per_second) or (hint.tokens / seconds if seconds else 0)
-    row = {
-        "site": numbers.site or None,
+    if member is None:
+        return {}
+    hint, numbers = member.hint, msgspec.structs.asdict(member.hint.numbers)
+    seconds, rate = hint.step * hint.step_seconds, _finite(numbers["tokens_per_second"])
+    rate = rate or (hint.tokens / seconds if seconds else 0.0)
+    known = {name: value for name, value in numbers.items() if _finite(value) is not None}
+    return known | {
         "step": hint.step,
         "tokens": hint.tokens,
-        "tokens_per_second": round(rate) or None,
-        "loss": _finite(numbers.loss),
-        "waited": _finite(numbers.waited),
-        "round_trip_seconds": _finite(numbers.round_trip),
-        "upload_bytes_per_second": _finite(numbers.bytes_per_second),
+        "tokens_per_second": round(rate),
         "caught_up": hint.caught_up,
         "leaving": hint.leaving,
     }
-    return row if member is not None else dict.fromkeys(row)
 
 
 def _slot(state: State, number: int) -> dict[str, Any]:
@@ -295,8 +291,8 @@ def _ago(now: float, before: float) -> float:
     return round(max(0.0, now - before), 1)  # clocks of sites differ a little
 
 
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 # --- text -----------------------------------------------------------------------------------------

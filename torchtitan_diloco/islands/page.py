@@ -6,11 +6,13 @@ import hmac
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
-from html import escape
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from torchtitan_diloco.islands.config import Join, is_loopback
 from torchtitan_diloco.islands.overview import TABLES, History, Stay, headline, table
@@ -19,7 +21,6 @@ from torchtitan_diloco.log import UserError
 
 CACHE_SECONDS = 1.0
 RETRY_SECONDS = 5.0
-NEWS_SHOWN = 30
 GAUGES: dict[str, tuple[str, ...]] = {
     "run": ("tokens_merged", "total_tokens", "tokens_per_second", "eta_seconds", "loss", "goodput"),
     "island": (
@@ -29,71 +30,37 @@ GAUGES: dict[str, tuple[str, ...]] = {
     "fragment": ("version", "merged_seconds_ago", "open", "open_seconds", "waiting"),
 }
 """Keys of an overview that are metrics, by what they belong to."""
-STYLE = """
-:root { color-scheme: light dark; --surface: #fff; --text: #1a1d21; --muted: #565f6b;
-  --grid: #e4e7eb; --band: #eef1f5; --bar: #0b62b0; --late: #c24a17; }
-@media (prefers-color-scheme: dark) { :root { --surface: #15181d; --text: #e8eaed;
-  --muted: #a8b0bb; --grid: #2b3038; --band: #22282f; --bar: #6cb2ff; --late: #ff9a66; } }
-* { box-sizing: border-box; }
-body { margin: 0 auto; max-width: 1180px; padding: 20px 16px 48px; background: var(--surface);
-  color: var(--text); font: 15px/1.45 system-ui, sans-serif; overflow-wrap: anywhere; }
-h1 { margin: 0; font-size: 24px; } h2 { margin: 32px 0 8px; font-size: 17px; }
-p, dt, small { color: var(--muted); } p { margin: 4px 0 18px; }
-dl { display: grid; grid-template-columns: repeat(auto-fill, minmax(250px, 1fr)); gap: 14px 24px;
-  margin: 0; } dd { margin: 0; font-size: 17px; }
-table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
-th, td { padding: 5px 12px 5px 0; text-align: left; border-bottom: 1px solid var(--grid); }
-th { color: var(--muted); font-weight: 400; font-size: 13px; } td:first-child { font-weight: 600; }
-ul { margin: 0; padding: 0; list-style: none; } li small { margin-right: 8px; }
-.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(300px, 1fr)); gap: 0 36px; }
-.chart { display: block; width: 100%; height: 150px; background: var(--band); }
-@media (max-width: 760px) {
-  thead { display: none; }
-  tr { display: grid; grid-template-columns: 1fr 1fr; gap: 2px 16px; padding: 8px 0;
-    border-bottom: 1px solid var(--grid); }
-  td { border: 0; padding: 0; } td:first-child { grid-column: 1 / -1; }
-  td::before { content: attr(data-name) " "; color: var(--muted); font-weight: 400; font-size: 13px;
-    margin-right: 4px; } }
-"""
-LANE_STYLE = """
-.lane { display: grid; grid-template-columns: minmax(90px, 12%) 1fr; align-items: center; gap: 8px;
-  margin: 5px 0; } .lane div { position: relative; height: 20px; background: var(--band); }
-.lane i, .lane u { position: absolute; top: 0; height: 100%; min-width: 2px; background: var(--bar,
-  var(--series-1)); } .lane u { width: 2px; background: var(--late, var(--series-2)); }
-.axis { display: flex; justify-content: space-between; gap: 12px; font-size: 13px;
-  color: var(--muted); }
-"""
+TEMPLATES = Path(__file__).parent
+"""Folder of the templates."""
 
 
-def lanes(stays: Iterable[Stay], begin: float, end: float) -> str:
-    """Return a lane for each island as HTML: when it gave signs of life, and its late parts.
+class Lanes(NamedTuple):
+    """A lane for each island: its name, when it gave signs of life, and its late parts, in percent
+    of the width and as text."""
 
-    Times are in seconds since 1970.
-    """
-    length, by_name = max(end - begin, 1e-3), dict[str, list[Stay]]()
+    rows: list[tuple[str, list[tuple[float, float, str]], list[tuple[float, str]]]]
+    begin: str
+    end: str
+
+
+def lanes_of(stays: Iterable[Stay], end: float = 0.0) -> Lanes:
+    """`end`: of the lanes, by default that of the last stay. Seconds since 1970."""
+    by_name = dict[str, list[Stay]]()
     for stay in stays:
         by_name.setdefault(stay.name, []).append(stay)
-
-    def place(at: float) -> float:
-        return min(100.0, max(0.0, 100 * (at - begin) / length))
-
-    rows = []
+    spans = [span for own in by_name.values() for stay in own for span in stay.spans]
+    begin = min((start for start, _ in spans), default=end)
+    end = end or max((last for _, last in spans), default=0.0)
+    share, rows = 100 / ((end - begin) or 1.0), []
     for name, own in by_name.items():
-        marks = []
-        for stay in own:
-            for start, last in stay.spans:
-                about = f"{name}: {time_text(start)} to {time_text(last)} {stay.ended}"
-                left, width = place(start), place(last) - place(start)
-                shape = f"left:{left:.2f}%;width:{width:.2f}%"
-                marks.append(f'<i style="{shape}" title="{escape(about)}"></i>')
-            for at in stay.late:
-                about = f"{name}: a part was merged late, {time_text(at)}"
-                marks.append(f'<u style="left:{place(at):.2f}%" title="{escape(about)}"></u>')
-        rows.append(f'<div class="lane"><b>{escape(name)}</b><div>{"".join(marks)}</div></div>')
-    axis = (
-        f'<div class="axis"><span>{time_text(begin)} UTC</span><span>{time_text(end)}</span></div>'
-    )
-    return "\n".join([*rows, axis])
+        bars = [
+            (share * (a - begin), share * (b - a), f"{time_text(a)} to {time_text(b)} {stay.ended}")
+            for stay in own
+            for a, b in stay.spans
+        ]
+        late = [(share * (at - begin), time_text(at)) for stay in own for at in stay.late]
+        rows.append((name, bars, late))
+    return Lanes(rows, time_text(begin), time_text(end))
 
 
 def time_text(at: float) -> str:
@@ -102,65 +69,18 @@ def time_text(at: float) -> str:
 
 def html_page(found: dict[str, Any], history: History, at: float) -> str:
     """Return the page of a run. It refreshes itself. `at`: now, in seconds since 1970."""
-    facts = "".join(f"<div><dt>{name}</dt><dd>{text}</dd></div>" for name, text in _facts(found))
-    starts = [span[0] for stay in history.stays.values() for span in stay.spans]
-    shown = lanes(history.stays.values(), min(starts, default=at), at)
-    islands, *others = (_table(title, found[key]) for title, key in TABLES.items())
-    loss = _chart("Loss of the shared model", sorted(history.losses), "{:,.0f} tokens".format)
-    merged = _chart("Tokens merged", history.clocks, time_text)
-    news = "".join(
-        f"<li><small>{time_text(one['time'])}</small>{escape(one['text'])}</li>"
-        for one in [*found["news"]][: -NEWS_SHOWN - 1 : -1]
+    options: Any = {"autoescape": True, "trim_blocks": True, "lstrip_blocks": True}
+    environment = Environment(
+        loader=FileSystemLoader(TEMPLATES), undefined=StrictUndefined, **options
     )
-    return f"""<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8"><meta http-equiv="refresh" content="3">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{escape(found["run"])}</title><style>{STYLE}{LANE_STYLE}</style></head><body>
-<h1>{escape(found["run"])}</h1>
-<p>{escape(found["phase"])}; server: {escape(found["connection"])}; {time_text(at)} UTC</p>
-<dl>{facts}</dl>{islands}
-<h2>who was there</h2>{shown}
-<small>Bar: signs of life. Mark: a part was merged late.</small>
-<div class="charts">{loss}{merged}</div>{"".join(others)}
-<h2>news</h2><ul>{news or "none"}</ul></body></html>
-"""
-
-
-def _facts(found: dict[str, Any]) -> Iterable[tuple[str, str]]:
-    return ((escape(name), escape(text)) for name, text in headline(found).items())
-
-
-def _table(title: str, rows: list[dict[str, Any]]) -> str:
-    names, cells = table(rows)
-    head = "".join(f"<th>{escape(name)}</th>" for name in names)
-    body = "".join(
-        "<tr>"
-        + "".join(
-            f'<td data-name="{escape(name)}">{escape(text)}</td>'
-            for name, text in zip(names, row, strict=True)
-        )
-        + "</tr>"
-        for row in cells
-    )
-    return f"<h2>{title}</h2><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-
-
-def _chart(title: str, points: Sequence[tuple[float, float]], form: Callable[[float], str]) -> str:
-    """Return a line chart. `form`: of the ends of the x axis."""
-    if len(points) < 2:
-        return ""
-    (left, right), values = (points[0][0], points[-1][0]), [value for _, value in points]
-    low, high, width = min(values), max(values), (right - left) or 1.0
-    height = (high - low) or 1.0
-    line = " ".join(
-        f"{100 * (x - left) / width:.2f},{96 - 92 * (y - low) / height:.2f}" for x, y in points
-    )
-    return (
-        f'<div><h2>{title}</h2><div class="axis"><span>{low:,.4g} to {high:,.4g}</span></div>'
-        '<svg class="chart" viewBox="0 0 100 100" preserveAspectRatio="none">'
-        f'<polyline points="{line}" fill="none" stroke="var(--bar)" stroke-width="2" '
-        'vector-effect="non-scaling-stroke"/></svg>'
-        f'<div class="axis"><span>{form(left)}</span><span>{form(right)}</span></div></div>'
+    return environment.get_template("page.html.jinja").render(
+        found=found,
+        headline=headline(found),
+        at=time_text(at),
+        lanes=lanes_of(history.stays.values(), at),
+        tables={title: table(found[key]) for title, key in TABLES.items()},
+        losses=sorted(history.losses),
+        news=[(time_text(one["time"]), one["text"]) for one in reversed(found["news"])],
     )
 
 

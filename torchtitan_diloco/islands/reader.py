@@ -1,6 +1,7 @@
 """Read the log of a run without taking part in it, and show its numbers."""
 
 import json
+import math
 import secrets
 import sys
 import time
@@ -31,7 +32,7 @@ class Reader:
     ) -> None:
         self.connection, self.state, self._run, self._note = connection, state, run, note
         self.history = History()
-        self._silent = set[str]()
+        self._silent, self._validated = set[str](), dict[str, tuple[int, float]]()
 
     def read(self, seconds: float = 0.0) -> None:
         """Read incoming records for at least this long."""
@@ -54,7 +55,8 @@ class Reader:
             if stay := self.history.stays.get(incarnation):
                 stay.see(time.time() - (now - one.heard))
             pair = one.hint.numbers.validated
-            if pair and pair not in self.history.losses[-10:]:
+            if pair and pair != self._validated.get(incarnation) and math.isfinite(pair[1]):
+                self._validated[incarnation] = pair
                 append_thinned(self.history.losses, pair)
         owners = {slot.owner for slot in self.state.slots if slot.owner and not slot.done}
         silent = {owner for owner in owners if members.is_silent(owner, now)}

@@ -8,7 +8,7 @@ import numpy as np
 
 from torchtitan_diloco.components.metrics import time_shares
 from torchtitan_diloco.components.records import number
-from torchtitan_diloco.islands.page import lanes
+from torchtitan_diloco.islands.page import Lanes, lanes_of
 from torchtitan_diloco.report.charts import SERIES, Curve, line_chart, series_colour
 from torchtitan_diloco.report.run_records import Array, Run, Worker, of_known
 from torchtitan_diloco.report.timeline import PHASE_COLOURS, phases, timeline_svg
@@ -66,7 +66,7 @@ class Figure:
     unit: str = ""
     """Label of the y axis."""
     svg: str = ""
-    html: str = ""
+    lanes: Lanes | None = None
     """Replaces `svg`."""
     narrow_svg: str = ""
     """Replaces a wide `svg` on a narrow page."""
@@ -138,14 +138,12 @@ def _lanes(run: Run) -> Figure | None:
     """Show when each island was there."""
     if not run.stays:
         return None
-    begin = min(stay.spans[0][0] for stay in run.stays)
-    end = max(stay.spans[-1][1] for stay in run.stays)
     source = "the server's clock" if run.log else "the islands' clocks"
     caption = (
         f"Bar: signs of life of an island, on {source}. Mark: a part was merged one or more "
         "versions late."
     )
-    return Figure(f"Islands of {run.name}", caption, [], html=lanes(run.stays, begin, end))
+    return Figure(f"Islands of {run.name}", caption, [], lanes=lanes_of(run.stays))
 
 
 def _top_of_axis(losses: Array) -> float | None:

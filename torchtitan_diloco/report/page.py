@@ -14,7 +14,7 @@ from matplotlib.ticker import EngFormatter
 
 from torchtitan_diloco.components.metrics import hidden_percent, time_shares, utilisation_percent
 from torchtitan_diloco.islands.overview import LEAST_GAP
-from torchtitan_diloco.islands.page import LANE_STYLE, time_text
+from torchtitan_diloco.islands.page import TEMPLATES, time_text
 from torchtitan_diloco.log import brief, clock
 from torchtitan_diloco.report.charts import css_variables
 from torchtitan_diloco.report.figures import figures
@@ -46,7 +46,7 @@ class Table(NamedTuple):
 def html_page(runs: Sequence[Run]) -> str:
     """Return a self-contained page for wide and narrow screens, light and dark."""
     environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
+        loader=FileSystemLoader([Path(__file__).parent, TEMPLATES]),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
@@ -54,7 +54,7 @@ def html_page(runs: Sequence[Run]) -> str:
     )
     return environment.get_template("page.html.jinja").render(
         title=runs[0].name if len(runs) == 1 else f"{len(runs)} runs side by side",
-        css_variables=css_variables() + LANE_STYLE,
+        css_variables=css_variables(),
         runs=runs,
         describe=describe,
         facts=facts_table(runs),
@@ -80,7 +80,8 @@ def describe(run: Run) -> str:
 def facts_table(runs: Sequence[Run]) -> Table:
     """Return the facts of all runs. Leave out rows that are empty for all of them."""
     facts = [_facts(run) for run in runs]
-    rows = [[Cell(name), *(fact[name] for fact in facts)] for name in facts[0]]
+    names = dict.fromkeys(name for fact in facts for name in fact)
+    rows = [[Cell(name), *(fact.get(name, Cell()) for fact in facts)] for name in names]
     known = [row for row in rows if set(row[1:]) != {Cell()}]
     return Table("", ["", *(run.name for run in runs)], known)
 
@@ -122,22 +123,19 @@ def _facts(run: Run) -> dict[str, Cell]:
     trained, loss = run.last("loss/train")
     names = [worker.name for worker in run.workers]
     owner = f"own of {names[0]}" if run.is_of_islands else "all workers"
-    steps_of = names[0] if run.is_of_islands else "each worker"
+    steps_of = f" of {names[0]}" if run.is_of_islands else ""
     scope = f"{len(names)} of {run.size} islands" if run.is_of_islands else "all workers"
     whose = f", mean of {len(names)} islands" if len(names) > 1 else f", {owner}"
     whose = whose if run.is_of_islands else ""
     validation_note = f"nats per held-out token, step {validated:,}"
     tokens, elapsed = run.last("train/tokens")[1], run.last("worker/elapsed_seconds")[1]
     totals, exposed = run.totals, time_shares(run.totals)["exposed communication"]
+    of_log = {name: Cell(text, "by its log") for name, text in run.headline.items()}
     return {
-        **(
-            {name: Cell(text, "of the run") for name, text in run.log.headline.items()}
-            if run.log
-            else {}
-        ),
         "loss of the shared model": _cell(shared_loss, _loss, validation_note),
         "training loss": _cell(loss, _loss, f"nats per token, {owner}, step {trained:,}"),
-        "tokens": _cell(tokens, _count, f"of the run, {run.last_step:,} steps of {steps_of}"),
+        "tokens": _cell(tokens, _count, f"of the run, {run.last_step:,} steps{steps_of}"),
+        **of_log,
         "time": _cell(elapsed, clock, "days, h:mm:ss, with validations"),
         "tokens/s": _cell(run.tokens_per_second, _count, f"{scope}, median"),
         **_sent_bytes(run, whose),

@@ -179,6 +179,10 @@ class Run:
         return [worker.stay for worker in self.workers if worker.starts]
 
     @property
+    def headline(self) -> Mapping[str, str]:
+        return self.log.headline if self.log else {}
+
+    @property
     def islands(self) -> str:
         """How many islands there are, and of how many there are records."""
         if self.log is not None:
