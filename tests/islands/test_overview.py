@@ -66,7 +66,7 @@ def test_any_run_adds_up(faults: list[tuple[float, str]], seed: int) -> None:
     members = Members(5.0, 60.0)
     members.connect(0.0)
     for owner in list(state.owners().values())[:2]:
-        numbers = Numbers("x", 10.0, math.nan, math.inf, (7, 1.5))
+        numbers = Numbers("x", 10.0, math.nan, math.inf, (7, math.nan))
         members.hear(Hint(owner, 5, 50, 0.5, caught_up=True, numbers=numbers), 7.0)
 
     found = overview(state, members, history, 8.0, float(end))
@@ -133,8 +133,8 @@ def test_news_and_stays_of_a_log() -> None:
     log.write(Give(**log.owner(0)))
     _, history, _ = read_log(log.raw)
     assert [text for _, text in history.news] == ["a joins", "b joins", "b is back", "a leaves"]
-    ends = {key: (stay.name, stay.slot, stay.ended) for key, stay in history.stays.items()}
-    assert ends == {"a": ("a", 0, "left"), "b": ("b", 1, "gone"), "b/2": ("b", 1, "")}
+    ends = {key: (stay.name, stay.ended) for key, stay in history.stays.items()}
+    assert ends == {"a": ("a", "left"), "b": ("b", "gone"), "b/2": ("b", "")}
     assert history.merged == {0: (1, 7.0)}
 
 

@@ -159,8 +159,8 @@ def test_islands_of_a_run_have_lanes_on_one_clock(tmp_path: Path) -> None:
             rounds = [one for one in rounds if not 60 < one.step < 130 or one is after]
             after.at_seconds = {"encoded": 0.0, "applied": 1e9 + 64}
         settings = f'[islands]\nname = "{name}"\n'
-        run = "run-2" if name == "other" else "run-1"
-        folders.append(write_run(tmp_path / "all" / name, steps, [rounds], settings, run=run))
+        run_id = "run-2" if name == "other" else "run-1"
+        folders.append(write_run(tmp_path / "all" / name, steps, [rounds], settings, run=run_id))
     run, other = open_runs(folders)
     (folder,) = open_runs([tmp_path / "all"])
     assert (describe(run), describe(other)) == ("3 of 3 islands", "1 of 3 islands")

@@ -16,10 +16,20 @@ from torchtitan_diloco.islands.ledger import Outcome
 from torchtitan_diloco.islands.log import State
 from torchtitan_diloco.islands.machine import left_out
 from torchtitan_diloco.islands.members import Member, Members
-from torchtitan_diloco.islands.records import Change, Close, End, Give, Open, Part, Take, name_of
+from torchtitan_diloco.islands.records import (
+    Change,
+    Close,
+    End,
+    Give,
+    Open,
+    SlotRecord,
+    Take,
+    name_of,
+)
 from torchtitan_diloco.log import brief, clock, markdown_table
 
-MOST_NEWS, MOST_POINTS, MOST_STAYS = 100, 1000, 500
+MOST_NEWS, MOST_POINTS, MOST_STAYS = 50, 1000, 200
+"""Those kept of news, points of a curve, and starts of islands that have ended."""
 LEAST_GAP, GAP_FACTOR = 5.0, 5.0
 """An island was away if it gave no sign for so many seconds, and so many times as long as usual."""
 TABLES = {"islands": "islands", "rounds of fragments": "fragments", "samples of slots": "slots"}
@@ -35,7 +45,7 @@ FORMS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "waited": ("waited", "{:.0%}".format),
 }
 """Heading and text of the columns that are not shown as they are."""
-HIDDEN = {"for_seconds", "validated", "incarnation", "tokens", "caught_up", "leaving"}
+HIDDEN = {"for_seconds", "incarnation", "tokens", "caught_up", "leaving"}
 """What programs need, and users see elsewhere."""
 
 # --- history --------------------------------------------------------------------------------------
@@ -48,7 +58,6 @@ class Stay:
     name: str
     spans: list[list[float]]
     """Beginnings and ends of the times in which it gave signs of life."""
-    slot: int = 0
     ended: str = ""
     """How: empty while it takes part."""
     parts: int = 0
@@ -85,17 +94,24 @@ class History:
         record = outcome.record
         if record is None or outcome.void:
             return
-        if isinstance(record, Take):
-            self._take(record, at)
-        elif stay := self.stays.get(getattr(record, "incarnation", "")):
-            stay.see(at)
+        if isinstance(record, SlotRecord):
+            new = Stay(name_of(record.incarnation), [[at, at]])
+            self.stays.setdefault(record.incarnation, new).see(at)
         match record:
+            case Take():
+                name, before = name_of(record.incarnation), name_of(record.replaces or "")
+                text = "is back" if before == name else f"replaces {before}" if before else "joins"
+                self.news.append((at, f"{name} {text}"))
+                self._end(record.replaces or "", "gone")
             case Open():
                 self.opened[record.fragment] = at
             case Close() if outcome.entry is not None:
                 self.merged[record.fragment] = record.version, at
                 for part in outcome.entry.parts:
-                    self._merge(part, record.version, at)
+                    if stay := self.stays.get(part.incarnation):
+                        stay.parts += 1
+                        if part.base < record.version - 1:
+                            append_thinned(stay.late, at)
                 self.news += [(at, text) for text in left_out(outcome.entry)]
             case Give():
                 self._end(record.incarnation, "left")
@@ -105,25 +121,12 @@ class History:
             case End():
                 self.news.append((at, "the run has ended"))
 
-    def _take(self, take: Take, at: float) -> None:
-        name, before = name_of(take.incarnation), name_of(take.replaces or "")
-        text = "joins" if not before else "is back" if before == name else f"replaces {before}"
-        self.news.append((at, f"{name} {text}"))
-        self._end(take.replaces or "", "gone")
-        self.stays[take.incarnation] = Stay(name, [[at, at]], take.slot)
-        if len(self.stays) > MOST_STAYS:
-            ended = (key for key, stay in self.stays.items() if stay.ended)
-            self.stays.pop(next(ended, take.incarnation))
-
-    def _merge(self, part: Part, version: int, at: float) -> None:
-        if stay := self.stays.get(part.incarnation):
-            stay.parts += 1
-            if part.base < version - 1:
-                append_thinned(stay.late, at)
-
     def _end(self, incarnation: str, how: str) -> None:
         if stay := self.stays.get(incarnation):
-            stay.ended = stay.ended or how
+            stay.ended = how
+        ended = [key for key, one in self.stays.items() if one.ended]
+        for key in ended[:-MOST_STAYS]:
+            del self.stays[key]
 
 
 def append_thinned(points: list[Any], point: Any) -> None:
@@ -238,7 +241,8 @@ def overview(
     moment = _Moment(state, members, history, now, at)
     heard, owned = members.heard.copy(), {owner: slot for slot, owner in state.owners().items()}
     there = {name for name, one in heard.items() if now - one.heard < members.expiry}
-    names = sorted({*owned, *there}, key=lambda name: (owned.get(name, len(state.slots)), name))
+    joining = there.difference(state.incarnations)
+    names = sorted({*owned, *joining}, key=lambda name: (owned.get(name, len(state.slots)), name))
     slots = [_slot(state, number) for number in range(len(state.slots))]
     islands = [moment.island(name, owned.get(name)) for name in names]
     for row in islands:
@@ -260,6 +264,7 @@ def _heartbeat(member: Member | None) -> dict[str, Any]:
     hint, numbers = member.hint, msgspec.structs.asdict(member.hint.numbers)
     seconds, rate = hint.step * hint.step_seconds, _finite(numbers["tokens_per_second"])
     rate = rate or (hint.tokens / seconds if seconds else 0.0)
+    del numbers["validated"]
     known = {name: value for name, value in numbers.items() if _finite(value) is not None}
     return known | {
         "step": hint.step,
