@@ -1,6 +1,7 @@
 """The page of a run over HTTP, from a real server of a run."""
 
 import base64
+import signal
 import threading
 import urllib.error
 import urllib.request
@@ -9,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.islands.servers import Listener, need_server, running_server, wait_until
+from tests.islands.servers import Listener, free_port, need_server, running_server, wait_until
 from tests.islands.test_log import Log
+from tests.islands.test_serve import serving
 from tests.report.test_page_in_browser import BROWSER, PHONE, measure
 from torchtitan_diloco.islands.members import Hint, Numbers
 from torchtitan_diloco.islands.page import PageServer, html_page
@@ -88,6 +90,17 @@ def test_the_page_needs_the_password_of_a_site(server: Server, page: PageServer)
     assert b'islands_island_tokens_per_second{island="a"} 123.0\n' in content
     server.settings.sites = {"other": "password"}
     assert get(page, "/", login) == refused, "the site has no login any more"
+
+
+def test_serve_with_a_page_ends_without_a_word(tmp_path: Path) -> None:
+    with serving("--folder", tmp_path, "--port", free_port(), "--http", "0") as found:
+        assert found.process.stdout is not None
+        lines = iter(found.process.stdout.readline, "")
+        url = next(line for line in lines if line.startswith("page of the run: "))
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            urllib.request.urlopen(url.split()[4].rstrip(","), timeout=60)
+        found.process.send_signal(signal.SIGTERM)
+        assert found.wait() == (0, "")
 
 
 def test_many_requests_build_a_page_once_a_second(

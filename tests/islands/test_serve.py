@@ -351,7 +351,8 @@ sys.exit(run_islands([sys.executable, "-c", {ISLAND!r}], 2, Path({str(tmp_path)!
         command, cwd=REPOSITORY, check=False, capture_output=True, text=True, timeout=TIMEOUT
     )
     assert done.returncode == 3, done.stderr
-    first, last = done.stdout.splitlines()
+    see, first, last = done.stdout.splitlines()
+    assert see.endswith(f"islands watch --join {tmp_path}/server/join.txt")
     assert first == "island-1 0o600 nats+tls://"
     assert last.startswith(f"islands and server are in {tmp_path}; the same command with")
     assert (tmp_path / "island-2/output.txt").read_text() == "island-2 0o600 nats+tls://\n"

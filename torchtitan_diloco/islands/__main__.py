@@ -28,6 +28,7 @@ from torchtitan_diloco.islands.check import check_log
 from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.inbox import Leave
 from torchtitan_diloco.islands.ledger import Outcome
+from torchtitan_diloco.islands.page import PageServer
 from torchtitan_diloco.islands.reader import open_reader, print_status
 from torchtitan_diloco.islands.records import encode, name_of
 from torchtitan_diloco.islands.server import Server, make_streams, open_folder
@@ -131,6 +132,7 @@ def _serve(options: argparse.Namespace) -> NoReturn:
     names = "run", "host", "port", "address", "keep_gb"
     chosen = {name: getattr(options, name) for name in names}
     server = open_folder(options.folder, say=partial(print, flush=True), **chosen)
+    page: PageServer | None = None
     try:
         server.start()
         if ISLAND in server.joins:
@@ -149,6 +151,8 @@ def _serve(options: argparse.Namespace) -> NoReturn:
     finally:
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
+        if page is not None:
+            page.close()
         server.stop()
 
 

@@ -18,7 +18,7 @@ from torchtitan_diloco.islands.inbox import LogRecord, Snapshot, SnapshotWanted
 from torchtitan_diloco.islands.joining import STATE_EVERY, Giver, Joiner, StaleError
 from torchtitan_diloco.islands.log import State
 from torchtitan_diloco.islands.machine import Boundary, Machine
-from torchtitan_diloco.islands.members import Gauges, IslandFailedError
+from torchtitan_diloco.islands.members import Gauges, IslandFailedError, Lags
 from torchtitan_diloco.islands.parts import PartGoneError, Parts, as_buffer
 from torchtitan_diloco.islands.records import Close, Facts, Part, VoidError, decode, encode
 from torchtitan_diloco.islands.rounds import Timing
@@ -297,21 +297,15 @@ class Leader:
 
     def _beat(self) -> None:
         """Send heartbeats, in a thread of their own as the reading thread may be busy."""
-        was_late, behind, before = False, True, time.monotonic()
+        members, lags = self._connection.members, Lags(self._connection.members.expiry)
         while not self._closed.wait(BEAT):
             unread = next(iter(self._connection.records.copy()), None)
             lag = 0.0 if unread is None else time.monotonic() - unread.at
-            members, now = self._connection.members, time.monotonic()
-            is_late = lag > members.expiry
-            if now - before > members.expiry / 2 or not members.connected:
-                behind = True  # after a pause, there is much to read with any downlink
-            behind, before = behind and bool(lag), now
-            is_slow = is_late and self._awaits_parts and not behind
-            if is_slow and not was_late and self.machine.island is not None:
+            awaits_parts = self._awaits_parts and self.machine.island is not None
+            if lags.is_new(lag, awaits_parts, members.connected, time.monotonic()):
                 self.machine.note_lag(lag)
-            was_late = is_late and (was_late or is_slow)
             # Also after a connection is made, as there is more to read then.
-            caught_up = not is_late and 0 <= self._connection.last <= self.state.sequence
+            caught_up = lag <= members.expiry and 0 <= self._connection.last <= self.state.sequence
             hint = self.machine.hint(caught_up=caught_up, state=self._giver.stored)
             numbers = self._gauges.read(self._connection.site, self._connection.round_trip)
             self._connection.beat(msgspec.structs.replace(hint, numbers=numbers))

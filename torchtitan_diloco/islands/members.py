@@ -123,6 +123,24 @@ class Gauges:
         )
 
 
+class Lags:
+    """Tells when an island falls behind the log because its downlink is slow."""
+
+    def __init__(self, longest: float) -> None:
+        self._longest, self._known = longest, False
+        self._behind, self._before = True, math.inf
+
+    def is_new(self, lag: float, awaits_parts: bool, connected: bool, now: float) -> bool:
+        """`lag`: seconds for which the oldest unread record has waited. Call this often."""
+        if now - self._before > self._longest / 2 or not connected:
+            self._behind = True  # after a pause, there is much to read with any downlink
+        self._behind, self._before = self._behind and lag > 0, now
+        is_late = lag > self._longest
+        is_new = is_late and awaits_parts and not self._behind and not self._known
+        self._known = is_late and (self._known or is_new)
+        return is_new
+
+
 class Members:
     """Heartbeats of the other islands. They decide about waiting, not about validity.
 
