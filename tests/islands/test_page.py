@@ -74,7 +74,7 @@ def test_the_page_needs_the_password_of_a_site(server: Server, page: PageServer)
             assert get(page, path, login) == refused, login
     admin = f"admin:{server.settings.admin_password}"
     assert get(page, "/", admin) == refused, "it is of no site"
-    for header in ("Basic", "Basic !", "Basic /w==", f"Bearer {password}", "x" * 999):
+    for header in ("Basic", "Basic !", "Basic /w==", "Basic é", f"Bearer {password}", "x" * 999):
         assert not page.allows(header)
     login = f"island:{password}"
     assert get(page, "/none", login)[0] == 404

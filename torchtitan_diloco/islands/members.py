@@ -24,20 +24,14 @@ class IslandFailedError(RuntimeError):
 class Numbers(msgspec.Struct, frozen=True, array_like=True):
     """What users want to know of an island. No decision depends on it."""
 
-    site: Annotated[str, msgspec.Meta(max_length=60)] = ""
-    """User of its join string."""
-    tokens_per_second: float = 0.0
-    """Over the latest steps, with the time in which training waited."""
-    waited: float = 0.0
-    """Share of this time in which training waited for the others."""
-    loss: float | None = None
-    """Its training loss."""
+    site: Annotated[str, msgspec.Meta(max_length=60)] = ""  # user of its join string
+    tokens_per_second: float = 0.0  # over the latest steps, with the time that training waited
+    waited: float = 0.0  # share of this time in which it waited for the others
+    loss: float | None = None  # its training loss
     validated: tuple[Count, float] | None = None
     """Tokens that the run had merged, and the loss of the shared model then."""
-    round_trip_seconds: float | None = None
-    """To the server and back."""
-    upload_bytes_per_second: float | None = None
-    """Of its latest upload."""
+    round_trip_seconds: float | None = None  # to the server and back
+    upload_bytes_per_second: float | None = None  # of its latest part
 
 
 class Hint(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -100,8 +94,7 @@ class Gauges:
         self.loss: float | None = None
         self.validated: tuple[int, float] | None = None
         self.bytes_per_second: float | None = None
-        self.waited = 0.0
-        """Seconds in which training has waited for the others."""
+        self.waited = 0.0  # seconds, since the start
         self._steps = deque[tuple[float, int, float]](maxlen=LATEST_STEPS)
 
     def finish_step(self, tokens: int, now: float) -> None:

@@ -15,7 +15,7 @@ import msgspec
 from torchtitan_diloco.islands.ledger import Outcome
 from torchtitan_diloco.islands.log import State
 from torchtitan_diloco.islands.machine import left_out
-from torchtitan_diloco.islands.members import Member, Members
+from torchtitan_diloco.islands.members import Members
 from torchtitan_diloco.islands.records import (
     Change,
     Close,
@@ -58,10 +58,8 @@ class Stay:
     name: str
     spans: list[list[float]]
     """Beginnings and ends of the times in which it gave signs of life."""
-    ended: str = ""
-    """How: empty while it takes part."""
-    parts: int = 0
-    """In entries."""
+    ended: str = ""  # how, empty while it takes part
+    parts: int = 0  # in entries
     late: list[float] = field(default_factory=list)
     """Times of the entries that took a part one or more versions late."""
     _usual: float = math.inf
@@ -147,15 +145,21 @@ class _Moment:
     now: float
     at: float
 
-    def island(self, name: str, slot: int | None) -> dict[str, Any]:
+    def island(self, name: str, slot: int | None, share: float | None) -> dict[str, Any]:
         doing, since = self._doing(name, slot)
         member, stay = self.members.heard.get(name), self.history.stays.get(name)
-        return {
-            "island": name_of(name),
-            "slot": slot,
-            "doing": doing,
-            "for_seconds": since,
-            **_heartbeat(member),
+        row: dict[str, Any] = {"island": name_of(name), "slot": slot, "doing": doing}
+        row["for_seconds"] = since
+        if member is not None:
+            hint, numbers = member.hint, msgspec.structs.asdict(member.hint.numbers)
+            del numbers["validated"]
+            row |= {key: _finite(value) for key, value in numbers.items()}
+            seconds, rate = hint.step * hint.step_seconds, row["tokens_per_second"]
+            row["tokens_per_second"] = round(rate or (hint.tokens / seconds if seconds else 0))
+            row |= {"step": hint.step, "tokens": hint.tokens}
+            row |= {"caught_up": hint.caught_up, "leaving": hint.leaving}
+        return row | {
+            "part_in_rounds": share,
             "late_parts": None if stay is None else len(stay.late),
             "heard_seconds_ago": None if member is None else _ago(self.now, member.heard),
             "incarnation": name,
@@ -185,25 +189,24 @@ class _Moment:
     def fragment(self, number: int) -> dict[str, Any]:
         fragment, opened = self.state.fragments[number], self.history.opened.get(number)
         merged, is_open = self.history.merged.get(number), fragment.open is not None
-        owners = self.state.owners().items() if is_open else ()
+        waits = [
+            name_of(owner)
+            for slot, owner in self.state.owners().items()
+            if is_open and fragment.waiting_of(slot) is None and self._is_ready(slot, owner)
+        ]
         return {
             "fragment": number,
             "version": fragment.version,
             "merged_seconds_ago": _ago(self.at, merged[1]) if merged else None,
             "open": is_open,
             "open_seconds": _ago(self.at, opened) if is_open and opened is not None else None,
-            "waits_for": [
-                name_of(owner)
-                for slot, owner in owners
-                if fragment.waiting_of(slot) is None and self._is_waited_for(slot, owner)
-            ],
+            "waits_for": waits,
             "waiting": len(fragment.waiting),
         }
 
-    def _is_waited_for(self, slot: int, owner: str) -> bool:
-        member = self.members.heard.get(owner)
+    def _is_ready(self, slot: int, owner: str) -> bool:
+        member, done = self.members.heard.get(owner), self.state.slots[slot].done
         seconds = member.hint.step_seconds if member else 0.0
-        done = self.state.slots[slot].done
         return not done and self.members.is_ready(owner, self.now, seconds)
 
     def whole(self, islands: list[dict[str, Any]], slots: list[dict[str, Any]]) -> dict[str, Any]:
@@ -244,34 +247,14 @@ def overview(
     joining = there.difference(state.incarnations)
     names = sorted({*owned, *joining}, key=lambda name: (owned.get(name, len(state.slots)), name))
     slots = [_slot(state, number) for number in range(len(state.slots))]
-    islands = [moment.island(name, owned.get(name)) for name in names]
-    for row in islands:
-        share = None if row["slot"] is None else slots[row["slot"]]["part_in_rounds"]
-        row["part_in_rounds"] = share
+    shares = {slot["owner"]: slot["part_in_rounds"] for slot in slots}
+    islands = [moment.island(name, owned.get(name), shares.get(name)) for name in names]
     return {
         **moment.whole(islands, slots),
         "islands": islands,
         "fragments": [moment.fragment(number) for number in range(len(state.fragments))],
         "slots": slots,
         "news": [{"time": when, "text": text} for when, text in history.news],
-    }
-
-
-def _heartbeat(member: Member | None) -> dict[str, Any]:
-    """Return what the heartbeat of an island says."""
-    if member is None:
-        return {}
-    hint, numbers = member.hint, msgspec.structs.asdict(member.hint.numbers)
-    seconds, rate = hint.step * hint.step_seconds, _finite(numbers["tokens_per_second"])
-    rate = rate or (hint.tokens / seconds if seconds else 0.0)
-    del numbers["validated"]
-    known = {name: value for name, value in numbers.items() if _finite(value) is not None}
-    return known | {
-        "step": hint.step,
-        "tokens": hint.tokens,
-        "tokens_per_second": round(rate),
-        "caught_up": hint.caught_up,
-        "leaving": hint.leaving,
     }
 
 

@@ -1,7 +1,6 @@
 """Page of a run and its numbers for Prometheus, served over HTTP behind the run's passwords."""
 
 import base64
-import binascii
 import hmac
 import ssl
 import threading
@@ -198,7 +197,7 @@ class PageServer(ThreadingHTTPServer):
         kind, _, encoded = header.partition(" ")
         try:
             user, _, password = base64.b64decode(encoded, validate=True).decode().partition(":")
-        except (binascii.Error, UnicodeDecodeError):
+        except ValueError:
             return False
         expected = self.users().get(user, "")
         same = hmac.compare_digest(password.encode(), expected.encode())

@@ -29,6 +29,8 @@ from torchtitan_diloco.islands.reader import LISTEN_SECONDS, open_reader
 from torchtitan_diloco.log import UserError
 
 Array = NDArray[np.float64]
+LATEST = 1e11
+"""A later time is damaged."""
 
 
 @dataclass(frozen=True)
@@ -51,19 +53,21 @@ class Worker:
     @property
     def stay(self) -> Stay:
         """Its signs of life and late parts, as an island that has begun."""
-        times = [start.time for start in self.starts]
-        times += [one["time"] for one in self.steps if "time" in one]
-        times += [at for one in self.rounds if (at := one.at_seconds.get("applied"))]
-        stay, missed = Stay(self.name, [[min(times), min(times)]]), defaultdict[int, int](int)
-        for at in sorted(times):
+        found = [start.time for start in self.starts]
+        found += [number(one.get("time")) for one in self.steps]
+        found += [one.at_seconds.get("applied", np.nan) for one in self.rounds]
+        times = sorted(at for at in found if 0 <= at < LATEST) or [0.0]
+        stay, missed = Stay(self.name, [times[:1] * 2]), defaultdict[int, int](int)
+        for at in times:
             stay.see(at)
         for one in self.rounds:  # an entry without a part of it has nothing that was encoded
             if "encoded" not in one.at_seconds:
                 missed[one.fragment] = one.step
                 continue
             stay.parts += 1
-            if missed[one.fragment] > one.sent_step and "applied" in one.at_seconds:
-                stay.late.append(one.at_seconds["applied"])
+            at = one.at_seconds.get("applied", np.nan)
+            if missed[one.fragment] > one.sent_step and 0 <= at < LATEST:
+                stay.late.append(at)
         return stay
 
     @cached_property
