@@ -7,9 +7,11 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.islands.running import TOKENS, Island, started
 from tests.islands.servers import Listener, free_port, need_server, running_server, wait_until
 from tests.islands.test_log import Log
 from tests.islands.test_serve import serving
@@ -140,6 +142,32 @@ def test_a_report_of_the_join_file_is_of_the_run(server: Server) -> None:
     text = report_page([run])
     for shown in ("40 of 100 (40.0%)", "2.2500 at 40 tokens", "2 islands", "Islands of test"):
         assert shown in text
+
+
+def test_islands_say_how_fast_they_are(tmp_path: Path) -> None:
+    keys = "tokens_per_second", "loss", "waited", "round_trip_seconds", "upload_bytes_per_second"
+    with running_server(tmp_path / "server") as found:
+        islands = [Island(found.join, name, steps=10**6, step_seconds=0.02) for name in "ab"]
+        for island in islands:
+            island.peers.gauges.loss = 2.5
+            island.peers.gauges.validated = 1, 2.25
+        with started(*islands), open_reader(found.join) as reader:
+
+            def rows() -> list[dict[str, Any]]:
+                reader.read(0.1)
+                return [
+                    row
+                    for row in reader.overview()["islands"]
+                    if row["doing"] == "trains" and all(row.get(key) is not None for key in keys)
+                ]
+
+            wait_until(lambda: len(rows()) == 2, "all numbers")
+            wait_until(lambda: reader.history.losses == [(1, 2.25)] * 2, "the loss")
+            assert {row["site"] for row in rows()} == {"island"}
+            for row in rows():
+                assert 0 < row["tokens_per_second"] <= TOKENS / 0.02
+                assert 0 <= row["waited"] < 1
+            assert {stay.ended for stay in reader.history.stays.values()} == {""}
 
 
 @pytest.mark.skipif(BROWSER is None, reason="needs Chromium or Chrome")
