@@ -124,6 +124,14 @@ def test_what_islands_do_and_whom_rounds_wait_for() -> None:
     members.hear(island("b"), 25.5)
     stuck = overview(log.state, members, history, 25.5, 100.0)["islands"][1]
     assert (stuck["doing"], stuck["for_seconds"]) == ("makes no step", 10.0)
+    log.take(1, "b/2", "b")
+    members.hear(msgspec.structs.replace(island("b/2"), step=7), 25.6)
+    rows = overview(log.state, members, history, 25.7, 100.0)["islands"]
+    assert [row["incarnation"] for row in rows] == ["a", "b/2"], "its first start has ended"
+    log.state.slots[1].done = True
+    done = overview(log.state, members, history, 25.7, 100.0)
+    assert [row["doing"] for row in done["islands"]] == ["gone", "done"]
+    assert done["fragments"][0]["waits_for"] == []
 
 
 def test_news_and_stays_of_a_log() -> None:

@@ -3,6 +3,7 @@
 import base64
 import signal
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -134,6 +135,14 @@ def test_other_machines_get_it_encrypted(server: Server) -> None:
             urllib.request.urlopen(request, timeout=60)
     finally:
         page.close()
+
+
+def test_the_server_says_when_a_round_was_merged(server: Server) -> None:
+    time.sleep(1.0)
+    began = time.time()
+    with open_reader(server.join) as reader:
+        assert reader.history.merged[0][1] <= began - 1.0
+        assert reader.history.stays["a"].spans[0][0] <= began - 1.0
 
 
 def test_a_report_of_the_join_file_is_of_the_run(server: Server) -> None:
