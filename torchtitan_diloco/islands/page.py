@@ -7,11 +7,12 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
+from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
 from torchtitan_diloco.islands.config import Join, is_loopback
 from torchtitan_diloco.islands.overview import TABLES, History, Stay, headline, table
@@ -66,13 +67,17 @@ def time_text(at: float) -> str:
     return f"{datetime.fromtimestamp(at, UTC):%m-%d %H:%M:%S}"
 
 
+@cache
+def _template() -> Template:
+    options: Any = {"autoescape": True, "trim_blocks": True, "lstrip_blocks": True}
+    loader = FileSystemLoader(TEMPLATES)
+    environment = Environment(loader=loader, undefined=StrictUndefined, **options)
+    return environment.get_template("page.html.jinja")
+
+
 def html_page(found: dict[str, Any], history: History, at: float) -> str:
     """Return the page of a run. It refreshes itself. `at`: now, in seconds since 1970."""
-    options: Any = {"autoescape": True, "trim_blocks": True, "lstrip_blocks": True}
-    environment = Environment(
-        loader=FileSystemLoader(TEMPLATES), undefined=StrictUndefined, **options
-    )
-    return environment.get_template("page.html.jinja").render(
+    return _template().render(
         found=found,
         headline=headline(found),
         at=time_text(at),
