@@ -14,6 +14,7 @@ from tests.islands.servers import PATIENCE, Listener, need_server, running_serve
 from tests.network import network_of
 from torchtitan_diloco.islands import connection as module
 from torchtitan_diloco.islands import session as session_module
+from torchtitan_diloco.islands import streams
 
 need_server()
 
@@ -24,12 +25,11 @@ def _lose_the_chunks(folder: Path) -> None:
     module.FIRST_CONNECTION_SECONDS = PATIENCE
     with running_server(folder) as server, Listener(server.join, "a/1") as listener:
         connection, loopback = listener.connection, ["tc", "qdisc", "replace", "dev", "lo", "root"]
-        session = connection._bulk
-        assert session is not None
+        session = connection._streams.next()
         slow = "tbf rate 8mbit burst 256kb latency 400ms"
         run_command([*loopback, *slow.split()])
         early = connection.store(b"x" * 4_000_000, "parts")  # it takes four seconds
-        assert connection._bulk is session, "a slow link is no dead one"
+        assert connection._streams.next() is session, "a slow link is no dead one"
         run_command([*loopback, "pfifo"])
         transport: Any = session.client._transport
         port = transport._io_writer.get_extra_info("sockname")[1]
@@ -43,7 +43,7 @@ def _lose_the_chunks(folder: Path) -> None:
         begin = time.monotonic()
         fetched = connection.fetch(early, "parts")  # nothing is sent but a question and pings
         assert b"".join(fetched) == b"x" * 4_000_000
-        assert connection._bulk is not session
+        assert connection._streams.next() is not session
         print(f"fetched after {time.monotonic() - begin:.0f} s")
 
 
@@ -58,4 +58,4 @@ def test_a_connection_that_dies_without_a_word_is_noticed_in_seconds(tmp_path: P
         assert program.wait(PATIENCE) == 0, program.printed()
     found = re.search(r"fetched after (\d+) s", program.printed())
     assert found is not None
-    assert int(found[1]) < module.BULK_PATIENCE / 3
+    assert int(found[1]) < streams.PATIENCE / 3

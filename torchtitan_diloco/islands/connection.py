@@ -36,6 +36,7 @@ from torchtitan_diloco.islands.session import (
     stream_of,
     subject_of,
 )
+from torchtitan_diloco.islands.streams import LONGEST_PAUSE, PAUSE, Streams
 from torchtitan_diloco.log import UserError, logger
 
 if TYPE_CHECKING:
@@ -46,17 +47,15 @@ Bulk: TypeAlias = Literal["parts", "snapshots", "states"]
 CHUNK_BYTES = RECORD_BYTES = 1_000_000
 """By default, a server accepts messages of at most 1 MiB."""
 UNDER_WAY: dict[Bulk, int] = {"parts": 8, "snapshots": 4, "states": 2}
-"""Concurrent chunks. Parts have more, as they are more urgent."""
+"""Concurrent chunks for each stream. Parts have more, as they are more urgent."""
 FIRST_CONNECTION_SECONDS, SERVER_IS_BACK_SECONDS = 10.0, 600.0
 """Time to connect for a new island, and for one that was in the run: a server may reboot."""
-LOG_PATIENCE, BULK_PATIENCE = 3.0, 120.0
-"""Seconds without an answer to a ping until a session is lost. In the session of the chunks, pings
-queue behind chunks, and links may be slow. When one session is lost, both are replaced."""
+LOG_PATIENCE = 3.0
+"""Seconds without an answer to a ping until the session of the log is lost. When it is, or the last
+one of the chunks, all are replaced."""
 GIVE_UP_SECONDS: dict[Bulk, float] = {"parts": math.inf, "snapshots": 120.0, "states": 120.0}
 """Time of failures, with a connection, after which a chunk is given up. Another island may have a
 snapshot, but nobody else has the parts."""
-PAUSE, LONGEST_PAUSE = 0.1, 1.0
-"""Seconds between attempts."""
 EXPIRY = 5.0
 """Seconds without a heartbeat until an island counts as gone."""
 
@@ -89,17 +88,19 @@ class Connection(Inbox):
     nothing is submitted after the end.
     """
 
-    def __init__(self, join: Join, name: str, slot_seconds: float = 0.0) -> None:
-        """`name`: the incarnation. `slot_seconds`: see `islands.slot_seconds`."""
+    def __init__(
+        self, join: Join, name: str, slot_seconds: float = 0.0, *, streams: int = 1
+    ) -> None:
+        """`name`: the incarnation. `slot_seconds`: see `islands`; `streams`: see `diloco.link`."""
         super().__init__(EXPIRY, slot_seconds)
         self._join, self._name = join, name
         self._subject, self._stream = partial(subject_of, join.run), partial(stream_of, join.run)
         self._connected = Future[None]()
         self._background = set[asyncio.Task[None]]()
         self._log: LogSession | None = None
-        self._bulk: Session | None = None
+        self._streams = Streams(join, name, streams, self._in_background)
         self._is_there, self._follows = asyncio.Event(), asyncio.Event()
-        self._free = {bulk: asyncio.Semaphore(count) for bulk, count in UNDER_WAY.items()}
+        self._free = dict[Bulk, asyncio.Semaphore]()
         self._warned = ""
         self._loop = EventLoop()
         self._loop.set_exception_handler(_note_failure)
@@ -251,32 +252,35 @@ class Connection(Inbox):
     async def _stay_connected(self, address: str) -> Exception:
         """Connect, and return why the connection was lost. Raises any error if there was none."""
         log = LogSession(LOG_PATIENCE, self, self._join.run)
-        bulk = Session(BULK_PATIENCE)
-        reading = asyncio.create_task(self._follow(log))
+        streams = self._streams
+        tasks: list[asyncio.Task[Any]] = [asyncio.create_task(self._follow(log))]
         try:
-            await asyncio.gather(
-                log.open(self._join, address, self._name),
-                bulk.open(self._join, address, f"{self._name} bulk"),
-            )
+            opening = log.open(self._join, address, self._name), streams.open(address)
+            await gather(opening)
             first, last = await log.run(log.subscribe(self._name))
             if self._follows.is_set():  # before anything is sent
                 await log.run(log.compare_log(self._join.run, self.received, self.newest))
-            self._log, self._bulk = log, bulk
+            await streams.measure(address)
+            self._log = log
             self.note_connection(first, last)
             self._is_there.set()
             if not self._connected.done():
+                numbers = {bulk: count * streams.count for bulk, count in UNDER_WAY.items()}
+                self._free |= {bulk: asyncio.Semaphore(count) for bulk, count in numbers.items()}
                 self._connected.set_result(None)
-            ends: list[asyncio.Future[Any]] = [reading, log.lost, bulk.lost]
+            tasks.append(asyncio.create_task(streams.keep(address)))
+            ends: list[asyncio.Future[Any]] = [*tasks, log.lost]
             (ended, *_), _ = await asyncio.wait(ends, return_when="FIRST_COMPLETED")
             failure: Exception = ended.result()
             return failure
         finally:
             self._is_there.clear()
             self._log = None
-            reading.cancel()
-            for session in (log, bulk):
-                session.fail(ConnectionError("closed"))
-                self._in_background(session.close())
+            for task in tasks:
+                task.cancel()
+            log.fail(ConnectionError("closed"))
+            self._in_background(log.close())
+            streams.close()
 
     async def _follow(self, log: LogSession) -> NoReturn:
         await self._is_there.wait()
@@ -323,8 +327,7 @@ class Connection(Inbox):
                 await self._is_there.wait()
                 if self.failure is not None:
                     raise self.failure
-                assert self._bulk is not None
-                session = self._bulk
+                session = self._streams.next()
                 try:
                     found = await session.run(operation(session), patience)
                     self._warned = ""
