@@ -55,9 +55,12 @@ def chunk_and_window(
 ) -> tuple[int, int]:
     """Return values per chunk and chunks in flight. `largest`: values of the largest fragment."""
     chunk, in_flight = (GPU_CHUNK, GPU_IN_FLIGHT) if on_gpu else (CHUNK, IN_FLIGHT)
-    if streams > 1:  # several chunks in each, of which a worker gets a slice in each hop
+    if streams > 1:
         chunk = max(min(CHUNK, chunk), chunk // 2 ** math.ceil(math.log2(streams)))
-        in_flight = max(in_flight, streams * STREAM_BYTES * (1 if owners == 1 else 2 * owners))
+        # Of a chunk, a worker gets a slice in each of two hops. Twice what streams carry in a round
+        # trip, as gloo sends nothing before the receiver has announced its buffer.
+        slices = 1 if owners == 1 else 2 * owners
+        in_flight = max(in_flight, 2 * streams * STREAM_BYTES * slices)
     chunk = min(chunk, max(1, largest))
     return chunk, max(1, min(-(-largest // chunk), in_flight // codec.wire_bytes(chunk)))
 
