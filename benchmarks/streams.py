@@ -228,7 +228,7 @@ def chunks(join: Join, streams: int, megabytes: float, rounds: int) -> tuple[int
         moments.append(time.perf_counter())
         for rates, start, end in zip(found, moments[:-1], moments[1:], strict=True):
             rates.append(len(payload) / (end - start))
-    count = connection._streams.count
+    count = len(connection.streams._threads)
     connection.close()
     return count, [rates[1:] for rates in found]
 

@@ -49,9 +49,9 @@ def running_server(folder: Path, run: str = "test") -> Iterator[Server]:
 class Listener:
     """A connection that keeps everything that it receives."""
 
-    def __init__(self, join: Join, name: str, after: int = 0, streams: int = 1) -> None:
+    def __init__(self, join: Join, name: str, after: int = 0) -> None:
         self.join = join
-        self.connection = Connection(join, name, streams=streams)
+        self.connection = Connection(join, name)
         self.connection.connect()
         self.connection.follow(after)
 

@@ -26,12 +26,12 @@ from tests.islands.servers import (
     running_server,
     wait_until,
 )
-from torchtitan_diloco.diloco import link
 from torchtitan_diloco.islands import connection as module
+from torchtitan_diloco.islands import probe
 from torchtitan_diloco.islands import server as server_module
-from torchtitan_diloco.islands import streams as streams_module
+from torchtitan_diloco.islands.bulk import ClosedError, CorruptError, GoneError
 from torchtitan_diloco.islands.config import Join
-from torchtitan_diloco.islands.connection import ClosedError, Connection, CorruptError, GoneError
+from torchtitan_diloco.islands.connection import Connection
 from torchtitan_diloco.islands.inbox import Leave, SnapshotWanted
 from torchtitan_diloco.islands.members import Hint
 from torchtitan_diloco.islands.records import AnotherLogError, digest
@@ -121,7 +121,7 @@ def test_payloads_come_back_or_it_is_said_what_is_wrong(
         stored = list(pool.map(first.store, [payload, memoryview(payload)], ["parts", "snapshots"]))
     for chunks, bulk in zip(stored, ("parts", "snapshots"), strict=True):
         assert [chunk.size for chunk in chunks] == [1_000_000, 1_000_000, 1]
-        assert b"".join(second.fetch(chunks, bulk)) == payload  # type: ignore[arg-type]
+        assert second.fetch(chunks, bulk) == payload  # type: ignore[arg-type]
     assert first.store(b"", "parts") == ()
     whole, other, gone = stored[0]
     wrong = msgspec.structs.replace
@@ -134,7 +134,52 @@ def test_payloads_come_back_or_it_is_said_what_is_wrong(
     for sequence in (gone.sequence, 10**6):
         with pytest.raises(GoneError, match="not kept"):
             second.fetch([other, wrong(gone, sequence=sequence)], "parts")
-    assert second.fetch([other, whole], "parts")[-1] == payload[:1_000_000]
+    assert second.fetch([other, whole], "parts")[-1_000_000:] == payload[:1_000_000]
+
+
+def test_a_stream_that_dies_loses_nothing(pair: tuple[Listener, Listener]) -> None:
+    """The others go on, and it connects again."""
+    first, second = (listener.connection for listener in pair)
+    payload, streams = os.urandom(60_000_000), first.streams
+    streams.grow(3)
+    wait_until(lambda: all(one._wire for one in streams._threads), "three streams")
+    dying = streams._threads[1]
+    wire = dying._wire
+    assert wire is not None
+    with ThreadPoolExecutor() as pool:
+        storing = pool.submit(first.store, payload, "parts")
+        wait_until(lambda: dying._under_way, "chunks of this stream")
+        wire.close()
+        chunks = storing.result(PATIENCE)
+    assert second.fetch(chunks, "parts") == payload
+    wait_until(lambda: dying._wire not in (None, wire), "another connection")
+    assert first.fetch(chunks[:3], "parts") == payload[:3_000_000]
+
+
+def test_streams_follow_from_the_link_to_the_server(
+    server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(logging.getLogger("torchtitan_diloco"), "level", logging.INFO)
+
+    def count(streams: int = 0) -> int:
+        caplog.clear()
+        connection = Connection(server.join, "a/1", streams=streams)
+        connection.connect()
+        connection.close()
+        return len(connection.streams._threads)
+
+    assert (count(), count(3)) == (1, 3)
+    assert not caplog.messages, "a given number is not measured"
+    assert count() == 1
+    assert re.search("link to the server: .* ms, 1 stream\n", caplog.text)
+    monkeypatch.setattr(probe, "SHORT_SECONDS", 0.0)
+    monkeypatch.setattr(probe, "PINGS", 1)
+    found = count()
+    assert re.search(f"link to the server: .* ms, .* Gbit/s, {found} stream", caplog.text)
+    assert ", 0 Gbit/s" not in caplog.text
+    monkeypatch.setattr(probe, "PATIENCE", 0.0)
+    assert count() == 1
+    assert "could not be measured (not all connections could be made): 1 stream" in caplog.text
 
 
 # --- where to begin to read the log ---------------------------------------------------------------
@@ -257,68 +302,10 @@ def test_nothing_acknowledged_is_lost_when_the_server_is_killed(tmp_path: Path) 
         assert numbers == sorted(set(numbers))
         assert [sequence for sequence, _ in records] == list(range(1, len(numbers) + 1))
         for one in chunks:
-            assert b"".join(reader.connection.fetch(one, "parts")) == payload
+            assert reader.connection.fetch(one, "parts") == payload
         with Listener(server.join, "late/1", after=10) as late:
             late.read_to(len(numbers))
             assert [record[:2] for record in late.records][: len(numbers) - 10] == records[10:]
-
-
-def test_a_stream_that_dies_is_replaced_while_others_carry_on(server: Server) -> None:
-    payload = os.urandom(20_000_000)
-    with Listener(server.join, "a/1", streams=3) as listener, ThreadPoolExecutor() as pool:
-        connection = listener.connection
-        streams, log = connection._streams, connection._log
-
-        def there() -> list[Any]:
-            return [one for one in list(streams._sessions) if not one.is_lost]
-
-        for _ in range(2):
-            wait_until(lambda: len(there()) == 3, "all streams")
-            used = {streams.next() for _ in range(3)}
-            assert used == set(there())
-            storing = [pool.submit(connection.store, payload, "parts") for _ in range(2)]
-            victim: Any = streams.next().client
-            while victim.stats["out_bytes"] < 3_000_000:
-                time.sleep(0.01)
-            connection._loop.call_soon_threadsafe(victim._transport._io_writer.transport.abort)
-            for future in storing:
-                chunks = future.result(timeout=PATIENCE)
-                assert b"".join(connection.fetch(chunks, "parts")) == payload
-        assert connection._log is log, "the log is not affected"
-        wait_until(lambda: len(there()) == 3, "all streams")
-        wait_until(lambda: {one.client.is_connected for one in there()} == {True}, "all streams")
-
-
-def test_streams_follow_from_the_link_to_the_server(
-    server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(logging.getLogger("torchtitan_diloco"), "level", logging.INFO)
-    with Listener(server.join, "a/1", streams=0) as listener:
-        assert listener.connection._streams.count == 1
-    monkeypatch.setattr(streams_module, "SHORT_SECONDS", 0.0)
-    rates = []
-
-    async def rate(arrived: Any, round_trip: float) -> float:
-        rates.append(await link.rate(arrived, round_trip))
-        return 3 * link.STREAM_BYTES * 8 / round_trip
-
-    monkeypatch.setattr(streams_module, "rate", rate)
-    with Listener(server.join, "a/1", streams=0) as listener:
-        connection = listener.connection
-        wait_until(lambda: len(connection._streams._sessions) == 3, "all streams")
-        chunks = connection.store(b"x" * 5_000_000, "parts")
-        assert b"".join(connection.fetch(chunks, "parts")) == b"x" * 5_000_000
-    assert 0 < rates[0] < math.inf
-    assert re.search("link to the server: .* ms, 1 stream\n", caplog.text)
-    assert re.search("link to the server: .* ms, .* Gbit/s, 3 streams\n", caplog.text)
-
-    async def fail(*_: Any) -> float:
-        raise OSError("no way")
-
-    monkeypatch.setattr(streams_module, "rate", fail)
-    with Listener(server.join, "a/1", streams=0) as listener:
-        assert listener.connection._streams.count == 1
-    assert "could not be measured (no way): 1 stream" in caplog.text
 
 
 def test_a_server_that_is_silent_for_a_while(

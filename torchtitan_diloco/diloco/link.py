@@ -12,7 +12,6 @@ import math
 import socket
 import struct
 import time
-from collections.abc import Callable
 from typing import NamedTuple, cast
 
 STREAM_BYTES = 3_000_000
@@ -53,13 +52,10 @@ def streams_needed(bits_per_second: float, round_trip: float) -> int:
     return 1 if math.isnan(streams) else math.ceil(min(max(streams, 1), MOST_STREAMS))
 
 
-async def rate(arrived: Callable[[], int], round_trip: float) -> float:
-    """Return the bits per second at which a count of bytes grows once streams have settled."""
+def settling_and_counting(round_trip: float) -> tuple[float, float]:
+    """Return the seconds until streams have found their rate, and those in which to count bytes."""
     seconds = min(max(ROUND_TRIPS * round_trip, LEAST_SECONDS), MOST_SECONDS)
-    await asyncio.sleep(SETTLED * seconds)
-    before, started = arrived(), time.perf_counter()
-    await asyncio.sleep((1 - SETTLED) * seconds)
-    return 8 * (arrived() - before) / (time.perf_counter() - started)
+    return SETTLED * seconds, (1 - SETTLED) * seconds
 
 
 class _Counting(asyncio.BufferedProtocol):
@@ -135,11 +131,16 @@ async def measure(host: str, port: int, *, streams: int = MOST_STREAMS) -> Speed
                 return Speed(round_trip)
             await asyncio.gather(*(open_stream() for _ in range(streams - 1)))
         tasks = [asyncio.create_task(stream.flood()) for stream in opened]
-        found = await rate(lambda: sum(stream.arrived for stream in opened), round_trip)
+        settling, counting = settling_and_counting(round_trip)
+        await asyncio.sleep(settling)
+        before, started = sum(stream.arrived for stream in opened), time.perf_counter()
+        await asyncio.sleep(counting)
+        seconds = time.perf_counter() - started
+        counted = sum(stream.arrived for stream in opened) - before
         for task in tasks:
             if task.done():
                 task.result()
-        return Speed(round_trip, found)
+        return Speed(round_trip, 8 * counted / seconds)
     finally:
         for task in tasks:
             task.cancel()
