@@ -27,10 +27,10 @@ def _join(count: int, problem: str = "", ranks: int = 1) -> tuple[int, list[str]
     said, made = list[str](), list[str]()
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
-    async def measure(host: str, port: int, *, streams: int) -> Speed:
+    def measure(connect: Any, streams: int) -> Speed:
         if problem and rank:
             raise OSError(problem)
-        found = await speeds.measure(host, port, streams=streams)
+        found = speeds.measure(connect, streams)
         assert 0 < found.bits_per_second < math.inf
         return Speed(ROUND_TRIP, RATE / (1 + rank // ranks))
 

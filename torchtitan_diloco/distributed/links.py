@@ -1,19 +1,20 @@
 """The TCP streams between workers: how many, and over which network interface."""
 
-import asyncio
 import fcntl
 import math
 import os
 import socket
 import struct
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from itertools import combinations
 from typing import Any
 
 import torch.distributed as dist
 
 from torchtitan_diloco.diloco.config import Link
-from torchtitan_diloco.diloco.link import MOST_STREAMS, Speed, listen, measure
+from torchtitan_diloco.diloco.link import MOST_STREAMS, Sender, Speed, listen, measure
 from torchtitan_diloco.diloco.object_collectives import gather_objects
 from torchtitan_diloco.log import UserError, logger
 
@@ -30,63 +31,58 @@ def pick_streams(link: Link, rank: int, ranks_per_worker: int) -> tuple[int, str
     Collective over all ranks. Gloo has a connection for every entry of its list of interfaces. An
     empty list leaves the choice to gloo.
     """
-    return asyncio.run(_pick_streams(link, rank, ranks_per_worker))
-
-
-async def _pick_streams(link: Link, rank: int, ranks_per_worker: int) -> tuple[int, str]:
-    measures = rank % ranks_per_worker == 0 and not link.streams
+    me, name, listener = rank // ranks_per_worker, "", None
     mine: Facts = {"streams": link.streams, "host": "", "port": 0, "problem": ""}
     mine["local"] = int(os.environ.get("LOCAL_WORLD_SIZE", ranks_per_worker))
-    name, server = "", None
     try:
         name, mine["host"] = interface_and_address(link.interface)
-        if measures:
-            server = await listen(mine["host"])
-            mine["port"] = server.sockets[0].getsockname()[1]
+        if rank % ranks_per_worker == 0 and not link.streams:
+            listener = listen(mine["host"])
+            mine["port"] = listener.server_address[1]
     except OSError as error:
-        mine["problem"] = f"worker {rank // ranks_per_worker}: {error}"
-    all_ranks = await _gather(mine)
+        mine["problem"] = f"worker {me}: {error}"
+    all_ranks = gather_objects(mine, dist.group.WORLD)
+    problem = next((one["problem"] for one in all_ranks if one["problem"]), "")
     if len({one["streams"] for one in all_ranks}) > 1:
         shown = ", ".join(f"{one['streams']} on rank {n}" for n, one in enumerate(all_ranks))
         raise UserError(f"diloco.link.streams = {shown}: give all ranks the same")
-    if link.streams > 1 and not name:
+    if link.streams > 1 and problem:
         raise UserError(
             f"diloco.link.streams = {link.streams} needs the network interface between workers "
-            f"({mine['problem']}): set diloco.link.interface"
+            f"({problem}): set diloco.link.interface"
         )
     streams = link.streams or 1
     if not link.streams and not all(one["host"].startswith(LOOPBACK) for one in all_ranks):
-        firsts = all_ranks[::ranks_per_worker]
-        problem = "; ".join(one["problem"] for one in firsts if one["problem"])
+        found = {"": problem}
+        if listener is not None and not problem:
+            found = _measure(all_ranks[::ranks_per_worker], me)
+        tables = gather_objects(found, dist.group.WORLD)[::ranks_per_worker]
         sharing = min(ranks_per_worker, *(one["local"] for one in all_ranks))
-        found = {} if problem or not measures else await _measure(firsts, rank // ranks_per_worker)
-        tables = (await _gather({"": problem, **found}))[::ranks_per_worker]
         streams = _streams_of(tables, sharing, name, says=rank == 0)
-    if server is not None:
-        server.close()
+    if listener is not None:
+        listener.shutdown()
+        listener.server_close()
     return streams, ",".join([name] * streams) if streams > 1 else ""
 
 
-async def _gather(mine: Facts) -> list[Facts]:
-    """Gather from all ranks, while others may measure the link to this one."""
-    return await asyncio.to_thread(gather_objects, mine, dist.group.WORLD)
-
-
-async def _measure(firsts: list[Facts], me: int) -> Facts:
-    """Return the speed to each other worker as [round trip, rate], or what failed, by number.
+def _measure(firsts: list[Facts], me: int) -> Facts:
+    """Return the speed to each other worker as [round trip, rate], and what failed as "".
 
     All links are measured at once, as they are used at once.
     """
     others = [worker for worker in range(len(firsts)) if worker != me]
     each = max(LEAST_STREAMS, MOST_STREAMS // len(others))
-    asked = (measure(firsts[one]["host"], firsts[one]["port"], streams=each) for one in others)
-    answers = await asyncio.gather(*asked, return_exceptions=True)
-    found: Facts = {}
-    for worker, answer in zip(others, answers, strict=True):
-        if isinstance(answer, BaseException):
-            found[""] = f"worker {me} to worker {worker}: {answer or type(answer).__name__}"
-        else:
-            found[str(worker)] = list(answer)
+    found: Facts = {"": ""}
+
+    def ask(worker: int) -> None:
+        place = firsts[worker]
+        try:
+            found[str(worker)] = list(measure(partial(Sender, place["host"], place["port"]), each))
+        except OSError as error:
+            found[""] = f"worker {me} to worker {worker}: {error}"
+
+    with ThreadPoolExecutor(len(others)) as pool:
+        list(pool.map(ask, others))
     return found
 
 

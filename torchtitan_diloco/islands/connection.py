@@ -91,7 +91,7 @@ class Connection(Inbox):
         except BaseException:
             self.close()
             raise
-        self.streams.grow(self._count or streams_to_server(self._join, self._name))
+        self.streams.grow(self._count or streams_to_server(self._join))
 
     def follow(self, after: int, newest: str = "") -> None:
         """Receive the records after record `after`, now and after each loss of the connection.
