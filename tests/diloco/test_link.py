@@ -24,6 +24,7 @@ def test_streams_fill_a_link_and_no_more(bits_per_second: float, round_trip: flo
 
 def test_what_is_said_of_a_link() -> None:
     assert str(Speed(0.031, 0.9e9)) == "31 ms, 0.9 Gbit/s"
+    assert str(Speed(0.1, 1e10)) == "100 ms, 10 Gbit/s"
     assert (str(Speed(0.0003)), Speed(0.0003).streams) == ("0.3 ms", 1)
 
 

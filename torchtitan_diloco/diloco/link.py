@@ -45,7 +45,7 @@ class Speed(NamedTuple):
         return streams_needed(self.bits_per_second, self.round_trip)
 
     def __str__(self) -> str:
-        milliseconds = f"{1e3 * self.round_trip:.{0 if self.round_trip >= 0.01 else 1}f} ms"
+        milliseconds = f"{1e3 * self.round_trip:{'.0f' if self.round_trip >= 0.01 else '.2g'}} ms"
         if math.isnan(self.bits_per_second):
             return milliseconds
         return f"{milliseconds}, {self.bits_per_second / 1e9:.2g} Gbit/s"
