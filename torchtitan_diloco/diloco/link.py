@@ -14,6 +14,7 @@ import socketserver
 import struct
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -61,7 +62,10 @@ class Stream(Protocol):
     """A connection to the other end of a link."""
 
     def send(self, size: int) -> None:
-        """Send so many bytes, and wait until they have arrived."""
+        """Send so many bytes."""
+
+    def wait(self) -> None:
+        """Wait until the bytes of the earliest send that was not waited for have arrived."""
 
     def close(self) -> None: ...
 
@@ -72,7 +76,7 @@ def measure(connect: Callable[[], Stream], streams: int = MOST_STREAMS) -> Speed
     This takes up to two seconds. Raises an OSError.
     """
     with closing(connect()) as first:
-        round_trip = min(_seconds(first, 1) for _ in range(PINGS))
+        round_trip = min(_ping(first) for _ in range(PINGS))
     if round_trip < SHORT_SECONDS:
         return Speed(round_trip)
     arrived, over = [0] * streams, threading.Event()
@@ -82,11 +86,15 @@ def measure(connect: Callable[[], Stream], streams: int = MOST_STREAMS) -> Speed
         try:
             with closing(connect()) as stream:
                 begin.wait()
-                size = FIRST_BYTES
+                size, sent = FIRST_BYTES, deque[tuple[float, int]]()
                 while not over.is_set():
-                    seconds = _seconds(stream, size)
-                    arrived[number] += size
-                    if seconds < 2 * round_trip:  # otherwise more would only wait longer
+                    while len(sent) < 2:  # one is under way while the answer to the other is
+                        sent.append((time.perf_counter(), size))
+                        stream.send(size)
+                    stream.wait()
+                    moment, count = sent.popleft()
+                    arrived[number] += count
+                    if time.perf_counter() - moment < 2 * round_trip:  # else more waits longer
                         size = min(2 * size, MOST_BYTES)
         except OSError:
             begin.abort()
@@ -104,13 +112,14 @@ def measure(connect: Callable[[], Stream], streams: int = MOST_STREAMS) -> Speed
         except threading.BrokenBarrierError:
             raise ConnectionError(f"{streams} connections at a time cannot be made") from None
         finally:
-            over.set()  # each stream waits for its last answer
+            over.set()
     return Speed(round_trip, rate)
 
 
-def _seconds(stream: Stream, size: int) -> float:
+def _ping(stream: Stream) -> float:
     started = time.perf_counter()
-    stream.send(size)
+    stream.send(1)
+    stream.wait()
     return time.perf_counter() - started
 
 
@@ -125,6 +134,8 @@ class Sender:
         self._socket.sendall(struct.pack("!Q", size))
         for start in range(0, size, len(BLOCK)):
             self._socket.sendall(BLOCK[: size - start])
+
+    def wait(self) -> None:
         if not self._socket.recv(1):
             raise ConnectionError("the other end closed the connection")
 

@@ -14,12 +14,13 @@ class _Probe:
 
     def __init__(self, join: Join) -> None:
         self._wire = Wire(join, join.addresses[0], "probe")
-        self._subject, self.close = subject_of(join.run, "probe"), self._wire.close
+        self.wait, self.close = self._wire.wait, self._wire.close
+        self._subject = subject_of(join.run, "probe")
 
     def send(self, size: int) -> None:
         for start in range(0, size, len(BLOCK)):
             self._wire.publish(self._subject, 0, BLOCK[: size - start])
-        self._wire.ping()
+        self._wire.ask()
 
 
 def streams_to_server(join: Join) -> int:
