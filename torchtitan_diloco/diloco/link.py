@@ -28,7 +28,7 @@ SHORT_SECONDS = 1e-3
 PINGS, PATIENCE = 4, 5.0
 ROUND_TRIPS, LEAST_SECONDS, MOST_SECONDS = 12, 0.3, 1.5
 """Time in which a rate is measured: a new stream doubles its rate with every round trip."""
-SETTLED = 0.6
+SETTLED = 0.5
 """Share of this time after which bytes are counted."""
 FIRST_BYTES, MOST_BYTES = 2**14, 2**22
 """Bytes that a stream sends at a time, twice as many after a prompt answer."""
@@ -79,10 +79,10 @@ def measure(connect: Callable[[], Stream], streams: int = MOST_STREAMS) -> Speed
         round_trip = min(_ping(first) for _ in range(PINGS))
     if round_trip < SHORT_SECONDS:
         return Speed(round_trip)
-    arrived, over = [0] * streams, threading.Event()
+    arrivals, over = [list[tuple[float, int]]() for _ in range(streams)], threading.Event()
     begin = threading.Barrier(streams + 1, timeout=PATIENCE)
 
-    def flood(number: int) -> None:
+    def flood(arrived: list[tuple[float, int]]) -> None:
         try:
             with closing(connect()) as stream:
                 begin.wait()
@@ -93,8 +93,8 @@ def measure(connect: Callable[[], Stream], streams: int = MOST_STREAMS) -> Speed
                         stream.send(size)
                     stream.wait()
                     moment, count = sent.popleft()
-                    arrived[number] += count
-                    if time.perf_counter() - moment < 2 * round_trip:  # else more waits longer
+                    arrived.append((time.perf_counter(), count))
+                    if arrived[-1][0] - moment < 2 * round_trip:  # otherwise more waits longer
                         size = min(2 * size, MOST_BYTES)
         except OSError:
             begin.abort()
@@ -102,18 +102,22 @@ def measure(connect: Callable[[], Stream], streams: int = MOST_STREAMS) -> Speed
     seconds = min(max(ROUND_TRIPS * round_trip, LEAST_SECONDS), MOST_SECONDS)
     with ThreadPoolExecutor(streams) as pool:
         try:
-            for number in range(streams):
-                pool.submit(flood, number)
+            for arrived in arrivals:
+                pool.submit(flood, arrived)
             begin.wait()
-            time.sleep(SETTLED * seconds)
-            before, started = sum(arrived), time.perf_counter()
-            time.sleep((1 - SETTLED) * seconds)
-            rate = 8 * (sum(arrived) - before) / (time.perf_counter() - started)
+            settled = time.perf_counter() + SETTLED * seconds
+            time.sleep(seconds)
         except threading.BrokenBarrierError:
             raise ConnectionError(f"{streams} connections at a time cannot be made") from None
         finally:
             over.set()
-    return Speed(round_trip, rate)
+    return Speed(round_trip, 8 * math.fsum(_rate(arrived, settled) for arrived in arrivals))
+
+
+def _rate(arrived: list[tuple[float, int]], since: float) -> float:
+    """Return the bytes per second between the first and the last arrival after a moment."""
+    (first, _), *later = [one for one in arrived if one[0] > since] or [(since, 0)]
+    return sum(count for _, count in later) / (later[-1][0] - first) if later else 0.0
 
 
 def _ping(stream: Stream) -> float:
