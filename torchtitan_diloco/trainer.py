@@ -113,7 +113,7 @@ class Trainer:
             self._open_telemetry(folder) as telemetry,
             build_profiler(config.profiling, folder, self.world) as profiler,
             closing(Checkpointer(config.checkpoint, own_folder, *self.parts)) as checkpointer,
-            Stacks(folder, self.world) as stacks,
+            Stacks(own_folder, self.world.rank_in_worker) as stacks,
         ):
             diagnosis, saved = Diagnosis(self.outer, self.world, telemetry), self.step
             batches = telemetry.timed(self.loader)

@@ -18,8 +18,7 @@ from tests.test_trainer import join, records, settings
 from torchtitan_diloco.config import load_config
 from torchtitan_diloco.diagnosis import watch
 from torchtitan_diloco.diagnosis.watch import Stacks
-from torchtitan_diloco.diloco.round import Report, Vitals
-from torchtitan_diloco.distributed.world import world_of_one
+from torchtitan_diloco.diloco.vitals import Report, Vitals
 from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.trainer import Trainer
 
@@ -41,7 +40,7 @@ def _train(chosen: Mapping[str, str]) -> Path:
 
 
 def test_a_slow_worker_is_recorded_until_it_is_well(text: Path, processes: ProcessPool) -> None:
-    changes = {"diloco.method": "diloco", "diloco.workers": 2, "training.steps": 100}
+    changes = {"diloco.method": "streaming", "diloco.workers": 2, "training.steps": 100}
     changes |= {"diloco.sync_every": 4, "training.global_batch_size": 12, "validation.every": 0}
     folder, _ = processes.run(_train, 2, settings(text, **changes))
     for worker in range(2):
@@ -82,7 +81,7 @@ def test_a_step_that_hangs_writes_its_stacks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(watch, "HANG_SECONDS", 0.05)
-    with Stacks(tmp_path, world_of_one()) as stacks:
+    with Stacks(tmp_path, 0) as stacks:
         stacks.watch(usual=0.001)
         wait_until(lambda: stacks.path.stat().st_size > 0, "the stacks")
         stacks.rest()
@@ -91,7 +90,7 @@ def test_a_step_that_hangs_writes_its_stacks(
         size = stacks.path.stat().st_size
         os.kill(os.getpid(), signal.SIGUSR1)
         wait_until(lambda: stacks.path.stat().st_size > size, "the stacks on a signal")
-    with Stacks(tmp_path / "other", world_of_one()) as stacks:
+    with Stacks(tmp_path / "other", 0) as stacks:
         stacks.watch(usual=100.0)
         stacks.rest()
     assert not stacks.path.exists()

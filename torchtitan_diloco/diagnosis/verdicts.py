@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import NamedTuple
 
-from torchtitan_diloco.diloco.round import Report, Vitals
 from torchtitan_diloco.diloco.transport import NOT_FINITE, OUTLIER
+from torchtitan_diloco.diloco.vitals import Report, Vitals
 
 FLOOR = 0.1
 """A share of the time of a step, or of a cycle, that is worth a verdict."""

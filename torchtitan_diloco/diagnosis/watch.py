@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import IO, Self
 
 from torchtitan_diloco.components.records import VerdictRecord
-from torchtitan_diloco.components.run_folder import folder_of_worker
 from torchtitan_diloco.components.telemetry import Telemetry
 from torchtitan_diloco.diagnosis.verdicts import Judge, Kind, Verdict
 from torchtitan_diloco.diloco.outer_loop import OuterLoop
@@ -74,9 +73,9 @@ class Diagnosis:
 class Stacks:
     """Writes the stacks of all threads to a file of this rank if a step hangs, and on SIGUSR1."""
 
-    def __init__(self, run: Path, world: World) -> None:
-        folder = folder_of_worker(run, world.worker)
-        self.path = folder / f"stacks-{world.rank_in_worker}.txt"
+    def __init__(self, folder: Path, rank: int) -> None:
+        """`folder`, `rank`: of and in the worker."""
+        self.path = folder / f"stacks-{rank}.txt"
         self._file: IO[str] | None = None
         with suppress(OSError):  # a full disk
             folder.mkdir(parents=True, exist_ok=True)

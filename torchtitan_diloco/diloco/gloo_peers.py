@@ -17,10 +17,11 @@ from torchtitan_diloco.diloco.codecs import build_codec
 from torchtitan_diloco.diloco.config import DiLoCoConfig
 from torchtitan_diloco.diloco.liveness import Liveness
 from torchtitan_diloco.diloco.peers import Apply, Peers, Send, local_share
-from torchtitan_diloco.diloco.round import InFlight, Report, Round, Traffic
+from torchtitan_diloco.diloco.round import InFlight, Round, Traffic
 from torchtitan_diloco.diloco.schedule import is_dropped, is_measured
 from torchtitan_diloco.diloco.state_dict import Facts, SavedState
 from torchtitan_diloco.diloco.transport import DROPPED, WENT_WRONG, Header
+from torchtitan_diloco.diloco.vitals import Report
 from torchtitan_diloco.log import UserError
 
 

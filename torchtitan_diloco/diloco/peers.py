@@ -18,10 +18,11 @@ from torchtitan_diloco.diloco.background import BackgroundThread
 from torchtitan_diloco.diloco.config import DiLoCoConfig
 from torchtitan_diloco.diloco.fragments import Fragment, build_fragments, drop_gathered
 from torchtitan_diloco.diloco.outer_state import OuterState
-from torchtitan_diloco.diloco.round import Meter, Report, Round, Vitals
+from torchtitan_diloco.diloco.round import Meter, Round
 from torchtitan_diloco.diloco.schedule import Schedule, build_schedule
 from torchtitan_diloco.diloco.state_dict import Facts, SavedState
 from torchtitan_diloco.diloco.transport import DROPPED, WENT_WRONG
+from torchtitan_diloco.diloco.vitals import Report, Vitals
 
 
 @dataclass(frozen=True)

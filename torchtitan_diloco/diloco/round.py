@@ -5,49 +5,18 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from torch import Tensor
+
+from torchtitan_diloco.diloco.vitals import Vitals
 
 NEVER = math.nan
 LEAST_LINK_BYTES = 16_384
 """A smaller message is no measure of the link: it takes as long as a thread needs to wake up."""
 Span = tuple[torch.cuda.Event | None, torch.cuda.Event | None]
 """Begin and end of work that the training thread has queued on a GPU; None on a CPU."""
-
-
-class Vitals(NamedTuple):
-    """What a worker says of itself, in seconds. 0: not known."""
-
-    compute: float = 0.0
-    """Of a step, without waiting for data or for others."""
-    data: float = 0.0
-    """Waiting for data, of a step."""
-    save: float = 0.0
-    """Pauses of training for checkpoints, of a step."""
-    transfer: float = 0.0
-    """Transfers of a cycle from the slowest of the others, at the rate of the last round."""
-    fastest_transfer: float = 0.0
-    """The same from the fastest."""
-    upload: float = 0.0
-    """Of what it sends in a cycle to a server."""
-    slowest: int = 0
-    """The slowest of the others."""
-
-    @property
-    def step(self) -> float:
-        return self.compute + self.data + self.save
-
-
-class Report(NamedTuple):
-    """What is known of a worker after a round."""
-
-    vitals: Vitals = Vitals()
-    flags: int = 0
-    """Of its delta."""
-    absent: str = ""
-    """Why it takes no part in rounds."""
 
 
 @dataclass

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_diloco.diloco.background import BackgroundThread
-from torchtitan_diloco.diloco.round import Traffic, Vitals
+from torchtitan_diloco.diloco.round import Traffic
+from torchtitan_diloco.diloco.vitals import Vitals
 from torchtitan_diloco.log import UserError, cause_of
 
 

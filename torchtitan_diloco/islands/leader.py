@@ -11,7 +11,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from torchtitan_diloco.diloco.round import Report, Vitals
+from torchtitan_diloco.diloco.vitals import Report
 from torchtitan_diloco.islands.bulk import ClosedError
 from torchtitan_diloco.islands.connection import Connection
 from torchtitan_diloco.islands.copies import Copies
@@ -185,9 +185,8 @@ class Leader:
             self._react()
         return payload.numel() if part.finite else 0
 
-    def reports(self, own: Vitals) -> dict[str, Report]:
-        """Return what all islands have said of themselves, by name. The others hear `own`."""
-        self._gauges.vitals = own
+    def reports(self) -> dict[str, Report]:
+        """Return what all islands have said of themselves, by name."""
         members, now = self._connection.members, time.monotonic()
         with self.changed:
             owners = list(self.state.owners().values())

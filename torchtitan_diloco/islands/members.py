@@ -8,7 +8,7 @@ from typing import Annotated
 
 import msgspec
 
-from torchtitan_diloco.diloco.round import Report, Vitals
+from torchtitan_diloco.diloco.vitals import Report, Vitals
 from torchtitan_diloco.islands.log import State
 from torchtitan_diloco.islands.records import Chunk, Count, Name, Seconds, name_of
 from torchtitan_diloco.log import UserError

@@ -29,9 +29,10 @@ from torchtitan_diloco.diloco.liveness import Liveness
 from torchtitan_diloco.diloco.meeting import code_fingerprint
 from torchtitan_diloco.diloco.object_collectives import broadcast_object
 from torchtitan_diloco.diloco.peers import Apply, Peers, Send, local_share
-from torchtitan_diloco.diloco.round import InFlight, Report, Round
+from torchtitan_diloco.diloco.round import InFlight, Round
 from torchtitan_diloco.diloco.state_dict import SavedState
 from torchtitan_diloco.diloco.transport import NOT_FINITE, OUTLIER
+from torchtitan_diloco.diloco.vitals import Report
 from torchtitan_diloco.islands.changes import MIXING, TOTAL_TOKENS
 from torchtitan_diloco.islands.config import (
     Islands,
@@ -219,7 +220,7 @@ class IslandPeers(Peers):
         return min(1.0, self.clock / self.total_tokens)
 
     def reports(self) -> Mapping[str, Report]:
-        return {} if self._leader is None else self._leader.reports(self.vitals())
+        return {} if self._leader is None else self._leader.reports()
 
     def say(self, verdicts: Sequence[str]) -> None:
         self.gauges.says = tuple(one[:100] for one in verdicts[:8])
@@ -247,7 +248,7 @@ class IslandPeers(Peers):
             self._durations.append(time.perf_counter() - self._boundary_at)
         self.check()
         if self._leader is not None:
-            usual = statistics.median(self._durations or [0.0])
+            usual, self.gauges.vitals = statistics.median(self._durations or [0.0]), self.vitals()
             self._leader.finish_step(self._samples_per_step, int(weight), usual)
         yield from self._boundary()
         while self._last.may_train_on:

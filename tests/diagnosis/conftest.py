@@ -1,0 +1,3 @@
+from tests.islands.conftest import server
+
+__all__ = ["server"]
