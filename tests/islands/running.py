@@ -15,8 +15,8 @@ from tests.islands.servers import PATIENCE, wait_until
 from torchtitan_diloco.diloco import DiLoCoConfig, Quantization, StreamingDiLoCo
 from torchtitan_diloco.diloco.state_dict import SavedState
 from torchtitan_diloco.islands import IslandPeers, Islands
+from torchtitan_diloco.islands.bulk import ClosedError
 from torchtitan_diloco.islands.config import Join
-from torchtitan_diloco.islands.connection import ClosedError
 
 TOKENS = 4
 """Weight of a step."""

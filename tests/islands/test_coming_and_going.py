@@ -18,8 +18,9 @@ from tests.processes import ProcessPool
 from torchtitan_diloco.diloco.state_dict import SavedState
 from torchtitan_diloco.islands import IslandFencedError, connection, machine
 from torchtitan_diloco.islands.__main__ import open_reader
+from torchtitan_diloco.islands.bulk import Bulk
 from torchtitan_diloco.islands.config import Join
-from torchtitan_diloco.islands.connection import Bulk, Connection
+from torchtitan_diloco.islands.connection import Connection
 from torchtitan_diloco.islands.inbox import SnapshotWanted
 from torchtitan_diloco.islands.joining import Joiner
 from torchtitan_diloco.islands.leader import Leader
@@ -202,7 +203,7 @@ def test_an_island_that_waits_long_for_a_part_keeps_its_slot(
     third = Island(server, "c", steps=100)
     fetch, delays = Connection.fetch, [5.0]
 
-    def slow(one: Connection, chunks: Sequence[Chunk], bulk: Bulk) -> list[bytes]:
+    def slow(one: Connection, chunks: Sequence[Chunk], bulk: Bulk) -> bytearray:
         if one._name.startswith("b/") and third.is_alive() and delays:
             time.sleep(delays.pop())
         return fetch(one, chunks, bulk)

@@ -26,8 +26,9 @@ from tests.islands.servers import (
 )
 from torchtitan_diloco.islands import connection as module
 from torchtitan_diloco.islands import server as server_module
+from torchtitan_diloco.islands.bulk import ClosedError, CorruptError, GoneError
 from torchtitan_diloco.islands.config import Join
-from torchtitan_diloco.islands.connection import ClosedError, Connection, CorruptError, GoneError
+from torchtitan_diloco.islands.connection import Connection
 from torchtitan_diloco.islands.inbox import Leave, SnapshotWanted
 from torchtitan_diloco.islands.members import Hint
 from torchtitan_diloco.islands.records import AnotherLogError, digest
@@ -117,7 +118,7 @@ def test_payloads_come_back_or_it_is_said_what_is_wrong(
         stored = list(pool.map(first.store, [payload, memoryview(payload)], ["parts", "snapshots"]))
     for chunks, bulk in zip(stored, ("parts", "snapshots"), strict=True):
         assert [chunk.size for chunk in chunks] == [1_000_000, 1_000_000, 1]
-        assert b"".join(second.fetch(chunks, bulk)) == payload  # type: ignore[arg-type]
+        assert second.fetch(chunks, bulk) == payload  # type: ignore[arg-type]
     assert first.store(b"", "parts") == ()
     whole, other, gone = stored[0]
     wrong = msgspec.structs.replace
@@ -130,7 +131,26 @@ def test_payloads_come_back_or_it_is_said_what_is_wrong(
     for sequence in (gone.sequence, 10**6):
         with pytest.raises(GoneError, match="not kept"):
             second.fetch([other, wrong(gone, sequence=sequence)], "parts")
-    assert second.fetch([other, whole], "parts")[-1] == payload[:1_000_000]
+    assert second.fetch([other, whole], "parts")[-1_000_000:] == payload[:1_000_000]
+
+
+def test_a_stream_that_dies_loses_nothing(pair: tuple[Listener, Listener]) -> None:
+    """The others go on, and it connects again."""
+    first, second = (listener.connection for listener in pair)
+    payload, streams = os.urandom(60_000_000), first.streams
+    streams.grow(3)
+    wait_until(lambda: all(one._wire for one in streams._threads), "three streams")
+    dying = streams._threads[1]
+    wire = dying._wire
+    assert wire is not None
+    with ThreadPoolExecutor() as pool:
+        storing = pool.submit(first.store, payload, "parts")
+        wait_until(lambda: dying._under_way, "chunks of this stream")
+        wire.close()
+        chunks = storing.result(PATIENCE)
+    assert second.fetch(chunks, "parts") == payload
+    wait_until(lambda: dying._wire not in (None, wire), "another connection")
+    assert first.fetch(chunks[:3], "parts") == payload[:3_000_000]
 
 
 # --- where to begin to read the log ---------------------------------------------------------------
@@ -253,7 +273,7 @@ def test_nothing_acknowledged_is_lost_when_the_server_is_killed(tmp_path: Path) 
         assert numbers == sorted(set(numbers))
         assert [sequence for sequence, _ in records] == list(range(1, len(numbers) + 1))
         for one in chunks:
-            assert b"".join(reader.connection.fetch(one, "parts")) == payload
+            assert reader.connection.fetch(one, "parts") == payload
         with Listener(server.join, "late/1", after=10) as late:
             late.read_to(len(numbers))
             assert [record[:2] for record in late.records][: len(numbers) - 10] == records[10:]

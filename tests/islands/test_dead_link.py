@@ -5,15 +5,21 @@ import shutil
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from benchmarks.network import ENVIRONMENT, run_command
-from tests.islands.servers import PATIENCE, Listener, need_server, running_server
+from tests.islands.servers import (
+    PATIENCE,
+    Listener,
+    need_server,
+    running_server,
+    wait_until,
+)
 from tests.network import network_of
 from torchtitan_diloco.islands import connection as module
 from torchtitan_diloco.islands import session as session_module
+from torchtitan_diloco.islands.wire import ANSWER_SECONDS
 
 need_server()
 
@@ -24,15 +30,16 @@ def _lose_the_chunks(folder: Path) -> None:
     module.FIRST_CONNECTION_SECONDS = PATIENCE
     with running_server(folder) as server, Listener(server.join, "a/1") as listener:
         connection, loopback = listener.connection, ["tc", "qdisc", "replace", "dev", "lo", "root"]
-        session = connection._bulk
-        assert session is not None
+        [stream] = connection.streams._threads
+        wait_until(lambda: stream._wire, "a connection")
+        wire = stream._wire
+        assert wire is not None
         slow = "tbf rate 8mbit burst 256kb latency 400ms"
         run_command([*loopback, *slow.split()])
         early = connection.store(b"x" * 4_000_000, "parts")  # it takes four seconds
-        assert connection._bulk is session, "a slow link is no dead one"
+        assert stream._wire is wire, "a slow link is no dead one"
         run_command([*loopback, "pfifo"])
-        transport: Any = session.client._transport
-        port = transport._io_writer.get_extra_info("sockname")[1]
+        port = wire._socket.getsockname()[1]
         for rule in (
             "add table inet filter",
             "add chain inet filter out { type filter hook output priority 0; }",
@@ -42,8 +49,8 @@ def _lose_the_chunks(folder: Path) -> None:
             run_command(["nft", rule])
         begin = time.monotonic()
         fetched = connection.fetch(early, "parts")  # nothing is sent but a question and pings
-        assert b"".join(fetched) == b"x" * 4_000_000
-        assert connection._bulk is not session
+        assert fetched == b"x" * 4_000_000
+        assert stream._wire is not wire
         print(f"fetched after {time.monotonic() - begin:.0f} s")
 
 
@@ -58,4 +65,4 @@ def test_a_connection_that_dies_without_a_word_is_noticed_in_seconds(tmp_path: P
         assert program.wait(PATIENCE) == 0, program.printed()
     found = re.search(r"fetched after (\d+) s", program.printed())
     assert found is not None
-    assert int(found[1]) < module.BULK_PATIENCE / 3
+    assert int(found[1]) < ANSWER_SECONDS / 3

@@ -11,9 +11,11 @@ from tests.islands.running import Island, same, started
 from tests.islands.servers import Listener, need_server, running_server
 from tests.islands.test_coming_and_going import hold
 from tests.islands.test_connection import run_as
-from torchtitan_diloco.islands import connection, joining
+from torchtitan_diloco.islands import bulk as bulk_module
+from torchtitan_diloco.islands import joining
+from torchtitan_diloco.islands.bulk import GivenUpError
 from torchtitan_diloco.islands.config import Join
-from torchtitan_diloco.islands.connection import Connection, GivenUpError
+from torchtitan_diloco.islands.connection import Connection
 from torchtitan_diloco.islands.inbox import AnyMessage, Snapshot, SnapshotWanted
 from torchtitan_diloco.islands.joining import Giver
 from torchtitan_diloco.islands.records import name_of
@@ -37,7 +39,7 @@ def test_a_server_that_keeps_too_few_parts_is_named(
 def test_a_snapshot_that_the_server_does_not_take_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(connection.GIVE_UP_SECONDS, "snapshots", 0.5)
+    monkeypatch.setitem(bulk_module.GIVE_UP_SECONDS, "snapshots", 0.5)
     with running_server(tmp_path / "server") as server, Listener(server.join, "a/1") as listener:
         stored = listener.connection.store(b"x", "snapshots")
         run_as(server.admin, "delete_stream", "islands-test-snapshots")
@@ -67,7 +69,7 @@ def test_a_joiner_asks_another_island_when_its_donor_cannot_store(
 ) -> None:
     store, failing = Connection.store, list[str]()
 
-    def fail_or_store(found: Connection, payload: Any, bulk: connection.Bulk) -> Any:
+    def fail_or_store(found: Connection, payload: Any, bulk: bulk_module.Bulk) -> Any:
         if bulk == "snapshots":
             failing.append(found._name)
             if found._name == failing[0]:
@@ -94,7 +96,7 @@ def test_a_joiner_asks_again_when_a_question_or_an_answer_is_lost(
         else:
             ask(found, incarnation, message)
 
-    def count_and_store(found: Connection, payload: Any, bulk: connection.Bulk) -> Any:
+    def count_and_store(found: Connection, payload: Any, bulk: bulk_module.Bulk) -> Any:
         stored[bulk] += 1
         return store(found, payload, bulk)
 

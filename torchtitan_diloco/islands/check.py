@@ -8,7 +8,7 @@ from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.log import State
 from torchtitan_diloco.islands.records import Close
 from torchtitan_diloco.islands.server import LOG_BYTES, open_session
-from torchtitan_diloco.islands.session import Session, gather, stream_of
+from torchtitan_diloco.islands.session import Session, stream_of
 from torchtitan_diloco.log import command_line
 
 AT_A_TIME = 500
@@ -118,7 +118,7 @@ async def _read(
 
     for begin in range(first, last + 1, AT_A_TIME):
         numbers = range(begin, min(begin + AT_A_TIME, last + 1))
-        records = await session.run(gather(get(number) for number in numbers))
+        records = await session.run(asyncio.gather(*map(get, numbers)))
         for sequence, raw in zip(numbers, records, strict=True):
             yield sequence, raw
 

@@ -1,29 +1,28 @@
 """Connection of an island to the NATS server: the log, chunks, and messages between islands.
 
-All network I/O runs in a thread. The log and the chunks have separate sessions, so that chunks do
-not delay records.
+The log and messages have a thread with a session. Chunks have streams of their own (bulk.py), so
+they do not delay records.
 """
 
 import asyncio
 import itertools
 import logging
-import math
 import random
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
+from torchtitan_diloco.islands.bulk import Bulk, ClosedError, Streams
 from torchtitan_diloco.islands.config import Join, LoginError, RefusedError
 from torchtitan_diloco.islands.inbox import AnyMessage, Inbox
 from torchtitan_diloco.islands.members import Hint
-from torchtitan_diloco.islands.records import AnotherLogError, Chunk, digest
+from torchtitan_diloco.islands.records import AnotherLogError, Chunk
 from torchtitan_diloco.islands.session import (
-    ANSWER_SECONDS,
     STATE_INDEX,
     EventLoop,
     GapError,
@@ -32,51 +31,22 @@ from torchtitan_diloco.islands.session import (
     TrimmedError,
     ask_subject,
     check_installed,
-    gather,
     stream_of,
     subject_of,
 )
 from torchtitan_diloco.log import UserError, logger
 
-if TYPE_CHECKING:
-    from nats.js.api import PubAck
-
 T = TypeVar("T")
-Bulk: TypeAlias = Literal["parts", "snapshots", "states"]
-CHUNK_BYTES = RECORD_BYTES = 1_000_000
+RECORD_BYTES = 1_000_000
 """By default, a server accepts messages of at most 1 MiB."""
-UNDER_WAY: dict[Bulk, int] = {"parts": 8, "snapshots": 4, "states": 2}
-"""Concurrent chunks. Parts have more, as they are more urgent."""
 FIRST_CONNECTION_SECONDS, SERVER_IS_BACK_SECONDS = 10.0, 600.0
 """Time to connect for a new island, and for one that was in the run: a server may reboot."""
-LOG_PATIENCE, BULK_PATIENCE = 3.0, 120.0
-"""Seconds without an answer to a ping until a session is lost. In the session of the chunks, pings
-queue behind chunks, and links may be slow. When one session is lost, both are replaced."""
-GIVE_UP_SECONDS: dict[Bulk, float] = {"parts": math.inf, "snapshots": 120.0, "states": 120.0}
-"""Time of failures, with a connection, after which a chunk is given up. Another island may have a
-snapshot, but nobody else has the parts."""
+LOG_PATIENCE = 3.0
+"""Seconds without an answer to a ping until a session is lost."""
 PAUSE, LONGEST_PAUSE = 0.1, 1.0
 """Seconds between attempts."""
 EXPIRY = 5.0
 """Seconds without a heartbeat until an island counts as gone."""
-
-
-class ClosedError(RuntimeError):
-    """The connection was closed while something waited for it."""
-
-
-class GoneError(ValueError):
-    """A chunk is no longer in its stream."""
-
-
-class GivenUpError(ValueError):
-    """The server did not take or give a chunk for some time."""
-
-
-class CorruptError(ValueError):
-    """A chunk does not have the size or the hash in its record."""
-
-
 FINAL = AnotherLogError, TrimmedError, GapError, LoginError
 """Errors that another connection would meet, too."""
 
@@ -97,13 +67,12 @@ class Connection(Inbox):
         self._connected = Future[None]()
         self._background = set[asyncio.Task[None]]()
         self._log: LogSession | None = None
-        self._bulk: Session | None = None
         self._is_there, self._follows = asyncio.Event(), asyncio.Event()
-        self._free = {bulk: asyncio.Semaphore(count) for bulk, count in UNDER_WAY.items()}
-        self._warned = ""
         self._loop = EventLoop()
         self._loop.set_exception_handler(_note_failure)
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self.streams = Streams(join, f"{name} chunks")
+        """They begin with the first connection."""
         self._closed, self._lock = False, threading.Lock()
 
     def connect(self, *, known: bool = False) -> None:
@@ -119,6 +88,7 @@ class Connection(Inbox):
         except BaseException:
             self.close()
             raise
+        self.streams.grow(1)
 
     def follow(self, after: int, newest: str = "") -> None:
         """Receive the records after record `after`, now and after each loss of the connection.
@@ -134,6 +104,7 @@ class Connection(Inbox):
             if self._closed or not self._thread.is_alive():
                 return
             self._closed = True
+        self.streams.close()
         asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -156,38 +127,32 @@ class Connection(Inbox):
         self._send(ask_subject(self._join.run, incarnation), msgspec.msgpack.encode(message))
 
     def store(self, payload: bytes | memoryview, bulk: Bulk) -> tuple[Chunk, ...]:
-        """Store a payload in chunks and wait until all are acknowledged.
+        return self.streams.store(payload, bulk)
 
-        Raises GivenUpError, but not for parts.
-        """
-        view = memoryview(payload).cast("B")
-        pieces = [view[at : at + CHUNK_BYTES] for at in range(0, len(view), CHUNK_BYTES)]
-        return tuple(self._wait_for(gather(self._store(piece, bulk) for piece in pieces)))
-
-    def fetch(self, chunks: Sequence[Chunk], bulk: Bulk) -> list[bytes]:
-        """Return the chunks. Raises GoneError, CorruptError or, but not for parts, GivenUpError."""
-        return self._wait_for(gather(self._fetch(chunk, bulk) for chunk in chunks))
+    def fetch(self, chunks: Sequence[Chunk], bulk: Bulk) -> bytearray:
+        return self.streams.fetch(chunks, bulk)
 
     def store_state(self, state: bytes) -> Chunk:
         """Store a state, and return the chunk that lists its chunks."""
         index = msgspec.json.encode(self.store(state, "states"))
-        return self._wait_for(self._store(memoryview(index), "states", kind=STATE_INDEX))
+        [chunk] = self.streams.store(index, "states", STATE_INDEX)
+        return chunk
 
     def fetch_state(self, index: Chunk) -> bytes:
         """Return a stored state. Raises errors of `fetch`, or a DecodeError."""
-        [chunks] = self.fetch([index], "states")
-        return b"".join(self.fetch(msgspec.json.decode(chunks, type=list[Chunk]), "states"))
+        chunks = msgspec.json.decode(self.fetch([index], "states"), type=list[Chunk])
+        return bytes(self.fetch(chunks, "states"))
 
     def first_part(self) -> int:
         """Return the sequence number of the first chunk that the stream of parts keeps."""
         stream = self._stream("parts")
-        found = self._retry("parts", lambda session: session.jetstream.stream_info(stream))
+        found = self._retry(lambda session: session.jetstream.stream_info(stream))
         return self._wait_for(found).state.first_seq
 
     def newest_state(self) -> bytes | None:
         """Return the state that was stored last, or None if there is none."""
         run = self._join.run
-        return self._wait_for(self._retry("states", lambda session: session.newest_state(run)))
+        return self._wait_for(self._retry(lambda session: session.newest_state(run)))
 
     def _submit(self, operation: Coroutine[Any, Any, T]) -> "Future[T]":
         with self._lock:
@@ -237,6 +202,7 @@ class Connection(Inbox):
                 return
             if isinstance(failure, FINAL):
                 self.note_failure(failure)
+                self.streams.fail(failure)
                 self._is_there.set()  # nobody waits for it any more
                 return
             if str(failure) != reason and (known or not first):
@@ -251,22 +217,18 @@ class Connection(Inbox):
     async def _stay_connected(self, address: str) -> Exception:
         """Connect, and return why the connection was lost. Raises any error if there was none."""
         log = LogSession(LOG_PATIENCE, self, self._join.run)
-        bulk = Session(BULK_PATIENCE)
         reading = asyncio.create_task(self._follow(log))
         try:
-            await asyncio.gather(
-                log.open(self._join, address, self._name),
-                bulk.open(self._join, address, f"{self._name} bulk"),
-            )
+            await log.open(self._join, address, self._name)
             first, last = await log.run(log.subscribe(self._name))
             if self._follows.is_set():  # before anything is sent
                 await log.run(log.compare_log(self._join.run, self.received, self.newest))
-            self._log, self._bulk = log, bulk
+            self._log = log
             self.note_connection(first, last)
             self._is_there.set()
             if not self._connected.done():
                 self._connected.set_result(None)
-            ends: list[asyncio.Future[Any]] = [reading, log.lost, bulk.lost]
+            ends: list[asyncio.Future[Any]] = [reading, log.lost]
             (ended, *_), _ = await asyncio.wait(ends, return_when="FIRST_COMPLETED")
             failure: Exception = ended.result()
             return failure
@@ -274,9 +236,8 @@ class Connection(Inbox):
             self._is_there.clear()
             self._log = None
             reading.cancel()
-            for session in (log, bulk):
-                session.fail(ConnectionError("closed"))
-                self._in_background(session.close())
+            log.fail(ConnectionError("closed"))
+            self._in_background(log.close())
 
     async def _follow(self, log: LogSession) -> NoReturn:
         await self._is_there.wait()
@@ -286,9 +247,7 @@ class Connection(Inbox):
     async def _begin_to_follow(self, after: int, newest: str) -> None:
         if after + 1 < self.first:
             raise TrimmedError(after + 1, self.first)
-        await self._retry(
-            "states", lambda session: session.compare_log(self._join.run, after, newest)
-        )
+        await self._retry(lambda session: session.compare_log(self._join.run, after, newest))
         self.received, self.newest = after, newest
         self._follows.set()
 
@@ -311,66 +270,21 @@ class Connection(Inbox):
             if self._background:
                 await asyncio.wait(self._background, timeout=0.5)
 
-    # --- in the thread: chunks --------------------------------------------------------------------
-
-    async def _retry(self, bulk: Bulk, operation: Callable[[Session], Coroutine[Any, Any, T]]) -> T:
+    async def _retry(self, operation: Callable[[Session], Coroutine[Any, Any, T]]) -> T:
         """Repeat an operation until the server answers."""
         from nats import errors
 
-        pause, patience, failing_since = PAUSE, ANSWER_SECONDS, math.inf
-        async with self._free[bulk]:
-            while not self._closed:
-                await self._is_there.wait()
-                if self.failure is not None:
-                    raise self.failure
-                assert self._bulk is not None
-                session = self._bulk
-                try:
-                    found = await session.run(operation(session), patience)
-                    self._warned = ""
-                    return found
-                except (OSError, TimeoutError, errors.Error) as error:
-                    patience *= 2 if isinstance(error, TimeoutError) else 1
-                    text = f"{bulk}: the server does not take or give a chunk: {error}"
-                    lost, now = session.is_lost, self._loop.time()
-                    failing_since = math.inf if lost else min(failing_since, now)
-                    if now - failing_since > GIVE_UP_SECONDS[bulk]:
-                        raise GivenUpError(text) from error
-                    if not lost and text != self._warned:
-                        self._warned = text
-                        logger.warning(text)
-                await asyncio.sleep(pause)
-                pause = min(2 * pause, LONGEST_PAUSE)
+        pause = PAUSE
+        while not self._closed:
+            await self._is_there.wait()
+            if self.failure is not None:
+                raise self.failure
+            if (session := self._log) is not None:
+                with suppress(OSError, TimeoutError, errors.Error):
+                    return await session.run(operation(session))
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
         raise ClosedError("the connection was closed")
-
-    async def _store(self, piece: memoryview, bulk: Bulk, kind: str = "") -> Chunk:
-        async def store(session: Session) -> "PubAck":
-            # Copy a piece only when it is sent: all wait in `_retry`.
-            return await session.jetstream.publish(self._subject(kind or bulk), bytes(piece))
-
-        stored = await self._retry(bulk, store)
-        return Chunk(stored.seq, len(piece), digest(piece))
-
-    async def _fetch(self, chunk: Chunk, bulk: Bulk) -> bytes:
-        if chunk.size > CHUNK_BYTES:
-            raise CorruptError(f"chunk {chunk.sequence} of {bulk} claims {chunk.size} bytes")
-
-        async def get(session: Session) -> bytes | None:
-            from nats.js.errors import NotFoundError
-
-            # Any replica answers the first request, which is fast. Only the leader of the stream
-            # knows that a message is gone.
-            place = self._stream(bulk), chunk.sequence
-            with suppress(NotFoundError):
-                return (await session.jetstream.get_msg(*place, direct=True)).data
-            return await session.get(place[0], seq=place[1])
-
-        found = await self._retry(bulk, get)
-        if found is None:
-            raise GoneError(f"chunk {chunk.sequence} of {bulk} is not kept any more")
-        if len(found) != chunk.size or digest(found) != chunk.sha256:
-            raise CorruptError(f"chunk {chunk.sequence} of {bulk} is not the one recorded")
-        return found
 
 
 def _note_failure(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

@@ -15,19 +15,15 @@ from torch import Tensor
 
 from torchtitan_diloco.diloco.background import BackgroundThread
 from torchtitan_diloco.diloco.meeting import find_differences
+from torchtitan_diloco.islands.bulk import CorruptError, GivenUpError, GoneError
 from torchtitan_diloco.islands.changes import CHANGEABLE, settings_of
-from torchtitan_diloco.islands.connection import (
-    Connection,
-    CorruptError,
-    GivenUpError,
-    GoneError,
-)
+from torchtitan_diloco.islands.connection import Connection
 from torchtitan_diloco.islands.copies import Copies
 from torchtitan_diloco.islands.inbox import Snapshot, SnapshotWanted
 from torchtitan_diloco.islands.log import State
 from torchtitan_diloco.islands.machine import RETRY
 from torchtitan_diloco.islands.members import IslandFailedError
-from torchtitan_diloco.islands.parts import as_buffer, join_bytes
+from torchtitan_diloco.islands.parts import as_buffer, as_tensor
 from torchtitan_diloco.islands.records import (
     AnyRecord,
     Chunk,
@@ -242,7 +238,7 @@ class Joiner:
         if answer.problem:
             return answer.problem
         try:
-            content = join_bytes(self._connection.fetch(answer.chunks, "snapshots"))
+            content = as_tensor(self._connection.fetch(answer.chunks, "snapshots"))
         except (GoneError, CorruptError, GivenUpError) as error:
             return str(error)
         if content.numel() != self._copies.snapshot_bytes(fragment):

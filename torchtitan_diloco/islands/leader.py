@@ -11,7 +11,8 @@ import msgspec
 import torch
 from torch import Tensor
 
-from torchtitan_diloco.islands.connection import ClosedError, Connection
+from torchtitan_diloco.islands.bulk import ClosedError
+from torchtitan_diloco.islands.connection import Connection
 from torchtitan_diloco.islands.copies import Copies
 from torchtitan_diloco.islands.inbox import LogRecord, Snapshot, SnapshotWanted
 from torchtitan_diloco.islands.joining import STATE_EVERY, Giver, Joiner, StaleError

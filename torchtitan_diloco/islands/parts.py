@@ -9,7 +9,8 @@ from torch import Tensor
 
 from torchtitan_diloco.diloco.background import BackgroundThread
 from torchtitan_diloco.diloco.codecs import CODECS
-from torchtitan_diloco.islands.connection import Connection, CorruptError, GoneError
+from torchtitan_diloco.islands.bulk import CorruptError, GoneError
+from torchtitan_diloco.islands.connection import Connection
 from torchtitan_diloco.islands.copies import Copies
 from torchtitan_diloco.islands.log import State
 from torchtitan_diloco.islands.records import LARGEST_NORM, Part
@@ -80,7 +81,7 @@ class Parts:
         own, payload = self._own.get(part.fragment, (None, NOTHING))
         if own != part:
             try:
-                payload = join_bytes(self._connection.fetch(part.chunks, "parts"))
+                payload = as_tensor(self._connection.fetch(part.chunks, "parts"))
             except (CorruptError, GoneError) as error:
                 return Checked(str(error)), NOTHING
         norm = self._copies.norm(part.fragment, payload, part.ranks, part.codec)
@@ -89,9 +90,7 @@ class Parts:
         return Checked(norm=norm), payload
 
 
-def join_bytes(pieces: list[bytes]) -> Tensor:
-    """Concatenate bytes into a tensor."""
-    content = bytearray().join(pieces)
+def as_tensor(content: bytearray) -> Tensor:
     return torch.frombuffer(content, dtype=torch.uint8) if content else NOTHING
 
 

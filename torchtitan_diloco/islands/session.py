@@ -4,7 +4,7 @@ import asyncio
 import json
 import logging
 import socket
-from collections.abc import Coroutine, Iterable
+from collections.abc import Awaitable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -112,16 +112,6 @@ class EventLoop(asyncio.SelectorEventLoop):
         return transport, protocol
 
 
-async def gather(operations: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run all concurrently, and cancel the others after the first failure."""
-    tasks = [asyncio.create_task(operation) for operation in operations]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-
-
 class Session:
     """A NATS client that does not reconnect. It must not be used once it is lost.
 
@@ -192,7 +182,7 @@ class Session:
         if not self.lost.done():
             self.lost.set_result(reason)
 
-    async def run(self, operation: Coroutine[Any, Any, T], seconds: float = ANSWER_SECONDS) -> T:
+    async def run(self, operation: Awaitable[T], seconds: float = ANSWER_SECONDS) -> T:
         """Return the operation's result. Raises an error once the connection is lost."""
         task = asyncio.ensure_future(operation)
         try:

@@ -1,0 +1,316 @@
+"""Payloads in the streams of the server, cut into chunks, over TCP streams of their own.
+
+Each stream has a thread and a connection, which is made again whenever it fails. Then its chunks
+are repeated, and the other streams go on.
+"""
+
+import base64
+import itertools
+import json
+import math
+import queue
+import random
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+
+from torchtitan_diloco.islands.config import Join
+from torchtitan_diloco.islands.records import Chunk, digest
+from torchtitan_diloco.islands.session import NO_MESSAGE, stream_of, subject_of
+from torchtitan_diloco.islands.wire import ServerError, Wire
+from torchtitan_diloco.log import logger
+
+Bulk: TypeAlias = Literal["parts", "snapshots", "states"]
+CHUNK_BYTES = 1_000_000
+"""By default, a server accepts messages of at most 1 MiB."""
+UNDER_WAY = 8
+"""Chunks that a stream has sent or asked for at a time: more than a TCP window holds."""
+IDLE_SECONDS = 30.0
+"""Seconds between two pings of a stream without chunks."""
+GIVE_UP_SECONDS: dict[Bulk, float] = {"parts": math.inf, "snapshots": 120.0, "states": 120.0}
+"""Seconds of refusals by the server after which a chunk is given up. Another island may have a
+snapshot, but nobody else has the parts."""
+PAUSE, LONGEST_PAUSE = 0.1, 1.0
+"""Seconds between attempts."""
+URGENCY: dict[Bulk, int] = {"parts": 0, "states": 1, "snapshots": 2}
+WAKE = (-1, 0, None)
+"""In the queue of jobs: look whether to end."""
+
+
+class ClosedError(RuntimeError):
+    """The connection is closed."""
+
+
+class GoneError(ValueError):
+    """A chunk is not kept any more, or never was in the stream."""
+
+
+class GivenUpError(ValueError):
+    """The server did not take or give a chunk for some time."""
+
+
+class CorruptError(ValueError):
+    """A chunk does not have the size or the hash in its record."""
+
+
+class Answer(msgspec.Struct):
+    """Answer to a chunk that is stored, or read from the leader of its stream."""
+
+    seq: int = 0
+    error: dict[str, Any] = {}
+    message: dict[str, Any] = {}
+
+
+@dataclass(eq=False)
+class Job:
+    """Store or fetch a chunk."""
+
+    number: int
+    """The end of the subject of the answer, and the order of equally urgent jobs."""
+    bulk: Bulk
+    content: memoryview
+    """What to store, or where to write what is fetched."""
+    kind: str
+    """Subject in which it is stored."""
+    sequence: int = 0
+    """Number of a chunk to fetch, 0 to store one."""
+    asks_leader: bool = False
+    """Any replica answers the first request, which is fast. Only the leader of the stream knows
+    that a message is gone."""
+    failing_since: float = math.inf
+    done: Future[int] = field(default_factory=Future)
+    """Sequence number of the chunk."""
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether any replica is asked for the chunk."""
+        return self.sequence > 0 and not self.asks_leader
+
+    @property
+    def place(self) -> tuple[int, int, "Job"]:
+        """Its place in the queue."""
+        return URGENCY[self.bulk], self.number, self
+
+    def fail(self, error: Exception) -> None:
+        with suppress(InvalidStateError):  # another thread was faster
+            self.done.set_exception(error)
+
+
+class Streams:
+    """TCP streams to the server. Any thread may call the public methods, which wait."""
+
+    def __init__(self, join: Join, name: str, count: int = 1) -> None:
+        self.join, self._name = join, name
+        self.jobs = queue.PriorityQueue[tuple[int, int, Job | None]]()
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
+        """Guards all below, so that no job is added after the end."""
+        self._open = weakref.WeakSet[Job]()
+        self.failure: Exception | None = None
+        self._threads = list[_Stream]()
+        self._warned = ""
+        self.grow(count)
+
+    def grow(self, count: int) -> None:
+        """Use this many streams from now on, if there are fewer."""
+        with self._lock:
+            for number in range(len(self._threads), count if self.failure is None else 0):
+                self._threads.append(_Stream(self, f"{self._name} {number}"))
+                self._threads[-1].start()
+
+    def store(self, payload: bytes | memoryview, bulk: Bulk, kind: str = "") -> tuple[Chunk, ...]:
+        """Store a payload in chunks and wait until all are acknowledged.
+
+        `kind`: subject, by default that of the stream. Raises GivenUpError, but not for parts.
+        """
+        view = memoryview(payload).cast("B")
+        pieces = [view[at : at + CHUNK_BYTES] for at in range(0, len(view), CHUNK_BYTES)]
+        jobs = [self._add(bulk, piece, kind or bulk) for piece in pieces]
+        hashes = [digest(piece) for piece in pieces]  # while they are sent
+        return tuple(
+            Chunk(job.done.result(), len(piece), found)
+            for job, piece, found in zip(jobs, pieces, hashes, strict=True)
+        )
+
+    def fetch(self, chunks: Sequence[Chunk], bulk: Bulk) -> bytearray:
+        """Return the payload in chunks. Raises GoneError, CorruptError or, but not for parts,
+        GivenUpError."""
+        for chunk in chunks:
+            if chunk.size > CHUNK_BYTES:
+                raise CorruptError(f"chunk {chunk.sequence} of {bulk} claims {chunk.size} bytes")
+        payload, end, jobs = bytearray(sum(chunk.size for chunk in chunks)), 0, list[Job]()
+        for chunk in chunks:
+            room = memoryview(payload)[end : (end := end + chunk.size)]
+            jobs.append(self._add(bulk, room, bulk, chunk.sequence))
+        for job, chunk in zip(jobs, chunks, strict=True):
+            job.done.result()
+            if digest(job.content) != chunk.sha256:  # while others arrive
+                raise corrupt(job)
+        return payload
+
+    def _add(self, bulk: Bulk, content: memoryview, kind: str, sequence: int = 0) -> Job:
+        job = Job(next(self._numbers), bulk, content, kind, sequence)
+        with self._lock:
+            if self.failure is not None:
+                raise self.failure
+            self._open.add(job)
+        self.jobs.put(job.place)
+        return job
+
+    def fail(self, reason: Exception) -> None:
+        """Raise this error in all calls, now and later, and end the streams."""
+        with self._lock:
+            self.failure = self.failure or reason
+        for job in list(self._open):
+            job.fail(reason)
+        for thread in self._threads:
+            thread.end()
+
+    def close(self) -> None:
+        self.fail(ClosedError("the connection was closed"))
+
+    def warn(self, text: str) -> None:
+        """Warn once, until a chunk was stored or fetched again."""
+        if text and text != self._warned:
+            logger.warning(text)
+        self._warned = text
+
+
+class _Stream(threading.Thread):
+    """Do jobs over one connection, which is made again whenever it fails."""
+
+    def __init__(self, streams: Streams, name: str) -> None:
+        super().__init__(name=name, daemon=True)
+        self._streams = streams
+        self._wire: Wire | None = None
+        self._under_way: dict[int, Job] = {}
+        self._pause = PAUSE
+
+    def run(self) -> None:
+        join = self._streams.join
+        for address in itertools.cycle(random.sample(join.addresses, len(join.addresses))):
+            try:
+                self._wire = Wire(join, address, self.name)
+                while self._streams.failure is None:
+                    self._ask()
+                    self._hear()
+            except (OSError, ValueError) as error:  # ValueError: no message of NATS
+                if isinstance(error, TimeoutError | ServerError) and self._under_way:
+                    self._streams.warn(f"the server does not take or give a chunk: {error}")
+            if self._wire is not None:
+                self._wire.close()
+            for job in self._under_way.values():
+                job.failing_since = math.inf
+                self._streams.jobs.put(job.place)
+            self._under_way.clear()
+            if self._streams.failure is not None:
+                return
+            self._wait()
+
+    def end(self) -> None:
+        """Wake the thread, which then sees that it should end."""
+        self._streams.jobs.put(WAKE)
+        if self._wire is not None:
+            self._wire.close()
+
+    def _wait(self) -> None:
+        time.sleep(self._pause)
+        self._pause = min(2 * self._pause, LONGEST_PAUSE)
+
+    def _ask(self) -> None:
+        """Send jobs as long as there are some and few are under way. Wait for a first one."""
+        assert self._wire is not None
+        while len(self._under_way) < UNDER_WAY:
+            try:
+                _, number, job = self._streams.jobs.get(not self._under_way, IDLE_SECONDS)
+            except queue.Empty:
+                if self._under_way:
+                    return
+                self._wire.ping()
+                continue
+            if job is None:
+                return
+            if job.done.done():
+                continue
+            self._under_way[number] = job
+            subject, content = request(job, self._streams.join.run)
+            self._wire.publish(subject, number, content)
+
+    def _hear(self) -> None:
+        """Read the next answer."""
+        if not self._under_way:
+            return
+        assert self._wire is not None
+        number, status, size = self._wire.next_answer()
+        job = self._under_way[number]
+        if job.is_direct and not status and size == len(job.content):
+            self._wire.read(job.content)
+            answer = Answer(seq=job.sequence)
+        else:
+            raw = bytes(self._wire.read(bytearray(size)))
+            answer = read_answer(job, status, raw)
+        self._wire.read_end()
+        del self._under_way[number]
+        self._finish(job, answer)
+
+    def _finish(self, job: Job, answer: Answer) -> None:
+        if not answer.error:
+            self._pause = PAUSE
+            self._streams.warn("")
+            with suppress(InvalidStateError):
+                job.done.set_result(answer.seq)
+        elif answer.error.get("err_code") == NO_MESSAGE:
+            if job.is_direct:
+                job.asks_leader = True
+                self._streams.jobs.put(job.place)
+            else:
+                chunk = f"chunk {job.sequence} of {job.bulk}"
+                job.fail(GoneError(f"{chunk} is not kept any more"))
+        else:
+            reason = answer.error.get("description", "no stream answers")
+            text = f"{job.bulk}: the server does not take or give a chunk: {reason}"
+            self._streams.warn(text)
+            job.failing_since = min(job.failing_since, time.monotonic())
+            if time.monotonic() - job.failing_since > GIVE_UP_SECONDS[job.bulk]:
+                job.fail(GivenUpError(text))
+            else:
+                self._wait()
+                self._streams.jobs.put(job.place)
+
+
+def request(job: Job, run: str) -> tuple[str, bytes | memoryview]:
+    """Return the subject and the content of a message that stores or asks for a chunk."""
+    if not job.sequence:
+        return subject_of(run, job.kind), job.content
+    call = "DIRECT.GET" if job.is_direct else "STREAM.MSG.GET"
+    wanted = json.dumps({"seq": job.sequence}).encode()
+    return f"$JS.API.{call}.{stream_of(run, job.bulk)}", wanted
+
+
+def read_answer(job: Job, status: int, raw: bytes) -> Answer:
+    """Return an answer that is not the wanted chunk itself. Write what it contains of the chunk."""
+    if job.is_direct and not status:
+        job.fail(corrupt(job))
+        return Answer()
+    if status:  # 404: no such message; 503: nobody answers
+        code = NO_MESSAGE if status == 404 else status
+        return Answer(error={"err_code": code, "description": f"status {status}"})
+    answer = msgspec.json.decode(raw, type=Answer)
+    if answer.message:
+        content = base64.b64decode(answer.message.get("data", ""))
+        if len(content) == len(job.content):
+            job.content[:] = content
+        else:
+            job.fail(corrupt(job))
+    return answer
+
+
+def corrupt(job: Job) -> CorruptError:
+    return CorruptError(f"chunk {job.sequence} of {job.bulk} is not the one recorded")
