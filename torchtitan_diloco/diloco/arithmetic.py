@@ -34,6 +34,7 @@ KNOWN = {
 }
 """Hashes of what each format and outer step makes: encoded, decoded, and averaged values, or the
 next copy and the momentum. Other ones are another arithmetic, which needs another run."""
+IDENTITY = hashlib.sha256(repr(KNOWN).encode()).hexdigest()[:16]
 VALUES = 20 * UNIT + 7
 """Enough for several programs of a GPU kernel, and for vectors with a rest."""
 OPTIMIZERS = get_args(get_type_hints(OuterOptimizer)["name"])

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan_diloco.diloco.arithmetic import KNOWN, check_arithmetic
+from torchtitan_diloco.diloco.arithmetic import IDENTITY, check_arithmetic
 from torchtitan_diloco.diloco.codecs import Codec, add_to_mean, build_codec
 from torchtitan_diloco.diloco.config import CodecName, DiLoCoConfig
 from torchtitan_diloco.diloco.exchange import PIECE
@@ -362,7 +362,7 @@ def fingerprints(
     found = {key: str(value) for key, value in settings.items() if not MAY_DIFFER.match(key)}
     model = "\n".join(describe_layout([state.fragment for state in states]))
     # Every machine has tested itself; other code may make other bits.
-    found |= {"model": model, "arithmetic": str(KNOWN), **facts}
+    found |= {"model": model, "arithmetic": IDENTITY, **facts}
     return {key.replace(" ", "-"): _short(value) for key, value in found.items()}
 
 
