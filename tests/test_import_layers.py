@@ -20,6 +20,7 @@ MAY_IMPORT = {
     "models": {"config"},
     "data": {"config", "diloco.fields"},
     "components": {"config", "diloco", "distributed", "models", "data"},
+    "diagnosis": {"config", "diloco", "distributed", "components"},
     "planner": {"config", "diloco", "models", "components", "report"},
     "export": {"config", "diloco", "distributed", "models", "data", "components"},
     "report": {"config", "components"},

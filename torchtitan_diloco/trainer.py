@@ -48,6 +48,7 @@ from torchtitan_diloco.config.schema import flat_settings, portable
 from torchtitan_diloco.data.corpus import open_split
 from torchtitan_diloco.data.loader import Stream, TrainLoader, ValidationBatches
 from torchtitan_diloco.data.tokenizer import build_tokenizer
+from torchtitan_diloco.diagnosis.watch import Diagnosis, Stacks
 from torchtitan_diloco.diloco import StreamingDiLoCo
 from torchtitan_diloco.diloco.meeting import agree
 from torchtitan_diloco.diloco.outer_loop import DataParallel, OuterLoop
@@ -112,10 +113,15 @@ class Trainer:
             self._open_telemetry(folder) as telemetry,
             build_profiler(config.profiling, folder, self.world) as profiler,
             closing(Checkpointer(config.checkpoint, own_folder, *self.parts)) as checkpointer,
+            Stacks(folder, self.world) as stacks,
         ):
+            diagnosis, saved = Diagnosis(self.outer, self.world, telemetry), self.step
             batches = telemetry.timed(self.loader)
             while not self.finished and (not stop_after or self.step < stop_after):
+                stacks.watch(telemetry.vitals().step)
                 telemetry.measure(lambda: self.train_step(batches))
+                stacks.rest()
+                diagnosis.after_step(self.step)
                 if profiler is not None:
                     profiler.step()
                 if self.step % COLLECT_EVERY == 0:
@@ -131,7 +137,9 @@ class Trainer:
                 if then.validate and not (self.island and self.island.peers.left):
                     telemetry.pause(self.validator.validate(self.step, telemetry))
                 if then.save:
-                    telemetry.pause(checkpointer.save(self._manifest()))
+                    telemetry.pause(paused := checkpointer.save(self._manifest()))
+                    telemetry.saved(paused, self.step - saved)
+                    saved = self.step
                 if then.stop:
                     break
             self.outer.drain()

@@ -7,6 +7,7 @@ from typing import Any
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
 from torch.utils.tensorboard import FileWriter
+from torch.utils.tensorboard.summary import text as text_summary
 
 from torchtitan_diloco.components.metrics import described
 from torchtitan_diloco.log import UserError, install_command
@@ -30,6 +31,9 @@ class TensorBoard:
                 self._described.add(name)
             scalar = Summary.Value(tag=name, simple_value=value, metadata=metadata)
             self._files.add_summary(Summary(value=[scalar]), step)
+
+    def add_text(self, step: int, name: str, text: str) -> None:
+        self._files.add_summary(text_summary(name, text), step)
 
     def close(self) -> None:
         self._files.close()
@@ -68,6 +72,9 @@ class WeightsAndBiases:
 
     def add(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log({"step": step, **values})
+
+    def add_text(self, step: int, name: str, text: str) -> None:
+        self._run.alert(title=name, text=f"step {step}: {text}")
 
     def close(self) -> None:
         self._run.finish()

@@ -1,7 +1,7 @@
 """Records of a worker: RUN/worker-K/metrics.jsonl, which its first rank writes, and its boards.
 
-Each line is a JSON object: a `Start`, a `RoundRecord`, or the numbers of a step, without `kind`
-(metrics.py). docs/report-and-plan.md describes them.
+Each line is a JSON object: a `Start`, a `RoundRecord`, a `VerdictRecord`, or the numbers of a step
+(metrics.py), which has no `kind`. docs/report-and-plan.md describes them.
 """
 
 import json
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 METRICS_FILE = "metrics.jsonl"
 Kind = TypeVar("Kind", bound=msgspec.Struct)
 NAN = math.nan
-LEAST_LINK_BYTES = 16_384
-"""A smaller message is no measure of the link: it takes as long as a thread needs to wake up."""
 
 
 class Start(msgspec.Struct, tag_field="kind", tag="start"):
@@ -88,6 +86,20 @@ class RoundRecord(msgspec.Struct, tag_field="kind", tag="round"):
         return max(self.heard_after_seconds.values(), default=NAN)
 
 
+class VerdictRecord(msgspec.Struct, tag_field="kind", tag="verdict"):
+    """A verdict about a worker begins, or is over."""
+
+    step: int
+    time: float
+    what: str
+    """Such as "slow compute"."""
+    culprit: str
+    since: int
+    """Step after which it was first seen."""
+    evidence: str
+    over: bool
+
+
 def round_record(found: Round, fragment: Fragment, clock: float) -> RoundRecord:
     """Return the record of a round. `clock`: the wall clock less time.perf_counter."""
     traffic = found.traffic
@@ -104,11 +116,7 @@ def round_record(found: Round, fragment: Fragment, clock: float) -> RoundRecord:
         "applied": found.applied,
     }
     norms = math.sqrt(found.delta_square * found.mean_square)
-    rates = {
-        other: 8 * size / seconds
-        for other, size in traffic.link_bytes.items()
-        if size >= LEAST_LINK_BYTES and (seconds := traffic.link_seconds(other)) > 0
-    }
+    rates = {other: 8 * traffic.rate(other) for other in traffic.link_bytes}
     return RoundRecord(
         step=found.applied_step,
         fragment=found.fragment,
@@ -127,7 +135,7 @@ def round_record(found: Round, fragment: Fragment, clock: float) -> RoundRecord:
         drift_norm=float(found.drift),
         cosine_to_mean=traffic.dot / norms if norms else NAN,
         heard_after_seconds={other: traffic.heard_after(other) for other in traffic.heard},
-        received_bits_per_second_from=rates,
+        received_bits_per_second_from={one: rate for one, rate in rates.items() if rate == rate},
     )
 
 
@@ -194,6 +202,11 @@ class RecordFiles:
             if isinstance(record, dict):
                 for board in self._boards:
                     board.add(record["step"], dict(self._shown(record)))
+            elif isinstance(record, VerdictRecord):
+                state = "over" if record.over else record.evidence
+                for board in self._boards:
+                    text = f"{record.culprit}: {record.what}: {state}"
+                    board.add_text(record.step, "verdicts", text)
 
     def _shown(self, record: Record) -> Iterator[tuple[str, float]]:
         """Yield the values for the boards. The speed of the first step is an outlier."""

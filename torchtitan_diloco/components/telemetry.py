@@ -7,6 +7,7 @@ since the last one. All other numbers are its own.
 """
 
 import math
+import statistics
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -27,13 +28,15 @@ from torchtitan_diloco.components.run_folder import folder_of_worker
 from torchtitan_diloco.components.run_plan import RunPlan
 from torchtitan_diloco.config.schema import Metrics
 from torchtitan_diloco.diloco.outer_loop import OuterLoop
-from torchtitan_diloco.diloco.round import Round
+from torchtitan_diloco.diloco.round import Round, Vitals
 from torchtitan_diloco.distributed.collectives import PendingSum
 from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.hardware import GIB, peak_flops, peak_memory_bytes
 from torchtitan_diloco.log import clock, logger
 
 Batch = tuple[Tensor, Tensor]
+RECENT = 16
+"""Steps in which the usual times of a step are measured."""
 
 
 class RunProgress(NamedTuple):
@@ -109,6 +112,23 @@ class Telemetry:
         now = time.time()
         self.files.write(Start(step, now, workers=self.workers, parameters=plan.parameters))
         self._done: float | None = None
+        self.applied = list[Round]()
+        """Rounds that were applied in the last step."""
+        self._steps = deque[tuple[float, float]](maxlen=RECENT)
+        self._save_seconds = 0.0
+
+    def vitals(self) -> Vitals:
+        """Return the usual times of this rank's recent steps. Any thread may call this."""
+        steps = list(self._steps)
+        if len(steps) < RECENT // 2:
+            return Vitals()
+        compute, data = zip(*steps, strict=True)
+        usual = statistics.median(compute)
+        return Vitals(compute=usual, data=statistics.fmean(data), save=self._save_seconds)
+
+    def saved(self, seconds: float, steps: int) -> None:
+        """Note the pause for a save, after so many steps without one."""
+        self._save_seconds = seconds / max(1, steps)
 
     @property
     def elapsed_seconds(self) -> float:
@@ -131,6 +151,7 @@ class Telemetry:
 
     def measure(self, train_step: Callable[[], StepResult]) -> None:
         started, waited = time.perf_counter(), self._waited()
+        data = self._counters["worker/data_seconds"]
         self._last = train_step()
         seconds = time.perf_counter() - started
         compute = seconds - (self._waited() - waited)
@@ -140,8 +161,9 @@ class Telemetry:
         counters["worker/step_seconds"] += seconds
         counters["worker/compute_seconds"] += compute
         self._compute_squares += compute**2
+        self._steps.append((compute, counters["worker/data_seconds"] - data))
         rounds = self._outer.rounds()  # at every step, as it keeps only the latest
-        self._rounds += rounds
+        self._rounds, self.applied = [*self._rounds, *rounds], rounds
         self.workers = max([self.workers, *(one.participants for one in rounds)])
         sent = sum(one.exchange_sums().get("worker/sent_bytes", 0.0) for one in rounds)
         self.sums = Sums(

@@ -43,6 +43,7 @@ GPU_CHUNK, GPU_IN_FLIGHT = 2**24, 2**28
 PIECE = 2 * BLOCK
 """Values processed at once on a CPU, in a dozen passes: larger pieces do not fit the cache, and
 smaller ones cost more calls."""
+STOPPED = "its header has not come, so it is stopped, or hung outside communication"
 MEANS = 1
 """Tag of the second hop, as receives of both hops are posted ahead."""
 
@@ -118,6 +119,7 @@ class Exchange:
         self._others = self._transport.others
         assert self.workers > 1
         self._failure: Exception | None = None
+        self._traffic = Traffic()
         self._codec, self._device, on_gpu = codec, device, device.type != "cpu"
         self._chunk, self._window = chunk_and_window(largest, codec, on_gpu=on_gpu)
         self._piece = self._chunk if on_gpu else min(PIECE, self._chunk)
@@ -229,9 +231,11 @@ class Exchange:
     def close(self) -> None:
         self._transport.close()
 
-    def late(self) -> list[int]:
-        """Return the workers that are waited for."""
-        return sorted(self._transport.late)
+    def late(self) -> dict[int, str]:
+        """Return the workers that are waited for, and what has not come of them."""
+        has_heard = bool(self._traffic.heard)
+        what = "its header has come, and its payload stands still" if has_heard else STOPPED
+        return dict.fromkeys(sorted(self._transport.late), what)
 
     @contextmanager
     def _counted(self, total: str) -> Iterator[None]:

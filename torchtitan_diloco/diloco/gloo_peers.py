@@ -13,10 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_diloco.diloco import healing, startup
 from torchtitan_diloco.diloco import state_dict as saving
+from torchtitan_diloco.diloco.codecs import build_codec
 from torchtitan_diloco.diloco.config import DiLoCoConfig
 from torchtitan_diloco.diloco.liveness import Liveness
 from torchtitan_diloco.diloco.peers import Apply, Peers, Send, local_share
-from torchtitan_diloco.diloco.round import InFlight, Round
+from torchtitan_diloco.diloco.round import InFlight, Report, Round, Traffic
 from torchtitan_diloco.diloco.schedule import is_dropped, is_measured
 from torchtitan_diloco.diloco.state_dict import Facts, SavedState
 from torchtitan_diloco.diloco.transport import DROPPED, WENT_WRONG, Header
@@ -57,7 +58,10 @@ class GlooPeers(Peers):
         watching = self._liveness or Liveness.between(self._group)
         own, self._watching = self._liveness is None, watching
         self._watch = healing.Watch(self.workers, len(self.states))
-        self._weights = [0.0] * len(self.states)
+        self._weights, self._last = [0.0] * len(self.states), Traffic()
+        whole = sum(state.values for state in self.states)
+        hops = 1.0 if self.workers < 3 else 2 / self.workers  # of slices
+        self._bytes = hops * build_codec(self.config.quantization).wire_bytes(whole)
         self._exchanger = startup.build_exchange(self._group, self.config, self.states)
         self._finalizer = weakref.finalize(
             self, startup.close, self.background, self._exchanger, watching, own
@@ -115,8 +119,19 @@ class GlooPeers(Peers):
         index, step = round_.fragment, round_.sent_step
         name = self.states[index].fragment.name
         where = f"in the exchange of fragment {index} ({name}), sent after step {step}"
-        late = tuple if self._exchanger is None else self._exchanger.late
-        self._watching.wait(exchanged, step, f"seen by worker {self.worker} {where}", late)
+        self._watching.wait(
+            exchanged, step, f"seen by worker {self.worker} {where}", self._describe_late
+        )
+
+    def _describe_late(self) -> str:
+        """Describe the workers that are waited for, from what they have said before."""
+        late, known = self._exchanger.late() if self._exchanger else {}, dict(self.reports)
+        lines = list[str]()
+        for worker, what in late.items():
+            said = known.get(f"worker {worker}", Report()).vitals
+            usual = f", whose steps took {said.step:.3g} s" if said.step else ""
+            lines.append(f"worker {worker}{usual}: {what}")
+        return " and for ".join(lines)
 
     def forget(self, fragment: int) -> None:
         self._weights[fragment] = 0.0
@@ -139,13 +154,18 @@ class GlooPeers(Peers):
             whole = healing.sum_over_ranks(round_.delta_square, self._shard_group, self.worker)
             norms = healing.DeltaNorms() if average else state.norms  # other lengths: not judged
             flags = dropped * DROPPED | norms.judge(whole, self.config.delta_norm_limit)
-            header = Header(flags, self._run, *turn, step, round_.weight, state.checksum)
+            about = flags, self._run, *turn, step, round_.weight, state.checksum
+            header = Header(*about, self._last.with_transfers(self.vitals(), self._bytes))
             if self._exchanger is None:
                 headers = healing.settle_weights([header])
             else:
                 headers, round_.traffic = self._exchanger.average(
                     state.delta, header, state.residual, measured=measured
                 )
+        self._last = round_.traffic
+        self.reports = {
+            f"worker {worker}": Report(one.vitals, one.flags) for worker, one in enumerate(headers)
+        }
         round_.weight, round_.flags = headers[self.worker].weight, headers[self.worker].flags
         round_.participants = sum(one.weight > 0 for one in headers)
         with state.background():

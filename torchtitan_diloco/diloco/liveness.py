@@ -106,12 +106,12 @@ class Liveness:
         result: "Future[Result]",
         step: int = 0,
         where: str = "",
-        late: Callable[[], Collection[int]] = tuple,
+        late: Callable[[], str] = str,
     ) -> Result:
         """Return the result of a task of all workers, or raise WorkerLostError.
 
-        `step`: the step that the task follows. `where` is appended to the reason. `late`: the
-        workers that are still waited for, if they are known.
+        `step`: the step that the task follows. `where` is appended to the reason. `late`: describes
+        the workers that are still waited for, if they are known.
         """
         try:
             self.wait_for(result, step, late)
@@ -126,7 +126,7 @@ class Liveness:
         self,
         result: "Future[Any] | torch.futures.Future[Any]",
         step: int = 0,
-        late: Callable[[], Collection[int]] = tuple,
+        late: Callable[[], str] = str,
     ) -> None:
         """Wait for a future. Raise WorkerLostError if a worker is lost, or has left too early."""
 
@@ -142,8 +142,8 @@ class Liveness:
                 started + seconds - time.perf_counter(),
             ):
                 if self._speaks:
-                    names = " or ".join(map(str, late() or self._others))
-                    logger.warning(f"waiting for worker {names} since {seconds:.0f} s")
+                    others = f"worker {' or '.join(map(str, self._others))}"
+                    logger.warning(f"waiting since {seconds:.0f} s for {late() or others}")
                 seconds *= 2
             if not result.done() and (gone := self._gone(step)):
                 raise gone

@@ -6,7 +6,7 @@ workers of one job, and `IslandPeers`, jobs of their own that meet in a log.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +18,7 @@ from torchtitan_diloco.diloco.background import BackgroundThread
 from torchtitan_diloco.diloco.config import DiLoCoConfig
 from torchtitan_diloco.diloco.fragments import Fragment, build_fragments, drop_gathered
 from torchtitan_diloco.diloco.outer_state import OuterState
-from torchtitan_diloco.diloco.round import Meter, Round
+from torchtitan_diloco.diloco.round import Meter, Report, Round, Vitals
 from torchtitan_diloco.diloco.schedule import Schedule, build_schedule
 from torchtitan_diloco.diloco.state_dict import Facts, SavedState
 from torchtitan_diloco.diloco.transport import DROPPED, WENT_WRONG
@@ -66,6 +66,10 @@ class Peers(ABC):
     """Buffers of each fragment."""
     meter: Meter
     background: BackgroundThread
+    vitals: Callable[[], Vitals] = Vitals
+    """Returns what this worker says of itself. Whoever measures the steps sets it."""
+    reports: Mapping[str, Report] = {}
+    """What all workers have said of themselves in the last round, by name."""
 
     # --- start and end ----------------------------------------------------------------------------
 

@@ -5,14 +5,47 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 NEVER = math.nan
+LEAST_LINK_BYTES = 16_384
+"""A smaller message is no measure of the link: it takes as long as a thread needs to wake up."""
 Span = tuple[torch.cuda.Event | None, torch.cuda.Event | None]
 """Begin and end of work that the training thread has queued on a GPU; None on a CPU."""
+
+
+class Vitals(NamedTuple):
+    """What a worker says of itself, in seconds. 0: not known."""
+
+    compute: float = 0.0
+    """Of a step, without waiting for data or for others."""
+    data: float = 0.0
+    """Waiting for data, of a step."""
+    save: float = 0.0
+    """Pauses of training for checkpoints, of a step."""
+    transfer: float = 0.0
+    """Transfers of a cycle from the slowest of the others, at the rate of the last round."""
+    fastest_transfer: float = 0.0
+    """The same from the fastest."""
+    slowest: int = 0
+    """The slowest of the others."""
+
+    @property
+    def step(self) -> float:
+        return self.compute + self.data + self.save
+
+
+class Report(NamedTuple):
+    """What is known of a worker after a round."""
+
+    vitals: Vitals = Vitals()
+    flags: int = 0
+    """Of its delta."""
+    absent: str = ""
+    """Why it takes no part in rounds."""
 
 
 @dataclass
@@ -46,6 +79,24 @@ class Traffic:
     def link_seconds(self, worker: int) -> float:
         """Return the seconds of `link_bytes`, since the other worker began to send."""
         return self.link_until.get(worker, NEVER) - self.heard.get(worker, NEVER)
+
+    def rate(self, worker: int) -> float:
+        """Return the bytes per second from a worker, NaN if there were too few to measure it."""
+        size, seconds = self.link_bytes.get(worker, 0), self.link_seconds(worker)
+        return size / seconds if size >= LEAST_LINK_BYTES and seconds > 0 else NEVER
+
+    def with_transfers(self, vitals: Vitals, cycle_bytes: float) -> Vitals:
+        """Return the vitals with the transfers of this exchange.
+
+        `cycle_bytes`: from each other worker in a cycle.
+        """
+        seconds = {one: cycle_bytes / self.rate(one) for one in self.link_bytes}
+        known = {one: found for one, found in seconds.items() if math.isfinite(found)}
+        if not known:
+            return vitals
+        slowest = max(known, key=known.__getitem__)
+        fastest = min(known.values())
+        return vitals._replace(transfer=known[slowest], fastest_transfer=fastest, slowest=slowest)
 
 
 @dataclass

@@ -1,19 +1,21 @@
 """Headers of messages between workers, and point-to-point transfers that detect lost workers."""
 
+import dataclasses
 import math
 import struct
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, as_completed
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_diloco.diloco.background import BackgroundThread
-from torchtitan_diloco.diloco.round import Traffic
+from torchtitan_diloco.diloco.round import Traffic, Vitals
 from torchtitan_diloco.log import UserError, cause_of
 
 
@@ -30,8 +32,8 @@ class WorkerLostError(RuntimeError):
 
 HEADER_BYTES = 64
 MAGIC = b"SDLC"
-VERSION = 2
-_LAYOUT = struct.Struct("<4sHHQIIQdQ")
+VERSION = 3
+_LAYOUT = struct.Struct("<4sHHQIIQdQ5eH")
 
 NOT_FINITE = 1  # the sender's delta has a NaN or an infinity
 DROPPED = 2  # the sender is left out by link.drop_probability
@@ -39,6 +41,10 @@ OUTLIER = 4  # the norm of the sender's delta exceeds delta_norm_limit
 FLAG_NAMES = {NOT_FINITE: "not finite", DROPPED: "dropped", OUTLIER: "outlier"}
 WENT_WRONG = NOT_FINITE | OUTLIER
 """Flags after which a worker takes the shared parameters."""
+
+
+MOST_SECONDS = 60_000.0  # in a float of 16 bits
+NOTHING_SAID = Vitals()
 
 
 @dataclass(frozen=True)
@@ -52,9 +58,13 @@ class Header:
     weight: float  # of the sender in the mean, if it has no flags
     checksum: int
     """Checksum of the sender's shared copy, which must be equal on all workers."""
+    vitals: Vitals = NOTHING_SAID
 
     def pack(self) -> bytes:
-        return _LAYOUT.pack(MAGIC, VERSION, *astuple(self)).ljust(HEADER_BYTES, b"\0")
+        *fields, vitals = (getattr(self, field.name) for field in dataclasses.fields(self))
+        seconds = (min(one, MOST_SECONDS) for one in vitals[:-1])
+        content = _LAYOUT.pack(MAGIC, VERSION, *fields, *seconds, vitals.slowest)
+        return content.ljust(HEADER_BYTES, b"\0")
 
     @staticmethod
     def unpack(data: bytes) -> "Header":
@@ -64,7 +74,9 @@ class Header:
                 f"a payload begins with {magic!r} version {version} instead of {MAGIC!r} version "
                 f"{VERSION}: some worker runs other code"
             )
-        return Header(*values)
+        size = len(Vitals._fields)
+        fields: list[Any] = [*values[:-size], Vitals(*values[-size:])]
+        return Header(*fields)
 
 
 def check_headers(headers: list[Header], mine: int) -> None:

@@ -235,23 +235,20 @@ class State(msgspec.Struct):
         owned_by = f"slot {record.slot} belongs to {slot.owner or 'nobody'}"
         _check(slot.owner == record.incarnation, owned_by)
         if isinstance(record, Open | Part | Close):
-            known = record.fragment < len(self.fragments)
-            _check(known, f"there is no fragment {record.fragment}")
+            _check(record.fragment < len(self.fragments), f"there is no fragment {record.fragment}")
         if isinstance(record, Open | Part | Done):
             _check(not slot.done, "its writer is done")
 
     def _change(self, change: Change) -> None:
         """Change the facts. A longer run goes on after its end."""
-        if self.facts is None:
-            raise VoidError("before the facts")
-        _check(change.run == self.facts.run, f"belongs to the run {change.run}")
-        facts = changed(self.facts, change)
+        if self.facts is None or change.run != self.facts.run:
+            raise VoidError(f"belongs to the run {change.run}")
+        facts, before = changed(self.facts, change), self.facts.total_tokens
         _check_size(facts)
-        longer = facts.total_tokens > self.facts.total_tokens
         self.facts = facts
-        for _ in range(facts.slots - len(self.slots)):
-            self.slots.append(Slot([Ledger() for _ in self.fragments]))
-        if longer:
+        added = range(facts.slots - len(self.slots))
+        self.slots += [Slot([Ledger() for _ in self.fragments]) for _ in added]
+        if facts.total_tokens > before:
             self.ended = False
             for slot in self.slots:
                 slot.done = False
@@ -264,7 +261,6 @@ class State(msgspec.Struct):
         merged, total = max(facts.clocks, default=0), facts.total_tokens
         _check(merged < total, f"{merged:,} tokens are merged already, and it has {total:,}")
         _check(max(facts.positions, default=0) <= LARGEST // 2, "continues beyond any sample")
-        _check(facts.streams <= facts.slots, "has more streams than slots")
         clocks = facts.clocks or (0,) * size
         self.fragments = [
             Fragment(head, {0: checksum}, clock=clock)
@@ -394,6 +390,7 @@ class _DisputeError(VoidError):
 
 
 def _check_size(facts: Facts) -> None:
+    _check(facts.streams <= facts.slots, "has more streams than slots")
     largest = facts.total_tokens + facts.slots * facts.most_weight
     _check(largest <= LARGEST, f"a clock of {largest} could not be written")
 

@@ -1,0 +1,181 @@
+"""Verdicts about recorded and injected histories."""
+
+import random
+from collections.abc import Callable, Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchtitan_diloco.diagnosis.verdicts import IN_A_ROW, Cause, Judge, Kind, Verdict
+from torchtitan_diloco.diloco.round import Report, Vitals
+from torchtitan_diloco.diloco.transport import NOT_FINITE
+
+CYCLE = 5.0
+SEEDED = st.integers(0, 2**32).map(random.Random)
+
+
+def clean(workers: int, rng: random.Random, noise: float = 0.04) -> list[Vitals]:
+    def around(value: float) -> float:
+        return value * rng.uniform(1 - noise, 1 + noise)
+
+    return [
+        Vitals(around(0.5), around(0.01), around(0.002), around(0.8), around(0.7), 0)
+        for _ in range(workers)
+    ]
+
+
+def with_links(said: list[Vitals], links: dict[tuple[int, int], float]) -> list[Vitals]:
+    """Set the transfers from the seconds of each link (sender, receiver)."""
+    found = list[Vitals]()
+    for me, vitals in enumerate(said):
+        seconds = {other: links[other, me] for other in range(len(said)) if other != me}
+        slowest = max(seconds, key=seconds.__getitem__)
+        fastest = min(seconds.values())
+        found.append(
+            vitals._replace(transfer=seconds[slowest], fastest_transfer=fastest, slowest=slowest)
+        )
+    return found
+
+
+def links_of(
+    workers: int, rng: random.Random, slow: Callable[[int, int], float]
+) -> dict[tuple[int, int], float]:
+    pairs = [(a, b) for a in range(workers) for b in range(workers) if a != b]
+    return {pair: 0.8 * rng.uniform(0.95, 1.05) * slow(*pair) for pair in pairs}
+
+
+def judged(
+    judge: Judge, histories: Sequence[list[Vitals]], flags: int = 0, first: int = 0
+) -> list[Verdict]:
+    found = list[Verdict]()
+    for step, said in enumerate(histories, first):
+        seen = {f"worker {one}": Report(vitals) for one, vitals in enumerate(said)}
+        if flags:
+            seen["worker 0"] = seen["worker 0"]._replace(flags=flags)
+        found += judge.note(seen, step, CYCLE)
+    return found
+
+
+@given(st.integers(2, 6), SEEDED, st.floats(0.0, 0.04))
+def test_a_clean_run_has_no_verdict(workers: int, rng: random.Random, noise: float) -> None:
+    histories = [
+        with_links(clean(workers, rng, noise), links_of(workers, rng, lambda *_: 1.0))
+        for _ in range(60)
+    ]
+    assert judged(Judge(), histories) == []
+
+
+@given(
+    st.integers(2, 6),
+    SEEDED,
+    st.sampled_from(
+        [("compute", 0.15, Kind.COMPUTE), ("data", 0.2, Kind.DATA), ("save", 0.2, Kind.SAVE)]
+    ),
+    st.floats(1.0, 6.0),
+)
+def test_a_slow_worker_is_named_after_two_rounds_until_it_is_well(
+    workers: int, rng: random.Random, fault: tuple[str, float, Kind], factor: float
+) -> None:
+    """At least 1.3 times as slow, which is 0.15 s of 0.5."""
+    field, extra, kind = fault
+    victim, judge = rng.randrange(workers), Judge()
+    assert judged(judge, [clean(workers, rng) for _ in range(20)]) == []
+    sick = [clean(workers, rng) for _ in range(10)]
+    for said in sick:
+        slow = getattr(said[victim], field) + extra * factor
+        said[victim] = said[victim]._replace(**{field: slow})
+    found = judged(judge, sick, first=20)
+    cause = Cause(kind, f"worker {victim}")
+    assert [one.cause for one in found] == [cause]
+    assert found[0].since == 20
+    assert list(judge.verdicts) == [cause]
+    healed = judged(judge, [clean(workers, rng) for _ in range(IN_A_ROW)], first=30)
+    assert [(one.cause, one.over) for one in healed] == [(cause, True)]
+    assert judge.verdicts == {}
+
+
+@given(st.integers(3, 6), SEEDED, st.floats(2.0, 10.0))
+def test_a_slow_link_is_told_from_a_slow_side(
+    workers: int, rng: random.Random, factor: float
+) -> None:
+    victim = rng.randrange(workers)
+    other = (victim + 1) % workers
+    faults: dict[Cause, Callable[[int, int], float]] = {
+        Cause(Kind.LINK, f"worker {victim} -> worker {other}"): lambda a, b: (
+            factor if (a, b) == (victim, other) else 1.0
+        ),
+        Cause(Kind.SENDING, f"worker {victim}"): lambda a, _: factor if a == victim else 1.0,
+        Cause(Kind.RECEIVING, f"worker {victim}"): lambda _, b: factor if b == victim else 1.0,
+    }
+    for cause, slow in faults.items():
+        histories = [
+            with_links(clean(workers, rng), links_of(workers, rng, slow)) for _ in range(4)
+        ]
+        assert [one.cause for one in judged(Judge(), histories)] == [cause]
+
+
+def test_of_two_workers_the_slow_direction_is_named() -> None:
+    rng, judge = random.Random(0), Judge()
+    slow = [
+        with_links(clean(2, rng), links_of(2, rng, lambda a, _: 4.0 if a else 1.0))
+        for _ in range(3)
+    ]
+    [found] = judged(judge, slow)
+    assert found.cause == Cause(Kind.LINK, "worker 1 -> worker 0")
+    assert "cannot be told which side" in str(found)
+    usual = [with_links(clean(2, rng), links_of(2, rng, lambda *_: 1.0)) for _ in range(10)]
+    judge = Judge()
+    judged(judge, usual)
+    both = [with_links(clean(2, rng), links_of(2, rng, lambda *_: 4.0)) for _ in range(3)]
+    [found] = judged(judge, both)
+    assert found.cause == Cause(Kind.LINK, "worker 0 - worker 1")
+
+
+@given(st.integers(2, 5), st.floats(1.6, 5.0), SEEDED)
+def test_if_everybody_is_slow_nobody_is_named(
+    workers: int, factor: float, rng: random.Random
+) -> None:
+    judge = Judge()
+    judged(judge, [clean(workers, rng) for _ in range(10)])
+    slow = [
+        [one._replace(compute=one.compute * factor) for one in clean(workers, rng)]
+        for _ in range(5)
+    ]
+    assert [one.cause for one in judged(judge, slow)] == [Cause(Kind.EVERYBODY, "all")]
+
+
+@given(st.integers(2, 4), st.lists(st.lists(st.booleans(), min_size=4, max_size=4), max_size=40))
+def test_verdicts_begin_and_end_in_turns_and_never_flap(
+    workers: int, history: list[list[bool]]
+) -> None:
+    """Whatever happens, a cause that comes and goes every other round makes one verdict at most
+    every two rounds, and each one ends before it begins again."""
+    judge, state = Judge(), dict[Cause, tuple[bool, int]]()
+    for step, sick in enumerate(history):
+        said = [Vitals(compute=0.5 + one) for one in sick[:workers]]
+        for verdict in judged(judge, [said], first=step):
+            is_over, at = state.get(verdict.cause, (True, -IN_A_ROW))
+            assert verdict.over != is_over
+            assert step - at >= IN_A_ROW
+            state[verdict.cause] = verdict.over, step
+    assert {cause for cause, (over, _) in state.items() if not over} == judge.verdicts.keys()
+
+
+def test_wrong_numbers_and_absence_are_named() -> None:
+    said = [Vitals(0.5), Vitals(0.5)]
+    [found] = judged(Judge(), [said, said], flags=NOT_FINITE)
+    assert found.cause == Cause(Kind.NUMBERS, "worker 0")
+    judge = Judge()
+    seen = {"a": Report(Vitals(0.5)), "b": Report(Vitals(9.0), absent="stopped")}
+    assert judge.note(seen, 1, CYCLE) == []
+    [found] = judge.note(seen, 2, CYCLE)
+    assert found.cause == Cause(Kind.STOPPED, "b")
+    assert "RANK_NOT_JOIN" in str(found)
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_each_verdict_says_what_to_do(kind: Kind) -> None:
+    text = str(Verdict(Cause(kind, "worker 1"), "evidence", since=7))
+    assert text.startswith(f"worker 1: {kind}")
+    assert "since step 7: evidence; " in text

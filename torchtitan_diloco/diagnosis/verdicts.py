@@ -1,0 +1,216 @@
+"""Who slows the others down, or has failed: verdicts from what workers say of themselves.
+
+Everything is a duration on one machine, so clocks may differ. A worker is judged by the median of
+the others. A verdict needs two rounds in a row, and ends after two rounds without its cause. There
+is no I/O and no clock in this module.
+"""
+
+import statistics
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import NamedTuple
+
+from torchtitan_diloco.diloco.round import Report, Vitals
+from torchtitan_diloco.diloco.transport import NOT_FINITE, OUTLIER
+
+FLOOR = 0.1
+"""A share of the time of a step, or of a cycle, that is worth a verdict."""
+NOISE = 4.0
+"""It also exceeds the usual deviation from the others by this factor."""
+LINK_RATIO, EVERYBODY_RATIO = 1.5, 1.3
+"""A transfer takes this multiple of the usual time, and all steps that of the time before."""
+IN_A_ROW, HISTORY, FEWEST = 2, 32, 4
+"""Rounds until a verdict begins or ends, rounds that are remembered, and that tell what is
+usual."""
+
+
+class Kind(StrEnum):
+    """What is wrong. The second names are those of Meta's public analyser of collectives."""
+
+    STOPPED = "stopped"
+    HUNG = "hung outside communication"
+    COMPUTE = "slow compute"
+    DATA = "slow data"
+    SAVE = "slow save"
+    LINK = "slow link"
+    SENDING = "slow sending"
+    RECEIVING = "slow receiving"
+    NUMBERS = "wrong numbers"
+    EVERYBODY = "everybody slow"
+
+
+ANALYSER = {
+    Kind.STOPPED: "RANK_NOT_JOIN",
+    Kind.HUNG: "JOB_STUCK_OUTSIDE_NCCL",
+    Kind.LINK: "NETWORK_PERF_SLOWNESS",
+    Kind.SENDING: "NETWORK_PERF_SLOWNESS",
+    Kind.RECEIVING: "NETWORK_PERF_SLOWNESS",
+}
+REMEDY = {
+    Kind.STOPPED: "look whether its processes and its machine are alive",
+    Kind.HUNG: "its folder has the stacks of its threads; restart it if it stays",
+    Kind.COMPUTE: "look at its clocks, temperature and other processes, or give it less work",
+    Kind.DATA: "raise data.loader_processes there, or move its data to a faster disk",
+    Kind.SAVE: "look at the disk of its run.folder, or save more seldom",
+    Kind.LINK: "look at this path: `doctor` measures it; or raise H or tau, or send fewer bits",
+    Kind.SENDING: "look at its uplink: `doctor` measures it; or raise H or tau, or send fewer bits",
+    Kind.RECEIVING: "look at its downlink: `doctor` measures it; or raise H or tau",
+    Kind.NUMBERS: "its work is left out; lower its learning rate, or test its memory",
+    Kind.EVERYBODY: "look for what all share: storage, power, cooling, a larger batch",
+}
+
+
+class Cause(NamedTuple):
+    kind: Kind
+    culprit: str
+    """A worker, a link, or "all"."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    cause: Cause
+    evidence: str
+    since: int
+    """Step after which it was first seen."""
+    over: bool = False
+
+    def __str__(self) -> str:
+        kind, culprit = self.cause
+        if self.over:
+            return f"{culprit}: {kind} since step {self.since} is over"
+        name = f" ({ANALYSER[kind]})" if kind in ANALYSER else ""
+        return f"{culprit}: {kind}{name} since step {self.since}: {self.evidence}; {REMEDY[kind]}"
+
+
+class Judge:
+    """Call `note` after each round."""
+
+    def __init__(self) -> None:
+        self._shares: dict[Cause, deque[float]] = {}
+        """Latest deviations from the others, as shares of a step."""
+        self._usual: dict[str, deque[float]] = {}
+        """Latest medians over workers of what all should notice."""
+        self._suspected: dict[Cause, tuple[int, Verdict]] = {}
+        """Rounds in a row, up to those that make a verdict."""
+        self.verdicts: dict[Cause, Verdict] = {}
+
+    def note(self, seen: Mapping[str, Report], step: int, cycle: float) -> list[Verdict]:
+        """Return verdicts that begin or end.
+
+        `cycle`: seconds of a cycle, in which each fragment has a round.
+        """
+        found = dict(self._suspects(seen, cycle))
+        changed = list[Verdict]()
+        for cause, text in found.items():
+            before = self._suspected.get(cause)
+            count, verdict = before or (0, Verdict(cause, text, step))
+            count, verdict = min(count + 1, IN_A_ROW), replace(verdict, evidence=text)
+            self._suspected[cause] = count, verdict
+            if count == IN_A_ROW:
+                changed += [] if cause in self.verdicts else [verdict]
+                self.verdicts[cause] = verdict
+        for cause, (count, verdict) in list(self._suspected.items()):
+            if cause not in found:
+                self._suspected[cause] = count - 1, verdict
+                if count == 1:
+                    del self._suspected[cause]
+                    if self.verdicts.pop(cause, None):
+                        changed.append(replace(verdict, over=True))
+        return changed
+
+    def _suspects(self, seen: Mapping[str, Report], cycle: float) -> Iterator[tuple[Cause, str]]:
+        here = {name: one.vitals for name, one in seen.items() if not one.absent}
+        for name, one in seen.items():
+            if one.absent:
+                yield Cause(Kind(one.absent), name), "it takes no part in rounds"
+            elif one.flags & (NOT_FINITE | OUTLIER):
+                reason = (
+                    "is not finite" if one.flags & NOT_FINITE else "is far above its usual norm"
+                )
+                yield Cause(Kind.NUMBERS, name), f"its delta {reason}"
+        yield from self._slow_steps(here)
+        yield from self._slow_links(here, cycle)
+
+    # --- steps ------------------------------------------------------------------------------------
+
+    def _slow_steps(self, here: Mapping[str, Vitals]) -> Iterator[tuple[Cause, str]]:
+        known = {name: one for name, one in here.items() if one.step > 0}
+        for name, one in known.items():
+            others = [other for key, other in known.items() if key != name]
+            if not others:
+                return
+            step = statistics.median(other.step for other in others)
+            for kind, field in (
+                (Kind.COMPUTE, "compute"),
+                (Kind.DATA, "data"),
+                (Kind.SAVE, "save"),
+            ):
+                mine = getattr(one, field)
+                usual = statistics.median(getattr(other, field) for other in others)
+                cause = Cause(kind, name)
+                if self._stands_out(cause, (mine - usual) / step):
+                    rest = "the others take" if len(others) > 1 else "the other takes"
+                    yield cause, f"{mine:.3g} s a step, where {rest} {usual:.3g}"
+        step = statistics.median(one.step for one in known.values()) if known else 0.0
+        before = self._before("step", step)
+        if (
+            before
+            and step > EVERYBODY_RATIO * before
+            and min(one.step for one in known.values()) > EVERYBODY_RATIO * before
+        ):
+            text = f"steps take {step:.3g} s, and took {before:.3g} before"
+            yield Cause(Kind.EVERYBODY, "all"), text
+
+    def _stands_out(self, cause: Cause, share: float) -> bool:
+        shares = self._shares.setdefault(cause, deque(maxlen=HISTORY))
+        usual = 0.0
+        if len(shares) >= FEWEST:
+            middle = statistics.median(shares)
+            usual = statistics.median(abs(one - middle) for one in shares)
+        found = share > max(FLOOR, NOISE * usual)
+        if not found:  # what stands out is no measure of the usual
+            shares.append(share)
+        return found
+
+    def _before(self, name: str, value: float) -> float:
+        """Return the usual value of earlier rounds, 0 if it is not known, and note this one."""
+        values = self._usual.setdefault(name, deque(maxlen=HISTORY))
+        usual = statistics.median(values) if len(values) >= FEWEST else 0.0
+        if not usual or value < EVERYBODY_RATIO * usual:
+            values.append(value)
+        return usual
+
+    # --- links ------------------------------------------------------------------------------------
+
+    def _slow_links(self, here: Mapping[str, Vitals], cycle: float) -> Iterator[tuple[Cause, str]]:
+        known = {name: one for name, one in here.items() if one.transfer > 0}
+        if not known:
+            return
+        names = list(here)
+        fastest = [one.fastest_transfer for one in known.values()]
+        usual = statistics.median_low(fastest)  # of two directions, one may be the slow one
+        before = self._before("transfer", usual)
+        if before and usual > LINK_RATIO * before and usual - before > FLOOR * cycle:
+            culprit = " - ".join(names) if len(names) == 2 else "all"
+            text = f"a transfer takes {usual:.3g} s, and took {before:.3g} before"
+            yield Cause(Kind.LINK if len(names) == 2 else Kind.EVERYBODY, culprit), text
+            return
+
+        def is_slow(seconds: float) -> bool:
+            return seconds > LINK_RATIO * usual and seconds - usual > FLOOR * cycle
+
+        slow = {name: one for name, one in known.items() if is_slow(one.transfer)}
+        receiving = [name for name, one in slow.items() if is_slow(one.fastest_transfer)]
+        senders = [names[one.slowest % len(names)] for one in slow.values()]
+        for name, one in slow.items():
+            sender = names[one.slowest % len(names)]
+            cause, side = Cause(Kind.LINK, f"{sender} -> {name}"), ""
+            if len(names) == 2:
+                side = "; of two workers, it cannot be told which side is slow"
+            elif name in receiving:
+                cause = Cause(Kind.RECEIVING, name)
+            elif senders.count(sender) > 1:
+                cause = Cause(Kind.SENDING, sender)
+            yield cause, f"a transfer takes {one.transfer:.3g} s, others {usual:.3g}{side}"

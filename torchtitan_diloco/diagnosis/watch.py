@@ -1,0 +1,111 @@
+"""What the trainer says about the workers while a run goes on, and where a process hangs."""
+
+import faulthandler
+import signal
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Self
+
+from torchtitan_diloco.components.records import VerdictRecord
+from torchtitan_diloco.components.run_folder import folder_of_worker
+from torchtitan_diloco.components.telemetry import Telemetry
+from torchtitan_diloco.diagnosis.verdicts import Judge, Kind, Verdict
+from torchtitan_diloco.diloco.outer_loop import OuterLoop
+from torchtitan_diloco.diloco.streaming import StreamingDiLoCo
+from torchtitan_diloco.distributed.world import World
+from torchtitan_diloco.log import logger
+
+REPEAT_SECONDS = 60.0
+HANG_SECONDS, HANG_STEPS = 60.0, 20
+"""A step that takes so long, and so many times the usual time, has its stacks written down."""
+OF_RANKS = {Kind.DATA, Kind.SAVE}
+"""What the ranks of a worker have each for itself. The first one's compute contains waits for the
+others."""
+
+
+class Diagnosis:
+    """Call `after_step` for every step.
+
+    The first rank judges the workers. The other ranks of its worker judge what they do alone.
+    """
+
+    def __init__(self, outer: OuterLoop, world: World, telemetry: Telemetry) -> None:
+        self._peers = outer.peers if isinstance(outer, StreamingDiLoCo) else None
+        self._telemetry, self._world = telemetry, world
+        self._judge, self._said = Judge(), 0.0
+        if self._peers is not None:
+            self._peers.vitals = telemetry.vitals
+
+    def after_step(self, step: int) -> None:
+        rank, peers = self._world.rank_in_worker, self._peers
+        if peers is None or not self._telemetry.applied or (rank and self._world.worker):
+            return
+        suffix = f", rank {rank}" if rank else ""
+        reports = {name + suffix: report for name, report in dict(peers.reports).items()}
+        cycle = peers.schedule.sync_every * self._telemetry.vitals().step
+        for verdict in self._judge.note(reports, step, cycle):
+            if not rank or verdict.cause.kind in OF_RANKS:
+                self._say(verdict, step)
+        standing = [] if rank else list(self._judge.verdicts.values())
+        if standing and time.monotonic() > self._said + REPEAT_SECONDS:
+            for verdict in standing:
+                self._say(verdict)
+
+    def _say(self, verdict: Verdict, step: int | None = None) -> None:
+        """Log a verdict, and write a record after the step at which it begins or ends."""
+        self._said = time.monotonic()
+        if self._world.is_first or self._world.rank_in_worker:
+            (logger.info if verdict.over else logger.warning)(str(verdict))
+        if step is not None:
+            record = VerdictRecord(
+                step=step,
+                time=time.time(),
+                what=verdict.cause.kind,
+                culprit=verdict.cause.culprit,
+                since=verdict.since,
+                evidence=verdict.evidence,
+                over=verdict.over,
+            )
+            self._telemetry.files.write(record)
+
+
+class Stacks:
+    """Writes the stacks of all threads to a file of this rank if a step hangs, and on SIGUSR1."""
+
+    def __init__(self, run: Path, world: World) -> None:
+        folder = folder_of_worker(run, world.worker)
+        self.path = folder / f"stacks-{world.rank_in_worker}.txt"
+        self._file: IO[str] | None = None
+        with suppress(OSError):  # a full disk
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = self.path.open("a")
+            faulthandler.register(signal.SIGUSR1, file=self._file, all_threads=True)
+        self._written = self._size()
+
+    def _size(self) -> int:
+        return self.path.stat().st_size if self._file is not None else 0
+
+    def watch(self, usual: float) -> None:
+        """Expect the end of a step. `usual`: seconds of a step, 0 if they are not known yet."""
+        if self._file is not None and usual:
+            limit = max(HANG_SECONDS, HANG_STEPS * usual)
+            faulthandler.dump_traceback_later(limit, file=self._file)
+
+    def rest(self) -> None:
+        """Expect nothing, as between two steps."""
+        faulthandler.cancel_dump_traceback_later()
+        if self._file is not None and (size := self._size()) > self._written:
+            self._written = size
+            logger.warning(f"a step hung or SIGUSR1 came: the stacks are in {self.path}")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        faulthandler.cancel_dump_traceback_later()
+        if self._file is not None:
+            faulthandler.unregister(signal.SIGUSR1)
+            self._file.close()
+            if not self.path.stat().st_size:
+                self.path.unlink()
