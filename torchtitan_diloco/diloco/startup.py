@@ -121,7 +121,7 @@ def agree_on_run(
         "model": hashlib.sha256("\n".join(layout).encode()).hexdigest()[:16],
         # Determines the size of messages.
         "memory of the outer state (diloco.link.outer_state)": device.type,
-        "arithmetic": find_difference(device, operations) or "as known",
+        "arithmetic": (group and find_difference(device, operations)) or "as known",
     }
     agree(mine, group, "worker")
     # Worker 0's random part distinguishes two runs of one configuration.
