@@ -36,6 +36,24 @@ def test_every_preset_can_be_planned_for(name: str, capsys: pytest.CaptureFixtur
         assert part in text
 
 
+@pytest.mark.parametrize(
+    ("latency", "words", "expected"),
+    [
+        ("10ms", [], None),
+        ("100ms", [], "12.5 MB in flight, 2.5 MB in each of 5 TCP streams of 1 ranks"),
+        ("100ms", ["--parallel.fsdp", "2"], "2.083 MB in each of 3 TCP streams of 2 ranks"),
+        ("100ms", ["--diloco.link.streams", "2"], "tcp_rmem='4096 131072 12500000'"),
+        ("2s", [], "in each of 32 TCP streams .*tcp_wmem='4096 16384 15625000'"),
+    ],
+)
+def test_streams_and_buffers_for_a_long_link(
+    latency: str, words: list[str], expected: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    link = ["--bandwidth", "500Mbit", "--latency", latency, "--step-time", "0.3"]
+    text = output(capsys, "--config", "35m", *link, *words)
+    assert re.search(expected, text) if expected else "streams" not in text
+
+
 def test_the_papers_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert paper_table() in output(capsys, "--table")
 

@@ -4,6 +4,7 @@
 """
 
 import argparse
+import math
 import os
 import re
 import shlex
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING
 from torchtitan_diloco.config import Config, from_command_line, load_config
 from torchtitan_diloco.config.loader import CONFIGS_FOLDER, find_config
 from torchtitan_diloco.config.schema import flat_settings, format_value
+from torchtitan_diloco.diloco.link import STREAM_BYTES
 from torchtitan_diloco.log import UserError, command_line
 from torchtitan_diloco.planner.paper import SYNC_EVERY, paper_table
 
@@ -93,12 +95,31 @@ def _plan(options: argparse.Namespace, config: Config) -> None:
     size = f"{load.plan.parameters:,} parameters, {load.layers} layers"
     print(f"{config.run.name}: {size}, {load.workers} workers x {load.ranks} ranks; {link}\n")
     print(ladder_text(load, conditions, tried, best, options.utilisation))
+    if conditions.bytes_in_flight > STREAM_BYTES:
+        print(f"\n{streams_text(conditions, best.link.streams, load.ranks)}")
     print(f"\n{server_text(load.plan.parameters, best, max(conditions.step_seconds))}")
     if options.write is not None:
         comment = f"Utilisation of {tried[best].utilisation:.1%} predicted for {link}"
         write_variant(options.write, options.config, replace(config, diloco=best), comment)
         written = shlex.quote(str(options.write))
         print(f"\nwrote {written}: start it with {command_line('train')} --config {written}")
+
+
+def streams_text(conditions: "Conditions", given: int, ranks: int) -> str:
+    """Describe the TCP streams to another worker, and the buffers that they need."""
+    streams, in_flight = conditions.streams(given, ranks), conditions.bytes_in_flight
+    each = in_flight / (streams * ranks)
+    text = (
+        f"a link to another worker has {quantity(in_flight, 'B')} in flight, {quantity(each, 'B')} "
+        f"in each of {streams} TCP streams of {ranks} ranks (diloco.link.streams)"
+    )
+    if each <= STREAM_BYTES:
+        return f"{text}, as the default buffers of Linux allow"
+    most = 2 * math.ceil(each)  # half of a buffer is the window
+    return (
+        f"{text}; on all machines: sysctl net.ipv4.tcp_rmem='4096 131072 {most}' "
+        f"net.ipv4.tcp_wmem='4096 16384 {most}'"
+    )
 
 
 def server_text(parameters: int, diloco: "DiLoCoConfig", step_seconds: float) -> str:

@@ -325,7 +325,7 @@ class Trainer:
         return StreamingDiLoCo(
             self.model,
             self.world.group(WORKER),
-            config,
+            replace(config, link=replace(config.link, streams=self.world.streams)),
             optimizer=self.optimizer,
             seed=self.config.run.seed,
             shard_group=self.world.shards,

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from tests.diloco.toy import join
@@ -14,6 +15,7 @@ from torchtitan_diloco.diloco import exchange
 from torchtitan_diloco.diloco.codecs import build_codec
 from torchtitan_diloco.diloco.config import CodecName, Quantization
 from torchtitan_diloco.diloco.exchange import IN_FLIGHT, Exchange, chunk_and_window
+from torchtitan_diloco.diloco.link import STREAM_BYTES
 from torchtitan_diloco.diloco.outer_optimizer import BLOCK
 from torchtitan_diloco.diloco.transport import HEADER_BYTES, OUTLIER, Bytes, Header
 from torchtitan_diloco.distributed.world import WORKER, World
@@ -39,7 +41,8 @@ def build(world: World, codec: CodecName, largest: int, **patches: Any) -> Excha
     with pytest.MonkeyPatch.context() as patch:  # these processes run other tests, too
         for name, value in patches.items():
             patch.setattr(exchange, name, value)
-        return Exchange(group, own, largest=largest, device=cpu, timeout_seconds=600)
+        limits: dict[str, Any] = {"largest": largest, "timeout_seconds": 600}
+        return Exchange(group, own, **limits, device=cpu, streams=world.streams)
 
 
 def _exchange(codec: CodecName, window: int, weights: list[float]) -> list[tuple[Tensor, float]]:
@@ -102,6 +105,37 @@ def test_every_chunk_is_its_own_mean(
             assert dot == pytest.approx(expected, rel=1e-3, abs=1e-3, nan_ok=True)
 
 
+def _over_streams(codec: CodecName, workers: int, streams: int) -> tuple[list[Tensor], set[int]]:
+    """Return means, and the streams that were used, with the number that the world has."""
+    world, used, found = join(workers, streams=streams), set[int](), list[Tensor]()
+    send = dist.isend
+
+    def isend(payload: Tensor, tag: int, **more: Any) -> Any:
+        used.add(tag % streams)
+        return send(payload, tag=tag, **more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exchange, "CHUNK", BLOCK)
+        patch.setattr(dist, "isend", isend)
+        made = build(world, codec, max(SIZES))
+        for number, size in enumerate(SIZES):
+            found.append(delta_of(made.me, number, size))
+            made.average(found[-1], header())
+        made.close()
+    return found, used
+
+
+@pytest.mark.parametrize(("workers", "codec"), [(2, "fp4_e3m0"), (3, "fp32"), (3, "topk")])
+def test_streams_are_all_used_and_change_no_bit(
+    processes: ProcessPool, workers: int, codec: CodecName
+) -> None:
+    plain = processes.run(_over_streams, workers, codec, workers, 1)
+    several = processes.run(_over_streams, workers, codec, workers, 4)
+    for (means, one), (others, four) in zip(plain, several, strict=True):
+        assert (one, four) == ({0}, {0, 1, 2, 3})
+        assert all(map(torch.equal, means, others))
+
+
 def room_for_both(size: int, device: torch.device, *, is_read_in_place: bool = False) -> Bytes:
     assert not is_read_in_place
     return Bytes(*(torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2)))
@@ -158,11 +192,12 @@ def test_residuals_are_sent_unless_a_worker_is_left_out(processes: ProcessPool) 
 def test_bytes_in_flight_are_those_of_the_window(codec: CodecName) -> None:
     own = build_codec(Quantization(codec))
 
-    def in_flight(values: int) -> int:
-        chunk, window = chunk_and_window(values, own)
+    def in_flight(values: int, streams: int = 1) -> int:
+        chunk, window = chunk_and_window(values, own, streams=streams)
         return own.wire_bytes(chunk) * window
 
     assert 0.9 * IN_FLIGHT < in_flight(10**9) <= IN_FLIGHT
+    assert in_flight(10**9, streams=8) > 7 * STREAM_BYTES > IN_FLIGHT
     assert in_flight(100) == own.wire_bytes(100)
 
 

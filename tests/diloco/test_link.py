@@ -1,7 +1,7 @@
 """Speed of a link, and the number of streams that it needs."""
 
-import asyncio
 import math
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -24,23 +24,30 @@ def test_streams_fill_a_link_and_no_more(bits_per_second: float, round_trip: flo
 
 def test_what_is_said_of_a_link() -> None:
     assert str(Speed(0.031, 0.9e9)) == "31 ms, 0.9 Gbit/s"
+    assert str(Speed(0.1, 1e10)) == "100 ms, 10 Gbit/s"
     assert (str(Speed(0.0003)), Speed(0.0003).streams) == ("0.3 ms", 1)
 
 
 def test_a_measurement_counts_what_has_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def both() -> tuple[Speed, Speed, int]:
-        server = await link.listen("127.0.0.1")
-        port = server.sockets[0].getsockname()[1]
-        monkeypatch.setattr(link, "SHORT_SECONDS", math.inf)
-        short = await link.measure("127.0.0.1", port)
-        monkeypatch.setattr(link, "SHORT_SECONDS", 0.0)
-        measured = await link.measure("127.0.0.1", port, streams=3)
-        server.close()
-        return short, measured, port
-
-    short, measured, port = asyncio.run(both())
+    listener = link.listen("127.0.0.1")
+    connect = partial(link.Sender, "127.0.0.1", listener.server_address[1])
+    monkeypatch.setattr(link, "SHORT_SECONDS", math.inf)
+    short = link.measure(connect)
     assert short.round_trip > 0
     assert math.isnan(short.bits_per_second)
-    assert 0 < measured.bits_per_second < math.inf
-    with pytest.raises(OSError, match=str(port)):
-        asyncio.run(link.measure("127.0.0.1", port))
+    monkeypatch.setattr(link, "SHORT_SECONDS", 0.0)
+    assert 0 < link.measure(connect, 3).bits_per_second < math.inf
+    made = list[link.Sender]()
+
+    def connect_once() -> link.Sender:
+        if made:
+            raise OSError("enough")
+        made.append(connect())
+        return made[0]
+
+    with pytest.raises(OSError, match="3 connections at a time cannot be made"):
+        link.measure(connect_once, 3)
+    listener.shutdown()
+    listener.server_close()
+    with pytest.raises(OSError, match="refused"):
+        link.measure(connect)

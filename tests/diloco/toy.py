@@ -56,9 +56,10 @@ def config(layers: int = 2, delay: int = 1, mixing: float = 0.5, **outer: object
 AVERAGE_EVERY_STEP = replace(config(0, 0, 0.0, name="sgd", lr=1.0), sync_every=1)
 
 
-def join(workers: int, ranks: int = 1, timeout: int = 600) -> World:
-    link = Link(timeout_seconds=timeout)
-    return join_world(Distributed(), link, device="cpu", workers=workers, fsdp=ranks)
+def join(workers: int, ranks: int = 1, timeout: int = 600, streams: int = 1) -> World:
+    given: dict[str, Any] = {"device": "cpu", "workers": workers, "fsdp": ranks}
+    link = Link(timeout_seconds=timeout, streams=streams)
+    return join_world(Distributed(), link, **given, outer_loop=streams != 1)
 
 
 def sharded(world: World) -> Net:

@@ -89,6 +89,7 @@ def test_nccl_joins_only_ranks_that_train_together(
     monkeypatch.setattr(world_module, "pick_device", lambda *_, **__: device)
     for name in ("store_of_job", "store_of_attempt"):
         monkeypatch.setattr(world_module, name, lambda *_: None)
+    monkeypatch.setattr(world_module, "pick_streams", lambda *_: (1, ""))
     monkeypatch.setattr(world_module, "Liveness", lambda *_, **__: Liveness(None))
     monkeypatch.setattr(dist, "init_process_group", init_process_group)
     monkeypatch.setattr(dist, "new_group", new_group)

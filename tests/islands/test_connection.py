@@ -2,8 +2,10 @@
 
 import asyncio
 import dataclasses
+import logging
 import math
 import os
+import re
 import signal
 import sys
 import threading
@@ -24,6 +26,7 @@ from tests.islands.servers import (
     running_server,
     wait_until,
 )
+from torchtitan_diloco.diloco import link
 from torchtitan_diloco.islands import connection as module
 from torchtitan_diloco.islands import server as server_module
 from torchtitan_diloco.islands.bulk import ClosedError, CorruptError, GoneError
@@ -151,6 +154,31 @@ def test_a_stream_that_dies_loses_nothing(pair: tuple[Listener, Listener]) -> No
     assert second.fetch(chunks, "parts") == payload
     wait_until(lambda: dying._wire not in (None, wire), "another connection")
     assert first.fetch(chunks[:3], "parts") == payload[:3_000_000]
+
+
+def test_streams_follow_from_the_link_to_the_server(
+    server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(logging.getLogger("torchtitan_diloco"), "level", logging.INFO)
+
+    def count(streams: int = 0) -> int:
+        caplog.clear()
+        connection = Connection(server.join, "a/1", streams=streams)
+        connection.connect()
+        connection.close()
+        return len(connection.streams._threads)
+
+    assert (count(), count(3)) == (1, 3)
+    assert not caplog.messages, "a given number is not measured"
+    assert count() == 1
+    assert re.search("link to the server: .* ms, 1 stream\n", caplog.text)
+    monkeypatch.setattr(link, "SHORT_SECONDS", 0.0)
+    found = count()
+    assert re.search(f"link to the server: .* ms, .* Gbit/s, {found} stream", caplog.text)
+    assert ", 0 Gbit/s" not in caplog.text
+    monkeypatch.setattr(link, "PATIENCE", 0.0)
+    assert count() == 1
+    assert "could not be measured (32 connections at a time cannot be made)" in caplog.text
 
 
 # --- where to begin to read the log ---------------------------------------------------------------

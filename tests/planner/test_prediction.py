@@ -17,10 +17,12 @@ from torchtitan_diloco.diloco.config import (
     Beginning,
     CodecName,
     DiLoCoConfig,
+    Link,
     Overlap,
     Quantization,
 )
 from torchtitan_diloco.diloco.exchange import CHUNK, Exchange
+from torchtitan_diloco.diloco.link import MOST_STREAMS
 from torchtitan_diloco.diloco.transport import Header
 from torchtitan_diloco.planner.prediction import (
     Conditions,
@@ -119,6 +121,22 @@ def test_the_beginning_is_counted() -> None:
     assert predict([1000], found, slow, steps=100).utilisation < (
         predict([1000], plain, slow, steps=100).utilisation
     )
+
+
+@given(FRAGMENTS, settings(), CONDITIONS)
+def test_more_streams_never_hurt_and_as_many_as_needed_are_enough(
+    fragments: list[int], diloco: DiLoCoConfig, link: Conditions
+) -> None:
+    counts = [*range(1, MOST_STREAMS + 1), 0]
+    found = [
+        predict(fragments, replace(diloco, link=Link(streams=count)), link).utilisation
+        for count in counts
+    ]
+    assert all(less <= more + 1e-9 for less, more in pairwise(found[:-1]))
+    needed = link.streams(0, 1)
+    assert found[-1] == found[needed - 1]
+    if needed < MOST_STREAMS and link.bits_per_second < 1e9:
+        assert found[-1] > 0.9 * found[-2]
 
 
 @given(st.lists(st.integers(1, 10**8), min_size=1, max_size=20), CONDITIONS)

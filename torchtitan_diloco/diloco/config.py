@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from torchtitan_diloco.diloco.fields import Section
+from torchtitan_diloco.diloco.link import MOST_STREAMS
 
 Positive = Annotated[int, Meta(ge=1)]
 NotNegative = Annotated[int, Meta(ge=0)]
@@ -103,6 +104,9 @@ class Link(Section):
 
     interface: str = ""
     """Network interface between workers, such as `eth0`. Empty: gloo chooses one."""
+    streams: Annotated[int, Meta(ge=0, le=MOST_STREAMS)] = 0
+    """TCP streams of each rank to each other worker, or of an island to the server. 0: as many as
+    the link needs, up to 32, by its rate and round trip at the start; in your own loop 1."""
     timeout_seconds: Positive = 600
     """Seconds that a transfer may take before the run ends on all workers. A worker that dies ends
     it at once; one that is silent is reported after 10 seconds."""

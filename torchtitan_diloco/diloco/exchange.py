@@ -6,11 +6,13 @@ with sparse deltas, each worker sends its whole delta to all others. Otherwise e
 one slice of every chunk and sends the mean, encoded again, to all others.
 
 Messages are point-to-point, so that an error can name the lost worker. After the headers, the delta
-is sent in chunks, which overlaps transfers with encoding and decoding. On a CPU, chunks are
-processed in pieces that fit the cache, and fp32 is sent without a copy. Deltas on a GPU are encoded
-and averaged there, on the caller's stream: only encoded bytes pass through host memory.
+is sent in chunks, which overlaps transfers with encoding and decoding. Chunks take turns in the TCP
+streams between two workers: gloo picks the stream by the tag. On a CPU, chunks are processed in
+pieces that fit the cache, and fp32 is sent without a copy. Deltas on a GPU are encoded and averaged
+there, on the caller's stream: only encoded bytes pass through host memory.
 """
 
+import math
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -22,6 +24,7 @@ from torch import Tensor
 
 from torchtitan_diloco.diloco.codecs import UNIT, Codec
 from torchtitan_diloco.diloco.healing import settle_weights
+from torchtitan_diloco.diloco.link import STREAM_BYTES
 from torchtitan_diloco.diloco.outer_optimizer import BLOCK
 from torchtitan_diloco.diloco.round import Traffic
 from torchtitan_diloco.diloco.transport import (
@@ -36,23 +39,29 @@ from torchtitan_diloco.diloco.transport import (
 CHUNK = 8 * BLOCK
 """Values in one message (2 MB in fp32)."""
 IN_FLIGHT = 2**23
-"""Bytes in flight at once: the bandwidth-delay product of a long link, here 1 Gbit/s with 70 ms.
-Buffers take memory when they are first used."""
+"""Bytes in flight at once, unless several streams carry more. Buffers take memory when they are
+first used."""
 GPU_CHUNK, GPU_IN_FLIGHT = 2**24, 2**28
 """The same on a GPU, where a kernel for 2 MB takes less time than its launch."""
 PIECE = 2 * BLOCK
 """Values processed at once on a CPU, in a dozen passes: larger pieces do not fit the cache, and
 smaller ones cost more calls."""
 STOPPED = "its header has not come, so it is stopped, or hung outside communication"
-MEANS = 1
-"""Tag of the second hop, as receives of both hops are posted ahead."""
 
 assert BLOCK % UNIT == GPU_CHUNK % UNIT == 0, "codecs can be called block by block"
 
 
-def chunk_and_window(largest: int, codec: Codec, *, on_gpu: bool = False) -> tuple[int, int]:
+def chunk_and_window(
+    largest: int, codec: Codec, *, on_gpu: bool = False, streams: int = 1, owners: int = 1
+) -> tuple[int, int]:
     """Return values per chunk and chunks in flight. `largest`: values of the largest fragment."""
     chunk, in_flight = (GPU_CHUNK, GPU_IN_FLIGHT) if on_gpu else (CHUNK, IN_FLIGHT)
+    if streams > 1:
+        chunk = max(min(CHUNK, chunk), chunk // 2 ** math.ceil(math.log2(streams)))
+        # Of a chunk, a worker gets a slice in each of two hops. Twice what streams carry in a round
+        # trip, as gloo sends nothing before the receiver has announced its buffer.
+        slices = 1 if owners == 1 else 2 * owners
+        in_flight = max(in_flight, 2 * streams * STREAM_BYTES * slices)
     chunk = min(chunk, max(1, largest))
     return chunk, max(1, min(-(-largest // chunk), in_flight // codec.wire_bytes(chunk)))
 
@@ -82,6 +91,7 @@ def slice_bounds(values: int, owners: int, worker: int) -> tuple[int, int]:
 class Chunk:
     """A chunk of the delta and its buffers. Lists have an entry for the slice of each worker."""
 
+    number: int
     values: Tensor
     residual: Tensor | None
     payload: Bytes  # this worker's encoded values
@@ -112,8 +122,10 @@ class Exchange:
         largest: int,
         device: torch.device,
         timeout_seconds: float,
+        streams: int = 1,
     ) -> None:
-        """`largest`: values of the largest fragment."""
+        """`largest`: values of the largest fragment. `streams`: those between two workers, for each
+        of which the group has a connection."""
         self._transport = Transport(group, timeout_seconds)
         self.workers, self.me = self._transport.workers, self._transport.me
         self._others = self._transport.others
@@ -121,9 +133,11 @@ class Exchange:
         self._failure: Exception | None = None
         self._traffic = Traffic()
         self._codec, self._device, on_gpu = codec, device, device.type != "cpu"
-        self._chunk, self._window = chunk_and_window(largest, codec, on_gpu=on_gpu)
+        self._streams, self._owners = streams, slice_owners(self.workers, codec)
+        self._chunk, self._window = chunk_and_window(
+            largest, codec, on_gpu=on_gpu, streams=streams, owners=self._owners
+        )
         self._piece = self._chunk if on_gpu else min(PIECE, self._chunk)
-        self._owners = slice_owners(self.workers, codec)
         part = slice_bounds(self._chunk, self._owners, 0)[1]
         averaging = range(self.workers if self._owners > 1 else 0)
 
@@ -266,7 +280,8 @@ class Exchange:
     # --- chunks and pieces ------------------------------------------------------------------------
 
     def _chunk_at(self, start: int, delta: Tensor, residual: Tensor | None) -> Chunk:
-        slot, values = start // self._chunk % self._window, delta[start : start + self._chunk]
+        number, values = start // self._chunk, delta[start : start + self._chunk]
+        slot = number % self._window
         workers, size = range(self.workers), self._codec.wire_bytes
         payload = self._outgoing[slot].part(0, size(values.numel()))
         if self._codec.is_fp32:
@@ -275,6 +290,7 @@ class Exchange:
         slices = [values[first:last] for first, last in bounds]
         own = size(slices[self.me].numel())
         return Chunk(
+            number,
             values,
             None if residual is None else residual[start : start + self._chunk],
             payload,
@@ -305,16 +321,23 @@ class Exchange:
         # Not torch.dot: cuBLAS would allocate a workspace for the background stream.
         self._dot += before.mul_(piece).sum()
 
+    def _tag(self, chunk: Chunk, hop: int) -> int:
+        """Return the tag of a chunk's messages: it modulo the streams is the number of the stream.
+
+        Hops have their own, as receives of both are posted ahead.
+        """
+        return chunk.number % self._streams + hop * self._streams
+
     # --- first hop: the deltas --------------------------------------------------------------------
 
     def _receive(self, chunk: Chunk) -> None:
         rooms = [(worker, buffer.host) for worker, buffer in chunk.incoming.items()]
-        chunk.first_hop = self._transport.receive(rooms)
+        chunk.first_hop = self._transport.receive(rooms, self._tag(chunk, 0))
 
     def _send(self, chunk: Chunk) -> None:
         self._encode(chunk)
         parts = [(worker, chunk.outgoing[worker].host) for worker in self._others]
-        self._transport.send(chunk.first_hop, parts)
+        self._transport.send(chunk.first_hop, parts, self._tag(chunk, 0))
 
     def _encode(self, chunk: Chunk) -> None:
         with self._counted("encoding_seconds"):
@@ -351,12 +374,12 @@ class Exchange:
     def _receive_means(self, chunk: Chunk) -> None:
         if self._owners > 1:
             rooms = [(worker, chunk.means[worker].host) for worker in self._others]
-            chunk.second_hop = self._transport.receive(rooms, MEANS)
+            chunk.second_hop = self._transport.receive(rooms, self._tag(chunk, 1))
 
     def _send_mean(self, chunk: Chunk, headers: list[Header]) -> None:
         self._encode_mean(chunk, headers)
         parts = [(worker, chunk.means[self.me].host) for worker in self._others]
-        self._transport.send(chunk.second_hop, parts, MEANS)
+        self._transport.send(chunk.second_hop, parts, self._tag(chunk, 1))
 
     def _encode_mean(self, chunk: Chunk, headers: list[Header]) -> None:
         start, end = slice_bounds(chunk.values.numel(), self._owners, self.me)

@@ -4,16 +4,21 @@ A stream has at most its window in flight, which Linux limits to about 3 MB by d
 link, several streams carry what one cannot. Socket buffers are never set by hand, as this would
 switch off the kernel's own tuning of the window.
 
-`listen` at one end, `measure` at the other.
+To measure the link between two machines, `listen` on one, and call `measure(partial(Sender, host,
+port))` on the other.
 """
 
-import asyncio
 import math
 import socket
+import socketserver
 import struct
+import threading
 import time
+from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple, cast
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from typing import NamedTuple, Protocol
 
 STREAM_BYTES = 3_000_000
 """Bytes that a stream carries in a round trip."""
@@ -23,11 +28,11 @@ SHORT_SECONDS = 1e-3
 PINGS, PATIENCE = 4, 5.0
 ROUND_TRIPS, LEAST_SECONDS, MOST_SECONDS = 12, 0.3, 1.5
 """Time in which a rate is measured: a new stream doubles its rate with every round trip."""
-SETTLED = 0.6
+SETTLED = 0.5
 """Share of this time after which bytes are counted."""
-BLOCK = bytes(2**18)
-ABORT = struct.pack("ii", 1, 0)
-"""SO_LINGER: drop what was not sent when a socket is closed."""
+FIRST_BYTES, MOST_BYTES = 2**14, 2**22
+"""Bytes that a stream sends at a time, twice as many after a prompt answer."""
+BLOCK = memoryview(bytes(2**19))
 
 
 class Speed(NamedTuple):
@@ -41,7 +46,7 @@ class Speed(NamedTuple):
         return streams_needed(self.bits_per_second, self.round_trip)
 
     def __str__(self) -> str:
-        milliseconds = f"{1e3 * self.round_trip:.2g} ms"
+        milliseconds = f"{1e3 * self.round_trip:{'.0f' if self.round_trip >= 0.01 else '.2g'}} ms"
         if math.isnan(self.bits_per_second):
             return milliseconds
         return f"{milliseconds}, {self.bits_per_second / 1e9:.2g} Gbit/s"
@@ -53,96 +58,116 @@ def streams_needed(bits_per_second: float, round_trip: float) -> int:
     return 1 if math.isnan(streams) else math.ceil(min(max(streams, 1), MOST_STREAMS))
 
 
-async def rate(arrived: Callable[[], int], round_trip: float) -> float:
-    """Return the bits per second at which a count of bytes grows once streams have settled."""
+class Stream(Protocol):
+    """A connection to the other end of a link."""
+
+    def send(self, size: int) -> None:
+        """Send so many bytes."""
+
+    def wait(self) -> None:
+        """Wait until the bytes of the earliest send that was not waited for have arrived."""
+
+    def close(self) -> None: ...
+
+
+def measure(connect: Callable[[], Stream], streams: int = MOST_STREAMS) -> Speed:
+    """Measure the round trip, and unless it is short the rate over several streams.
+
+    This takes up to two seconds. Raises an OSError.
+    """
+    with closing(connect()) as first:
+        round_trip = min(_ping(first) for _ in range(PINGS))
+    if round_trip < SHORT_SECONDS:
+        return Speed(round_trip)
+    arrivals, over = [list[tuple[float, int]]() for _ in range(streams)], threading.Event()
+    begin = threading.Barrier(streams + 1, timeout=PATIENCE)
+
+    def flood(arrived: list[tuple[float, int]]) -> None:
+        try:
+            with closing(connect()) as stream:
+                begin.wait()
+                size, sent = FIRST_BYTES, deque[tuple[float, int]]()
+                while not over.is_set():
+                    while len(sent) < 2:  # one is under way while the answer to the other is
+                        sent.append((time.perf_counter(), size))
+                        stream.send(size)
+                    stream.wait()
+                    moment, count = sent.popleft()
+                    arrived.append((time.perf_counter(), count))
+                    if arrived[-1][0] - moment < 2 * round_trip:  # otherwise more waits longer
+                        size = min(2 * size, MOST_BYTES)
+        except OSError:
+            begin.abort()
+
     seconds = min(max(ROUND_TRIPS * round_trip, LEAST_SECONDS), MOST_SECONDS)
-    await asyncio.sleep(SETTLED * seconds)
-    before, started = arrived(), time.perf_counter()
-    await asyncio.sleep((1 - SETTLED) * seconds)
-    return 8 * (arrived() - before) / (time.perf_counter() - started)
+    with ThreadPoolExecutor(streams) as pool:
+        try:
+            for arrived in arrivals:
+                pool.submit(flood, arrived)
+            begin.wait()
+            settled = time.perf_counter() + SETTLED * seconds
+            time.sleep(seconds)
+        except threading.BrokenBarrierError:
+            raise ConnectionError(f"{streams} connections at a time cannot be made") from None
+        finally:
+            over.set()
+    return Speed(round_trip, 8 * math.fsum(_rate(arrived, settled) for arrived in arrivals))
 
 
-class _Counting(asyncio.BufferedProtocol):
-    """Answer with the number of bytes that have arrived."""
-
-    _room = bytearray(2**20)  # nobody reads it
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport, self._count = cast(asyncio.Transport, transport), 0
-
-    def get_buffer(self, _: int) -> bytearray:
-        return self._room
-
-    def buffer_updated(self, count: int) -> None:
-        self._count += count
-        self._transport.write(struct.pack("!Q", self._count))
+def _rate(arrived: list[tuple[float, int]], since: float) -> float:
+    """Return the bytes per second between the first and the last arrival after a moment."""
+    (first, _), *later = [one for one in arrived if one[0] > since] or [(since, 0)]
+    return sum(count for _, count in later) / (later[-1][0] - first) if later else 0.0
 
 
-async def listen(host: str, port: int = 0) -> asyncio.Server:
-    """Let others measure the link to this address. Port 0: a free one."""
-    return await asyncio.get_running_loop().create_server(_Counting, host, port)
+def _ping(stream: Stream) -> float:
+    started = time.perf_counter()
+    stream.send(1)
+    stream.wait()
+    return time.perf_counter() - started
 
 
-class _Stream:
-    """A connection to somebody who listens."""
+class Sender:
+    """A stream to a machine that listens."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader, self._writer, self.arrived = reader, writer, 0
-        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, ABORT)
+    def __init__(self, host: str, port: int) -> None:
+        self._socket = socket.create_connection((host, port), PATIENCE)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-    async def ping(self) -> float:
-        started = time.perf_counter()
-        self._writer.write(b".")
-        await self._hear()
-        return time.perf_counter() - started
+    def send(self, size: int) -> None:
+        self._socket.sendall(struct.pack("!Q", size))
+        for start in range(0, size, len(BLOCK)):
+            self._socket.sendall(BLOCK[: size - start])
 
-    async def flood(self) -> None:
-        """Send until cancelled, and count what has arrived."""
-
-        async def send() -> None:
-            while True:
-                self._writer.write(BLOCK)
-                await self._writer.drain()
-
-        async def hear() -> None:
-            while True:
-                await self._hear()
-
-        await asyncio.gather(send(), hear())
-
-    async def _hear(self) -> None:
-        [self.arrived] = struct.unpack("!Q", await self._reader.readexactly(8))
+    def wait(self) -> None:
+        if not self._socket.recv(1):
+            raise ConnectionError("the other end closed the connection")
 
     def close(self) -> None:
-        self._writer.transport.abort()
+        self._socket.close()
 
 
-async def measure(host: str, port: int, *, streams: int = MOST_STREAMS) -> Speed:
-    """Measure the round trip, and unless it is short the rate to an address in about a second.
+class _Answer(socketserver.BaseRequestHandler):
+    def handle(self) -> None:
+        room = memoryview(bytearray(2**20))
+        while head := self.request.recv(8, socket.MSG_WAITALL):
+            [left] = struct.unpack("!Q", head)
+            while left:
+                left -= (count := self.request.recv_into(room[:left]))
+                if not count:
+                    return
+            self.request.sendall(b".")
 
-    Raises an OSError, a TimeoutError or an EOFError.
-    """
-    opened, tasks = list[_Stream](), list[asyncio.Task[None]]()
 
-    async def open_stream() -> None:
-        opened.append(_Stream(*await asyncio.open_connection(host, port)))
+class Listener(socketserver.ThreadingTCPServer):
+    daemon_threads, request_queue_size = True, 512
 
-    try:
-        async with asyncio.timeout(PATIENCE):
-            await open_stream()
-            round_trip = min([await opened[0].ping() for _ in range(PINGS)])
-            if round_trip < SHORT_SECONDS:
-                return Speed(round_trip)
-            await asyncio.gather(*(open_stream() for _ in range(streams - 1)))
-        tasks = [asyncio.create_task(stream.flood()) for stream in opened]
-        found = await rate(lambda: sum(stream.arrived for stream in opened), round_trip)
-        for task in tasks:
-            if task.done():
-                task.result()
-        return Speed(round_trip, found)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        for stream in opened:
-            stream.close()
+    def handle_error(self, *_: object) -> None:
+        """The other end has gone, which it may."""
+
+
+def listen(host: str, port: int = 0) -> Listener:
+    """Let others measure the link to this address, until `shutdown`. Port 0: a free one."""
+    listener = Listener((host, port), _Answer)
+    threading.Thread(target=listener.serve_forever, args=(0.05,), daemon=True).start()
+    return listener

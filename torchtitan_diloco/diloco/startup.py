@@ -191,6 +191,7 @@ def build_exchange(
         largest=max(sizes),
         device=device,
         timeout_seconds=config.link.timeout_seconds,
+        streams=max(1, config.link.streams),
     )
     if device.type == "cuda":
         exchange.warm_up(sizes)

@@ -16,10 +16,10 @@ from torchtitan_diloco.config.schema import Distributed
 from torchtitan_diloco.diloco.config import Link
 from torchtitan_diloco.diloco.liveness import Liveness
 from torchtitan_diloco.diloco.meeting import store_of_attempt, store_of_job
+from torchtitan_diloco.distributed.links import GLOO_INTERFACE, pick_streams
 from torchtitan_diloco.log import UserError, logger
 
 WORKER, FSDP = "worker", "fsdp"
-GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 LONGER_THAN_LINK_SECONDS = 60
 """By which ranks of a worker wait longer for each other than for another worker. Otherwise they
 would give up first, and the error would not name the lost worker."""
@@ -47,6 +47,8 @@ class World:
     """All ranks, on the CPU, only for the thread that writes checkpoints."""
     host_mesh: DeviceMesh | None = None
     """1-d, the ranks of this worker on the CPU, for the same thread."""
+    streams: int = 1
+    """TCP streams of the group between workers, from this rank to each other worker."""
 
     @property
     def ranks_per_worker(self) -> int:
@@ -140,8 +142,8 @@ def join_world(
         return world_of_one(chosen, "nccl") if on_gpu else World(rank, size, workers, chosen)
 
     grid = torch.arange(size).view(workers, ranks_per_worker)
-    inner_timeout = distributed.train_timeout_seconds
-    if outer_loop and workers > 1:
+    inner_timeout, several = distributed.train_timeout_seconds, outer_loop and workers > 1
+    if several:
         inner_timeout = max(inner_timeout, link.timeout_seconds + LONGER_THAN_LINK_SECONDS)
     inner_backend = "nccl" if chosen.type == "cuda" else "gloo"
     outer_backend = "gloo" if outer_loop else inner_backend
@@ -155,7 +157,9 @@ def join_world(
             rank=rank,
             world_size=size,
         )
-        across = _own_group(grid.t(), outer_backend, link.timeout_seconds, chosen)
+        streams, names = pick_streams(link, rank, ranks_per_worker) if several else (1, "")
+        with _gloo_over(names):
+            across = _own_group(grid.t(), outer_backend, link.timeout_seconds, chosen)
         control = _own_group(grid.view(1, size), "gloo", link.timeout_seconds)
         saving = _own_group(grid.view(1, size), "gloo", SAVING_TIMEOUT_SECONDS)
         # Watch a row and a column of the grid: who loses a rank tells both, so that all hear of it.
@@ -179,6 +183,7 @@ def join_world(
         host_mesh=DeviceMesh.from_group(
             own_ranks, "cpu", mesh=grid[worker], mesh_dim_names=(FSDP,)
         ),
+        streams=streams,
     )
 
 
@@ -213,8 +218,18 @@ def _groups_over(name: str, *, nccl: bool) -> Iterator[None]:
         )
     if nccl:
         os.environ["NCCL_SOCKET_IFNAME"] = name
+    with _gloo_over(name):
+        yield
+
+
+@contextmanager
+def _gloo_over(interfaces: str) -> Iterator[None]:
+    """Let the gloo groups that are made in the body use these interfaces, if there are any."""
+    if not interfaces:
+        yield
+        return
     before = os.environ.get(GLOO_INTERFACE)
-    os.environ[GLOO_INTERFACE] = name
+    os.environ[GLOO_INTERFACE] = interfaces
     yield
     del os.environ[GLOO_INTERFACE]
     if before is not None:

@@ -21,6 +21,7 @@ from torchtitan_diloco.islands.bulk import Bulk, ClosedError, Streams
 from torchtitan_diloco.islands.config import Join, LoginError, RefusedError
 from torchtitan_diloco.islands.inbox import AnyMessage, Inbox
 from torchtitan_diloco.islands.members import Hint
+from torchtitan_diloco.islands.probe import streams_to_server
 from torchtitan_diloco.islands.records import AnotherLogError, Chunk
 from torchtitan_diloco.islands.session import (
     STATE_INDEX,
@@ -59,8 +60,10 @@ class Connection(Inbox):
     nothing is submitted after the end.
     """
 
-    def __init__(self, join: Join, name: str, slot_seconds: float = 0.0) -> None:
-        """`name`: the incarnation. `slot_seconds`: see `islands.slot_seconds`."""
+    def __init__(
+        self, join: Join, name: str, slot_seconds: float = 0.0, *, streams: int = 1
+    ) -> None:
+        """`name`: the incarnation. `slot_seconds`: see `islands`; `streams`: see `diloco.link`."""
         super().__init__(EXPIRY, slot_seconds)
         self._join, self._name = join, name
         self._subject, self._stream = partial(subject_of, join.run), partial(stream_of, join.run)
@@ -71,7 +74,7 @@ class Connection(Inbox):
         self._loop = EventLoop()
         self._loop.set_exception_handler(_note_failure)
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
-        self.streams = Streams(join, f"{name} chunks")
+        self.streams, self._count = Streams(join, f"{name} chunks", 0), streams
         """They begin with the first connection."""
         self._closed, self._lock = False, threading.Lock()
 
@@ -88,7 +91,7 @@ class Connection(Inbox):
         except BaseException:
             self.close()
             raise
-        self.streams.grow(1)
+        self.streams.grow(self._count or streams_to_server(self._join))
 
     def follow(self, after: int, newest: str = "") -> None:
         """Receive the records after record `after`, now and after each loss of the connection.

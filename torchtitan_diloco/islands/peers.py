@@ -183,7 +183,7 @@ class IslandPeers(Peers):
             code=code_fingerprint(),
         )
         timing = Timing(self.schedule, chosen.grace_seconds, config.delta_norm_limit)
-        connection = Connection(join, incarnation, chosen.slot_seconds)
+        connection = Connection(join, incarnation, chosen.slot_seconds, streams=config.link.streams)
         return Leader(connection, self._copies, facts, timing, incarnation)
 
     def close(self) -> None:

@@ -73,7 +73,14 @@ class Wire:
 
     def ping(self) -> None:
         """Wait for an answer of the server, with nothing else under way."""
+        self.ask()
+        self.wait()
+
+    def ask(self) -> None:
         self.send(b"PING\r\n")
+
+    def wait(self) -> None:
+        """Wait for an answer to a ping."""
         while not self._line().startswith(b"PONG"):
             pass
 

@@ -26,6 +26,7 @@ from torchtitan_diloco.diloco.codecs import build_codec
 from torchtitan_diloco.diloco.config import Beginning, DiLoCoConfig, Fragments, Quantization
 from torchtitan_diloco.diloco.exchange import chunk_and_window, slice_owners
 from torchtitan_diloco.diloco.fragments import build_fragments
+from torchtitan_diloco.diloco.link import STREAM_BYTES, streams_needed
 from torchtitan_diloco.diloco.schedule import Schedule, build_schedule
 from torchtitan_diloco.diloco.transport import HEADER_BYTES
 from torchtitan_diloco.log import UserError
@@ -73,6 +74,16 @@ class Conditions:
     def workers(self) -> int:
         return len(self.step_seconds)
 
+    @property
+    def bytes_in_flight(self) -> float:
+        """Bytes that fill the link to one other worker for a round trip."""
+        rate = self.bits_per_second / 8 / max(1, self.workers - 1)
+        return rate * 2 * self.latency_seconds if self.latency_seconds else 0.0
+
+    def streams(self, given: int, ranks: int) -> int:
+        """Return the TCP streams from each rank to each other worker: as given, or as needed."""
+        return given or math.ceil(streams_needed(8 * self.bytes_in_flight, 1.0) / ranks)
+
 
 class Prediction(NamedTuple):
     """Means over workers."""
@@ -109,7 +120,14 @@ def predict(
     schedule = build_schedule(diloco, len(fragments))
     total_steps = STEADY_ROUNDS * schedule.sync_every if steps is None else steps
     exchanges = [
-        predict_exchange(values, max(fragments), diloco.quantization, conditions, ranks)
+        predict_exchange(
+            values,
+            max(fragments),
+            diloco.quantization,
+            conditions,
+            ranks,
+            conditions.streams(diloco.link.streams, ranks),
+        )
         for values in fragments
     ]
     events = _events(schedule, steps)
@@ -157,27 +175,39 @@ def _events(schedule: Schedule, steps: int | None) -> list[tuple[int, int, int]]
 
 
 def predict_exchange(
-    values: int, largest: int, quantization: Quantization, conditions: Conditions, ranks: int = 1
+    values: int,
+    largest: int,
+    quantization: Quantization,
+    conditions: Conditions,
+    ranks: int = 1,
+    streams: int = 1,
 ) -> tuple[int, float]:
     """Return the bytes that each worker sends and receives for a fragment, and the seconds.
 
     Encoding, transfer and decoding of chunks overlap. `largest` is the size of the largest
     fragment. Chunks are those of a CPU: on a GPU more are in flight, so long links idle less.
+    `streams`: those of each rank to each other worker, which limit the rate of a long link.
     """
     others = conditions.workers - 1
     outer = 4 * values / conditions.outer_bytes_per_second
     if not others:
         return 0, outer
     codec = _codec(quantization)
-    chunk, window = chunk_and_window(-(-largest // ranks), codec)
+    owners = slice_owners(conditions.workers, codec)
+    chunk, window = chunk_and_window(-(-largest // ranks), codec, streams=streams, owners=owners)
     hops, sent = 1, others * codec.wire_bytes(values)
-    if slice_owners(conditions.workers, codec) > 1:
+    if owners > 1:
         # The others' slices of the delta, and the mean of the own slice to each other.
         hops, sent = 2, (sent + others * codec.wire_bytes(values)) // (others + 1)
     sent += others * ranks * HEADER_BYTES
     chunks = -(-values // (ranks * chunk))
     idle = chunks / max(1, window // hops) - 1  # a long link idles while the window is in flight
-    transfer = max(8 * sent / conditions.bits_per_second, idle * conditions.latency_seconds)
+    round_trips = sent / (others * ranks * streams * STREAM_BYTES) - 1  # after the first windows
+    transfer = max(
+        8 * sent / conditions.bits_per_second,
+        idle * conditions.latency_seconds,
+        round_trips * 2 * conditions.latency_seconds,
+    )
     coded = coded_bytes(values, conditions.workers, quantization.codec)
     coding = coded / conditions.coding_bytes_per_second
     pipelined = max(transfer, coding) + min(transfer, coding) / chunks

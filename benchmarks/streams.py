@@ -1,0 +1,290 @@
+"""Measure what several TCP streams carry over a long link, for both wires.
+
+    .venv/bin/python -m benchmarks.streams [--latency 50,100] [--streams 1,2,4,8,0] [--rounds 5]
+
+A proxy in user space stands in for the link. It delays what it passes on by half of --latency (a
+round trip, in ms), and limits each connection to --stream-rate and all together, in each direction,
+to --rate (Mbit/s). All connections of a network namespace are redirected to it, so no program knows
+of it. It takes nftables and the rights of root in the namespace.
+
+gloo: two workers exchange a delta in fp32. Islands: one stores chunks at the server, and fetches
+them. 0 streams: as many as the measurement at the start finds, which counts with 3 MB a round trip
+for each.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import multiprocessing
+import os
+import socket
+import struct
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import core
+from benchmarks.network import INTERFACE, NoNetworkError, enter_own_network, require, run_command
+from tests.processes import ProcessPool
+from torchtitan_diloco.config.schema import Distributed
+from torchtitan_diloco.diloco.codecs import build_codec
+from torchtitan_diloco.diloco.config import Link, Quantization
+from torchtitan_diloco.diloco.exchange import Exchange
+from torchtitan_diloco.diloco.transport import Header
+from torchtitan_diloco.distributed.world import WORKER, join_world
+from torchtitan_diloco.islands.config import Join
+from torchtitan_diloco.islands.connection import Connection
+from torchtitan_diloco.islands.server import open_folder
+from torchtitan_diloco.log import start_logging
+
+ADDRESSES, PROXY_ADDRESS = ("10.0.0.1", "10.0.1.1"), "10.0.0.2"
+"""Of the ends of the link, which are both in one namespace."""
+INTERFACES = INTERFACE, "eth1"
+PORT, PROXY_PORT = 4222, 9
+SO_ORIGINAL_DST = 80
+PIECE, AHEAD, BURST = 2**17, 2e-3, 1e-2
+HEADER = "wire | round trip, ms | streams | Mbit/s | share of the link, % | n"
+
+
+# --- the link -------------------------------------------------------------------------------------
+
+
+@dataclass
+class Bucket:
+    """Passes on bytes at a rate."""
+
+    bytes_per_second: float
+    free: float = 0.0
+
+    def take(self, size: int) -> float:
+        """Return when the last of these bytes has left."""
+        self.free = max(self.free, time.monotonic() - BURST) + size / self.bytes_per_second
+        return self.free
+
+
+async def pass_on(source: socket.socket, sink: socket.socket, link: Bucket, rate: float) -> None:
+    """Pass on what arrives from `source` to `sink`, later, until the connection ends.
+
+    `link` is shared by all connections in this direction.
+    """
+    loop, own = asyncio.get_running_loop(), Bucket(rate)
+    queue = asyncio.Queue[tuple[float, bytes]]()
+
+    async def deliver() -> None:
+        while True:
+            at, data = await queue.get()
+            await asyncio.sleep(max(0.0, at - time.monotonic()))
+            if not data:
+                sink.shutdown(socket.SHUT_WR)
+                return
+            await loop.sock_sendall(sink, data)
+
+    delivering = asyncio.create_task(deliver())
+    with contextlib.suppress(OSError):
+        while data := await loop.sock_recv(source, PIECE):
+            left = max(own.take(len(data)), link.take(len(data)), time.monotonic())
+            queue.put_nowait((left + Proxy.delay, data))
+            if (ahead := left - time.monotonic()) > AHEAD:  # the sender waits, as TCP has a window
+                await asyncio.sleep(ahead)
+    queue.put_nowait((time.monotonic() + Proxy.delay, b""))
+    with contextlib.suppress(OSError):
+        await delivering
+
+
+class Proxy:
+    """All settings of the process of the proxy."""
+
+    delay = 0.0
+
+    @staticmethod
+    async def serve(stream_rate: float, rate: float) -> None:
+        loop, tasks = asyncio.get_running_loop(), set[asyncio.Task[None]]()
+        towards = {address: Bucket(rate) for address in ADDRESSES}
+        listening = socket.create_server(("", PROXY_PORT), backlog=512)
+        listening.setblocking(False)
+
+        async def connect(near: socket.socket) -> None:
+            packed = near.getsockopt(socket.SOL_IP, SO_ORIGINAL_DST, 16)
+            port, host = struct.unpack("!2xH4s8x", packed)
+            if (address := socket.inet_ntoa(host)) not in towards:
+                near.close()  # it was not redirected
+                return
+            back = next(one for one in ADDRESSES if one != address)
+            far = socket.socket()
+            far.setblocking(False)
+            far.bind((PROXY_ADDRESS, 0))
+            try:
+                await asyncio.sleep(2 * Proxy.delay)  # the handshake
+                await loop.sock_connect(far, (address, port))
+                for one in (near, far):
+                    one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                await asyncio.gather(
+                    pass_on(near, far, towards[address], stream_rate),
+                    pass_on(far, near, towards[back], stream_rate),
+                )
+            except OSError:
+                pass
+            finally:
+                near.close()
+                far.close()
+
+        while True:
+            near, _ = await loop.sock_accept(listening)
+            near.setblocking(False)
+            tasks.add(task := asyncio.create_task(connect(near)))
+            task.add_done_callback(tasks.discard)
+
+
+def run_proxy(latency: float, stream_rate: float, rate: float) -> None:
+    Proxy.delay = latency / 2
+    asyncio.run(Proxy.serve(stream_rate, rate))
+
+
+@contextmanager
+def long_link(latency: float, stream_rate: float, rate: float) -> Iterator[None]:
+    """Run the proxy. `latency`: of a round trip, in seconds. Rates are in bytes per second."""
+    proxy = multiprocessing.get_context("spawn").Process(
+        target=run_proxy, args=(latency, stream_rate, rate), daemon=True
+    )
+    proxy.start()
+    try:
+        while proxy.is_alive():
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", PROXY_PORT)):
+                break
+            time.sleep(0.05)
+        yield
+    finally:
+        proxy.kill()
+        proxy.join()
+
+
+def redirect() -> None:
+    """Redirect connections to the addresses of both ends to the proxy, except its own."""
+    require("ip", "nft")
+    for command in (
+        f"ip address add {PROXY_ADDRESS}/24 dev {INTERFACES[0]}",
+        f"ip link add {INTERFACES[1]} type veth peer name other1",
+        f"ip address add {ADDRESSES[1]}/24 dev {INTERFACES[1]}",
+        f"ip link set {INTERFACES[1]} up",
+    ):
+        run_command(command.split())
+    for rule in (
+        "add table ip nat",
+        "add chain ip nat out { type nat hook output priority -100; }",
+        f"add rule ip nat out ip saddr {PROXY_ADDRESS} accept",
+        *(
+            f"add rule ip nat out ip daddr {address} tcp dport 1-65535 redirect to :{PROXY_PORT}"
+            for address in ADDRESSES
+        ),
+    ):
+        run_command(["nft", rule])
+
+
+# --- the wires ------------------------------------------------------------------------------------
+
+
+def exchange(streams: int, megabytes: float, rounds: int) -> tuple[int, list[float]]:
+    """Return the number of streams, and the bytes per second of each round."""
+    start_logging()
+    link = Link(interface=INTERFACES[int(os.environ["RANK"])], streams=streams)
+    world = join_world(Distributed(), link, device="cpu", workers=2, fsdp=1, outer_loop=True)
+    group = world.group(WORKER)
+    assert group is not None
+    delta = torch.ones(round(megabytes * 1e6 / 4))
+    made = Exchange(
+        group,
+        build_codec(Quantization(codec="fp32")),
+        largest=len(delta),
+        device=core.CPU,
+        timeout_seconds=600,
+        streams=world.streams,
+    )
+    header, rates = Header(0, 1, 0, 0, 0, weight=1.0, checksum=0), list[float]()
+    for _ in range(1 + rounds):
+        started = time.perf_counter()
+        made.average(delta, header)
+        rates.append(delta.nbytes / (time.perf_counter() - started))
+    made.close()
+    world.liveness.close()
+    return world.streams, rates[1:]
+
+
+def chunks(join: Join, streams: int, megabytes: float, rounds: int) -> tuple[int, Any]:
+    """Return the number of streams, and the bytes per second of each upload and download."""
+    connection, payload = Connection(join, "a/1", streams=streams), bytes(round(megabytes * 1e6))
+    connection.connect()
+    found: list[list[float]] = [[], []]
+    for _ in range(1 + rounds):
+        moments = [time.perf_counter()]
+        stored = connection.store(payload, "parts")
+        moments.append(time.perf_counter())
+        connection.fetch(stored, "parts")
+        moments.append(time.perf_counter())
+        for rates, start, end in zip(found, moments[:-1], moments[1:], strict=True):
+            rates.append(len(payload) / (end - start))
+    count = len(connection.streams._threads)
+    connection.close()
+    return count, [rates[1:] for rates in found]
+
+
+def measure(options: argparse.Namespace, latency: float, rows: list[list[str]]) -> None:
+    """Add the rows of a round trip of so many ms."""
+    limits = latency / 1e3, options.stream_rate / 8e-6, options.rate / 8e-6
+    found: list[tuple[str, str, list[float]]] = []
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        own = Path(folder) / "server"
+        server = open_folder(own, host="0.0.0.0", port=PORT, address=ADDRESSES[0], keep_gb=2.0)
+        server.start()
+        stack.callback(server.stop)
+        stack.enter_context(long_link(*limits))
+        for streams in options.streams:
+            pool = ProcessPool(600)
+            (count, rates), *_ = pool.run(exchange, 2, streams, options.megabytes, options.rounds)
+            pool.close()
+            name = str(count) if streams else f"{count} (auto)"
+            found.append(("gloo, each way", name, rates))
+            count, both = chunks(server.join, streams, options.megabytes, options.rounds)
+            name = str(count) if streams else f"{count} (auto)"
+            for way, rates in zip(("up", "down"), both, strict=True):
+                found.append((f"islands, {way}", name, rates))
+    for wire, name, rates in sorted(found, key=lambda one: one[0]):
+        share = core.summary(rates, ".0f", 100 / limits[2])
+        megabits = core.summary(rates, ",.0f", 8e-6)
+        rows.append([wire, f"{latency:g}", name, megabits, share, str(len(rates))])
+        print(*rows[-1], flush=True)
+
+
+def main() -> None:
+    parser = core.build_parser(__doc__)
+    add, numbers = parser.add_argument, core.list_of(float)
+    add("--latency", type=numbers, default=[50.0, 100.0], help="round trips, in ms")
+    add("--streams", type=core.list_of(int), default=[1, 2, 4, 8, 0])
+    add("--stream-rate", type=float, default=200.0, help="Mbit/s of a connection")
+    add("--rate", type=float, default=800.0, help="Mbit/s of the link")
+    add("--megabytes", type=float, default=64.0)
+    add("--rounds", type=core.positive, default=5)
+    options = parser.parse_args()
+    try:
+        enter_own_network("benchmarks.streams")
+        redirect()
+        start_logging()
+    except NoNetworkError as error:
+        parser.exit(1, f"a long link needs network namespaces and nftables: {error}\n")
+    rows: list[list[str]] = []
+    for latency in options.latency:
+        measure(options, latency, rows)
+    title = (
+        f"{options.megabytes:g} MB, {options.stream_rate:g} Mbit/s a connection, "
+        f"{options.rate:g} Mbit/s in all; torch {torch.__version__}"
+    )
+    core.print_table(title, HEADER, rows)
+
+
+if __name__ == "__main__":
+    main()
