@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -29,7 +29,7 @@ need_server()
 MACHINE = ["versions", "processor", "GPU", "interfaces", "arithmetic"]
 ADDRESS = ["name", "route", "port"]
 ISLANDS = [*ADDRESS, "TLS and password", "clock", "packets", "rate", "run"]
-ENDPOINT = [*ADDRESS, "rendezvous", "64 KB packets", "rate"]
+ENDPOINT = [*ADDRESS, "rendezvous", "packets", "rate"]
 
 Examine = Callable[..., str]
 """Calls the doctor with hops that are reached, and arguments, and returns the line of a failure."""
@@ -169,7 +169,7 @@ def test_two_doctors_measure_the_link(examine: Examine) -> None:
 
 @contextmanager
 def answering(answer: bytes) -> Iterator[str]:
-    """Answer a first byte, and nothing after it."""
+    """Answer single bytes, and nothing to larger packets."""
 
     def serve() -> None:
         while True:
@@ -178,8 +178,9 @@ def answering(answer: bytes) -> Iterator[str]:
             except OSError:
                 return
             clients.append(client)
-            if client.recv(1):
-                client.sendall(answer)
+            with suppress(ConnectionError):
+                while client.recv(9, socket.MSG_WAITALL)[:8] == struct.pack("!Q", 1):
+                    client.sendall(answer)
 
     clients = list[socket.socket]()
     with socket.create_server(("127.0.0.1", 0)) as listening:
@@ -198,6 +199,6 @@ def test_another_program_has_the_port(examine: Examine) -> None:
 
 
 def test_large_packets_that_are_lost(examine: Examine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "PATIENCE", 0.5)
-    with answering(struct.pack("!Q", 1)) as address:
+    monkeypatch.setattr(link, "PATIENCE", 0.5)
+    with answering(b".") as address:
         assert "lower the MTU" in examine(ENDPOINT[:5], "--endpoint", address)

@@ -7,7 +7,6 @@
 """
 
 import argparse
-import asyncio
 import base64
 import json
 import math
@@ -15,11 +14,12 @@ import platform
 import socket
 import struct
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, suppress
+from contextlib import closing, suppress
 from datetime import datetime, timedelta
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from ipaddress import ip_address
 from itertools import chain
@@ -31,16 +31,17 @@ import torch.distributed as dist
 
 from torchtitan_diloco import __version__
 from torchtitan_diloco.diloco import arithmetic
-from torchtitan_diloco.diloco.link import listen, measure, rate
+from torchtitan_diloco.diloco.link import Sender, Stream, listen, measure
 from torchtitan_diloco.hardware import GIB, available_cores, available_memory_bytes, interfaces
 from torchtitan_diloco.islands.config import Join, explain
+from torchtitan_diloco.islands.probe import Probe
 from torchtitan_diloco.islands.records import Facts, decode
-from torchtitan_diloco.islands.session import ask_subject, check_installed, stream_of
+from torchtitan_diloco.islands.session import check_installed, stream_of
 from torchtitan_diloco.islands.wire import Wire
 from torchtitan_diloco.log import USER_ERROR, UserError, command_line
 
 PATIENCE = 5.0
-PACKET, PINGS = bytes(2**16), 5
+PACKET, PINGS = 2**16, 5
 MOST_APART = 60.0
 """Seconds between two clocks, which put the records of a run in one order."""
 NOT_ARRIVING = (
@@ -215,78 +216,75 @@ def endpoint_hops(host: str, port: int, streams: int) -> Iterable[Hop]:
 
     def meet() -> str:
         nonlocal is_doctor
-        try:
-            seconds = _count(host, port, b".")
-        except TimeoutError:
-            return f"torchrun's store answers in {_show(_dial_store(host, port))}"
-        is_doctor = True
-        return f"another doctor answers in {_show(seconds)}"
+        with socket.create_connection((host, port), PATIENCE) as other:
+            other.sendall(struct.pack("!Q", 1) + b".")
+            with suppress(ConnectionError, TimeoutError):
+                is_doctor = (answer := other.recv(1)) == b"."
+                if answer and not is_doctor:
+                    raise UserError(f"another program has port {port}: take another port")
+        return "another doctor answers" if is_doctor else _dial_store(host, port)
 
     yield "rendezvous", meet
     if is_doctor:
-        yield "64 KB packets", lambda: _show(_count(host, port, PACKET))
-        yield "rate", lambda: _rates(host, port, streams)
+        connect = partial(Sender, host, port)
+        yield "packets", lambda: _packets(connect)
+        yield "rate", lambda: _rates(connect, streams)
 
 
-def _count(host: str, port: int, payload: bytes) -> float:
-    """Return the seconds until a doctor that listens has counted all bytes of a payload."""
-    with socket.create_connection((host, port), PATIENCE) as other:
-        started, arrived = time.perf_counter(), 0.0
-        other.sendall(payload)
-        while arrived < len(payload):
-            try:
-                answer = other.recv(8, socket.MSG_WAITALL)
-            except TimeoutError as error:
-                raise TimeoutError(NOT_ARRIVING) from error
-            arrived = struct.unpack("!Q", answer)[0] if len(answer) == 8 else math.inf
-        if arrived > len(payload):
-            raise UserError(f"another program has port {port}: end it, or take another port")
-        return time.perf_counter() - started
-
-
-def _dial_store(host: str, port: int) -> float:
-    started, patience = time.perf_counter(), timedelta(seconds=PATIENCE)
+def _dial_store(host: str, port: int) -> str:
     try:
         dist.TCPStore(  # type: ignore[attr-defined]
-            host, port, is_master=False, timeout=patience, wait_for_workers=False
+            host,
+            port,
+            is_master=False,
+            timeout=timedelta(seconds=PATIENCE),
+            wait_for_workers=False,
         )
     except RuntimeError as error:
         raise UserError(
             f"no store of torchrun answers at port {port}: end what listens, or take another port"
         ) from error
+    return "torchrun's store answers"
+
+
+def _packets(connect: Callable[[], Stream]) -> str:
+    with closing(connect()) as stream:
+        small = min(_round_trip(stream, 1) for _ in range(PINGS))
+        try:
+            large = min(_round_trip(stream, PACKET) for _ in range(PINGS))
+        except OSError as error:
+            raise UserError(NOT_ARRIVING) from error
+    return f"{_show(small)} there and back, {_show(large)} with 64 KB"
+
+
+def _round_trip(stream: Stream, size: int) -> float:
+    started = time.perf_counter()
+    stream.send(size)
+    stream.wait()
     return time.perf_counter() - started
 
 
-def _rates(host: str, port: int, streams: int) -> str:
-    speeds = {one: asyncio.run(measure(host, port, streams=one)) for one in sorted({1, streams})}
+def _rates(connect: Callable[[], Stream], streams: int) -> str:
+    speeds = {count: measure(connect, count) for count in sorted({1, streams})}
     if math.isnan(speeds[1].bits_per_second):
         return "not measured: with such a short round trip, one TCP stream will do"
-    rates = _describe({one: speed.bits_per_second for one, speed in speeds.items()})
-    return f"{rates}; {speeds[streams].streams} will do"
-
-
-def _describe(rates: dict[int, float]) -> str:
     return ", ".join(
-        f"{bits / 1e9:.2g} Gbit/s with {streams} TCP stream{'s' * (streams > 1)}"
-        for streams, bits in rates.items()
+        f"{speed.bits_per_second / 1e9:.2g} Gbit/s with {count} TCP stream{'s' * (count > 1)}"
+        for count, speed in speeds.items()
     )
 
 
 def _listen(endpoint: tuple[str, int] | None) -> int:
     host, port = endpoint or ("localhost", 29500)
 
-    async def serve() -> None:
-        try:
-            server = await listen("" if host == "localhost" else host, port)
-        except OSError as error:
-            raise UserError(f"port {port}: {error.strerror}; end what listens there") from error
-        other = f"{command_line('doctor')} --endpoint {socket.gethostname()}:{port}"
-        print(f"listening until Ctrl-C; on another machine, run `{other}`", flush=True)
-        async with server:
-            await server.serve_forever()
-
-    with suppress(KeyboardInterrupt):
-        asyncio.run(serve())
+    try:
+        server = listen("" if host == "localhost" else host, port)
+    except OSError as error:
+        raise UserError(f"port {port}: {error.strerror}; end what listens there") from error
+    other = f"{command_line('doctor')} --endpoint {socket.gethostname()}:{port}"
+    print(f"listening until Ctrl-C; on another machine, run `{other}`", flush=True)
+    with server, suppress(KeyboardInterrupt):
+        threading.Event().wait()
     return 0
 
 
@@ -302,13 +300,14 @@ class Server:
 
     def examine(self) -> bool:
         check_installed()
+        probe = partial(Probe, self._join, self._address)
         way = address_hops(*self._host_and_port)
         login = ("TLS and password", self._login)
         return run_hops([*way, login]) and run_each(
             [
                 ("clock", self._clock),
-                ("packets", self._packets),
-                ("rate", self._rate),
+                ("packets", lambda: _packets(probe)),
+                ("rate", lambda: _rates(probe, self._streams)),
                 (f"run {self._join.run}", self._run),
             ]
         )
@@ -352,46 +351,6 @@ class Server:
         if (theirs := facts.fingerprints.get("arithmetic")) != arithmetic.IDENTITY:
             raise UserError(f"its arithmetic is {theirs}: install the version of its islands")
         return f"{facts.slots} slots; its islands have the same arithmetic"
-
-    def _packets(self) -> str:
-        with self._wire() as wire:
-            small = min(self._send(wire, b".") for _ in range(PINGS))
-            try:
-                large = min(self._send(wire, PACKET) for _ in range(PINGS))
-            except OSError as error:
-                raise UserError(NOT_ARRIVING) from error
-        return f"{_show(small)} there and back, {_show(large)} with 64 KB"
-
-    def _send(self, wire: Wire, payload: bytes) -> float:
-        started = time.perf_counter()
-        self._publish(wire, payload)
-        wire.ping()
-        return time.perf_counter() - started
-
-    def _publish(self, wire: Wire, payload: bytes) -> None:
-        """Publish what nobody receives and the server does not keep."""
-        head = f"PUB {ask_subject(self._join.run, 'doctor')} {len(payload)}\r\n"
-        wire.send(head.encode(), payload, b"\r\n")
-
-    def _rate(self) -> str:
-        rates = {one: self._rate_of(one) for one in sorted({1, self._streams})}
-        return f"{_describe(rates)}, to the server"
-
-    def _rate_of(self, streams: int) -> float:
-        sent = [0] * streams
-
-        def flood(number: int, wire: Wire) -> None:
-            with suppress(OSError):  # ends when the wire is closed
-                while True:
-                    self._publish(wire, PACKET)
-                    sent[number] += len(PACKET)
-
-        with ThreadPoolExecutor(streams) as pool, ExitStack() as stack:
-            wires = [stack.enter_context(self._wire()) for _ in range(streams)]
-            round_trip = self._send(wires[0], b".")
-            for number, wire in enumerate(wires):
-                pool.submit(flood, number, wire)
-            return asyncio.run(rate(lambda: sum(sent), round_trip))
 
 
 if __name__ == "__main__":
