@@ -19,11 +19,11 @@ from typing import Any
 import msgspec
 
 from benchmarks import core
-from torchtitan_diloco.islands.__main__ import open_reader
 from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.joining import STATE_EVERY
 from torchtitan_diloco.islands.local import local_server
 from torchtitan_diloco.islands.log import State
+from torchtitan_diloco.islands.reader import open_reader
 from torchtitan_diloco.islands.records import (
     Chunk,
     Facts,

@@ -27,10 +27,10 @@ from benchmarks.torchft_loop import TorchftLoop, TorchftTrainer
 from torchtitan_diloco import train
 from torchtitan_diloco.diloco import StreamingDiLoCo
 from torchtitan_diloco.islands import IslandPeers, connection, leader
-from torchtitan_diloco.islands.__main__ import open_reader
 from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.ledger import Entry, Outcome
 from torchtitan_diloco.islands.log import State
+from torchtitan_diloco.islands.reader import open_reader
 from torchtitan_diloco.trainer import Trainer
 
 LENGTH = 64

@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "diagnosis": {"config", "diloco", "distributed", "components"},
     "planner": {"config", "diloco", "models", "components", "report"},
     "export": {"config", "diloco", "distributed", "models", "data", "components"},
-    "report": {"config", "components"},
+    "report": {"config", "components", "islands"},
 }
 """Commands and the trainer, which are all other modules, may import everything."""
 PICKLING = {

@@ -10,6 +10,7 @@ from torchtitan_diloco.config.schema import flat_settings
 from torchtitan_diloco.data.loader import Stream
 from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.islands import IslandPeers
+from torchtitan_diloco.islands.config import Join
 
 
 class IslandRun:
@@ -18,6 +19,8 @@ class IslandRun:
     ) -> None:
         """`identity`: data and tokenizer, which must be the same on all islands."""
         self._plan, self._apart = plan, config.data.shard_by == "random"
+        self._validated: tuple[int, float] | None = None
+        self.run = Join.parse(config.islands.join).run
         tokens = plan.tokens_per_step // config.workers
         self.peers = IslandPeers(
             config.islands,
@@ -33,6 +36,13 @@ class IslandRun:
         """Join the run. Return the first sample of this island, and its stream."""
         seat = self.peers.join()
         return seat.position, Stream(seat.slot, seat.streams, 0 if self._apart else seat.block)
+
+    def note(self, loss: float | None, validated: tuple[int, float] | None) -> None:
+        """Note for heartbeats the training loss, and step and loss of the last validation."""
+        gauges, before = self.peers.gauges, self._validated
+        gauges.loss, self._validated = loss, validated
+        if validated is not None and validated != before:
+            gauges.validated = self.progress.tokens, validated[1]
 
     def close(self) -> bool:
         """Disconnect. Return whether this island left before the end of the run."""

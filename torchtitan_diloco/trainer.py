@@ -136,6 +136,8 @@ class Trainer:
                 telemetry.publish(all=then.flush)
                 if then.validate and not (self.island and self.island.peers.left):
                     telemetry.pause(self.validator.validate(self.step, telemetry))
+                if self.island is not None:
+                    self.island.note(telemetry.loss, self.validator.validated)
                 if then.save:
                     telemetry.pause(paused := checkpointer.save(self._manifest()))
                     telemetry.saved(paused, self.step - saved)
@@ -227,7 +229,8 @@ class Trainer:
     def _open_telemetry(self, folder: Path) -> Telemetry:
         parts = self.config.metrics, self.world, folder, self.plan, self.outer, self.resumed.step
         settings = flat_settings(portable(self.config))
-        return Telemetry(*parts, flops_per_token=self.flops_per_token, settings=settings)
+        options: Any = {"settings": settings, "run": self.island.run if self.island else ""}
+        return Telemetry(*parts, flops_per_token=self.flops_per_token, **options)
 
     # --- checkpoints ------------------------------------------------------------------------------
 

@@ -115,6 +115,17 @@ def test_a_slow_link_is_told_from_a_slow_side(
         assert [one.cause for one in judged(Judge(), histories)] == [cause]
 
 
+def test_who_is_late_is_not_blamed_for_its_links() -> None:
+    rng = random.Random(0)
+    history = list[list[Vitals]]()
+    for _ in range(4):
+        slow = links_of(3, rng, lambda a, b: 3.0 if 1 in (a, b) else 1.0)
+        said = with_links(clean(3, rng), slow)
+        said[1] = said[1]._replace(compute=1.0)
+        history.append(said)
+    assert [one.cause for one in judged(Judge(), history)] == [Cause(Kind.COMPUTE, "worker 1")]
+
+
 def test_of_two_workers_the_slow_direction_is_named() -> None:
     rng, judge = random.Random(0), Judge()
     slow = [

@@ -15,10 +15,11 @@ from torchtitan_diloco.diloco.state_dict import SavedState
 from torchtitan_diloco.islands import __main__ as islands_main
 from torchtitan_diloco.islands import joining, leader, peers
 from torchtitan_diloco.islands import server as server_module
-from torchtitan_diloco.islands.__main__ import main, open_reader
+from torchtitan_diloco.islands.__main__ import main
 from torchtitan_diloco.islands.changes import parse_change
 from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.connection import Connection
+from torchtitan_diloco.islands.reader import open_reader
 from torchtitan_diloco.log import USER_ERROR
 
 need_server()

@@ -17,13 +17,13 @@ from tests.islands.servers import PATIENCE, need_server, running_server, wait_un
 from tests.processes import ProcessPool
 from torchtitan_diloco.diloco.state_dict import SavedState
 from torchtitan_diloco.islands import IslandFencedError, connection, machine
-from torchtitan_diloco.islands.__main__ import open_reader
 from torchtitan_diloco.islands.bulk import Bulk
 from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.connection import Connection
 from torchtitan_diloco.islands.inbox import SnapshotWanted
 from torchtitan_diloco.islands.joining import Joiner
 from torchtitan_diloco.islands.leader import Leader
+from torchtitan_diloco.islands.reader import open_reader
 from torchtitan_diloco.islands.records import Chunk, name_of
 
 need_server()

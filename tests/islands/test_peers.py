@@ -26,9 +26,9 @@ from torchtitan_diloco.diloco.outer_state import OuterState
 from torchtitan_diloco.distributed.world import WORKER
 from torchtitan_diloco.islands import IslandPeers, Islands, connection
 from torchtitan_diloco.islands import peers as island_peers
-from torchtitan_diloco.islands.__main__ import open_reader
 from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.ledger import Outcome
+from torchtitan_diloco.islands.reader import open_reader
 from torchtitan_diloco.islands.records import Part, decode, encode
 
 need_server()

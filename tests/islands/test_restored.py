@@ -10,9 +10,9 @@ from tests.islands.running import Island, same, started
 from tests.islands.servers import Listener, free_port, need_server, running_server, wait_until
 from tests.islands.test_coming_and_going import at, hold, save_in
 from torchtitan_diloco.diloco.state_dict import SavedState
-from torchtitan_diloco.islands.__main__ import open_reader
 from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.log import State
+from torchtitan_diloco.islands.reader import open_reader
 from torchtitan_diloco.islands.records import AnotherLogError
 from torchtitan_diloco.islands.server import Server, open_folder
 

@@ -10,7 +10,6 @@ from tests.islands.running import Island, same, started
 from tests.islands.servers import need_server, running_server
 from tests.islands.test_coming_and_going import at, die, hold, save_in
 from torchtitan_diloco.diloco.state_dict import SavedState
-from torchtitan_diloco.islands.__main__ import open_reader
 from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.connection import Connection
 from torchtitan_diloco.islands.inbox import SnapshotWanted
@@ -19,6 +18,7 @@ from torchtitan_diloco.islands.ledger import Outcome
 from torchtitan_diloco.islands.log import State
 from torchtitan_diloco.islands.members import IslandFailedError
 from torchtitan_diloco.islands.parts import Parts
+from torchtitan_diloco.islands.reader import open_reader
 from torchtitan_diloco.islands.records import Close
 
 need_server()

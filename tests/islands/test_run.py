@@ -68,6 +68,10 @@ def test_islands_stop_and_go_on_where_the_log_ends(tmp_path: Path) -> None:
     one, other = (State.decode(manifest.outer["island"].encode()) for manifest in manifests)
     assert one.heads == other.heads
     check_report(tmp_path / "island-1")
+    (both,) = open_runs([tmp_path])
+    assert describe(both).endswith("; 2 of 2 islands, Streaming DiLoCo")
+    (apart,) = open_runs([tmp_path / "island-1", tmp_path / "island-2"])
+    assert [one.run_id for one in apart.workers] == [apart.name] * 2
 
 
 def check_report(folder: Path) -> None:

@@ -22,7 +22,7 @@ import pytest
 from tests.conftest import REPOSITORY
 from tests.islands.servers import Listener, free_port, need_server, running_server, wait_until
 from tests.islands.test_log import Log
-from torchtitan_diloco.islands import __main__ as status
+from torchtitan_diloco.islands import reader
 from torchtitan_diloco.islands.__main__ import main
 from torchtitan_diloco.islands.config import Join, LoginError
 from torchtitan_diloco.islands.members import Hint
@@ -274,7 +274,7 @@ def island(tmp_path: Path) -> Iterator[Listener]:
 def test_status_and_leave(
     island: Listener, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(status, "LISTEN_SECONDS", 2.0)
+    monkeypatch.setattr(reader, "LISTEN_SECONDS", 2.0)
     join = ["--join", str(island.join)]
 
     def live() -> None:
@@ -288,7 +288,7 @@ def test_status_and_leave(
     thread.start()
     assert main(["status", *join, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert main(["status", *join, "--once"]) == 0
+    assert main(["status", *join]) == 0
     text = capsys.readouterr().out
     assert main(["leave", "a", *join]) == 0
     thread.join()
@@ -302,14 +302,19 @@ def test_status_and_leave(
     assert (first["incarnation"], first["slot"], first["step"]) == ("a", 0, 5)
     assert first["tokens_per_second"] == 400
     assert (second["incarnation"], second["heard_seconds_ago"]) == ("b", None)
-    round_ = {"fragment": 0, "version": 1, "open": False, "waiting": 1}
-    assert found["fragments"][0] == round_
+    round_ = found["fragments"][0]
+    assert round_.pop("merged_seconds_ago") < TIMEOUT
+    assert round_ == {"fragment": 0, "version": 1, "open": False, "waiting": 1} | {
+        "open_seconds": None,
+        "waits_for": [],
+    }
+    assert (found["last_merged"]["fragment"], found["last_merged"]["version"]) == (0, 1)
     half = {"merged": 0, "lost": 0, "waiting": 0, "read_twice": 0}  # of two fragments, one has it
     assert found["slots"] == [
         {"slot": 0, "owner": "a", **half, "merged": 5}
-        | {"part_in_rounds": "100%", "rounds_since_last_part": 0},
+        | {"part_in_rounds": 1.0, "rounds_since_last_part": 0},
         {"slot": 1, "owner": "b", **half, "waiting": 15}
-        | {"part_in_rounds": "0%", "rounds_since_last_part": 1},
+        | {"part_in_rounds": 0.0, "rounds_since_last_part": 1},
     ]
     assert "tokens merged: 10 of 100 (10.0%)" in text
 
@@ -346,7 +351,8 @@ sys.exit(run_islands([sys.executable, "-c", {ISLAND!r}], 2, Path({str(tmp_path)!
         command, cwd=REPOSITORY, check=False, capture_output=True, text=True, timeout=TIMEOUT
     )
     assert done.returncode == 3, done.stderr
-    first, last = done.stdout.splitlines()
+    see, first, last = done.stdout.splitlines()
+    assert see.endswith(f"islands watch --join {tmp_path}/server/join.txt")
     assert first == "island-1 0o600 nats+tls://"
     assert last.startswith(f"islands and server are in {tmp_path}; the same command with")
     assert (tmp_path / "island-2/output.txt").read_text() == "island-2 0o600 nats+tls://\n"

@@ -129,10 +129,11 @@ def write_run(
     steps: Sequence[dict[str, Any]],
     rounds: Sequence[Sequence[RoundRecord]] = ((),),
     settings: str = "",
+    run: str = "",
 ) -> Path:
     """Write the folder of a run as far as a report reads it. All workers have the same steps."""
     for worker, own in enumerate(rounds):
-        start = Start(0, 1e9, workers=len(rounds), parameters=sum(FRAGMENTS.values()))
+        start = Start(0, 1e9, workers=len(rounds), parameters=sum(FRAGMENTS.values()), run=run)
         path = folder / f"worker-{worker}"
         path.mkdir(parents=True)
         lines = [to_line(start), *map(to_line, steps), *map(to_line, own)]

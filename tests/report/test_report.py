@@ -14,7 +14,6 @@ from torchtitan_diloco.components.summary import all_reduce_bytes
 from torchtitan_diloco.report.__main__ import main
 from torchtitan_diloco.report.figures import Figure, figures
 from torchtitan_diloco.report.page import (
-    ABSENT,
     describe,
     detail_tables,
     facts_table,
@@ -139,11 +138,57 @@ def test_islands_are_workers_in_other_places(tmp_path: Path) -> None:
     rates = [facts(run)["tokens/s"] for run in (island, both)]
     assert rates == [("32,768", "1 of 3 islands, median"), ("65,536", "2 of 3 islands, median")]
     (workers,) = detail_tables([both])
-    assert [[cell.text for cell in row[:2]] for row in workers.rows] == [
-        ["oslo", ABSENT],
-        ["rome", ABSENT],
-    ]
+    assert [row[0].text for row in workers.rows] == ["oslo", "rome"]
     assert "rome: merging" in html_page([both])
+    assert facts(island)["communication hidden"][1].endswith(", own of oslo")
+    assert facts(both)["communication hidden"][1].endswith(", mean of 2 islands")
+
+
+def test_islands_of_a_run_have_lanes_on_one_clock(tmp_path: Path) -> None:
+    """One is away for a while, and a part of it is merged late. Another run has one of its own."""
+    folders = []
+    for name in ("oslo", "rome", "lima", "other"):
+        steps, (rounds,) = step_records(200), round_records(200, workers=1)
+        for record in rounds:
+            record.participants = 3
+        if name == "rome":
+            steps = [one for one in steps if not 60 < one["step"] < 130]
+            before, after = (one for one in rounds[:6] if one.fragment == rounds[2].fragment)
+            del before.at_seconds["encoded"]
+            after.sent_step = before.step - 1
+            rounds = [one for one in rounds if not 60 < one.step < 130 or one is after]
+            after.at_seconds = {"encoded": 0.0, "applied": 1e9 + 64}
+        if name == "lima":  # damaged
+            steps[4]["time"], rounds[4].at_seconds["applied"] = 1e300, -1e300
+            steps[5]["time"] = None
+        settings = f'[islands]\nname = "{name}"\n'
+        run_id = "run-2" if name == "other" else "run-1"
+        folders.append(write_run(tmp_path / "all" / name, steps, [rounds], settings, run=run_id))
+    run, other = open_runs(folders)
+    (folder,) = open_runs([tmp_path / "all"])
+    assert (describe(run), describe(other)) == ("3 of 3 islands", "1 of 3 islands")
+    assert len(folder.workers) == 4
+    (table,) = detail_tables([run])
+    rows = {row[0].text: [cell.text for cell in row[1:5]] for row in table.rows}
+    assert list(rows) == ["oslo", "rome", "lima"]
+    start = "09-09 01:46:40"
+    assert rows["lima"] == [start, "never", str(len(rounds)), "0"]
+    assert rows["rome"][0] == start
+    assert re.fullmatch(r"09-09 01:47:\d\d for 0:00:\d\d", rows["rome"][1])
+    assert rows["rome"][3] == "1"
+    figure = by_title(run)["Islands of run-1"]
+    assert figure.lanes is not None
+    assert [(name, len(late)) for name, _, late in figure.lanes.rows] == [
+        ("oslo", 0),
+        ("rome", 1),
+        ("lima", 0),
+    ]
+    assert [len(spans) > 1 for _, spans, _ in figure.lanes.rows] == [False, True, False]
+    text = html_page([run])
+    assert shown_text(text)
+    assert "rome: a part was merged late" in text
+    names = [key.name for key in by_title(run)["Loss over tokens"].legend]
+    assert names == [*(f"training, {name}" for name in ("oslo", "rome", "lima")), "shared model"]
 
 
 def test_records_that_are_damaged_hostile_or_not_finite(tmp_path: Path) -> None:

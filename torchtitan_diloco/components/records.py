@@ -37,6 +37,8 @@ class Start(msgspec.Struct, tag_field="kind", tag="start"):
     workers: int
     """Number in the whole run, or of the islands that begin together."""
     parameters: int
+    run: str = ""
+    """Id of the run that an island is in, which all its islands share."""
 
 
 class RoundRecord(msgspec.Struct, tag_field="kind", tag="round"):

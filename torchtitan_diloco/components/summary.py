@@ -1,11 +1,12 @@
 """The table at the end of a run."""
 
+import os
 import shlex
 from pathlib import Path
 
 from torchtitan_diloco.components.metrics import Totals, hidden_percent, utilisation_percent
 from torchtitan_diloco.components.telemetry import Telemetry
-from torchtitan_diloco.log import clock, command_line, logger
+from torchtitan_diloco.log import LOCAL_ISLANDS, clock, command_line, logger
 
 
 def log_summary(
@@ -31,7 +32,8 @@ def log_summary(
             control = f"{command_line('train')} --config {config} --diloco.method none"
             rows["its loss at equal tokens"] = control
         rows |= _times(totals)
-    rows["see where the time went"] = f"{command_line('report')} {shlex.quote(str(folder))}"
+    whole = os.environ.get(LOCAL_ISLANDS, str(folder))
+    rows["see where the time went"] = f"{command_line('report')} {shlex.quote(whole)}"
     for name, text in rows.items():
         logger.info(f"{name:<28} {text}")
     logger.info(f"took {clock(telemetry.elapsed_seconds)}; the run is in {folder}")

@@ -75,7 +75,7 @@ class _LoggedStep(NamedTuple):
 class Telemetry:
     """Call `measure` for every step, `open` after a step that is logged, and `publish` after every
     step. `folder`: of the run, None to write nothing. `step`: from which the run is resumed.
-    `settings`: for Weights & Biases.
+    `settings`: for Weights & Biases. `run`: id of the run that an island is in.
     """
 
     def __init__(
@@ -89,6 +89,7 @@ class Telemetry:
         *,
         flops_per_token: int,
         settings: Mapping[str, Any] | None = None,
+        run: str = "",
     ) -> None:
         self.world, self.plan, self._outer = world, plan, outer
         self._flops_per_token, self._peak_flops = flops_per_token, peak_flops(world.device)
@@ -110,8 +111,11 @@ class Telemetry:
         self.totals = totals_of(kept, streaming=bool(outer.fragments))
         """Sums over the records of this worker, including those before a resume."""
         now = time.time()
-        self.files.write(Start(step, now, workers=self.workers, parameters=plan.parameters))
+        start = Start(step, now, workers=self.workers, parameters=plan.parameters, run=run)
+        self.files.write(start)
         self._done: float | None = None
+        self.loss: float | None = None
+        """Of the latest logged step that was published."""
         self.applied = list[Round]()
         """Rounds that were applied in the last step."""
         self._steps = deque[tuple[float, float]](maxlen=RECENT)
@@ -256,7 +260,7 @@ class Telemetry:
             _, _, *found = sums.result()  # without the wishes to stop and to save
             self._counters["worker/agreement_seconds"] += time.perf_counter() - started
             cross_entropy, tokens, sent_bytes = Sums(*found)
-            record["loss/train"] = loss = cross_entropy / (tokens or math.nan)
+            record["loss/train"] = self.loss = loss = cross_entropy / (tokens or math.nan)
             if "worker/sent_bytes" in record:
                 record["worker/sent_bytes"] = sent = sent_bytes / self.world.workers
                 record["sync/mbit_per_second"] = 8e-6 * sent / record["worker/wall_seconds"]

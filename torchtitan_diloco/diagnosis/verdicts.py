@@ -5,6 +5,7 @@ the others. A verdict needs two rounds in a row, and ends after two rounds witho
 is no I/O and no clock in this module.
 """
 
+import re
 import statistics
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -60,6 +61,10 @@ REMEDY = {
     Kind.NUMBERS: "its work is left out; lower its learning rate, or test its memory",
     Kind.EVERYBODY: "look for what all share: storage, power, cooling, a larger batch",
 }
+
+
+STEPS = {Kind.COMPUTE, Kind.DATA, Kind.SAVE}
+LINK_ENDS = re.compile(" -> | - ")
 
 
 class Cause(NamedTuple):
@@ -130,8 +135,13 @@ class Judge:
                     "is not finite" if one.flags & NOT_FINITE else "is far above its usual norm"
                 )
                 yield Cause(Kind.NUMBERS, name), f"its delta {reason}"
-        yield from self._slow_steps(here)
-        yield from self._slow_links(here, cycle)
+        steps = list(self._slow_steps(here))
+        yield from steps
+        # The others have exchanged before a late worker comes, so its transfers alone share links.
+        late = {cause.culprit for cause in (*dict(steps), *self.verdicts) if cause.kind in STEPS}
+        for cause, text in self._slow_links(here, cycle):
+            if not late.intersection(LINK_ENDS.split(cause.culprit)):
+                yield cause, text
 
     # --- steps ------------------------------------------------------------------------------------
 

@@ -4,36 +4,32 @@
 .venv/bin/torchtitan-diloco islands site NAME --folder DIR
 .venv/bin/torchtitan-diloco islands check DIR
 .venv/bin/torchtitan-diloco islands status --join STRING
+.venv/bin/torchtitan-diloco islands watch --join STRING
 .venv/bin/torchtitan-diloco islands leave NAME --join STRING
 .venv/bin/torchtitan-diloco islands change KEY VALUE --join STRING
 """
 
 import argparse
 import asyncio
-import json
-import secrets
 import signal
 import socket
 import sys
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import msgspec
 
 from torchtitan_diloco.islands.changes import CHANGEABLE, parse_change, settings_of
 from torchtitan_diloco.islands.check import check_log
 from torchtitan_diloco.islands.config import Join
-from torchtitan_diloco.islands.connection import Connection
 from torchtitan_diloco.islands.inbox import Leave
 from torchtitan_diloco.islands.ledger import Outcome
-from torchtitan_diloco.islands.log import State
-from torchtitan_diloco.islands.members import Member
+from torchtitan_diloco.islands.page import PageServer
+from torchtitan_diloco.islands.reader import open_reader, print_status
 from torchtitan_diloco.islands.records import encode, name_of
 from torchtitan_diloco.islands.server import Server, make_streams, open_folder
 from torchtitan_diloco.islands.server_folder import (
@@ -46,15 +42,9 @@ from torchtitan_diloco.islands.server_folder import (
     read_settings,
 )
 from torchtitan_diloco.islands.session import check_installed
-from torchtitan_diloco.log import STOP_SIGNALS, USER_ERROR, UserError, command_line, markdown_table
+from torchtitan_diloco.log import STOP_SIGNALS, USER_ERROR, UserError, command_line
 
-LISTEN_SECONDS = 3.0
-"""Time to receive heartbeats before the first output."""
-REFRESH_SECONDS = 2.0
 LEAVE_SECONDS, CHANGE_SECONDS = 60.0, 10.0
-READ_SECONDS = 30.0
-TABLES = {"islands": "islands", "rounds of fragments": "fragments", "samples of slots": "slots"}
-CLEAR = "\x1b[H\x1b[2J\x1b[3J"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -79,8 +69,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _use_join(options: argparse.Namespace) -> None:
     check_installed()
     join = Join.parse(options.join)
-    if options.command == "status":
-        print_status(join, as_json=options.json, once=options.once)
+    if options.command in ("status", "watch"):
+        repeat = options.command == "watch"
+        print_status(join, as_json=not repeat and options.json, repeat=repeat)
     elif options.command == "leave":
         ask_to_leave(join, options.name)
     elif options.command == "change":
@@ -103,6 +94,10 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--port", type=int, help="default: 4222")
     serve.add_argument("--address", help="name or address that islands dial (default: this host's)")
     serve.add_argument("--keep-gb", type=float, help=f"{keep} (default: 20)")
+    where = "(default: of this machine only, without TLS)"
+    serve.add_argument(
+        "--http", metavar="[HOST:]PORT", help=f"serve a page of the run, and /metrics {where}"
+    )
     site = commands.add_parser("site", help="give a site a login of its own, or take it away")
     site.add_argument("name")
     site.add_argument("--folder", type=Path, required=True, help="that of `serve`")
@@ -113,7 +108,7 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("folder", type=Path, help="folder of a server that is not running")
     status = commands.add_parser("status", help="print islands, rounds and what became of samples")
     status.add_argument("--json", action="store_true")
-    status.add_argument("--once", action="store_true", help="do not refresh")
+    watch = commands.add_parser("watch", help="show the same, refreshed every second")
     leave = commands.add_parser("leave", help="ask an island to send its work and to leave")
     leave.add_argument("name", help="islands.name of the island")
     change = commands.add_parser("change", help="change a setting of the run while it goes on")
@@ -123,7 +118,7 @@ def _parser() -> argparse.ArgumentParser:
     replicas = "servers that have each stream"
     make.add_argument("--replicas", type=int, choices=range(1, 6), default=1, help=replicas)
     make.add_argument("--keep-gb", type=float, default=20.0, help=f"{keep} (default: 20)")
-    for command in (status, leave, change, make):
+    for command in (status, watch, leave, change, make):
         command.add_argument(
             "--join", required=True, help="join string of `serve`, or a file with it"
         )
@@ -137,6 +132,7 @@ def _serve(options: argparse.Namespace) -> NoReturn:
     names = "run", "host", "port", "address", "keep_gb"
     chosen = {name: getattr(options, name) for name in names}
     server = open_folder(options.folder, say=partial(print, flush=True), **chosen)
+    page: PageServer | None = None
     try:
         server.start()
         if ISLAND in server.joins:
@@ -147,11 +143,16 @@ def _serve(options: argparse.Namespace) -> NoReturn:
                 f"{server.join.addresses[0]}. Ctrl-C ends the server."
             )
         print(f"sites with a login: {', '.join(server.joins) or 'none'}", flush=True)
+        if options.http:
+            page = server.open_page(options.http)
+            print(f"page of the run: {page.url}, for these logins and their passwords", flush=True)
         threading.Thread(target=_print_check, args=(server,), daemon=True).start()
         server.keep_running()
     finally:
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
+        if page is not None:
+            page.close()
         server.stop()
 
 
@@ -197,139 +198,7 @@ def _change_site(options: argparse.Namespace) -> None:
         )
 
 
-# --- status and leave -----------------------------------------------------------------------------
-
-
-class Reader:
-    """Reader of the log that does not take part in the run."""
-
-    def __init__(
-        self, connection: Connection, state: State, note: Callable[[Outcome], object]
-    ) -> None:
-        self.connection, self.state, self._note = connection, state, note
-
-    def read(self, seconds: float = 0.0) -> None:
-        """Read incoming records for at least this long."""
-        end = time.monotonic() + seconds
-        while True:
-            while self.connection.records:
-                record = self.connection.records.popleft()
-                self._note(self.state.read(record.sequence, record.raw))
-            if time.monotonic() >= end:
-                return
-            self.connection.receive()
-
-
-@contextmanager
-def open_reader(
-    join: Join, note: Callable[[Outcome], object] = lambda _: None, *, whole: bool = False
-) -> Iterator[Reader]:
-    """Yield a reader that has read the log since the latest stored state.
-
-    Args:
-        note: receives the outcome of each record that is read.
-        whole: read the log since its first record.
-    """
-    connection = Connection(join, f"status/{secrets.token_hex(4)}")
-    connection.connect()
-    try:
-        stored = None if whole else connection.newest_state()
-        state = State.decode(stored) if stored else State()
-        state.verifies = False
-        connection.follow(state.sequence, state.newest)
-        connection.receive_log(READ_SECONDS)
-        reader = Reader(connection, state, note)
-        reader.read()
-        yield reader
-    finally:
-        connection.close()
-
-
-def summary(reader: Reader, run: str) -> dict[str, Any]:
-    state, heard = reader.state, reader.connection.members.heard.copy()
-    owned = {owner: slot for slot, owner in state.owners().items()}
-    names = sorted({*owned, *heard}, key=lambda name: owned.get(name, len(state.slots)))
-    phase = "ended" if state.ended else "running" if state.begun else "waits for islands"
-    fragments = [
-        {"fragment": number, "version": one.version, "open": one.open is not None}
-        | {"waiting": len(one.waiting)}
-        for number, one in enumerate(state.fragments)
-    ]
-    return {
-        "run": run,
-        "phase": phase if state.facts else "nothing has been written yet",
-        "connection": reader.connection.problem or "ok",
-        "total_tokens": state.facts.total_tokens if state.facts else None,
-        "tokens_merged": max((fragment.clock for fragment in state.fragments), default=0),
-        "islands": [_island(heard.get(name), name, owned.get(name)) for name in names],
-        "fragments": fragments,
-        "slots": [_slot(state, number) for number in range(len(state.slots))],
-    }
-
-
-def _island(member: Member | None, name: str, slot: int | None) -> dict[str, Any]:
-    row: dict[str, Any] = {"incarnation": name, "slot": slot, "heard_seconds_ago": None}
-    if member is not None:
-        hint = member.hint
-        seconds = hint.step * hint.step_seconds
-        row |= {
-            "heard_seconds_ago": round(time.monotonic() - member.heard, 1),
-            "step": hint.step,
-            "tokens": hint.tokens,
-            "tokens_per_second": round(hint.tokens / seconds) if seconds else None,
-            "caught_up": hint.caught_up,
-            "leaving": hint.leaving,
-        }
-    return row
-
-
-def _slot(state: State, number: int) -> dict[str, Any]:
-    """Count the samples of a slot by their fate, averaged over the fragments."""
-    slot, counts = state.slots[number], Counter(merged=0, lost=0, waiting=0)
-    rounds, entries, behind = 0, 0, 0
-    for fragment, ledger in zip(state.fragments, slot.ledgers, strict=True):
-        counts.update(merged=ledger.merged, lost=ledger.lost)
-        if (part := fragment.waiting_of(number)) is not None:
-            counts["waiting"] += part.end - part.start
-        rounds, entries = rounds + fragment.version - ledger.since, entries + ledger.entries
-        behind = max(behind, fragment.version - max(ledger.merged_in, ledger.since))
-    means = {name: round(count / len(state.fragments)) for name, count in counts.items()}
-    share = f"{entries / rounds:.0%}" if slot.owner and rounds else None
-    row = {"slot": number, "owner": slot.owner, **means, "read_twice": slot.read_twice}
-    return row | {"part_in_rounds": share, "rounds_since_last_part": behind if share else None}
-
-
-def render(found: dict[str, Any]) -> str:
-    merged, total = found["tokens_merged"], found["total_tokens"]
-    lines = [f"run {found['run']}: {found['phase']}; server: {found['connection']}"]
-    if total:
-        lines.append(f"tokens merged: {merged:,} of {total:,} ({merged / total:.1%})")
-    for title, key in TABLES.items():
-        names = list({name: None for row in found[key] for name in row})
-        cells = [[_cell(row.get(name)) for name in names] for row in found[key]]
-        table = markdown_table([name.replace("_", " ") for name in names], cells)
-        lines += ["", title, table if cells else "none"]
-    return "\n".join(lines)
-
-
-def _cell(value: Any) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return "-" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
-
-
-def print_status(join: Join, *, as_json: bool, once: bool) -> None:
-    """Print the status once, or repeatedly on a terminal."""
-    repeat = sys.stdout.isatty() and not once
-    with open_reader(join) as reader:
-        reader.read(LISTEN_SECONDS)
-        while True:
-            found = summary(reader, join.run)
-            text = json.dumps(found) if as_json else render(found)
-            print(CLEAR * (repeat and not as_json) + text, flush=True)
-            if not repeat:
-                return
-            reader.read(REFRESH_SECONDS)
+# --- requests to a run ----------------------------------------------------------------------------
 
 
 def ask_to_leave(join: Join, name: str) -> None:

@@ -15,6 +15,7 @@ from msgspec import Meta
 
 from torchtitan_diloco.diloco.config import Mistakes, NotNegative, Positive
 from torchtitan_diloco.diloco.fields import Section, convert
+from torchtitan_diloco.islands.records import LARGEST
 from torchtitan_diloco.log import UserError, command_line
 
 
@@ -79,6 +80,8 @@ def own_loop_mistakes(islands: Islands) -> Mistakes:
 
 def checked_count(name: str, value: Any) -> int:
     """Return a number of tokens or samples as an integer: users write 1e9."""
+    if isinstance(value, int | float) and value > LARGEST:
+        raise UserError(f"{name} = {value!r}: give at most {LARGEST:.3g}, all that a log can count")
     try:
         return convert(value, Positive)  # type: ignore[no-any-return]
     except ValueError as error:

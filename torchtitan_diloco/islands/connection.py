@@ -65,7 +65,7 @@ class Connection(Inbox):
     ) -> None:
         """`name`: the incarnation. `slot_seconds`: see `islands`; `streams`: see `diloco.link`."""
         super().__init__(EXPIRY, slot_seconds)
-        self._join, self._name = join, name
+        self._join, self._name, self.site = join, name, join.user
         self._subject, self._stream = partial(subject_of, join.run), partial(stream_of, join.run)
         self._connected = Future[None]()
         self._background = set[asyncio.Task[None]]()
@@ -124,6 +124,8 @@ class Connection(Inbox):
 
     def beat(self, hint: Hint) -> None:
         self._send(self._subject("beat"), msgspec.msgpack.encode(hint))
+        with suppress(ClosedError):
+            self._submit(self._measure())
 
     def ask(self, incarnation: str, message: AnyMessage) -> None:
         """Send a message to one island."""
@@ -241,6 +243,12 @@ class Connection(Inbox):
             reading.cancel()
             log.fail(ConnectionError("closed"))
             self._in_background(log.close())
+
+    async def _measure(self) -> None:
+        """Measure the round trip to the server."""
+        with suppress(Exception):  # there is no connection
+            assert self._log is not None
+            self.round_trip = await self._log.client.rtt()
 
     async def _follow(self, log: LogSession) -> NoReturn:
         await self._is_there.wait()

@@ -21,6 +21,8 @@ class LogRecord(NamedTuple):
     raw: bytes
     at: float
     """`time.monotonic()` when it arrived."""
+    stored: str = ""
+    """Time of the server when it was stored, in ISO format. Empty: not known."""
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -77,6 +79,8 @@ class Inbox:
         """Why there is no connection."""
         self.failure: UserError | None = None
         """Why there will be none again."""
+        self.round_trip: float | None = None
+        """Seconds to the server and back, as measured last."""
         self._away_since = math.inf
         self._news = threading.Event()
 
@@ -100,8 +104,8 @@ class Inbox:
         self.failure = failure
         self.wake()
 
-    def note_record(self, sequence: int, raw: bytes) -> None:
-        self.records.append(LogRecord(sequence, raw, time.monotonic()))
+    def note_record(self, sequence: int, raw: bytes, stored: str = "") -> None:
+        self.records.append(LogRecord(sequence, raw, time.monotonic(), stored))
         self.received, self.newest = sequence, digest(raw)
         self.wake()
 

@@ -18,7 +18,7 @@ from torchtitan_diloco.islands.inbox import LogRecord, Snapshot, SnapshotWanted
 from torchtitan_diloco.islands.joining import STATE_EVERY, Giver, Joiner, StaleError
 from torchtitan_diloco.islands.log import State
 from torchtitan_diloco.islands.machine import Boundary, Machine
-from torchtitan_diloco.islands.members import IslandFailedError
+from torchtitan_diloco.islands.members import Gauges, IslandFailedError, Lags
 from torchtitan_diloco.islands.parts import PartGoneError, Parts, as_buffer
 from torchtitan_diloco.islands.records import Close, Facts, Part, VoidError, decode, encode
 from torchtitan_diloco.islands.rounds import Timing
@@ -56,7 +56,13 @@ class Leader:
     """
 
     def __init__(
-        self, connection: Connection, copies: Copies, facts: Facts, timing: Timing, name: str
+        self,
+        connection: Connection,
+        copies: Copies,
+        facts: Facts,
+        timing: Timing,
+        name: str,
+        gauges: Gauges,
     ) -> None:
         """`facts`: facts of the run if this island is the first. `name`: the incarnation."""
         self._connection, self._copies = connection, copies
@@ -65,8 +71,8 @@ class Leader:
         self.changed = threading.Condition()
         """Guards the machine, and is notified after every change."""
         self.machine = Machine(name, connection.members, timing, copies.outer_lr)
-        self._giver = Giver(connection)
-        self._reported = 0.0
+        self._giver, self._gauges = Giver(connection), gauges
+        self._reported, self._awaits_parts = 0.0, False
         self._failure: Exception | None = None
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="islands", daemon=True)
@@ -132,6 +138,7 @@ class Leader:
         with self.changed:
             leaving = self._connection.leaving
             self.machine.finish_step(samples, weight, seconds, leaving=leaving)
+            self._gauges.finish_step(self.machine.joined.tokens, time.monotonic())
 
     def stop(self) -> None:
         with self.changed:
@@ -152,6 +159,7 @@ class Leader:
                 self.changed.wait(min(due.waits_until - now, LOOK))
             self._react()  # at once, as the step of an opening counts
             settings = self.machine.take_settings()
+        self._gauges.waited += waited * (now - started)
         if waited and due.applied:
             first = msgspec.structs.replace(due.applied[0], waited=now - started)
             due = msgspec.structs.replace(due, applied=[first, *due.applied[1:]])
@@ -162,7 +170,9 @@ class Leader:
     def store(self, part: Part, payload: Tensor) -> int:
         """Store the chunks of an own part and append the part. Return the bytes sent."""
         if part.finite:
+            started = time.monotonic()
             chunks = self._connection.store(as_buffer(payload), "parts")
+            self._gauges.bytes_per_second = payload.numel() / (time.monotonic() - started)
             part = msgspec.structs.replace(part, chunks=chunks)
         self._parts.keep(part, payload)
         with self.changed:  # not in the reading thread: it may wait for another island's part
@@ -247,6 +257,7 @@ class Leader:
         named = zip(close.parts, entry.parts, strict=True)
         joining = self.machine.island is None
         try:
+            self._awaits_parts = True
             counted = [(part, self._parts.payload(number)) for number, part in named if part.weight]
         except PartGoneError as error:
             if joining:
@@ -255,6 +266,8 @@ class Leader:
                 f"{error}; an island that is started again takes the shared copies of another one, "
                 "if one is running"
             ) from error
+        finally:
+            self._awaits_parts = False
         checksum = self._copies.run(
             self._copies.advance,
             close.fragment,
@@ -284,18 +297,18 @@ class Leader:
 
     def _beat(self) -> None:
         """Send heartbeats, in a thread of their own as the reading thread may be busy."""
-        was_late = False
+        members, lags = self._connection.members, Lags(self._connection.members.expiry)
         while not self._closed.wait(BEAT):
             unread = next(iter(self._connection.records.copy()), None)
             lag = 0.0 if unread is None else time.monotonic() - unread.at
-            is_late = lag > self._connection.members.expiry
-            if is_late and not was_late and self.machine.island is not None:
+            awaits_parts = self._awaits_parts and self.machine.island is not None
+            if lags.is_new(lag, awaits_parts, members.connected, time.monotonic()):
                 self.machine.note_lag(lag)
-            was_late = is_late
             # Also after a connection is made, as there is more to read then.
-            caught_up = not is_late and 0 <= self._connection.last <= self.state.sequence
-            stored = self._giver.stored
-            self._connection.beat(self.machine.hint(caught_up=caught_up, state=stored))
+            caught_up = lag <= members.expiry and 0 <= self._connection.last <= self.state.sequence
+            hint = self.machine.hint(caught_up=caught_up, state=self._giver.stored)
+            numbers = self._gauges.read(self._connection.site, self._connection.round_trip)
+            self._connection.beat(msgspec.structs.replace(hint, numbers=numbers))
 
     def _give_snapshot(self, wanted: SnapshotWanted) -> None:
         fragment, copy = wanted.fragment, self._copies.fragments[wanted.fragment]

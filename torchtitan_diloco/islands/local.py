@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torchtitan_diloco.hardware import end_with_parent
 from torchtitan_diloco.islands.server import Server, open_folder
-from torchtitan_diloco.log import LOCAL_ISLANDS, STOP_SIGNALS
+from torchtitan_diloco.log import LOCAL_ISLANDS, STOP_SIGNALS, command_line
 
 LOCAL_GB = 1
 PORTS_TRIED = 3
@@ -44,6 +44,7 @@ def run_islands(command: Sequence[str], count: int, folder: Path) -> int:
     """
     with ExitStack() as stack:
         server = stack.enter_context(local_server(folder / "server"))
+        print(f"all islands: {command_line('islands')} watch --join {server.join_file}", flush=True)
         islands = list[subprocess.Popen[bytes]]()
         for own in [folder / f"island-{number}" for number in range(1, count + 1)]:
             own.mkdir(parents=True, exist_ok=True)

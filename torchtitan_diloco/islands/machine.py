@@ -5,12 +5,12 @@ in order. Append what `records` returns, whenever something has happened. Betwee
 `boundary` says. The monotonic clock is passed as `now`.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
 import msgspec
 
-from torchtitan_diloco.islands.changes import DELAY, EVERY, settings_of
+from torchtitan_diloco.islands.changes import DELAY, EVERY, SLOTS, settings_of
 from torchtitan_diloco.islands.disputes import Disputes
 from torchtitan_diloco.islands.ledger import Entry, Mode, Outcome
 from torchtitan_diloco.islands.log import State
@@ -225,8 +225,24 @@ class Machine:
             here = ", ".join(map(name_of, owners.values()))
             return f"waiting until {facts.begin} islands are there; here are {here}"
         if len(owners) == len(self.state.slots) and not self.members.is_new(now):
-            return f"waiting for a free slot: all {len(owners)} have an owner"
+            return self._describe_slots(owners.values(), now)
         return ""
+
+    def _describe_slots(self, owners: Collection[str], now: float) -> str:
+        """Say when a slot becomes free, and what to do."""
+        times = [
+            (self.members.seconds_until_gone(owner, now), name_of(owner))
+            for owner in owners
+            if self.members.is_silent(owner, now)
+        ]
+        free = "".join(
+            f"; that of {name}, which is silent, in {s:.0f} s" for s, name in sorted(times)
+        )
+        return (
+            f"waiting for a free slot{free}. All {len(owners)} have an owner: `islands leave NAME` "
+            f"asks one to leave ({', '.join(sorted(map(name_of, owners)))}), and `islands change "
+            f"{SLOTS} {len(owners) + 1}` adds a slot"
+        )
 
     def _decisions(
         self, island: Island, checked: Mapping[int, Checked], now: float

@@ -4,6 +4,7 @@ import math
 import statistics
 from collections import deque
 from dataclasses import dataclass
+from typing import Annotated
 
 import msgspec
 
@@ -20,6 +21,19 @@ class IslandFailedError(RuntimeError):
     """This island cannot continue. Started again, it begins from the log."""
 
 
+class Numbers(msgspec.Struct, frozen=True, array_like=True):
+    """What users want to know of an island. No decision depends on it."""
+
+    site: Annotated[str, msgspec.Meta(max_length=60)] = ""  # user of its join string
+    tokens_per_second: float = 0.0  # over the latest steps, with the time that training waited
+    waited: float = 0.0  # share of this time in which it waited for the others
+    loss: float | None = None  # its training loss
+    validated: tuple[Count, float] | None = None
+    """Tokens that the run had merged, and the loss of the shared model then."""
+    round_trip_seconds: float | None = None  # to the server and back
+    upload_bytes_per_second: float | None = None  # of its latest part
+
+
 class Hint(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Heartbeat of an island. The validity of records does not depend on it."""
 
@@ -33,6 +47,7 @@ class Hint(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     """Newest version of each fragment, and its checksum."""
     state: Chunk | None = None
     """A stored state from which this island, and so a joiner, could read the log on."""
+    numbers: Numbers = Numbers()
 
 
 @dataclass(frozen=True)
@@ -45,6 +60,8 @@ class Member:
     """Time at which its step last changed."""
 
 
+LATEST_STEPS = 32
+"""Steps over which the speed of an island is measured."""
 LAGS = 8
 """Latest parts of a slot that determine its usual lag and weight."""
 PATIENCE = 1.5
@@ -68,6 +85,53 @@ class Habits:
         """Return the median weight. A part after an outage has the work of many cycles."""
         weights = self.weights[fragment]
         return statistics.median_low(weights) if weights else 0
+
+
+class Gauges:
+    """Measures an island for its heartbeats. Each attribute has one writer."""
+
+    def __init__(self) -> None:
+        self.loss: float | None = None
+        self.validated: tuple[int, float] | None = None
+        self.bytes_per_second: float | None = None
+        self.waited = 0.0  # seconds, since the start
+        self._steps = deque[tuple[float, int, float]](maxlen=LATEST_STEPS)
+
+    def finish_step(self, tokens: int, now: float) -> None:
+        """`tokens`: on which this island has trained so far."""
+        self._steps.append((now, tokens, self.waited))
+
+    def read(self, site: str, round_trip: float | None) -> Numbers:
+        steps = list(self._steps) or [(0.0, 0, 0.0)]
+        begin, end = steps[0], steps[-1]
+        seconds = end[0] - begin[0] or math.inf
+        return Numbers(
+            site,
+            (end[1] - begin[1]) / seconds,
+            (end[2] - begin[2]) / seconds,
+            self.loss,
+            self.validated,
+            round_trip,
+            self.bytes_per_second,
+        )
+
+
+class Lags:
+    """Tells when an island falls behind the log because its downlink is slow."""
+
+    def __init__(self, longest: float) -> None:
+        self._longest, self._known = longest, False
+        self._behind, self._before = True, math.inf
+
+    def is_new(self, lag: float, awaits_parts: bool, connected: bool, now: float) -> bool:
+        """`lag`: seconds for which the oldest unread record has waited. Call this often."""
+        if now - self._before > self._longest / 2 or not connected:
+            self._behind = True  # after a pause, there is much to read with any downlink
+        self._behind, self._before = self._behind and lag > 0, now
+        is_late = lag > self._longest
+        is_new = is_late and awaits_parts and not self._behind and not self._known
+        self._known = is_late and (self._known or is_new)
+        return is_new
 
 
 class Members:
@@ -135,6 +199,12 @@ class Members:
         member = self.heard.get(incarnation)
         since = self._began if member is None else member.heard
         return since is not None and not self.is_new(now) and now - since >= self._patience
+
+    def seconds_until_gone(self, incarnation: str, now: float) -> float:
+        """Return the time until another island may take its slot, if it stays silent."""
+        member = self.heard.get(incarnation)
+        since = self._began if member is None else member.heard
+        return max(0.0, (now if since is None else since) + self._patience - now)
 
     def is_ready(self, incarnation: str, now: float, step_seconds: float) -> bool:
         """Return whether a round waits for it. `step_seconds`: time of this island's steps."""

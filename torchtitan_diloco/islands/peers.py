@@ -47,6 +47,7 @@ from torchtitan_diloco.islands.leader import Leader, Seat
 from torchtitan_diloco.islands.ledger import Mode
 from torchtitan_diloco.islands.log import State
 from torchtitan_diloco.islands.machine import Boundary, Due
+from torchtitan_diloco.islands.members import Gauges
 from torchtitan_diloco.islands.records import Facts, Part
 from torchtitan_diloco.islands.rounds import Timing
 from torchtitan_diloco.islands.shards import Ranks, collect
@@ -99,15 +100,14 @@ class IslandPeers(Peers):
         self._samples_per_step = checked_count("samples_per_step", samples_per_step)
         self._given, self._liveness = ranks, liveness or Liveness(None)
         self._facts = {name: str(value) for name, value in (facts or {}).items()}
+        self.gauges = Gauges()
         self._leader: Leader | None = None
         self._follower: BackgroundThread | None = None
         self._following = Future[None]()
-        self._sent: dict[int, InFlight] = {}
-        """Round of the latest part of each fragment, and the upload of the part."""
+        self._sent: dict[int, InFlight] = {}  # the latest part of each fragment, and its upload
         self._durations, self._boundary_at = deque[float](maxlen=16), math.nan
         self._last = Boundary(clock=0)
-        self._saved: State | None = None
-        """State of the log in the checkpoint that was loaded."""
+        self._saved: State | None = None  # state of the log in the checkpoint that was loaded
 
     # --- start and end ----------------------------------------------------------------------------
 
@@ -184,7 +184,7 @@ class IslandPeers(Peers):
         )
         timing = Timing(self.schedule, chosen.grace_seconds, config.delta_norm_limit)
         connection = Connection(join, incarnation, chosen.slot_seconds, streams=config.link.streams)
-        return Leader(connection, self._copies, facts, timing, incarnation)
+        return Leader(connection, self._copies, facts, timing, incarnation, self.gauges)
 
     def close(self) -> None:
         if self._leader is not None:

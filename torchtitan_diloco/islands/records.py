@@ -25,8 +25,8 @@ class AnotherLogError(UserError):
         )
 
 
-PROTOCOL = 1
-"""Version of the records, their rules and the chunks. Islands with another one cannot join."""
+PROTOCOL = 2
+"""Version of records, their rules, chunks and heartbeats. Islands with another one cannot join."""
 LARGEST = 2**53
 """Largest number in a record: all JSON readers keep it exactly."""
 LARGEST_NORM = 1e18

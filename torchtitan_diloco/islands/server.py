@@ -20,6 +20,7 @@ from typing import IO, Any, NoReturn
 from torchtitan_diloco.hardware import end_with_parent
 from torchtitan_diloco.islands.config import Join, RefusedError
 from torchtitan_diloco.islands.connection import LOG_PATIENCE
+from torchtitan_diloco.islands.page import PageServer
 from torchtitan_diloco.islands.server_folder import (
     ADMIN,
     ANY_IPV4,
@@ -148,6 +149,11 @@ class Server:
                     self._say(f"error: {error}")
             with suppress(ValueError, OSError):  # run.json is being restored
                 self._take_up_sites()
+
+    def open_page(self, address: str) -> PageServer:
+        """Serve the page of the run, until this process ends. `address`: [HOST:]PORT."""
+        files = str(self.folder / "certificate.pem"), str(self.folder / "key.pem")
+        return PageServer(address, self.admin, lambda: self.settings.sites, files)
 
     def _take_up_sites(self) -> None:
         """Reload the logins if `islands site` has changed them."""

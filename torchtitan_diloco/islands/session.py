@@ -335,5 +335,5 @@ class LogSession(Session):
         if not sequence:
             self._ends.put_nowait(headers)
         elif sequence == self._inbox.received + 1 and not self.lost.done():
-            self._inbox.note_record(sequence, message.data)
+            self._inbox.note_record(sequence, message.data, headers.get("Nats-Time-Stamp", ""))
             self._outstanding = max(0, self._outstanding - 1)

@@ -1,6 +1,7 @@
 """Write a report about one or several runs.
 
 .venv/bin/torchtitan-diloco report outputs/RUN [outputs/RUN ...]
+.venv/bin/torchtitan-diloco report join.txt
 """
 
 import argparse
@@ -13,6 +14,7 @@ from torchtitan_diloco.report.page import html_page
 from torchtitan_diloco.report.run_records import open_runs
 
 ABOUT = "Write a report about one or several runs, finished or still going on."
+RUN_HELP = "folder of a run or of an island, or join file of a run of islands"
 OUT_HELP = "file to write (default: report.html in the folder of the first run)"
 
 
@@ -20,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Return its exit status."""
     parser = argparse.ArgumentParser(prog=command_line("report"), description=ABOUT)
     add = parser.add_argument
-    add("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run or of an island")
+    add("runs", nargs="+", type=Path, metavar="RUN", help=RUN_HELP)
     add("--out", type=Path, metavar="FILE", help=OUT_HELP)
     options = parser.parse_args(arguments)
     target: Path | None = options.out

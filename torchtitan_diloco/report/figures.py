@@ -8,8 +8,9 @@ import numpy as np
 
 from torchtitan_diloco.components.metrics import time_shares
 from torchtitan_diloco.components.records import number
+from torchtitan_diloco.islands.page import Lanes, lanes_of
 from torchtitan_diloco.report.charts import SERIES, Curve, line_chart, series_colour
-from torchtitan_diloco.report.run_records import Array, Run, of_known
+from torchtitan_diloco.report.run_records import Array, Run, Worker, of_known
 from torchtitan_diloco.report.timeline import PHASE_COLOURS, phases, timeline_svg
 
 ELAPSED_SECONDS, TOKENS = "worker/elapsed_seconds", "train/tokens"
@@ -39,9 +40,11 @@ class Axis(NamedTuple):
     label: str
     size: float = 1.0
 
-    def curve(self, run: Run, key: str) -> tuple[Array, Array]:
+    def curve(self, run: Run, key: str, source: Worker | None = None) -> tuple[Array, Array]:
         """Return the values of a key over this axis."""
-        (known, counted), (steps, values) = run.curve(self.key), run.curve(key)
+        (known, counted), (steps, values) = run.curve(self.key, source), run.curve(key, source)
+        if not known.size:
+            return known, known
         return np.interp(steps, [0.0, *known], [0.0, *counted]) / self.size, values
 
 
@@ -63,6 +66,8 @@ class Figure:
     unit: str = ""
     """Label of the y axis."""
     svg: str = ""
+    lanes: Lanes | None = None
+    """Replaces `svg`."""
     narrow_svg: str = ""
     """Replaces a wide `svg` on a narrow page."""
     bars: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -74,7 +79,8 @@ def figures(runs: Sequence[Run]) -> list[Figure]:
     units = (("hours", 3600.0, 3 * 3600), ("minutes", 60.0, 600), ("seconds", 1.0, 0))
     time = next(Axis(ELAPSED_SECONDS, *unit[:2]) for unit in units if longest >= unit[2])
     found = [
-        _loss(runs, "Loss over tokens", Axis(TOKENS, "tokens, all workers")),
+        *map(_lanes, runs),
+        _loss(runs, "Loss over tokens", Axis(TOKENS, "tokens of the run")),
         _loss(runs, "Loss over time", time),
         _sent(runs, time),
         _time_shares(runs),
@@ -113,14 +119,31 @@ def _loss(runs: Sequence[Run], title: str, x: Axis) -> Figure | None:
     for series, run in enumerate(runs):
         shared = Curve("shared model", *x.curve(run, "loss/val"), series, dots=True)
         faint = bool(shared.y.size)
-        curves += [Curve("training", *x.curve(run, "loss/train"), series, faint=faint), shared]
-    caption = "Training loss over the tokens of all workers; of islands, of the first one."
+        own: list[tuple[Worker | None, str, int]] = [(None, "training", series)]
+        if run.is_of_islands and len(runs) == 1:
+            own = [(one, f"training, {one.name}", place) for place, one in enumerate(run.workers)]
+        for worker, name, place in own:
+            curves.append(Curve(name, *x.curve(run, "loss/train", worker), place, faint=faint))
+        curves.append(shared)
+    caption = "Training loss over the tokens of the run; each island's own."
     if any(curve.faint for curve in curves):
         caption += " Strong, with dots: loss of the shared model on held-out text."
     top = _top_of_axis(np.concatenate([curve.y for curve in curves]))
     if top is not None:
         caption += " The highest losses, at most 1 in 50, are above the chart."
     return _line_figure(runs, title, caption, "nats per token", curves, x_label=x.label, top=top)
+
+
+def _lanes(run: Run) -> Figure | None:
+    """Show when each island was there."""
+    if not run.stays:
+        return None
+    source = "the server's clock" if run.log else "the islands' clocks"
+    caption = (
+        f"Bar: signs of life of an island, on {source}. Mark: a part was merged one or more "
+        "versions late."
+    )
+    return Figure(f"Islands of {run.name}", caption, [], lanes=lanes_of(run.stays))
 
 
 def _top_of_axis(losses: Array) -> float | None:

@@ -4,6 +4,7 @@ import json
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,6 +13,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from matplotlib.ticker import EngFormatter
 
 from torchtitan_diloco.components.metrics import hidden_percent, time_shares, utilisation_percent
+from torchtitan_diloco.islands.overview import LEAST_GAP
+from torchtitan_diloco.islands.page import TEMPLATES, time_text
 from torchtitan_diloco.log import brief, clock
 from torchtitan_diloco.report.charts import css_variables
 from torchtitan_diloco.report.figures import figures
@@ -43,7 +46,7 @@ class Table(NamedTuple):
 def html_page(runs: Sequence[Run]) -> str:
     """Return a self-contained page for wide and narrow screens, light and dark."""
     environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
+        loader=FileSystemLoader([Path(__file__).parent, TEMPLATES]),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
@@ -65,7 +68,7 @@ def html_page(runs: Sequence[Run]) -> str:
 def describe(run: Run) -> str:
     workers = f"{run.size} worker{'s' * (run.size > 1)}" if run.size else ""
     if run.is_of_islands:
-        workers = f"{len(run.workers)} of {run.size} islands"
+        workers = run.islands
     method = METHODS.get(run.settings.get("diloco.method", ""), "")
     setup = ", ".join(filter(None, (workers, method)))
     return "; ".join(filter(None, (str(run.settings.get("run.description", "")), setup)))
@@ -77,7 +80,8 @@ def describe(run: Run) -> str:
 def facts_table(runs: Sequence[Run]) -> Table:
     """Return the facts of all runs. Leave out rows that are empty for all of them."""
     facts = [_facts(run) for run in runs]
-    rows = [[Cell(name), *(fact[name] for fact in facts)] for name in facts[0]]
+    names = dict.fromkeys(name for fact in facts for name in fact)
+    rows = [[Cell(name), *(fact.get(name, Cell()) for fact in facts)] for name in names]
     known = [row for row in rows if set(row[1:]) != {Cell()}]
     return Table("", ["", *(run.name for run in runs)], known)
 
@@ -87,7 +91,8 @@ def detail_tables(runs: Sequence[Run]) -> list[Table]:
     tables = []
     for run in runs:
         name = f", {run.name}" if len(runs) > 1 else ""
-        for table in (_workers_table(run), _links_table(run)):
+        own = _islands_table(run) if run.is_of_islands else _workers_table(run)
+        for table in (own, _links_table(run)):
             tables.append(table._replace(heading=table.heading + name))
     return [table for table in (*tables, _differences_table(runs)) if table.rows]
 
@@ -95,11 +100,11 @@ def detail_tables(runs: Sequence[Run]) -> list[Table]:
 def notes(runs: Sequence[Run]) -> Iterator[str]:
     """Yield what is missing from the records."""
     for run in runs:
-        if not run.last_step:
+        if not run.last_step and run.log is None:
             yield f"{run.name} has not logged a step yet."
         if unreadable := sum(worker.unreadable for worker in run.workers):
             yield f"{run.name}: left out {unreadable} line(s) of metrics.jsonl, not readable."
-        if not run.settings:
+        if not run.settings and run.log is None:
             yield f"{run.name} has no readable config.toml: its settings are unknown."
         counts = Counter(
             (worker.name, reason)
@@ -116,28 +121,38 @@ def notes(runs: Sequence[Run]) -> Iterator[str]:
 def _facts(run: Run) -> dict[str, Cell]:
     validated, shared_loss = run.last("loss/val")
     trained, loss = run.last("loss/train")
-    owner = run.workers[0].name if run.is_of_islands else "all workers"
-    scope = f"{len(run.workers)} of {run.size} islands" if run.is_of_islands else "all workers"
+    names = [worker.name for worker in run.workers]
+    owner = f"own of {names[0]}" if run.is_of_islands else "all workers"
+    steps_of = f" of {names[0]}" if run.is_of_islands else ""
+    scope = f"{len(names)} of {run.size} islands" if run.is_of_islands else "all workers"
+    whose = f", mean of {len(names)} islands" if len(names) > 1 else f", {owner}"
+    whose = whose if run.is_of_islands else ""
     validation_note = f"nats per held-out token, step {validated:,}"
     tokens, elapsed = run.last("train/tokens")[1], run.last("worker/elapsed_seconds")[1]
     totals, exposed = run.totals, time_shares(run.totals)["exposed communication"]
+    of_log = {name: Cell(text, "by its log") for name, text in run.headline.items()}
     return {
         "loss of the shared model": _cell(shared_loss, _loss, validation_note),
         "training loss": _cell(loss, _loss, f"nats per token, {owner}, step {trained:,}"),
-        "tokens": _cell(tokens, _count, f"of the run, {run.last_step:,} steps"),
+        "tokens": _cell(tokens, _count, f"of the run, {run.last_step:,} steps{steps_of}"),
+        **of_log,
         "time": _cell(elapsed, clock, "days, h:mm:ss, with validations"),
         "tokens/s": _cell(run.tokens_per_second, _count, f"{scope}, median"),
-        **_sent_bytes(run),
-        "communication hidden": _cell(hidden_percent(totals), _percent, "of the exchanges' time"),
-        "exposed communication": _cell(exposed, _percent, "of the training time"),
-        "utilisation": _cell(utilisation_percent(totals), _percent, "of the training steps"),
+        **_sent_bytes(run, whose),
+        "communication hidden": _cell(
+            hidden_percent(totals), _percent, f"of the exchanges' time{whose}"
+        ),
+        "exposed communication": _cell(exposed, _percent, f"of the training time{whose}"),
+        "utilisation": _cell(
+            utilisation_percent(totals), _percent, f"of the training steps{whose}"
+        ),
     }
 
 
-def _sent_bytes(run: Run) -> dict[str, Cell]:
+def _sent_bytes(run: Run, whose: str) -> dict[str, Cell]:
     sent = run.totals.get("worker/sent_bytes", math.nan)
     expected = float(run.data_parallel_bytes(run.totals.get("worker/steps", math.nan)))
-    counted = _cell(sent, _bytes, "counted in the buffers")
+    counted = _cell(sent, _bytes, f"counted in the buffers{whose}")
     if run.settings.get("diloco.method") == "none":
         counted = _cell(expected, _bytes, "bf16 gradients, every step; computed, not counted")
     times = f"{expected / sent:,.1f} times as much; " if sent > 0 else ""
@@ -167,6 +182,34 @@ def _workers_table(run: Run) -> Table:
     ]
     columns = ["worker", "last to arrive", "late by", "at most", "training waited"]
     return Table("Workers", columns, rows if arrivals else [])
+
+
+def _islands_table(run: Run) -> Table:
+    """Return when each island was there, and its own numbers if there are records of it."""
+    workers, rows = {worker.name: worker for worker in run.workers}, []
+    end = max((stay.spans[-1][1] for stay in run.stays), default=0.0)
+    for name in dict.fromkeys(stay.name for stay in run.stays):
+        own = [stay for stay in run.stays if stay.name == name]
+        spans = [*(span for stay in own for span in stay.spans), [end, end]]
+        gaps = [(one[1], two[0] - one[1]) for one, two in pairwise(spans)]
+        away = [f"{time_text(at)} for {clock(gap)}" for at, gap in gaps if gap > LEAST_GAP]
+        worker = workers.get(name, run.workers[0])
+        known = name in workers
+        waited = [one.waited_seconds for one in worker.rounds] if known else []
+        loss = run.curve("loss/train", worker)[1] if known else np.array([])
+        rows.append(
+            [
+                Cell(name),
+                Cell(time_text(own[0].spans[0][0]), "UTC"),
+                Cell("; ".join(away) or "never", own[-1].ended),
+                Cell(f"{sum(stay.parts for stay in own):,}", "merged"),
+                Cell(f"{sum(len(stay.late) for stay in own):,}", "one or more versions late"),
+                _cell(of_known(np.mean, np.array(waited)), brief, "own, for an exchange, mean"),
+                _cell(float(loss[-1]) if loss.size else math.nan, _loss, "own, last"),
+            ]
+        )
+    columns = ["island", "came", "gone", "parts", "late", "training waited", "training loss"]
+    return Table("Islands", columns, rows)
 
 
 def _links_table(run: Run) -> Table:

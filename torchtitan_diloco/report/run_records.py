@@ -1,4 +1,4 @@
-"""Read the records (docs/report-and-plan.md) and settings of runs from their folders."""
+"""Read runs: records (docs/report-and-plan.md) and settings of their folders, logs of islands."""
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -23,9 +23,14 @@ from torchtitan_diloco.components.records import (
 )
 from torchtitan_diloco.components.summary import all_reduce_bytes
 from torchtitan_diloco.config.schema import flatten
+from torchtitan_diloco.islands.config import Join
+from torchtitan_diloco.islands.overview import History, Stay, headline
+from torchtitan_diloco.islands.reader import LISTEN_SECONDS, open_reader
 from torchtitan_diloco.log import UserError
 
 Array = NDArray[np.float64]
+LATEST = 1e11
+"""A later time is damaged."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,30 @@ class Worker:
     rounds: Sequence[RoundRecord]
     unreadable: int
     """Number of lines that are not a record, without an incomplete last line."""
+
+    @property
+    def run_id(self) -> str:
+        return self.starts[-1].run if self.starts else ""
+
+    @property
+    def stay(self) -> Stay:
+        """Its signs of life and late parts, as an island that has begun."""
+        found = [start.time for start in self.starts]
+        found += [number(one.get("time")) for one in self.steps]
+        found += [one.at_seconds.get("applied", np.nan) for one in self.rounds]
+        times = sorted(at for at in found if 0 <= at < LATEST) or [0.0]
+        stay, missed = Stay(self.name, [times[:1] * 2]), defaultdict[int, int](int)
+        for at in times:
+            stay.see(at)
+        for one in self.rounds:  # an entry without a part of it has nothing that was encoded
+            if "encoded" not in one.at_seconds:
+                missed[one.fragment] = one.step
+                continue
+            stay.parts += 1
+            at = one.at_seconds.get("applied", np.nan)
+            if missed[one.fragment] > one.sent_step and 0 <= at < LATEST:
+                stay.late.append(at)
+        return stay
 
     @cached_property
     def totals(self) -> Totals:
@@ -57,6 +86,15 @@ class Worker:
 
 
 @dataclass(frozen=True)
+class IslandsLog:
+    """What the log of a run of islands says."""
+
+    run: str
+    headline: Mapping[str, str]
+    history: History
+
+
+@dataclass(frozen=True)
 class Run:
     """Records of the workers of a run. Those of the first one have the curves of the run."""
 
@@ -66,15 +104,18 @@ class Run:
     workers: Sequence[Worker]
     settings: Mapping[str, Any]
     """Dotted key -> value. Empty without a config.toml."""
+    log: IslandsLog | None = None
 
-    def curve(self, key: str) -> tuple[Array, Array]:
+    def curve(self, key: str, source: Worker | None = None) -> tuple[Array, Array]:
         """Return the steps that have a value of this key, and the values.
 
-        They are those of the first worker, or of another one whose records begin earlier.
+        By default, they are those of the first worker, or of another one whose records begin
+        earlier.
         """
-        source = self.workers[0]
-        if not self.is_of_islands:
-            source = max(self.workers, key=lambda worker: len(worker.steps))
+        if source is None:
+            source = self.workers[0]
+            if not self.is_of_islands:
+                source = max(self.workers, key=lambda worker: len(worker.steps))
         known = [record for record in source.steps if record.get(key) is not None]
         steps, values = ([number(record[name]) for record in known] for name in ("step", key))
         return np.array(steps, dtype=float), np.array(values, dtype=float)
@@ -130,7 +171,27 @@ class Run:
 
     @property
     def is_of_islands(self) -> bool:
-        return bool(self.settings.get("islands.name"))
+        return self.log is not None or bool(self.settings.get("islands.name"))
+
+    @cached_property
+    def stays(self) -> Sequence[Stay]:
+        """When each island was there, by the log, or by its records."""
+        if not self.is_of_islands:
+            return []
+        if self.log is not None:
+            return list(self.log.history.stays.values())
+        return [worker.stay for worker in self.workers if worker.starts]
+
+    @property
+    def headline(self) -> Mapping[str, str]:
+        return self.log.headline if self.log else {}
+
+    @property
+    def islands(self) -> str:
+        """How many islands there are, and of how many there are records."""
+        if self.log is not None:
+            return f"{len({stay.name for stay in self.stays})} islands"
+        return f"{len(self.workers)} of {self.size} islands"
 
     @property
     def tokens_per_second(self) -> float:
@@ -164,12 +225,40 @@ def of_known(function: Callable[[Array], Any], values: Array) -> float:
 
 
 def open_runs(paths: Sequence[Path]) -> list[Run]:
-    """Read the runs in these folders."""
-    runs = [_read_run(path) for path in dict.fromkeys(path.resolve() for path in paths)]
+    """Read the runs in these folders, and the logs of islands by their join files.
+
+    Folders of islands of the same run are one run.
+    """
+    paths = list(dict.fromkeys(path.resolve() for path in paths))
+    runs = _join_islands([_read_run(path) for path in paths if not path.is_file()])
+    for path in filter(Path.is_file, paths):
+        log = _read_log(path)
+        mine = [run for run in runs if run.workers[0].run_id == log.run]
+        worker = Worker(log.run, [], [], [], 0)
+        for run in mine or [Run(log.run, Path.cwd(), [worker], {})]:
+            runs = [other for other in runs if other is not run] + [replace(run, log=log)]
     names = [run.name for run in runs]
     return [  # with the path as the name, if several folders have the same name
         run if names.count(run.name) == 1 else replace(run, name=str(run.folder)) for run in runs
     ]
+
+
+def _join_islands(runs: Sequence[Run]) -> list[Run]:
+    """Make one run of the islands that were in the same one."""
+    found = dict[str, Run]()
+    for run in runs:
+        key = (run.is_of_islands and run.workers[0].run_id) or str(run.folder)
+        before = found.get(key)
+        workers = [*before.workers, *run.workers] if before else []
+        found[key] = replace(before, name=key, workers=workers) if before else run
+    return list(found.values())
+
+
+def _read_log(join_file: Path) -> IslandsLog:
+    with open_reader(Join.parse(str(join_file)), whole=True) as reader:
+        reader.read(LISTEN_SECONDS)  # to hear the loss
+        found = reader.overview()
+        return IslandsLog(found["run"], headline(found), reader.history)
 
 
 def _read_run(folder: Path) -> Run:
