@@ -42,7 +42,7 @@ EVERY, FRAGMENTS = 10, 3
 SAID = re.compile(r"(?:warning: )?(?P<culprit>\S.*?): (?P<kind>[a-z ]+?)(?: \([A-Z_]+\))? since ")
 WAITING = re.compile(r"waiting since \d+ s for worker (?P<culprit>\d+).*header has not come")
 LOST = re.compile(r"worker (?P<culprit>\d+) left or did not answer")
-WRONG = re.compile(r"the delta of worker (?P<culprit>\d+) .*is not finite")
+WRONG = re.compile(r"worker (?P<culprit>\d+)(: fragments .* are| .*is) not finite")
 HEADER = "injected | at | named rightly | named otherwise | rounds | seconds | other verdicts | n"
 
 
@@ -210,6 +210,7 @@ def measure(name: str, workers: int, victim: int, rate: float, folder: Path) -> 
         if fault.cut:
             network.cut(victim, closed=True)
         witness = programs[1] if victim == 0 and (fault.signal or fault.cut) else first
+        witness = programs[victim] if "nan" in fault.inside else witness  # it heals itself
         end = began + MOST_SECONDS
         while time.monotonic() < end and all(one.running for one in (first, witness)):
             found = verdicts_in(witness.printed())

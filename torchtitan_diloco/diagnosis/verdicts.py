@@ -5,6 +5,7 @@ the others. A verdict needs two rounds in a row, and ends after two rounds witho
 is no I/O and no clock in this module.
 """
 
+import math
 import re
 import statistics
 from collections import deque
@@ -22,9 +23,10 @@ NOISE = 4.0
 """It also exceeds the usual deviation from the others by this factor."""
 LINK_RATIO, EVERYBODY_RATIO = 1.5, 1.3
 """A transfer takes this multiple of the usual time, and all steps that of the time before."""
-IN_A_ROW, HISTORY, FEWEST = 2, 32, 4
-"""Rounds until a verdict begins or ends, rounds that are remembered, and that tell what is
-usual."""
+IN_A_ROW, OF_LINKS = 2, 3
+"""Rounds until a verdict begins or ends, and of links, whose rates vary more."""
+HISTORY, FEWEST = 32, 4
+"""Rounds that are remembered, and that tell what is usual."""
 
 
 class Kind(StrEnum):
@@ -63,6 +65,7 @@ REMEDY = {
 }
 
 
+LINKS = {Kind.LINK, Kind.SENDING, Kind.RECEIVING}
 STEPS = {Kind.COMPUTE, Kind.DATA, Kind.SAVE}
 LINK_ENDS = re.compile(" -> | - ")
 
@@ -111,9 +114,10 @@ class Judge:
         for cause, text in found.items():
             before = self._suspected.get(cause)
             count, verdict = before or (0, Verdict(cause, text, step))
-            count, verdict = min(count + 1, IN_A_ROW), replace(verdict, evidence=text)
+            needed = OF_LINKS if cause.kind in LINKS else IN_A_ROW
+            count, verdict = min(count + 1, needed), replace(verdict, evidence=text)
             self._suspected[cause] = count, verdict
-            if count == IN_A_ROW:
+            if count == needed:
                 changed += [] if cause in self.verdicts else [verdict]
                 self.verdicts[cause] = verdict
         for cause, (count, verdict) in list(self._suspected.items()):
@@ -195,6 +199,13 @@ class Judge:
     # --- links ------------------------------------------------------------------------------------
 
     def _slow_links(self, here: Mapping[str, Vitals], cycle: float) -> Iterator[tuple[Cause, str]]:
+        uploads = {name: one.upload for name, one in here.items() if one.upload > 0}
+        for name, seconds in uploads.items():
+            others = [other for key, other in uploads.items() if key != name]
+            usual = statistics.median(others) if others else math.inf
+            if seconds > LINK_RATIO * usual and seconds - usual > FLOOR * cycle:
+                text = f"the uploads of a cycle take {seconds:.3g} s, those of others {usual:.3g}"
+                yield Cause(Kind.SENDING, name), text
         known = {name: one for name, one in here.items() if one.transfer > 0}
         if not known:
             return

@@ -42,12 +42,13 @@ class Diagnosis:
         if peers is None or not self._telemetry.applied or (rank and self._world.worker):
             return
         suffix = f", rank {rank}" if rank else ""
-        reports = {name + suffix: report for name, report in dict(peers.reports).items()}
+        reports = {name + suffix: report for name, report in peers.reports().items()}
         cycle = peers.schedule.sync_every * self._telemetry.vitals().step
         for verdict in self._judge.note(reports, step, cycle):
             if not rank or verdict.cause.kind in OF_RANKS:
                 self._say(verdict, step)
         standing = [] if rank else list(self._judge.verdicts.values())
+        peers.say([f"{one.cause.culprit}: {one.cause.kind}" for one in standing])
         if standing and time.monotonic() > self._said + REPEAT_SECONDS:
             for verdict in standing:
                 self._say(verdict)

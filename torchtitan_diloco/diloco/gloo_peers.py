@@ -3,7 +3,7 @@
 import math
 import time
 import weakref
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future
 from functools import partial
 
@@ -59,6 +59,7 @@ class GlooPeers(Peers):
         own, self._watching = self._liveness is None, watching
         self._watch = healing.Watch(self.workers, len(self.states))
         self._weights, self._last = [0.0] * len(self.states), Traffic()
+        self._reports = dict[str, Report]()
         whole = sum(state.values for state in self.states)
         hops = 1.0 if self.workers < 3 else 2 / self.workers  # of slices
         self._bytes = hops * build_codec(self.config.quantization).wire_bytes(whole)
@@ -125,7 +126,7 @@ class GlooPeers(Peers):
 
     def _describe_late(self) -> str:
         """Describe the workers that are waited for, from what they have said before."""
-        late, known = self._exchanger.late() if self._exchanger else {}, dict(self.reports)
+        late, known = self._exchanger.late() if self._exchanger else {}, self._reports
         lines = list[str]()
         for worker, what in late.items():
             said = known.get(f"worker {worker}", Report()).vitals
@@ -135,6 +136,9 @@ class GlooPeers(Peers):
 
     def forget(self, fragment: int) -> None:
         self._weights[fragment] = 0.0
+
+    def reports(self) -> Mapping[str, Report]:
+        return self._reports
 
     @property
     def progress(self) -> float:
@@ -163,7 +167,7 @@ class GlooPeers(Peers):
                     state.delta, header, state.residual, measured=measured
                 )
         self._last = round_.traffic
-        self.reports = {
+        self._reports = {
             f"worker {worker}": Report(one.vitals, one.flags) for worker, one in enumerate(headers)
         }
         round_.weight, round_.flags = headers[self.worker].weight, headers[self.worker].flags

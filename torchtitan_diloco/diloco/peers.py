@@ -6,7 +6,7 @@ workers of one job, and `IslandPeers`, jobs of their own that meet in a log.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -68,8 +68,6 @@ class Peers(ABC):
     background: BackgroundThread
     vitals: Callable[[], Vitals] = Vitals
     """Returns what this worker says of itself. Whoever measures the steps sets it."""
-    reports: Mapping[str, Report] = {}
-    """What all workers have said of themselves in the last round, by name."""
 
     # --- start and end ----------------------------------------------------------------------------
 
@@ -135,6 +133,13 @@ class Peers(ABC):
     @abstractmethod
     def progress(self) -> float:
         """Completed share of the run, 0 if its length is unknown."""
+
+    def reports(self) -> Mapping[str, Report]:
+        """Return what all workers have said of themselves in the last round, by name."""
+        return {}
+
+    def say(self, verdicts: Sequence[str]) -> None:  # noqa: B027 - one job has one judge
+        """Tell the others what this worker finds wrong."""
 
     def describe(self) -> list[str]:
         """Describe the peers in lines for the start of a run."""

@@ -30,6 +30,8 @@ class Vitals(NamedTuple):
     """Transfers of a cycle from the slowest of the others, at the rate of the last round."""
     fastest_transfer: float = 0.0
     """The same from the fastest."""
+    upload: float = 0.0
+    """Of what it sends in a cycle to a server."""
     slowest: int = 0
     """The slowest of the others."""
 

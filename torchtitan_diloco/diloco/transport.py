@@ -33,7 +33,7 @@ class WorkerLostError(RuntimeError):
 HEADER_BYTES = 64
 MAGIC = b"SDLC"
 VERSION = 3
-_LAYOUT = struct.Struct("<4sHHQIIQdQ5eH")
+_LAYOUT = struct.Struct("<4sHHQIIQdQ6eH")
 
 NOT_FINITE = 1  # the sender's delta has a NaN or an infinity
 DROPPED = 2  # the sender is left out by link.drop_probability

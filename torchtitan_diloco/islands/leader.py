@@ -11,6 +11,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from torchtitan_diloco.diloco.round import Report, Vitals
 from torchtitan_diloco.islands.bulk import ClosedError
 from torchtitan_diloco.islands.connection import Connection
 from torchtitan_diloco.islands.copies import Copies
@@ -20,7 +21,7 @@ from torchtitan_diloco.islands.log import State
 from torchtitan_diloco.islands.machine import Boundary, Machine
 from torchtitan_diloco.islands.members import Gauges, IslandFailedError, Lags
 from torchtitan_diloco.islands.parts import PartGoneError, Parts, as_buffer
-from torchtitan_diloco.islands.records import Close, Facts, Part, VoidError, decode, encode
+from torchtitan_diloco.islands.records import Close, Facts, Part, VoidError, decode, encode, name_of
 from torchtitan_diloco.islands.rounds import Timing
 from torchtitan_diloco.log import logger
 
@@ -71,6 +72,10 @@ class Leader:
         self.changed = threading.Condition()
         """Guards the machine, and is notified after every change."""
         self.machine = Machine(name, connection.members, timing, copies.outer_lr)
+        gauges.cycle_bytes = sum(
+            sum(copies.payload_sizes(one, copies.ranks.size, facts.codec))
+            for one in range(len(copies.fragments))
+        )
         self._giver, self._gauges = Giver(connection), gauges
         self._reported, self._awaits_parts = 0.0, False
         self._failure: Exception | None = None
@@ -179,6 +184,19 @@ class Leader:
             self.machine.store(part)
             self._react()
         return payload.numel() if part.finite else 0
+
+    def reports(self, own: Vitals) -> dict[str, Report]:
+        """Return what all islands have said of themselves, by name. The others hear `own`."""
+        self._gauges.vitals = own
+        members, now = self._connection.members, time.monotonic()
+        with self.changed:
+            owners = list(self.state.owners().values())
+        return {
+            name_of(owner): Report(self._gauges.read_vitals())
+            if owner == self.machine.incarnation
+            else members.report(owner, now)
+            for owner in owners
+        }
 
     def state_to_save(self) -> str:
         """Return the state for a checkpoint of the newest copies."""

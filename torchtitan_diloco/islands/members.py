@@ -8,6 +8,7 @@ from typing import Annotated
 
 import msgspec
 
+from torchtitan_diloco.diloco.round import Report, Vitals
 from torchtitan_diloco.islands.log import State
 from torchtitan_diloco.islands.records import Chunk, Count, Name, Seconds, name_of
 from torchtitan_diloco.log import UserError
@@ -21,6 +22,11 @@ class IslandFailedError(RuntimeError):
     """This island cannot continue. Started again, it begins from the log."""
 
 
+NOTHING_SAID = Vitals()
+STOPPED, HUNG = "stopped", "hung outside communication"
+"""Why an island takes no part in rounds: no heartbeats, or no steps."""
+
+
 class Numbers(msgspec.Struct, frozen=True, array_like=True):
     """What users want to know of an island. No decision depends on it."""
 
@@ -32,6 +38,9 @@ class Numbers(msgspec.Struct, frozen=True, array_like=True):
     """Tokens that the run had merged, and the loss of the shared model then."""
     round_trip_seconds: float | None = None  # to the server and back
     upload_bytes_per_second: float | None = None  # of its latest part
+    vitals: Vitals = NOTHING_SAID
+    says: tuple[Annotated[str, msgspec.Meta(max_length=100)], ...] = ()
+    """What it finds wrong with whom."""
 
 
 class Hint(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -94,6 +103,9 @@ class Gauges:
         self.loss: float | None = None
         self.validated: tuple[int, float] | None = None
         self.bytes_per_second: float | None = None
+        self.cycle_bytes, self.vitals = 0, NOTHING_SAID
+        """What it sends in a cycle, and the times of its steps."""
+        self.says: tuple[str, ...] = ()
         self.waited = 0.0  # seconds, since the start
         self._steps = deque[tuple[float, int, float]](maxlen=LATEST_STEPS)
 
@@ -113,7 +125,13 @@ class Gauges:
             self.validated,
             round_trip,
             self.bytes_per_second,
+            self.read_vitals(),
+            self.says,
         )
+
+    def read_vitals(self) -> Vitals:
+        upload = self.cycle_bytes / self.bytes_per_second if self.bytes_per_second else 0.0
+        return self.vitals._replace(upload=upload)
 
 
 class Lags:
@@ -205,6 +223,15 @@ class Members:
         member = self.heard.get(incarnation)
         since = self._began if member is None else member.heard
         return max(0.0, (now if since is None else since) + self._patience - now)
+
+    def report(self, incarnation: str, now: float) -> Report:
+        """Return what an island has said of itself."""
+        member = self.heard.get(incarnation)
+        said = NOTHING_SAID if member is None else member.hint.numbers.vitals
+        if self.is_silent(incarnation, now):
+            return Report(said, absent=STOPPED)
+        hung = member is not None and now - member.moved >= self._patience
+        return Report(said, absent=HUNG if hung else "")
 
     def is_ready(self, incarnation: str, now: float, step_seconds: float) -> bool:
         """Return whether a round waits for it. `step_seconds`: time of this island's steps."""

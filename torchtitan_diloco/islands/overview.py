@@ -152,7 +152,8 @@ class _Moment:
         row["for_seconds"] = since
         if member is not None:
             hint, numbers = member.hint, msgspec.structs.asdict(member.hint.numbers)
-            del numbers["validated"]
+            for key in ("validated", "vitals", "says"):
+                del numbers[key]
             row |= {key: _finite(value) for key, value in numbers.items()}
             seconds, rate = hint.step * hint.step_seconds, row["tokens_per_second"]
             row["tokens_per_second"] = round(rate or (hint.tokens / seconds if seconds else 0))
@@ -230,6 +231,7 @@ class _Moment:
             and {"fragment": last[1], "version": last[2], "seconds_ago": _ago(self.at, last[0])},
             "loss": _finite(loss[1]) if loss else None,
             "loss_at_tokens": loss[0] if loss else None,
+            "verdicts": sorted({text for one in heard for text in one.hint.numbers.says}),
             "goodput": kept / read if read else None,
         }
 
@@ -301,6 +303,8 @@ def headline(found: dict[str, Any]) -> dict[str, str]:
     if found["loss"] is not None:
         place = f"at {found['loss_at_tokens']:,} tokens"
         lines["loss of the shared model"] = f"{found['loss']:.4f} {place}"
+    if found["verdicts"]:
+        lines["verdicts"] = ", ".join(found["verdicts"])
     if found["goodput"] is not None:
         lines["goodput"] = f"{found['goodput']:.1%} of the work is in the model"
     return lines

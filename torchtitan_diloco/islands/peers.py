@@ -7,7 +7,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
 from functools import cache, partial
@@ -29,7 +29,7 @@ from torchtitan_diloco.diloco.liveness import Liveness
 from torchtitan_diloco.diloco.meeting import code_fingerprint
 from torchtitan_diloco.diloco.object_collectives import broadcast_object
 from torchtitan_diloco.diloco.peers import Apply, Peers, Send, local_share
-from torchtitan_diloco.diloco.round import InFlight, Round
+from torchtitan_diloco.diloco.round import InFlight, Report, Round
 from torchtitan_diloco.diloco.state_dict import SavedState
 from torchtitan_diloco.diloco.transport import NOT_FINITE, OUTLIER
 from torchtitan_diloco.islands.changes import MIXING, TOTAL_TOKENS
@@ -217,6 +217,12 @@ class IslandPeers(Peers):
     @property
     def progress(self) -> float:
         return min(1.0, self.clock / self.total_tokens)
+
+    def reports(self) -> Mapping[str, Report]:
+        return {} if self._leader is None else self._leader.reports(self.vitals())
+
+    def say(self, verdicts: Sequence[str]) -> None:
+        self.gauges.says = tuple(one[:100] for one in verdicts[:8])
 
     def describe(self) -> list[str]:
         chosen = self.islands

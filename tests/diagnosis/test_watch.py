@@ -1,0 +1,97 @@
+"""Verdicts of real runs: what workers and islands say of themselves, and stacks of a hang."""
+
+import os
+import signal
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from tests.islands.running import Island, started
+from tests.islands.servers import need_server, wait_until
+from tests.islands.test_coming_and_going import at, die, hold
+from tests.processes import ProcessPool
+from tests.test_trainer import join, records, settings
+from torchtitan_diloco.config import load_config
+from torchtitan_diloco.diagnosis import watch
+from torchtitan_diloco.diagnosis.watch import Stacks
+from torchtitan_diloco.diloco.round import Report, Vitals
+from torchtitan_diloco.distributed.world import world_of_one
+from torchtitan_diloco.islands.config import Join
+from torchtitan_diloco.trainer import Trainer
+
+SLOW = 0.1
+
+
+def _train(chosen: Mapping[str, str]) -> Path:
+    config = load_config("debug", dict(chosen))
+    world = join(config)
+    trainer = Trainer(config, world)
+    step = trainer.train_step
+
+    def train_step(batches: Any) -> Any:
+        time.sleep(SLOW if world.worker == 1 and 20 <= trainer.step < 50 else 0.02)
+        return step(batches)
+
+    with patch.object(trainer, "train_step", train_step):
+        return trainer.run()
+
+
+def test_a_slow_worker_is_recorded_until_it_is_well(text: Path, processes: ProcessPool) -> None:
+    changes = {"diloco.method": "diloco", "diloco.workers": 2, "training.steps": 100}
+    changes |= {"diloco.sync_every": 4, "training.global_batch_size": 12, "validation.every": 0}
+    folder, _ = processes.run(_train, 2, settings(text, **changes))
+    for worker in range(2):
+        found = records(folder, "verdict", worker)
+        mine = [one for one in found if (one["what"], one["culprit"]) == SLOW_ONE]
+        assert [one["over"] for one in mine[:2]] == [False, True]
+        assert 20 < mine[0]["since"] <= mine[0]["step"] < 50 < mine[1]["step"]
+        assert "s a step, where the other takes 0.0" in mine[0]["evidence"]
+
+
+SLOW_ONE = ("slow compute", "worker 1")
+
+
+def test_islands_say_how_they_are_and_who_is_gone(
+    server: Join, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    need_server()
+    first, second = (Island(server, name, steps=300, grace=0.2) for name in "ab")
+    for number, island in enumerate((first, second)):
+        island.step_seconds = 0.02
+        monkeypatch.setattr(island.peers, "vitals", lambda n=number: Vitals(compute=n + 1.0))
+    second.each_step = at(60, die)
+    first.each_step = hold(100, lambda: False)
+
+    def seen() -> dict[str, Report]:
+        return dict(first.peers.reports())
+
+    with started(first, second):
+        wait_until(lambda: seen().get("b", Report()).vitals.compute == 2.0, "the vitals of b")
+        assert seen()["a"].vitals.compute == 1.0
+        assert seen()["a"].vitals.upload > 0
+        assert not seen()["b"].absent
+        wait_until(lambda: seen()["b"].absent == "stopped", "its end")
+        first.stop.set()
+
+
+def test_a_step_that_hangs_writes_its_stacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(watch, "HANG_SECONDS", 0.05)
+    with Stacks(tmp_path, world_of_one()) as stacks:
+        stacks.watch(usual=0.001)
+        wait_until(lambda: stacks.path.stat().st_size > 0, "the stacks")
+        stacks.rest()
+        assert "test_a_step_that_hangs_writes_its_stacks" in stacks.path.read_text()
+        assert str(stacks.path) in caplog.text
+        size = stacks.path.stat().st_size
+        os.kill(os.getpid(), signal.SIGUSR1)
+        wait_until(lambda: stacks.path.stat().st_size > size, "the stacks on a signal")
+    with Stacks(tmp_path / "other", world_of_one()) as stacks:
+        stacks.watch(usual=100.0)
+        stacks.rest()
+    assert not stacks.path.exists()
