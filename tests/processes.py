@@ -4,12 +4,16 @@ Importing torch takes seconds, so a server imports it once and forks the process
 by the next test, without process groups. If a test fails, hangs or lets a rank die, all are killed.
 """
 
+import json
 import multiprocessing as mp
 import os
+import subprocess
+import sys
 import time
 import traceback
 from collections.abc import Callable, Collection
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 PATIENCE = 150
@@ -130,3 +134,21 @@ def _serve(pipe: Connection) -> None:
             if joined:
                 dist.destroy_process_group()
         pipe.send(outcome)
+
+
+INSTRUCTIONS = ("default", "avx2", "avx512")
+"""Instruction sets of torch, without fused multiply-adds and with. A processor that lacks one uses
+those that it has."""
+
+
+def with_instructions(instructions: str, function: str, *arguments: str) -> Any:
+    """Call a function in a process in which torch uses this instruction set."""
+    module, _, name = function.rpartition(".")
+    code = (
+        f"import json, sys; from {module} import {name}; print(json.dumps({name}(*sys.argv[1:])))"
+    )
+    environment = {"ATEN_CPU_CAPABILITY": instructions, "PYTHONPATH": str(Path.cwd())}
+    output = subprocess.check_output(
+        [sys.executable, "-c", code, *arguments], env=os.environ | environment, text=True
+    )
+    return json.loads(output.splitlines()[-1])

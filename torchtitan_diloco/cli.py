@@ -17,6 +17,7 @@ COMMANDS = {
     "validate": ("export validate", "loss of a trained model on held-out text"),
     "export": ("export export", "write the weights for other programs"),
     "islands": ("islands", "serve and watch a run of islands"),
+    "doctor": ("doctor", "check this machine, and that machines see each other"),
     "prepare": ("data.corpus", "tokenise a corpus"),
 }
 """Module, with its first argument if any, and description of each command."""

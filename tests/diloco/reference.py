@@ -101,7 +101,7 @@ class ReferenceDiLoCo:
                     sent = torch.ones_like(delta) if not self.is_sparse else (delta != 0).float()
                     total[name] += weight * sent
                     share = (weight * sent / total[name]).nan_to_num()  # 0 / 0: nobody has sent
-                    mean[name] = torch.lerp(mean[name], delta, share)
+                    mean[name] += (delta - mean[name]) * share
         return self.gather(mean)
 
     def _transmitted_delta(self, m: int, p: int) -> Values:

@@ -172,7 +172,7 @@ def test_means_are_taken_in_fp32_and_in_order(name: str, weights: list[float]) -
     mean, total = round_trip(codec, values[0]), weights[0]
     for value, weight in zip(values[1:], weights[1:], strict=True):
         total += weight
-        mean = torch.lerp(mean, round_trip(codec, value), weight / total)
+        mean += (round_trip(codec, value) - mean) * (weight / total)
     payloads, out = [encoded(codec, value) for value in values], torch.zeros(1500)
     codec.average(payloads, weights, out)
     assert same_bits(out, mean)
@@ -196,7 +196,7 @@ def test_a_mean_is_over_those_who_send_a_value(first: Tensor, seed: int, equal: 
     for value, weight in zip(arrived, weights, strict=True):
         sent = value != 0
         total[sent] += weight
-        mean[sent] = torch.lerp(mean[sent], value[sent], weight / total[sent])
+        mean[sent] += (value[sent] - mean[sent]) * (weight / total[sent])
     got = torch.full_like(first, 123.0)
     codec.average([encoded(codec, value) for value in values], weights, got)
     torch.testing.assert_close(got, mean, rtol=1e-6, atol=0)

@@ -90,6 +90,7 @@ OTHERS: dict[str, str] = {
     "diloco.overlap.mixing": "0.5 on worker 0, 0.25 on worker 1",
     "model": "",
     "total_steps": "0 on worker 0, 7 on worker 1",
+    "arithmetic": "as known on worker 0, an average on worker 1",
     "memory of the outer state (diloco.link.outer_state)": "cuda on worker 1",
 }
 
@@ -103,7 +104,8 @@ def _other_settings() -> tuple[dict[str, str], list[int]]:
             model.gain = nn.Parameter(torch.ones(2))
         chosen = config(2, mixing=0.25 if differs == "diloco.overlap.mixing" else 0.5)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(startup, "kernels_name", lambda: "torch")
+            difference = "an average" * (differs == "arithmetic")
+            patch.setattr(startup, "find_difference", lambda *_, found=difference: found)
             if differs.startswith("memory"):
                 patch.setattr(startup, "pick_state_device", lambda *_: GPU)
             steps = 7 if differs == "total_steps" else 0

@@ -1,9 +1,5 @@
 """Islands with a toy model in threads of this process, and a server for them."""
 
-import json
-import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.conftest import REPOSITORY
 from tests.diloco.toy import Net, config, inner_step, sgd
 from tests.islands.servers import PATIENCE, wait_until
 from torchtitan_diloco.diloco import DiLoCoConfig, Quantization, StreamingDiLoCo
@@ -54,6 +49,8 @@ class Island(threading.Thread):
     grace: float = PATIENT
     step_seconds: float = 0.0
     each_step: Callable[["Island"], object] | None = None
+    tokens: int = TOKENS
+    """Weight of its steps."""
     facts: dict[str, object] = field(default_factory=dict)
     saved: SavedState | None = None
     """State to resume from."""
@@ -74,7 +71,7 @@ class Island(threading.Thread):
         self.peers = IslandPeers(
             settings,
             total_tokens=self.steps * self.begin * TOKENS,
-            tokens_per_step=TOKENS,
+            tokens_per_step=self.tokens,
             samples_per_step=2,
             facts=self.facts,
         )
@@ -107,7 +104,7 @@ class Island(threading.Thread):
                 self.each_step(self)
             if self.died.is_set():
                 return
-            outer.step(weight=TOKENS)
+            outer.step(weight=self.tokens)
         outer.drain()
         shared = {name: value.clone() for name, value in outer.global_state_dict().items()}
         self.result = Result(outer, self.peers, self.model, shared, self.step, outer.rounds())
@@ -123,22 +120,6 @@ class Island(threading.Thread):
 
     def wait_for_step(self, step: int) -> None:
         wait_until(lambda: self.step >= step or not self.is_alive(), f"step {step} of {self.name}")
-
-
-def with_plain_instructions(function: str, *arguments: str) -> Any:
-    """Call a function in a process that uses no vector instructions."""
-    module, _, name = function.rpartition(".")
-    code = (
-        f"import json, sys; from {module} import {name}; print(json.dumps({name}(*sys.argv[1:])))"
-    )
-    return json.loads(
-        subprocess.check_output(
-            [sys.executable, "-c", code, *arguments],
-            env=os.environ | {"ATEN_CPU_CAPABILITY": "default", "PYTHONPATH": str(REPOSITORY)},
-            cwd=REPOSITORY,
-            text=True,
-        )
-    )
 
 
 def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:

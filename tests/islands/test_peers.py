@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from hashlib import sha256
 from itertools import count
 from typing import Any
 
@@ -18,7 +19,7 @@ from tests.conftest import REPOSITORY
 from tests.diloco.toy import Net, config, full, inner_step, join, sgd, sharded
 from tests.islands.running import FP4, TOKENS, Island, same, started
 from tests.islands.servers import PATIENCE, need_server, wait_until
-from tests.processes import ProcessPool
+from tests.processes import ProcessPool, with_instructions
 from torchtitan_diloco.diloco import Beginning, DiLoCoConfig, Overlap, Quantization, StreamingDiLoCo
 from torchtitan_diloco.diloco import state_dict as saving
 from torchtitan_diloco.diloco.outer_state import OuterState
@@ -134,16 +135,27 @@ def test_a_dead_rank_leaves_no_part(processes: ProcessPool, server: Join) -> Non
     assert 1 <= len(parts) <= 4
 
 
+def copies_of_island(server: str) -> dict[str, str]:
+    """Train in an island of one process, with larger batches. Return hashes of the shared copy."""
+    connection.FIRST_CONNECTION_SECONDS = PATIENCE
+    island = Island(Join.parse(server), "alone", tokens=3 * TOKENS)
+    with started(island):
+        return hashes(island.finish().shared)
+
+
+def hashes(copy: dict[str, Tensor]) -> dict[str, str]:
+    return {name: sha256(value.numpy().tobytes()).hexdigest() for name, value in copy.items()}
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_islands_of_several_ranks_have_equal_copies(
+def test_islands_of_other_sizes_and_processors_have_equal_copies(
     processes: ProcessPool, server: Join, ranks: int
 ) -> None:
-    alone = Island(server, "alone")
-    with started(alone):
-        results = processes.run(_ranks, ranks, server, "ranks", FP4, alone.steps)
-        alone_result = alone.finish()
-    assert all(same(result, results[0]) for result in results)
-    assert same(results[0], alone_result.shared)
+    with ThreadPoolExecutor(1) as pool:
+        call = "default", f"{__name__}.copies_of_island", str(server)
+        alone = pool.submit(with_instructions, *call)
+        results = processes.run(_ranks, ranks, server, "ranks", FP4, 24)
+        assert all(hashes(result) == alone.result() for result in results)
 
 
 # --- bad input ------------------------------------------------------------------------------------

@@ -2,7 +2,12 @@
 
 The delta theta_outer - theta_local serves as gradient. The next shared parameters overwrite the
 delta, as the current ones are needed until the fragment is applied.
+
+All workers must get the same bits, on any processor and GPU. So sums and products are calls of
+their own: `alpha=` and `lerp` round once where there is a fused multiply-add, else twice.
 """
+
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -20,11 +25,21 @@ def slot_count(config: OuterOptimizer) -> int:
     return 0 if config.name == "sgd" else 1
 
 
+@cache
+def _constant(number: float) -> Tensor:
+    """Return a number as a tensor, which saves a conversion in every call of torch."""
+    return torch.tensor(number, dtype=torch.float32, device="cpu")
+
+
 def outer_step(config: OuterOptimizer, theta: Tensor, delta: Tensor, slots: list[Tensor]) -> None:
-    """Replace the mean delta with the next shared parameters, and update the momentum."""
-    change = delta
-    if config.name != "sgd":
-        change = torch.add(delta, slots[0], alpha=config.momentum, out=slots[0])
-    if config.name == "nesterov":
-        change = delta.add_(change, alpha=config.momentum)
-    torch.add(theta, change, alpha=-config.lr, out=delta)
+    """Replace the mean delta with the next shared parameters, and update the momentum.
+
+    The momentum is kept already decayed, as this saves a pass over memory.
+    """
+    decay = _constant(config.momentum)
+    match config.name:
+        case "nesterov":
+            delta.add_(slots[0].add_(delta).mul_(decay))
+        case "momentum":
+            torch.mul(delta.add_(slots[0]), decay, out=slots[0])
+    torch.sub(theta, delta.mul_(_constant(config.lr)), out=delta)

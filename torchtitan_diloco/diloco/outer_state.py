@@ -152,7 +152,7 @@ class OuterState:
                 out = room if staged is None else None
                 apart.append(torch.linalg.vector_norm(torch.sub(local, shared, out=out)))
             if share == 0.0:
-                local.copy_(shared)
+                local.copy_(shared)  # below, `lerp` and `alpha`: only this worker has these bits
             elif share < 1.0 and local.dtype == torch.float32:
                 local.lerp_(shared, 1 - share)
             elif share < 1.0:  # mix in fp32 and round once

@@ -11,8 +11,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from torchtitan_diloco.diloco.arithmetic import find_difference
 from torchtitan_diloco.diloco.background import BackgroundThread
-from torchtitan_diloco.diloco.codecs import build_codec, describe, kernels_name
+from torchtitan_diloco.diloco.codecs import build_codec, describe
 from torchtitan_diloco.diloco.config import DiLoCoConfig, diloco_mistakes
 from torchtitan_diloco.diloco.exchange import Exchange
 from torchtitan_diloco.diloco.fields import check_class, flat_settings, raise_mistakes
@@ -112,6 +113,7 @@ def agree_on_run(
     layout = describe_layout(fragments)
     layout += [str(part.local().numel()) for fragment in fragments for part in fragment.parts]
     settings = flat_settings(config, "diloco.")
+    operations = config.quantization.codec, config.outer_optimizer.name
     mine = {key: str(value) for key, value in settings.items() if key not in MAY_DIFFER}
     mine |= {
         "total_steps": str(total_steps),
@@ -119,7 +121,7 @@ def agree_on_run(
         "model": hashlib.sha256("\n".join(layout).encode()).hexdigest()[:16],
         # Determines the size of messages.
         "memory of the outer state (diloco.link.outer_state)": device.type,
-        "codec kernels": kernels_name() if device.type == "cuda" else "torch",
+        "arithmetic": (group and find_difference(device, operations)) or "as known",
     }
     agree(mine, group, "worker")
     # Worker 0's random part distinguishes two runs of one configuration.

@@ -13,20 +13,21 @@ from concurrent.futures import Future
 from dataclasses import replace
 from functools import cache
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan_diloco.diloco.codecs import UNIT, Codec, build_codec
-from torchtitan_diloco.diloco.config import DiLoCoConfig
+from torchtitan_diloco.diloco.arithmetic import IDENTITY, check_arithmetic
+from torchtitan_diloco.diloco.codecs import Codec, add_to_mean, build_codec
+from torchtitan_diloco.diloco.config import CodecName, DiLoCoConfig
 from torchtitan_diloco.diloco.exchange import PIECE
 from torchtitan_diloco.diloco.fields import flat_settings
 from torchtitan_diloco.diloco.fragments import describe_layout
 from torchtitan_diloco.diloco.object_collectives import broadcast_object
-from torchtitan_diloco.diloco.outer_optimizer import BLOCK, outer_step, slot_count
+from torchtitan_diloco.diloco.outer_optimizer import BLOCK, outer_step
 from torchtitan_diloco.diloco.outer_state import OuterState
 from torchtitan_diloco.islands.shards import Layout, Ranks, collect
 
@@ -92,7 +93,14 @@ class Copies:
         self._content: Sequence[Tensor] = ()
         """Tensors from the first rank for the current call."""
         self._stopped = False
-        self._decoder = cache(self.build_codec)  # with scratch buffers, so only for one thread
+        self._decoder = cache(self.checked_codec)  # with scratch buffers, so only for one thread
+        self._decoder(config.quantization.codec)
+
+    def checked_codec(self, name: str) -> Codec:
+        """Build a codec after a test of this machine. A run may change its format."""
+        device = self.fragments[0].state.outer.device
+        check_arithmetic(device, cast("CodecName", name), self._optimizer)
+        return self.build_codec(name)
 
     def build_codec(self, name: str) -> Codec:
         return build_codec(replace(self._quantization, codec=name))  # type: ignore[arg-type]
@@ -279,9 +287,9 @@ class Copies:
                 if totals is not None:
                     sent = (values != 0).float().mul_(weight)
                     share = sent / totals[piece].add_(sent)
-                    out[piece].lerp_(values, share.nan_to_num_(0.0))
+                    add_to_mean(out[piece], values, share.nan_to_num_(0.0))
                 elif not is_first:
-                    out[piece].lerp_(values, weight / total)
+                    add_to_mean(out[piece], values, weight / total)
 
     def decode(self, fragment: int, payload: Tensor, ranks: int, codec: str) -> Iterator[Tensor]:
         """Yield this rank's values of a part from an island with `ranks` ranks, in pieces.
@@ -353,8 +361,8 @@ def fingerprints(
     settings = flat_settings(config, "diloco.")
     found = {key: str(value) for key, value in settings.items() if not MAY_DIFFER.match(key)}
     model = "\n".join(describe_layout([state.fragment for state in states]))
-    computed = arithmetic(config, states[0].outer.device)
-    found |= {"model": model, "arithmetic": computed, **facts}
+    # Every machine has tested itself; other code may make other bits.
+    found |= {"model": model, "arithmetic": IDENTITY, **facts}
     return {key.replace(" ", "-"): _short(value) for key, value in found.items()}
 
 
@@ -362,31 +370,3 @@ def _short(value: str) -> str:
     """Return the value, or its hash if it is not a valid `Name` of a record."""
     fits = re.fullmatch(r"[\x21-\x7e]{1,100}", value)
     return value if fits else hashlib.sha256(value.encode()).hexdigest()[:16]
-
-
-@torch.no_grad()
-def arithmetic(config: DiLoCoConfig, device: torch.device) -> str:
-    """Return a hash of a decode, a mean and an outer step on fixed numbers.
-
-    Processors and versions of torch may round differently, and shared copies would then differ.
-    """
-    codec, optimizer = build_codec(config.quantization), config.outer_optimizer
-    values = 5 * UNIT + 7
-    whole = torch.arange(values, dtype=torch.int64, device=device)
-    numbers = [
-        (whole * factor % 10_007 - 5003).to(torch.float32) / 3001 for factor in (7919, 104_729, 31)
-    ]
-    theta, *deltas = numbers
-    decoded = []
-    for delta in deltas:
-        payload = torch.empty(codec.wire_bytes(values), dtype=torch.uint8, device=device)
-        codec.encode(delta, payload)
-        decoded.append(torch.empty_like(delta))
-        codec.decode(payload, decoded[-1])
-    mean = decoded[0].lerp_(decoded[1], 3 / 7)
-    slots = [theta.square() * 0.01 for _ in range(slot_count(optimizer))]
-    outer_step(optimizer, theta, mean, slots)
-    digest = hashlib.sha256()
-    for result in (mean, *slots):
-        digest.update(result.cpu().numpy().tobytes())
-    return digest.hexdigest()[:16]

@@ -9,11 +9,11 @@ from torchtitan_diloco.islands.wire import Wire
 from torchtitan_diloco.log import logger
 
 
-class _Probe:
+class Probe:
     """A connection with messages to nobody."""
 
-    def __init__(self, join: Join) -> None:
-        self._wire = Wire(join, join.addresses[0], "probe")
+    def __init__(self, join: Join, address: str) -> None:
+        self._wire = Wire(join, address, "probe")
         self.wait, self.close = self._wire.wait, self._wire.close
         self._subject = subject_of(join.run, "probe")
 
@@ -26,7 +26,7 @@ class _Probe:
 def streams_to_server(join: Join) -> int:
     """Measure the link to the server, say what was found, and return the streams that it needs."""
     try:
-        speed = measure(partial(_Probe, join))
+        speed = measure(partial(Probe, join, join.addresses[0]))
     except (OSError, ValueError) as error:
         logger.warning(
             f"the link to the server could not be measured ({error}): 1 stream; set "

@@ -8,6 +8,7 @@ import json
 import secrets
 import socket
 from contextlib import suppress
+from typing import Any
 
 from torchtitan_diloco.islands import session
 from torchtitan_diloco.islands.config import Join
@@ -56,6 +57,8 @@ class Wire:
         self.send(
             b"CONNECT %s\r\nSUB %s.* 1\r\n" % (json.dumps(options).encode(), self.inbox.encode())
         )
+        self.server: dict[str, Any] = json.loads(self._line().removeprefix(b"INFO "))
+        """What the server says of itself."""
         self.ping()
         self._socket.settimeout(ANSWER_SECONDS)
 

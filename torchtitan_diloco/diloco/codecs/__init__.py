@@ -4,12 +4,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import get_args
 
-from torchtitan_diloco.diloco.codecs.base import UNIT, Bf16Codec, Codec, Fp32Codec
+from torchtitan_diloco.diloco.codecs.base import UNIT, Bf16Codec, Codec, Fp32Codec, add_to_mean
 from torchtitan_diloco.diloco.codecs.blocks import (
     BlockCodec,
     Int8Codec,
     MiniFloatCodec,
-    kernels_name,
 )
 from torchtitan_diloco.diloco.codecs.topk import TopKCodec
 from torchtitan_diloco.diloco.config import CodecName, Quantization
@@ -18,10 +17,10 @@ __all__ = [
     "CODECS",
     "UNIT",
     "Codec",
+    "add_to_mean",
     "bits_per_parameter",
     "build_codec",
     "describe",
-    "kernels_name",
 ]
 
 _BLOCKS: dict[str, Callable[[str, int], Codec]] = {

@@ -16,6 +16,15 @@ NOT_FINITE = 255
 """Scale byte of a block with a NaN or infinity. All its values are decoded as NaN."""
 
 
+def add_to_mean(mean: Tensor, values: Tensor, share: float | Tensor) -> None:
+    """Add values, which have this share of the new mean. Overwrites `values`.
+
+    Unlike `lerp`, which fuses a product and a sum on some processors, this gives the same bits on
+    all of them.
+    """
+    mean.add_(values.sub_(mean).mul_(share))
+
+
 class Codec(ABC):
     """Converts fp32 values to bytes and back, in buffers of the caller.
 
@@ -25,7 +34,7 @@ class Codec(ABC):
     keeps scratch buffers, so only one thread may use it.
 
     All workers must get the same bits: avoid reductions whose order depends on the number of
-    threads, and write the whole payload.
+    threads or the processor, and `alpha=` and `lerp` (see `add_to_mean`); write the whole payload.
     """
 
     is_fp32 = False
@@ -71,7 +80,7 @@ class Codec(ABC):
             total += weight
             decoded = self._scratch("decoded", out.numel(), out.dtype, out.device)
             self.decode(payload, decoded)
-            out.lerp_(decoded, weight / total)
+            add_to_mean(out, decoded, weight / total)
 
     def _scratch(self, name: str, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return a buffer with unspecified contents. It is kept for the next call, as a new buffer
@@ -99,15 +108,16 @@ class Fp32Codec(Codec):
     def average(self, payloads: list[Tensor], weights: list[float], out: Tensor) -> None:
         # Payloads are read in place. `out` is written last, as it may be the memory of one.
         mean, total = payloads[0].view(torch.float32), weights[0]
-        for payload, weight in zip(payloads[1:-1], weights[1:-1], strict=True):
+        for payload, weight in zip(payloads[1:], weights[1:], strict=True):
             total += weight
-            running = self._scratch("running", out.numel(), out.dtype, out.device)
-            mean = torch.lerp(mean, payload.view(torch.float32), weight / total, out=running)
+            change = self._scratch("change", out.numel(), out.dtype, out.device)
+            torch.sub(payload.view(torch.float32), mean, out=change).mul_(weight / total)
+            running = out
+            if payload is not payloads[-1]:
+                running = self._scratch("running", out.numel(), out.dtype, out.device)
+            mean = torch.add(mean, change, out=running)
         if len(payloads) == 1:
             out.copy_(mean)
-        else:
-            share = weights[-1] / (total + weights[-1])
-            torch.lerp(mean, payloads[-1].view(torch.float32), share, out=out)
 
 
 class Bf16Codec(Codec):

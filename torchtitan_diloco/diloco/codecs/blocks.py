@@ -29,14 +29,6 @@ def triton_kernels() -> ModuleType | None:
         return None
 
 
-def kernels_name() -> str:
-    """Return the name of the code that runs on GPUs. The last bit of a mean can depend on it."""
-    kernels = triton_kernels()
-    if kernels is None:
-        return "torch"
-    return "triton " + ".".join(kernels.triton.__version__.split(".")[:2])
-
-
 def kernels_for(values: Tensor) -> ModuleType | None:
     """Return the kernels for a tensor, or None for the torch code, which defines the bits."""
     # TRITON_INTERPRET=1, set before Triton is imported, runs the kernels on a CPU, slowly.

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from torchtitan_diloco.diloco.codecs.base import UNIT, Codec
+from torchtitan_diloco.diloco.codecs.base import UNIT, Codec, add_to_mean
 from torchtitan_diloco.diloco.codecs.blocks import kernels_for
 
 PLACE_BITS = 10
@@ -77,7 +77,9 @@ class TopKCodec(Codec):
             share = torch.where(is_sent, added / totals, 0.0)
             # Places of a unit are all different, so the order of writes does not matter.
             total.scatter_(1, places, totals)
-            mean.scatter_(1, places, torch.lerp(mean.gather(1, places), values, share))
+            means = mean.gather(1, places)
+            add_to_mean(means, values, share)
+            mean.scatter_(1, places, means)
         if room is not out:
             out.copy_(room[: out.numel()])
 

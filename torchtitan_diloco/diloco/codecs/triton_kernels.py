@@ -96,9 +96,7 @@ def encode_units(values, payload, n, size, FORM: tl.constexpr):
 def average_units(payloads, shares, out, n, size, COUNT: tl.constexpr, FORM: tl.constexpr):
     """Compute a running mean. shares[i]: weight of payload i in the mean of the first i + 1.
 
-    Like torch.lerp, start from the nearer end. This is a fused multiply-add on every GPU. On CPUs
-    without AVX2, torch rounds twice, so the last bit of a mean can differ: workers compare
-    `kernels_name` at start.
+    Like `add_to_mean`, round the product and the sum (see `enable_fp_fusion`).
     """
     first = tl.program_id(0).to(tl.int64) * UNIT
     inside = _inside(FORM)
@@ -106,8 +104,7 @@ def average_units(payloads, shares, out, n, size, COUNT: tl.constexpr, FORM: tl.
     for number in tl.static_range(1, COUNT):
         value = _decoded(payloads[number], n, size, FORM)
         share = tl.full(mean.shape, shares[number], tl.float32)
-        near = share < 0.5
-        mean = tl.fma(tl.where(near, share, share - 1.0), value - mean, tl.where(near, mean, value))
+        mean += (value - mean) * share
     tl.store(out + first + inside, mean, mask=first + inside < n)
 
 

@@ -1,0 +1,48 @@
+"""The shared copies have the same bits on all machines."""
+
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from tests.processes import INSTRUCTIONS, with_instructions
+from torchtitan_diloco.diloco import arithmetic
+from torchtitan_diloco.diloco.arithmetic import KNOWN, OPTIMIZERS, check_arithmetic, hashes
+from torchtitan_diloco.diloco.codecs import CODECS, base
+from torchtitan_diloco.diloco.config import OuterOptimizer
+
+CPU = torch.device("cpu")
+LENGTHS = [1, 1023, 200_003]
+
+
+def computed() -> dict[str, str]:
+    """Return what all formats and outer steps make of several numbers of values."""
+    found = {"difference": arithmetic.find_difference(CPU)}
+    for length in LENGTHS:
+        with patch.object(arithmetic, "VALUES", length):
+            found |= {f"{name}, {length}": hashes.__wrapped__(CPU, name) for name in KNOWN}
+    return found
+
+
+def test_all_instruction_sets_make_the_known_bits() -> None:
+    plain, *others = (
+        with_instructions(one, "tests.diloco.test_arithmetic.computed") for one in INSTRUCTIONS
+    )
+    assert plain.pop("difference") == ""
+    assert len(plain) == len(LENGTHS) * len(KNOWN)
+    assert all(one == plain | {"difference": ""} for one in others)
+
+
+def test_every_format_and_outer_step_is_known() -> None:
+    assert set(KNOWN) == {*CODECS, *OPTIMIZERS}
+
+
+def test_a_machine_that_rounds_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fused(mean: torch.Tensor, values: torch.Tensor, share: float) -> None:
+        mean.copy_(torch.lerp(mean.double(), values.double(), share))
+
+    hashes.cache_clear()
+    monkeypatch.setattr(base, "add_to_mean", fused)
+    with pytest.raises(ValueError, match=r"average of int8 on cpu is \w+, not .*another torch"):
+        check_arithmetic(CPU, "int8", OuterOptimizer())
+    hashes.cache_clear()

@@ -1,0 +1,204 @@
+"""The doctor names the hop that fails, and its remedy."""
+
+import dataclasses
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch.distributed as dist
+
+from tests.conftest import REPOSITORY
+from tests.islands.servers import Listener, free_port, need_server, running_server, wait_until
+from tests.islands.test_log import FACTS
+from torchtitan_diloco import doctor
+from torchtitan_diloco.diloco import arithmetic, link
+from torchtitan_diloco.islands.config import Join
+from torchtitan_diloco.islands.records import encode
+from torchtitan_diloco.islands.server import find_server
+
+need_server()
+
+MACHINE = ["versions", "processor", "GPU", "interfaces", "arithmetic"]
+ADDRESS = ["name", "route", "port"]
+ISLANDS = [*ADDRESS, "TLS and password", "clock", "packets", "rate", "run"]
+ENDPOINT = [*ADDRESS, "rendezvous", "packets", "rate"]
+
+Examine = Callable[..., str]
+"""Calls the doctor with hops that are reached, and arguments, and returns the line of a failure."""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Join]:
+    with running_server(tmp_path_factory.mktemp("server")) as found:
+        yield found.join
+
+
+@pytest.fixture
+def examine(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Examine:
+    monkeypatch.setattr(link, "LEAST_SECONDS", 0.05)
+    monkeypatch.setattr(link, "SHORT_SECONDS", 0.0)  # measure rates
+
+    def run(hops: list[str], *arguments: str) -> str:
+        code = doctor.main(["--streams", "2", *arguments])
+        lines = capsys.readouterr().out.splitlines()
+        for line, hop in zip(lines, MACHINE + hops, strict=True):
+            assert line[8:].startswith(hop)
+        failed = [line for line in lines if not line.startswith("ok      ")]
+        assert all(line.startswith("FAILED  ") for line in failed)
+        assert code == len(failed) <= 1
+        return "".join(failed)
+
+    return run
+
+
+def test_this_machine(examine: Examine, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not examine([])
+    monkeypatch.setattr(arithmetic, "find_difference", lambda _: "an average")
+    assert "arithmetic: an average: use another machine" in examine([])
+
+
+# --- islands --------------------------------------------------------------------------------------
+
+
+def test_a_server_and_its_run(examine: Examine, server: Join, tmp_path: Path) -> None:
+    file = tmp_path / "join.txt"
+    file.write_text(str(server))
+    assert not examine(ISLANDS, "--join", str(file))
+    for number, theirs in enumerate((arithmetic.IDENTITY, "another"), 1):
+        with running_server(tmp_path / str(number)) as found, Listener(found.join, "a") as island:
+            facts = {"run": found.join.run, "fingerprints": {"arithmetic": theirs}}
+            island.connection.append(encode(msgspec.structs.replace(FACTS, **facts)))
+            island.read_to(1)
+            failure = examine(ISLANDS, "--join", str(found.join))
+        assert failure.partition(": ")[2].startswith("its arithmetic is another") == (number == 2)
+
+
+def test_a_clock_that_is_wrong_stops_nothing_else(
+    examine: Examine, server: Join, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "MOST_APART", -1.0)
+    assert "s from the server's: set it" in examine(ISLANDS, "--join", str(server))
+
+
+def test_a_wrong_password(examine: Examine, server: Join) -> None:
+    wrong = dataclasses.replace(server, password="wrong")
+    failure = examine(ISLANDS[:4], "--join", str(wrong))
+    assert "refuses the user or the password" in failure
+
+
+def test_a_server_without_tls(examine: Examine, server: Join) -> None:
+    port = free_port()
+    plain = subprocess.Popen(
+        [find_server(), "--addr", "127.0.0.1", "--port", str(port)], stderr=subprocess.DEVNULL
+    )
+    try:
+        wait_until(lambda: answers(port), "the server")
+        join = dataclasses.replace(server, addresses=(f"127.0.0.1:{port}",))
+        assert "does not begin with TLS" in examine(ISLANDS[:4], "--join", str(join))
+    finally:
+        plain.kill()
+        plain.wait()
+
+
+# --- an address -----------------------------------------------------------------------------------
+
+
+def answers(port: int) -> bool:
+    with socket.socket() as dialling:
+        return dialling.connect_ex(("127.0.0.1", port)) == 0
+
+
+def test_a_name_that_nobody_knows(examine: Examine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(*_: object, **__: object) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    failure = examine(ADDRESS[:1], "--endpoint", "nobody:29500")
+    assert "name nobody: Name or service not known: give the address in numbers" in failure
+
+
+def test_a_closed_port(examine: Examine) -> None:
+    port = free_port()
+    failure = examine(ADDRESS, "--endpoint", f"127.0.0.1:{port}")
+    assert "nobody listens there: start the" in failure
+    assert f"doctor --endpoint :{port} --listen` there" in failure
+
+
+@pytest.mark.parametrize("address", ["host", "host:http", ":0"])
+def test_what_is_no_address(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor.main(["--endpoint", address]) == 2
+    assert f"{address!r} is not HOST:PORT" in capsys.readouterr().err
+
+
+# --- torchrun's endpoint --------------------------------------------------------------------------
+
+
+def test_a_store_of_torchrun(examine: Examine) -> None:
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(doctor, "PATIENCE", 0.5)
+        assert not examine(ENDPOINT[:4], "--endpoint", f"127.0.0.1:{store.port}")
+
+
+def test_two_doctors_measure_the_link(examine: Examine) -> None:
+    port = free_port()
+    words = [sys.executable, "-m", "torchtitan_diloco", "doctor", "--endpoint", f"127.0.0.1:{port}"]
+    other = subprocess.Popen(
+        [*words, "--listen"], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert other.stdout is not None
+        assert f":{port}`" in other.stdout.readline()
+        assert not examine(ENDPOINT, "--endpoint", f"127.0.0.1:{port}")
+        other.send_signal(signal.SIGINT)
+        assert other.wait() == 0
+    finally:
+        other.kill()
+        other.wait()
+
+
+@contextmanager
+def answering(answer: bytes) -> Iterator[str]:
+    """Answer single bytes, and nothing to larger packets."""
+
+    def serve() -> None:
+        while True:
+            try:
+                client, _ = listening.accept()
+            except OSError:
+                return
+            clients.append(client)
+            with suppress(ConnectionError):
+                while client.recv(9, socket.MSG_WAITALL)[:8] == struct.pack("!Q", 1):
+                    client.sendall(answer)
+
+    clients = list[socket.socket]()
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield f"127.0.0.1:{listening.getsockname()[1]}"
+        listening.shutdown(socket.SHUT_RDWR)
+        thread.join()
+    for client in clients:
+        client.close()
+
+
+def test_another_program_has_the_port(examine: Examine) -> None:
+    with answering(b"SSH-2.0-OpenSSH_9.2") as address:
+        assert "another program has port" in examine(ENDPOINT[:4], "--endpoint", address)
+
+
+def test_large_packets_that_are_lost(examine: Examine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link, "PATIENCE", 0.5)
+    with answering(b".") as address:
+        assert "lower the MTU" in examine(ENDPOINT[:5], "--endpoint", address)

@@ -1,0 +1,103 @@
+"""Self-test of the arithmetic that must give the same bits on every machine of a run.
+
+The shared copies come from encoding, decoding, averaging and outer steps. The results on fixed
+numbers are known, so machines of any kind, with any version of torch, can train together if each
+one passes. What only one worker uses may differ: mixing, healing, norms and the inner optimizer.
+"""
+
+import hashlib
+from collections.abc import Iterable
+from functools import cache
+from typing import get_args, get_type_hints
+
+import torch
+from torch import Tensor
+
+from torchtitan_diloco.diloco.codecs import UNIT, build_codec
+from torchtitan_diloco.diloco.config import CodecName, OuterOptimizer, Quantization
+from torchtitan_diloco.diloco.outer_optimizer import outer_step, slot_count
+from torchtitan_diloco.log import UserError
+
+KNOWN = {
+    "fp32": "c9994765 c9994765 fbc08adc",
+    "bf16": "31a2e32e c5254387 46676106",
+    "fp8_e4m3": "74d69578 a63db431 0eddb6bd",
+    "fp8_e5m2": "7655a537 e5738035 e6a7a973",
+    "int8": "3d59cb55 508a96ce f5dd7ab9",
+    "fp4_e2m1": "274f9053 650a948d 59a1acb2",
+    "fp4_e3m0": "80147f3a 86b1381a d4644d04",
+    "ternary": "fe9f6388 bb19cdb2 4d15965a",
+    "topk": "80d47658 ea25c718 74542591",
+    "nesterov": "9bee3edc 16533b01",
+    "momentum": "eccca50e 16533b01",
+    "sgd": "9718f6b8 64a1cccb",
+}
+"""Hashes of what each format and outer step makes: encoded, decoded, and averaged values, or the
+next copy and the momentum. Other ones are another arithmetic, which needs another run."""
+IDENTITY = hashlib.sha256(repr(KNOWN).encode()).hexdigest()[:16]
+VALUES = 20 * UNIT + 7
+"""Enough for several programs of a GPU kernel, and for vectors with a rest."""
+OPTIMIZERS = get_args(get_type_hints(OuterOptimizer)["name"])
+CODEC_PARTS, STEP_PARTS = ("encode", "decode", "average"), ("next copy", "momentum")
+
+
+def numbers(count: int, seed: int) -> Tensor:
+    """Return fp32 numbers of 16 binades, some subnormal or zero, from integers alone."""
+    words = torch.arange(1, count + 1, dtype=torch.int64) * (2 * seed + 2_654_435_761) % 2**32
+    words = words * words % (2**32 - 5)  # scatters the lower bits
+    exponents = 112 + (words >> 23) % 16
+    exponents[::97] = 0
+    bits = words & ~(255 << 23) | exponents << 23
+    bits[::101] = 0
+    return (bits - (bits >> 31 << 32)).to(torch.int32).view(torch.float32)
+
+
+@torch.no_grad()
+def run_codec(name: CodecName, device: torch.device) -> list[Tensor]:
+    """Return an encoded and a decoded delta, and a mean of three."""
+    codec = build_codec(Quantization(codec=name))
+    deltas = [numbers(VALUES, seed).to(device) for seed in range(3)]
+    size = codec.wire_bytes(VALUES)
+    payloads = [torch.empty(size, dtype=torch.uint8, device=device) for _ in deltas]
+    for delta, payload in zip(deltas, payloads, strict=True):
+        codec.encode(delta, payload)
+    encoded, decoded, mean = payloads[0].clone(), *deltas[:2]
+    codec.decode(payloads[0], decoded)
+    codec.average(payloads, [3.0, 4_000_001.0, 5e9], mean)
+    return [encoded, decoded, mean]
+
+
+@torch.no_grad()
+def run_step(name: str, device: torch.device) -> list[Tensor]:
+    """Return the next shared copy and the momentum."""
+    config = OuterOptimizer(name=name)  # type: ignore[arg-type]
+    theta, delta, momentum = (numbers(VALUES, seed).to(device) for seed in range(3))
+    outer_step(config, theta, delta, [momentum][: slot_count(config)])
+    return [delta, momentum]
+
+
+@cache
+def hashes(device: torch.device, name: str) -> str:
+    """Return the hashes of what a format or an outer step makes, separated by spaces."""
+    run = run_step if name in OPTIMIZERS else run_codec
+    content = [part.cpu().numpy().tobytes() for part in run(name, device)]  # type: ignore[arg-type]
+    return " ".join(hashlib.sha256(one).hexdigest()[:8] for one in content)
+
+
+def find_difference(device: torch.device, names: Iterable[str] = KNOWN) -> str:
+    """Name the first operation with other bits than on other machines, or return ""."""
+    for name in names:
+        found, parts = hashes(device, name), STEP_PARTS if name in OPTIMIZERS else CODEC_PARTS
+        for part, mine, known in zip(parts, found.split(), KNOWN[name].split(), strict=True):
+            if mine != known:
+                return f"{part} of {name} on {device.type} is {mine}, not {known}"
+    return ""
+
+
+def check_arithmetic(device: torch.device, codec: CodecName, optimizer: OuterOptimizer) -> None:
+    """Raise a UserError if this machine cannot make the shared copies of the others."""
+    if difference := find_difference(device, (codec, optimizer.name)):
+        raise UserError(
+            f"this machine computes other bits than others, so its copies would differ ("
+            f"{difference}): use another machine, or another torch (here {torch.__version__})"
+        )

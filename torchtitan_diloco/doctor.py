@@ -1,0 +1,357 @@
+"""Check this machine, and that machines see each other, before a run or while one goes on.
+
+.venv/bin/torchtitan-diloco doctor
+.venv/bin/torchtitan-diloco doctor --join join.txt
+.venv/bin/torchtitan-diloco doctor --endpoint :29500 --listen
+.venv/bin/torchtitan-diloco doctor --endpoint node0:29500
+"""
+
+import argparse
+import base64
+import json
+import math
+import platform
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing, suppress
+from datetime import datetime, timedelta
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from ipaddress import ip_address
+from itertools import chain
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from torchtitan_diloco import __version__
+from torchtitan_diloco.diloco import arithmetic
+from torchtitan_diloco.diloco.link import Sender, Stream, listen, measure
+from torchtitan_diloco.hardware import GIB, available_cores, available_memory_bytes, interfaces
+from torchtitan_diloco.islands.config import Join, explain
+from torchtitan_diloco.islands.probe import Probe
+from torchtitan_diloco.islands.records import Facts, decode
+from torchtitan_diloco.islands.session import check_installed, stream_of
+from torchtitan_diloco.islands.wire import Wire
+from torchtitan_diloco.log import USER_ERROR, UserError, command_line
+
+PATIENCE = 5.0
+PACKET, PINGS = 2**16, 5
+MOST_APART = 60.0
+"""Seconds between two clocks, which put the records of a run in one order."""
+NOT_ARRIVING = (
+    "packets of 64 KB do not arrive, and small ones do: lower the MTU (ip link set DEVICE mtu 1280)"
+)
+DRIVER = Path("/proc/driver/nvidia/version")
+Hop: TypeAlias = tuple[str, Callable[[], str]]
+"""What is checked, and a function that returns what it finds, or raises an error with a remedy."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog=command_line("doctor"), description=(__doc__ or "").splitlines()[0]
+    )
+    target = parser.add_mutually_exclusive_group()
+    target.add_argument("--join", help="join string of a run of islands, or its file")
+    target.add_argument("--endpoint", metavar="HOST:PORT", help="RDZV_ENDPOINT of a run")
+    parser.add_argument("--listen", action="store_true", help="let others measure until Ctrl-C")
+    parser.add_argument("--streams", type=int, default=8, help="TCP streams for the rate (8)")
+    options = parser.parse_args(arguments)
+    try:
+        if options.streams < 1:
+            raise UserError(f"--streams {options.streams}: give 1 or more")
+        endpoint = _split(options.endpoint) if options.endpoint else None
+        if options.listen:
+            return _listen(endpoint)
+        good = run_each(machine_hops())
+        if options.join:
+            join = Join.parse(options.join)
+            for address in join.addresses:
+                good &= Server(join, address, options.streams).examine()
+        if endpoint:
+            way = chain(address_hops(*endpoint), endpoint_hops(*endpoint, options.streams))
+            good &= run_hops(way)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return USER_ERROR
+    return 0 if good else 1
+
+
+def run_hops(hops: Iterable[Hop]) -> bool:
+    """Print a line for each hop up to the first that fails. Return whether none does."""
+    for name, check in hops:
+        try:
+            print(f"ok      {name}: {check()}", flush=True)
+        except (OSError, EOFError, ValueError, RuntimeError) as error:
+            reason = " ".join(str(error).split()) or "no answer"
+            print(f"FAILED  {name}: {reason}", flush=True)
+            return False
+    return True
+
+
+def run_each(hops: Iterable[Hop]) -> bool:
+    """Print a line for each hop. They do not depend on each other."""
+    return not [name for name, check in hops if not run_hops([(name, check)])]
+
+
+def _split(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    if not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise UserError(f"{address!r} is not HOST:PORT, such as node0:29500")
+    return host.strip("[]") or "localhost", int(port)
+
+
+def _show(seconds: float) -> str:
+    return f"{1e3 * seconds:.1f} ms"
+
+
+# --- this machine ---------------------------------------------------------------------------------
+
+
+def machine_hops() -> list[Hop]:
+    return [
+        ("versions", _versions),
+        ("processor", _processor),
+        ("GPU", _gpus),
+        ("interfaces", lambda: ", ".join(f"{one} {at}" for one, at in interfaces().items())),
+        ("arithmetic", _arithmetic),
+    ]
+
+
+def _versions() -> str:
+    found = [f"torchtitan_diloco {__version__}", f"Python {platform.python_version()}"]
+    for package in ("torch", "triton", "nats-py"):
+        with suppress(PackageNotFoundError):
+            found.append(f"{package} {version(package)}")
+    return ", ".join(found)
+
+
+def _processor() -> str:
+    kind = f"{platform.machine()} with {torch.backends.cpu.get_cpu_capability()}"
+    threads = f"{available_cores()} cores, {torch.get_num_threads()} threads a process"
+    return f"{kind}, {threads}, {available_memory_bytes() / GIB:.1f} GiB available"
+
+
+def _gpus() -> str:
+    names = [torch.cuda.get_device_name(one) for one in range(torch.cuda.device_count())]
+    driver = DRIVER.read_text().splitlines()[0] if DRIVER.exists() else ""
+    if driver and not names:
+        raise UserError(
+            f"torch {torch.__version__} sees none, and there is a driver ({driver}): install torch "
+            "for CUDA, and look at CUDA_VISIBLE_DEVICES"
+        )
+    return f"{', '.join(names)}; {driver or 'driver not known'}" if names else "none"
+
+
+def _arithmetic() -> str:
+    devices = [torch.device("cpu"), *[torch.device("cuda")] * torch.cuda.is_available()]
+    for device in devices:
+        if difference := arithmetic.find_difference(device):
+            raise UserError(f"{difference}: use another machine, or another torch or Triton")
+    kinds = " and ".join(device.type for device in devices)
+    return f"on {kinds} the same bits as on all machines ({arithmetic.IDENTITY})"
+
+
+# --- an address -----------------------------------------------------------------------------------
+
+
+def address_hops(host: str, port: int) -> list[Hop]:
+    return [
+        (f"name {host}", lambda: _resolve(host, port)),
+        ("route", lambda: _route(host, port)),
+        (f"port {port}", lambda: _dial(host, port)),
+    ]
+
+
+def _resolve(host: str, port: int) -> str:
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise UserError(
+            f"{error.strerror}: give the address in numbers, or add the name to /etc/hosts"
+        ) from error
+    return ", ".join(dict.fromkeys(str(at[0]) for *_, at in found))
+
+
+def _route(host: str, port: int) -> str:
+    family, *_, at = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    try:
+        with closing(socket.socket(family, socket.SOCK_DGRAM)) as asking:
+            asking.connect(at)  # sends nothing
+            own = str(asking.getsockname()[0])
+    except OSError as error:
+        raise UserError(f"{error.strerror}: start the VPN, or add a route to {at[0]}") from error
+    names = [name for name, address in interfaces().items() if address == own]
+    if not names:
+        names = ["loopback" if ip_address(own.partition("%")[0]).is_loopback else "IPv6"]
+    return f"from {own} ({', '.join(names)})"
+
+
+def _dial(host: str, port: int) -> str:
+    started, listening = time.perf_counter(), f"--endpoint :{port} --listen"
+    try:
+        socket.create_connection((host, port), PATIENCE).close()
+    except ConnectionRefusedError as error:
+        raise UserError(
+            "nobody listens there: start the server or the first node, or, to test the way, "
+            f"`{command_line('doctor')} {listening}` there"
+        ) from error
+    except OSError as error:
+        reason = error.strerror or "no answer"
+        raise UserError(f"{reason}: open the port in firewalls, or give its address") from error
+    return f"open, {_show(time.perf_counter() - started)}"
+
+
+# --- torchrun's endpoint --------------------------------------------------------------------------
+
+
+def endpoint_hops(host: str, port: int, streams: int) -> Iterable[Hop]:
+    """Yield the checks of the link to a doctor that listens, or to a store of torchrun."""
+    is_doctor = False
+
+    def meet() -> str:
+        nonlocal is_doctor
+        with socket.create_connection((host, port), PATIENCE) as other:
+            other.sendall(struct.pack("!Q", 1) + b".")
+            with suppress(ConnectionError, TimeoutError):
+                is_doctor = (answer := other.recv(1)) == b"."
+                if answer and not is_doctor:
+                    raise UserError(f"another program has port {port}: take another port")
+        return "another doctor answers" if is_doctor else _dial_store(host, port)
+
+    yield "rendezvous", meet
+    if is_doctor:
+        connect = partial(Sender, host, port)
+        yield "packets", lambda: _packets(connect)
+        yield "rate", lambda: _rates(connect, streams)
+
+
+def _dial_store(host: str, port: int) -> str:
+    try:
+        dist.TCPStore(  # type: ignore[attr-defined]
+            host,
+            port,
+            is_master=False,
+            timeout=timedelta(seconds=PATIENCE),
+            wait_for_workers=False,
+        )
+    except RuntimeError as error:
+        raise UserError(
+            f"no store of torchrun answers at port {port}: end what listens, or take another port"
+        ) from error
+    return "torchrun's store answers"
+
+
+def _packets(connect: Callable[[], Stream]) -> str:
+    with closing(connect()) as stream:
+        small = min(_round_trip(stream, 1) for _ in range(PINGS))
+        try:
+            large = min(_round_trip(stream, PACKET) for _ in range(PINGS))
+        except OSError as error:
+            raise UserError(NOT_ARRIVING) from error
+    return f"{_show(small)} there and back, {_show(large)} with 64 KB"
+
+
+def _round_trip(stream: Stream, size: int) -> float:
+    started = time.perf_counter()
+    stream.send(size)
+    stream.wait()
+    return time.perf_counter() - started
+
+
+def _rates(connect: Callable[[], Stream], streams: int) -> str:
+    speeds = {count: measure(connect, count) for count in sorted({1, streams})}
+    if math.isnan(speeds[1].bits_per_second):
+        return "not measured: with such a short round trip, one TCP stream will do"
+    return ", ".join(
+        f"{speed.bits_per_second / 1e9:.2g} Gbit/s with {count} TCP stream{'s' * (count > 1)}"
+        for count, speed in speeds.items()
+    )
+
+
+def _listen(endpoint: tuple[str, int] | None) -> int:
+    host, port = endpoint or ("localhost", 29500)
+
+    try:
+        server = listen("" if host == "localhost" else host, port)
+    except OSError as error:
+        raise UserError(f"port {port}: {error.strerror}; end what listens there") from error
+    other = f"{command_line('doctor')} --endpoint {socket.gethostname()}:{port}"
+    print(f"listening until Ctrl-C; on another machine, run `{other}`", flush=True)
+    with server, suppress(KeyboardInterrupt):
+        threading.Event().wait()
+    return 0
+
+
+# --- a server of islands --------------------------------------------------------------------------
+
+
+class Server:
+    """Checks of a server of islands."""
+
+    def __init__(self, join: Join, address: str, streams: int) -> None:
+        self._join, self._address, self._streams = join, address, streams
+        self._host_and_port = _split(address)
+
+    def examine(self) -> bool:
+        check_installed()
+        probe = partial(Probe, self._join, self._address)
+        way = address_hops(*self._host_and_port)
+        login = ("TLS and password", self._login)
+        return run_hops([*way, login]) and run_each(
+            [
+                ("clock", self._clock),
+                ("packets", lambda: _packets(probe)),
+                ("rate", lambda: _rates(probe, self._streams)),
+                (f"run {self._join.run}", self._run),
+            ]
+        )
+
+    def _login(self) -> str:
+        try:
+            with self._wire() as wire:
+                kind = "encrypted" if self._join.tls else "in plain text"
+                return f"nats-server {wire.server.get('version')} takes the password, {kind}"
+        except (OSError, ValueError) as error:
+            raise explain(error, self._address, self._join) from error
+
+    def _wire(self) -> closing[Wire]:
+        return closing(Wire(self._join, self._address, "doctor"))
+
+    def _ask(self, request: str, **content: int) -> dict[str, Any]:
+        """Return JetStream's answer about the log of the run."""
+        with self._wire() as wire:
+            subject = f"$JS.API.STREAM.{request}.{stream_of(self._join.run, 'log')}"
+            wire.publish(subject, 1, json.dumps(content).encode() if content else b"")
+            *_, size = wire.next_answer()
+            answer: dict[str, Any] = json.loads(wire.read(bytearray(size)).tobytes())
+            return answer
+
+    def _clock(self) -> str:
+        before = time.time()
+        answer = self._ask("INFO")
+        if "ts" not in answer:
+            return "not known, as the server does not say its time"
+        apart = (before + time.time()) / 2 - datetime.fromisoformat(answer["ts"]).timestamp()
+        if abs(apart) > MOST_APART:
+            raise UserError(f"{apart:+.0f} s from the server's: set it, or start a client of NTP")
+        return f"{apart:+.1f} s from the server's"
+
+    def _run(self) -> str:
+        answer = self._ask("MSG.GET", seq=1)
+        if "message" not in answer:
+            return "its first record is not there, so no island has begun it"
+        facts = decode(base64.b64decode(answer["message"]["data"]))
+        assert isinstance(facts, Facts)
+        if (theirs := facts.fingerprints.get("arithmetic")) != arithmetic.IDENTITY:
+            raise UserError(f"its arithmetic is {theirs}: install the version of its islands")
+        return f"{facts.slots} slots; its islands have the same arithmetic"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
