@@ -58,16 +58,7 @@ LOOK = 0.05  # seconds between two looks at the log at the end of the run
 
 
 class IslandPeers(Peers):
-    """The other islands of a run.
-
-    island = IslandPeers(Islands(join, name), total_tokens=..., tokens_per_step=...)
-    outer = StreamingDiLoCo(model, island, config)
-    seat = island.join()                       # start reading at sample seat.position
-    while not island.finished:
-        loss(...).backward(); optimizer.step(); optimizer.zero_grad()
-        outer.step(weight=tokens)
-    outer.drain()
-    """
+    """The other islands of a run. docs/islands.md has a training loop with them."""
 
     seat: Seat
     """Slot of this island and its first sample, after `join`."""
