@@ -6,10 +6,12 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 from unittest.mock import patch
 
 import pytest
 
+from tests.diloco.toy import alone, config
 from tests.islands.running import Island, started
 from tests.islands.servers import need_server, wait_until
 from tests.islands.test_coming_and_going import at, die, hold
@@ -75,6 +77,23 @@ def test_islands_say_how_they_are_and_who_is_gone(
         assert not seen()["b"].absent
         wait_until(lambda: seen()["b"].absent == "stopped", "its end")
         first.stop.set()
+
+
+@pytest.mark.parametrize(("transfer", "fits"), [(1.9, True), (4.0, False)])
+def test_transfers_that_take_longer_than_a_cycle_are_named_once(
+    transfer: float, fits: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    outer, _, _ = alone(config())
+    telemetry = mock.Mock(applied=[1], vitals=lambda: Vitals(compute=0.25))
+    diagnosis = watch.Diagnosis(outer, mock.Mock(rank_in_worker=0), telemetry)
+    said = {"worker 0": Report(Vitals(0.25, transfer=transfer, fastest_transfer=transfer))}
+    with patch.object(outer.peers, "reports", lambda: said):
+        for step in range(3):
+            diagnosis.after_step(step)
+    assert outer.config.sync_every == 8  # of 2 s
+    texts = [one for one in caplog.messages if "cannot be hidden" in one]
+    assert len(texts) == (not fits)
+    assert fits or "Raise diloco.sync_every to 20," in texts[0]
 
 
 def test_a_step_that_hangs_writes_its_stacks(
