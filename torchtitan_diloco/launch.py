@@ -51,7 +51,11 @@ def main(arguments: list[str], module: str = "torchtitan_diloco.train") -> int:
     try:
         config = from_command_line(arguments)
         if config is None:  # --help or --print-config
+            _say_what_is_missing(arguments)
             return 0
+        from torchtitan_diloco.preflight import check_inputs
+
+        check_inputs(config)
         if config.islands.local:
             return run_local_islands(config, arguments)
         launch, arguments = prepare(config, arguments)
@@ -83,6 +87,16 @@ def main(arguments: list[str], module: str = "torchtitan_diloco.train") -> int:
             code=1,
         )
     return 0
+
+
+def _say_what_is_missing(arguments: list[str]) -> None:
+    """After `--print-config`, say what the run would need first."""
+    if "--print-config" in arguments and not {"--help", "-h"}.intersection(arguments):
+        from torchtitan_diloco.preflight import missing
+
+        config = from_command_line([word for word in arguments if word != "--print-config"])
+        for line in missing(config) if config else ():
+            _say(f"# before the start: {line}")
 
 
 def run_local_islands(config: Config, arguments: list[str]) -> int:

@@ -35,6 +35,7 @@ from torchtitan_diloco.log import (
     run_and_exit,
     start_logging,
 )
+from torchtitan_diloco.preflight import check_inputs
 from torchtitan_diloco.trainer import Trainer
 
 
@@ -52,6 +53,7 @@ def main(arguments: list[str]) -> int:
         logger.warning(f"started again after a crash: restart {restarts} of {limit}")
     set_determinism(config.run)
     try:
+        check_inputs(config)  # the launcher has done so, but not torchrun
         config = replace(config, run=replace(config.run, folder=folder_of_run(config)))
         if config.islands.join:
             Join.parse(config.islands.join)  # raises for a missing file before a model is built

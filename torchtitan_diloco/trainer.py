@@ -81,7 +81,7 @@ class Trainer:
         length = config.training.sequence_length
         self.model = build_model(config.model, self.vocab_size, length)
         self.flops_per_token = self.model.flops_per_token(length)
-        self.tokens = open_split(config.data, tokenizer, "train", self._tokens_of_run)
+        self.tokens = open_split(config.data, tokenizer, "train")
         self._agree()
 
         self.resumed = self._resumed_state()
@@ -293,10 +293,6 @@ class Trainer:
         sizes = self.ranks, counts["total"], counts["embedding"]
         started = {"start_step": start.step, "start_tokens": start.tokens}
         return plan_run(self.config.training, *sizes, **started, muon=muon)
-
-    def _tokens_of_run(self) -> int:
-        plan = self._plan_run(RunState())
-        return plan.total_steps * plan.tokens_per_step
 
     def _build_model(self) -> None:
         config, device = self.config, self.world.device
