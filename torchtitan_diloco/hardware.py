@@ -87,6 +87,17 @@ def available_cores() -> int:
     return os.cpu_count() or 1
 
 
+def crowded(threads: int) -> str:
+    """Return a warning if the machine has much more to compute than it has cores, else ""."""
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    if threads == 1 or load < 1.5 * cores:
+        return ""
+    return (
+        f"the load is {load:.1f} on {cores} cores, and this process has {threads} threads: if "
+        "other programs use the same cores, OMP_NUM_THREADS=1 can make it many times as fast"
+    )
+
+
 def interfaces() -> dict[str, str]:
     """Return the IPv4 address of each network interface that has one. Only on Linux."""
     found = {}
