@@ -6,7 +6,8 @@ Here are only a log, a network and steps that take time.
 """
 
 import heapq
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import count
@@ -64,37 +65,40 @@ def absence(rules: Rules, seconds: float, *, dies: bool) -> Absence:
     """Simulate absences of an island. `dies`: it returns from the log, otherwise it is paused."""
     cycle = rules.schedule.sync_every * rules.step_seconds
     rest = 2 * cycle + 4 * EXPIRY  # its sends are regular again
-    world = _World(rules)
+    world = World(rules)
     world.run(cycle + rest)
-    usual = world.waited() / world.steps()
-    before = world.waited(), world.steps()
+    before, steps_before = world.others()
     rejoins = 0.0
     for number in range(ABSENCES):
         world.run(cycle * number / ABSENCES)
-        rejoins += world.absent(seconds, rest, dies=dies)
-    others = world.waited() - before[0] - usual * (world.steps() - before[1])
+        world.leave(-1, dies=dies)
+        world.run(seconds)
+        world.come_back(-1)
+        world.run(rest)
+        rejoins += world.processes[-1].rejoin_seconds()
+    waited, steps = world.others()
+    usual = before * steps / steps_before
     return Absence(
-        others_wait=max(0.0, others) / ABSENCES / max(1, rules.islands - 1),
+        others_wait=max(0.0, waited - usual) / ABSENCES / (rules.islands - 1),
         rejoins=rejoins / ABSENCES,
         lost_steps=world.lost_steps() / ABSENCES,
     )
 
 
-class _World:
+class World:
     """The log, the clock, and the islands."""
 
     def __init__(self, rules: Rules) -> None:
         self.rules, self.now = rules, 0.0
         self.log = list[bytes]()
-        self._queue = list[tuple[float, int, _Process, Callable[[], None]]]()
+        self._queue = list[tuple[float, int, Process, Callable[[], None]]]()
         self._number = count()
-        many = 2**40
         self.append(
             Facts(
                 run="simulated",
                 slots=rules.islands,
                 begin=rules.islands,
-                total_tokens=many,
+                total_tokens=2**40,
                 cycle=rules.islands * rules.schedule.sync_every,
                 outer_lr=1.0,
                 checksums=(CHECKSUM,) * rules.schedule.fragments,
@@ -102,12 +106,12 @@ class _World:
                 quorum=rules.quorum,
             )
         )
-        self.processes = [_Process(self, f"island-{one}") for one in range(rules.islands)]
+        self.processes = [Process(self, f"island-{one}") for one in range(rules.islands)]
         for process in self.processes:
             process.connect()
         self._ended_steps = 0
 
-    def after(self, seconds: float, process: "_Process", action: Callable[[], None]) -> None:
+    def after(self, seconds: float, process: "Process", action: Callable[[], None]) -> None:
         heapq.heappush(self._queue, (self.now + seconds, next(self._number), process, action))
 
     def run(self, seconds: float) -> None:
@@ -115,7 +119,7 @@ class _World:
         while self._queue[0][0] <= end:
             self.now, _, process, action = heapq.heappop(self._queue)
             if self.now < process.away_until:
-                self.after(process.away_until - self.now, process, action)
+                process.delayed.append(action)
             elif process.alive:
                 action()
         self.now = end
@@ -125,57 +129,65 @@ class _World:
         for process in self.processes if len(self.log) > 1 else ():
             self.after(MESSAGE_SECONDS, process, process.receive)
 
-    def absent(self, seconds: float, rest: float, *, dies: bool) -> float:
-        """Take the last island away for some time, and return how long it takes to train again."""
-        victim = self.processes[-1]
+    def leave(self, number: int, *, dies: bool) -> None:
+        process = self.processes[number]
         if dies:
-            victim.alive = False
-            self._ended_steps += victim.steps
-            self.run(seconds)
-            self.processes[-1] = victim = _Process(self, victim.name)
-            victim.connect()
+            process.alive = False
+            self._ended_steps += process.steps
         else:
-            victim.away_until = self.now + seconds
-            self.run(seconds)
-            victim.stepped = 0.0
-        returned = self.now
-        self.run(rest)
-        assert victim.stepped, "the island is back"
-        return max(0.0, victim.stepped - self.rules.step_seconds - returned)
+            process.away_until = math.inf
 
-    def others(self) -> Iterator["_Process"]:
-        yield from self.processes[:-1]
+    def come_back(self, number: int) -> None:
+        process = self.processes[number]
+        process.returned, process.stepped = self.now, 0.0
+        if not process.alive:
+            self.processes[number] = process = Process(self, process.name)
+            process.connect()
+            return
+        process.away_until = self.now
+        for action in process.delayed:
+            self.after(0.0, process, action)
+        process.delayed.clear()
 
-    def waited(self) -> float:
-        return sum(process.waited for process in self.others())
+    def others(self) -> tuple[float, int]:
+        """Return the seconds waited and the steps of all but the last island."""
+        others = self.processes[:-1]
+        return sum(one.waited for one in others), sum(one.steps for one in others)
 
-    def steps(self) -> int:
-        return sum(process.steps for process in self.others())
+    def all_steps(self) -> int:
+        return self._ended_steps + sum(process.steps for process in self.processes)
 
     def lost_steps(self) -> float:
         """Return steps that are in no entry and will be in none, as mean over fragments."""
-        slots, lost = self.processes[0].machine.state.slots, float(self._ended_steps)
+        state, lost = self.processes[0].machine.state, float(self.all_steps())
         for process in self.processes:
             island = process.machine.joined
-            ledgers = slots[island.slot].ledgers
-            sent = sum(one.merged + island.position - one.taken_to for one in ledgers)
-            lost += process.steps - sent / len(ledgers)
+            ledgers = state.slots[island.slot].ledgers
+            kept = sum(one.merged + island.position - one.taken_to for one in ledgers)
+            lost -= kept / len(ledgers)
         return lost
 
 
-class _Process:
+class Process:
     """One start of an island."""
 
-    def __init__(self, world: _World, name: str) -> None:
+    def __init__(self, world: World, name: str) -> None:
         self.world, self.rules, self.name = world, world.rules, name
         self.members = Members(EXPIRY, SLOT_SECONDS)
         timing = Timing(self.rules.schedule, self.rules.grace_seconds)
         self.machine = Machine(f"{name}/{len(world.log)}", self.members, timing, lr=1.0)
         self.alive, self.away_until = True, 0.0
-        self.steps, self.waited, self.stepped = 0, 0.0, 0.0
-        """`stepped`: when it made its first step since it started or returned."""
+        self.delayed = list[Callable[[], None]]()
+        """What happened while it was away."""
+        self.steps, self.waited = 0, 0.0
+        self.returned, self.stepped = world.now, 0.0
+        """When it started or came back, and made its first step since then."""
         self._checked = dict[int, Checked]()
         self._trains, self._waits_since = False, -1.0
+
+    def rejoin_seconds(self) -> float:
+        assert self.stepped, "the island trains again"
+        return max(0.0, self.stepped - self.rules.step_seconds - self.returned)
 
     def connect(self) -> None:
         self.members.connect(self.world.now)

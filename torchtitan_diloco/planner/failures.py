@@ -237,15 +237,17 @@ def published_fleet() -> Fleet:
     return Fleet(PUBLISHED_CHIPS, YEAR, detect=0.0, restart=stops, rejoin=resizes)
 
 
-def published_text() -> str:
-    """Return the paper's goodput beside that of this model, whose islands are not fitted."""
+def published_outlooks() -> list[Outlook]:
+    """Return the rows of `PUBLISHED`. Those of islands are not fitted."""
     fleet = published_fleet()
-    found = [one_job(fleet), elastic(fleet)]
-    for count in (2, 4, 8, 16):
-        rules = Rules(count, PUBLISHED_SCHEDULE, PUBLISHED_STEP)
-        found.append(islands(fleet, rules, are_elastic=True))
+    rules = (Rules(count, PUBLISHED_SCHEDULE, PUBLISHED_STEP) for count in (2, 4, 8, 16))
+    several = [islands(fleet, one, are_elastic=True) for one in rules]
+    return [one_job(fleet), elastic(fleet), *several]
+
+
+def published_text() -> str:
     rows = [
         [one.name, f"{published} %", f"{100 * one.goodput:.1f} %"]
-        for one, published in zip(found, PUBLISHED.values(), strict=True)
+        for one, published in zip(published_outlooks(), PUBLISHED.values(), strict=True)
     ]
     return markdown_table(["training as", "published", "this model"], rows)
