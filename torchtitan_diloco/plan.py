@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         if config := from_command_line(["--config", options.config, *settings]):
             _plan(options, config)  # otherwise --print-config was answered
-    except ValueError as error:
+    except (ValueError, argparse.ArgumentError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
@@ -83,27 +83,33 @@ def _parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def _parse_failures(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Return the options of `plan --failures`, and the remaining words, which are settings."""
+    prog = f"{command_line('plan')} --failures"
     parser = argparse.ArgumentParser(
-        prog=f"{command_line('plan')} --failures",
+        prog=prog,
+        usage=f"{prog} --chips N --mtbf TIME [options]",
         description="Predict goodput when chips fail, and find how many islands are enough, and "
-        "how often to save a checkpoint. Times are in s, min, h, d or y.",
-        epilog="Settings can be given as well: --islands.quorum 2. See docs/report-and-plan.md.",
+        "how often to save a checkpoint. TIME has a unit: s, min, h, d or y.",
+        epilog="Settings can be given as well: --diloco.sync_every 50. See docs/report-and-plan.md",
         allow_abbrev=False,
+        exit_on_error=False,
     )
-    add, seconds = parser.add_argument, partial(parse_duration, default_unit="s")
+    add, time = parser.add_argument, partial(parser.add_argument, metavar="TIME")
     add("--failures", action="store_true", help=argparse.SUPPRESS)
-    add("--chips", type=int, help="accelerators of all islands together")
-    add("--mtbf", type=parse_duration, help="mean time between two failures of a chip, as in 3y")
-    add("--islands", type=int, nargs="+", default=[2, 4, 8], help="numbers to compare (2 4 8)")
-    add("--detect", type=seconds, default=30.0, help="time until a failure is known (30s)")
-    add("--restart", type=seconds, default=120.0, help="until new processes have started (2min)")
-    add("--rejoin", type=seconds, default=60.0, help="until these train with the others (1min)")
-    add("--save", type=seconds, default=10.0, help="time that a checkpoint stops training (10s)")
-    add("--checkpoint", type=seconds, help="time between two checkpoints (the best)")
-    add("--step-time", type=seconds, default=1.0, help="time of an inner step (1s)")
+    add("--chips", type=int, metavar="N", help="accelerators of all islands together")
+    time("--mtbf", type=parse_duration, help="mean time between two failures of a chip, as in 3y")
+    add("--islands", type=int, nargs="+", metavar="N", default=[2, 4, 8], help="default 2 4 8")
+    seconds = partial(parse_duration, default_unit="s")
+    time("--detect", type=seconds, default=30.0, help="until a failure is known (30s)")
+    time("--restart", type=seconds, default=120.0, help="until new processes have started (2min)")
+    time("--rejoin", type=seconds, default=60.0, help="until these train with the others (1min)")
+    time("--save", type=seconds, default=10.0, help="for which a checkpoint stops training (10s)")
+    time("--checkpoint", type=seconds, help="from one checkpoint to the next (the best)")
+    time("--step-time", type=seconds, default=1.0, help="of an inner step (1s)")
+    time("--grace", type=seconds, help="islands.grace_seconds, if not those of the config")
+    add("--quorum", type=int, metavar="N", help="islands.quorum, if not that of the config")
     add("--config", metavar="NAME_OR_PATH", default="1b", help="settings of the islands (1b)")
-    add("--plot", type=Path, help="draw what is lost over the time between checkpoints: x.svg")
-    add("--table", action="store_true", help="print the goodput of Decoupled DiLoCo's paper")
+    add("--plot", type=Path, metavar="FILE", help="draw what is lost, as .svg or .png")
+    add("--table", action="store_true", help="print the goodput in Decoupled DiLoCo's paper")
     options, settings = parser.parse_known_args(words)
     if not options.table and None in (options.chips, options.mtbf):
         raise UserError("give --chips 512 and --mtbf 3y, or --table alone for the paper's runs")
@@ -126,25 +132,25 @@ def _plan_failures(options: argparse.Namespace, config: Config) -> None:
         print(f"goodput of 1.2M chips, MTBF 1 year (arXiv 2604.21428)\n\n{published_text()}")
         return
     times = options.mtbf, options.detect, options.restart, options.rejoin, options.save
-    fleet, diloco, section = Fleet(options.chips, *times), config.diloco, config.islands
+    fleet, diloco = Fleet(options.chips, *times), config.diloco
+    quorum, grace = options.quorum, options.grace
+    quorum = config.islands.quorum if quorum is None else quorum
+    grace = config.islands.grace_seconds if grace is None else grace
     fragments = len(_workload(config).fragments(diloco.fragments))
     schedule = Schedule(diloco.sync_every, fragments, diloco.overlap.delay)
-    rules = [
-        Rules(count, schedule, options.step_time, section.quorum, section.grace_seconds)
-        for count in options.islands
-    ]
+    rules = [Rules(count, schedule, options.step_time, quorum, grace) for count in options.islands]
     found, chosen = outlooks(fleet, rules, options.checkpoint)
     print(
-        f"{fleet.chips:,} chips, failures every {quantity(fleet.mtbf / _SECONDS['y'], 'years')} of "
-        f"each; H {schedule.sync_every}, tau {schedule.delay}, {fragments} fragments, grace "
-        f"{section.grace_seconds:g} s, quorum {section.quorum}, steps of {options.step_time:g} s\n"
+        f"{fleet.chips:,} chips, MTBF {fleet.mtbf / _SECONDS['y']:.3g} years; H {diloco.sync_every}"
+        f", tau {diloco.overlap.delay}, {fragments} fragments, steps of {options.step_time:g} s, "
+        f"grace {grace:g} s, quorum {quorum}\n"
     )
     print(f"{outlooks_text(found, chosen)}\n")
     cost = absence_cost(fleet, rules[0])
     print(
         "* are the fewest islands within 0.1 points of the best. By the rules of the islands, an "
-        f"absence costs each other one {cost.others_wait:.2g} s, the island the work of "
-        f"{cost.lost_steps:.2g} steps, and its return takes {cost.rejoins:.2g} s or more"
+        f"absence costs each of the others {cost.others_wait:.2g} s, and the absent one the work "
+        f"of {cost.lost_steps:.2g} steps and at least {cost.rejoins:.2g} s to rejoin"
     )
     if options.plot is not None:
         write_plot(options.plot, fleet, rules)

@@ -4,13 +4,16 @@ import math
 import random
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.conftest import REPOSITORY
 from torchtitan_diloco.diloco.schedule import Schedule
 from torchtitan_diloco.islands.connection import EXPIRY
+from torchtitan_diloco.plan import main
 from torchtitan_diloco.planner import failures
 from torchtitan_diloco.planner.absence import Rules, World, absence
 from torchtitan_diloco.planner.failures import (
@@ -24,6 +27,7 @@ from torchtitan_diloco.planner.failures import (
     one_job,
     published_fleet,
     published_outlooks,
+    published_text,
 )
 
 FLEET = Fleet(chips=20_000, mtbf=YEAR, detect=30, restart=120, rejoin=60, save=10)
@@ -83,7 +87,7 @@ def test_more_islands_lose_less_until_they_wait_for_each_other() -> None:
     assert all(before > after for before, after in pairwise(gains))
     # With short steps, training waits for its grace until the island is silent.
     short = [
-        islands(FLEET, replace(RULES, islands=count, step_seconds=0.1)).goodput for count in counts
+        islands(FLEET, replace(RULES, islands=count, step_seconds=0.3)).goodput for count in counts
     ]
     assert max(short) < found[-1] - 0.001
 
@@ -156,3 +160,47 @@ def test_twice_the_published_chips() -> None:
     twice = replace(published_fleet(), chips=2_400_000)
     assert 100 * one_job(twice).goodput == pytest.approx(18, abs=2.5)
     assert 100 * elastic(twice).goodput == pytest.approx(40, abs=1)
+
+
+# --- plan --failures ------------------------------------------------------------------------------
+
+KNOWN = ["--failures", "--chips", "512", "--mtbf", "3y", "--islands", "4"]
+
+
+def test_the_documented_answer_is_what_the_command_prints(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plot = tmp_path / "failures.svg"
+    assert main([*KNOWN, "8", "16", "--plot", str(plot)]) == 0
+    answer = capsys.readouterr().out.removesuffix(f"\nwrote {plot}\n")
+    assert answer in (REPOSITORY / "docs/report-and-plan.md").read_text()
+    assert "16 islands" in plot.read_text()
+
+
+def test_the_papers_goodput_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--failures", "--table"]) == 0
+    assert published_text() in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--failures"], "give --chips 512 and --mtbf 3y"),
+        ([*KNOWN, "--chips", "0"], "--chips 0, --mtbf 9.4608e+07s: give at least one chip"),
+        ([*KNOWN, "--mtbf", "3"], 'argument --mtbf: "3" is no time: give a unit'),
+        ([*KNOWN, "--islands", "1"], "--islands 1: give 2 or more, up to 512 chips"),
+        ([*KNOWN, "--quorum", "5"], "--quorum 5: give 1 to 4 islands"),
+        ([*KNOWN, "--checkpoint", "0s"], "--checkpoint 0s: give a time above 0"),
+        ([*KNOWN, "--step-time", "1ms"], "--step-time 0.001s: give 0.01s to 1h"),
+        ([*KNOWN, "--grace", "0s"], "--grace 0s: give more than 0, up to 1h"),
+        ([*KNOWN, "--plot", "/nowhere/x.svg"], "give a new .svg or .png file"),
+    ],
+)
+def test_a_mistake_is_answered_with_one_line(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1

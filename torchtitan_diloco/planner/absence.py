@@ -46,6 +46,8 @@ class Rules:
     def __post_init__(self) -> None:
         if not LEAST_STEP <= self.step_seconds <= 3600:
             raise UserError(f"--step-time {self.step_seconds:g}s: give {LEAST_STEP:g}s to 1h")
+        if not 0 < self.grace_seconds <= 3600:
+            raise UserError(f"--grace {self.grace_seconds:g}s: give more than 0, up to 1h")
 
 
 @dataclass(frozen=True)
@@ -184,6 +186,7 @@ class Process:
         """When it started or came back, and made its first step since then."""
         self._checked = dict[int, Checked]()
         self._trains, self._waits_since = False, -1.0
+        self._is_woken = False
 
     def rejoin_seconds(self) -> float:
         assert self.stepped, "the island trains again"
@@ -215,11 +218,17 @@ class Process:
         outcome = self._read()
         if isinstance(outcome.record, Part) and not outcome.void:
             self.world.after(MESSAGE_SECONDS, self, partial(self._check, state.sequence))
-        self.react()
+        self._wake()
 
     def _check(self, sequence: int) -> None:
         self._checked[sequence] = Checked()
-        self.react()
+        self._wake()
+
+    def _wake(self) -> None:
+        """React once to all that happens at a time."""
+        if not self._is_woken:
+            self._is_woken = True
+            self.world.after(0.0, self, self.react)
 
     def beat(self) -> None:
         hint = self.machine.hint(caught_up=True)
@@ -236,6 +245,7 @@ class Process:
         self.world.after(BEAT, self, self.tick)
 
     def react(self) -> None:
+        self._is_woken = False
         for record in self.machine.records(self._checked, self.world.now):
             self.world.append(record)
         if self.machine.island is not None and not self._trains:
