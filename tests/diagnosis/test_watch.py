@@ -18,7 +18,7 @@ from tests.islands.test_coming_and_going import at, die, hold
 from tests.processes import ProcessPool
 from tests.test_trainer import join, records, settings
 from torchtitan_diloco.config import load_config
-from torchtitan_diloco.diagnosis import watch
+from torchtitan_diloco.diagnosis import verdicts, watch
 from torchtitan_diloco.diagnosis.watch import Stacks
 from torchtitan_diloco.diloco.vitals import Report, Vitals
 from torchtitan_diloco.islands.config import Join
@@ -28,6 +28,7 @@ SLOW = 0.1
 
 
 def _train(chosen: Mapping[str, str]) -> Path:
+    verdicts.SETTLED.clear()  # rounds are short
     config = load_config("debug", dict(chosen))
     world = join(config)
     trainer = Trainer(config, world)

@@ -47,7 +47,7 @@ class Diagnosis:
         reports = {name + suffix: report for name, report in peers.reports().items()}
         cycle = peers.schedule.sync_every * self._telemetry.vitals().step
         self._check_that_it_fits(reports, peers.schedule.sync_every, cycle)
-        for verdict in self._judge.note(reports, step, cycle):
+        for verdict in self._judge.note(reports, step, cycle, time.monotonic()):
             if not rank or verdict.cause.kind in OF_RANKS:
                 self._say(verdict, step)
         standing = [] if rank else list(self._judge.verdicts.values())
