@@ -1,7 +1,7 @@
 """Who slows the others down, or has failed: verdicts from what workers say of themselves.
 
 Everything is a duration on one machine, so clocks may differ. A worker is judged by the median of
-the others. A verdict needs two rounds in a row and some seconds, and ends after as many without its
+the others. A verdict needs two rounds and some seconds, and ends after as many without its
 cause. There is no I/O and no clock in this module.
 """
 
@@ -24,7 +24,7 @@ NOISE = 4.0
 LINK_RATIO, EVERYBODY_RATIO = 1.5, 1.3
 """A transfer takes this multiple of the usual time, and all steps that of the time before."""
 IN_A_ROW = 2
-"""Rounds until a verdict begins or ends."""
+"""Rounds with a cause until a verdict begins, and rounds in a row without it until it ends."""
 HISTORY, FEWEST = 32, 4
 """Rounds that are remembered, and that tell what is usual."""
 
@@ -100,9 +100,8 @@ class Suspicion:
     first: float
     last: float
     rounds: int = 0
-    """In a row."""
     missed: int = 0
-    """Rounds since then."""
+    """Rounds since the last one with the cause."""
     stands: bool = False
     """Whether it is a verdict."""
 
@@ -140,9 +139,9 @@ class Judge:
                 changed.append(one.verdict)
         for cause in self._suspicions.keys() - found.keys():
             one = self._suspicions[cause]
-            one.missed, one.rounds = one.missed + 1, 0
-            healed = now - one.last >= SETTLED.get(cause.kind, 0.0)
-            if not one.stands or (healed and one.missed >= IN_A_ROW):
+            one.missed += 1
+            healed = not one.stands or now - one.last >= SETTLED.get(cause.kind, 0.0)
+            if healed and one.missed >= IN_A_ROW:
                 del self._suspicions[cause]
                 changed += [replace(one.verdict, over=True)] if one.stands else []
         return changed
