@@ -56,6 +56,14 @@ class Diagnosis:
             for verdict in standing:
                 self._say(verdict)
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        """Add the standing verdicts to an error, which launchers and their logs show."""
+        for verdict in self._judge.verdicts.values() if error is not None else ():
+            error.add_note(str(verdict))
+
     def _check_that_it_fits(
         self, reports: Mapping[str, Report], sync_every: int, cycle: float
     ) -> None:
