@@ -374,11 +374,14 @@ class IslandPeers(Peers):
     ) -> SavedState:
         copies = self._copies.fragments
         facts["in_flight"] = []
-        facts["fragments"] = [{"weight": 0.0, "delta_norms": []} for _ in copies]
+        facts["fragments"] = [
+            {"weight": 0.0, "delta_norms": [], "outer_steps": copy.newest} for copy in copies
+        ]
         if self._leader is not None:
             facts["island"] = self._leader.state_to_save()
-        for copy in copies:  # sgd has no momentum
-            for kind, buffer in zip((saving.SHARED, saving.MOMENTUM), copy.buffers(), strict=False):
+        for copy in copies:  # sgd has no slots
+            kinds = saving.SHARED, *saving.SLOTS
+            for kind, buffer in zip(kinds, copy.buffers(), strict=False):
                 tensors |= saving.named(kind, copy.state, buffer.to("cpu", copy=True), mesh)
         return SavedState(facts, tensors)
 
