@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchtitan_diloco.config.schema import Data
+from torchtitan_diloco.data.clusters import add_clusters, choose_clusters
 from torchtitan_diloco.data.shards import (
     FORMAT_VERSION,
     INDEX_NAME,
@@ -55,18 +56,29 @@ Tokenised = tuple[int, Split, npt.NDArray[np.uint32], bool]
 
 
 def open_split(
-    data: Data, tokenizer: Tokenizer, split: Split, tokens_of_run: Callable[[], int] | None = None
+    data: Data,
+    tokenizer: Tokenizer,
+    split: Split,
+    tokens_of_run: Callable[[], int] | None = None,
+    parts: int = 1,
 ) -> TokenShards:
     """Open the tokens of one split.
 
     `tokens_of_run` returns the tokens of a run, for the error that says how to prepare them.
+    `parts`: the fewest clusters, for `data.shard_by`.
     """
     own, corpus = data.validation_corpus, data.corpus
     if split == "train" or not own:
         # With a corpus of its own for validation, all of this text is for training.
         fraction = 0.0 if own else data.validation_fraction
-        folder = _folder(data, "data.corpus", tokenizer, fraction, tokens_of_run)
-        return TokenShards(folder, split, tokenizer)
+        clusters = parts if split == "train" and data.shard_by == "clusters" else 0
+        folder = _folder(data, "data.corpus", tokenizer, fraction, tokens_of_run, clusters)
+        if clusters and not _is_shard_folder(corpus):
+            add_clusters(folder, tokenizer, clusters)
+        tokens = TokenShards(folder, split, tokenizer)
+        if clusters:
+            choose_clusters(tokens, clusters)  # there must be enough
+        return tokens
     if own == corpus and not _is_shard_folder(own):
         raise UserError(
             f'data.validation_corpus = "{own}" is data.corpus, which is trained on: leave it empty '
@@ -84,6 +96,7 @@ def _folder(
     tokenizer: Tokenizer,
     fraction: float,
     tokens_of_run: Callable[[], int] | None = None,
+    clusters: int = 0,
 ) -> Path:
     """Return the shard folder of a corpus. Tokenise the corpus if it is text."""
     spec = data.corpus if key == "data.corpus" else data.validation_corpus
@@ -98,6 +111,8 @@ def _folder(
         options = ["--source", source, "--tokenizer", data.tokenizer, "--out", out]
         if tokens_of_run is not None:
             options += ["--max-tokens", str(tokens_of_run())]
+        if clusters:
+            options += ["--clusters", str(clusters)]
         raise UserError(
             f'{key} = "{spec}" is no finished folder of token shards: set it to text, such as '
             f'stdlib, or to "{out}" after\n    {command_line("prepare")} {shlex.join(options)}'
@@ -252,7 +267,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     add = parser.add_argument
     sources = "stdlib; files, folders, globs with commas; or hf:NAME[/SUBSET][:SPLIT]"
-    add("--source", required=True, help=sources)
+    add("--source", help=f"{sources}; not needed to add clusters to finished shards")
     tokenizers = "bytes, an encoding of tiktoken such as gpt2, or a tokenizer.json"
     add("--tokenizer", default="bytes", help=tokenizers)
     add("--out", required=True, type=Path, help="folder of the shards")
@@ -264,17 +279,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--begin-token", action="store_true", help=begin)
     field = "field of the text in JSON lines and data sets"
     add("--text-field", default=TEXT_FIELD, metavar="NAME", help=field)
+    clusters = 'also divide the documents into clusters, for data.shard_by = "clusters"'
+    add("--clusters", type=whole_number, metavar="NUMBER", help=clusters)
     options = parser.parse_args(arguments)
+    if not options.source and not options.clusters:
+        parser.error("--source is missing")
     try:
-        done = prepare(
-            open_corpus(options.source, options.text_field),
-            build_tokenizer(options.tokenizer),
-            options.out,
-            validation_fraction=options.validation_fraction,
-            shard_tokens=options.shard_tokens,
-            max_tokens=options.max_tokens,
-            begin=options.begin_token,
-        )
+        tokenizer, done = build_tokenizer(options.tokenizer), False
+        if options.source:
+            done = prepare(
+                open_corpus(options.source, options.text_field),
+                tokenizer,
+                options.out,
+                validation_fraction=options.validation_fraction,
+                shard_tokens=options.shard_tokens,
+                max_tokens=options.max_tokens,
+                begin=options.begin_token,
+            )
+        if options.clusters:
+            done |= add_clusters(options.out, tokenizer, options.clusters)
     except UserError as error:
         parser.exit(2, f"error: {error}\n")
     except KeyboardInterrupt:

@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from torchtitan_diloco.data.shards import TokenShards
+from torchtitan_diloco.data.clusters import ClusterDocuments
+from torchtitan_diloco.data.shards import TokenArray, TokenShards
 from torchtitan_diloco.hardware import end_with_parent
 from torchtitan_diloco.log import STOP_SIGNALS, UserError
 
@@ -45,6 +46,8 @@ class Stream(NamedTuple):
     block: int = 0
     """Streams take turns of this many samples in one common order. 0: each stream has a fixed
     random part of the sequences, and its own order."""
+    clusters: bool = False
+    """With block 0, each stream has the documents of its clusters instead."""
 
     def positions(self, samples: Indices) -> Indices:
         """Return the positions of samples of this stream in the order that it reads."""
@@ -60,7 +63,7 @@ class SequenceReader(Dataset[Batch]):
     """Sequences of a fixed length by index: all, or one of `parts` equal random parts."""
 
     def __init__(
-        self, tokens: TokenShards, sequence_length: int, part: int = 0, parts: int = 1
+        self, tokens: TokenArray, sequence_length: int, part: int = 0, parts: int = 1
     ) -> None:
         self._tokens, self._length, self._parts = tokens, sequence_length, parts
         self._all = (len(tokens) - 1) // sequence_length
@@ -114,16 +117,13 @@ class TrainLoader:
         pin_memory: bool = False,
     ) -> None:
         """Start at position `start`. With a stream, `rank`, `ranks` and `start` refer to it."""
-        self._stream = stream or Stream(0, 1, block=1)
-        part = (
-            (0, 1)
-            if self._stream.block
-            else (
-                self._stream.number % self._stream.streams,
-                self._stream.streams,
-            )
-        )
-        self._reader = SequenceReader(tokens, sequence_length, *part)
+        stream = self._stream = stream or Stream(0, 1, block=1)
+        part = stream.number % stream.streams, stream.streams
+        read = ClusterDocuments(tokens, *part) if stream.clusters else tokens
+        self.share = len(read) / len(tokens)
+        """Of the tokens to train on that this stream reads."""
+        whole = stream.block or stream.clusters
+        self._reader = SequenceReader(read, sequence_length, *((0, 1) if whole else part))
         self._order = partial(
             sequence_indices, sequences=self._reader.sequences, seed=seed, shuffle=shuffle
         )

@@ -51,12 +51,23 @@ class SplitIndex(msgspec.Struct):
     shards: list[Shard] = []
 
 
+class Clusters(msgspec.Struct, frozen=True):
+    """Documents of the split to train on, divided into clusters."""
+
+    file: str
+    """Ends of all documents, then the cluster of each, as 8 bytes."""
+    checksum: int
+    tokens: list[int]
+    """Of each cluster."""
+
+
 class Index(msgspec.Struct):
     """Content of `corpus.json`."""
 
     format_version: int
     settings: dict[str, Any]
     splits: dict[Split, SplitIndex]
+    clusters: list[Clusters] = []
 
 
 def token_type(vocab_size: int) -> np.dtype[Any]:
@@ -178,7 +189,32 @@ class ShardWriter:
         self._file, self._tokens, self._documents, self._checksum = None, 0, 0, 0
 
 
-class TokenShards:
+class TokenArray:
+    """Tokens that lie in several pieces."""
+
+    name: str
+    _ends: npt.NDArray[np.int64]
+    """Of each piece."""
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def read(self, start: int, stop: int) -> Tokens:
+        """Return tokens start to stop - 1, also across pieces. The result may be read-only."""
+        assert 0 <= start < stop <= len(self), f"{start}:{stop} of {len(self)} tokens"
+        first, last = np.searchsorted(self._ends, [start, stop - 1], side="right").tolist()
+        found = []
+        for number in range(first, last + 1):
+            begin = int(self._ends[number - 1]) if number else 0
+            end = min(stop, int(self._ends[number]))
+            found.append(self._read_piece(number, max(start, begin) - begin, end - begin))
+        return found[0] if len(found) == 1 else np.concatenate(found)
+
+    def _read_piece(self, number: int, start: int, stop: int) -> Tokens:
+        raise NotImplementedError
+
+
+class TokenShards(TokenArray):
     """All tokens of one split of a folder, as one memory-mapped array.
 
     A shard is compared with its checksum when it is first read, so that training starts without
@@ -189,13 +225,14 @@ class TokenShards:
         self.folder, self.name = folder, f"the {split} split of {folder}"
         index = read_index(self.folder / INDEX_NAME)
         self._shards, settings = index.splits[split].shards, index.settings
+        self.clusters = index.clusters
         self._vocab_size = settings["vocab_size"]
         if not self._shards:
             raise UserError(
                 f"{self.name} has no tokens: change data.validation_fraction (of `prepare`: "
                 "--validation-fraction), or set data.validation_corpus"
             )
-        made_with = settings["tokenizer_fingerprint"]
+        self.tokenizer, made_with = settings["tokenizer"], settings["tokenizer_fingerprint"]
         if tokenizer and tokenizer.fingerprint != made_with:
             raise UserError(
                 f'data.tokenizer = "{tokenizer.name}" ({tokenizer.fingerprint}), but {folder} was '
@@ -215,21 +252,7 @@ class TokenShards:
         self.fingerprint = hashlib.sha256(repr(identity).encode()).hexdigest()[:16]
         """Equal for two splits exactly if they hold the same tokens."""
 
-    def __len__(self) -> int:
-        return int(self._ends[-1])
-
-    def read(self, start: int, stop: int) -> Tokens:
-        """Return tokens start to stop - 1, also across shards. The result may be read-only."""
-        assert 0 <= start < stop <= len(self), f"{start}:{stop} of {len(self)} tokens"
-        first, last = np.searchsorted(self._ends, [start, stop - 1], side="right").tolist()
-        found = []
-        for number in range(first, last + 1):
-            begin = int(self._ends[number - 1]) if number else 0
-            end = min(stop, int(self._ends[number]))
-            found.append(self._read_shard(number, max(start, begin) - begin, end - begin))
-        return found[0] if len(found) == 1 else np.concatenate(found)
-
-    def _read_shard(self, number: int, start: int, stop: int) -> Tokens:
+    def _read_piece(self, number: int, start: int, stop: int) -> Tokens:
         path = self.folder / self._shards[number].file
         tokens = _map_shard(path, self._vocab_size)
         if number not in self._checked:
