@@ -82,8 +82,9 @@ class Trainer:
         length = config.training.sequence_length
         self.model = build_model(config.model, self.vocab_size, length)
         self.flops_per_token = self.model.flops_per_token(length)
-        streams = self.streams = config.islands.slots or config.workers
-        self.tokens = open_split(config.data, tokenizer, "train", self._tokens_of_run, streams)
+        self.streams = config.islands.slots or config.workers
+        clusters = self.streams if config.data.shard_by == "clusters" else 0
+        self.tokens = open_split(config.data, tokenizer, "train", self._tokens_of_run, clusters)
         self._agree()
 
         self.resumed = self._resumed_state()

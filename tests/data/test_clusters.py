@@ -15,7 +15,7 @@ from torchtitan_diloco.data import clusters as clusters_module
 from torchtitan_diloco.data.clusters import ClusterDocuments, add_clusters, choose_clusters
 from torchtitan_diloco.data.corpus import main, open_split
 from torchtitan_diloco.data.loader import Stream, TrainLoader
-from torchtitan_diloco.data.shards import TokenArray, TokenShards
+from torchtitan_diloco.data.shards import TokenShards
 from torchtitan_diloco.data.tokenizer import build_tokenizer
 
 BYTES = build_tokenizer("bytes")
@@ -39,7 +39,7 @@ def folder(corpus: Path, tmp_path: Path) -> Path:
     return folder
 
 
-def documents(tokens: TokenArray) -> list[bytes]:
+def documents(tokens: TokenShards) -> list[bytes]:
     content = tokens.read(0, len(tokens)).astype(int).tolist()
     assert content[-1] == BYTES.end_of_document
     joined = bytes(0 if one == BYTES.end_of_document else one for one in content)
@@ -77,6 +77,7 @@ def test_clusters_are_the_same_in_any_portions(
     found: list[object] = []
     for at_once in (2**22, 1, 1000):
         monkeypatch.setattr(clusters_module, "_TOKENS_AT_ONCE", at_once)
+        monkeypatch.setattr(clusters_module, "_DOCUMENTS_AT_ONCE", at_once)
         found.append(add_clusters(folder, BYTES, 5))
         (file,) = folder.glob("*.clusters")
         found.append(file.read_bytes())
@@ -115,21 +116,20 @@ def test_each_worker_reads_its_part_and_added_ones_read_one_again(folder: Path) 
 
 
 def test_text_is_divided_at_the_start_and_shards_by_a_command(
-    corpus: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    corpus: Path, folder: Path, tmp_path: Path
 ) -> None:
     text = Data(str(corpus), cache_folder=str(tmp_path / "cache"), shard_by="clusters")
     for parts in (2, 3, 2):
-        assert len(choose_clusters(open_split(text, BYTES, "train", parts=parts), parts).tokens)
-    assert capsys.readouterr().out.count("clusters") == 2
+        tokens = open_split(text, BYTES, "train", clusters=parts)
+        assert len(choose_clusters(tokens, parts).tokens) == parts
     assert open_split(text, BYTES, "validation").name
 
     shards = Data(str(folder), shard_by="clusters")
     with pytest.raises(ValueError, match=r"needs 3 clusters or more") as refusal:
-        open_split(shards, BYTES, "train", parts=3)
+        choose_clusters(open_split(shards, BYTES, "train", clusters=3), 3)
     main(str(refusal.value).rpartition(" prepare ")[2].split())
-    assert len(choose_clusters(open_split(shards, BYTES, "train", parts=2), 2).tokens) == 3
-    with pytest.raises(ValueError, match=r"prepare .* --clusters 9$"):
-        open_split(Data(str(tmp_path / "new"), shard_by="clusters"), BYTES, "train", parts=9)
+    tokens = open_split(shards, BYTES, "train", clusters=2)
+    assert len(choose_clusters(tokens, 2).tokens) == 3
 
 
 def test_bad_clusters(folder: Path, make_shards: MakeShards, tmp_path: Path) -> None:

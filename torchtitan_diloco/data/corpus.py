@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchtitan_diloco.config.schema import Data
-from torchtitan_diloco.data.clusters import add_clusters, choose_clusters
+from torchtitan_diloco.data.clusters import add_clusters
 from torchtitan_diloco.data.shards import (
     FORMAT_VERSION,
     INDEX_NAME,
@@ -60,25 +60,21 @@ def open_split(
     tokenizer: Tokenizer,
     split: Split,
     tokens_of_run: Callable[[], int] | None = None,
-    parts: int = 1,
+    clusters: int = 0,
 ) -> TokenShards:
     """Open the tokens of one split.
 
     `tokens_of_run` returns the tokens of a run, for the error that says how to prepare them.
-    `parts`: the fewest clusters, for `data.shard_by`.
+    `clusters`: those into which text is divided, if any; shards must have them already.
     """
     own, corpus = data.validation_corpus, data.corpus
     if split == "train" or not own:
         # With a corpus of its own for validation, all of this text is for training.
         fraction = 0.0 if own else data.validation_fraction
-        clusters = parts if split == "train" and data.shard_by == "clusters" else 0
-        folder = _folder(data, "data.corpus", tokenizer, fraction, tokens_of_run, clusters)
+        folder = _folder(data, "data.corpus", tokenizer, fraction, tokens_of_run)
         if clusters and not _is_shard_folder(corpus):
             add_clusters(folder, tokenizer, clusters)
-        tokens = TokenShards(folder, split, tokenizer)
-        if clusters:
-            choose_clusters(tokens, clusters)  # there must be enough
-        return tokens
+        return TokenShards(folder, split, tokenizer)
     if own == corpus and not _is_shard_folder(own):
         raise UserError(
             f'data.validation_corpus = "{own}" is data.corpus, which is trained on: leave it empty '
@@ -96,7 +92,6 @@ def _folder(
     tokenizer: Tokenizer,
     fraction: float,
     tokens_of_run: Callable[[], int] | None = None,
-    clusters: int = 0,
 ) -> Path:
     """Return the shard folder of a corpus. Tokenise the corpus if it is text."""
     spec = data.corpus if key == "data.corpus" else data.validation_corpus
@@ -111,8 +106,6 @@ def _folder(
         options = ["--source", source, "--tokenizer", data.tokenizer, "--out", out]
         if tokens_of_run is not None:
             options += ["--max-tokens", str(tokens_of_run())]
-        if clusters:
-            options += ["--clusters", str(clusters)]
         raise UserError(
             f'{key} = "{spec}" is no finished folder of token shards: set it to text, such as '
             f'stdlib, or to "{out}" after\n    {command_line("prepare")} {shlex.join(options)}'
@@ -285,17 +278,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not options.source and not options.clusters:
         parser.error("--source is missing")
     try:
-        tokenizer, done = build_tokenizer(options.tokenizer), False
-        if options.source:
-            done = prepare(
-                open_corpus(options.source, options.text_field),
-                tokenizer,
-                options.out,
-                validation_fraction=options.validation_fraction,
-                shard_tokens=options.shard_tokens,
-                max_tokens=options.max_tokens,
-                begin=options.begin_token,
-            )
+        tokenizer = build_tokenizer(options.tokenizer)
+        done = bool(options.source) and prepare(
+            open_corpus(options.source, options.text_field),
+            tokenizer,
+            options.out,
+            validation_fraction=options.validation_fraction,
+            shard_tokens=options.shard_tokens,
+            max_tokens=options.max_tokens,
+            begin=options.begin_token,
+        )
         if options.clusters:
             done |= add_clusters(options.out, tokenizer, options.clusters)
     except UserError as error:

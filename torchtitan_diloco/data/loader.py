@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from torchtitan_diloco.data.clusters import ClusterDocuments
-from torchtitan_diloco.data.shards import TokenArray, TokenShards
+from torchtitan_diloco.data.shards import TokenShards
 from torchtitan_diloco.hardware import end_with_parent
 from torchtitan_diloco.log import STOP_SIGNALS, UserError
 
@@ -63,7 +63,7 @@ class SequenceReader(Dataset[Batch]):
     """Sequences of a fixed length by index: all, or one of `parts` equal random parts."""
 
     def __init__(
-        self, tokens: TokenArray, sequence_length: int, part: int = 0, parts: int = 1
+        self, tokens: TokenShards, sequence_length: int, part: int = 0, parts: int = 1
     ) -> None:
         self._tokens, self._length, self._parts = tokens, sequence_length, parts
         self._all = (len(tokens) - 1) // sequence_length

@@ -189,32 +189,7 @@ class ShardWriter:
         self._file, self._tokens, self._documents, self._checksum = None, 0, 0, 0
 
 
-class TokenArray:
-    """Tokens that lie in several pieces."""
-
-    name: str
-    _ends: npt.NDArray[np.int64]
-    """Of each piece."""
-
-    def __len__(self) -> int:
-        return int(self._ends[-1]) if len(self._ends) else 0
-
-    def read(self, start: int, stop: int) -> Tokens:
-        """Return tokens start to stop - 1, also across pieces. The result may be read-only."""
-        assert 0 <= start < stop <= len(self), f"{start}:{stop} of {len(self)} tokens"
-        first, last = np.searchsorted(self._ends, [start, stop - 1], side="right").tolist()
-        found = []
-        for number in range(first, last + 1):
-            begin = int(self._ends[number - 1]) if number else 0
-            end = min(stop, int(self._ends[number]))
-            found.append(self._read_piece(number, max(start, begin) - begin, end - begin))
-        return found[0] if len(found) == 1 else np.concatenate(found)
-
-    def _read_piece(self, number: int, start: int, stop: int) -> Tokens:
-        raise NotImplementedError
-
-
-class TokenShards(TokenArray):
+class TokenShards:
     """All tokens of one split of a folder, as one memory-mapped array.
 
     A shard is compared with its checksum when it is first read, so that training starts without
@@ -251,6 +226,20 @@ class TokenShards(TokenArray):
         identity = [(shard.tokens, shard.checksum, *facts) for shard in self._shards]
         self.fingerprint = hashlib.sha256(repr(identity).encode()).hexdigest()[:16]
         """Equal for two splits exactly if they hold the same tokens."""
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def read(self, start: int, stop: int) -> Tokens:
+        """Return tokens start to stop - 1, also across pieces. The result may be read-only."""
+        assert 0 <= start < stop <= len(self), f"{start}:{stop} of {len(self)} tokens"
+        first, last = np.searchsorted(self._ends, [start, stop - 1], side="right").tolist()
+        found = []
+        for number in range(first, last + 1):
+            begin = int(self._ends[number - 1]) if number else 0
+            end = min(stop, int(self._ends[number]))
+            found.append(self._read_piece(number, max(start, begin) - begin, end - begin))
+        return found[0] if len(found) == 1 else np.concatenate(found)
 
     def _read_piece(self, number: int, start: int, stop: int) -> Tokens:
         path = self.folder / self._shards[number].file

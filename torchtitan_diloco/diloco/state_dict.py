@@ -221,8 +221,7 @@ def load(
                 fill(state, buffer, values[kind])
             else:  # what was not saved starts from zero
                 buffer.zero_()
-        in_use = index in in_flight
-        state.resume(record["delta_norms"], record["outer_steps"], in_flight=in_use)
+        state.resume(record["delta_norms"], record["outer_steps"], in_flight=index in in_flight)
     return fragments, in_flight, notes
 
 
