@@ -380,9 +380,7 @@ class Trainer:
     def _agree(self) -> None:
         settings = flat_settings(self.config).items()
         facts = {key: str(value) for key, value in settings if key not in OWN_SETTINGS}
-        tokenizer, corpus = self.tokenizer.fingerprint, self.tokens.fingerprint
+        facts |= {key: str(fact) for key, fact in self._data_identity().items()}
         weights = weights_fingerprint("" if self.start.manifest else self.config.model.weights)
-        clusters = str(self._data_identity()["clusters"])
-        facts |= {"tokenizer": tokenizer, "corpus": corpus, "clusters": clusters}
-        facts["model.weights"] = weights
+        facts |= {"tokenizer": self.tokenizer.fingerprint, "model.weights": weights}
         agree(facts, self.world.control, "rank")

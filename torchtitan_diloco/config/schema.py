@@ -121,10 +121,9 @@ class Data:
     shuffle: bool = True
     """Read the sequences in random order, with a new order in each epoch. Depends on `run.seed`."""
     shard_by: Literal["none", "random", "clusters"] = "none"
-    """Assignment of text to workers. `none`: all workers share all. `random`: each worker has
-    an equal random part of the sequences. `clusters`: each worker has documents that are alike, as
-    many as there are, and its weight in means follows from their number of tokens. Shards need
-    `prepare --clusters`."""
+    """Text of each worker. `none`: all share all. `random`: an equal random part of the sequences.
+    `clusters`: documents that are alike, for which shards need `prepare --clusters`. Means are
+    weighted by their tokens."""
     loader_processes: NotNegative = 0
     """Loader processes per rank. 0: read in the training process, which is usually fast enough."""
 

@@ -118,10 +118,8 @@ def _features(tokens: TokenShards, ends_before: _Indices, lengths: _Indices) -> 
 
 
 def _split(features: _Numbers, lengths: _Indices, clusters: int) -> Callable[[_Numbers], _Indices]:
-    """Split documents by 2-means, in which each center takes its share of all tokens; and again.
-
-    Return a function from features to clusters.
-    """
+    """Split documents by 2-means, in which each center takes its share of all tokens, again and
+    again. Return a function from features to clusters."""
     if clusters == 1:
         return lambda features: np.zeros(len(features), dtype=np.int64)
     half = clusters // 2
@@ -139,7 +137,7 @@ def _split(features: _Numbers, lengths: _Indices, clusters: int) -> Callable[[_N
     second = _split(features[above], lengths[above], clusters - half)
 
     def assign(features: _Numbers) -> _Indices:
-        is_above = features @ chosen >= threshold
-        return np.where(is_above, second(features) + half, first(features))
+        above = features @ chosen >= threshold
+        return np.where(above, second(features) + half, first(features))
 
     return assign

@@ -101,10 +101,8 @@ class OuterState:
         self.read_model()
 
     def resume(self, delta_norms: list[float], outer_steps: int, *, in_flight: bool) -> None:
-        """Continue from loaded buffers. `in_flight`: `delta` holds the next shared copy.
-
-        `outer_steps`: those that made the optimizer state.
-        """
+        """Continue from loaded buffers, whose optimizer state so many outer steps have made.
+        `in_flight`: `delta` holds the next shared copy."""
         self.norms, self.outer_steps = DeltaNorms(delta_norms), outer_steps
         self.checksum = checksum(self.delta if in_flight else self.outer)
         self._staging = self.delta.to(self._model_device) if in_flight and self._on_host else None
