@@ -6,18 +6,22 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 from unittest.mock import patch
 
 import pytest
 
+from tests.diloco.toy import alone, config
 from tests.islands.running import Island, started
 from tests.islands.servers import need_server, wait_until
 from tests.islands.test_coming_and_going import at, die, hold
 from tests.processes import ProcessPool
 from tests.test_trainer import join, records, settings
+from torchtitan_diloco import train as train_module
 from torchtitan_diloco.config import load_config
-from torchtitan_diloco.diagnosis import watch
+from torchtitan_diloco.diagnosis import verdicts, watch
 from torchtitan_diloco.diagnosis.watch import Stacks
+from torchtitan_diloco.diloco.transport import NOT_FINITE, WorkerLostError
 from torchtitan_diloco.diloco.vitals import Report, Vitals
 from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.trainer import Trainer
@@ -26,6 +30,7 @@ SLOW = 0.1
 
 
 def _train(chosen: Mapping[str, str]) -> Path:
+    verdicts.SETTLED.clear()  # rounds are short
     config = load_config("debug", dict(chosen))
     world = join(config)
     trainer = Trainer(config, world)
@@ -75,6 +80,41 @@ def test_islands_say_how_they_are_and_who_is_gone(
         assert not seen()["b"].absent
         wait_until(lambda: seen()["b"].absent == "stopped", "its end")
         first.stop.set()
+
+
+def test_an_error_says_who_was_slow(capsys: pytest.CaptureFixture[str]) -> None:
+    """So the log of a restart does, too."""
+    outer, _, _ = alone(config())
+    telemetry = mock.Mock(applied=[1], vitals=lambda: Vitals(compute=0.25))
+    said = {"worker 0": Report(Vitals(0.25)), "worker 1": Report(flags=NOT_FINITE)}
+    with (
+        pytest.raises(WorkerLostError) as error,
+        patch.object(outer.peers, "reports", lambda: said),
+        watch.Diagnosis(outer, mock.Mock(rank_in_worker=0), telemetry) as diagnosis,
+    ):
+        for step in range(3):
+            diagnosis.after_step(step)
+        raise WorkerLostError([1], "connection closed")
+    train_module._print_error(error.value)
+    printed = capsys.readouterr().err
+    assert "worker 1 left or did not answer in time (connection closed); worker 1: wrong" in printed
+
+
+@pytest.mark.parametrize(("transfer", "fits"), [(1.9, True), (4.0, False)])
+def test_transfers_that_take_longer_than_a_cycle_are_named_once(
+    transfer: float, fits: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    outer, _, _ = alone(config())
+    telemetry = mock.Mock(applied=[1], vitals=lambda: Vitals(compute=0.25))
+    diagnosis = watch.Diagnosis(outer, mock.Mock(rank_in_worker=0), telemetry)
+    said = {"worker 0": Report(Vitals(0.25, transfer=transfer, fastest_transfer=transfer))}
+    with patch.object(outer.peers, "reports", lambda: said):
+        for step in range(3):
+            diagnosis.after_step(step)
+    assert outer.config.sync_every == 8  # of 2 s
+    texts = [one for one in caplog.messages if "cannot be hidden" in one]
+    assert len(texts) == (not fits)
+    assert fits or "Raise diloco.sync_every to 20," in texts[0]
 
 
 def test_a_step_that_hangs_writes_its_stacks(

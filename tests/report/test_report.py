@@ -2,6 +2,7 @@ import json
 import re
 from html import unescape
 from pathlib import Path
+from shutil import copytree
 
 import numpy as np
 import pytest
@@ -91,12 +92,44 @@ def test_facts_and_figures_of_a_run(runs: Path) -> None:
         "Bytes sent by each worker",
         "Where the time went",
         "The last exchanges",
+        "Delays by pair",
         "Cosine of a worker's update to the mean",
         "Drift of the workers",
     ]
     assert [key.name for key in found["Loss over tokens"].legend] == ["training", "shared model"]
     assert [key.name[:2] for key in found["Drift of the workers"].legend] == ["0:", "1:", "2:"]
     assert sum(found["Where the time went"].bars["streaming"].values()) == pytest.approx(100)
+
+
+def test_verdicts_have_lanes_and_evidence(runs: Path, tmp_path: Path) -> None:
+    """One is over, the other stands until the last record; the later worker waits for nobody."""
+    folder = tmp_path / "run"
+    copytree(runs / "streaming", folder)
+    about = {"kind": "verdict", "since": 119, "evidence": "0.12 s a step"}
+    slow = about | {"what": "slow compute", "culprit": "worker 1"}
+    link = about | {"what": "slow link", "culprit": "worker 0 -> worker 2"}
+    times = [(slow, 60, False), (link, 100, False), (slow, 90, True)]
+    with (folder / "worker-0/metrics.jsonl").open("a") as file:
+        for one, at, over in times:
+            record = one | {"step": 2 * at, "time": 1e9 + at, "over": over}
+            file.write(json.dumps(record) + "\n")
+    run = opened(folder)
+    assert [(one.what, end - one.time) for one, end in run.verdicts] == [
+        ("slow compute", 30.0),
+        ("slow link", 200.0),
+    ]
+    (found,) = [table for table in detail_tables([run]) if table.heading == "Verdicts"]
+    assert [row[0].text for row in found.rows] == [
+        "worker 1: slow compute",
+        "worker 0 -> worker 2: slow link",
+    ]
+    assert [row[3].text for row in found.rows] == ["0.12 s a step"] * 2
+    lanes = by_title(run)["Verdicts of run"].lanes
+    assert lanes is not None
+    (start, length, _), *_ = lanes.rows[0][1]
+    assert (start, length) == pytest.approx((20.0, 10.0))
+    assert "for worker 2" in by_title(run)["Delays by pair"].svg
+    assert "0.12 s a step" in shown_text(html_page([run]))
 
 
 def test_runs_that_lack_something(runs: Path, tmp_path: Path) -> None:

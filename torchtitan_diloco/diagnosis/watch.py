@@ -1,8 +1,10 @@
 """What the trainer says about the workers while a run goes on, and where a process hangs."""
 
 import faulthandler
+import math
 import signal
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Self
@@ -12,6 +14,7 @@ from torchtitan_diloco.components.telemetry import Telemetry
 from torchtitan_diloco.diagnosis.verdicts import Judge, Kind, Verdict
 from torchtitan_diloco.diloco.outer_loop import OuterLoop
 from torchtitan_diloco.diloco.streaming import StreamingDiLoCo
+from torchtitan_diloco.diloco.vitals import Report
 from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.log import logger
 
@@ -32,7 +35,7 @@ class Diagnosis:
     def __init__(self, outer: OuterLoop, world: World, telemetry: Telemetry) -> None:
         self._peers = outer.peers if isinstance(outer, StreamingDiLoCo) else None
         self._telemetry, self._world = telemetry, world
-        self._judge, self._said = Judge(), 0.0
+        self._judge, self._said, self._fits = Judge(), 0.0, True
         if self._peers is not None:
             self._peers.vitals = telemetry.vitals
 
@@ -43,7 +46,8 @@ class Diagnosis:
         suffix = f", rank {rank}" if rank else ""
         reports = {name + suffix: report for name, report in peers.reports().items()}
         cycle = peers.schedule.sync_every * self._telemetry.vitals().step
-        for verdict in self._judge.note(reports, step, cycle):
+        self._check_that_it_fits(reports, peers.schedule.sync_every, cycle)
+        for verdict in self._judge.note(reports, step, cycle, time.monotonic()):
             if not rank or verdict.cause.kind in OF_RANKS:
                 self._say(verdict, step)
         standing = [] if rank else list(self._judge.verdicts.values())
@@ -51,6 +55,29 @@ class Diagnosis:
         if standing and time.monotonic() > self._said + REPEAT_SECONDS:
             for verdict in standing:
                 self._say(verdict)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        """Add the standing verdicts to an error, which launchers and their logs show."""
+        for verdict in self._judge.verdicts.values() if error is not None else ():
+            error.add_note(str(verdict))
+
+    def _check_that_it_fits(
+        self, reports: Mapping[str, Report], sync_every: int, cycle: float
+    ) -> None:
+        """Warn once if the transfers of a cycle take longer than its steps."""
+        said = [report.vitals for report in reports.values()]
+        longest = max((max(one.transfer, one.upload) for one in said), default=0.0)
+        if self._fits and self._world.is_first and longest > cycle > 0:
+            self._fits = False
+            logger.warning(
+                f"the transfers of a cycle take {longest:.3g} s, and its steps {cycle:.3g}: they "
+                "cannot be hidden. Raise diloco.sync_every to "
+                f"{math.ceil(1.2 * sync_every * longest / cycle)}, or send fewer bits "
+                "(diloco.quantization.codec)"
+            )
 
     def _say(self, verdict: Verdict, step: int | None = None) -> None:
         """Log a verdict, and write a record after the step at which it begins or ends."""

@@ -15,6 +15,7 @@ import numpy as np
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from torchtitan_diloco.report.run_records import Array
@@ -141,6 +142,26 @@ def _plot(axes: Axes, curve: Curve, log: bool) -> None:
         markersize=6,
         markevery=np.flatnonzero(dots).tolist(),
     )
+
+
+def heat_map(title: str, values: Array, names: Sequence[str]) -> str:
+    """Draw a square of values, whose rows wait for the columns. NaN is left empty."""
+    with rc_context(STYLE):
+        figure = Figure((LINE_CHART_SIZE[0] / 72, 0.5 + 0.42 * len(names)), layout="constrained")
+        axes = figure.subplots()
+        largest, places = np.nanmax(values) or 1.0, range(len(names))
+        axes.set(xlim=(-0.5, len(names) - 0.5), ylim=(len(names) - 0.5, -0.5))
+        for row, column in zip(*np.nonzero(np.isfinite(values)), strict=True):
+            value, corner = values[row, column], (column - 0.47, row - 0.45)
+            shade = max(0.08, 0.75 * value / largest)
+            colour = LIGHT["series-2"]
+            axes.add_patch(Rectangle(corner, 0.94, 0.9, color=colour, alpha=shade))
+            axes.text(column, row, f"{value:.3g}", ha="center", va="center")
+        axes.set_xticks(places, [f"for {name}" for name in names])
+        axes.set_yticks(places, names)
+        axes.tick_params(length=0)
+        axes.spines["bottom"].set_visible(False)
+        return svg(figure, title)
 
 
 def svg(figure: Figure, title: str, tooltips: Sequence[str] = ()) -> str:

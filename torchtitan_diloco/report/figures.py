@@ -8,8 +8,9 @@ import numpy as np
 
 from torchtitan_diloco.components.metrics import time_shares
 from torchtitan_diloco.components.records import number
+from torchtitan_diloco.islands.overview import Stay
 from torchtitan_diloco.islands.page import Lanes, lanes_of
-from torchtitan_diloco.report.charts import SERIES, Curve, line_chart, series_colour
+from torchtitan_diloco.report.charts import SERIES, Curve, heat_map, line_chart, series_colour
 from torchtitan_diloco.report.run_records import Array, Run, Worker, of_known
 from torchtitan_diloco.report.timeline import PHASE_COLOURS, phases, timeline_svg
 
@@ -84,11 +85,13 @@ def figures(runs: Sequence[Run]) -> list[Figure]:
         _loss(runs, "Loss over time", time),
         _sent(runs, time),
         _time_shares(runs),
+        *map(_verdicts, runs),
         *_timelines(runs),
     ]
     if len(runs) == 1:
         title = "Cosine of a worker's update to the mean"
         found += [
+            _delays(runs[0]),
             _rounds(runs[0], title, "cosine", COSINE_CAPTION, COSINE),
             _rounds(runs[0], "Drift of the workers", DRIFT_UNIT, DRIFT_CAPTION, DRIFT),
         ]
@@ -125,7 +128,8 @@ def _loss(runs: Sequence[Run], title: str, x: Axis) -> Figure | None:
         for worker, name, place in own:
             curves.append(Curve(name, *x.curve(run, "loss/train", worker), place, faint=faint))
         curves.append(shared)
-    caption = "Training loss over the tokens of the run; each island's own."
+    whose = "; each island's own" if any(run.is_of_islands for run in runs) else ""
+    caption = f"Training loss over the tokens of the run{whose}."
     if any(curve.faint for curve in curves):
         caption += " Strong, with dots: loss of the shared model on held-out text."
     top = _top_of_axis(np.concatenate([curve.y for curve in curves]))
@@ -144,6 +148,36 @@ def _lanes(run: Run) -> Figure | None:
         "versions late."
     )
     return Figure(f"Islands of {run.name}", caption, [], lanes=lanes_of(run.stays))
+
+
+def _verdicts(run: Run) -> Figure | None:
+    """Show when somebody was slow, and who."""
+    if not run.verdicts:
+        return None
+    stays = [Stay(f"{one.culprit}: {one.what}", [[one.time, end]]) for one, end in run.verdicts]
+    first = min(start.time for worker in run.workers for start in worker.starts)
+    lanes = lanes_of([Stay("run", [[first, first]]), *stays])
+    caption = "Bar: from when a verdict was made until it was over. The table has the evidence."
+    return Figure(f"Verdicts of {run.name}", caption, [], lanes=lanes._replace(rows=lanes.rows[1:]))
+
+
+def _delays(run: Run) -> Figure | None:
+    """Draw how long each worker waits for each other one."""
+    names = run.worker_names
+    waits = np.full((len(names), len(names)), np.nan)
+    for waiting, worker in enumerate(run.workers):
+        heard = [one.heard_after_seconds for one in worker.rounds]
+        for late in range(len(names)):
+            known = np.array([one[late] for one in heard if late in one])
+            waits[waiting, late] = of_known(np.median, np.maximum(known, 0.0))
+    if len(names) < 3 or not np.isfinite(waits).any():
+        return None
+    title = "Delays by pair"
+    caption = (
+        "Median time from sending an own header to receiving that of the other. Dark columns are "
+        "workers that come late, dark rows those that wait."
+    )
+    return Figure(title, caption, [], "seconds", heat_map(title, waits, names))
 
 
 def _top_of_axis(losses: Array) -> float | None:

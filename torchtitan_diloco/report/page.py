@@ -92,7 +92,7 @@ def detail_tables(runs: Sequence[Run]) -> list[Table]:
     for run in runs:
         name = f", {run.name}" if len(runs) > 1 else ""
         own = _islands_table(run) if run.is_of_islands else _workers_table(run)
-        for table in (own, _links_table(run)):
+        for table in (_verdicts_table(run), own, _links_table(run)):
             tables.append(table._replace(heading=table.heading + name))
     return [table for table in (*tables, _differences_table(runs)) if table.rows]
 
@@ -210,6 +210,19 @@ def _islands_table(run: Run) -> Table:
         )
     columns = ["island", "came", "gone", "parts", "late", "training waited", "training loss"]
     return Table("Islands", columns, rows)
+
+
+def _verdicts_table(run: Run) -> Table:
+    rows = [
+        [
+            Cell(f"{one.culprit}: {one.what}"),
+            Cell(f"{one.since:,}", f"{time_text(one.time)} UTC"),
+            Cell(clock(end - one.time)),
+            Cell(one.evidence),
+        ]
+        for one, end in run.verdicts
+    ]
+    return Table("Verdicts", ["who, what", "since step", "for", "evidence"], rows)
 
 
 def _links_table(run: Run) -> Table:

@@ -17,6 +17,7 @@ from torchtitan_diloco.components.records import (
     METRICS_FILE,
     RoundRecord,
     Start,
+    VerdictRecord,
     from_record,
     number,
     read_json_lines,
@@ -45,6 +46,8 @@ class Worker:
     rounds: Sequence[RoundRecord]
     unreadable: int
     """Number of lines that are not a record, without an incomplete last line."""
+    verdicts: Sequence[VerdictRecord] = ()
+    """Begins and ends of verdicts, in order."""
 
     @property
     def run_id(self) -> str:
@@ -182,6 +185,25 @@ class Run:
             return list(self.log.history.stays.values())
         return [worker.stay for worker in self.workers if worker.starts]
 
+    @cached_property
+    def verdicts(self) -> list[tuple[VerdictRecord, float]]:
+        """Verdicts about the workers, and when each was over, or the last record was written.
+
+        The workers of one job say the same, islands each what they find.
+        """
+        found = list[tuple[VerdictRecord, float]]()
+        for worker in self.workers if self.is_of_islands else self.workers[:1]:
+            standing = dict[tuple[str, str], VerdictRecord]()
+            for one in worker.verdicts:
+                begun = standing.pop((one.what, one.culprit), None)
+                if not one.over:
+                    standing[one.what, one.culprit] = one
+                elif begun is not None:
+                    found.append((begun, one.time))
+            end = max((number(one.get("time")) for one in worker.steps), default=np.nan)
+            found += [(one, max(one.time, end)) for one in standing.values()]
+        return sorted(found, key=lambda pair: pair[0].time)
+
     @property
     def headline(self) -> Mapping[str, str]:
         return self.log.headline if self.log else {}
@@ -283,7 +305,7 @@ def _number_of(file: Path) -> int:
 
 def _read_worker(file: Path, name: str) -> Worker:
     steps: dict[int, dict[str, Any]] = {}
-    rounds, starts = list[RoundRecord](), list[Start]()
+    rounds, starts, verdicts = list[RoundRecord](), list[Start](), list[VerdictRecord]()
     records, unreadable = read_json_lines(file)
     for record in records:
         try:
@@ -292,6 +314,8 @@ def _read_worker(file: Path, name: str) -> Worker:
                     starts.append(from_record(Start, record))
                 case {"kind": "round"}:
                     rounds.append(from_record(RoundRecord, record))
+                case {"kind": "verdict"}:
+                    verdicts.append(from_record(VerdictRecord, record))
                 case {"kind": _}:
                     pass  # of another version
                 case {"step": int(step)}:
@@ -302,7 +326,8 @@ def _read_worker(file: Path, name: str) -> Worker:
             unreadable += 1
     if unreadable and not (steps or rounds or starts):
         raise UserError(f"RUN = {file} has no line that is a record of a run: give a run's folder")
-    return Worker(name, starts, [steps[step] for step in sorted(steps)], rounds, unreadable)
+    kept = [steps[step] for step in sorted(steps)]
+    return Worker(name, starts, kept, rounds, unreadable, verdicts)
 
 
 def _read_settings(folder: Path) -> dict[str, Any]:
