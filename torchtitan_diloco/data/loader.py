@@ -120,8 +120,7 @@ class TrainLoader:
         stream = self._stream = stream or Stream(0, 1, block=1)
         part = stream.number % stream.streams, stream.streams
         read = ClusterDocuments(tokens, *part) if stream.clusters else tokens
-        self.share = len(read) / len(tokens)
-        """Of the tokens to train on that this stream reads."""
+        self.share = len(read) / len(tokens)  # of all tokens to train on
         whole = stream.block or stream.clusters
         self._reader = SequenceReader(read, sequence_length, *((0, 1) if whole else part))
         self._order = partial(

@@ -54,11 +54,9 @@ class SplitIndex(msgspec.Struct):
 class Clusters(msgspec.Struct, frozen=True):
     """Documents of the split to train on, divided into clusters."""
 
-    file: str
-    """Ends of all documents, then the cluster of each, as 8 bytes."""
+    file: str  # ends of all documents, then the cluster of each, as 8 bytes
     checksum: int
-    tokens: list[int]
-    """Of each cluster."""
+    tokens: list[int]  # of each cluster
 
 
 class Index(msgspec.Struct):
