@@ -87,13 +87,11 @@ def test_an_error_says_who_was_slow(capsys: pytest.CaptureFixture[str]) -> None:
     outer, _, _ = alone(config())
     telemetry = mock.Mock(applied=[1], vitals=lambda: Vitals(compute=0.25))
     said = {"worker 0": Report(Vitals(0.25)), "worker 1": Report(flags=NOT_FINITE)}
-    with (
-        pytest.raises(WorkerLostError) as error,
-        patch.object(outer.peers, "reports", lambda: said),
-        watch.Diagnosis(outer, mock.Mock(rank_in_worker=0), telemetry) as diagnosis,
-    ):
+    diagnosis = watch.Diagnosis(outer, mock.Mock(rank_in_worker=0), telemetry)
+    with patch.object(outer.peers, "reports", lambda: said):
         for step in range(3):
             diagnosis.after_step(step)
+    with pytest.raises(WorkerLostError) as error, diagnosis:
         raise WorkerLostError([1], "connection closed")
     train_module._print_error(error.value)
     printed = capsys.readouterr().err

@@ -61,8 +61,9 @@ class Diagnosis:
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         """Add the standing verdicts to an error, which launchers and their logs show."""
-        for verdict in self._judge.verdicts.values() if error is not None else ():
-            error.add_note(str(verdict))
+        if error is not None:
+            for verdict in self._judge.verdicts.values():
+                error.add_note(str(verdict))
 
     def _check_that_it_fits(
         self, reports: Mapping[str, Report], sync_every: int, cycle: float
