@@ -36,7 +36,7 @@ STEP_SECONDS, SAVE_EVERY = 0.06, 20
 MOST_SECONDS, AFTER_SECONDS = 60.0, 3.0
 """For which a verdict is waited for, and after it for others."""
 REACHED = "here the faults begin"
-BEGIN, WATCHED = 120, 160
+BEGIN, WATCHED = 120, 260
 """Step at which a fault begins, and steps after it until a run without a verdict ends."""
 EVERY, FRAGMENTS = 10, 3
 SAID = re.compile(r"(?:warning: )?(?P<culprit>\S.*?): (?P<kind>[a-z ]+?)(?: \([A-Z_]+\))? since ")

@@ -18,7 +18,7 @@ class IslandRun:
         self, config: Config, plan: RunPlan, world: World, identity: Mapping[str, Any]
     ) -> None:
         """`identity`: data and tokenizer, which must be the same on all islands."""
-        self._plan, self._apart = plan, config.data.shard_by == "random"
+        self._plan, self._shard_by = plan, config.data.shard_by
         self._validated: tuple[int, float] | None = None
         self.run = Join.parse(config.islands.join).run
         tokens = plan.tokens_per_step // config.workers
@@ -35,7 +35,8 @@ class IslandRun:
     def join(self) -> tuple[int, Stream]:
         """Join the run. Return the first sample of this island, and its stream."""
         seat = self.peers.join()
-        return seat.position, Stream(seat.slot, seat.streams, 0 if self._apart else seat.block)
+        block, by_clusters = seat.block * (self._shard_by == "none"), self._shard_by == "clusters"
+        return seat.position, Stream(seat.slot, seat.streams, block, by_clusters)
 
     def note(self, loss: float | None, validated: tuple[int, float] | None) -> None:
         """Note for heartbeats the training loss, and step and loss of the last validation."""

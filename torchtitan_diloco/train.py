@@ -130,7 +130,8 @@ def is_out_of_memory(error: Exception) -> bool:
 
 def _print_error(error: Exception | str) -> None:
     rank = f"[rank {os.environ['RANK']}] " if "RANK" in os.environ else ""
-    print(f"{rank}error: {error}", file=sys.stderr, flush=True)
+    text = "; ".join([str(error), *getattr(error, "__notes__", [])])
+    print(f"{rank}error: {text}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

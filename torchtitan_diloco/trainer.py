@@ -45,6 +45,7 @@ from torchtitan_diloco.components.validation import Validator, count_text_bytes
 from torchtitan_diloco.config import Config, to_toml
 from torchtitan_diloco.config.checks import run_warnings
 from torchtitan_diloco.config.schema import flat_settings, portable
+from torchtitan_diloco.data.clusters import choose_clusters
 from torchtitan_diloco.data.corpus import open_split
 from torchtitan_diloco.data.loader import Stream, TrainLoader, ValidationBatches
 from torchtitan_diloco.data.tokenizer import build_tokenizer
@@ -80,7 +81,9 @@ class Trainer:
         length = config.training.sequence_length
         self.model = build_model(config.model, self.vocab_size, length)
         self.flops_per_token = self.model.flops_per_token(length)
-        self.tokens = open_split(config.data, tokenizer, "train")
+        self.streams = config.islands.slots or config.workers
+        clusters = self.streams if config.data.shard_by == "clusters" else 0
+        self.tokens = open_split(config.data, tokenizer, "train", clusters)
         self._agree()
 
         self.resumed = self._resumed_state()
@@ -113,9 +116,9 @@ class Trainer:
             build_profiler(config.profiling, folder, self.world) as profiler,
             closing(Checkpointer(config.checkpoint, own_folder, *self.parts)) as checkpointer,
             Stacks(own_folder, self.world.rank_in_worker) as stacks,
+            Diagnosis(self.outer, self.world, telemetry) as diagnosis,
         ):
-            diagnosis, saved = Diagnosis(self.outer, self.world, telemetry), self.step
-            batches = telemetry.timed(self.loader)
+            saved, batches = self.step, telemetry.timed(self.loader)
             while not self.finished and (not stop_after or self.step < stop_after):
                 stacks.watch(telemetry.vitals().step)
                 telemetry.measure(lambda: self.train_step(batches))
@@ -187,7 +190,7 @@ class Trainer:
         skipped = self.skips.count(self.step, norm)
         if skipped:
             self.outer.heal(fsdp)
-        self.outer.step(weight=0 if skipped else plan.tokens_per_step // self.config.workers)
+        self.outer.step(weight=0 if skipped else self.weight)
         if self.finished:
             self.outer.drain()
         return StepResult(loss, norm, skipped)
@@ -205,11 +208,11 @@ class Trainer:
     def begin(self) -> None:
         """Join the other islands, if any, and start the loader at the current position."""
         world, config = self.world, self.config
-        start, stream = self.resumed.position, None
+        start, stream, shard_by = self.resumed.position, None, config.data.shard_by
         if self.island is not None:
             start, stream = self.island.join()
-        elif config.data.shard_by == "random":
-            stream = Stream(world.worker, world.workers)
+        elif shard_by != "none":
+            stream = Stream(world.worker, world.workers, clusters=shard_by == "clusters")
         self.loader = TrainLoader(
             self.tokens,
             sequence_length=config.training.sequence_length,
@@ -224,6 +227,9 @@ class Trainer:
             stream=stream,
             pin_memory=world.device.type == "cuda",
         )
+        self.weight = self.plan.tokens_per_step // config.workers
+        if self.island is None and shard_by == "clusters":  # those of islands are their tokens
+            self.weight = round(self.plan.tokens_per_step * self.loader.share)
 
     def _open_telemetry(self, folder: Path) -> Telemetry:
         parts = self.config.metrics, self.world, folder, self.plan, self.outer, self.resumed.step
@@ -276,10 +282,12 @@ class Trainer:
 
     def _data_identity(self) -> dict[str, Any]:
         """Return the facts that a position in the order of samples depends on."""
-        streams = self.config.islands.slots or self.config.workers
+        shard_by = self.config.data.shard_by
+        clusters = shard_by == "clusters" and choose_clusters(self.tokens, self.streams).checksum
         return {
             "corpus": self.tokens.fingerprint,
-            "parts": streams if self.config.data.shard_by == "random" else 1,
+            "parts": 1 if shard_by == "none" else self.streams,
+            "clusters": clusters,
             "training.sequence_length": self.config.training.sequence_length,
             "run.seed": self.config.run.seed,
             "data.shuffle": self.config.data.shuffle,
@@ -368,7 +376,7 @@ class Trainer:
     def _agree(self) -> None:
         settings = flat_settings(self.config).items()
         facts = {key: str(value) for key, value in settings if key not in OWN_SETTINGS}
-        tokenizer, corpus = self.tokenizer.fingerprint, self.tokens.fingerprint
+        facts |= {key: str(fact) for key, fact in self._data_identity().items()}
         weights = weights_fingerprint("" if self.start.manifest else self.config.model.weights)
-        facts |= {"tokenizer": tokenizer, "corpus": corpus, "model.weights": weights}
+        facts |= {"tokenizer": self.tokenizer.fingerprint, "model.weights": weights}
         agree(facts, self.world.control, "rank")

@@ -50,9 +50,11 @@ FP32 = {
     "diloco.sync_every": 6,
     "diloco.overlap.delay": 3,
     "diloco.fragments.layers_per_fragment": 1,
+    "diloco.outer_optimizer.name": "adam",  # which has the most state
 }
+NESTEROV = {"diloco.outer_optimizer.name": "nesterov"}
 Train = Callable[..., Path]
-TOPK = FP32 | {"optimizer.name": "muon", "diloco.quantization.codec": "topk"}
+TOPK = FP32 | NESTEROV | {"optimizer.name": "muon", "diloco.quantization.codec": "topk"}
 THREE = {"diloco.workers": 3, "training.batch_size": 2}
 SCHEDULE = {"diloco.sync_every": 4, "diloco.overlap.delay": 1}
 INT8 = {"diloco.quantization.codec": "int8"}
@@ -122,7 +124,7 @@ def assert_same(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
 
 def shared_part(path: Path) -> dict[str, Tensor]:
     """Return what all workers have."""
-    kinds = ("outer/", "momentum/", "next/")
+    kinds = ("outer/", "momentum/", "second_moment/", "next/")
     return {name: value for name, value in tensors(path).items() if name.startswith(kinds)}
 
 
@@ -294,8 +296,9 @@ def test_another_layout_goes_on_where_the_run_was(
 
 
 def newest_shared(found: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return momenta and shared parameters, as if what is in flight were applied."""
-    names = [name for name in found if name.startswith(("outer/", "momentum/"))]
+    """Return moments and shared parameters, as if what is in flight were applied."""
+    kinds = ("outer/", "momentum/", "second_moment/")
+    names = [name for name in found if name.startswith(kinds)]
     return {name: found.get(name.replace("outer/", "next/"), found[name]) for name in names}
 
 

@@ -50,6 +50,7 @@ WARM = {"lr_schedule.warmup_steps": "200"}
     [
         (2000, {}, []),
         (2000, {"diloco.outer_optimizer.name": "sgd"}, ['0.8 has no effect .*: it is for "nes']),
+        (2000, {"diloco.outer_optimizer.epsilon": "1"}, ['has no effect .* it is for "adam"']),
         (2000, {"lr_schedule.decay_fraction": "0.5"}, ['"cosine": it is for "wsd"']),
         (2000, {"diloco.method": "none", "diloco.outer_optimizer.name": "sgd"}, []),
         (2000, TOPK, ["does not go with outer momentum"]),

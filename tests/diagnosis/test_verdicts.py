@@ -11,7 +11,7 @@ from torchtitan_diloco.diagnosis.verdicts import IN_A_ROW, Cause, Judge, Kind, V
 from torchtitan_diloco.diloco.transport import NOT_FINITE
 from torchtitan_diloco.diloco.vitals import Report, Vitals
 
-CYCLE = 5.0
+CYCLE, ROUND = 5.0, 6.0
 SEEDED = st.integers(0, 2**32).map(random.Random)
 
 
@@ -53,7 +53,7 @@ def judged(
         seen = {f"worker {one}": Report(vitals) for one, vitals in enumerate(said)}
         if flags:
             seen["worker 0"] = seen["worker 0"]._replace(flags=flags)
-        found += judge.note(seen, step, CYCLE)
+        found += judge.note(seen, step, CYCLE, now=step * ROUND)
     return found
 
 
@@ -115,6 +115,19 @@ def test_a_slow_link_is_told_from_a_slow_side(
         assert [one.cause for one in judged(Judge(), histories)] == [cause]
 
 
+def test_rounds_that_follow_each_other_fast_are_not_enough() -> None:
+    """A burst of some seconds on a busy machine is no fault."""
+    judge, slow = Judge(), {"a": Report(Vitals(0.5)), "b": Report(Vitals(0.9))}
+    times = [0.1 * number for number in range(49)]
+    assert not any(judge.note(slow, 1, CYCLE, now) for now in times)
+    [found] = judge.note(slow, 1, CYCLE, 5.0)
+    assert found.cause == Cause(Kind.COMPUTE, "b")
+    well = {"a": Report(Vitals(0.5)), "b": Report(Vitals(0.5))}
+    assert not any(judge.note(well, 2, CYCLE, 5.1 + now) for now in times[:-1])
+    [found] = judge.note(well, 2, CYCLE, 10.1)
+    assert found.over
+
+
 def test_who_is_late_is_not_blamed_for_its_links() -> None:
     rng = random.Random(0)
     history = list[list[Vitals]]()
@@ -153,7 +166,7 @@ def test_if_everybody_is_slow_nobody_is_named(
         [one._replace(compute=one.compute * factor) for one in clean(workers, rng)]
         for _ in range(5)
     ]
-    assert [one.cause for one in judged(judge, slow)] == [Cause(Kind.EVERYBODY, "all")]
+    assert [one.cause for one in judged(judge, slow, first=10)] == [Cause(Kind.EVERYBODY, "all")]
 
 
 @given(st.integers(2, 4), st.lists(st.lists(st.booleans(), min_size=4, max_size=4), max_size=40))
@@ -179,8 +192,8 @@ def test_wrong_numbers_and_absence_are_named() -> None:
     assert found.cause == Cause(Kind.NUMBERS, "worker 0")
     judge = Judge()
     seen = {"a": Report(Vitals(0.5)), "b": Report(Vitals(9.0), absent="stopped")}
-    assert judge.note(seen, 1, CYCLE) == []
-    [found] = judge.note(seen, 2, CYCLE)
+    assert judge.note(seen, 1, CYCLE, 0.0) == []
+    [found] = judge.note(seen, 2, CYCLE, 0.1)
     assert found.cause == Cause(Kind.STOPPED, "b")
     assert "RANK_NOT_JOIN" in str(found)
 

@@ -17,9 +17,11 @@ from tests.islands.servers import need_server, wait_until
 from tests.islands.test_coming_and_going import at, die, hold
 from tests.processes import ProcessPool
 from tests.test_trainer import join, records, settings
+from torchtitan_diloco import train as train_module
 from torchtitan_diloco.config import load_config
-from torchtitan_diloco.diagnosis import watch
+from torchtitan_diloco.diagnosis import verdicts, watch
 from torchtitan_diloco.diagnosis.watch import Stacks
+from torchtitan_diloco.diloco.transport import NOT_FINITE, WorkerLostError
 from torchtitan_diloco.diloco.vitals import Report, Vitals
 from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.trainer import Trainer
@@ -28,6 +30,7 @@ SLOW = 0.1
 
 
 def _train(chosen: Mapping[str, str]) -> Path:
+    verdicts.SETTLED.clear()  # rounds are short
     config = load_config("debug", dict(chosen))
     world = join(config)
     trainer = Trainer(config, world)
@@ -77,6 +80,22 @@ def test_islands_say_how_they_are_and_who_is_gone(
         assert not seen()["b"].absent
         wait_until(lambda: seen()["b"].absent == "stopped", "its end")
         first.stop.set()
+
+
+def test_an_error_says_who_was_slow(capsys: pytest.CaptureFixture[str]) -> None:
+    """So the log of a restart does, too."""
+    outer, _, _ = alone(config())
+    telemetry = mock.Mock(applied=[1], vitals=lambda: Vitals(compute=0.25))
+    said = {"worker 0": Report(Vitals(0.25)), "worker 1": Report(flags=NOT_FINITE)}
+    diagnosis = watch.Diagnosis(outer, mock.Mock(rank_in_worker=0), telemetry)
+    with patch.object(outer.peers, "reports", lambda: said):
+        for step in range(3):
+            diagnosis.after_step(step)
+    with pytest.raises(WorkerLostError) as error, diagnosis:
+        raise WorkerLostError([1], "connection closed")
+    train_module._print_error(error.value)
+    printed = capsys.readouterr().err
+    assert "worker 1 left or did not answer in time (connection closed); worker 1: wrong" in printed
 
 
 @pytest.mark.parametrize(("transfer", "fits"), [(1.9, True), (4.0, False)])

@@ -122,6 +122,9 @@ class ReferenceDiLoCo:
 
 def build_optimizer(outer: OuterOptimizer, parameters: list[Tensor]) -> torch.optim.Optimizer:
     """Return torch's optimizer with the settings of the outer one."""
+    if outer.name == "adam":
+        betas = outer.momentum, outer.beta2
+        return torch.optim.Adam(parameters, lr=outer.lr, betas=betas, eps=outer.epsilon)
     momentum = 0.0 if outer.name == "sgd" else outer.momentum
     nesterov = outer.name == "nesterov" and momentum > 0
     return torch.optim.SGD(parameters, lr=outer.lr, momentum=momentum, nesterov=nesterov)

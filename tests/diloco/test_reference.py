@@ -147,7 +147,7 @@ CASES = {
     ],
     "mixing": [Case(2, config(2, tau, alpha)) for alpha, tau in [(0.0, 0), (0.0, 3), (1.0, 3)]],
     "turns": [Case(2, with_turns(3, 2)), Case(3, with_turns(0, 1))],
-    "outer optimizers": [Case(2, config(2, 3, name=name)) for name in ("momentum", "sgd")],
+    "outer optimizers": [Case(2, config(2, 3, name=name)) for name in ("momentum", "sgd", "adam")],
     "patterns": [Case(2, replace(config(2, 3), fragments=pattern)) for pattern in PATTERNS],
     "FSDP inside": [
         Case(2, config(0, 0, 0.0), ranks=2),

@@ -35,10 +35,11 @@ def assert_same(left: Any, right: Any) -> None:
     torch.testing.assert_close(left, right, rtol=0, atol=0)
 
 
-def _interrupted(wire: Quantization) -> tuple[list[int], Any, list[Any]]:
+def _interrupted(wire: Quantization, optimizer_name: str) -> tuple[list[int], Any, list[Any]]:
     """Return the fragments in flight at each save, and the ends of the saved and resumed runs."""
     overlap, beginning = Overlap(delay=5, mixing_end=0.0), Beginning(steps=5)
-    chosen = replace(config(2), overlap=overlap, beginning=beginning, quantization=wire)
+    outer_config = config(2, name=optimizer_name)
+    chosen = replace(outer_config, overlap=overlap, beginning=beginning, quantization=wire)
     world, saves = join(2), list[Any]()
 
     def run(begin: int = 0, saved: Any = None) -> Any:
@@ -62,9 +63,19 @@ def _interrupted(wire: Quantization) -> tuple[list[int], Any, list[Any]]:
     return [len(saved[2]["facts"]["in_flight"]) for saved in saves], went_on, resumed
 
 
-@pytest.mark.parametrize("codec", ["fp32", "fp4_e3m0", "topk"])
-def test_resumed_is_uninterrupted_bit_for_bit(processes: ProcessPool, codec: CodecName) -> None:
-    for flying, went_on, ends in processes.run(_interrupted, 2, Quantization(codec)):
+@pytest.mark.parametrize(
+    ("codec", "name"),
+    [("fp32", "nesterov"), ("fp32", "adam"), ("fp4_e3m0", "nesterov"), ("topk", "nesterov")],
+)
+def test_resumed_is_uninterrupted_bit_for_bit(
+    processes: ProcessPool, codec: CodecName, name: str
+) -> None:
+    workers = processes.run(_interrupted, 2, Quantization(codec), name)
+    outer, moments = workers[0][1][1]["tensors"], {"adam": 2}.get(name, 1)
+    assert len({key.partition("/")[0] for key in outer if "moment" in key}) == moments
+    for flying, went_on, ends in workers:
+        for key in (key for key in outer if not key.startswith("residual/")):
+            assert_same(went_on[1]["tensors"][key], outer[key])
         assert flying == list(STOPS.values())
         for resumed in ends:
             assert_same(went_on[0], resumed[0])
@@ -101,6 +112,7 @@ def _resumed_otherwise(changes: State) -> tuple[list[str], State, State]:
             ["applied now", "starts from zero"],
         ),
         ({"outer_optimizer": OuterOptimizer(name="sgd")}, ["its state starts from zero"]),
+        ({"outer_optimizer": OuterOptimizer(name="adam")}, ["its state starts from zero"]),
     ],
 )
 def test_a_restart_takes_over_what_it_can(

@@ -122,7 +122,7 @@ def test_parts_are_read_by_islands_with_other_ranks(senders: int, readers: int, 
         # Two equal parts have the mean of one.
         theta, slots = states[0].outer.clone(), [slot.clone() for slot in states[0].slots]
         mean = values.clone()
-        outer_step(config.outer_optimizer, theta, mean, slots)
+        outer_step(config.outer_optimizer, theta, mean, slots, 1)
         copies._content = [mine, mine]
         copies.advance(0, 1, config.outer_optimizer.lr, [3, 4], [senders] * 2, [codec] * 2)
         assert torch.equal(copies.fragments[0].versions[1], mean)
@@ -134,7 +134,7 @@ def test_parts_are_read_by_islands_with_other_ranks(senders: int, readers: int, 
 
 # --- arithmetic -----------------------------------------------------------------------------------
 
-OPTIMIZERS = ["nesterov", "sgd"]
+OPTIMIZERS = ["nesterov", "sgd", "adam"]
 FORMATS = ["fp32", "fp4_e3m0", "int8", "topk"]
 
 

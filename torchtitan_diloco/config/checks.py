@@ -17,7 +17,8 @@ READ_WITH: dict[tuple[str, tuple[str, ...]], tuple[str, ...]] = {
     ("lr_schedule.decay", ("cosine", "linear", "wsd")): ("floor",),
     ("activation_checkpoint.mode", ("every_nth",)): ("every",),
     ("diloco.fragments.pattern", ("strided", "sequential")): ("layers_per_fragment", "blocks"),
-    ("diloco.outer_optimizer.name", ("nesterov", "momentum")): ("momentum",),
+    ("diloco.outer_optimizer.name", ("nesterov", "momentum", "adam")): ("momentum",),
+    ("diloco.outer_optimizer.name", ("adam",)): ("beta2", "epsilon"),
 }
 """A setting and some of its values, and the settings of the section that only these values use."""
 

@@ -120,9 +120,10 @@ class Data:
     """Folder that caches the tokens of text corpora."""
     shuffle: bool = True
     """Read the sequences in random order, with a new order in each epoch. Depends on `run.seed`."""
-    shard_by: Literal["none", "random"] = "none"
-    """Assignment of sequences to workers. `none`: all workers share all. `random`: each worker has
-    an equal random part of its own."""
+    shard_by: Literal["none", "random", "clusters"] = "none"
+    """Text of each worker. `none`: all share all. `random`: an equal random part of the sequences.
+    `clusters`: documents that are alike, for which shards need `prepare --clusters`. Means are
+    weighted by their tokens."""
     loader_processes: NotNegative = 0
     """Loader processes per rank. 0: read in the training process, which is usually fast enough."""
 

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchtitan_diloco.config.schema import Data
+from torchtitan_diloco.data.clusters import add_clusters
 from torchtitan_diloco.data.shards import (
     FORMAT_VERSION,
     INDEX_NAME,
@@ -54,13 +55,18 @@ Tokenised = tuple[int, Split, npt.NDArray[np.uint32], bool]
 """Number of a piece, its split, its tokens, and whether a document of the split ends with it."""
 
 
-def open_split(data: Data, tokenizer: Tokenizer, split: Split) -> TokenShards:
-    """Open the tokens of one split."""
+def open_split(data: Data, tokenizer: Tokenizer, split: Split, clusters: int = 0) -> TokenShards:
+    """Open the tokens of one split.
+
+    `clusters`: those into which text is divided, if any; shards must have them already.
+    """
     own, corpus = data.validation_corpus, data.corpus
     if split == "train" or not own:
         # With a corpus of its own for validation, all of this text is for training.
         fraction = 0.0 if own else data.validation_fraction
         folder = _folder(data, "data.corpus", tokenizer, fraction)
+        if clusters and not _is_shard_folder(corpus):
+            add_clusters(folder, tokenizer, clusters)
         return TokenShards(folder, split, tokenizer)
     if own == corpus and not _is_shard_folder(own):
         raise UserError(
@@ -251,7 +257,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     add = parser.add_argument
     sources = "stdlib; files, folders, globs with commas; or hf:NAME[/SUBSET][:SPLIT]"
-    add("--source", required=True, help=sources)
+    add("--source", help=f"{sources}; not needed to add clusters to finished shards")
     tokenizers = "bytes, an encoding of tiktoken such as gpt2, or a tokenizer.json"
     add("--tokenizer", default="bytes", help=tokenizers)
     add("--out", required=True, type=Path, help="folder of the shards")
@@ -263,17 +269,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--begin-token", action="store_true", help=begin)
     field = "field of the text in JSON lines and data sets"
     add("--text-field", default=TEXT_FIELD, metavar="NAME", help=field)
+    clusters = 'also divide the documents into clusters, for data.shard_by = "clusters"'
+    add("--clusters", type=whole_number, metavar="NUMBER", help=clusters)
     options = parser.parse_args(arguments)
+    if not options.source and not options.clusters:
+        parser.error("--source is missing")
     try:
-        done = prepare(
+        tokenizer = build_tokenizer(options.tokenizer)
+        done = bool(options.source) and prepare(
             open_corpus(options.source, options.text_field),
-            build_tokenizer(options.tokenizer),
+            tokenizer,
             options.out,
             validation_fraction=options.validation_fraction,
             shard_tokens=options.shard_tokens,
             max_tokens=options.max_tokens,
             begin=options.begin_token,
         )
+        if options.clusters:
+            done |= add_clusters(options.out, tokenizer, options.clusters)
     except UserError as error:
         parser.exit(2, f"error: {error}\n")
     except KeyboardInterrupt:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from torchtitan_diloco.data.clusters import ClusterDocuments
 from torchtitan_diloco.data.shards import TokenShards
 from torchtitan_diloco.hardware import end_with_parent
 from torchtitan_diloco.log import STOP_SIGNALS, UserError
@@ -45,6 +46,8 @@ class Stream(NamedTuple):
     block: int = 0
     """Streams take turns of this many samples in one common order. 0: each stream has a fixed
     random part of the sequences, and its own order."""
+    clusters: bool = False
+    """With block 0, each stream has the documents of its clusters instead."""
 
     def positions(self, samples: Indices) -> Indices:
         """Return the positions of samples of this stream in the order that it reads."""
@@ -114,16 +117,12 @@ class TrainLoader:
         pin_memory: bool = False,
     ) -> None:
         """Start at position `start`. With a stream, `rank`, `ranks` and `start` refer to it."""
-        self._stream = stream or Stream(0, 1, block=1)
-        part = (
-            (0, 1)
-            if self._stream.block
-            else (
-                self._stream.number % self._stream.streams,
-                self._stream.streams,
-            )
-        )
-        self._reader = SequenceReader(tokens, sequence_length, *part)
+        stream = self._stream = stream or Stream(0, 1, block=1)
+        part = stream.number % stream.streams, stream.streams
+        read = ClusterDocuments(tokens, *part) if stream.clusters else tokens
+        self.share = len(read) / len(tokens)  # of all tokens to train on
+        whole = stream.block or stream.clusters
+        self._reader = SequenceReader(read, sequence_length, *((0, 1) if whole else part))
         self._order = partial(
             sequence_indices, sequences=self._reader.sequences, seed=seed, shuffle=shuffle
         )

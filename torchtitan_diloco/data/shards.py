@@ -51,12 +51,21 @@ class SplitIndex(msgspec.Struct):
     shards: list[Shard] = []
 
 
+class Clusters(msgspec.Struct, frozen=True):
+    """Documents of the split to train on, divided into clusters."""
+
+    file: str  # ends of all documents, then the cluster of each, as 8 bytes
+    checksum: int
+    tokens: list[int]  # of each cluster
+
+
 class Index(msgspec.Struct):
     """Content of `corpus.json`."""
 
     format_version: int
     settings: dict[str, Any]
     splits: dict[Split, SplitIndex]
+    clusters: list[Clusters] = []
 
 
 def token_type(vocab_size: int) -> np.dtype[Any]:
@@ -189,13 +198,14 @@ class TokenShards:
         self.folder, self.name = folder, f"the {split} split of {folder}"
         index = read_index(self.folder / INDEX_NAME)
         self._shards, settings = index.splits[split].shards, index.settings
+        self.clusters = index.clusters
         self._vocab_size = settings["vocab_size"]
         if not self._shards:
             raise UserError(
                 f"{self.name} has no tokens: change data.validation_fraction (of `prepare`: "
                 "--validation-fraction), or set data.validation_corpus"
             )
-        made_with = settings["tokenizer_fingerprint"]
+        self.tokenizer, made_with = settings["tokenizer"], settings["tokenizer_fingerprint"]
         if tokenizer and tokenizer.fingerprint != made_with:
             raise UserError(
                 f'data.tokenizer = "{tokenizer.name}" ({tokenizer.fingerprint}), but {folder} was '
@@ -219,17 +229,17 @@ class TokenShards:
         return int(self._ends[-1])
 
     def read(self, start: int, stop: int) -> Tokens:
-        """Return tokens start to stop - 1, also across shards. The result may be read-only."""
+        """Return tokens start to stop - 1, also across pieces. The result may be read-only."""
         assert 0 <= start < stop <= len(self), f"{start}:{stop} of {len(self)} tokens"
         first, last = np.searchsorted(self._ends, [start, stop - 1], side="right").tolist()
         found = []
         for number in range(first, last + 1):
             begin = int(self._ends[number - 1]) if number else 0
             end = min(stop, int(self._ends[number]))
-            found.append(self._read_shard(number, max(start, begin) - begin, end - begin))
+            found.append(self._read_piece(number, max(start, begin) - begin, end - begin))
         return found[0] if len(found) == 1 else np.concatenate(found)
 
-    def _read_shard(self, number: int, start: int, stop: int) -> Tokens:
+    def _read_piece(self, number: int, start: int, stop: int) -> Tokens:
         path = self.folder / self._shards[number].file
         tokens = _map_shard(path, self._vocab_size)
         if number not in self._checked:

@@ -1,8 +1,8 @@
 """Who slows the others down, or has failed: verdicts from what workers say of themselves.
 
 Everything is a duration on one machine, so clocks may differ. A worker is judged by the median of
-the others. A verdict needs two rounds in a row, and ends after two rounds without its cause. There
-is no I/O and no clock in this module.
+the others. A verdict needs two rounds and some seconds, and ends after as many without its
+cause. There is no I/O and no clock in this module.
 """
 
 import math
@@ -23,8 +23,8 @@ NOISE = 4.0
 """It also exceeds the usual deviation from the others by this factor."""
 LINK_RATIO, EVERYBODY_RATIO = 1.5, 1.3
 """A transfer takes this multiple of the usual time, and all steps that of the time before."""
-IN_A_ROW, OF_LINKS = 2, 3
-"""Rounds until a verdict begins or ends, and of links, whose rates vary more."""
+IN_A_ROW = 2
+"""Rounds with a cause until a verdict begins, and rounds in a row without it until it ends."""
 HISTORY, FEWEST = 32, 4
 """Rounds that are remembered, and that tell what is usual."""
 
@@ -65,8 +65,10 @@ REMEDY = {
 }
 
 
-LINKS = {Kind.LINK, Kind.SENDING, Kind.RECEIVING}
 STEPS = {Kind.COMPUTE, Kind.DATA, Kind.SAVE}
+SETTLED = dict.fromkeys((*STEPS, Kind.LINK, Kind.SENDING, Kind.RECEIVING), 5.0)
+SETTLED[Kind.EVERYBODY] = 10.0
+"""Seconds for which it also has to last, as two rounds of a small model are soon over."""
 LINK_ENDS = re.compile(" -> | - ")
 
 
@@ -92,6 +94,18 @@ class Verdict:
         return f"{culprit}: {kind}{name} since step {self.since}: {self.evidence}; {REMEDY[kind]}"
 
 
+@dataclass
+class Suspicion:
+    verdict: Verdict
+    first: float
+    last: float
+    rounds: int = 0
+    missed: int = 0
+    """Rounds since the last one with the cause."""
+    stands: bool = False
+    """Whether it is a verdict."""
+
+
 class Judge:
     """Call `note` after each round."""
 
@@ -100,33 +114,36 @@ class Judge:
         """Latest deviations from the others, as shares of a step."""
         self._usual: dict[str, deque[float]] = {}
         """Latest medians over workers of what all should notice."""
-        self._suspected: dict[Cause, tuple[int, Verdict]] = {}
-        """Rounds in a row, up to those that make a verdict."""
-        self.verdicts: dict[Cause, Verdict] = {}
+        self._suspicions: dict[Cause, Suspicion] = {}
 
-    def note(self, seen: Mapping[str, Report], step: int, cycle: float) -> list[Verdict]:
+    @property
+    def verdicts(self) -> dict[Cause, Verdict]:
+        return {cause: one.verdict for cause, one in self._suspicions.items() if one.stands}
+
+    def note(
+        self, seen: Mapping[str, Report], step: int, cycle: float, now: float
+    ) -> list[Verdict]:
         """Return verdicts that begin or end.
 
-        `cycle`: seconds of a cycle, in which each fragment has a round.
+        `cycle`: seconds of a cycle, in which each fragment has a round. `now`: in seconds.
         """
-        found = dict(self._suspects(seen, cycle))
-        changed = list[Verdict]()
+        found, changed = dict(self._suspects(seen, cycle)), list[Verdict]()
         for cause, text in found.items():
-            before = self._suspected.get(cause)
-            count, verdict = before or (0, Verdict(cause, text, step))
-            needed = OF_LINKS if cause.kind in LINKS else IN_A_ROW
-            count, verdict = min(count + 1, needed), replace(verdict, evidence=text)
-            self._suspected[cause] = count, verdict
-            if count == needed:
-                changed += [] if cause in self.verdicts else [verdict]
-                self.verdicts[cause] = verdict
-        for cause, (count, verdict) in list(self._suspected.items()):
-            if cause not in found:
-                self._suspected[cause] = count - 1, verdict
-                if count == 1:
-                    del self._suspected[cause]
-                    if self.verdicts.pop(cause, None):
-                        changed.append(replace(verdict, over=True))
+            new = Suspicion(Verdict(cause, text, step), first=now, last=now)
+            one = self._suspicions.setdefault(cause, new)
+            one.verdict = replace(one.verdict, evidence=text)
+            one.last, one.rounds, one.missed = now, one.rounds + 1, 0
+            settled = now - one.first >= SETTLED.get(cause.kind, 0.0)
+            if not one.stands and settled and one.rounds >= IN_A_ROW:
+                one.stands = True
+                changed.append(one.verdict)
+        for cause in self._suspicions.keys() - found.keys():
+            one = self._suspicions[cause]
+            one.missed += 1
+            healed = not one.stands or now - one.last >= SETTLED.get(cause.kind, 0.0)
+            if healed and one.missed >= IN_A_ROW:
+                del self._suspicions[cause]
+                changed += [replace(one.verdict, over=True)] if one.stands else []
         return changed
 
     def _suspects(self, seen: Mapping[str, Report], cycle: float) -> Iterator[tuple[Cause, str]]:

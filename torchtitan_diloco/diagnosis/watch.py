@@ -47,7 +47,7 @@ class Diagnosis:
         reports = {name + suffix: report for name, report in peers.reports().items()}
         cycle = peers.schedule.sync_every * self._telemetry.vitals().step
         self._check_that_it_fits(reports, peers.schedule.sync_every, cycle)
-        for verdict in self._judge.note(reports, step, cycle):
+        for verdict in self._judge.note(reports, step, cycle, time.monotonic()):
             if not rank or verdict.cause.kind in OF_RANKS:
                 self._say(verdict, step)
         standing = [] if rank else list(self._judge.verdicts.values())
@@ -55,6 +55,15 @@ class Diagnosis:
         if standing and time.monotonic() > self._said + REPEAT_SECONDS:
             for verdict in standing:
                 self._say(verdict)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        """Add the standing verdicts to an error, which launchers and their logs show."""
+        if error is not None:
+            for verdict in self._judge.verdicts.values():
+                error.add_note(str(verdict))
 
     def _check_that_it_fits(
         self, reports: Mapping[str, Report], sync_every: int, cycle: float

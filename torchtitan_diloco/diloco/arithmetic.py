@@ -28,17 +28,19 @@ KNOWN = {
     "fp4_e3m0": "80147f3a 86b1381a d4644d04",
     "ternary": "fe9f6388 bb19cdb2 4d15965a",
     "topk": "80d47658 ea25c718 74542591",
-    "nesterov": "9bee3edc 16533b01",
-    "momentum": "eccca50e 16533b01",
-    "sgd": "9718f6b8 64a1cccb",
+    "nesterov": "9bee3edc 16533b01 6ef47a3e",
+    "momentum": "eccca50e 16533b01 6ef47a3e",
+    "sgd": "9718f6b8 64a1cccb 6ef47a3e",
+    "adam": "7aaf77a9 a8f37ed4 c51430ee",
 }
 """Hashes of what each format and outer step makes: encoded, decoded, and averaged values, or the
-next copy and the momentum. Other ones are another arithmetic, which needs another run."""
+next copy and both moments. Other ones are another arithmetic, which needs another run."""
 IDENTITY = hashlib.sha256(repr(KNOWN).encode()).hexdigest()[:16]
 VALUES = 20 * UNIT + 7
 """Enough for several programs of a GPU kernel, and for vectors with a rest."""
 OPTIMIZERS = get_args(get_type_hints(OuterOptimizer)["name"])
-CODEC_PARTS, STEP_PARTS = ("encode", "decode", "average"), ("next copy", "momentum")
+CODEC_PARTS = "encode", "decode", "average"
+STEP_PARTS = "next copy", "momentum", "second moment"
 
 
 def numbers(count: int, seed: int) -> Tensor:
@@ -69,11 +71,12 @@ def run_codec(name: CodecName, device: torch.device) -> list[Tensor]:
 
 @torch.no_grad()
 def run_step(name: str, device: torch.device) -> list[Tensor]:
-    """Return the next shared copy and the momentum."""
+    """Return the next shared copy, the momentum and the second moment."""
     config = OuterOptimizer(name=name)  # type: ignore[arg-type]
-    theta, delta, momentum = (numbers(VALUES, seed).to(device) for seed in range(3))
-    outer_step(config, theta, delta, [momentum][: slot_count(config)])
-    return [delta, momentum]
+    theta, delta, momentum, second = (numbers(VALUES, seed).to(device) for seed in range(4))
+    slots = [momentum, second.square_()]
+    outer_step(config, theta, delta, slots[: slot_count(config)], 3)
+    return [delta, *slots]
 
 
 @cache

@@ -34,12 +34,16 @@ class Fragments(Section):
 class OuterOptimizer(Section):
     """Outer optimizer, which applies the mean change of the workers to the shared parameters."""
 
-    name: Literal["nesterov", "momentum", "sgd"] = "nesterov"
+    name: Literal["nesterov", "momentum", "sgd", "adam"] = "nesterov"
     """Update rule. `sgd` with lr 1 is plain averaging (FedAvg, Local SGD)."""
     lr: Annotated[float, Meta(gt=0, le=100)] = 0.4
     """Outer learning rate."""
     momentum: Annotated[float, Meta(ge=0, lt=1)] = 0.9
-    """Decay rate of the momentum. Not for `sgd`."""
+    """Decay rate of the momentum, or of the first moment of `adam`. Not for `sgd`."""
+    beta2: Annotated[float, Meta(ge=0, lt=1)] = 0.99
+    """Decay rate of the second moment of `adam`."""
+    epsilon: Annotated[float, Meta(gt=0)] = 0.1
+    """Number that `adam` adds to the root of the second moment. The paper needs a large one."""
 
 
 @dataclass(frozen=True)
@@ -223,7 +227,7 @@ def advice(config: DiLoCoConfig, total_steps: int) -> list[str]:
             f"; with fewer than about {FEW_ROUNDS} the loss stays behind data parallelism: lower "
             "diloco.sync_every or train longer"
         )
-    step_size = outer.lr / (1 - outer.momentum * (outer.name != "sgd"))
+    step_size = outer.lr / (1 - outer.momentum * (outer.name in ("nesterov", "momentum")))
     if every <= 10 and config.overlap.mixing < 0.25 and step_size > 5:
         found.append(
             f"diloco.outer_optimizer.lr = {outer.lr:g} with momentum {outer.momentum:g}, "

@@ -56,7 +56,7 @@ class OuterState:
         self.outer, self.delta, *self.slots = self._buffers
         # What this worker has not sent yet.
         self.residual = self.slots.pop() if is_sparse else None
-        self.norms = DeltaNorms()
+        self.norms, self.outer_steps = DeltaNorms(), 0
         self.checksum = 0
         self._block_norms: list[Tensor] = []
         self._staging: Tensor | None = None
@@ -97,12 +97,13 @@ class OuterState:
         """Start over from the model, with zero optimizer state and residual."""
         for buffer in self._buffers:
             buffer.zero_()
-        self.norms, self._staging = DeltaNorms(), None
+        self.norms, self._staging, self.outer_steps = DeltaNorms(), None, 0
         self.read_model()
 
-    def resume(self, delta_norms: list[float], *, in_flight: bool) -> None:
-        """Continue from loaded buffers. `in_flight`: `delta` holds the next shared copy."""
-        self.norms = DeltaNorms(delta_norms)
+    def resume(self, delta_norms: list[float], outer_steps: int, *, in_flight: bool) -> None:
+        """Continue from loaded buffers, whose optimizer state so many outer steps have made.
+        `in_flight`: `delta` holds the next shared copy."""
+        self.norms, self.outer_steps = DeltaNorms(delta_norms), outer_steps
         self.checksum = checksum(self.delta if in_flight else self.outer)
         self._staging = self.delta.to(self._model_device) if in_flight and self._on_host else None
 
@@ -215,12 +216,13 @@ class OuterState:
         norm of the mean, otherwise NaN.
         """
         config = AVERAGE if average else self._config
+        self.outer_steps += not average
         rows, mean_square = list[Tensor](), 0.0 if measured else math.nan
         buffers = (self.outer, self.delta, *self.slots)
         for theta, delta, *slots in zip(*(one.split(self._block) for one in buffers), strict=True):
             if measured:
                 mean_square += square(delta)
-            outer_step(config, theta, delta, slots)
+            outer_step(config, theta, delta, slots, self.outer_steps)
             rows.append(row_sums(delta))
         self.checksum = checksum_of(rows)
         self._stage()

@@ -226,7 +226,7 @@ def describe_settings(config: DiLoCoConfig, states: Sequence[OuterState]) -> lis
     memory = sum(state.bytes for state in states)
     place = "GPU" if states[0].outer.is_cuda else "host"
     end, first = overlap.mixing_end, config.beginning
-    momentum = f" momentum {outer.momentum:g}" * slot_count(outer)
+    momentum = f" momentum {outer.momentum:g}" * (slot_count(outer) > 0)
     residual = " and what was not sent yet" * build_codec(wire).is_sparse
     falling = "" if end is None else f", at the end {end:g}"
     beginning = (

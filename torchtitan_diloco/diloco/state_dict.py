@@ -23,7 +23,9 @@ from torchtitan_diloco.log import UserError
 Facts = dict[str, Any]
 Named = dict[str, Tensor]
 
-KINDS = SHARED, NEXT, MOMENTUM, RESIDUAL = "outer", "next", "momentum", "residual"
+SHARED, NEXT, RESIDUAL = "outer", "next", "residual"
+SLOTS = "momentum", "second_moment"
+KINDS = SHARED, NEXT, *SLOTS, RESIDUAL
 """Kinds of tensors; their names are KIND/PARAMETER."""
 OPTIMIZER = "diloco.outer_optimizer.name"
 
@@ -63,11 +65,11 @@ class SavedState:
     facts: Facts
     """This worker's, fit for JSON: `step`, `progress`, `settings`, `layout` (for each fragment its
     parameters), `in_flight` (fragments in the order they were sent), `healed` (fragments so far),
-    and `fragments`: for each the `weight` of steps not sent yet, its `delta_norms`, and if in
-    flight `sent_step`, `participants`, `flags`."""
+    and `fragments`: for each the `weight` of steps not sent yet, its `delta_norms`, the
+    `outer_steps` of its optimizer state, and if in flight `sent_step`, `participants`, `flags`."""
     tensors: Named
-    """Equal on all workers: outer/NAME, next/NAME (fragments in flight), momentum/NAME. This
-    worker's: residual/NAME."""
+    """Equal on all workers: outer/NAME, next/NAME (fragments in flight), momentum/NAME,
+    second_moment/NAME. This worker's: residual/NAME."""
 
     @staticmethod
     def template(
@@ -150,7 +152,8 @@ def save(
     """Copy a state to host memory, after the exchanges of its fragments in flight."""
     saved = SavedState(facts | {"fragments": []}, {})
     for index, (state, weight) in enumerate(zip(states, weights, strict=True)):
-        record = {"weight": weight, "delta_norms": list(state.norms.latest)}
+        record: Facts = {"weight": weight, "delta_norms": list(state.norms.latest)}
+        record["outer_steps"] = state.outer_steps
         if (round_ := in_flight.get(index)) is not None:
             record |= {one: getattr(round_, one) for one in ("sent_step", "participants", "flags")}
         for kind, buffer in buffers_of(state, in_flight=round_ is not None).items():
@@ -163,7 +166,7 @@ def save(
 
 def buffers_of(state: OuterState, *, in_flight: bool) -> Named:
     """Return the buffers of a fragment that are saved, by their kind."""
-    known = [(SHARED, state.outer), *((MOMENTUM, slot) for slot in state.slots)]
+    known = [(SHARED, state.outer), *zip(SLOTS, state.slots, strict=False)]
     known += [(NEXT, state.delta)] * in_flight
     return dict(known if state.residual is None else [*known, (RESIDUAL, state.residual)])
 
@@ -205,7 +208,8 @@ def load(
     if OPTIMIZER in changed:
         old, new = before[OPTIMIZER], settings[OPTIMIZER]
         notes.append(f"{OPTIMIZER} was {old} and is {new}: its state starts from zero")
-        values[MOMENTUM] = {}
+        values |= {kind: {} for kind in SLOTS}
+        fragments = [one | {"outer_steps": 0} for one in fragments]
     is_sparse = states[0].residual is not None
     if values[RESIDUAL] and not is_sparse:
         notes.append("diloco.quantization.codec was topk: what it has not sent is given up")
@@ -217,7 +221,7 @@ def load(
                 fill(state, buffer, values[kind])
             else:  # what was not saved starts from zero
                 buffer.zero_()
-        state.resume(record["delta_norms"], in_flight=index in in_flight)
+        state.resume(record["delta_norms"], record["outer_steps"], in_flight=index in in_flight)
     return fragments, in_flight, notes
 
 

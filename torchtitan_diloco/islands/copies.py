@@ -255,7 +255,7 @@ class Copies:
                 block = BLOCK if new.device.type == "cpu" else max(1, new.numel())
                 buffers = (one.split(block) for one in (theta, new, *copy.state.slots))
                 for before, mean, *slots in zip(*buffers, strict=True):
-                    outer_step(optimizer, before, mean, slots)
+                    outer_step(optimizer, before, mean, slots, version)
             else:
                 new.copy_(theta)
             copy.versions[version] = new

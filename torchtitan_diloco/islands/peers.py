@@ -30,7 +30,7 @@ from torchtitan_diloco.diloco.meeting import code_fingerprint
 from torchtitan_diloco.diloco.object_collectives import broadcast_object
 from torchtitan_diloco.diloco.peers import Apply, Peers, Send, local_share
 from torchtitan_diloco.diloco.round import InFlight, Round
-from torchtitan_diloco.diloco.state_dict import SavedState
+from torchtitan_diloco.diloco.state_dict import SHARED, SLOTS, SavedState
 from torchtitan_diloco.diloco.transport import NOT_FINITE, OUTLIER
 from torchtitan_diloco.diloco.vitals import Report
 from torchtitan_diloco.islands.changes import MIXING, TOTAL_TOKENS
@@ -374,11 +374,12 @@ class IslandPeers(Peers):
     ) -> SavedState:
         copies = self._copies.fragments
         facts["in_flight"] = []
-        facts["fragments"] = [{"weight": 0.0, "delta_norms": []} for _ in copies]
+        own = {"weight": 0.0, "delta_norms": []}
+        facts["fragments"] = [own | {"outer_steps": copy.newest} for copy in copies]
         if self._leader is not None:
             facts["island"] = self._leader.state_to_save()
-        for copy in copies:  # sgd has no momentum
-            for kind, buffer in zip((saving.SHARED, saving.MOMENTUM), copy.buffers(), strict=False):
+        for copy in copies:  # sgd has no slots
+            for kind, buffer in zip((SHARED, *SLOTS), copy.buffers(), strict=False):
                 tensors |= saving.named(kind, copy.state, buffer.to("cpu", copy=True), mesh)
         return SavedState(facts, tensors)
 
