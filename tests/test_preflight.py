@@ -12,7 +12,7 @@ from torchtitan_diloco.config import Config, load_config
 from torchtitan_diloco.data.train_tokenizer import main as train_tokenizer
 from torchtitan_diloco.launch import main
 from torchtitan_diloco.log import UserError
-from torchtitan_diloco.preflight import check_inputs
+from torchtitan_diloco.preflight import check_inputs, missing
 
 
 def test_all_that_is_missing_is_listed_at_once(
@@ -31,6 +31,9 @@ def test_all_that_is_missing_is_listed_at_once(
     source = "--source hf:allenai/c4/en:train"
     assert f"tokenizer {source} --vocab-size 32000 --out data/c4-32k.json" in error
     assert re.search(rf"prepare {source} .* --max-tokens 25\d{{9}}\n", error), "20 a parameter"
+    with patch("torchtitan_diloco.preflight.find_spec", return_value=None):
+        own = {"data.corpus": "stdlib", "data.tokenizer": "bytes"}
+        assert not [*missing(load_config("35m", own))], "nothing is read from the hub"
     assert main(["--config", "llama-8b", "--print-config"]) == 0
     download = "hf download meta-llama/Llama-3.1-8B --local-dir data/Llama-3.1-8B"
     error = capsys.readouterr().err

@@ -88,14 +88,11 @@ def available_cores() -> int:
 
 
 def crowded(threads: int) -> str:
-    """Return a warning if the machine has much more to compute than it has cores, else ""."""
+    """Return a warning if this machine has much more to compute than it has cores, else ""."""
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
-    if threads == 1 or load < 1.5 * cores:
-        return ""
-    return (
-        f"the load is {load:.1f} on {cores} cores, and this process has {threads} threads: if "
-        "other programs use the same cores, OMP_NUM_THREADS=1 can make it many times as fast"
-    )
+    text = f"load {load:.1f} on {cores} cores, {threads} threads in this process: if other programs"
+    text += " compute on the same cores, OMP_NUM_THREADS=1 can make all many times as fast"
+    return text if threads > 1 and load > 1.5 * cores else ""
 
 
 def interfaces() -> dict[str, str]:

@@ -51,7 +51,8 @@ def main(arguments: list[str], module: str = "torchtitan_diloco.train") -> int:
     try:
         config = from_command_line(arguments)
         if config is None:  # --help or --print-config
-            _say_what_is_missing(arguments)
+            if not {"--help", "-h"}.intersection(arguments):
+                _say_what_is_missing(arguments)
             return 0
         from torchtitan_diloco.preflight import check_inputs
 
@@ -91,11 +92,11 @@ def main(arguments: list[str], module: str = "torchtitan_diloco.train") -> int:
 
 def _say_what_is_missing(arguments: list[str]) -> None:
     """After `--print-config`, say what the run would need first."""
-    if "--print-config" in arguments and not {"--help", "-h"}.intersection(arguments):
+    config = from_command_line([word for word in arguments if word != "--print-config"])
+    if config is not None:
         from torchtitan_diloco.preflight import missing
 
-        config = from_command_line([word for word in arguments if word != "--print-config"])
-        for line in missing(config) if config else ():
+        for line in missing(config):
             _say(f"# before the start: {line}")
 
 

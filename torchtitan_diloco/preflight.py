@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable, Iterator
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -22,23 +21,27 @@ PUBLISHED = {
 
 def check_inputs(config: Config) -> None:
     """Raise an error that lists all that is missing here, or that does not fit together."""
-    if found := [*missing(config)] or [*_unfit(config)]:
+    if found := [*missing(config)] or [*_tried(_check_model, config)]:
         count = "1 thing" if len(found) == 1 else f"{len(found)} things"
         raise UserError("\n  ".join([f"{count} to do before this run can start:", *found]))
 
 
 def missing(config: Config) -> Iterator[str]:
     """Yield what is to be installed, downloaded and prepared, in this order."""
-    data, weights = config.data, Path(config.model.weights).expanduser()
+    files, islands = [*_missing_files(config)], config.islands
     packages = {
-        "nats": config.islands.join or config.islands.local,
-        "wandb": config.metrics.wandb,
-        "datasets": data.source.startswith(HUGGING_FACE_PREFIX) and not Path(data.corpus).exists(),
+        "nats": ("islands", islands.join or islands.local),
+        "wandb": ("wandb", config.metrics.wandb),
+        "datasets": ("hf", any(f"--source {HUGGING_FACE_PREFIX}" in one for one in files)),
     }
-    extras = {"nats": "islands", "datasets": "hf"}
-    for package, needed in packages.items():
+    for package, (extra, needed) in packages.items():
         if needed and find_spec(package) is None:
-            yield f"install {package}: {install_command(extras.get(package, package))}"
+            yield f"install {package}: {install_command(extra)}"
+    yield from files
+
+
+def _missing_files(config: Config) -> Iterator[str]:
+    data, weights = config.data, Path(config.model.weights).expanduser()
     absent = config.model.weights and not weights.exists() and not _goes_on(config)
     if absent:
         remedy = "give the folder of an export, or of a Llama or Qwen3 of transformers"
@@ -47,15 +50,15 @@ def missing(config: Config) -> Iterator[str]:
         yield f'model.weights = "{config.model.weights}": there is no such file or folder: {remedy}'
     tokenizer = Path(data.tokenizer).expanduser()
     if not (absent and tokenizer.is_relative_to(weights)):  # else it comes with the weights
-        yield from _tried(lambda: _check_tokenizer(config))
+        yield from _tried(_check_tokenizer, config)
     for key in ("data.corpus", "data.validation_corpus"):
         if key == "data.corpus" or data.validation_corpus:
-            yield from _tried(partial(find_corpus, data, key, lambda: _prepare_options(config)))
+            yield from _tried(find_corpus, data, key, lambda: _prepare_options(config))
 
 
-def _tried(check: Callable[[], object]) -> Iterator[str]:
+def _tried(check: Callable[..., object], *arguments: object) -> Iterator[str]:
     try:
-        check()
+        check(*arguments)
     except UserError as error:
         yield str(error)
 
@@ -87,15 +90,12 @@ def _prepare_options(config: Config) -> list[str]:
     return ["--max-tokens", str(plan.total_steps * plan.tokens_per_step), *begin]
 
 
-def _unfit(config: Config) -> Iterator[str]:
-    """Yield what does not fit together in the settings of the model and the files."""
+def _check_model(config: Config) -> None:
+    """Raise an error if the settings of the model, the tokenizer and the weights do not fit."""
     from torchtitan_diloco.export.weights import check_weights
     from torchtitan_diloco.models import build_model, vocabulary_rows
 
-    def check() -> None:
-        rows = vocabulary_rows(config.model, build_tokenizer(config.data.tokenizer).vocab_size)
-        model = build_model(config.model, rows, config.training.sequence_length)
-        if config.model.weights and not _goes_on(config):
-            check_weights(model, config.model.weights)
-
-    yield from _tried(check)
+    rows = vocabulary_rows(config.model, build_tokenizer(config.data.tokenizer).vocab_size)
+    model = build_model(config.model, rows, config.training.sequence_length)
+    if config.model.weights and not _goes_on(config):
+        check_weights(model, config.model.weights)

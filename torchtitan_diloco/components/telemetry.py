@@ -121,7 +121,7 @@ class Telemetry:
         """Of the latest logged step that was published."""
         self.applied = list[Round]()
         """Rounds that were applied in the last step."""
-        self._crowded = ""
+        self._warned = False
         self._steps = deque[tuple[float, float]](maxlen=RECENT)
         self._save_seconds = 0.0
 
@@ -219,10 +219,10 @@ class Telemetry:
             "worker/elapsed_seconds": self.elapsed_seconds,
         }
         record |= self._rates(record)
-        if not self._crowded and self.world.device.type == "cpu":
-            self._crowded = crowded(torch.get_num_threads())
-            if self._crowded:
-                logger.warning(self._crowded)
+        warning = "" if self._warned else crowded(torch.get_num_threads())
+        if warning and self.world.device.type == "cpu":
+            self._warned = True
+            logger.warning(warning)
         line = _console_line(record, *self._progress(step, None if run is None else run.steps))
         fragments = self._outer.fragments
         rounds = [round_record(one, fragments[one.fragment], self._clock) for one in self._rounds]

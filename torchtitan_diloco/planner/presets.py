@@ -15,8 +15,7 @@ SMALL_TOKENS = 2**16
 
 def presets_table(gpus: int, mfu: float) -> str:
     """Return the table for workers of so many GPUs, at a share `mfu` of the peak."""
-    columns = ["preset", "parameters", "tokens", "GPUs", "GiB a GPU", "time", "GB on disk"]
-    columns.append("GB sent by a worker")
+    columns = "preset, parameters, tokens, GPUs, GiB a GPU, time, GB on disk, GB sent by a worker"
     rows = []
     for name in shipped_configs():
         config = load_config(name)
@@ -42,7 +41,7 @@ def presets_table(gpus: int, mfu: float) -> str:
         )
         rows.append((plan.parameters, cells))
     return (
-        f"{markdown_table(columns, [cells for _, cells in sorted(rows)])}\n\n"
+        f"{markdown_table(columns.split(', '), [cells for _, cells in sorted(rows)])}\n\n"
         f"{gpus} GPUs a worker, time at {mfu:.0%} of an {GPU}'s peak; GiB without activations, "
         "with outer state (on the host if it is large); 1 GB = 10^9 bytes"
     )
