@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "data": {"config", "diloco.fields"},
     "components": {"config", "diloco", "distributed", "models", "data"},
     "diagnosis": {"config", "diloco", "distributed", "components"},
-    "planner": {"config", "diloco", "models", "components", "report"},
+    "planner": {"config", "diloco", "islands", "models", "components", "report"},
     "export": {"config", "diloco", "distributed", "models", "data", "components"},
     "report": {"config", "components", "islands"},
 }

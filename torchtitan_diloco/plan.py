@@ -19,22 +19,29 @@ from torchtitan_diloco.config import Config, from_command_line, load_config
 from torchtitan_diloco.config.loader import CONFIGS_FOLDER, find_config
 from torchtitan_diloco.config.schema import flat_settings, format_value
 from torchtitan_diloco.diloco.link import STREAM_BYTES
+from torchtitan_diloco.diloco.schedule import Schedule
 from torchtitan_diloco.log import UserError, command_line
 from torchtitan_diloco.planner.paper import SYNC_EVERY, paper_table
 
 if TYPE_CHECKING:
     from torchtitan_diloco.diloco.config import DiLoCoConfig
-    from torchtitan_diloco.planner.prediction import Conditions
+    from torchtitan_diloco.planner.prediction import Conditions, Workload
 
 _BANDWIDTH = re.compile(r"(\d*\.?\d+)\s*([kmgt]?)(bits?|bytes?|b)(?:ps|/s)?", re.IGNORECASE)
-_DURATION = re.compile(r"(\d*\.?\d+)\s*(|us|ms|s)", re.IGNORECASE)
-_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
+_SECONDS["y"] = 365 * _SECONDS["d"]
+_DURATION = re.compile(rf"(\d*\.?\d+)\s*(|{'|'.join(_SECONDS)})", re.IGNORECASE)
 _PREFIXES = {"T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3, "": 1.0, "m": 1e-3, "u": 1e-6}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     try:
         words = list(sys.argv[1:] if arguments is None else arguments)
+        if "--failures" in words:
+            options, settings = _parse_failures(words)
+            if config := from_command_line(["--config", options.config, *settings]):
+                _plan_failures(options, config)
+            return 0
         options, settings = _parse(words)
         if options.table:
             print(f"Gbit/s for a utilisation, H = {SYNC_EVERY} (arXiv 2501.18512, Table 4)\n")
@@ -42,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         if config := from_command_line(["--config", options.config, *settings]):
             _plan(options, config)  # otherwise --print-config was answered
-    except ValueError as error:
+    except (ValueError, argparse.ArgumentError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
@@ -65,6 +72,7 @@ def _parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--utilisation", type=float, default=0.95, help="wanted share of the time (0.95)")
     add("--write", type=Path, help="write the chosen settings as a TOML that extends the config")
     add("--table", action="store_true", help="print the paper's table of bandwidths")
+    add("--failures", action="store_true", help="predict what failures cost: --failures --help")
     options, settings = parser.parse_known_args(words)
     if options.config is None and not options.table:
         raise UserError("give a model: --config 1b, or --table alone for the paper's models")
@@ -73,20 +81,101 @@ def _parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return options, settings
 
 
-def _plan(options: argparse.Namespace, config: Config) -> None:
-    """Print the ladder, and write the chosen settings if wanted."""
+def _parse_failures(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Return the options of `plan --failures`, and the remaining words, which are settings."""
+    prog = f"{command_line('plan')} --failures"
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        usage=f"{prog} --chips N --mtbf TIME [options]",
+        description="Predict goodput when chips fail, and find how many islands are enough, and "
+        "how often to save a checkpoint. TIME has a unit: s, min, h, d or y.",
+        epilog="Settings can be given as well: --diloco.sync_every 50. See docs/report-and-plan.md",
+        allow_abbrev=False,
+        exit_on_error=False,
+    )
+    add, time = parser.add_argument, partial(parser.add_argument, metavar="TIME")
+    add("--failures", action="store_true", help=argparse.SUPPRESS)
+    add("--chips", type=int, metavar="N", help="accelerators of all islands together")
+    time("--mtbf", type=parse_duration, help="mean time between two failures of a chip, as in 3y")
+    add("--islands", type=int, nargs="+", metavar="N", default=[2, 4, 8], help="default 2 4 8")
+    seconds = partial(parse_duration, default_unit="s")
+    time("--detect", type=seconds, default=30.0, help="until a failure is known (30s)")
+    time("--restart", type=seconds, default=120.0, help="until new processes have started (2min)")
+    time("--rejoin", type=seconds, default=60.0, help="until these train with the others (1min)")
+    time("--save", type=seconds, default=10.0, help="for which a checkpoint stops training (10s)")
+    time("--checkpoint", type=seconds, help="from one checkpoint to the next (the best)")
+    time("--step-time", type=seconds, default=1.0, help="of an inner step (1s)")
+    time("--grace", type=seconds, help="islands.grace_seconds, if not those of the config")
+    add("--quorum", type=int, metavar="N", help="islands.quorum, if not that of the config")
+    add("--config", metavar="NAME_OR_PATH", default="1b", help="settings of the islands (1b)")
+    add("--plot", type=Path, metavar="FILE", help="draw what is lost, as .svg or .png")
+    add("--table", action="store_true", help="print the goodput in Decoupled DiLoCo's paper")
+    options, settings = parser.parse_known_args(words)
+    if not options.table and None in (options.chips, options.mtbf):
+        raise UserError("give --chips 512 and --mtbf 3y, or --table alone for the paper's runs")
+    return options, settings
+
+
+def _plan_failures(options: argparse.Namespace, config: Config) -> None:
+    """Print what failures cost."""
+    from torchtitan_diloco.planner.absence import Rules  # imports torch
+    from torchtitan_diloco.planner.failures import (
+        Fleet,
+        absence_cost,
+        outlooks,
+        outlooks_text,
+        published_text,
+        write_plot,
+    )
+
+    if options.table:
+        print(f"goodput of 1.2M chips, MTBF 1 year (arXiv 2604.21428)\n\n{published_text()}")
+        return
+    times = options.mtbf, options.detect, options.restart, options.rejoin, options.save
+    fleet, diloco = Fleet(options.chips, *times), config.diloco
+    quorum, grace = options.quorum, options.grace
+    quorum = config.islands.quorum if quorum is None else quorum
+    grace = config.islands.grace_seconds if grace is None else grace
+    fragments = len(_workload(config).fragments(diloco.fragments))
+    schedule = Schedule(diloco.sync_every, fragments, diloco.overlap.delay)
+    rules = [Rules(count, schedule, options.step_time, quorum, grace) for count in options.islands]
+    found, chosen = outlooks(fleet, rules, options.checkpoint)
+    print(
+        f"{fleet.chips:,} chips, MTBF {fleet.mtbf / _SECONDS['y']:.3g} years; H {diloco.sync_every}"
+        f", tau {diloco.overlap.delay}, {fragments} fragments, steps of {options.step_time:g} s, "
+        f"grace {grace:g} s, quorum {quorum}\n"
+    )
+    print(f"{outlooks_text(found, chosen)}\n")
+    cost = absence_cost(fleet, rules[0])
+    print(
+        "* are the fewest islands within 0.1 points of the best. By the rules of the islands, an "
+        f"absence costs each of the others {cost.others_wait:.2g} s, and the absent one the work "
+        f"of {cost.lost_steps:.2g} steps and at least {cost.rejoins:.2g} s to rejoin"
+    )
+    if options.plot is not None:
+        write_plot(options.plot, fleet, rules)
+        print(f"\nwrote {options.plot}")
+
+
+def _workload(config: Config) -> "Workload":
     # These import torch, which --help and --table do not need.
     from torchtitan_diloco.data.tokenizer import build_tokenizer
     from torchtitan_diloco.models import vocabulary_rows
-    from torchtitan_diloco.planner.ladder import climb, ladder_text
     from torchtitan_diloco.planner.prediction import Workload
 
-    if config.diloco.workers == 1:
-        raise UserError("diloco.workers = 1: there are no links; give --diloco.workers 2 or more")
     rows = config.model.vocab_size
     if rows is None:
         rows = vocabulary_rows(config.model, build_tokenizer(config.data.tokenizer).vocab_size)
-    load = Workload.of(config, rows)
+    return Workload.of(config, rows)
+
+
+def _plan(options: argparse.Namespace, config: Config) -> None:
+    """Print the ladder, and write the chosen settings if wanted."""
+    from torchtitan_diloco.planner.ladder import climb, ladder_text  # imports torch
+
+    if config.diloco.workers == 1:
+        raise UserError("diloco.workers = 1: there are no links; give --diloco.workers 2 or more")
+    load = _workload(config)
     conditions = _conditions(options, load.workers)
     tried, best = climb(load, conditions, config.diloco, options.utilisation)
     link = f"{quantity(conditions.bits_per_second, 'bit/s')}, latency "

@@ -1,5 +1,7 @@
-"""Choose settings of the outer loop for a link: docs/report-and-plan.md.
+"""Choose settings of the outer loop for a link, and predict what failures cost:
+docs/report-and-plan.md.
 
 `ladder` tries settings one after the other, `prediction` simulates a run with them, and `paper` is
-the paper's own model, which prints its table.
+the paper's own model, which prints its table. `failures` predicts goodput, with what `absence`
+measures on the rules of the islands.
 """
