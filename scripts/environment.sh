@@ -56,7 +56,7 @@ set_up() { # EXTRAS
     exec 9>>"$VENV/lock" # locked until file descriptor 9 is closed
     "$base" -c "$LOCK" >&2 2>/dev/null || true # some file systems have no locks
     if ! is_complete "$VENV/bin/python" "$1"; then # another start may have made it meanwhile
-        say "setting up $VENV (minutes; later starts skip this)"
+        say "setting up $VENV (minutes, once; $INSTALL_LOG shows how far it is)"
         # A package that pip was interrupted in looks installed, so an unfinished set-up begins again.
         if [ -e "$UNFINISHED" ] || ! is_recent "$VENV/bin/python"; then
             rm -rf "$VENV/bin" "$VENV/lib" "$VENV/lib64" "$VENV/pyvenv.cfg"

@@ -358,7 +358,7 @@ def _validate_both(chosen: dict[str, str]) -> tuple[list[float], list[float]]:
             validator = trainer.validator
             assert validator.validated is not None
             shared.append(validator.validated[1])
-            local.append(validate(trainer.model, validator.batches, trainer.world).loss)
+            local.append(validate(trainer.model, validator.batches, trainer.world, 1).loss)
 
     with around_steps(before=compare):
         train(chosen)

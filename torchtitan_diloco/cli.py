@@ -18,6 +18,7 @@ COMMANDS = {
     "export": ("export export", "write the weights for other programs"),
     "islands": ("islands", "serve and watch a run of islands"),
     "doctor": ("doctor", "check this machine, and that machines see each other"),
+    "tokenizer": ("data.train_tokenizer", "train a tokenizer on a corpus"),
     "prepare": ("data.corpus", "tokenise a corpus"),
 }
 """Module, with its first argument if any, and description of each command."""

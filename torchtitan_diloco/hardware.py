@@ -87,6 +87,14 @@ def available_cores() -> int:
     return os.cpu_count() or 1
 
 
+def crowded(threads: int) -> str:
+    """Return a warning if this machine has much more to compute than it has cores, else ""."""
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    text = f"load {load:.1f} on {cores} cores, {threads} threads in this process: if other programs"
+    text += " compute on the same cores, OMP_NUM_THREADS=1 can make all many times as fast"
+    return text if threads > 1 and load > 1.5 * cores else ""
+
+
 def interfaces() -> dict[str, str]:
     """Return the IPv4 address of each network interface that has one. Only on Linux."""
     found = {}

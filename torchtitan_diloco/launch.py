@@ -51,7 +51,12 @@ def main(arguments: list[str], module: str = "torchtitan_diloco.train") -> int:
     try:
         config = from_command_line(arguments)
         if config is None:  # --help or --print-config
+            if not {"--help", "-h"}.intersection(arguments):
+                _say_what_is_missing(arguments)
             return 0
+        from torchtitan_diloco.preflight import check_inputs
+
+        check_inputs(config)
         if config.islands.local:
             return run_local_islands(config, arguments)
         launch, arguments = prepare(config, arguments)
@@ -83,6 +88,16 @@ def main(arguments: list[str], module: str = "torchtitan_diloco.train") -> int:
             code=1,
         )
     return 0
+
+
+def _say_what_is_missing(arguments: list[str]) -> None:
+    """After `--print-config`, say what the run would need first."""
+    config = from_command_line([word for word in arguments if word != "--print-config"])
+    if config is not None:
+        from torchtitan_diloco.preflight import missing
+
+        for line in missing(config):
+            _say(f"# before the start: {line}")
 
 
 def run_local_islands(config: Config, arguments: list[str]) -> int:

@@ -41,7 +41,7 @@ from torchtitan_diloco.components.run_plan import (
 )
 from torchtitan_diloco.components.summary import log_summary
 from torchtitan_diloco.components.telemetry import Batch, StepResult, Telemetry
-from torchtitan_diloco.components.validation import Validator
+from torchtitan_diloco.components.validation import Validator, count_text_bytes
 from torchtitan_diloco.config import Config, to_toml
 from torchtitan_diloco.config.checks import run_warnings
 from torchtitan_diloco.config.schema import flat_settings, portable
@@ -75,7 +75,6 @@ class Trainer:
         """Number of ranks of all workers, including those of other islands."""
         self.island: IslandRun | None = None
         self.start = find_start(world, config.checkpoint.resume, config.run.folder)
-        logger.info(f"{'reading':<10} {config.data.corpus}, tokenizer {config.data.tokenizer}")
         tokenizer = self.tokenizer = build_tokenizer(config.data.tokenizer)
         check_tokenizer(self.start.manifest, tokenizer.name, tokenizer.fingerprint)
         self.vocab_size = vocabulary_rows(config.model, tokenizer.vocab_size)
@@ -84,7 +83,7 @@ class Trainer:
         self.flops_per_token = self.model.flops_per_token(length)
         self.streams = config.islands.slots or config.workers
         clusters = self.streams if config.data.shard_by == "clusters" else 0
-        self.tokens = open_split(config.data, tokenizer, "train", self._tokens_of_run, clusters)
+        self.tokens = open_split(config.data, tokenizer, "train", clusters)
         self._agree()
 
         self.resumed = self._resumed_state()
@@ -156,8 +155,8 @@ class Trainer:
             log_early_end(*about, island=self.island is not None)
         is_plain = self.island is None and config.data.shard_by == "none"
         has_control = is_plain and self.start.manifest is None
-        validated = self.validator.validated
-        log_summary(telemetry, folder, step=self.step, validated=validated, has_control=has_control)
+        validated, bits = self.validator.validated, self.validator.bits_per_byte
+        log_summary(telemetry, folder, self.step, validated, bits, has_control=has_control)
         if checkpointer.failure:
             raise UserError(
                 f"the last checkpoint could not be saved: {checkpointer.failure}; make room and "
@@ -302,10 +301,6 @@ class Trainer:
         started = {"start_step": start.step, "start_tokens": start.tokens}
         return plan_run(self.config.training, *sizes, **started, muon=muon)
 
-    def _tokens_of_run(self) -> int:
-        plan = self._plan_run(RunState())
-        return plan.total_steps * plan.tokens_per_step
-
     def _build_model(self) -> None:
         config, device = self.config, self.world.device
         # Tokens of islands are counted in their log.
@@ -364,6 +359,7 @@ class Trainer:
             self.world,
             self.outer,
             self.resumed.validated,
+            count_text_bytes(batches, self.tokenizer),
         )
 
     def _log_plan(self) -> None:

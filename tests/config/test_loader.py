@@ -64,6 +64,21 @@ def test_values_on_the_command_line() -> None:
     assert config.diloco.fragments.modules == (("blocks.0", "head"), ("blocks.1",))
 
 
+def test_the_warm_up_that_is_given_last_counts(tmp_path: Path) -> None:
+    def warmup(**given: str) -> int:
+        found = load_config(child, {f"lr_schedule.{key}": one for key, one in given.items()})
+        return found.lr_schedule.warmup(1000)
+
+    table = "[lr_schedule]\nwarmup_fraction = 0.2\n"
+    child = write(tmp_path, "own.toml", f"extends = 'llama-8b.toml'\n{table}")
+    assert warmup() == 200
+    assert warmup(warmup_steps="30") == 30
+    assert warmup(warmup_steps="0") == 0
+    assert warmup(warmup_fraction="0.05") == 50
+    both = error_of(child, **{"lr_schedule.warmup_steps": "3", "lr_schedule.warmup_fraction": "1"})
+    assert "lr_schedule.warmup_steps already sets the length of the warm-up" in both
+
+
 @pytest.mark.parametrize(
     ("words", "reason"),
     [

@@ -20,7 +20,7 @@ def test_a_config_builds_and_repeats_nothing_that_it_inherits(name: str) -> None
     counts = model.parameter_counts()
     size = config.diloco.workers * max(1, config.parallel.fsdp)
     plan = plan_run(config.training, size, counts["total"], counts["embedding"])
-    assert plan.total_steps > config.lr_schedule.warmup_steps
+    assert plan.total_steps > config.lr_schedule.warmup(plan.total_steps)
     assert not [line for line in advice(config.diloco, plan.total_steps) if name != "debug"]
     assert not list(unused_settings(config))
     assert config.run.description

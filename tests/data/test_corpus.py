@@ -13,12 +13,13 @@ import pytest
 from tests.conftest import REPOSITORY
 from tests.data.conftest import MakeShards
 from tests.processes import DIED, ProcessPool
-from tests.test_trainer import settings, train
+from torchtitan_diloco.config import load_config
 from torchtitan_diloco.config.schema import Data
 from torchtitan_diloco.data.corpus import open_split
 from torchtitan_diloco.data.shards import TokenShards
 from torchtitan_diloco.data.tokenizer import build_tokenizer
 from torchtitan_diloco.log import command_line
+from torchtitan_diloco.preflight import check_inputs
 
 BYTES = build_tokenizer("bytes")
 
@@ -91,8 +92,10 @@ def test_a_missing_folder_names_the_command_that_makes_it(data: Data, tmp_path: 
         open_split(dataclasses.replace(wanted, source=""), BYTES, "train")
     subprocess.run(command, shell=True, cwd=REPOSITORY, capture_output=True, check=True)
     assert ends(open_split(wanted, BYTES, "train")) == 20
-    with pytest.raises(ValueError, match=r"--out .*none --max-tokens 3072"):  # 8 x 12 x 32
-        train(settings(tmp_path, data__corpus=tmp_path / "none"))
+    with pytest.raises(ValueError, match=r"--out .*none --max-tokens 16384"):  # 8 x 2,048
+        check_inputs(
+            load_config("debug", {"data.corpus": f"{tmp_path}/none", "training.steps": "8"})
+        )
     for corpus in ("{}/a.txt", "{}/*", "{}/a,{}/b"):  # these are no names of folders
         with pytest.raises(ValueError, match=r"data\.corpus: (cannot read|.* has no text)"):
             open_split(Data(corpus=corpus.replace("{}", f"{tmp_path}/new")), BYTES, "train")

@@ -61,6 +61,13 @@ def test_a_file_compresses_and_its_fingerprint_is_of_its_content(
     assert len({own.fingerprint, other.fingerprint, BYTES.fingerprint}) == 3
 
 
+@given(st.text())
+def test_marks_of_documents_have_no_bytes(own: Tokenizer, text: str) -> None:
+    for one in (own, BYTES):
+        ids = [one.end_of_document, *one.encode(text).tolist(), one.end_of_document]
+        assert one.text_bytes(ids) == len(text.encode())
+
+
 def test_limits_and_added_tokens_of_a_file_are_left_out(
     own: Tokenizer, file: Path, tmp_path: Path
 ) -> None:

@@ -89,7 +89,8 @@ def test_the_shared_parameters_are_those_of_any_worker(trained: Path, corpus: Pa
 
 
 def loss(capsys: Capture, *words: object) -> float:
-    (found,) = re.findall(r"loss (\d+\.\d+), perplexity", printed(capsys, "validate", *words))
+    text = printed(capsys, "validate", *words)
+    (found,) = re.findall(r"loss (\d+\.\d+), \d\.\d+ bits per byte, perplexity", text)
     return float(found)
 
 

@@ -27,7 +27,7 @@ os.execv(sys.argv[1], sys.argv[1:])
 def test_two_runs_at_once(tmp_path: Path) -> None:
     argument = "a b/$HOME/${local_rank}/$$.txt"
     with (
-        launcher(tmp_path / "a", "meet", "--data.corpus", argument) as a,
+        launcher(tmp_path / "a", "meet", "--data.source", argument) as a,
         launcher(tmp_path / "b", "meet", environment={"OMP_NUM_THREADS": "7"}) as b,
     ):
         assert (a.wait(), b.wait()) == (0, 0), a.printed() + b.printed()

@@ -54,7 +54,7 @@ def step_records(steps: int, *, seconds: float = 0.5, seed: int = 0) -> list[dic
             }
         )
         if step % 100 == 0:
-            records.append({"step": step, "loss/val": loss + 0.05})
+            records.append({"step": step, "loss/val": loss + 0.05, "loss/bits_per_byte": 1.5})
     return records
 
 

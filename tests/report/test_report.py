@@ -71,7 +71,7 @@ def test_facts_and_figures_of_a_run(runs: Path) -> None:
         told.items()
         >= {
             "tokens": ("9,830,400", "of the run, 600 steps"),
-            "time": ("0:05:00", "days, h:mm:ss, with validations"),
+            "time": ("0:05:00", "h:mm:ss, with validations"),
             "sent by each worker": ("90.0 MB", "counted in the buffers"),
             "communication hidden": (f"{100 * (1 - 0.05 / 1.2):.1f} %", "of the exchanges' time"),
         }.items()

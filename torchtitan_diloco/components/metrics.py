@@ -23,6 +23,7 @@ class Metric(NamedTuple):
 
 
 METRICS = {
+    "loss/bits_per_byte": Metric("bits per byte", "of the same text as loss/val", RUN),
     "loss/train": Metric("nats per token", "of the workers' own parameters", JOB),
     "loss/val": Metric("nats per token", "of the shared parameters, on held-out text", RUN),
     "speed/mfu_percent": Metric("percent", "of the GPUs' bf16 peak"),

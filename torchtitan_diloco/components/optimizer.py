@@ -55,11 +55,11 @@ def build_optimizer(model: nn.Module, config: Optimizer, total_steps: int) -> to
 def lr_factor(step: float, total_steps: int, config: LrSchedule) -> float:
     """Return the share of the peak learning rate in `step`, which is 1 to `total_steps`. It is
     without state, so a resumed run has nothing to restore."""
-    if step < config.warmup_steps:
-        return step / config.warmup_steps
+    start = config.warmup(total_steps)
+    if step < start:
+        return step / start
     if config.decay == "constant":
         return 1.0
-    start = config.warmup_steps
     if config.decay == "wsd":
         start = max(start, total_steps - round(config.decay_fraction * total_steps))
     progress = min(1.0, max(0.0, (step - start) / max(1, total_steps - start)))
@@ -144,7 +144,7 @@ class SkippedSteps:
         if self.in_a_row > self.limit:
             raise UserError(
                 f"more than training.max_skipped_steps = {self.limit} steps up to step {step} had "
-                "gradients that are not finite: lower optimizer.lr, or raise the warmup_steps"
+                "gradients that are not finite: lower optimizer.lr, or lengthen the warm-up"
             )
         return True
 

@@ -118,20 +118,20 @@ def log_plan(
     """Log how the numbers of the run are derived, one line each."""
     ranks, start = world.ranks_per_worker, plan.start_step
     workers = plan.ranks // ranks
-    here = f", of which {world.size} here" if plan.ranks > world.size else ""
+    here = f", of which {world.size} ranks here" if plan.ranks > world.size else ""
     gib = plan.inner_bytes * plan.parameters / ranks / GIB
     total_tokens, each = plan.tokens_at(plan.total_steps), f"{plan.tokens_per_step:,}"
     resumed = f"({plan.start_tokens:,} tokens up to step {start:,}, then {each} a step)"
     steps = resumed if start else f"x {each} tokens"
     lines = {
-        "version": f"torchtitan_diloco {__version__}, torch {torch.__version__}",
-        "device": describe_device(world.device),
-        "processes": f"{workers} workers x {ranks} ranks = {plan.ranks}{here}",
+        "version": f"torchtitan_diloco {__version__}, torch {torch.__version__}, "
+        f"{describe_device(world.device)}",
         "model": f"{model_line}: {plan.parameters:,} parameters, {plan.embedding_parameters:,} of "
         "them embedding",
         "data": data_line,
         "step": f"{workers} workers x {ranks} ranks x {plan.accumulation} micro-batches x "
-        f"{training.batch_size} sequences x {training.sequence_length:,} tokens = {each} tokens",
+        f"{training.batch_size} sequences x {training.sequence_length:,} tokens = {each} tokens"
+        f"{here}",
         "run": f"{plan.total_steps:,} steps {steps} = {total_tokens:,} tokens = "
         f"{total_tokens / plan.parameters:.1f} per parameter",
         "memory": f"{plan.parameters:,} parameters x {plan.inner_bytes:.3g} bytes / {ranks} ranks"

@@ -1,5 +1,6 @@
 """The table at the end of a run."""
 
+import math
 import os
 import shlex
 from pathlib import Path
@@ -12,9 +13,10 @@ from torchtitan_diloco.log import LOCAL_ISLANDS, clock, command_line, logger
 def log_summary(
     telemetry: Telemetry,
     folder: Path,
-    *,
     step: int,
     validated: tuple[int, float] | None,
+    bits_per_byte: float,
+    *,
     has_control: bool,
 ) -> None:
     """Log the table, with the times of the first worker.
@@ -23,8 +25,11 @@ def log_summary(
     """
     totals, rows = telemetry.totals, {}
     if validated is not None:
-        text = f"{validated[1]:.4f} nats per held-out token, after step {validated[0]}"
-        rows["loss of the shared model"] = text
+        rows["loss of the shared model"] = (
+            f"{validated[1]:.4f} nats per held-out token"
+            f"{'' if math.isnan(bits_per_byte) else f', {bits_per_byte:.4f} bits per byte'}"
+            f", after step {validated[0]}"
+        )
     if telemetry.workers > 1:
         rows |= _bytes(totals, telemetry, step)
         if has_control and "worker/sent_bytes" in totals:
@@ -47,7 +52,8 @@ def _bytes(totals: Totals, telemetry: Telemetry, step: int) -> dict[str, str]:
     gradients = "(bf16 gradients, every step)"
     if (sent := totals.get("worker/sent_bytes")) is None:
         return {"sent between workers": f"about {would_send} {by_each} {gradients}"}
-    ratio = f", {expected / sent:,.1f} times as much" if sent else ""
+    whole = totals.get("worker/fragments_applied", 0) >= telemetry.fragments  # a cycle
+    ratio = f", {expected / sent:,.1f} times as much" if sent and whole else ""
     return {
         "sent between workers": f"{sent / 1e6:,.1f} {by_each}, as counted",
         "data parallelism would send": f"{would_send} MB {gradients}{ratio}",

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
+import torch
 from torch import Tensor
 
 from torchtitan_diloco.components.metrics import (
@@ -32,7 +33,7 @@ from torchtitan_diloco.diloco.round import Round
 from torchtitan_diloco.diloco.vitals import Vitals
 from torchtitan_diloco.distributed.collectives import PendingSum
 from torchtitan_diloco.distributed.world import World
-from torchtitan_diloco.hardware import GIB, peak_flops, peak_memory_bytes
+from torchtitan_diloco.hardware import GIB, crowded, peak_flops, peak_memory_bytes
 from torchtitan_diloco.log import clock, logger
 
 Batch = tuple[Tensor, Tensor]
@@ -109,6 +110,7 @@ class Telemetry:
         )
         kept = self.files.kept
         self._started -= max((one.get("worker/elapsed_seconds", 0) for one in kept), default=0)
+        self.fragments = len(outer.fragments)
         self.totals = totals_of(kept, streaming=bool(outer.fragments))
         """Sums over the records of this worker, including those before a resume."""
         now = time.time()
@@ -119,6 +121,7 @@ class Telemetry:
         """Of the latest logged step that was published."""
         self.applied = list[Round]()
         """Rounds that were applied in the last step."""
+        self._warned = False
         self._steps = deque[tuple[float, float]](maxlen=RECENT)
         self._save_seconds = 0.0
 
@@ -216,6 +219,10 @@ class Telemetry:
             "worker/elapsed_seconds": self.elapsed_seconds,
         }
         record |= self._rates(record)
+        warning = "" if self._warned else crowded(torch.get_num_threads())
+        if warning and self.world.device.type == "cpu":
+            self._warned = True
+            logger.warning(warning)
         line = _console_line(record, *self._progress(step, None if run is None else run.steps))
         fragments = self._outer.fragments
         rounds = [round_record(one, fragments[one.fragment], self._clock) for one in self._rounds]

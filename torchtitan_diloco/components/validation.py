@@ -11,6 +11,7 @@ from torch import nn
 
 from torchtitan_diloco.components.loss import loss_head
 from torchtitan_diloco.components.telemetry import Batch, Telemetry
+from torchtitan_diloco.data.tokenizer import Tokenizer
 from torchtitan_diloco.diloco.fragments import drop_gathered
 from torchtitan_diloco.diloco.outer_loop import OuterLoop
 from torchtitan_diloco.distributed.collectives import PendingSum
@@ -22,6 +23,12 @@ class ValidationResult(NamedTuple):
     loss: float
     """Mean cross-entropy in nats per token."""
     tokens: int
+    text_bytes: int
+
+    @property
+    def bits_per_byte(self) -> float:
+        """Loss by which models with other tokenizers compare."""
+        return self.loss * self.tokens / (math.log(2) * max(1, self.text_bytes))
 
     @property
     def perplexity(self) -> float:
@@ -29,8 +36,13 @@ class ValidationResult(NamedTuple):
 
 
 @torch.no_grad()
-def validate(model: nn.Module, batches: Iterable[Batch], world: World) -> ValidationResult:
-    """Return the loss of the model. Every rank must have the same number of batches."""
+def validate(
+    model: nn.Module, batches: Iterable[Batch], world: World, text_bytes: int
+) -> ValidationResult:
+    """Return the loss of the model. Every rank must have the same number of batches.
+
+    `text_bytes`: of the targets of this rank.
+    """
     was_training = model.training
     model.eval()
     totals = torch.zeros(2, dtype=torch.float64)
@@ -40,8 +52,15 @@ def validate(model: nn.Module, batches: Iterable[Batch], world: World) -> Valida
         totals += torch.stack([sums.cross_entropy.double(), sums.tokens.double()]).cpu()
     model.train(was_training)
     drop_gathered(model)
-    cross_entropy, tokens = PendingSum(world, totals.tolist(), "in a validation").result()
-    return ValidationResult(cross_entropy / tokens, int(tokens))
+    sums = PendingSum(world, [*totals.tolist(), float(text_bytes)], "in a validation")
+    cross_entropy, tokens, text = sums.result()
+    return ValidationResult(cross_entropy / tokens, int(tokens), int(text))
+
+
+def count_text_bytes(batches: Iterable[Batch], tokenizer: Tokenizer) -> int:
+    """Return the bytes of the text of all targets."""
+    rows = (row[row >= 0].tolist() for _, targets in batches for row in targets)  # not padding
+    return sum(map(tokenizer.text_bytes, rows))
 
 
 @dataclass
@@ -54,16 +73,20 @@ class Validator:
     outer: OuterLoop
     validated: tuple[int, float] | None
     """Step and loss of the last validation."""
+    text_bytes: int
+    bits_per_byte: float = math.nan
+    """Of the last validation."""
 
     def validate(self, step: int, telemetry: Telemetry) -> float:
         """Validate, report the result, and return the duration in seconds."""
         started = time.perf_counter()
         with self.outer.global_parameters():
-            result = validate(self.model, self.batches, self.world)
+            result = validate(self.model, self.batches, self.world, self.text_bytes)
         self.validated = step, result.loss
-        telemetry.write(step, {"loss/val": result.loss})
+        self.bits_per_byte = result.bits_per_byte
+        telemetry.write(step, {"loss/val": result.loss, "loss/bits_per_byte": result.bits_per_byte})
         logger.info(
             f"validation after step {step}: loss {result.loss:.4f}, "
-            f"perplexity {result.perplexity:,.2f} over {result.tokens:,} held-out tokens"
+            f"{result.bits_per_byte:.4f} bits per byte over {result.tokens:,} held-out tokens"
         )
         return time.perf_counter() - started

@@ -8,6 +8,8 @@ from torchtitan_diloco.islands.config import Islands, islands_mistakes
 
 RUN_LENGTH = ("training.steps", "training.tokens", "training.tokens_per_parameter")
 """Exactly one of these settings is not 0."""
+WARMUP = ("lr_schedule.warmup_steps", "lr_schedule.warmup_fraction")
+"""At most one of these settings is not 0."""
 
 READ_WITH: dict[tuple[str, tuple[str, ...]], tuple[str, ...]] = {
     ("optimizer.name", ("muon",)): ("matrix_lr", "momentum"),
@@ -29,6 +31,8 @@ def config_mistakes(config: Config) -> Mistakes:
         yield RUN_LENGTH[0], f"the run has no length: set one of {', '.join(RUN_LENGTH)}"
     elif len(lengths) > 1:
         yield lengths[1], f"{lengths[0]} already sets the length of the run: set one of them to 0"
+    if config.lr_schedule.warmup_steps and config.lr_schedule.warmup_fraction:
+        yield WARMUP[1], f"{WARMUP[0]} already sets the length of the warm-up: give one of them"
     islands = bool(config.islands.join or config.islands.local)
     if islands or config.diloco.method != "none":
         yield from diloco_mistakes(config.diloco, islands=islands)
@@ -68,7 +72,7 @@ def unused_settings(config: Config) -> Iterator[str]:
 def run_warnings(config: Config, total_steps: int) -> list[str]:
     """Return warnings about valid settings that are unlikely to be intended."""
     found = [*advice(config.diloco, total_steps), *unused_settings(config)]
-    warmup_steps = config.lr_schedule.warmup_steps
+    warmup_steps = config.lr_schedule.warmup(total_steps)
     if warmup_steps > total_steps:
         found.append(
             f"lr_schedule.warmup_steps = {warmup_steps} is longer than the run of {total_steps} "

@@ -184,13 +184,18 @@ class LrSchedule:
     """Learning-rate schedule of the inner optimizer."""
 
     warmup_steps: NotNegative = 1000
-    """Steps of linear warm-up from 0."""
+    """Steps of linear warm-up from 0. This or `warmup_fraction`, whichever was given last."""
+    warmup_fraction: Fraction = 0.0
+    """Length of the warm-up as a fraction of the run."""
     decay: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     """Shape after the warm-up. `wsd` keeps the peak and decays linearly at the end."""
     decay_fraction: Fraction = 0.2
     """Fraction of the steps in which `wsd` decays."""
     floor: Fraction = 0.05
     """Learning rate at the end of the run, as a fraction of the peak."""
+
+    def warmup(self, total_steps: int) -> int:
+        return self.warmup_steps or round(self.warmup_fraction * total_steps)
 
 
 @dataclass(frozen=True)

@@ -55,23 +55,16 @@ Tokenised = tuple[int, Split, npt.NDArray[np.uint32], bool]
 """Number of a piece, its split, its tokens, and whether a document of the split ends with it."""
 
 
-def open_split(
-    data: Data,
-    tokenizer: Tokenizer,
-    split: Split,
-    tokens_of_run: Callable[[], int] | None = None,
-    clusters: int = 0,
-) -> TokenShards:
+def open_split(data: Data, tokenizer: Tokenizer, split: Split, clusters: int = 0) -> TokenShards:
     """Open the tokens of one split.
 
-    `tokens_of_run` returns the tokens of a run, for the error that says how to prepare them.
     `clusters`: those into which text is divided, if any; shards must have them already.
     """
     own, corpus = data.validation_corpus, data.corpus
     if split == "train" or not own:
         # With a corpus of its own for validation, all of this text is for training.
         fraction = 0.0 if own else data.validation_fraction
-        folder = _folder(data, "data.corpus", tokenizer, fraction, tokens_of_run)
+        folder = _folder(data, "data.corpus", tokenizer, fraction)
         if clusters and not _is_shard_folder(corpus):
             add_clusters(folder, tokenizer, clusters)
         return TokenShards(folder, split, tokenizer)
@@ -86,36 +79,40 @@ def open_split(
     return TokenShards(folder, "validation" if held_out or own == corpus else "train", tokenizer)
 
 
-def _folder(
-    data: Data,
-    key: str,
-    tokenizer: Tokenizer,
-    fraction: float,
-    tokens_of_run: Callable[[], int] | None = None,
-) -> Path:
-    """Return the shard folder of a corpus. Tokenise the corpus if it is text."""
+def find_corpus(data: Data, key: str, options: Callable[[], list[str]] = list) -> Corpus | Path:
+    """Return the text, or the folder of shards, that a setting names. If neither is there, raise an
+    error that says how to prepare it, with `options`."""
     spec = data.corpus if key == "data.corpus" else data.validation_corpus
-    slug = re.sub(r"\W+", "-", spec.removeprefix(HUGGING_FACE_PREFIX)).strip("-")
     is_dataset = spec.startswith(HUGGING_FACE_PREFIX)
     if is_dataset or _is_shard_folder(spec):
         folder = Path(spec).expanduser()
         if (folder / INDEX_NAME).exists():
             return folder
         source = (data.source if key == "data.corpus" else "") or "TEXT"
-        source, out = (spec, f"corpora/{slug}") if is_dataset else (source, spec)
-        options = ["--source", source, "--tokenizer", data.tokenizer, "--out", out]
-        if tokens_of_run is not None:
-            options += ["--max-tokens", str(tokens_of_run())]
+        source, out = (spec, f"corpora/{_slug(spec)}") if is_dataset else (source, spec)
+        words = ["--source", source, "--tokenizer", data.tokenizer, "--out", out]
+        words += options() if key == "data.corpus" else []
         raise UserError(
             f'{key} = "{spec}" is no finished folder of token shards: set it to text, such as '
-            f'stdlib, or to "{out}" after\n    {command_line("prepare")} {shlex.join(options)}'
+            f'stdlib, or to "{out}" after\n    {command_line("prepare")} {shlex.join(words)}'
         )
     try:
-        corpus = open_corpus(spec)
+        return open_corpus(spec)
     except UserError as error:
         raise UserError(f"{key}: {error}") from error
+
+
+def _slug(spec: str) -> str:
+    return re.sub(r"\W+", "-", spec.removeprefix(HUGGING_FACE_PREFIX)).strip("-")
+
+
+def _folder(data: Data, key: str, tokenizer: Tokenizer, fraction: float) -> Path:
+    """Return the shard folder of a corpus. Tokenise the corpus if it is text."""
+    corpus = find_corpus(data, key)
+    if isinstance(corpus, Path):
+        return corpus
     made_of = f"{corpus.fingerprint[:8]}-{tokenizer.fingerprint[:8]}-{fraction:g}"
-    name = f"{slug[-40:]}-{made_of}-v{FORMAT_VERSION}"
+    name = f"{_slug(corpus.spec)[-40:]}-{made_of}-v{FORMAT_VERSION}"
     folder = Path(data.cache_folder).expanduser() / name
     if not (folder / INDEX_NAME).exists():
         prepare(corpus, tokenizer, folder, validation_fraction=fraction, wait=True)

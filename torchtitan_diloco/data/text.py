@@ -189,7 +189,8 @@ def _json_text(line: str, field: str, where: str) -> str:
 def _text_field(record: Any, field: str, where: str) -> str:
     text = record.get(field) if isinstance(record, dict) else None
     if not isinstance(text, str):
-        found = sorted(record) if isinstance(record, dict) else f"{record!r:.60}"
+        whole = text is not None or not isinstance(record, dict)
+        found = f"{record!r:.60}" if whole else sorted(record)
         raise UserError(
             f'{where}: no field "{field}" with a string in {found}: prepare it with --text-field'
         )

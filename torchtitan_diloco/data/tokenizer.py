@@ -38,6 +38,12 @@ class Tokenizer:
     decode: Callable[[list[int]], str]
     """Bytes that are not UTF-8 become U+FFFD."""
 
+    def text_bytes(self, ids: list[int]) -> int:
+        """Return the bytes of the text of some tokens. The begin and end of a document have none.
+        A character that is cut at either end may count a byte or two too many."""
+        marks = self.end_of_document, self.begin_of_document
+        return len(self.decode([one for one in ids if one not in marks]).encode())
+
 
 def build_tokenizer(spec: str) -> Tokenizer:
     """Build `bytes`, a named encoding of tiktoken, or the tokenizer of a `tokenizer.json`."""

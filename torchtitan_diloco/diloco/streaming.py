@@ -274,4 +274,11 @@ class StreamingDiLoCo:
     def describe(self) -> list[str]:
         """Describe settings, memory and fragments in lines for the start of a run."""
         settings = startup.describe_settings(self.config, self._states)
-        return [*self.peers.describe(), *settings, self.table()]
+        offsets = map(self.peers.schedule.offset, range(len(self.fragments)))
+        sizes = [4e-6 * fragment.parameters for fragment in self.fragments]
+        return [
+            *self.peers.describe(),
+            *settings,
+            f"{'fragments':<10} {len(sizes)} of {min(sizes):,.2f} to {max(sizes):,.2f} MB in fp32, "
+            f"in turn after steps {', '.join(map(str, offsets))} of each {self.config.sync_every}",
+        ]

@@ -16,7 +16,9 @@ from torchtitan_diloco.config.schema import Distributed
 from torchtitan_diloco.diloco.config import Link
 from torchtitan_diloco.diloco.liveness import Liveness
 from torchtitan_diloco.diloco.meeting import store_of_attempt, store_of_job
+from torchtitan_diloco.diloco.object_collectives import gather_objects
 from torchtitan_diloco.distributed.links import GLOO_INTERFACE, pick_streams
+from torchtitan_diloco.hardware import available_cores
 from torchtitan_diloco.log import UserError, logger
 
 WORKER, FSDP = "worker", "fsdp"
@@ -185,6 +187,14 @@ def join_world(
         ),
         streams=streams,
     )
+
+
+def share_cores(world: World) -> None:
+    """Share the cores of a machine between its ranks. The launcher, and torchrun with several ranks
+    on a node, have done so, but not two nodes of one rank each on one machine."""
+    here = gather_objects(socket.gethostname(), world.control).count(socket.gethostname())
+    if here > 1 and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, available_cores() // here))
 
 
 def world_of_one(device: torch.device, backend: str) -> World:

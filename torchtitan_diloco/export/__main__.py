@@ -20,7 +20,7 @@ from torch import Tensor
 
 from torchtitan_diloco import __version__
 from torchtitan_diloco.components.optimizer import compute_dtype
-from torchtitan_diloco.components.validation import validate
+from torchtitan_diloco.components.validation import count_text_bytes, validate
 from torchtitan_diloco.config import to_toml
 from torchtitan_diloco.data.corpus import open_split
 from torchtitan_diloco.data.loader import ValidationBatches
@@ -158,10 +158,12 @@ def print_loss(saved: SavedModel, options: argparse.Namespace) -> None:
         saved.model.to(device, compute_dtype(config.parallel.compute_dtype, device)),
         batches,
         World(rank=0, size=1, workers=1, device=device),
+        count_text_bytes(batches, saved.tokenizer),
     )
     print(saved, file=sys.stderr)
     print(
-        f"loss {result.loss:.4f}, perplexity {result.perplexity:,.2f} over {result.tokens:,} "
+        f"loss {result.loss:.4f}, {result.bits_per_byte:.4f} bits per byte, "
+        f"perplexity {result.perplexity:,.2f} over {result.tokens:,} "
         f"tokens ({batches.sequences:,} sequences of {length:,}) of "
         f"{data.validation_corpus or data.corpus}"
     )

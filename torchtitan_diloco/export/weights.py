@@ -30,10 +30,7 @@ def load_initial_weights(model: LanguageModel, path: str) -> None:
     """
     parameters = dict(model.named_parameters())
     parts = {name: {name: one.shape[0]} for name, one in parameters.items()}
-    given = Path(path).expanduser()
-    config = (given if given.is_dir() else given.parent) / CONFIG_NAME
-    if config.is_file():
-        _check_transformers_config(model, path, config)
+    if of_transformers := check_weights(model, path):
         parts = transformers_names(model)
     with open_weights(path) as stored:
         there = {name: file.get_slice(name).get_shape() for name, file in stored.items()}
@@ -42,7 +39,7 @@ def load_initial_weights(model: LanguageModel, path: str) -> None:
             for name, names in parts.items()
             for part, rows in names.items()
         }
-        if config.is_file():  # like transformers, ignore a tied head and stored frequencies
+        if of_transformers:  # like transformers, ignore a tied head and stored frequencies
             unused = {name for name in there if name.endswith((".inv_freq", "lm_head.weight"))}
             there = {name: there[name] for name in there.keys() - (unused - here.keys())}
         for name in {**here, **there}:
@@ -55,8 +52,14 @@ def load_initial_weights(model: LanguageModel, path: str) -> None:
     logger.info(f"{'weights':<10} {path}: {len(parameters)} tensors")
 
 
-def _check_transformers_config(model: LanguageModel, path: str, file: Path) -> None:
-    """Raise an error if a config.json of transformers describes another model."""
+def check_weights(model: LanguageModel, path: str) -> bool:
+    """Return whether weights have a config.json of transformers. Raise an error if it describes
+    another model, or if there are no weights."""
+    weight_files(path)
+    given = Path(path).expanduser()
+    file = (given if given.is_dir() else given.parent) / CONFIG_NAME
+    if not file.is_file():
+        return False
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
         differing = differing_settings(model, config)
@@ -66,6 +69,7 @@ def _check_transformers_config(model: LanguageModel, path: str, file: Path) -> N
     if differing:
         settings = " ".join(f"--model.{key} {json.dumps(one)}" for key, one in differing.items())
         raise UserError(f'model.weights = "{path}" is of another model: for it, set {settings}')
+    return True
 
 
 @contextmanager

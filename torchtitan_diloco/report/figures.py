@@ -130,11 +130,16 @@ def _loss(runs: Sequence[Run], title: str, x: Axis) -> Figure | None:
         curves.append(shared)
     whose = "; each island's own" if any(run.is_of_islands for run in runs) else ""
     caption = f"Training loss over the tokens of the run{whose}."
+    for run in runs:
+        name = f" of {run.name}" if len(runs) > 1 else ""
+        tokens = run.last(TOKENS)[1]
+        if run.parameters:
+            caption += f" Model{name}: {run.parameters:,} parameters, {tokens:,.0f} tokens."
     if any(curve.faint for curve in curves):
         caption += " Strong, with dots: loss of the shared model on held-out text."
     top = _top_of_axis(np.concatenate([curve.y for curve in curves]))
     if top is not None:
-        caption += " The highest losses, at most 1 in 50, are above the chart."
+        caption += " The highest losses, at most 1 in 10, are above the chart."
     return _line_figure(runs, title, caption, "nats per token", curves, x_label=x.label, top=top)
 
 
@@ -181,12 +186,12 @@ def _delays(run: Run) -> Figure | None:
 
 
 def _top_of_axis(losses: Array) -> float | None:
-    """Return an end of the axis that cuts off the first losses and rare spikes, if any."""
+    """Return an end of the axis that cuts off the first losses and spikes, if any."""
     losses = losses[np.isfinite(losses)]
-    if losses.size < 50:
+    if losses.size < 10:
         return None
-    low, usual = float(losses.min()), float(np.quantile(losses, 0.98, method="lower"))
-    top = usual + 0.05 * (usual - low)
+    low, usual = float(losses.min()), float(np.quantile(losses, 0.9, method="lower"))
+    top = usual + 0.1 * (usual - low)
     return top if low < usual and top < losses.max() else None
 
 

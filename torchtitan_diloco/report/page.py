@@ -128,15 +128,18 @@ def _facts(run: Run) -> dict[str, Cell]:
     whose = f", mean of {len(names)} islands" if len(names) > 1 else f", {owner}"
     whose = whose if run.is_of_islands else ""
     validation_note = f"nats per held-out token, step {validated:,}"
+    byte_note = "of the same text, with any tokenizer"
     tokens, elapsed = run.last("train/tokens")[1], run.last("worker/elapsed_seconds")[1]
+    days = "days, " if elapsed >= 86_400 else ""
     totals, exposed = run.totals, time_shares(run.totals)["exposed communication"]
     of_log = {name: Cell(text, "by its log") for name, text in run.headline.items()}
     return {
         "loss of the shared model": _cell(shared_loss, _loss, validation_note),
+        "in bits per byte": _cell(run.last("loss/bits_per_byte")[1], _loss, byte_note),
         "training loss": _cell(loss, _loss, f"nats per token, {owner}, step {trained:,}"),
         "tokens": _cell(tokens, _count, f"of the run, {run.last_step:,} steps{steps_of}"),
         **of_log,
-        "time": _cell(elapsed, clock, "days, h:mm:ss, with validations"),
+        "time": _cell(elapsed, clock, f"{days}h:mm:ss, with validations"),
         "tokens/s": _cell(run.tokens_per_second, _count, f"{scope}, median"),
         **_sent_bytes(run, whose),
         "communication hidden": _cell(

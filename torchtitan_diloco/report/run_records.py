@@ -232,12 +232,15 @@ class Run:
         shared = [one.participants for worker in self.workers for one in worker.rounds]
         return max([*began, *(shared if self.is_of_islands else [])], default=0)
 
+    @property
+    def parameters(self) -> int | None:
+        return next((start.parameters for start in self.workers[0].starts[-1:]), None)
+
     def data_parallel_bytes(self, steps: float | Array) -> Any:
         """Return the bytes that a worker would have sent in so many steps with data parallelism."""
-        starts = self.workers[0].starts
-        if not starts or self.size <= 1:
+        if self.parameters is None or self.size <= 1:
             return steps * np.nan
-        return steps * all_reduce_bytes(starts[-1].parameters, self.size)
+        return steps * all_reduce_bytes(self.parameters, self.size)
 
 
 def of_known(function: Callable[[Array], Any], values: Array) -> float:

@@ -1,0 +1,101 @@
+"""Check that this machine has what a run needs, before any process of the run starts."""
+
+import os
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+from torchtitan_diloco.config import Config
+from torchtitan_diloco.data.corpus import find_corpus
+from torchtitan_diloco.data.text import HUGGING_FACE_PREFIX
+from torchtitan_diloco.data.tokenizer import build_tokenizer
+from torchtitan_diloco.log import UserError, command_line, install_command, installed
+
+PUBLISHED = {
+    "llama-1b": "meta-llama/Llama-3.2-1B",
+    "llama-3b": "meta-llama/Llama-3.2-3B",
+    "llama-8b": "meta-llama/Llama-3.1-8B",
+}
+"""Names of published weights on the Hugging Face Hub, by `model.flavor`."""
+
+
+def check_inputs(config: Config) -> None:
+    """Raise an error that lists all that is missing here, or that does not fit together."""
+    if found := [*missing(config)] or [*_tried(_check_model, config)]:
+        count = "1 thing" if len(found) == 1 else f"{len(found)} things"
+        raise UserError("\n  ".join([f"{count} to do before this run can start:", *found]))
+
+
+def missing(config: Config) -> Iterator[str]:
+    """Yield what is to be installed, downloaded and prepared, in this order."""
+    files, islands = [*_missing_files(config)], config.islands
+    packages = {
+        "nats": ("islands", islands.join or islands.local),
+        "wandb": ("wandb", config.metrics.wandb),
+        "datasets": ("hf", any(f"--source {HUGGING_FACE_PREFIX}" in one for one in files)),
+    }
+    for package, (extra, needed) in packages.items():
+        if needed and find_spec(package) is None:
+            yield f"install {package}: {install_command(extra)}"
+    yield from files
+
+
+def _missing_files(config: Config) -> Iterator[str]:
+    data, weights = config.data, Path(config.model.weights).expanduser()
+    absent = config.model.weights and not weights.exists() and not _goes_on(config)
+    if absent:
+        remedy = "give the folder of an export, or of a Llama or Qwen3 of transformers"
+        if name := PUBLISHED.get(config.model.flavor):
+            remedy = f"{installed('hf')} download {name} --local-dir {config.model.weights}"
+        yield f'model.weights = "{config.model.weights}": there is no such file or folder: {remedy}'
+    tokenizer = Path(data.tokenizer).expanduser()
+    if not (absent and tokenizer.is_relative_to(weights)):  # else it comes with the weights
+        yield from _tried(_check_tokenizer, config)
+    for key in ("data.corpus", "data.validation_corpus"):
+        if key == "data.corpus" or data.validation_corpus:
+            yield from _tried(find_corpus, data, key, lambda: _prepare_options(config))
+
+
+def _tried(check: Callable[..., object], *arguments: object) -> Iterator[str]:
+    try:
+        check(*arguments)
+    except UserError as error:
+        yield str(error)
+
+
+def _goes_on(config: Config) -> bool:
+    """Return whether checkpoints, here or on another node, may have the weights."""
+    several = os.environ.get("NNODES", "1") not in ("", "1")
+    saved = Path(config.run.folder).expanduser().glob("worker-*/step-*")
+    return bool(config.run.folder) and (several or any(saved))
+
+
+def _check_tokenizer(config: Config) -> None:
+    data, path = config.data, Path(config.data.tokenizer).expanduser()
+    if path.suffix == ".json" and not path.exists() and data.source:
+        words = f"--source {data.source} --vocab-size {config.model.vocab_size} --out {path}"
+        raise UserError(
+            f'data.tokenizer = "{data.tokenizer}": there is no such file: copy it from another '
+            f"machine, or train one:\n    {command_line('tokenizer')} {words}"
+        )
+    build_tokenizer(data.tokenizer)
+
+
+def _prepare_options(config: Config) -> list[str]:
+    """Return what `prepare` needs for so many tokens as the run reads."""
+    from torchtitan_diloco.planner.prediction import Workload
+
+    plan = Workload.of(config, config.model.vocab_size or 1).plan
+    begin = ["--begin-token"] if config.model.flavor in PUBLISHED else []
+    return ["--max-tokens", str(plan.total_steps * plan.tokens_per_step), *begin]
+
+
+def _check_model(config: Config) -> None:
+    """Raise an error if the settings of the model, the tokenizer and the weights do not fit."""
+    from torchtitan_diloco.export.weights import check_weights
+    from torchtitan_diloco.models import build_model, vocabulary_rows
+
+    rows = vocabulary_rows(config.model, build_tokenizer(config.data.tokenizer).vocab_size)
+    model = build_model(config.model, rows, config.training.sequence_length)
+    if config.model.weights and not _goes_on(config):
+        check_weights(model, config.model.weights)
