@@ -126,6 +126,8 @@ def test_rounds_that_follow_each_other_fast_are_not_enough() -> None:
     assert not any(judge.note(well, 2, CYCLE, 5.1 + now) for now in times[:-1])
     [found] = judge.note(well, 2, CYCLE, 10.1)
     assert found.over
+    again = [now for now in range(11, 40) if judge.note(slow, 3, CYCLE, now)]
+    assert again == [21], "what comes back has to last twice as long"
 
 
 def test_who_is_late_is_not_blamed_for_its_links() -> None:

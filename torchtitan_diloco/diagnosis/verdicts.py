@@ -8,7 +8,7 @@ cause. There is no I/O and no clock in this module.
 import math
 import re
 import statistics
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -25,6 +25,7 @@ LINK_RATIO, EVERYBODY_RATIO = 1.5, 1.3
 """A transfer takes this multiple of the usual time, and all steps that of the time before."""
 IN_A_ROW = 2
 """Rounds with a cause until a verdict begins, and rounds in a row without it until it ends."""
+MOST_DOUBLED = 6
 HISTORY, FEWEST = 32, 4
 """Rounds that are remembered, and that tell what is usual."""
 
@@ -115,6 +116,7 @@ class Judge:
         self._usual: dict[str, deque[float]] = {}
         """Latest medians over workers of what all should notice."""
         self._suspicions: dict[Cause, Suspicion] = {}
+        self._ended = Counter[Cause]()
 
     @property
     def verdicts(self) -> dict[Cause, Verdict]:
@@ -133,7 +135,9 @@ class Judge:
             one = self._suspicions.setdefault(cause, new)
             one.verdict = replace(one.verdict, evidence=text)
             one.last, one.rounds, one.missed = now, one.rounds + 1, 0
-            settled = now - one.first >= SETTLED.get(cause.kind, 0.0)
+            # What comes and goes has to last longer each time.
+            seconds = SETTLED.get(cause.kind, 0.0) * 2 ** min(self._ended[cause], MOST_DOUBLED)
+            settled = now - one.first >= seconds
             if not one.stands and settled and one.rounds >= IN_A_ROW:
                 one.stands = True
                 changed.append(one.verdict)
@@ -143,7 +147,9 @@ class Judge:
             healed = not one.stands or now - one.last >= SETTLED.get(cause.kind, 0.0)
             if healed and one.missed >= IN_A_ROW:
                 del self._suspicions[cause]
-                changed += [replace(one.verdict, over=True)] if one.stands else []
+                if one.stands:
+                    self._ended[cause] += 1
+                    changed.append(replace(one.verdict, over=True))
         return changed
 
     def _suspects(self, seen: Mapping[str, Report], cycle: float) -> Iterator[tuple[Cause, str]]:
