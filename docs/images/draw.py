@@ -211,8 +211,8 @@ def draw_run_folder() -> None:
 def draw_losses() -> None:
     """The table "At 300 rounds" of docs/measurements.md, against data parallelism."""
     page = (HERE.parent / "measurements.md").read_text(encoding="utf-8")
-    table = page[page.index("| run | rounds | loss, n = 3 |") :]
-    pattern = r"^\| ([^|]+?) \|[^|]*\|[^|]*\| ([+-][\d.]+) \(([+-][\d.]+) \.\.\. ([+-][\d.]+)\) %"
+    table = page[page.index("| run | rounds | loss, % |") :]
+    pattern = r"^\| ([^|]+?) \| \d+ \| ([+-][\d.]+) \(([+-][\d.]+) \.\.\. ([+-][\d.]+)\)"
     rows = re.findall(pattern, table[: table.index("\n\n")], re.M)[::-1]
     figure, axes = plt.subplots(figsize=(9.2, 3.2), layout="constrained")
     for y, (name, mean, least, greatest) in enumerate(rows):
@@ -249,6 +249,8 @@ def draw_bytes() -> None:
             method = re.sub(r"begun (\d+)", r"beginning \1, alpha to 0", method)
             part = 1 / float(share[2:].replace(",", ""))
             curves.setdefault(method, []).append((part, float(loss)))
+    if not curves:
+        raise ValueError("the tables of loss over bytes have other columns: adapt the pattern")
     for method, points in curves.items():
         if len(points) > 1:
             axes.plot(*zip(*sorted(points), strict=True), "o-", lw=1.4, label=method)
