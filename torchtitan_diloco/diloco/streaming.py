@@ -276,9 +276,10 @@ class StreamingDiLoCo:
         settings = startup.describe_settings(self.config, self._states)
         offsets = map(self.peers.schedule.offset, range(len(self.fragments)))
         sizes = [4e-6 * fragment.parameters for fragment in self.fragments]
-        return [
-            *self.peers.describe(),
-            *settings,
-            f"{'fragments':<10} {len(sizes)} of {min(sizes):,.2f} to {max(sizes):,.2f} MB in fp32, "
-            f"in turn after steps {', '.join(map(str, offsets))} of each {self.config.sync_every}",
-        ]
+        turns = (
+            f"{len(sizes)} of {min(sizes):,.2f} to {max(sizes):,.2f} MB in fp32, in turn after "
+            f"steps {', '.join(map(str, offsets))} of each {self.config.sync_every}"
+        )
+        if len(sizes) == 1:
+            turns = f"the whole model, {sizes[0]:,.2f} MB in fp32"
+        return [*self.peers.describe(), *settings, f"{'fragments':<10} {turns}"]
