@@ -5,7 +5,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,14 +14,13 @@ from tests.conftest import REPOSITORY
 from tests.islands.servers import free_port
 from tests.launch.running import LAUNCHER_VARIABLES, PATIENCE_SECONDS, Running
 
-SMALL = (
-    "--run.device cpu --config debug --training.steps 40 --training.global_batch_size 16 "
-    "--training.batch_size 8 --training.sequence_length 32 --model.layers 2 --model.width 32 "
-    "--model.heads 2 --diloco.sync_every 4 --lr_schedule.warmup_steps 2 "
-    "--validation.sequences 8 --metrics.tensorboard false --metrics.log_every 5 "
-    "--checkpoint.every 10 --checkpoint.every_minutes 0 --data.validation_fraction 0.5 "
-    "--data.cache_folder cache"
-).split()
+SMALL = """
+    --run.device cpu --config debug --training.steps 40 --training.global_batch_size 16
+    --training.batch_size 8 --training.sequence_length 32 --model.layers 2 --model.width 32
+    --model.heads 2 --diloco.sync_every 4 --lr_schedule.warmup_steps 2
+    --validation.sequences 8 --metrics.tensorboard false --metrics.log_every 5
+    --checkpoint.every 10 --checkpoint.every_minutes 0 --data.validation_fraction 0.5
+    --data.cache_folder cache"""
 
 
 def commands(place: str) -> list[str]:
@@ -40,18 +39,18 @@ def options(command: str, port: int, text: Path) -> list[str]:
     end = words.index("-m") + 2
     folder = words[words.index("--run.folder") :] if "--run.folder" in words else []
     folder = [word.replace("/runs/", "runs/") for word in folder]
-    return [*words[:end], *SMALL, "--data.corpus", str(text), *folder]
+    return [*words[:end], *SMALL.split(), "--data.corpus", str(text), *folder]
 
 
 @pytest.fixture
-def started(tmp_path: Path) -> Iterator[list[Running]]:
+def started() -> Iterator[list[Running]]:
     runs: list[Running] = []
     yield runs
     for run in runs:
         run.kill()
 
 
-def start(folder: Path, words: list[str], node: int, variables: Mapping[str, str]) -> Running:
+def start(folder: Path, words: list[str], node: int, variables: dict[str, str]) -> Running:
     usual = {key: one for key, one in os.environ.items() if not LAUNCHER_VARIABLES.fullmatch(key)}
     console = folder / f"console-{node}.txt"
     with console.open("wb") as stream:
@@ -75,9 +74,13 @@ def test_two_nodes(text: Path, tmp_path: Path, started: list[Running], way: str)
         (command,) = commands(place)
         variables = {"GLOO_SOCKET_IFNAME": "lo"}
         if way == "variables":
-            values = {"NNODES": 2, "NODE_RANK": node, "NPROC_PER_NODE": 1, "MAX_RESTARTS": 3}
-            values |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
-            variables |= {f"PET_{key}": str(value) for key, value in values.items()}
+            variables |= {
+                "PET_NNODES": "2",
+                "PET_NODE_RANK": str(node),
+                "PET_NPROC_PER_NODE": "1",
+                "PET_MASTER_ADDR": "localhost",
+                "PET_MASTER_PORT": str(port),
+            }
         started.append(start(tmp_path, options(command, port, text), node, variables))
     if way == "static":
         started[0].wait_for("checkpoint of step 10")
