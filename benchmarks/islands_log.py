@@ -9,7 +9,6 @@ reader: connect, get the state, and read the records since. A joiner also transf
 Needs the extra `islands`.
 """
 
-import asyncio
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 import msgspec
 
 from benchmarks import core
+from torchtitan_diloco.islands.bulk import Streams
 from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.joining import STATE_EVERY
 from torchtitan_diloco.islands.local import local_server
@@ -31,11 +31,10 @@ from torchtitan_diloco.islands.records import (
     Part,
     Record,
     Take,
-    digest,
     encode,
 )
 from torchtitan_diloco.islands.server import Server
-from torchtitan_diloco.islands.session import STATE_INDEX, Session, stream_of, subject_of
+from torchtitan_diloco.islands.session import STATE_INDEX, Session, open_session, subject_of
 
 TOKENS, REPEATS = 1_000, 5
 
@@ -77,32 +76,26 @@ def records(run: str, rounds: int, state: State) -> Iterator[Record]:
         yield state.build_close(0, by, norms, (), 0.4)
 
 
-async def write(join: Join, rounds: int) -> State:
-    session, state = Session(patience=60.0), State()
-    await session.open(join, join.addresses[0], "writer")
-    for record in records(join.run, rounds, state):
-        raw = encode(record)
-        assert not state.read(state.sequence + 1, raw).void
-        await session.client.publish(subject_of(join.run, "log"), raw)
-        if state.sequence % STATE_EVERY == 0:
-            await wait_until_stored(session, join.run, state.sequence)
-            await store_state(session, join.run, state.encode())
-    await wait_until_stored(session, join.run, state.sequence)
-    await session.close()
+def write(join: Join, rounds: int) -> State:
+    state, streams = State(), Streams(join, "states")
+    with open_session(join, "writer") as session:
+        for record in records(join.run, rounds, state):
+            raw = encode(record)
+            assert not state.read(state.sequence + 1, raw).void
+            session.publish(subject_of(join.run, "log"), raw)
+            if state.sequence % STATE_EVERY == 0:
+                wait_until_stored(session, state.sequence)
+                index = msgspec.json.encode(streams.store(state.encode(), "states"))
+                streams.store(index, "states", STATE_INDEX)
+        wait_until_stored(session, state.sequence)
+    streams.close()
     return state
 
 
-async def store_state(session: Session, run: str, state: bytes) -> None:
-    stored = await session.jetstream.publish(subject_of(run, "states"), state)
-    index = msgspec.json.encode([Chunk(stored.seq, len(state), digest(state))])
-    await session.jetstream.publish(subject_of(run, STATE_INDEX), index)
-
-
-async def wait_until_stored(session: Session, run: str, last: int) -> None:
+def wait_until_stored(session: Session, last: int) -> None:
     """A server drops records that it cannot store soon."""
-    stream = stream_of(run, "log")
-    while (await session.jetstream.stream_info(stream)).state.last_seq < last:
-        await asyncio.sleep(0.01)
+    while session.state_of("log")["last_seq"] < last:
+        time.sleep(0.01)
 
 
 def do_not_flush_each_record() -> None:
@@ -131,7 +124,7 @@ def main() -> None:
     rounds = parser.parse_args().rounds
     do_not_flush_each_record()
     with TemporaryDirectory() as folder, local_server(Path(folder) / "server") as server:
-        state = asyncio.run(write(server.join, rounds))
+        state = write(server.join, rounds)
         found = [read(server.join, state.sequence) for _ in range(REPEATS)]
     kept = state.sequence - found[0][1] + 1
     core.print_table(

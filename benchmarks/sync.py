@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from typing import Literal
@@ -328,9 +327,8 @@ def sync_rows(options: argparse.Namespace) -> list[list[str]]:
         cases = {codec: replace(plain, codec=codec) for codec in options.codecs}
         if "fp32" in options.codecs:
             cases["fp32, measured"] = replace(plain, measured=True)
-        if find_spec("nats"):
-            for codec in options.codecs:
-                cases[f"islands, {codec}"] = replace(plain, codec=codec, through="islands")
+        for codec in options.codecs:
+            cases[f"islands, {codec}"] = replace(plain, codec=codec, through="islands")
         if torchft_loop.is_installed():
             cases["torchft, fp32"] = replace(plain, through="torchft")
         rows += [sync_row(name, case) for name, case in cases.items()]

@@ -22,7 +22,7 @@ from torchtitan_diloco import doctor
 from torchtitan_diloco.diloco import arithmetic, link
 from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.records import encode
-from torchtitan_diloco.islands.server import find_server
+from torchtitan_diloco.islands.server_folder import find_server
 
 need_server()
 

@@ -1,6 +1,5 @@
 """Commands of the server, as a user runs them."""
 
-import asyncio
 import dataclasses
 import io
 import json
@@ -27,7 +26,8 @@ from torchtitan_diloco.islands.__main__ import main
 from torchtitan_diloco.islands.config import Join, LoginError
 from torchtitan_diloco.islands.members import Hint
 from torchtitan_diloco.islands.records import Give, encode
-from torchtitan_diloco.islands.server import Server, open_folder, open_session
+from torchtitan_diloco.islands.server import Server, open_folder
+from torchtitan_diloco.islands.session import open_session
 from torchtitan_diloco.log import USER_ERROR
 
 need_server()
@@ -188,7 +188,7 @@ def test_keep_gb_changes_the_streams_of_a_folder(tmp_path: Path) -> None:
         server = open_folder(folder, say=said.append, run="test", port=port, keep_gb=keep_gb)
         server.start()
         try:
-            kept = asyncio.run(max_bytes(server))
+            kept = max_bytes(server)
         finally:
             server.stop()
         assert kept == int(1e9 * (keep_gb or 0.2))
@@ -197,10 +197,9 @@ def test_keep_gb_changes_the_streams_of_a_folder(tmp_path: Path) -> None:
     ]
 
 
-async def max_bytes(server: Server) -> int:
-    async with open_session(server.admin) as session:
-        info = await session.jetstream.stream_info("islands-test-parts")
-    return info.config.max_bytes or 0
+def max_bytes(server: Server) -> int:
+    with open_session(server.admin, "test") as session:
+        return session.call("STREAM.INFO.islands-test-parts")["config"]["max_bytes"]  # type: ignore[no-any-return]
 
 
 # --- sites ----------------------------------------------------------------------------------------

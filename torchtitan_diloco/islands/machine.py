@@ -17,7 +17,6 @@ from torchtitan_diloco.islands.log import State
 from torchtitan_diloco.islands.members import Hint, IslandFencedError, Members
 from torchtitan_diloco.islands.records import (
     Change,
-    Chunk,
     Give,
     Part,
     Record,
@@ -281,8 +280,8 @@ class Machine:
             rounds.skipped.clear()
         return found
 
-    def hint(self, *, caught_up: bool, state: Chunk | None = None) -> Hint:
-        """Return the heartbeat. `caught_up`: with the log. `state`: a stored one."""
+    def hint(self, *, caught_up: bool) -> Hint:
+        """Return the heartbeat. `caught_up`: with the log."""
         island = self.island
         known = [(one.version, one.checksums.get(one.version)) for one in self.state.fragments]
         copies = tuple((version, checksum) for version, checksum in known if checksum)
@@ -294,7 +293,6 @@ class Machine:
             caught_up=caught_up,
             leaving=island is not None and island.leaving,
             copies=copies if len(copies) == len(known) else (),
-            state=state,
         )
 
     # --- between two steps ------------------------------------------------------------------------

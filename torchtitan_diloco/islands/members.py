@@ -10,7 +10,7 @@ import msgspec
 
 from torchtitan_diloco.diloco.vitals import Report, Vitals
 from torchtitan_diloco.islands.log import State
-from torchtitan_diloco.islands.records import Chunk, Count, Name, Seconds, name_of
+from torchtitan_diloco.islands.records import Count, Name, Seconds, name_of
 from torchtitan_diloco.log import UserError
 
 
@@ -54,8 +54,6 @@ class Hint(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     leaving: bool = False
     copies: tuple[tuple[Count, Name], ...] = ()
     """Newest version of each fragment, and its checksum."""
-    state: Chunk | None = None
-    """A stored state from which this island, and so a joiner, could read the log on."""
     numbers: Numbers = Numbers()
 
 
