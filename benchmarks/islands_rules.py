@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from unittest.mock import patch
 
 from benchmarks import core
-from tests.islands.process import Nature, Plan
+from tests.islands.plan import Nature, Plan
 from tests.islands.simulation import World
 from torchtitan_diloco.islands import members
 from torchtitan_diloco.islands.records import Open

@@ -33,7 +33,7 @@ from torchtitan_diloco.islands.connection import Connection
 from torchtitan_diloco.islands.inbox import Leave, SnapshotWanted
 from torchtitan_diloco.islands.members import Hint
 from torchtitan_diloco.islands.records import AnotherLogError, digest
-from torchtitan_diloco.islands.server import Server, make_streams
+from torchtitan_diloco.islands.server import Server
 from torchtitan_diloco.islands.session import GapError, RequestError, TrimmedError, open_session
 from torchtitan_diloco.islands.wire import ServerError
 
@@ -396,10 +396,3 @@ def test_an_island_may_neither_delete_nor_make_a_consumer(server: Server) -> Non
     for request, which in ("PURGE", {}), ("MSG.DELETE", {"seq": 1}):
         with pytest.raises(RequestError, match="not permitted"):
             call(server.admin, f"{request}.{LOG}", **which)
-
-
-def test_streams_that_cannot_be_made_are_said(server: Server) -> None:
-    away = dataclasses.replace(server.admin, addresses=(f"127.0.0.1:{free_port()}",))
-    for admin in (server.admin, away, server.join):
-        with pytest.raises(ValueError, match="the streams of the run test cannot be made"):
-            make_streams(admin, 0.1, replicas=3)

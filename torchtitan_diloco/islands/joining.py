@@ -129,13 +129,7 @@ class Joiner:
         known = set[str]()
         while True:
             found = set(filter(members.has_caught_up, members.heard.copy())) - known
-            for name in sorted(found):
-                if name_of(name) == name_of(self._incarnation):
-                    raise UserError(
-                        f"an island with the name {name_of(name)} is running already: give this "
-                        "one another islands.name, or end the other one"
-                    )
-                yield name
+            yield from sorted(found)
             known |= found
             if not found and time.monotonic() > until:
                 return

@@ -162,14 +162,13 @@ class Leader:
                 waited = True
                 self.changed.wait(min(due.waits_until - now, LOOK))
             self._react()  # at once, as the step of an opening counts
-            settings = self.machine.take_settings()
         self._gauges.waited += waited * (now - started)
         if waited and due.applied:
             first = msgspec.structs.replace(due.applied[0], waited=now - started)
             due = msgspec.structs.replace(due, applied=[first, *due.applied[1:]])
         ranks = self._copies.ranks.size
         sent = [msgspec.structs.replace(part, ranks=ranks) for part in due.sent]
-        return msgspec.structs.replace(due, sent=sent, settings=settings)
+        return msgspec.structs.replace(due, sent=sent)
 
     def store(self, part: Part, payload: Tensor) -> int:
         """Store the chunks of an own part and append the part. Return the bytes sent."""

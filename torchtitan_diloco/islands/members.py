@@ -172,6 +172,7 @@ class Members:
         """Copy it before a loop, as a member may be added meanwhile. None is removed."""
         self._connected_at: float | None = None
         self._last_tick = self._paused_at = -math.inf
+        self._silent = set[str]()
 
     @property
     def connected(self) -> bool:
@@ -209,6 +210,17 @@ class Members:
         """Return whether rounds do not wait for it."""
         member = self.heard.get(incarnation)
         return not self.is_new(now) and (member is None or now - member.heard >= self.expiry)
+
+    def changes(self, state: State, own: str, now: float) -> tuple[list[str], list[str]]:
+        """Return the names of the islands that are silent, and that are heard again, since the last
+        call. `own`: an incarnation that does not count."""
+        if self.is_new(now):
+            return [], []
+        owners = {slot.owner for slot in state.slots if slot.owner and not slot.done} - {own}
+        before, self._silent = self._silent, {one for one in owners if self.is_silent(one, now)}
+        both = self._silent - before, (before - self._silent) & owners
+        silent, heard = (sorted(map(name_of, found)) for found in both)
+        return silent, heard
 
     def is_gone(self, incarnation: str, now: float) -> bool:
         """Return whether another island may take its slot."""

@@ -1,11 +1,9 @@
 """Server of a run: nats-server with a certificate, logins and streams in a folder."""
 
-import errno
 import json
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import threading
 import time
@@ -108,7 +106,6 @@ class Server:
         self.stop()  # of this object: it holds the lock also if nats-server has died
         self._lock = lock(self.folder)
         try:
-            self._check_port()
             write_secret(path, json.dumps(self._configuration(), indent=1))
             self.process = subprocess.Popen(
                 [program, "--config", str(path)],
@@ -179,7 +176,9 @@ class Server:
             said = line.strip() or said
             if "Server is ready" in line:
                 return
-        raise UserError(f"nats-server did not start: {_message(said)}")
+        at = f"--host {self.settings.host} --port {self.settings.port}"
+        remedy = "; give a free port, and an address of this machine" * ("listen" in said)
+        raise UserError(f"{at}: nats-server did not start: {_message(said)}{remedy}")
 
     def _pass_on(self, lines: IO[str]) -> None:
         full = False
@@ -218,22 +217,6 @@ class Server:
             },
             "authorization": {"users": users},
         }
-
-    def _check_port(self) -> None:
-        """Check that the port is free."""
-        host, port = self.settings.host, self.settings.port
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        try:
-            socket.create_server((host, port), family=family).close()
-        except OSError as error:
-            remedy = "give a port and an address of this machine that the server may use"
-            if error.errno == errno.EADDRINUSE:
-                remedy = "is another server running on it? Stop that one, or give another port"
-            elif family == socket.AF_INET6:
-                remedy = (
-                    f"this machine has no such IPv6 address: give one that it has, or {ANY_IPV4}"
-                )
-            raise UserError(f"--host {host} --port {port}: {error.strerror}; {remedy}") from error
 
     def _check_disk(self) -> None:
         free = shutil.disk_usage(self.folder).free / 1e9
