@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -266,9 +265,8 @@ def sync_cases(codecs: list[str], rounds: int) -> dict[str, Case]:
     cases = {codec: replace(plain, codec=codec) for codec in codecs}
     if "fp32" in codecs:
         cases["fp32, measured"] = replace(plain, measured=True)
-    if find_spec("nats"):
-        for codec in codecs:
-            cases[f"islands, {codec}"] = replace(plain, codec=codec, through="islands")
+    for codec in codecs:
+        cases[f"islands, {codec}"] = replace(plain, codec=codec, through="islands")
     if torchft_loop.is_installed():
         cases["torchft, fp32"] = replace(plain, through="torchft")
     return cases

@@ -17,12 +17,12 @@ import torch.distributed as dist
 
 from tests.conftest import REPOSITORY
 from tests.islands.servers import Listener, free_port, need_server, running_server, wait_until
-from tests.islands.test_log import FACTS
+from tests.islands.written import FACTS
 from torchtitan_diloco import doctor
 from torchtitan_diloco.diloco import arithmetic, link
 from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.records import encode
-from torchtitan_diloco.islands.server import find_server
+from torchtitan_diloco.islands.server_folder import find_server
 
 need_server()
 

@@ -21,13 +21,15 @@ def test_all_that_is_missing_is_listed_at_once(
     monkeypatch.chdir(tmp_path)
     with (
         patch("torchtitan_diloco.preflight.find_spec", return_value=None),
+        patch("shutil.which", return_value=None),
+        patch("sys.executable", str(tmp_path / "python")),
         patch("subprocess.Popen", side_effect=AssertionError("a process was started")),
     ):
         assert main(["--config", "1b", "--metrics.wandb", "x", "--islands.local", "2"]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: 5 things to do before this run can start:")
-    extras = re.findall(r"install (\w+): .*\[(\w+)\]'", error)
-    assert extras == [("nats", "islands"), ("wandb", "wandb"), ("datasets", "hf")]
+    extras = re.findall(r"install ([\w-]+): .*\[(\w+)\]'", error)
+    assert extras == [("wandb", "wandb"), ("datasets", "hf"), ("nats-server", "islands")]
     source = "--source hf:allenai/c4/en:train"
     assert f"tokenizer {source} --vocab-size 32000 --out data/c4-32k.json" in error
     assert re.search(rf"prepare {source} .* --max-tokens 25\d{{9}}\n", error), "20 a parameter"

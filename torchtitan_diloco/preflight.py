@@ -9,6 +9,7 @@ from torchtitan_diloco.config import Config
 from torchtitan_diloco.data.corpus import find_corpus
 from torchtitan_diloco.data.text import HUGGING_FACE_PREFIX
 from torchtitan_diloco.data.tokenizer import build_tokenizer
+from torchtitan_diloco.islands.server_folder import find_server
 from torchtitan_diloco.log import UserError, command_line, install_command, installed
 
 PUBLISHED = {
@@ -28,15 +29,16 @@ def check_inputs(config: Config) -> None:
 
 def missing(config: Config) -> Iterator[str]:
     """Yield what is to be installed, downloaded and prepared, in this order."""
-    files, islands = [*_missing_files(config)], config.islands
+    files = [*_missing_files(config)]
     packages = {
-        "nats": ("islands", islands.join or islands.local),
         "wandb": ("wandb", config.metrics.wandb),
         "datasets": ("hf", any(f"--source {HUGGING_FACE_PREFIX}" in one for one in files)),
     }
     for package, (extra, needed) in packages.items():
         if needed and find_spec(package) is None:
             yield f"install {package}: {install_command(extra)}"
+    if config.islands.local:
+        yield from _tried(find_server)
     yield from files
 
 

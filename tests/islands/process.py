@@ -1,18 +1,18 @@
-"""A simulated island and its settings."""
+"""A simulated island."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from tests.islands import toy
+from tests.islands.plan import Nature
 from tests.islands.toy import Copies, Shared, Vector, combine, records_of
-from torchtitan_diloco.diloco.schedule import Schedule
-from torchtitan_diloco.islands.ledger import Mode, Unapplied
+from torchtitan_diloco.islands.ledger import Due, Mode
 from torchtitan_diloco.islands.log import State
-from torchtitan_diloco.islands.machine import RETRY, Due, Machine
+from torchtitan_diloco.islands.machine import RETRY, Machine
 from torchtitan_diloco.islands.members import (
     Hint,
     IslandFailedError,
@@ -22,90 +22,23 @@ from torchtitan_diloco.islands.members import (
 from torchtitan_diloco.islands.records import (
     Chunk,
     Close,
-    Facts,
     Part,
     Record,
     decode,
     digest,
 )
-from torchtitan_diloco.islands.rounds import Checked, Timing
+from torchtitan_diloco.islands.rounds import Checked
 from torchtitan_diloco.islands.rules import Island
 from torchtitan_diloco.log import UserError
 
 if TYPE_CHECKING:
     from tests.islands.simulation import World
 
-RUN_ID = "r1"
 STATE_EVERY = 10
 """Records between two states that are stored for joiners."""
 TICK, BEAT, RECONNECT = 0.1, 0.5, 0.1
 """Seconds between ticks, heartbeats, and attempts to connect."""
 HOUR = 3600.0
-NORM_LIMIT = 20.0
-
-
-@dataclass
-class Plan:
-    """Settings that all islands of a simulation share."""
-
-    sync_every: int = 6
-    fragments: int = 2
-    delay: int = 1
-    alpha: float = 0.0
-    batch: int = 2
-    steps: int = 40
-    """Length of the run if `begin` islands train in lockstep."""
-    slots: int = 3
-    begin: int = 3
-    quorum: int = 1
-    floor: float = 0.3
-    expiry: float = 2.0
-    patience: float = 2.0
-    loss: float = 0.0
-    """Probability that a message to the server is lost. All acknowledgements are lost."""
-    doubled: float = 0.0
-    latency: tuple[float, float] = (0.002, 0.02)
-
-    @property
-    def schedule(self) -> Schedule:
-        return Schedule(self.sync_every, self.fragments, self.delay)
-
-    @property
-    def timing(self) -> Timing:
-        return Timing(self.schedule, self.floor, NORM_LIMIT)
-
-    @property
-    def facts(self) -> Facts:
-        return Facts(
-            run=RUN_ID,
-            slots=self.slots,
-            begin=self.begin,
-            quorum=self.quorum,
-            total_tokens=self.steps * self.begin * self.batch * toy.TOKENS,
-            cycle=self.sync_every * self.begin * self.batch * toy.TOKENS,
-            outer_lr=1.0,
-            block=self.batch,
-            checksums=(Shared().checksum,) * self.fragments,
-            fingerprints={"diloco.sync_every": str(self.sync_every)},
-        )
-
-
-@dataclass
-class Nature:
-    """Properties of one island."""
-
-    step: float = 0.1
-    jitter: float = 0.0
-    upload: float = 0.02
-    download: float = 0.01
-    bad: float = 0.0
-    """Probability that a part is corrupt."""
-    not_finite_at: int = -1
-    """Step after which the parameters are not finite."""
-    sick_at: int = -1
-    """Step from which its deltas have a hundred times the norm of the others."""
-    dies_at: float = -1.0
-    """It dies before its n-th message or chunk, or after it for n + 0.5."""
 
 
 class Process:
@@ -357,15 +290,12 @@ class Process:
             self.blocked_since = began
         self.blocked = True
         while self.blocked:
-            unapplied = [list(rounds.unapplied) for rounds in island.rounds]
             before = [rounds.applied for rounds in island.rounds]
             sent = [rounds.sent_step for rounds in island.rounds]
             due = self.machine.boundary(self.now)
             for one in due.applied:
-                entry = unapplied[one.fragment].pop(0)
-                assert entry.version == one.version
                 late = island.step - sent[one.fragment] - self.plan.delay
-                self.apply(one, entry, before[one.fragment], late)
+                self.apply(one, before[one.fragment], late)
                 before[one.fragment] = one.version
             for part in due.sent:
                 self.send(part)
@@ -380,7 +310,7 @@ class Process:
         if not island.stopped:
             self.next_step()
 
-    def apply(self, due: Due, entry: Unapplied, before: int, late: int) -> None:
+    def apply(self, due: Due, before: int, late: int) -> None:
         """
         Args:
             before: version in the parameters.
@@ -393,13 +323,13 @@ class Process:
         )
         theta = self.theta[fragment]
         self.theta[fragment] = toy.apply(due.mode, theta, old, new, self.plan.alpha)
-        if (part := entry.own) is not None:
+        if (part := due.own) is not None:
             self.waits.append(late)
             in_time = late <= 0 and part.base == due.version - 1
             share = self.plan.alpha if in_time else max(self.plan.alpha, 0.5)
             change = toy.combine((1, new), (-1, old))
             place = island.slot, island.position
-            self.expected[fragment].apply(share * (not entry.is_lost), *place, change)
+            self.expected[fragment].apply(share * (not due.is_lost), *place, change)
         if due.mode is Mode.RESET:
             self.poisoned.discard(fragment)
 

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from itertools import count, pairwise
 
 from tests.islands import toy
-from tests.islands.process import Nature, Plan, Process
+from tests.islands.plan import Nature, Plan
+from tests.islands.process import Process
 from tests.islands.toy import Copies, Shared, Vector, records_of
 from torchtitan_diloco.islands.ledger import Entry, Outcome
 from torchtitan_diloco.islands.log import VERSIONS_LATE, State

@@ -10,7 +10,7 @@ import pytest
 from tests.islands.running import TOKENS, Island, same, started
 from tests.islands.servers import need_server, running_server
 from tests.islands.test_coming_and_going import at, die, hold, save_in
-from tests.islands.test_log import FACTS
+from tests.islands.written import FACTS
 from torchtitan_diloco.diloco.state_dict import SavedState
 from torchtitan_diloco.islands import __main__ as islands_main
 from torchtitan_diloco.islands import joining, leader, peers

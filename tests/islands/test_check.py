@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.islands.servers import Listener, need_server, running_server
-from tests.islands.test_log import Log
+from tests.islands.written import Log
 from torchtitan_diloco.islands.__main__ import main
 from torchtitan_diloco.islands.session import GapError
 from torchtitan_diloco.log import USER_ERROR

@@ -1,6 +1,5 @@
 """Three servers, as docs/islands.md describes them: one may be killed."""
 
-import asyncio
 import re
 import ssl
 import subprocess
@@ -13,8 +12,9 @@ from typing import TypeVar
 from tests.conftest import REPOSITORY
 from tests.islands.servers import PATIENCE, Listener, free_port, need_server
 from torchtitan_diloco.islands.config import Join
-from torchtitan_diloco.islands.server import find_server, make_streams
-from torchtitan_diloco.islands.session import Session
+from torchtitan_diloco.islands.server import make_streams
+from torchtitan_diloco.islands.server_folder import find_server
+from torchtitan_diloco.islands.session import open_session
 
 need_server()
 
@@ -69,22 +69,15 @@ def repeat(action: Callable[[], T]) -> T:
         time.sleep(0.1)
 
 
-async def find_leader(admin: Join) -> str:
-    session = Session(PATIENCE)
-    try:
-        await session.open(admin, admin.addresses[0], "test")
-        info = await session.run(session.jetstream.stream_info("islands-test-log"), 10.0)
-    finally:
-        await session.close()
-    if info.cluster is None or info.cluster.leader is None:
-        raise ValueError("the stream has no leader yet")
-    return info.cluster.leader
+def find_leader(admin: Join) -> str:
+    with open_session(admin, "test") as session:
+        return str(session.call("STREAM.INFO.islands-test-log")["cluster"]["leader"])
 
 
 def test_one_of_three_servers_is_killed(tmp_path: Path) -> None:
     with cluster(tmp_path) as (admin, processes):
-        repeat(lambda: asyncio.run(make_streams(admin, keep_gb=0.1, replicas=3)))
-        leader = repeat(lambda: asyncio.run(find_leader(admin)))
+        repeat(lambda: make_streams(admin, keep_gb=0.1, replicas=3))
+        leader = repeat(lambda: find_leader(admin))
         join = Join(admin.addresses, "test", "island", "PASSWORD", certificate=admin.certificate)
         with Listener(join, "a/1") as first, Listener(join, "b/1") as second:
             first.connection.append(b"before")

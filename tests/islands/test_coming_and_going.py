@@ -23,7 +23,6 @@ from torchtitan_diloco.islands.connection import Connection
 from torchtitan_diloco.islands.inbox import SnapshotWanted
 from torchtitan_diloco.islands.joining import Joiner
 from torchtitan_diloco.islands.leader import Leader
-from torchtitan_diloco.islands.reader import open_reader
 from torchtitan_diloco.islands.records import Chunk, name_of
 
 need_server()
@@ -310,21 +309,3 @@ def test_the_log_gives_the_final_copy_and_begins_the_run_again(server: Join) -> 
     assert same(results[0].shared, results[1].shared)
     assert same(results[0].shared, replayed(str(server)))
     assert same(results[0].shared, replayed(str(server), saved[0]))
-
-
-def test_a_log_that_was_made_anew_is_refused(tmp_path: Path) -> None:
-    with running_server(tmp_path / "one", run="same") as found:
-        island = Island(found.join, "a", begin=1, slots=1)
-        saved: list[SavedState] = []
-        island.each_step = at(20, save_in(saved))
-        with started(island):
-            island.finish()
-    with running_server(tmp_path / "two", run="same") as found:
-        island = Island(found.join, "a", begin=1, slots=1, saved=saved[0])
-        with (
-            started(island),
-            pytest.raises(ValueError, match="it has 0 records, and the"),
-        ):
-            island.finish()
-        with open_reader(found.join) as reader:
-            assert reader.state.sequence == 0, "nothing was written"

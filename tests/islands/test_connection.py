@@ -1,13 +1,11 @@
 """Connection to a real nats-server: nothing is lost, and errors are clear."""
 
-import asyncio
 import dataclasses
 import logging
 import math
 import os
 import re
 import signal
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -35,10 +33,13 @@ from torchtitan_diloco.islands.connection import Connection
 from torchtitan_diloco.islands.inbox import Leave, SnapshotWanted
 from torchtitan_diloco.islands.members import Hint
 from torchtitan_diloco.islands.records import AnotherLogError, digest
-from torchtitan_diloco.islands.server import Server, make_streams
-from torchtitan_diloco.islands.session import GapError, TrimmedError
+from torchtitan_diloco.islands.server import Server
+from torchtitan_diloco.islands.session import GapError, RequestError, TrimmedError, open_session
+from torchtitan_diloco.islands.wire import ServerError
 
 need_server()
+
+LOG = "islands-test-log"
 
 
 @pytest.fixture(scope="module")
@@ -56,30 +57,9 @@ def pair(server: Server) -> Iterator[tuple[Listener, Listener]]:
             yield first, second
 
 
-async def connect(join: Join, **options: Any) -> Any:
-    import nats
-
-    return await nats.connect(
-        f"nats://{join.addresses[0]}",
-        user=join.user,
-        password=join.password,
-        tls=join.context(),
-        tls_handshake_first=True,
-        **options,
-    )
-
-
-def run_as(join: Join, operation: str, *arguments: Any) -> None:
-    """Call a method of a plain client's JetStream."""
-
-    async def run() -> None:
-        client = await connect(join)
-        try:
-            await getattr(client.jetstream(), operation)(*arguments)
-        finally:
-            await client.close()
-
-    asyncio.run(run())
+def call(join: Join, request: str, **content: Any) -> None:
+    with open_session(join, "test") as session:
+        session.call(f"STREAM.{request}", content)
 
 
 # --- log and messages -----------------------------------------------------------------------------
@@ -89,8 +69,10 @@ def test_beats_and_questions_reach_the_others(
     pair: tuple[Listener, Listener], server: Server
 ) -> None:
     first, second = pair
-    run_as(server.join, "publish_async", "islands.other.beat", b"of another run")
-    run_as(server.join, "publish_async", "islands.test.beat", b"garbage")
+    with open_session(server.join, "test") as session:
+        session.publish("islands.other.beat", b"of another run")
+        session.publish("islands.test.beat", b"garbage")
+        session.ping()
     hint = Hint("a/1", step=3, tokens=4, step_seconds=0.5, caught_up=True)
     first.connection.beat(hint)
     heard, messages = second.connection.members.heard, second.connection.messages
@@ -130,7 +112,7 @@ def test_payloads_come_back_or_it_is_said_what_is_wrong(
             second.fetch([other, bad], "parts")
     with pytest.raises(CorruptError, match="claims 1000000000000 bytes"):
         second.fetch([wrong(whole, size=10**12)], "parts")
-    run_as(server.admin, "delete_msg", "islands-test-parts", gone.sequence)
+    call(server.admin, "MSG.DELETE.islands-test-parts", seq=gone.sequence)
     for sequence in (gone.sequence, 10**6):
         with pytest.raises(GoneError, match="not kept"):
             second.fetch([other, wrong(gone, sequence=sequence)], "parts")
@@ -189,10 +171,10 @@ def test_the_newest_state_is_there_before_the_log_is_followed(server: Server) ->
     connection.connect()
     assert connection.newest_state() is None
     first, second = b"first", b"second" * 400_000  # of several chunks
-    stored = connection.store_state(first)
+    connection.store_state(first)
+    assert connection.newest_state() == first
     connection.store_state(second)
     assert connection.newest_state() == second
-    assert connection.fetch_state(stored) == first
     connection.append(b"1")
     last = max(connection.last, 0)
     with Listener(server.join, "b/1", after=last) as listener:
@@ -230,17 +212,15 @@ def test_a_log_that_was_trimmed_names_its_first_record(
 
 
 def test_a_record_that_is_missing_is_named(tmp_path: Path) -> None:
-    from nats.js.api import StreamConfig
-
     with running_server(tmp_path / "server") as server:
-        name, subjects = "islands-test-log", ["islands.test.log"]
-        run_as(server.admin, "delete_stream", name)
-        run_as(server.admin, "add_stream", StreamConfig(name, None, subjects, allow_direct=True))
+        call(server.admin, f"DELETE.{LOG}")
+        settings = {"name": LOG, "subjects": ["islands.test.log"], "allow_direct": True}
+        call(server.admin, f"CREATE.{LOG}", **settings)
         with Listener(server.join, "a/1") as listener:
             for number in range(4):
                 listener.connection.append(b"%d" % number)
             listener.read_to(4)
-            run_as(server.admin, "delete_msg", name, 3)
+            call(server.admin, f"MSG.DELETE.{LOG}", seq=3)
             with Listener(server.join, "b/1") as other:
                 with pytest.raises(GapError, match="record 3 of the log is missing"):
                     other.connection.receive_log()
@@ -250,15 +230,11 @@ def test_a_record_that_is_missing_is_named(tmp_path: Path) -> None:
 def test_headers_of_a_record_change_nothing(pair: tuple[Listener, Listener]) -> None:
     first, second = pair
     last = first.wait_connected()
-    headers = {"Nats-Sequence": "99", "Status": "204", "Nats-Last-Sequence": "99"}
-
-    async def publish() -> None:
-        client = await connect(first.join)
-        await client.publish("islands.test.log", b"1", headers=headers)
-        await client.publish("islands.test.log", b"2")
-        await client.close()
-
-    asyncio.run(publish())
+    head = b"NATS/1.0\r\nNats-Sequence: 99\r\nStatus: 204\r\nNats-Last-Sequence: 99\r\n\r\n"
+    with open_session(first.join, "test") as session:
+        session.send(b"HPUB islands.test.log %d %d\r\n%s1\r\n" % (len(head), len(head) + 1, head))
+        session.publish("islands.test.log", b"2")
+        session.ping()
     assert [record.raw for record in second.read_to(last + 2)][-2:] == [b"1", b"2"]
 
 
@@ -404,45 +380,19 @@ def test_an_island_that_has_been_in_the_run_waits_for_its_server(
 
 
 def test_an_island_may_neither_delete_nor_make_a_consumer(server: Server) -> None:
-    import nats.js.errors
-
     requests = ["DELETE", "PURGE", "UPDATE", "MSG.DELETE"]
-    subjects = [f"$JS.API.STREAM.{request}.islands-test-log" for request in requests]
+    subjects = [f"STREAM.{request}.{LOG}" for request in requests]
     subjects += [
-        f"$JS.API.CONSUMER.{request}.islands-test-log{name}"
+        f"CONSUMER.{request}.{LOG}{name}"
         for request in ("CREATE", "DURABLE.CREATE")
         for name in ("", ".name", ".name.islands.test.log")
     ]
-    found = asyncio.run(find_violations(server.join, [*subjects, "islands.test.beat"]))
-    assert len(found) == len(subjects)
-    for operation in ("purge_stream", "islands-test-log"), ("delete_msg", "islands-test-log", 1):
-        with pytest.raises(nats.js.errors.APIError):
-            run_as(server.admin, *operation)
-
-
-async def find_violations(join: Join, subjects: list[str]) -> list[str]:
-    """Return the errors when an island publishes to subjects."""
-    found = []
-
-    async def note(error: Exception) -> None:
-        found.append(str(error))
-
-    client = await connect(join, error_cb=note)
     for subject in subjects:
-        await client.publish(subject, b"{}")
-        await client.flush()
-    await client.close()
-    return [error for error in found if "permissions violation" in error]
-
-
-def test_streams_that_cannot_be_made_are_said(server: Server) -> None:
-    away = dataclasses.replace(server.admin, addresses=(f"127.0.0.1:{free_port()}",))
-    for admin in (server.admin, away, server.join):
-        with pytest.raises(ValueError, match="the streams of the run test cannot be made"):
-            asyncio.run(make_streams(admin, 0.1, replicas=3))
-
-
-def test_the_extra_is_named_if_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "nats", None)
-    with pytest.raises(ValueError, match=r"nats-py.*\[islands\]"):
-        Connection(Join(("127.0.0.1:1",), "run"), "a/1").connect()
+        with (
+            open_session(server.join, "test") as session,
+            pytest.raises(ServerError, match="Permissions Violation for Publish"),
+        ):
+            session.call(subject)
+    for request, which in ("PURGE", {}), ("MSG.DELETE", {"seq": 1}):
+        with pytest.raises(RequestError, match="not permitted"):
+            call(server.admin, f"{request}.{LOG}", **which)

@@ -18,15 +18,14 @@ from tests.islands.servers import (
 )
 from tests.network import network_of
 from torchtitan_diloco.islands import connection as module
-from torchtitan_diloco.islands import session as session_module
-from torchtitan_diloco.islands.wire import ANSWER_SECONDS
+from torchtitan_diloco.islands import wire as wire_module
 
 need_server()
 
 
 def _lose_the_chunks(folder: Path) -> None:
     """Drop the connection of the chunks in the firewall of this process's own network."""
-    session_module.UNCONFIRMED_SECONDS = 1.0
+    wire_module.UNCONFIRMED_SECONDS = 1.0
     module.FIRST_CONNECTION_SECONDS = PATIENCE
     with running_server(folder) as server, Listener(server.join, "a/1") as listener:
         connection, loopback = listener.connection, ["tc", "qdisc", "replace", "dev", "lo", "root"]
@@ -65,4 +64,4 @@ def test_a_connection_that_dies_without_a_word_is_noticed_in_seconds(tmp_path: P
         assert program.wait(PATIENCE) == 0, program.printed()
     found = re.search(r"fetched after (\d+) s", program.printed())
     assert found is not None
-    assert int(found[1]) < ANSWER_SECONDS / 3
+    assert int(found[1]) < wire_module.ANSWER_SECONDS / 3

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.islands.process import Nature, Plan
+from tests.islands.plan import Nature, Plan
 from tests.islands.simulation import World
-from tests.islands.test_log import Log
 from tests.islands.test_simulation import FAULTS, inject
+from tests.islands.written import Log
 from torchtitan_diloco.islands.config import checked_count
 from torchtitan_diloco.islands.log import State
 from torchtitan_diloco.islands.members import Gauges, Hint, Lags, Members, Numbers

@@ -14,8 +14,8 @@ import pytest
 
 from tests.islands.running import TOKENS, Island, started
 from tests.islands.servers import Listener, free_port, need_server, running_server, wait_until
-from tests.islands.test_log import Log
 from tests.islands.test_serve import serving
+from tests.islands.written import Log
 from tests.report.test_page_in_browser import BROWSER, PHONE, measure
 from torchtitan_diloco.islands.members import Hint, Numbers
 from torchtitan_diloco.islands.page import PageServer, html_page

@@ -251,7 +251,7 @@ def test_an_island_stops_when_the_run_has_merged_its_tokens() -> None:
     assert close is not None
     assert close.weights == (80,), "a part has a bounded weight"
     one.read(close)
-    rounds.finish_apply(40.0)
+    rounds.take_due(40.0)
     for _ in range(10):
         assert not stops(41.0), "20 tokens are missing, more than a cycle"
         island.finish_step(1, 1, 0.1)
@@ -294,7 +294,7 @@ def test_an_island_leaves_when_its_last_work_is_sent() -> None:
     one.read(close)
     assert island.last_record(40.0) is None, "its last part is not applied yet"
     assert not rounds.send_is_due(40.0)
-    rounds.finish_apply(40.0)
+    rounds.take_due(40.0)
     last = rounds.send(40.0)
     assert (last.start, last.end) == (20, 22)
     assert island.last_record(40.0) is None, "it is on its way"

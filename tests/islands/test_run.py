@@ -103,12 +103,15 @@ def test_contradictions_are_named() -> None:
         assert expected in str(error.value)
 
 
-def test_a_missing_package_is_said_at_once(
+def test_a_missing_server_is_said_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(sys.modules, "nats", None)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", "")
     words = ["--islands.local", "2", "--run.folder", str(tmp_path)]
     assert launch.main(words) == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: 1 thing to do before this run can start:\n  install nats: ")
+    assert error.startswith(
+        "error: 1 thing to do before this run can start:\n  install nats-server: "
+    )
     assert error.count("\n") == 2

@@ -1,6 +1,5 @@
 """Commands of the server, as a user runs them."""
 
-import asyncio
 import dataclasses
 import io
 import json
@@ -21,13 +20,14 @@ import pytest
 
 from tests.conftest import REPOSITORY
 from tests.islands.servers import Listener, free_port, need_server, running_server, wait_until
-from tests.islands.test_log import Log
+from tests.islands.written import Log
 from torchtitan_diloco.islands import reader
 from torchtitan_diloco.islands.__main__ import main
 from torchtitan_diloco.islands.config import Join, LoginError
 from torchtitan_diloco.islands.members import Hint
 from torchtitan_diloco.islands.records import Give, encode
-from torchtitan_diloco.islands.server import Server, open_folder, open_session
+from torchtitan_diloco.islands.server import Server, make_streams, open_folder
+from torchtitan_diloco.islands.session import open_session
 from torchtitan_diloco.log import USER_ERROR
 
 need_server()
@@ -75,7 +75,7 @@ def test_a_server_that_is_started_again_goes_on_with_its_run(tmp_path: Path) -> 
         assert [oct(path.stat().st_mode & 0o777) for path in secret] == ["0o600"] * 3
         with pytest.raises(ValueError, match="a server is running in it already"):
             open_folder(folder, port=free_port()).start()
-        with pytest.raises(ValueError, match=f"--port {port}: Address already in use"):
+        with pytest.raises(ValueError, match=f"--port {port}: .* address already in use"):
             open_folder(tmp_path / "other", host="127.0.0.1", port=port).start()
         first.process.send_signal(signal.SIGINT)
         assert first.wait() == (0, "")
@@ -118,7 +118,7 @@ def test_what_cannot_be_served_is_said(tmp_path: Path) -> None:
         open_folder(broken)
     with pytest.raises(ValueError, match=r"--run other: .* was made with test"):
         open_folder(known, run="other")
-    with pytest.raises(ValueError, match=r"--host 2001:db8::1 .*; this machine has no such IPv6"):
+    with pytest.raises(ValueError, match=r"--host 2001:db8::1 .*; give a free port, and an"):
         open_folder(tmp_path / "elsewhere", host="2001:db8::1", port=free_port()).start()
     with pytest.raises(ValueError, match=r"the disk has .* GB left, and the server needs 2000"):
         open_folder(tmp_path / "large", keep_gb=1e6, port=free_port()).start()
@@ -188,7 +188,7 @@ def test_keep_gb_changes_the_streams_of_a_folder(tmp_path: Path) -> None:
         server = open_folder(folder, say=said.append, run="test", port=port, keep_gb=keep_gb)
         server.start()
         try:
-            kept = asyncio.run(max_bytes(server))
+            kept = max_bytes(server)
         finally:
             server.stop()
         assert kept == int(1e9 * (keep_gb or 0.2))
@@ -197,10 +197,17 @@ def test_keep_gb_changes_the_streams_of_a_folder(tmp_path: Path) -> None:
     ]
 
 
-async def max_bytes(server: Server) -> int:
-    async with open_session(server.admin) as session:
-        info = await session.jetstream.stream_info("islands-test-parts")
-    return info.config.max_bytes or 0
+def max_bytes(server: Server) -> int:
+    with open_session(server.admin, "test") as session:
+        return session.call("STREAM.INFO.islands-test-parts")["config"]["max_bytes"]  # type: ignore[no-any-return]
+
+
+def test_streams_that_cannot_be_made_are_said(tmp_path: Path) -> None:
+    with running_server(tmp_path / "server") as server:
+        away = dataclasses.replace(server.admin, addresses=(f"127.0.0.1:{free_port()}",))
+        for admin in (server.admin, away, server.join):
+            with pytest.raises(ValueError, match="the streams of the run test cannot be made"):
+                make_streams(admin, 0.1, replicas=3)
 
 
 # --- sites ----------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.islands.process import Nature, Plan
+from tests.islands.plan import Nature, Plan
 from tests.islands.simulation import World, check
 from tests.islands.test_simulation import PHASES
 from torchtitan_diloco.islands.records import Close, End, Open, Part, decode

@@ -17,7 +17,7 @@ The properties of the rules, and the tests that show them; those without a file 
     of the part. 'Only the work since the send' would take an alpha of 0, which loses work.
  9. An outage longer than keys live, clocks hours apart: test_an_outage_longer_than...
 10. A log truncated, made anew, or foreign is refused: test_log, test_a_log_with_a_gap...;
-    test_coming_and_going, test_a_log_that_was_made_anew...
+    test_restored, test_islands_refuse_an_older_log...
 11. Replay from the start and from snapshots: `check`, after every simulation; with tensors:
     test_coming_and_going, test_the_log_gives..., also in a process with plain instructions; with
     all codecs: test_copies, test_another...
@@ -36,7 +36,8 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from tests.islands import toy
-from tests.islands.process import Nature, Plan, Process
+from tests.islands.plan import Nature, Plan
+from tests.islands.process import Process
 from tests.islands.simulation import World, check
 from torchtitan_diloco.islands.ledger import Entry
 from torchtitan_diloco.islands.records import Change, Part

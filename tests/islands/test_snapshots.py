@@ -3,37 +3,22 @@
 from collections import Counter
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 
 from tests.islands.running import Island, same, started
 from tests.islands.servers import Listener, need_server, running_server
 from tests.islands.test_coming_and_going import hold
-from tests.islands.test_connection import run_as
+from tests.islands.test_connection import call
 from torchtitan_diloco.islands import bulk as bulk_module
 from torchtitan_diloco.islands import joining
 from torchtitan_diloco.islands.bulk import GivenUpError
 from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.connection import Connection
 from torchtitan_diloco.islands.inbox import AnyMessage, Snapshot, SnapshotWanted
-from torchtitan_diloco.islands.joining import Giver
 from torchtitan_diloco.islands.records import name_of
 
 need_server()
-
-
-@pytest.mark.parametrize(("first", "warns"), [(3, False), (4, True)])
-def test_a_server_that_keeps_too_few_parts_is_named(
-    first: int, warns: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    """An island that returns to its last checkpoint but one would need them."""
-    server = mock.Mock(first_part=lambda: first)
-    giver = Giver(server)
-    for newest in (2, 5, 9, 20):
-        giver.note_save(newest)
-    giver.close()
-    assert ("start `serve` with a larger --keep-gb" in caplog.text) == warns
 
 
 def test_a_snapshot_that_the_server_does_not_take_is_given_up(
@@ -42,7 +27,7 @@ def test_a_snapshot_that_the_server_does_not_take_is_given_up(
     monkeypatch.setitem(bulk_module.GIVE_UP_SECONDS, "snapshots", 0.5)
     with running_server(tmp_path / "server") as server, Listener(server.join, "a/1") as listener:
         stored = listener.connection.store(b"x", "snapshots")
-        run_as(server.admin, "delete_stream", "islands-test-snapshots")
+        call(server.admin, "DELETE.islands-test-snapshots")
         with pytest.raises(GivenUpError, match="the server does not take or give a chunk"):
             listener.connection.store(bytes(3_000_000), "snapshots")
         with pytest.raises(GivenUpError):

@@ -10,7 +10,6 @@
 """
 
 import argparse
-import asyncio
 import signal
 import socket
 import sys
@@ -41,7 +40,6 @@ from torchtitan_diloco.islands.server_folder import (
     join_file,
     read_settings,
 )
-from torchtitan_diloco.islands.session import check_installed
 from torchtitan_diloco.log import STOP_SIGNALS, USER_ERROR, UserError, command_line
 
 LEAVE_SECONDS, CHANGE_SECONDS = 60.0, 10.0
@@ -67,7 +65,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _use_join(options: argparse.Namespace) -> None:
-    check_installed()
     join = Join.parse(options.join)
     if options.command in ("status", "watch"):
         repeat = options.command == "watch"
@@ -77,7 +74,7 @@ def _use_join(options: argparse.Namespace) -> None:
     elif options.command == "change":
         change(join, options.key, options.value)
     else:
-        asyncio.run(make_streams(join, options.keep_gb, options.replicas))
+        make_streams(join, options.keep_gb, options.replicas)
         print(f"the streams of the run {join.run} are there")
 
 

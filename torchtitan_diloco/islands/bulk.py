@@ -241,24 +241,23 @@ class _Stream(threading.Thread):
                 continue
             self._under_way[number] = job
             subject, content = request(job, self._streams.join.run)
-            self._wire.publish(subject, number, content)
+            self._wire.publish(subject, content, number)
 
     def _hear(self) -> None:
         """Read the next answer."""
         if not self._under_way:
             return
         assert self._wire is not None
-        number, status, size = self._wire.next_answer()
-        job = self._under_way[number]
-        if job.is_direct and not status and size == len(job.content):
+        answer = self._wire.next_answer()
+        job = self._under_way[answer.number]
+        if job.is_direct and not answer.status and answer.size == len(job.content):
             self._wire.read(job.content)
-            answer = Answer(seq=job.sequence)
+            self._wire.read_end()
+            found = Answer(seq=job.sequence)
         else:
-            raw = bytes(self._wire.read(bytearray(size)))
-            answer = read_answer(job, status, raw)
-        self._wire.read_end()
-        del self._under_way[number]
-        self._finish(job, answer)
+            found = read_answer(job, answer.status, self._wire.content(answer))
+        del self._under_way[answer.number]
+        self._finish(job, found)
 
     def _finish(self, job: Job, answer: Answer) -> None:
         if not answer.error:

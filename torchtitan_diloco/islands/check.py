@@ -1,18 +1,13 @@
 """Check of a log: all records are there, can be read, and make a chain of versions."""
 
-import asyncio
-from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
 from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.log import State
 from torchtitan_diloco.islands.records import Close
-from torchtitan_diloco.islands.server import LOG_BYTES, open_session
-from torchtitan_diloco.islands.session import Session, stream_of
+from torchtitan_diloco.islands.server import LOG_BYTES
+from torchtitan_diloco.islands.session import open_session
 from torchtitan_diloco.log import command_line
-
-AT_A_TIME = 500
-"""Records that are asked for at a time."""
 
 
 @dataclass
@@ -70,26 +65,22 @@ class Findings:
 
 def check_log(admin: Join) -> Findings:
     """Read the whole log of a running server."""
-    return asyncio.run(_check(admin))
-
-
-async def _check(admin: Join) -> Findings:
-    stream = stream_of(admin.run, "log")
-    async with open_session(admin) as session:
-        info = (await session.jetstream.stream_info(stream)).state
-        first, last = max(1, info.first_seq), info.last_seq
-        stored = State.decode(await session.newest_state(admin.run) or b"{}")
+    with open_session(admin, "check") as session:
+        info = session.state_of("log")
+        first, last = max(1, info["first_seq"]), info["last_seq"]
+        stored = State.decode(session.newest_state() or b"{}")
         state = stored if first > 1 else State()
         state.verifies = False
-        found = Findings(first, last, info.bytes > LOG_BYTES / 2, state)
-        found.begun_at, found.stored_at = state.sequence, stored.sequence
-        async for sequence, raw in _read(session, stream, first, last):
-            if raw is None:
-                found.missing.append(sequence)
-            elif sequence == state.sequence + 1:
+        found = Findings(first, last, info["bytes"] > LOG_BYTES / 2, state)
+        found.begun_at, found.stored_at, read = state.sequence, stored.sequence, first - 1
+        for sequence, raw in session.read_log(first - 1, last):
+            found.missing += range(read + 1, sequence)
+            if sequence == state.sequence + 1:
                 _note(found, sequence, raw)
-        first = (await session.jetstream.stream_info(stream)).state.first_seq
-        found.missing = [one for one in found.missing if one >= first]  # else deleted meanwhile
+            read = sequence
+        first = session.state_of("log")["first_seq"]  # others may be deleted meanwhile
+        found.missing += range(read + 1, last + 1)
+        found.missing = [one for one in found.missing if one >= first]
     return found
 
 
@@ -102,25 +93,6 @@ def _note(found: Findings, sequence: int, raw: bytes) -> None:
         fragment = found.state.fragments[record.fragment]
         if record.version > fragment.version and record.previous != fragment.head:
             found.broken = sequence
-
-
-async def _read(
-    session: Session, stream: str, first: int, last: int
-) -> AsyncIterator[tuple[int, bytes | None]]:
-    """Yield the records in order, and None for one that is missing."""
-    from nats.js.errors import NotFoundError
-
-    async def get(sequence: int) -> bytes | None:
-        try:
-            return (await session.jetstream.get_msg(stream, sequence, direct=True)).data or b""
-        except NotFoundError:
-            return None
-
-    for begin in range(first, last + 1, AT_A_TIME):
-        numbers = range(begin, min(begin + AT_A_TIME, last + 1))
-        records = await session.run(asyncio.gather(*map(get, numbers)))
-        for sequence, raw in zip(numbers, records, strict=True):
-            yield sequence, raw
 
 
 def _ranges(numbers: list[int]) -> str:

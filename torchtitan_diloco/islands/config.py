@@ -218,7 +218,7 @@ def _error(text: str, reason: str) -> ValueError:
 
 
 def explain(error: Exception, address: str, join: Join) -> Exception:
-    """Return an error for users about a failure to connect."""
+    """Return an error for users about a failure of a connection."""
     text = str(error) or type(error).__name__
     if isinstance(error, ssl.SSLCertVerificationError) and not join.certificate:
         return RefusedError(
@@ -232,7 +232,7 @@ def explain(error: Exception, address: str, join: Join) -> Exception:
             f"({error.verify_message}): it is another server, or its folder was made anew; "
             "use the join string that it printed last"
         )
-    if isinstance(error, ssl.SSLError):
+    if isinstance(error, ssl.SSLError) and error.reason:  # else the server has closed it
         return RefusedError(
             f"islands.join: {address} does not begin with TLS ({error.reason}): set "
             "`handshake_first: true` in the tls section of its configuration"
@@ -242,6 +242,11 @@ def explain(error: Exception, address: str, join: Join) -> Exception:
             f"islands.join: {address} refuses the user or the password of the join string; "
             "use the one that the server printed last for this site"
         )
-    if not join.tls and ("expecting INFO" in text or isinstance(error, TimeoutError)):
+    if "permissions violation" in text.lower():
+        return RefusedError(
+            f"islands.join: this login has no right to the run ({error}); use the join string of a "
+            "run of this server"
+        )
+    if not join.tls and not isinstance(error, ConnectionRefusedError):
         text += "; a server with TLS needs a join string that begins with nats+tls://"
     return ConnectionError(f"{address}: {text}")

@@ -1,40 +1,41 @@
 """Connection of an island to the NATS server: the log, chunks, and messages between islands.
 
-The log and messages have a thread with a session. Chunks have streams of their own (bulk.py), so
+The log and messages have a thread with a connection. Chunks have streams of their own (bulk.py), so
 they do not delay records.
 """
 
-import asyncio
 import itertools
-import logging
+import math
 import random
+import socket
 import threading
-from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import CancelledError, Future
-from contextlib import suppress
-from functools import partial
-from typing import Any, NoReturn, TypeVar
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import closing, suppress
+from typing import Any, TypeVar
 
 import msgspec
 
 from torchtitan_diloco.islands.bulk import Bulk, ClosedError, Streams
-from torchtitan_diloco.islands.config import Join, LoginError, RefusedError
+from torchtitan_diloco.islands.config import Join, LoginError, RefusedError, explain
 from torchtitan_diloco.islands.inbox import AnyMessage, Inbox
 from torchtitan_diloco.islands.members import Hint
 from torchtitan_diloco.islands.probe import streams_to_server
-from torchtitan_diloco.islands.records import AnotherLogError, Chunk
+from torchtitan_diloco.islands.records import AnotherLogError, Chunk, digest
 from torchtitan_diloco.islands.session import (
+    NO_STREAM,
+    PATIENCE,
     STATE_INDEX,
-    EventLoop,
     GapError,
-    LogSession,
+    RequestError,
     Session,
     TrimmedError,
-    ask_subject,
-    check_installed,
-    stream_of,
+    sequence_of,
     subject_of,
 )
+from torchtitan_diloco.islands.wire import Message
 from torchtitan_diloco.log import UserError, logger
 
 T = TypeVar("T")
@@ -42,12 +43,16 @@ RECORD_BYTES = 1_000_000
 """By default, a server accepts messages of at most 1 MiB."""
 FIRST_CONNECTION_SECONDS, SERVER_IS_BACK_SECONDS = 10.0, 600.0
 """Time to connect for a new island, and for one that was in the run: a server may reboot."""
-LOG_PATIENCE = 3.0
-"""Seconds without an answer to a ping until a session is lost."""
+LOG_PATIENCE, PING = 3.0, 0.5
+"""Seconds without a byte of the server until a connection is lost, and between pings."""
 PAUSE, LONGEST_PAUSE = 0.1, 1.0
 """Seconds between attempts."""
+QUICK, POLL = 0.001, 0.5
+"""Seconds until the log is read again: after an append, which is announced before it is stored, and
+at most. The pause doubles while there is no new record."""
 EXPIRY = 5.0
 """Seconds without a heartbeat until an island counts as gone."""
+SUBJECTS = "log", "beat"
 FINAL = AnotherLogError, TrimmedError, GapError, LoginError
 """Errors that another connection would meet, too."""
 
@@ -55,9 +60,7 @@ FINAL = AnotherLogError, TrimmedError, GapError, LoginError
 class Connection(Inbox):
     """Connection that is restored whenever it is lost. Its `Inbox` holds what was received.
 
-    Any thread may call the public methods. They submit coroutines to the connection's thread, which
-    alone uses the sessions and all other attributes. `_closed` is written under `_lock`, so that
-    nothing is submitted after the end.
+    Any thread may call the public methods. The connection's thread alone uses `Session`s that last.
     """
 
     def __init__(
@@ -66,26 +69,26 @@ class Connection(Inbox):
         """`name`: the incarnation. `slot_seconds`: see `islands`; `streams`: see `diloco.link`."""
         super().__init__(EXPIRY, slot_seconds)
         self._join, self._name, self.site = join, name, join.user
-        self._subject, self._stream = partial(subject_of, join.run), partial(stream_of, join.run)
-        self._connected = Future[None]()
-        self._background = set[asyncio.Task[None]]()
-        self._log: LogSession | None = None
-        self._is_there, self._follows = asyncio.Event(), asyncio.Event()
-        self._loop = EventLoop()
-        self._loop.set_exception_handler(_note_failure)
-        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._log_subject, self._beat_subject = (subject_of(join.run, one) for one in SUBJECTS)
+        self._own_subject = ask_subject(join.run, name)
+        self._known, self._connected = False, Future[None]()
+        self._outgoing = deque[tuple[str, bytes]]()
+        self._is_there = self._follows = self._closed = False
+        self._alarm, self._alarmed = socket.socketpair()
+        """A byte in the first one ends a wait of the thread for the other."""
+        for one in (self._alarm, self._alarmed):
+            one.setblocking(False)
+        self._thread = threading.Thread(target=self._keep_connected, name=name, daemon=True)
         self.streams, self._count = Streams(join, f"{name} chunks", 0), streams
         """They begin with the first connection."""
-        self._closed, self._lock = False, threading.Lock()
 
     def connect(self, *, known: bool = False) -> None:
         """Connect.
 
         Raises a UserError if this fails for some seconds, or minutes if the server is `known`.
         """
-        check_installed()
+        self._known = known
         self._thread.start()
-        self._submit(self._keep_connected(known))
         try:
             self._connected.result()
         except BaseException:
@@ -99,19 +102,20 @@ class Connection(Inbox):
         `newest`: the `digest` of this record if it is known. Raises AnotherLogError if it is
         another one, and TrimmedError if records after it are no longer kept.
         """
-        self._wait_for(self._begin_to_follow(after, newest))
+        if after + 1 < self.first:
+            raise TrimmedError(after + 1, self.first)
+        self._ask_server(lambda session: session.compare_log(after, newest))
+        self.received, self.newest = after, newest
+        self._follows = True
+        self._ring()
 
     def close(self) -> None:
         """Send what was appended before, and disconnect. Calls that wait raise ClosedError."""
-        with self._lock:
-            if self._closed or not self._thread.is_alive():
-                return
-            self._closed = True
+        self._closed = True
         self.streams.close()
-        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        self._ring()
+        if self._thread.is_alive():
+            self._thread.join(LOG_PATIENCE)
 
     def append(self, raw: bytes) -> None:
         """Send a record to the log. It is in the log only once it is read back."""
@@ -120,12 +124,10 @@ class Connection(Inbox):
                 f"a record of {len(raw)} bytes is larger than {RECORD_BYTES}, which a server "
                 "takes: set more fragments, or fewer bits (diloco.fragments, diloco.quantization)"
             )
-        self._send(self._subject("log"), raw, wake=True)
+        self._send(self._log_subject, raw)
 
     def beat(self, hint: Hint) -> None:
-        self._send(self._subject("beat"), msgspec.msgpack.encode(hint))
-        with suppress(ClosedError):
-            self._submit(self._measure())
+        self._send(self._beat_subject, msgspec.msgpack.encode(hint))
 
     def ask(self, incarnation: str, message: AnyMessage) -> None:
         """Send a message to one island."""
@@ -137,173 +139,195 @@ class Connection(Inbox):
     def fetch(self, chunks: Sequence[Chunk], bulk: Bulk) -> bytearray:
         return self.streams.fetch(chunks, bulk)
 
-    def store_state(self, state: bytes) -> Chunk:
-        """Store a state, and return the chunk that lists its chunks."""
+    def store_state(self, state: bytes) -> None:
         index = msgspec.json.encode(self.store(state, "states"))
-        [chunk] = self.streams.store(index, "states", STATE_INDEX)
-        return chunk
-
-    def fetch_state(self, index: Chunk) -> bytes:
-        """Return a stored state. Raises errors of `fetch`, or a DecodeError."""
-        chunks = msgspec.json.decode(self.fetch([index], "states"), type=list[Chunk])
-        return bytes(self.fetch(chunks, "states"))
-
-    def first_part(self) -> int:
-        """Return the sequence number of the first chunk that the stream of parts keeps."""
-        stream = self._stream("parts")
-        found = self._retry(lambda session: session.jetstream.stream_info(stream))
-        return self._wait_for(found).state.first_seq
+        self.streams.store(index, "states", STATE_INDEX)
 
     def newest_state(self) -> bytes | None:
         """Return the state that was stored last, or None if there is none."""
-        run = self._join.run
-        return self._wait_for(self._retry(lambda session: session.newest_state(run)))
+        return self._ask_server(Session.newest_state)
 
-    def _submit(self, operation: Coroutine[Any, Any, T]) -> "Future[T]":
-        with self._lock:
+    def _send(self, subject: str, raw: bytes) -> None:
+        """Publish if there is a connection."""
+        if self._is_there and not self._closed:
+            self._outgoing.append((subject, raw))
+            self._ring()
+
+    def _ring(self) -> None:
+        with suppress(BlockingIOError):  # it rings already
+            self._alarm.send(b".")
+
+    def _ask_server(self, operation: Callable[[Session], T]) -> T:
+        """Return an answer of the server, over a connection of its own, once it gives one."""
+        for address in itertools.cycle(self._join.addresses):
             if self._closed:
-                operation.close()
-                raise ClosedError("the connection is closed")
-            return asyncio.run_coroutine_threadsafe(operation, self._loop)
+                raise ClosedError("the connection was closed")
+            if self.failure is not None:
+                raise self.failure
+            with suppress(OSError), closing(Session(self._join, address, self._name)) as session:
+                return operation(session)
+            time.sleep(PAUSE)
+        raise AssertionError
 
-    def _wait_for(self, operation: Coroutine[Any, Any, T]) -> T:
-        try:
-            return self._submit(operation).result()
-        except CancelledError as error:
-            raise ClosedError("the connection was closed") from error
+    # --- in the thread ----------------------------------------------------------------------------
 
-    def _send(self, subject: str, raw: bytes, *, wake: bool = False) -> None:
-        """Publish if there is a connection. `wake`: read the log soon."""
-
-        async def publish() -> None:
-            if self._log is not None:
-                with suppress(Exception):  # the connection fails, and with it everything sent
-                    await self._log.client.publish(subject, raw)
-                    if wake:
-                        self._log.note_append()
-
-        with suppress(ClosedError):
-            self._submit(publish())
-
-    # --- in the thread: connect -------------------------------------------------------------------
-
-    async def _keep_connected(self, known: bool) -> None:
+    def _keep_connected(self) -> None:
         """Connect again whenever the connection is lost."""
-        patience = SERVER_IS_BACK_SECONDS if known else FIRST_CONNECTION_SECONDS
-        give_up, pause, reason = self._loop.time() + patience, PAUSE, ""
+        patience = SERVER_IS_BACK_SECONDS if self._known else FIRST_CONNECTION_SECONDS
+        give_up, pause, reason = time.monotonic() + patience, PAUSE, ""
         addresses = random.sample(self._join.addresses, len(self._join.addresses))
         for address in itertools.cycle(addresses):
-            if self._closed:  # nats-py ignores some cancellations
-                return
             failure: Exception
             try:
-                failure = await self._stay_connected(address)
-                pause, reason = PAUSE, ""
-            except Exception as error:  # a damaged server makes the client raise anything
+                self._stay_connected(address)
+            except UserError as error:
                 failure = error
+            except Exception as error:  # a damaged server may send anything
+                failure = explain(error, address, self._join)
+            if self._is_there:
+                self._is_there, pause, reason = False, PAUSE, ""
             first = not self._connected.done()
-            if first and (isinstance(failure, RefusedError) or self._loop.time() > give_up):
+            if self._closed:
+                if first:
+                    self._connected.set_exception(ClosedError("the connection was closed"))
+                return
+            if first and (isinstance(failure, RefusedError) or time.monotonic() > give_up):
                 self._connected.set_exception(_first_error(failure, patience))
                 return
             if isinstance(failure, FINAL):
                 self.note_failure(failure)
                 self.streams.fail(failure)
-                self._is_there.set()  # nobody waits for it any more
                 return
-            if str(failure) != reason and (known or not first):
+            if str(failure) != reason and (self._known or not first):
                 reason = str(failure)
                 if first:
                     logger.warning(f"waiting for the server of the islands: {reason}")
                 else:
                     self.note_loss(reason)
-            await asyncio.sleep(pause)
+            time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
 
-    async def _stay_connected(self, address: str) -> Exception:
-        """Connect, and return why the connection was lost. Raises any error if there was none."""
-        log = LogSession(LOG_PATIENCE, self, self._join.run)
-        reading = asyncio.create_task(self._follow(log))
-        try:
-            await log.open(self._join, address, self._name)
-            first, last = await log.run(log.subscribe(self._name))
-            if self._follows.is_set():  # before anything is sent
-                await log.run(log.compare_log(self._join.run, self.received, self.newest))
-            self._log = log
+    def _stay_connected(self, address: str) -> None:
+        """Connect, and receive until `close`. Raises an error once the connection is lost."""
+        with closing(Session(self._join, address, self._name, LOG_PATIENCE)) as session:
+            for subject in (self._log_subject, self._beat_subject, self._own_subject):
+                session.subscribe(subject)
+            first, last = self._ends_of_log(session)
+            if self._follows:  # before anything is sent
+                session.compare_log(self.received, self.newest)
+            self._outgoing.clear()
+            self._is_there = True
             self.note_connection(first, last)
-            self._is_there.set()
             if not self._connected.done():
                 self._connected.set_result(None)
-            ends: list[asyncio.Future[Any]] = [reading, log.lost]
-            (ended, *_), _ = await asyncio.wait(ends, return_when="FIRST_COMPLETED")
-            failure: Exception = ended.result()
-            return failure
-        finally:
-            self._is_there.clear()
-            self._log = None
-            reading.cancel()
-            log.fail(ConnectionError("closed"))
-            self._in_background(log.close())
+            self._converse(session)
 
-    async def _measure(self) -> None:
-        """Measure the round trip to the server."""
-        with suppress(Exception):  # there is no connection
-            assert self._log is not None
-            self.round_trip = await self._log.client.rtt()
+    def _ends_of_log(self, session: Session) -> tuple[int, int]:
+        """Return the numbers of the first and the last record in the log."""
+        try:
+            state = session.state_of("log")
+        except RequestError as error:
+            if error.code != NO_STREAM:
+                raise
+            raise RefusedError(
+                f"islands.join: the server has no run {self._join.run!r}; use the join string of a "
+                "run of this server"
+            ) from error
+        return max(1, state["first_seq"]), state["last_seq"]
 
-    async def _follow(self, log: LogSession) -> NoReturn:
-        await self._is_there.wait()
-        await self._follows.wait()
-        await log.read_log()
-
-    async def _begin_to_follow(self, after: int, newest: str) -> None:
-        if after + 1 < self.first:
-            raise TrimmedError(after + 1, self.first)
-        await self._retry(lambda session: session.compare_log(self._join.run, after, newest))
-        self.received, self.newest = after, newest
-        self._follows.set()
-
-    def _in_background(self, operation: Coroutine[Any, Any, None]) -> None:
-        task = self._loop.create_task(operation)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
-
-    async def _end(self) -> None:
-        if not self._connected.done():
-            self._connected.set_exception(ClosedError("the connection was closed"))
-        if self._log is not None:
-            with suppress(Exception):
-                await self._log.client.flush(timeout=1)
-        for _ in range(4):  # nats-py ignores some cancellations, and closing takes a while
-            for task in (tasks := asyncio.all_tasks() - {asyncio.current_task()}):
-                task.cancel()
-            if tasks:
-                await asyncio.wait(tasks, timeout=0.5)
-            if self._background:
-                await asyncio.wait(self._background, timeout=0.5)
-
-    async def _retry(self, operation: Callable[[Session], Coroutine[Any, Any, T]]) -> T:
-        """Repeat an operation until the server answers."""
-        from nats import errors
-
-        pause = PAUSE
-        while not self._closed:
-            await self._is_there.wait()
-            if self.failure is not None:
-                raise self.failure
-            if (session := self._log) is not None:
-                with suppress(OSError, TimeoutError, errors.Error):
-                    return await session.run(operation(session))
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE)
-        raise ClosedError("the connection was closed")
+    def _converse(self, session: Session) -> None:
+        """Send what is to be sent, and pass on what arrives, until `close`."""
+        log, pings = _LogReader(self, session), deque[float]()
+        pinged, heard, pongs = -math.inf, -math.inf, session.pongs
+        while True:
+            with suppress(BlockingIOError):
+                self._alarmed.recv(2**12)
+            while self._outgoing:
+                subject, raw = self._outgoing.popleft()
+                session.publish(subject, raw)
+                if subject == self._log_subject:
+                    log.look_soon()
+            if self._closed:
+                session.ask()
+                for _ in [*pings, self]:
+                    session.wait()
+                return
+            if (now := time.monotonic()) > pinged + PING:
+                heard = now if now > pinged + 2 * PING else heard  # this process has paused
+                session.ask()
+                pinged = now
+                pings.append(now)
+            if self._follows:
+                log.look(now)
+            if not session.is_readable(log.seconds_until_look(now), self._alarmed):
+                if now > heard + LOG_PATIENCE:
+                    raise TimeoutError("the server does not answer")
+                continue
+            heard, message = time.monotonic(), session.next_message()
+            while pongs < session.pongs:
+                pongs, self.round_trip = pongs + 1, heard - pings.popleft()
+            if message is None:
+                continue
+            if message.subject.startswith(session.inbox):
+                log.read(message, session.content(message))
+            elif message.subject == self._log_subject:
+                session.content(message)
+                log.look_soon()
+            else:
+                kind: Any = Hint if message.subject == self._beat_subject else AnyMessage
+                with suppress(msgspec.DecodeError):  # garbage
+                    self.note_message(msgspec.msgpack.decode(session.content(message), type=kind))
 
 
-def _note_failure(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Log failures of nats-py's tasks on a lost connection at debug level only."""
-    error = context.get("exception")
-    lost = isinstance(error, OSError) or type(error).__module__.startswith("nats.")
-    level = logging.DEBUG if lost else logging.ERROR
-    logger.log(level, "%s: %s", context["message"], error, exc_info=error)
+class _LogReader:
+    """Reads the log in order and without gaps, a batch of records after the other."""
+
+    def __init__(self, inbox: Inbox, session: Session) -> None:
+        self._inbox, self._session = inbox, session
+        self._pause, self._look_at, self._known = QUICK, 0.0, -1
+        self._answers_until = 0.0
+        """When an answer is late. 0: none is awaited."""
+
+    def look_soon(self) -> None:
+        """Look at the log: a record was appended, which the server may not have stored yet."""
+        self._pause = QUICK
+        self._look_at = min(self._look_at, time.monotonic() + QUICK)
+
+    def look(self, now: float) -> None:
+        """Ask for the next records if it is time."""
+        if self._answers_until:
+            if now > self._answers_until:
+                raise TimeoutError("the server does not give its log")
+        elif now >= self._look_at:
+            self._known, self._answers_until = self._inbox.received, now + PATIENCE
+            self._session.ask_records(self._known)
+
+    def seconds_until_look(self, now: float) -> float:
+        wait = PING if self._answers_until else self._look_at - now
+        return max(0.0, min(wait, PING))
+
+    def read(self, message: Message, content: bytes) -> None:
+        """Read an answer."""
+        inbox, headers, now = self._inbox, message.headers, time.monotonic()
+        if sequence := sequence_of(message):
+            self._answers_until = now + PATIENCE
+            if sequence == inbox.received + 1:
+                inbox.note_record(sequence, content, headers.get("Nats-Time-Stamp", ""))
+            return
+        seen = int(headers.get("Nats-Last-Sequence", 0))
+        if seen > inbox.received or inbox.received == self._known < inbox.last:
+            sequence = inbox.received + 1
+            inbox.note_record(sequence, self._session.find_record(sequence))
+        if inbox.received > self._known:
+            self._pause = QUICK
+        more = inbox.received > self._known and headers.get("Nats-Num-Pending") != "0"
+        self._answers_until, self._look_at = 0.0, now + (0.0 if more else self._pause)
+        self._pause = min(2 * self._pause, POLL)
+
+
+def ask_subject(run: str, incarnation: str) -> str:
+    # A name may contain special characters of subjects.
+    return subject_of(run, f"ask.{digest(incarnation.encode())[:32]}")
 
 
 def _first_error(failure: Exception, patience: float) -> Exception:

@@ -7,7 +7,6 @@ at its own version. The records since then lead from there to now.
 
 import math
 import time
-from collections import deque
 from collections.abc import Iterator
 
 import msgspec
@@ -26,7 +25,6 @@ from torchtitan_diloco.islands.members import IslandFailedError
 from torchtitan_diloco.islands.parts import as_buffer, as_tensor
 from torchtitan_diloco.islands.records import (
     AnyRecord,
-    Chunk,
     Close,
     Facts,
     VoidError,
@@ -60,8 +58,6 @@ class Joiner:
         """`facts`: facts of the run if this island is the first."""
         self._connection, self._copies = connection, copies
         self._mine, self._incarnation = facts, incarnation
-        self.stored: Chunk | None = None
-        """Where the state is stored from which the log was read."""
 
     def begin(self, saved: State | None) -> State:
         """Connect, load the copies, and return the state from which to read the log.
@@ -111,27 +107,20 @@ class Joiner:
     # --- the log ----------------------------------------------------------------------------------
 
     def _stored_state(self) -> State:
-        """Return a state that another island has stored. It is before the first record if all
+        """Return the state that an island has stored last. It is before the first record if all
         records are there, and few."""
-        connection = self._connection
+        connection, state = self._connection, State()
         if connection.first <= 1 and connection.last < STATE_EVERY:
-            return State()
-        for name in self._donors():
-            stored = connection.members.heard[name].hint.state
-            if stored is not None:
-                try:
-                    state = State.decode(connection.fetch_state(stored))
-                except (GoneError, CorruptError, GivenUpError, msgspec.DecodeError) as error:
-                    logger.warning(f"no state of the log from island {name_of(name)}: {error}")
-                    continue
-                if state.sequence >= connection.first - 1:
-                    self.stored = stored
-                    return state
-        if connection.first <= 1:
-            return State()
+            return state
+        try:
+            state = State.decode(connection.newest_state() or b"{}")
+        except msgspec.DecodeError as error:
+            logger.warning(f"the stored state of the log cannot be read: {error}")
+        if state.sequence >= connection.first - 1:
+            return state
         raise UserError(
-            "the log does not go back to its first record any more, and no island is running whose "
-            "copies this one could take: start one that has a checkpoint first"
+            "the log does not go back to its first record any more, and no island has stored a "
+            "state since: start one that has a checkpoint first"
         )
 
     def _donors(self) -> Iterator[str]:
@@ -140,13 +129,7 @@ class Joiner:
         known = set[str]()
         while True:
             found = set(filter(members.has_caught_up, members.heard.copy())) - known
-            for name in sorted(found):
-                if name_of(name) == name_of(self._incarnation):
-                    raise UserError(
-                        f"an island with the name {name_of(name)} is running already: give this "
-                        "one another islands.name, or end the other one"
-                    )
-                yield name
+            yield from sorted(found)
             known |= found
             if not found and time.monotonic() > until:
                 return
@@ -237,6 +220,8 @@ class Joiner:
             return "it does not answer"
         if answer.problem:
             return answer.problem
+        if answer.version < state.fragments[fragment].version:
+            return "it is older than the stored state of the log"
         try:
             content = as_tensor(self._connection.fetch(answer.chunks, "snapshots"))
         except (GoneError, CorruptError, GivenUpError) as error:
@@ -271,7 +256,8 @@ class Joiner:
         return None
 
     def _is_received(self, answer: Snapshot, state: State) -> bool:
-        if answer.head == state.fragments[answer.fragment].head:
+        known = state.fragments[answer.fragment]
+        if answer.head == known.head or answer.version < known.version:
             return True
         closes = (record for record in self._unread() if isinstance(record, Close))
         return any(digest(encode(close)) == answer.head for close in closes)
@@ -312,42 +298,20 @@ class Giver:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        self.stored: Chunk | None = None
-        """Where the latest state is stored."""
-        self._newest = deque[int](maxlen=3)
-        """Newest chunk of a part at each of the last saves."""
         self._answers: dict[SnapshotWanted, Snapshot | None] = {}
         """Answer to each question of an island that is alive, None until it is known."""
         self._thread = BackgroundThread("islands-snapshots")
 
     def store_state(self, state: bytes) -> None:
-        """Store a state for readers of the log, which heartbeats then name."""
+        """Store a state for readers of the log."""
 
         def store() -> None:
             try:
-                self.stored = self._connection.store_state(state)
+                self._connection.store_state(state)
             except GivenUpError as error:
                 logger.warning(f"joiners have to read more of the log: {error}")
 
         self._thread.submit(store)
-
-    def note_save(self, newest: int) -> None:
-        """Warn if the parts since the last save but one are not kept any more.
-
-        `newest`: sequence number of the newest chunk of a part.
-        """
-        self._newest.append(newest)
-        before = self._newest[0]
-
-        def compare() -> None:
-            if before < newest and self._connection.first_part() > before + 1:
-                logger.warning(
-                    "the server keeps parts for less than two checkpoints, so after a longer "
-                    "absence an island takes the copies of another one: start `serve` with a "
-                    "larger --keep-gb, or lower checkpoint.every_minutes"
-                )
-
-        self._thread.submit(compare)
 
     def is_new(self, wanted: SnapshotWanted) -> bool:
         """Return whether this is a new question. If not, repeat the answer: it may be lost."""

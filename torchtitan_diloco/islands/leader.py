@@ -126,7 +126,6 @@ class Leader:
     def catch_up(self, saved: State | None) -> None:
         """Get the newest copies, without taking part in the run."""
         self.machine.begin(self._joiner.begin(saved))
-        self._giver.stored = self._joiner.stored
         self._parts.fetch_waiting(self.state)  # the first record may merge them
         while self._connection.records:
             self._read(self._connection.records.popleft())
@@ -163,14 +162,13 @@ class Leader:
                 waited = True
                 self.changed.wait(min(due.waits_until - now, LOOK))
             self._react()  # at once, as the step of an opening counts
-            settings = self.machine.take_settings()
         self._gauges.waited += waited * (now - started)
         if waited and due.applied:
             first = msgspec.structs.replace(due.applied[0], waited=now - started)
             due = msgspec.structs.replace(due, applied=[first, *due.applied[1:]])
         ranks = self._copies.ranks.size
         sent = [msgspec.structs.replace(part, ranks=ranks) for part in due.sent]
-        return msgspec.structs.replace(due, sent=sent, settings=settings)
+        return msgspec.structs.replace(due, sent=sent)
 
     def store(self, part: Part, payload: Tensor) -> int:
         """Store the chunks of an own part and append the part. Return the bytes sent."""
@@ -199,7 +197,6 @@ class Leader:
 
     def state_to_save(self) -> str:
         """Return the state for a checkpoint of the newest copies."""
-        self._giver.note_save(self._parts.newest)
         return self.state.encode().decode()
 
     def check(self) -> None:
@@ -323,7 +320,7 @@ class Leader:
                 self.machine.note_lag(lag)
             # Also after a connection is made, as there is more to read then.
             caught_up = lag <= members.expiry and 0 <= self._connection.last <= self.state.sequence
-            hint = self.machine.hint(caught_up=caught_up, state=self._giver.stored)
+            hint = self.machine.hint(caught_up=caught_up)
             numbers = self._gauges.read(self._connection.site, self._connection.round_trip)
             self._connection.beat(msgspec.structs.replace(hint, numbers=numbers))
 

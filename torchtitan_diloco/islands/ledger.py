@@ -106,10 +106,10 @@ class Mode(Enum):
         return max(alpha, LATE_MIXING) if self is Mode.MIX_LATE else alpha
 
 
-@dataclass
-class Unapplied:
-    """An entry that is not in the parameters yet, or several without an own part."""
+class Due(msgspec.Struct):
+    """A version to apply to the parameters, or several without an own part at once."""
 
+    fragment: int
     version: int
     clock: int
     own: Part | None
@@ -118,3 +118,6 @@ class Unapplied:
     participants: int
     received: int
     """Bytes of the parts of other islands."""
+    mode: Mode = Mode.ADD
+    waited: float = 0.0
+    """Seconds for which training has waited."""

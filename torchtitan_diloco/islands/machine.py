@@ -12,12 +12,11 @@ import msgspec
 
 from torchtitan_diloco.islands.changes import DELAY, EVERY, SLOTS, settings_of
 from torchtitan_diloco.islands.disputes import Disputes
-from torchtitan_diloco.islands.ledger import Entry, Mode, Outcome
+from torchtitan_diloco.islands.ledger import Due, Entry, Outcome
 from torchtitan_diloco.islands.log import State
 from torchtitan_diloco.islands.members import Hint, IslandFencedError, Members
 from torchtitan_diloco.islands.records import (
     Change,
-    Chunk,
     Give,
     Part,
     Record,
@@ -25,7 +24,7 @@ from torchtitan_diloco.islands.records import (
     attempt_of,
     name_of,
 )
-from torchtitan_diloco.islands.rounds import Checked, Rounds, Timing
+from torchtitan_diloco.islands.rounds import Checked, Timing
 from torchtitan_diloco.islands.rules import Island
 from torchtitan_diloco.log import UserError
 
@@ -35,22 +34,6 @@ UNMERGED = 8
 """Versions of a fragment without a part of this island after which there is a warning."""
 AWAY = 10.0
 """Seconds without a connection after which a leaving island gives up sending its work."""
-
-
-class Due(msgspec.Struct, frozen=True):
-    """Apply the next version of a fragment to the parameters."""
-
-    fragment: int
-    version: int
-    mode: Mode
-    own: bool
-    """Whether the version contains a part of this island."""
-    weight: int
-    participants: int
-    received: int
-    """Bytes of the parts of other islands."""
-    waited: float = 0.0
-    """Seconds for which training has waited."""
 
 
 class Boundary(msgspec.Struct, frozen=True):
@@ -69,7 +52,7 @@ class Boundary(msgspec.Struct, frozen=True):
     waits_until: float | None = None
     """Training waits: ask again when something has happened, or at this time."""
     settings: dict[str, str] = {}
-    """Settings of the run, if they have changed."""
+    """Settings of the run."""
 
 
 class Machine:
@@ -83,12 +66,11 @@ class Machine:
         """`lr`: outer."""
         self.incarnation, self.members, self.timing = incarnation, members, timing
         self.begin(State())
-        self._changed: dict[str, str] = {}
+        self._settings: dict[str, str] = {}
         self.island: Island | None = None
         """Decisions about the run, once it has begun and this island has a slot."""
         self.notices, self.news = list[str](), list[str]()
         """Warnings for the user, and which islands come and go."""
-        self._silent = set[str]()
         self._lr = lr
         self._attempts = dict[tuple[object, ...], float]()
         """Time at which each record was last appended."""
@@ -126,9 +108,9 @@ class Machine:
     def _use_facts(self) -> None:
         """Use the settings of the run, which may differ from those of this island."""
         assert self.state.facts is not None
-        self._changed, schedule = settings_of(self.state.facts), self.timing.schedule
-        every = int(self._changed.get(EVERY, schedule.sync_every))
-        delay = int(self._changed.get(DELAY, schedule.delay))
+        self._settings, schedule = settings_of(self.state.facts), self.timing.schedule
+        every = int(self._settings.get(EVERY, schedule.sync_every))
+        delay = int(self._settings.get(DELAY, schedule.delay))
         schedule = replace(schedule, sync_every=every, delay=delay)
         self.timing, self._lr = replace(self.timing, schedule=schedule), self.state.facts.outer_lr
         if self.island is not None:
@@ -161,19 +143,6 @@ class Machine:
             f"larger {EVERY}"
         )
 
-    def _note_silent(self, now: float) -> None:
-        """Note which islands are not heard any more, or again."""
-        if self.members.is_new(now):
-            return
-        owners = {slot.owner for slot in self.state.slots if slot.owner and not slot.done}
-        owners.discard(self.incarnation)
-        silent = {owner for owner in owners if self.members.is_silent(owner, now)}
-        for owner in sorted(silent - self._silent):
-            self.notices.append(f"island {name_of(owner)} is silent: rounds do not wait for it")
-        for owner in sorted((self._silent - silent) & owners):
-            self.news.append(f"island {name_of(owner)} is heard again")
-        self._silent = silent
-
     def records(self, checked: Mapping[int, Checked], now: float) -> list[Record]:
         """Return the records to append now.
 
@@ -183,7 +152,9 @@ class Machine:
         self.members.tick(now)
         island = self.island
         if island is not None:
-            self._note_silent(now)
+            silent, heard = self.members.changes(self.state, self.incarnation, now)
+            self.notices += [f"island {one} is silent: rounds do not wait for it" for one in silent]
+            self.news += [f"island {one} is heard again" for one in heard]
         due = [self._take(now)] if island is None else self._decisions(island, checked, now)
         self._attempts = {key: at for key, at in self._attempts.items() if now < at + RETRY}
         found = list[Record]()
@@ -268,11 +239,6 @@ class Machine:
         rounds = self.joined.rounds[part.fragment]
         rounds.sent, rounds.is_stored = part, True
 
-    def take_settings(self) -> dict[str, str]:
-        """Return the settings of the run if they have changed since the last call."""
-        settings, self._changed = self._changed, {}
-        return settings
-
     def take_skipped(self) -> list[tuple[int, int]]:
         """Return fragments and versions that will not be applied, and need not be kept."""
         found = list[tuple[int, int]]()
@@ -281,8 +247,8 @@ class Machine:
             rounds.skipped.clear()
         return found
 
-    def hint(self, *, caught_up: bool, state: Chunk | None = None) -> Hint:
-        """Return the heartbeat. `caught_up`: with the log. `state`: a stored one."""
+    def hint(self, *, caught_up: bool) -> Hint:
+        """Return the heartbeat. `caught_up`: with the log."""
         island = self.island
         known = [(one.version, one.checksums.get(one.version)) for one in self.state.fragments]
         copies = tuple((version, checksum) for version, checksum in known if checksum)
@@ -294,7 +260,6 @@ class Machine:
             caught_up=caught_up,
             leaving=island is not None and island.leaving,
             copies=copies if len(copies) == len(known) else (),
-            state=state,
         )
 
     # --- between two steps ------------------------------------------------------------------------
@@ -329,15 +294,15 @@ class Machine:
             applied=applied,
             sent=sent,
             waits_until=until,
+            settings=self._settings,
         )
 
     def _applies(self, now: float) -> tuple[list[Due], float | None]:
         """Return what to apply, and until when training waits for more."""
         applied, limits = list[Due](), list[float]()
-        for fragment, rounds in enumerate(self.joined.rounds):
-            while (mode := rounds.next_mode()) is not None:
-                applied.append(_due(fragment, rounds, mode))
-                rounds.finish_apply(now)
+        for rounds in self.joined.rounds:
+            while (due := rounds.take_due(now)) is not None:
+                applied.append(due)
             limit = rounds.wait_until()
             if limit is not None and now < limit:
                 limits.append(limit)
@@ -357,19 +322,6 @@ class Machine:
             )
             return True
         return self.state.ended or self.joined.left
-
-
-def _due(fragment: int, rounds: Rounds, mode: Mode) -> Due:
-    entry = rounds.unapplied[0]
-    return Due(
-        fragment=fragment,
-        version=entry.version,
-        mode=mode,
-        own=entry.own is not None,
-        weight=0 if entry.own is None else entry.own.weight,
-        participants=entry.participants,
-        received=entry.received,
-    )
 
 
 def left_out(entry: Entry) -> Iterator[str]:

@@ -10,7 +10,7 @@ import msgspec
 
 from torchtitan_diloco.diloco.vitals import Report, Vitals
 from torchtitan_diloco.islands.log import State
-from torchtitan_diloco.islands.records import Chunk, Count, Name, Seconds, name_of
+from torchtitan_diloco.islands.records import Count, Name, Seconds, name_of
 from torchtitan_diloco.log import UserError
 
 
@@ -54,8 +54,6 @@ class Hint(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     leaving: bool = False
     copies: tuple[tuple[Count, Name], ...] = ()
     """Newest version of each fragment, and its checksum."""
-    state: Chunk | None = None
-    """A stored state from which this island, and so a joiner, could read the log on."""
     numbers: Numbers = Numbers()
 
 
@@ -174,6 +172,7 @@ class Members:
         """Copy it before a loop, as a member may be added meanwhile. None is removed."""
         self._connected_at: float | None = None
         self._last_tick = self._paused_at = -math.inf
+        self._silent = set[str]()
 
     @property
     def connected(self) -> bool:
@@ -211,6 +210,17 @@ class Members:
         """Return whether rounds do not wait for it."""
         member = self.heard.get(incarnation)
         return not self.is_new(now) and (member is None or now - member.heard >= self.expiry)
+
+    def changes(self, state: State, own: str, now: float) -> tuple[list[str], list[str]]:
+        """Return the names of the islands that are silent, and that are heard again, since the last
+        call. `own`: an incarnation that does not count."""
+        if self.is_new(now):
+            return [], []
+        owners = {slot.owner for slot in state.slots if slot.owner and not slot.done} - {own}
+        before, self._silent = self._silent, {one for one in owners if self.is_silent(one, now)}
+        both = self._silent - before, (before - self._silent) & owners
+        silent, heard = (sorted(map(name_of, found)) for found in both)
+        return silent, heard
 
     def is_gone(self, incarnation: str, now: float) -> bool:
         """Return whether another island may take its slot."""

@@ -29,8 +29,6 @@ class Parts:
         self._fetched: dict[int, Future[tuple[Checked, Tensor]]] = {}
         """Waiting parts by sequence number, and their payloads."""
         self._wanted: Collection[int] = ()
-        self.newest = 0
-        """Sequence number of the newest chunk."""
         self._own: dict[int, tuple[Part, Tensor]] = {}
         self._thread = BackgroundThread("islands-fetch")
 
@@ -45,8 +43,6 @@ class Parts:
             if fragment.version >= self._copies.newest(number):  # else the copy contains them
                 waiting |= fragment.waiting
         self._wanted = waiting.keys()
-        chunks = (chunk.sequence for part in waiting.values() for chunk in part.chunks)
-        self.newest = max(chunks, default=self.newest)
         for sequence in self._fetched.keys() - waiting.keys():
             del self._fetched[sequence]
         for sequence in waiting.keys() - self._fetched.keys():

@@ -45,9 +45,9 @@ from torchtitan_diloco.islands.connection import Connection
 from torchtitan_diloco.islands.copies import Copies, encode_delta, fingerprints
 from torchtitan_diloco.islands.joining import StaleError
 from torchtitan_diloco.islands.leader import Leader, Seat
-from torchtitan_diloco.islands.ledger import Mode
+from torchtitan_diloco.islands.ledger import Due, Mode
 from torchtitan_diloco.islands.log import State
-from torchtitan_diloco.islands.machine import Boundary, Due
+from torchtitan_diloco.islands.machine import Boundary
 from torchtitan_diloco.islands.members import Gauges
 from torchtitan_diloco.islands.records import Facts, Part
 from torchtitan_diloco.islands.rounds import Timing
@@ -271,8 +271,9 @@ class IslandPeers(Peers):
         while waits:
             started = time.perf_counter()
             mine = None if self._leader is None else self._leader.decide()
+            before = self._last.settings
             self._last = last = broadcast_object(mine, Boundary, self._ranks.decisions)
-            if last.settings:
+            if last.settings != before:
                 self._use(last.settings)
             waits = last.waits_until is not None
             counted = sum(one.waited for one in last.applied)  # by their rounds
@@ -297,7 +298,8 @@ class IslandPeers(Peers):
         copy, old = self._copies.fragments[fragment], self.states[fragment].outer
         round_ = self._round_of(due)
         round_.outer_round = due.version
-        round_.weight, round_.participants = due.weight, due.participants
+        round_.weight = 0 if due.own is None else due.own.weight
+        round_.participants = due.participants
         round_.asked, round_.fetched = now - due.waited, now
         if due.own and due.waited > 1e-3:  # the exchange lasted until now
             round_.ready = now

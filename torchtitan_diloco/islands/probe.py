@@ -19,7 +19,7 @@ class Probe:
 
     def send(self, size: int) -> None:
         for start in range(0, size, len(BLOCK)):
-            self._wire.publish(self._subject, 0, BLOCK[: size - start])
+            self._wire.publish(self._subject, BLOCK[: size - start])
         self._wire.ask()
 
 

@@ -15,7 +15,6 @@ from torchtitan_diloco.islands.connection import Connection
 from torchtitan_diloco.islands.ledger import Outcome
 from torchtitan_diloco.islands.log import State
 from torchtitan_diloco.islands.overview import History, append_thinned, overview, render
-from torchtitan_diloco.islands.records import name_of
 
 LISTEN_SECONDS = 3.0
 """Time to receive heartbeats before the first output."""
@@ -32,7 +31,7 @@ class Reader:
     ) -> None:
         self.connection, self.state, self._run, self._note = connection, state, run, note
         self.history = History()
-        self._silent, self._validated = set[str](), dict[str, tuple[int, float]]()
+        self._validated = dict[str, tuple[int, float]]()
 
     def read(self, seconds: float = 0.0) -> None:
         """Read incoming records for at least this long."""
@@ -58,12 +57,9 @@ class Reader:
             if pair and pair != self._validated.get(incarnation) and math.isfinite(pair[1]):
                 self._validated[incarnation] = pair
                 append_thinned(self.history.losses, pair)
-        owners = {slot.owner for slot in self.state.slots if slot.owner and not slot.done}
-        silent = {owner for owner in owners if members.is_silent(owner, now)}
-        for owner in sorted((silent ^ self._silent) & owners):
-            text = "is silent" if owner in silent else "is heard again"
-            news.append((time.time(), f"{name_of(owner)} {text}"))
-        self._silent = set() if members.is_new(now) else silent
+        silent, heard = members.changes(self.state, "", now)
+        news.extend((time.time(), f"{name} is silent") for name in silent)
+        news.extend((time.time(), f"{name} is heard again") for name in heard)
 
     def overview(self) -> dict[str, Any]:
         state, members, now = self.state, self.connection.members, time.monotonic()

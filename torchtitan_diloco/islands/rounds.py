@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torchtitan_diloco.diloco.schedule import Schedule
-from torchtitan_diloco.islands.ledger import Entry, Fragment, Ledger, Mode, Outcome, Unapplied
+from torchtitan_diloco.islands.ledger import Due, Entry, Fragment, Ledger, Mode, Outcome
 from torchtitan_diloco.islands.log import VERSIONS_LATE
 from torchtitan_diloco.islands.records import MOST_GRACE, Close, Open, Part, Refusal
 
@@ -72,7 +72,7 @@ class Rounds:
         if any(one.version for one in island.state.fragments):  # the run has begun
             self.turn = (self.turn - 1) % self._every + 1
         self.applied = self.shared.version  # version in the parameters
-        self.unapplied = deque[Unapplied]()
+        self.unapplied = deque[Due]()
         self.skipped = list[int]()
         """Versions that will not be applied, as later ones contain them."""
         self.sent: Part | None = None
@@ -135,7 +135,8 @@ class Rounds:
 
     def _read_entry(self, entry: Entry) -> None:
         own = entry.part_of(self._island.incarnation)
-        found = Unapplied(
+        found = Due(
+            fragment=self._fragment,
             version=entry.close.version,
             clock=entry.close.clock,
             own=own,
@@ -362,13 +363,17 @@ class Rounds:
             return Mode.RESET
         return Mode.MIX if own_round and late <= 0 else Mode.MIX_LATE
 
-    def finish_apply(self, now: float) -> None:
-        """Mark the first unapplied entry as applied."""
+    def take_due(self, now: float) -> Due | None:
+        """Return the first unapplied entry if it is to be applied now, and mark it as applied."""
+        if (mode := self.next_mode()) is None:
+            return None
         entry, tokens = self.unapplied.popleft(), self._island.tokens
+        entry.mode = mode
         self.applied = entry.version
         if entry.own is not None:
             tokens = self._tokens_taken = self._tokens_sent
         self._island.set_clock(entry.clock, tokens, now)
+        return entry
 
     def wait_until(self) -> float | None:
         """Return until when training waits for the entry with the own part, None if it does not."""

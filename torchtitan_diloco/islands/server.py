@@ -1,25 +1,20 @@
 """Server of a run: nats-server with a certificate, logins and streams in a folder."""
 
-import asyncio
-import errno
 import json
 import re
 import shutil
 import signal
-import socket
 import subprocess
-import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
 from torchtitan_diloco.hardware import end_with_parent
-from torchtitan_diloco.islands.config import Join, RefusedError
-from torchtitan_diloco.islands.connection import LOG_PATIENCE
+from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.page import PageServer
 from torchtitan_diloco.islands.server_folder import (
     ADMIN,
@@ -28,6 +23,7 @@ from torchtitan_diloco.islands.server_folder import (
     ISLAND,
     Settings,
     files_of,
+    find_server,
     in_brackets,
     join_file,
     join_of,
@@ -41,12 +37,12 @@ from torchtitan_diloco.islands.server_folder import (
 )
 from torchtitan_diloco.islands.session import (
     STATE_INDEX,
-    Session,
-    check_installed,
+    RequestError,
+    open_session,
     stream_of,
     subject_of,
 )
-from torchtitan_diloco.log import UserError, install_command, logger
+from torchtitan_diloco.log import UserError, logger
 
 ISLAND_MAY = {
     "publish": [
@@ -59,7 +55,6 @@ SNAPSHOT_SECONDS = 6 * 3600
 """Age at which snapshots are deleted. They are made on request."""
 LOG_BYTES, STATES_BYTES = 2**28, 2**26
 """Size of the log, and messages with states of the run, above which the oldest are deleted."""
-MAKE_SECONDS = 10.0
 OTHER_STREAM = 10058
 """Error code of the server: the stream is there with other settings."""
 LOOK_SECONDS, LONGEST_PAUSE = 1.0, 30.0
@@ -100,19 +95,17 @@ class Server:
             with files_of(self.folder):
                 save(self.folder, self.settings)
                 write_joins(self.folder, self.joins)
-            asyncio.run(self._make_streams())
+            self._make_streams()
         except BaseException:
             self.stop()
             raise
 
     def launch(self) -> None:
         """Start nats-server on what is in the folder."""
-        check_installed()
         program, path = find_server(), self.folder / "nats-server.json"
         self.stop()  # of this object: it holds the lock also if nats-server has died
         self._lock = lock(self.folder)
         try:
-            self._check_port()
             write_secret(path, json.dumps(self._configuration(), indent=1))
             self.process = subprocess.Popen(
                 [program, "--config", str(path)],
@@ -183,7 +176,9 @@ class Server:
             said = line.strip() or said
             if "Server is ready" in line:
                 return
-        raise UserError(f"nats-server did not start: {_message(said)}")
+        at = f"--host {self.settings.host} --port {self.settings.port}"
+        remedy = "; give a free port, and an address of this machine" * ("listen" in said)
+        raise UserError(f"{at}: nats-server did not start: {_message(said)}{remedy}")
 
     def _pass_on(self, lines: IO[str]) -> None:
         full = False
@@ -223,22 +218,6 @@ class Server:
             "authorization": {"users": users},
         }
 
-    def _check_port(self) -> None:
-        """Check that the port is free."""
-        host, port = self.settings.host, self.settings.port
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        try:
-            socket.create_server((host, port), family=family).close()
-        except OSError as error:
-            remedy = "give a port and an address of this machine that the server may use"
-            if error.errno == errno.EADDRINUSE:
-                remedy = "is another server running on it? Stop that one, or give another port"
-            elif family == socket.AF_INET6:
-                remedy = (
-                    f"this machine has no such IPv6 address: give one that it has, or {ANY_IPV4}"
-                )
-            raise UserError(f"--host {host} --port {port}: {error.strerror}; {remedy}") from error
-
     def _check_disk(self) -> None:
         free = shutil.disk_usage(self.folder).free / 1e9
         needed = 0.1 if self.settings.made else 2 * self.settings.keep_gb + 0.1
@@ -248,61 +227,45 @@ class Server:
                 f"{needed:.1f}: free some, or give a lower --keep-gb for a new folder"
             )
 
-    async def _make_streams(self) -> None:
-        from nats.js.errors import NotFoundError
-
+    def _make_streams(self) -> None:
         if self.settings.made:
-            try:
-                async with open_session(self.admin) as session:
-                    await session.jetstream.stream_info(stream_of(self.settings.run, "log"))
-            except NotFoundError as error:
-                raise UserError(
-                    f"{self.folder}: the log of the run {self.settings.run} is gone; begin a new "
-                    "run in a new folder"
-                ) from error
-        await make_streams(self.admin, self.settings.keep_gb)
+            with open_session(self.admin, "serve") as session:
+                try:
+                    session.state_of("log")
+                except RequestError as error:
+                    raise UserError(
+                        f"{self.folder}: the log of the run {self.settings.run} is gone; begin a "
+                        "new run in a new folder"
+                    ) from error
+        make_streams(self.admin, self.settings.keep_gb)
         self.settings.made = True
         save(self.folder, self.settings)
 
 
-@asynccontextmanager
-async def open_session(admin: Join) -> AsyncIterator[Session]:
-    session = Session(LOG_PATIENCE)
-    try:
-        await session.open(admin, admin.addresses[0], "serve")
-        yield session
-    finally:
-        await session.close()
-
-
-async def make_streams(admin: Join, keep_gb: float, replicas: int = 1) -> None:
+def make_streams(admin: Join, keep_gb: float, replicas: int = 1) -> None:
     """Make the streams of a run, or give existing ones these settings."""
-    from nats.js.api import DiscardPolicy, StreamConfig
-    from nats.js.errors import APIError, BadRequestError
-
-    def config(kind: str, **settings: Any) -> StreamConfig:
-        name, subjects = stream_of(admin.run, kind), [subject_of(admin.run, kind)]
-        subjects += [subject_of(admin.run, STATE_INDEX)] if kind == "states" else []
-        settings |= {"num_replicas": replicas, "discard": DiscardPolicy.OLD, "allow_direct": True}
-        return StreamConfig(name=name, subjects=subjects, **settings)
-
     bulk_bytes = int(keep_gb * 1e9)
-    streams = [
-        config("log", max_bytes=LOG_BYTES, deny_delete=True, deny_purge=True),
-        config("parts", max_bytes=bulk_bytes),
-        config("snapshots", max_bytes=bulk_bytes, max_age=SNAPSHOT_SECONDS),
-        config("states", max_bytes=STATES_BYTES),
-    ]
+    streams: dict[str, dict[str, object]] = {
+        "log": {"max_bytes": LOG_BYTES, "deny_delete": True, "deny_purge": True},
+        "parts": {"max_bytes": bulk_bytes},
+        "snapshots": {"max_bytes": bulk_bytes, "max_age": SNAPSHOT_SECONDS * 10**9},
+        "states": {"max_bytes": STATES_BYTES},
+    }
+    same = {"num_replicas": replicas, "discard": "old", "allow_direct": True, "storage": "file"}
     try:
-        async with open_session(admin) as session:
-            for stream in streams:
+        with open_session(admin, "serve") as session:
+            for kind, settings in streams.items():
+                kinds = [kind, STATE_INDEX] if kind == "states" else [kind]
+                subjects = [subject_of(admin.run, one) for one in kinds]
+                name = stream_of(admin.run, kind)
+                settings |= same | {"name": name, "subjects": subjects}
                 try:
-                    await session.run(session.jetstream.add_stream(stream), MAKE_SECONDS)
-                except BadRequestError as error:
-                    if error.err_code != OTHER_STREAM:
+                    session.call(f"STREAM.CREATE.{name}", settings)
+                except RequestError as error:
+                    if error.code != OTHER_STREAM:
                         raise
-                    await session.run(session.jetstream.update_stream(stream), MAKE_SECONDS)
-    except (APIError, ConnectionError, TimeoutError, RefusedError) as error:
+                    session.call(f"STREAM.UPDATE.{name}", settings)
+    except (OSError, ValueError) as error:
         raise UserError(f"the streams of the run {admin.run} cannot be made: {error}") from error
 
 
@@ -317,15 +280,6 @@ def open_folder(
     changes = {key: value for key, value in chosen.items() if value is not None}
     with files_of(folder):
         return Server(folder, open_settings(folder, changes), say)
-
-
-def find_server() -> str:
-    """Return the path of nats-server, from its package or on PATH."""
-    beside = Path(sys.executable).with_name("nats-server")
-    found = str(beside) if beside.exists() else shutil.which("nats-server")
-    if found is None:
-        raise UserError(f"the server needs nats-server: {install_command('islands')}")
-    return found
 
 
 def _message(line: str) -> str:

@@ -3,9 +3,11 @@
 import fcntl
 import re
 import secrets
+import shutil
 import socket
 import ssl
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -16,7 +18,7 @@ from msgspec import Meta
 
 from torchtitan_diloco.diloco.fields import convert, setting_types
 from torchtitan_diloco.islands.config import HOST_PATTERN, NAME, RUN_PATTERN, Join
-from torchtitan_diloco.log import UserError
+from torchtitan_diloco.log import UserError, install_command
 
 ANY_IPV4, ANY_IPV6, LOOPBACK = "0.0.0.0", "::", "127.0.0.1"
 ISLAND, ADMIN = "island", "admin"
@@ -109,6 +111,15 @@ def lock(folder: Path) -> IO[str]:
             f"--folder {folder}: a server is running in it already; stop that one first"
         ) from error
     return file
+
+
+def find_server() -> str:
+    """Return the path of nats-server, from its package or on PATH."""
+    beside = Path(sys.executable).with_name("nats-server")
+    found = str(beside) if beside.exists() else shutil.which("nats-server")
+    if found is None:
+        raise UserError(f"install nats-server: {install_command('islands')}")
+    return found
 
 
 # --- sites ----------------------------------------------------------------------------------------

@@ -1,42 +1,66 @@
-"""A blocking connection to a NATS server, with the few messages of its protocol that chunks need.
+"""A blocking connection to a NATS server, with the few messages of its protocol that islands need.
 
-The caller's memory is sent and filled directly. The client of the log, nats-py, copies each byte
+Chunks are sent from the caller's memory, and received into it. NATS's own client copies each byte
 several times, which takes three times the CPU.
 """
 
 import json
 import secrets
 import socket
+import ssl
 from contextlib import suppress
-from typing import Any
+from select import select
+from typing import Any, NamedTuple
 
-from torchtitan_diloco.islands import session
 from torchtitan_diloco.islands.config import Join
 
 ANSWER_SECONDS, OPEN_SECONDS = 120.0, 10.0
 """Seconds without a byte of an awaited answer until a connection counts as lost, and to connect.
 Links may be slow. The kernel notices dead ones earlier."""
+UNCONFIRMED_SECONDS = 30.0
+"""Seconds in which the other end must acknowledge some bytes. A slow link does, a dead one not."""
 KEEPALIVE_SECONDS = 10
 
 
 class ServerError(ConnectionError):
-    """The server has sent an error, and closes the connection."""
+    """The server has sent an error."""
+
+
+class Message(NamedTuple):
+    """The head of a message. Its content is read next."""
+
+    subject: str
+    size: int
+    """Bytes of the content."""
+    status: int = 0
+    """Status of an answer, 0 if it has none."""
+    headers: dict[str, str] = {}
+
+    @property
+    def number(self) -> int:
+        """Number of the request that this message answers."""
+        return int(self.subject.rpartition(".")[2])
 
 
 class Wire:
-    """A connection to the server, with the messages of NATS's protocol that chunks need."""
+    """A connection to the server."""
 
-    def __init__(self, join: Join, address: str, name: str) -> None:
+    def __init__(
+        self, join: Join, address: str, name: str, patience: float = ANSWER_SECONDS
+    ) -> None:
+        """`patience`: seconds without a byte of what is awaited until the connection is lost."""
         host, _, port = address.rpartition(":")
-        self._socket = socket.create_connection((host.strip("[]"), int(port)), OPEN_SECONDS)
+        seconds = min(patience, OPEN_SECONDS)
+        self._socket = socket.create_connection((host.strip("[]"), int(port)), seconds)
         try:
             self._open(join, host, name)
+            self._socket.settimeout(patience)
         except BaseException:
             self.close()
             raise
 
     def _open(self, join: Join, host: str, name: str) -> None:
-        limit = round(1000 * session.UNCONFIRMED_SECONDS)
+        limit = round(1000 * UNCONFIRMED_SECONDS)
         for level, option, value in (
             (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
             (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit),
@@ -50,25 +74,30 @@ class Wire:
             self._socket = context.wrap_socket(self._socket, server_hostname=name_of_host)
         self._room = bytearray(2**16)
         self._view, self._start, self._end = memoryview(self._room), 0, 0
+        self.pongs = self.subscriptions = 0
         self.inbox = f"_INBOX.{secrets.token_hex(8)}"
         login = {"user": join.user, "pass": join.password} if join.user else {}
         options = {"name": name, "lang": "python", "version": "1", "protocol": 1, **login}
         options |= {"verbose": False, "pedantic": False, "headers": True, "no_responders": True}
-        self.send(
-            b"CONNECT %s\r\nSUB %s.* 1\r\n" % (json.dumps(options).encode(), self.inbox.encode())
-        )
+        login_and_ping = json.dumps(options | {"echo": False}), f"SUB {self.inbox}.* 0", "PING\r\n"
+        # At once, as a server that refuses the login closes the connection.
+        self.send(("CONNECT " + "\r\n".join(login_and_ping)).encode())
         self.server: dict[str, Any] = json.loads(self._line().removeprefix(b"INFO "))
         """What the server says of itself."""
-        self.ping()
-        self._socket.settimeout(ANSWER_SECONDS)
+        self.wait()
 
     def send(self, *pieces: bytes | memoryview) -> None:
         for piece in pieces:
             self._socket.sendall(piece)
 
-    def publish(self, subject: str, number: int, content: bytes | memoryview) -> None:
-        """Publish, with a reply subject that ends in a number."""
-        head = f"PUB {subject} {self.inbox}.{number} {len(content)}\r\n"
+    def subscribe(self, subject: str) -> None:
+        self.subscriptions += 1
+        self.send(b"SUB %s %d\r\n" % (subject.encode(), self.subscriptions))
+
+    def publish(self, subject: str, content: bytes | memoryview, number: int | None = None) -> None:
+        """Publish. `number`: of the answer that is wanted, None for none."""
+        reply = "" if number is None else f" {self.inbox}.{number}"
+        head = f"PUB {subject}{reply} {len(content)}\r\n"
         self.send(head.encode(), content, b"\r\n")
 
     def ping(self) -> None:
@@ -80,23 +109,44 @@ class Wire:
         self.send(b"PING\r\n")
 
     def wait(self) -> None:
-        """Wait for an answer to a ping."""
-        while not self._line().startswith(b"PONG"):
-            pass
+        """Wait for an answer to a ping. Messages before it are dropped."""
+        before = self.pongs
+        while self.pongs == before:
+            if (message := self.next_message()) is not None:
+                self.content(message)
 
-    def next_answer(self) -> tuple[int, int, int]:
-        """Return the number, the status and the size of the next answer, whose content is read
-        next. The status is 0 if there is none."""
-        while not (line := self._line()).startswith((b"MSG", b"HMSG")):
+    def is_readable(self, seconds: float, other: socket.socket) -> bool:
+        """Wait until there is something to read here, or from another socket."""
+        pending = self._socket.pending() if isinstance(self._socket, ssl.SSLSocket) else 0
+        if pending or self._start < self._end:
+            return True
+        return self._socket in select([self._socket, other], [], [], seconds)[0]
+
+    def next_message(self) -> Message | None:
+        """Return the next message, or None if the server sends something else first."""
+        if not (line := self._line()).startswith((b"MSG", b"HMSG")):
+            return None
+        kind, subject, *_, size = line.decode().split()
+        if kind == "MSG":
+            return Message(subject, int(size))
+        length = int(line.split()[-2])
+        first, *lines = self.read(bytearray(length)).tobytes().decode(errors="replace").splitlines()
+        status = first.split()[1:2]  # NATS/1.0 404
+        headers = dict(line.split(": ", 1) for line in lines if ": " in line)
+        number = int(status[0]) if status and status[0].isdigit() else 0
+        return Message(subject, int(size) - length, number, headers)
+
+    def next_answer(self) -> Message:
+        """Return the next message."""
+        while (message := self.next_message()) is None:
             pass
-        kind, subject, _, *sizes = line.split()
-        size, status = int(sizes[-1]), 0
-        if kind == b"HMSG":
-            head = self.read(bytearray(int(sizes[-2])))
-            size -= len(head)
-            found = bytes(head[:12]).split()  # NATS/1.0 404
-            status = int(found[1]) if len(found) > 1 and found[1].isdigit() else 0
-        return int(subject.rpartition(b".")[2]), status, size
+        return message
+
+    def content(self, message: Message) -> bytes:
+        """Read the content of a message, and its end."""
+        content = self.read(bytearray(message.size)).tobytes()
+        self.read_end()
+        return content
 
     def read(self, room: bytearray | memoryview) -> memoryview:
         """Fill the room, and return it."""
@@ -118,23 +168,20 @@ class Wire:
         return count
 
     def _line(self) -> bytes:
-        """Return the next line. Answer the server's pings, and raise its errors."""
-        while True:
-            end = self._room.find(b"\r\n", self._start, self._end)
-            if end < 0:
-                rest = bytes(self._view[self._start : self._end])
-                self._room[: len(rest)] = rest
-                self._start, self._end = 0, len(rest)
-                self._end += self._receive(self._view[self._end :])
-                continue
-            line = bytes(self._view[self._start : end])
-            self._start = end + 2
-            if line == b"PING":
-                self.send(b"PONG\r\n")
-            elif line.startswith(b"-ERR"):
-                raise ServerError(line[5:].decode(errors="replace").strip("'"))
-            else:
-                return line
+        """Return the next line. Answer a ping of the server, and raise its errors."""
+        while (end := self._room.find(b"\r\n", self._start, self._end)) < 0:
+            rest = bytes(self._view[self._start : self._end])
+            self._room[: len(rest)] = rest
+            self._start, self._end = 0, len(rest)
+            self._end += self._receive(self._view[self._end :])
+        line = bytes(self._view[self._start : end])
+        self._start = end + 2
+        if line == b"PING":
+            self.send(b"PONG\r\n")
+        elif line.startswith(b"-ERR"):
+            raise ServerError(line[5:].decode(errors="replace").strip("'"))
+        self.pongs += line == b"PONG"
+        return line
 
     def close(self) -> None:
         with suppress(OSError):
