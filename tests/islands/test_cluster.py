@@ -1,4 +1,4 @@
-"""Three servers, as docs/islands.md describes them: one may be killed."""
+"""Three servers, as docs/islands-reference.md describes them: one may be killed."""
 
 import re
 import ssl
@@ -19,13 +19,13 @@ from torchtitan_diloco.islands.session import open_session
 need_server()
 
 T = TypeVar("T")
-DOCS = (REPOSITORY / "docs/islands.md").read_text()
+DOCS = (REPOSITORY / "docs/islands-reference.md").read_text()
 SERVERS = ("one", "two", "three")
 
 
 @contextmanager
 def cluster(folder: Path) -> Iterator[tuple[Join, dict[str, "subprocess.Popen[bytes]"]]]:
-    """Run three servers with the configuration in docs/islands.md, each on its own ports."""
+    """Run three servers with the configuration in docs/islands-reference.md, each on its own ports."""
     command = re.search(r"    (openssl req .*?certificate\.pem)\n", DOCS, re.DOTALL)
     text = re.search(r"```\n(server_name: NAME\n.*?)```", DOCS, re.DOTALL)
     assert command is not None

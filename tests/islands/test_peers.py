@@ -331,7 +331,7 @@ def test_settings_are_checked() -> None:
 
 def test_the_loop_of_the_documentation(server: Join) -> None:
     """Each step counts many tokens, so that the run ends soon."""
-    text = (REPOSITORY / "docs/islands.md").read_text()
+    text = (REPOSITORY / "docs/islands-reference.md").read_text()
     (program,) = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
 
     def run(name: str) -> dict[str, Tensor]:

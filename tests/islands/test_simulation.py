@@ -1,4 +1,4 @@
-"""Promises of islands (docs/islands.md), in simulated networks with faults.
+"""Promises of islands (docs/islands-reference.md), in simulated networks with faults.
 
 The properties of the rules, and the tests that show them; those without a file are here.
 

@@ -58,7 +58,7 @@ LOOK = 0.05  # seconds between two looks at the log at the end of the run
 
 
 class IslandPeers(Peers):
-    """The other islands of a run. docs/islands.md has a training loop with them."""
+    """The other islands of a run. docs/islands-reference.md has a training loop with them."""
 
     seat: Seat
     """Slot of this island and its first sample, after `join`."""
