@@ -25,7 +25,7 @@ SERVERS = ("one", "two", "three")
 
 @contextmanager
 def cluster(folder: Path) -> Iterator[tuple[Join, dict[str, "subprocess.Popen[bytes]"]]]:
-    """Run three servers with the configuration in docs/islands-reference.md, each on its own ports."""
+    """Run three servers as docs/islands-reference.md configures them, on free ports."""
     command = re.search(r"    (openssl req .*?certificate\.pem)\n", DOCS, re.DOTALL)
     text = re.search(r"```\n(server_name: NAME\n.*?)```", DOCS, re.DOTALL)
     assert command is not None
