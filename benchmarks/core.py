@@ -1,19 +1,26 @@
 """Measuring core of the benchmarks: options, trainers and their records, turns, tables."""
 
 import argparse
+import hashlib
 import json
+import math
 import os
+import re
+import shutil
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from torchtitan_diloco.components.metrics import totals_of
 from torchtitan_diloco.components.records import read_json_lines
+from torchtitan_diloco.components.summary import all_reduce_bytes
 from torchtitan_diloco.config import Config, from_command_line
 from torchtitan_diloco.log import USER_ERROR, UserError, markdown_table
 
@@ -23,6 +30,7 @@ Record = dict[str, Any]
 CPU = torch.device("cpu")
 Result = TypeVar("Result")
 Item = TypeVar("Item")
+Key = TypeVar("Key")
 
 
 # --- command line ---------------------------------------------------------------------------------
@@ -101,16 +109,37 @@ def load(settings: Mapping[str, str]) -> Config:
     return config
 
 
-def train(folder: Path, settings: Settings, **environment: str) -> list[Record]:
-    """Run the trainer in a new `folder` to its end, and return its records."""
+class CutError(Exception):
+    """The time of a run is over. The same command continues it from its last checkpoint."""
+
+
+def train(
+    folder: Path, settings: Settings, *, seconds: float = math.inf, **environment: str
+) -> list[Record]:
+    """Run the trainer in `folder` to its end, and return its records.
+
+    It continues from a checkpoint in `folder`, if there is one. After so many seconds it is asked
+    to save and stop, which raises CutError.
+    """
+    if seconds <= 0:
+        raise CutError
     words = command_line(settings | {"run.folder": str(folder)})
     command = [sys.executable, "-m", "torchtitan_diloco", "train", *words]
-    done = subprocess.run(
-        command, capture_output=True, text=True, env=os.environ | environment, check=False
-    )
-    if done.returncode:
-        said = done.stdout[-2000:] + done.stderr[-2000:]
-        raise SystemExit(f"{' '.join(command)} failed:\n{said}")
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | environment,
+    ) as process:
+        try:
+            said, _ = process.communicate(timeout=None if seconds == math.inf else seconds)
+        except subprocess.TimeoutExpired:
+            process.terminate()
+            process.communicate()
+            raise CutError from None
+    if process.returncode:
+        raise SystemExit(f"{' '.join(command)} failed:\n{said[-4000:]}")
     return read_records(folder)
 
 
@@ -123,6 +152,66 @@ def read_records(folder: Path) -> list[Record]:
 def steps_of(records: Sequence[Record]) -> list[Record]:
     """Return the records of logged steps."""
     return [record for record in records if "kind" not in record]
+
+
+# --- whole runs -----------------------------------------------------------------------------------
+
+
+def train_kept(folder: Path, settings: Settings, *, seconds: float = math.inf) -> Record:
+    """Return the losses, speed and bytes of a run, which are kept in `folder`."""
+
+    def measure() -> Record:
+        started = time.monotonic()
+        workers = settings.get("diloco.workers", "1")
+        records = train(folder / "run", settings, seconds=seconds, NPROC=workers)
+        for checkpoint in folder.glob("run/worker-*/step-*"):
+            shutil.rmtree(checkpoint)
+        steps = [one for one in steps_of(records) if "speed/tokens_per_second" in one]
+        end = [one for one in records if "loss/val" in one][-1]
+        start = next(one for one in records if one.get("kind") == "start")
+        sent = totals_of(records, streaming=True).get("worker/sent_bytes", 0.0)
+        expected = end["step"] * all_reduce_bytes(start["parameters"], start["workers"])
+        return {
+            "loss": end["loss/val"],
+            "bits_per_byte": end["loss/bits_per_byte"],
+            "parameters": start["parameters"],
+            "tokens": steps[-1]["train/tokens"],
+            # The first steps are slower.
+            "tokens_per_second": statistics.median(
+                one["speed/tokens_per_second"] for one in steps[len(steps) // 2 :]
+            ),
+            "seconds": time.monotonic() - started,
+            "saving": expected / sent if sent else 0.0,
+        }
+
+    return kept(folder, settings, measure)
+
+
+def run_folder(out: Path, name: object, settings: Settings) -> Path:
+    """Return the folder of a run, which depends on its settings."""
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
+    return out / f"{re.sub(r'[^A-Za-z0-9.]+', '-', str(name))}-{digest}"
+
+
+def train_all(
+    out: Path, runs: Mapping[Key, Settings], jobs: int = 1, seconds: float = math.inf
+) -> dict[Key, Record]:
+    """Train runs in their order, `jobs` at a time, without those that do not end in `seconds`."""
+    end = time.monotonic() + seconds
+
+    def train_one(key: Key) -> Record | None:
+        folder, left = run_folder(out, key, runs[key]), end - time.monotonic()
+        try:
+            result = train_kept(folder, runs[key], seconds=max(0.0, left))
+        except CutError:
+            print(f"{key}: cut", flush=True)
+            return None
+        print(f"{key}: {result['loss']:.4f}", flush=True)
+        return result
+
+    with ThreadPoolExecutor(jobs) as pool:
+        results = dict(zip(runs, pool.map(train_one, runs), strict=True))
+    return {key: result for key, result in results.items() if result is not None}
 
 
 # --- measuring ------------------------------------------------------------------------------------

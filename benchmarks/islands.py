@@ -2,15 +2,16 @@
 
     .venv/bin/python -m benchmarks.islands [--cases control,killed] [--repeats 3]
     .venv/bin/python -m benchmarks.islands --storm 600
-    .venv/bin/python -m benchmarks.islands --torchft --cases killed
     .venv/bin/python -m benchmarks.islands --quality [--cases 'one always late']
 
-Faults: each island and the server have a network namespace of their own (benchmarks/network.py). A
-step is a sleep of 0.1 s, so that four islands fit on two cores; H = 20, tau = 5 steps. A stall is
-the time of a step that a surviving island does not compute, as a multiple of its usual step. After
+Each island and the server have a network namespace of their own (benchmarks/network.py). After
 every run, islands that have reached the end must have the same shared parameters, and the log must
 be consistent: each range of samples is merged once, weights equal tokens, and all islands have the
-same ledger. All cases take about half an hour.
+same ledger.
+
+Faults: a step is a sleep of 0.1 s, so that four islands fit on two cores; H = 20, tau = 5 steps. A
+stall is the time of a step that a surviving island does not compute, as a multiple of its usual
+step. All cases take about half an hour.
 
 --quality: loss at equal tokens against islands in lockstep. The trainer trains the decoder of
 0.12M parameters of docs/measurements.md on the source of the Python standard library. A slow island
@@ -20,42 +21,37 @@ kept in --out.
 Needs the extra `islands`.
 """
 
+import math
 import os
 import random
 import re
 import signal
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 from benchmarks import core
-from benchmarks.islands_program import LENGTH, audit, island_settings
-from benchmarks.islands_run import (
-    SAMPLES,
-    STEP,
-    TOKENS,
-    Case,
-    Found,
-    Run,
-    TextRun,
-    TorchftRun,
-    running,
-)
-from benchmarks.network import wait_until
-from benchmarks.torchft_loop import is_installed
-from torchtitan_diloco.islands.local import local_server
-from torchtitan_diloco.log import install_command
+from benchmarks.islands_run import LENGTH, Found, Job, Run, island_settings
+from benchmarks.network import Network, wait_until
 
 # --- faults ---------------------------------------------------------------------------------------
 
+STEP = 0.1
+"""Seconds that a step sleeps. It also trains on one sample."""
 STORM_EVERY = 40.0
-MEDIUM: dict[str, Any] = {"rate": 40, "settings": {"diloco.quantization.codec": "fp32"}}
-"""Exchanging the parts of a round takes 0.1 s, and half of the round at a tenth of the rate."""
-LARGE: core.Settings = {
+MEDIUM = 40.0
+"""Mbit/s at which the parts of a round in fp32 take 0.1 s, and half of the round at a tenth."""
+SETTINGS = island_settings(samples=1) | {
+    "diloco.sync_every": "20",
+    "diloco.overlap.delay": "5",
+    "validation.sequences": "64",
+}
+LARGE = {
     "model.layers": "8",
     "model.width": "128",
     "model.head_dim": "64",
@@ -63,33 +59,61 @@ LARGE: core.Settings = {
     "diloco.fragments.layers_per_fragment": "2",
 }
 """2.2M parameters: 8.7 MB in fp32, a snapshot of 17.4 MB."""
-FAULTS: dict[str, dict[str, Any]] = {
-    "control": {},
-    "killed": {},
+FAULTS = {
+    "control": math.inf,
+    "killed": math.inf,
     "killed in an exchange": MEDIUM,
-    "stopped for 8 s": {},
-    "link cut for 10 s": {},
+    "stopped for 8 s": math.inf,
+    "link cut for 10 s": math.inf,
     "link at 1/10": MEDIUM,
-    "server away for 6 s": {},
+    "server away for 6 s": math.inf,
 }
+"""Faults of an island, and the rates of their links."""
+
+
+@contextmanager
+def running(
+    folder: Path,
+    islands: int = 3,
+    seconds: float = 20,
+    rate: float = math.inf,
+    begin: int = 0,
+    settings: core.Settings | None = None,
+) -> Iterator[Run]:
+    """Yield a run with as many tokens as its first islands train in `seconds`."""
+    begin = begin or islands
+    own = {
+        "training.tokens": str(round(begin * seconds / STEP) * LENGTH),
+        "diloco.quantization.codec": "fp32" if rate == MEDIUM else "fp4_e3m0",
+        "islands.begin": str(begin),
+        "islands.slots": str(islands),
+        "islands.grace_seconds": str(5 * STEP),
+    }
+    job = Job(SETTINGS | own | (settings or {}), folder, sleep=STEP)
+    with Network(islands + 1, up=rate, down=rate) as network:
+        run = Run(folder, network, job)
+        try:
+            yield run
+        finally:
+            run.close()
 
 
 def strike(run: Run, fault: str, worker: int) -> None:
     """Inject a fault at a worker, and return when it is over."""
-    network = run.network
-    program = run.programs[f"island-{worker}"]
+    network, pid = run.network, run.living[worker].pid
+    assert pid is not None
     match fault:
         case "killed":
-            program.kill()
+            run.kill(worker)
         case "killed in an exchange":
             sent = network.counters(worker)[0]
             network.set_rate(worker, up=4, down=4)
             wait_until(lambda: network.counters(worker)[0] > sent + 100_000, "an upload")
-            program.kill()
+            run.kill(worker)
         case "stopped for 8 s":
-            os.kill(program.pid, signal.SIGSTOP)
+            os.kill(pid, signal.SIGSTOP)
             time.sleep(8)
-            os.kill(program.pid, signal.SIGCONT)
+            os.kill(pid, signal.SIGCONT)
         case "link cut for 10 s":
             network.cut(worker, closed=True)
             time.sleep(10)
@@ -103,26 +127,24 @@ def strike(run: Run, fault: str, worker: int) -> None:
             run.serve()
 
 
-def fault_case(folder: Path, fault: str, kind: type[Run] = Run) -> Found:
-    victim = "" if fault in ("control", "server away for 6 s") else "island-2"
-    dead = victim if fault.startswith("killed") else ""
-    with running(folder, seconds=30, kind=kind, **FAULTS[fault]) as run:
+def fault_case(folder: Path, fault: str) -> Found:
+    others = [0, 1, 2] if fault in ("control", "server away for 6 s") else [0, 1]
+    with running(folder, seconds=30, rate=FAULTS[fault]) as run:
         run.start_all(3, 50)
         since = time.time()
         strike(run, fault, 2)
-        back, audit = time.time(), run.finish(dead)
-        found = run.seen(run.others(victim), since)
-        found["next round, s"] = run.next_round(run.others(dead), back)
-        return found | run.losses(audit, run.others(dead))
+        back, audit = time.time(), run.finish()
+        found = run.seen(others, since) | {"next round, s": run.next_round(run.living, back)}
+        return found | run.losses(audit, run.living)
 
 
-def join(folder: Path, kind: type[Run] = Run) -> Found:
+def join(folder: Path) -> Found:
     """Start an island that joins two others over 200 Mbit/s."""
-    with running(folder, seconds=50, rate=200, begin=2, kind=kind, settings=LARGE) as run:
+    with running(folder, seconds=50, rate=200, begin=2, settings=LARGE) as run:
         run.start_all(2, 50)
         since = time.time()
         run.start(2)
-        return joined(run, "", since)
+        return joined(run, since)
 
 
 def donor_dies(folder: Path) -> Found:
@@ -136,60 +158,46 @@ def donor_dies(folder: Path) -> Found:
             return run.network.counters(worker)[0] - sent[worker]
 
         wait_until(lambda: max(given(0), given(1)) > 3e6, "a snapshot on its way")
-        donor = f"island-{int(given(1) > given(0))}"
-        run.programs[donor].kill()
-        return joined(run, donor, time.time())
+        run.kill(int(given(1) > given(0)))
+        return joined(run, time.time())
 
 
-def joined(run: Run, dead: str, since: float) -> Found:
-    """Wait until island-2 has joined, and return what was measured until its first merge."""
-    run.reach("island-2", 50)
-    audit = run.finish(dead)
-    joined = run.event("island-2", "joined")["time"]
-    merged = next(one for one in run.steps("island-2", joined) if one["own"])
-    names = [name for name in run.others("island-2") if name != dead]
-    found = run.seen(names, since, merged["time"]) | run.losses(audit, names)
-    if run.torchft:  # torchft joins when it sends a part
-        return found | {"start until a part, s": joined - run.event("island-2", "started")["time"]}
-    found["start until joined, s"] = joined - run.event("island-2", "started")["time"]
-    return found | {"first part merged after, steps": merged["step"]}
+def joined(run: Run, since: float) -> Found:
+    """Wait until island 2 has joined, and return what was measured until its first merge."""
+    run.reach(2, 50)
+    audit, moment = run.finish(), run.event(2, "joined")["time"]
+    merged = next(one for one in run.steps(2, moment) if one["own"])
+    others = [worker for worker in run.living if worker != 2]
+    return {
+        **run.seen(others, since, merged["time"]),
+        **run.losses(audit, others),
+        "start until joined, s": moment - run.event(2, "started")["time"],
+        "first part merged after, steps": merged["step"],
+    }
 
 
-def fast_and_slow(folder: Path, kind: type[Run] = Run) -> Found:
+def fast_and_slow(folder: Path) -> Found:
     """Train with one island that is four times as fast as the other."""
-    with running(folder, islands=2, seconds=25, kind=kind) as run:
+    with running(folder, islands=2, seconds=25) as run:
         run.start(0)
         run.start(1, sleep=4 * STEP)
-        run.reach("island-1", 5)
+        run.reach(1, 5)
         since, audit = time.time(), run.finish()
-        found = run.seen(["island-0"], since) | run.losses(audit, run.programs)
-        if not run.torchft:
-            steps, slot = run.steps("island-1"), run.event("island-1", "joined")["slot"]
-            # Steps after the last round can no longer be merged.
-            before = sum(one["rounds"] < steps[-1]["rounds"] for one in steps)
-            merged = min(1.0, audit["merged_samples"][slot] / before)
-            found["slow one's steps merged, %"] = 100 * merged
-        return found
-
-
-def clocks(folder: Path) -> Found:
-    """Set the monotonic clock of an island an hour ahead, by a time namespace."""
-    with running(folder) as run:
-        ahead = ["unshare", "--time", "--monotonic", "3600", "--boottime", "3600", "--"]
-        for worker in range(3):
-            run.start(worker, inside=ahead if worker == 2 else ())
-        run.reach("island-2", 20)
-        since, audit = time.time(), run.finish()
-        return run.seen(run.programs, since) | run.losses(audit, run.programs)
+        steps, slot = run.steps(1), run.event(1, "joined")["slot"]
+        # Steps after the last round can no longer be merged.
+        before = sum(one["rounds"] < steps[-1]["rounds"] for one in steps)
+        merged = 100 * min(1.0, audit["merged_samples"][slot] / before)
+        found = run.seen([0], since) | run.losses(audit, run.living)
+        return found | {"slow one's steps merged, %": merged}
 
 
 def storm(folder: Path, seconds: float) -> Found:
     """Inject a fault every 40 s at one of four islands, in random order."""
     generator = random.Random(folder.name)  # number of the run, so that a storm can be repeated
     faults = ["killed", *(one for one in FAULTS if one.endswith(" s")), "link at 1/10"]
-    with running(folder, islands=4, seconds=seconds, **MEDIUM) as run:
+    with running(folder, islands=4, seconds=seconds, rate=MEDIUM) as run:
         run.start_all(4, 20)
-        began, merged = time.time(), run.steps("island-0")[-1]["merged"]
+        began, merged = time.time(), run.steps(0)[-1]["merged"]
         for number in range(int(seconds // STORM_EVERY)):
             if number % len(faults) == 0:
                 generator.shuffle(faults)
@@ -197,13 +205,13 @@ def storm(folder: Path, seconds: float) -> Found:
             time.sleep(max(0.0, began + (number + 0.25) * STORM_EVERY - time.time()))
             print(f"storm: {fault}, island-{worker}", flush=True)
             strike(run, fault, worker)
-            run.network.set_rate(worker, up=40, down=40)
+            run.network.set_rate(worker, up=MEDIUM, down=MEDIUM)
             if fault == "killed":
                 run.start(worker)
         audit = run.finish()
-        ended = max(run.steps(name)[-1]["time"] for name in run.programs)
-        usual = statistics.median(map(run.usual, run.programs))
-        found = run.losses(audit, run.programs)
+        ended = max(run.steps(worker)[-1]["time"] for worker in run.living)
+        usual = statistics.median(map(run.usual, run.living))
+        found = run.losses(audit, run.living)
     full = 4 * LENGTH * (ended - began) / usual
     found["goodput, %"] = 100 * (audit["merged_tokens"] - merged) / full
     return found | {"participation, %": 100 * statistics.mean(audit["participants"]) / 4}
@@ -214,9 +222,7 @@ CASES: dict[str, Callable[..., Found]] = {
     "join": join,
     "donor dies": donor_dies,
     "fast and slow": fast_and_slow,
-    "clocks an hour apart": clocks,
 }
-OF_TORCHFT = [*FAULTS, "join", "fast and slow"]
 COLUMNS = ("longest stall, steps", "idle, %", "next round, s", "steps lost")
 GOALS = (
     "Goals: no stall above 1 step, the next round within 2 s, 0 steps lost, the first part merged "
@@ -250,6 +256,29 @@ def measure_faults(cases: Mapping[str, Callable[..., Found]], repeats: int, out:
 
 # --- quality --------------------------------------------------------------------------------------
 
+SAMPLES = 4
+"""Samples of an island's step."""
+UPLOAD_STEPS = 5
+"""By how much the uploads of a late island take longer: more than the grace, less than H."""
+LIFE = 20 * 10 * 2 * SAMPLES * LENGTH
+"""Tokens of the run in a life of a dying island: 20 rounds, as H = 10 and there are two islands."""
+
+
+@dataclass(frozen=True)
+class Case:
+    islands: tuple[int, ...] = (2,)
+    """Number of islands in each phase."""
+    ends: tuple[float, ...] = (1.0,)
+    """End of each phase, as a share of the tokens of the run."""
+    grace: float = 0.1
+    slow: float = 1.0
+    """Length of the last island's steps / that of the others."""
+    late: bool = False
+    """The uploads of the last island take UPLOAD_STEPS longer."""
+    dies: bool = False
+    """The last island dies repeatedly, and restarts with a fresh inner optimizer."""
+
+
 CONTROL = "lockstep"
 QUALITY = {
     CONTROL: Case(grace=60.0),
@@ -266,32 +295,53 @@ QUALITY = {
 """All phases of a case take equally long if all islands are equally fast."""
 
 
+def come_and_go(run: Run, case: Case, tokens: int) -> None:
+    """Start and stop islands as a case says, until the first has reached the end."""
+    died, clock = 0, run.job.clock
+    while not any(process.exitcode == 0 for process in run.living.values()):
+        now, phases = clock.value, zip(case.ends, case.islands, strict=True)
+        wanted = next((n for end, n in phases if now < end * tokens), case.islands[-1])
+        for worker in range(max(case.islands)):
+            if worker < wanted and worker not in run.living and now < tokens:
+                last = worker == case.islands[0] - 1
+                handicaps = {"slow": case.slow, "late": UPLOAD_STEPS * case.late} if last else {}
+                run.start(worker, **handicaps)
+            elif worker >= wanted and worker in run.living:
+                leaving = run.living.pop(worker)
+                leaving.terminate()
+                leaving.join()
+        if case.dies and LIFE * (died + 1) < now < 0.9 * tokens:
+            died += 1
+            run.kill(1)
+        for worker, process in run.living.items():
+            if process.exitcode:
+                raise SystemExit(run.log(worker).read_text()[-2000:])
+        time.sleep(0.01)
+
+
 def train_case(case: Case, tokens: int, seed: int, folder: Path) -> core.Record:
-    begin = case.islands[0]
+    begin, most = case.islands[0], max(case.islands)
     settings = island_settings(SAMPLES) | {
         "training.tokens": str(tokens),
-        "lr_schedule.warmup_steps": str(3 * tokens // (10 * begin * TOKENS)),
+        "lr_schedule.warmup_steps": str(3 * tokens // (10 * begin * SAMPLES * LENGTH)),
         "run.seed": str(seed),
         "islands.begin": str(begin),
-        "islands.slots": str(max(case.islands)),
+        "islands.slots": str(most),
         "islands.grace_seconds": str(case.grace),
     }
-    folder /= f"{time.time():.0f}"
-    folder.mkdir(parents=True)
-    with local_server(folder / "server") as server:
-        settings["islands.join"] = str(server.join_file)
-        run = TextRun(case, tokens, settings, folder)
+    with Network(most + 1) as network:
+        folder /= f"{time.time():.0f}"
+        run = Run(folder, network, Job(settings, folder, hasty=True))
         try:
-            loss = run.train()
+            come_and_go(run, case, tokens)
+            found = run.finish()
         finally:
-            for _, process in run.lives:
-                process.kill()
-        found = audit(server.join)
-    trained = run.trained()
+            run.close()
+    trained, late = run.trained(most), found["late"]
     return {
-        "loss": loss,
-        "merged": min(found["merged_samples"][slot] / trained[slot] for slot in trained),
-        "late": [found["late"].count(number) for number in range(max(found["late"]) + 1)],
+        "loss": found["loss"],
+        "merged": min(found["merged_samples"][one] / SAMPLES / trained[one] for one in trained),
+        "late": [late.count(number) for number in range(max(late) + 1)],
         "problems": found["problems"],
     }
 
@@ -334,8 +384,6 @@ def main() -> None:
     parser.add_argument("--repeats", type=core.positive, default=3)
     storm_help = "seconds of a run with many faults, instead of the cases or after those given"
     parser.add_argument("--storm", type=core.positive, default=0, help=storm_help)
-    torchft_help = "let torchft run each case that it can run, too (extra bench)"
-    parser.add_argument("--torchft", action="store_true", help=torchft_help)
     quality_help = f"loss of {'; '.join(QUALITY)}"
     parser.add_argument("--quality", action="store_true", help=quality_help)
     parser.add_argument("--tokens", type=core.positive, default=409_600, help="of --quality")
@@ -345,13 +393,9 @@ def main() -> None:
     names = [name.strip() for name in options.cases.split(";") if name.strip()]
     if unknown := [name for name in names if name not in known]:
         parser.error(f"--cases {unknown[0]!r}: there are {'; '.join(known)}")
-    if options.torchft and not is_installed():
-        parser.error(f"--torchft: it is not installed: {install_command('bench')}")
     if options.quality:
         return measure_quality(names or list(QUALITY), options.repeats, options.tokens, options.out)
     cases = {name: CASES[name] for name in names or ([] if options.storm else CASES)}
-    for name in [one for one in cases if options.torchft and one in OF_TORCHFT]:
-        cases[f"{name}, torchft"] = partial(cases[name], kind=TorchftRun)
     if options.storm:
         cases["storm"] = partial(storm, seconds=options.storm)
     return measure_faults(cases, options.repeats, options.out)

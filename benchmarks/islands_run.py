@@ -1,4 +1,4 @@
-"""A run of `benchmarks.islands`: a server and islands in a network, and their records."""
+"""A run of `benchmarks.islands`: a server and islands in a network, and what they have noted."""
 
 import json
 import math
@@ -7,70 +7,194 @@ import signal
 import statistics
 import sys
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 from benchmarks import core
-from benchmarks.islands_program import LENGTH, fork, island_settings
-from benchmarks.network import Network, Program, wait_until
-from benchmarks.torchft_loop import LIGHTHOUSE_PORT
+from benchmarks.network import Network, wait_until
+from benchmarks.parity import read_tables
+from tests.network import enter
 from tests.processes import FORKS
+from torchtitan_diloco import train
 from torchtitan_diloco.components.records import read_json_lines
+from torchtitan_diloco.diloco import StreamingDiLoCo
+from torchtitan_diloco.islands import IslandPeers, connection, leader
+from torchtitan_diloco.islands.config import Join
+from torchtitan_diloco.islands.ledger import Entry, Outcome
+from torchtitan_diloco.islands.log import State
+from torchtitan_diloco.islands.reader import open_reader
+from torchtitan_diloco.trainer import Trainer
 
-STEP = 0.1
-"""Seconds that a step sleeps. It also trains on one sample."""
-SETTINGS = island_settings(samples=1) | {
-    "diloco.sync_every": "20",
-    "diloco.overlap.delay": "5",
-    "validation.sequences": "64",
-}
-TORCHFT_SETTINGS = {  # H is a multiple of the number of fragments, and tau below H / fragments
-    "diloco.workers": "1",
-    "diloco.link.timeout_seconds": "10",
-    "diloco.quantization.codec": "fp32",
-    "training.tokens": "1000000000",
-}
-END_SECONDS = 150
+LENGTH = 64
+"""Tokens of a sample."""
+STUCK_SECONDS = 150
 """Time without a step of any island after which a run is considered stuck."""
-AFTER_SECONDS = 15.0
-"""Time for which torchft continues to train after the last fault."""
 Found = dict[str, float]
+
+
+def island_settings(samples: int) -> core.Settings:
+    """Return the settings of the decoder of 0.12M parameters of docs/measurements.md."""
+    tables = read_tables()
+    settings = tables.defaults | tables.shapes["many-steps"]
+    for key in ("training.global_batch_size", "diloco.workers"):
+        del settings[key]
+    return settings | {"training.batch_size": str(samples)}
+
+
+# --- in an island's process -----------------------------------------------------------------------
+
+
+@dataclass
+class Job:
+    """Settings and handicaps of an island, and the file of its notes, one of JSON in a line."""
+
+    settings: core.Settings
+    notes: Path
+    sleep: float = 0.0
+    """Seconds that a step takes longer."""
+    slow: float = 1.0
+    """Length of its steps / that of the others."""
+    late: int = 0
+    """Steps that an upload takes longer."""
+    hasty: bool = False
+    """Islands are missed and lead sooner than by default, for runs of short steps."""
+    clock: Any = field(default_factory=lambda: FORKS.Value("d", 0.0))
+    """Tokens of the run so far."""
+
+
+def in_namespace(holder: int, log: Path, task: Any, *arguments: Any) -> None:
+    """Run a task in this forked process, in the network of the process `holder`."""
+    enter(holder)
+    for stream in (1, 2):
+        os.dup2(os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND), stream)
+    task(*arguments)
+
+
+def train_island(job: Job) -> None:
+    """Run the trainer, and note each step."""
+    if job.hasty:
+        connection.EXPIRY, leader.BEAT = 2.0, 0.1
+    step, outer_step, upload = Trainer.train_step, StreamingDiLoCo.step, IslandPeers._upload
+    seconds, exposed, joined = deque[float](maxlen=32), [0.0], list[int]()
+    file = job.notes.open("a", buffering=1)
+
+    def usual() -> float:
+        return statistics.median(seconds or [0.0])
+
+    def note(**facts: Any) -> None:
+        file.write(json.dumps({"time": time.time(), **facts}) + "\n")
+
+    def observed_step(trainer: Trainer, batches: Any) -> Any:
+        assert trainer.island is not None
+        peers, started = trainer.island.peers, time.time()
+        state, slot = peers._leader.state, peers.seat.slot  # type: ignore[union-attr]
+        if not joined:
+            joined.extend(one.version for one in state.fragments)
+            note(event="joined", slot=slot)
+        time.sleep(job.sleep + (job.slow - 1) * usual())
+        begun, before = time.time(), exposed[0]
+        result = step(trainer, batches)
+        seconds.append(time.time() - begun)
+        ledgers = state.slots[slot].ledgers
+        note(
+            step=trainer.step,
+            seconds=time.time() - started,
+            exposed=exposed[0] - before,
+            merged=max(one.clock for one in state.fragments),
+            rounds=sum(one.version for one in state.fragments),
+            own=sum(one.merged_in > at for one, at in zip(ledgers, joined, strict=True)),
+        )
+        job.clock.value = max(job.clock.value, peers.clock)
+        return result
+
+    def timed_step(outer: StreamingDiLoCo, weight: float = 1.0) -> None:
+        exposed[0] += core.timed(lambda: outer_step(outer, weight)).wall
+
+    def late_upload(*part: Any) -> None:
+        time.sleep(job.late * usual())
+        upload(*part)
+
+    note(event="started")
+    for owner, name, replaced in (
+        (Trainer, "train_step", observed_step),
+        (StreamingDiLoCo, "step", timed_step),
+        (IslandPeers, "_upload", late_upload),
+    ):
+        setattr(owner, name, replaced)
+    sys.exit(train.main(core.command_line(job.settings)))
+
+
+def audit(join: str, path: Path) -> None:
+    """Write statistics and inconsistencies of the log of a run."""
+    outcomes: list[Outcome] = []
+    with open_reader(Join.parse(join), outcomes.append, whole=True) as reader:
+        state = reader.state
+    entries = [one.entry for one in outcomes if one.entry is not None]
+    fragments = len(state.fragments)
+
+    def samples(fate: str) -> list[float]:
+        """Return the samples of each slot with this fate."""
+        return [sum(getattr(one, fate) for one in slot.ledgers) / fragments for slot in state.slots]
+
+    found = {
+        "problems": [*_problems(state, entries), *([] if state.ended else ["it has not ended"])],
+        "merged_tokens": sum(one.clock for one in state.fragments) / fragments,
+        "merged_samples": samples("merged"),
+        "lost_samples": samples("lost"),
+        "read_twice": [slot.read_twice for slot in state.slots],
+        "participants": [len(entry.parts) for entry in entries],
+        "late": [entry.close.version - 1 - part.base for entry in entries for part in entry.parts],
+    }
+    path.write_text(json.dumps(found))
+
+
+def _problems(state: State, entries: Sequence[Entry]) -> Iterator[str]:
+    """Check what was merged by recomputing it from the entries."""
+    merged = dict[tuple[int, int], list[tuple[int, int]]]()
+    for number, made in enumerate(state.fragments):
+        closes = [entry.close for entry in entries if entry.close.fragment == number]
+        if made.clock != sum(sum(close.weights) for close in closes):
+            yield f"fragment {number}: its clock is not the sum of the weights"
+    for part in (part for entry in entries for part in entry.parts):
+        merged.setdefault((part.slot, part.fragment), []).append((part.start, part.end))
+        if part.finite and part.weight != (part.end - part.start) * LENGTH:
+            yield f"{part.incarnation}: {part.weight} tokens in {part.start, part.end}"
+    for (slot, fragment), ranges in merged.items():
+        if any(one[1] > other[0] for one, other in pairwise(sorted(ranges))):
+            yield f"slot {slot}, fragment {fragment}: a range is merged twice"
+        known = state.slots[slot].ledgers[fragment].merged
+        if known != sum(end - start for start, end in ranges):
+            yield f"slot {slot}, fragment {fragment}: the ledger has {known} samples merged"
+
+
+# --- the run --------------------------------------------------------------------------------------
 
 
 class Run:
     """A server and islands in a network, whose last worker runs the server."""
 
-    torchft = False
-
-    def __init__(self, folder: Path, network: Network, begin: int, settings: core.Settings) -> None:
-        """`begin`: number of islands that start together."""
+    def __init__(self, folder: Path, network: Network, job: Job) -> None:
         folder.mkdir(parents=True)
-        self.folder, self.network, self.begin = folder, network, begin
-        self.islands = network.workers - 1
-        self.settings = SETTINGS | settings
-        self.programs: dict[str, Program] = {}
-        self.join = ""
+        self.folder, self.network, self.job = folder, network, job
+        self.server_place, self.join = network.workers - 1, ""
+        self.living = dict[int, BaseProcess]()
+        """Islands that are expected to reach the end."""
         self.serve()
-
-    # --- programs -----------------------------------------------------------------------------
 
     def serve(self) -> None:
         """Start or restart the server, and wait until it is ready."""
-        address = self.network.address(self.islands)
-        words = ["-m", "torchtitan_diloco", "islands", "serve", "--address", address, "--folder"]
+        words = ["-m", "torchtitan_diloco", "islands", "serve", "--folder"]
         words += [str(self.folder / "server"), *([] if self.join else ["--keep-gb", "1"])]
-        self._serve(words, "nats+tls://")
-        self.join = self.server.printed().splitlines()[0]
-
-    def _serve(self, words: list[str], ready: str) -> None:
+        words += ["--address", self.network.address(self.server_place)]
         out = self.folder / f"server-{time.time():.1f}.txt"
-        self.server = self.network.launch(self.islands, [sys.executable, *words], out)
-        wait_until(lambda: ready in self.server.printed(), "the server", out)
+        self.server = self.network.launch(self.server_place, [sys.executable, *words], out)
+        wait_until(lambda: "nats+tls://" in self.server.printed(), "the server", out)
+        self.join = self.server.printed().splitlines()[0]
 
     def kill_server(self) -> None:
         children = Path(f"/proc/{self.server.pid}/task/{self.server.pid}/children").read_text()
@@ -78,277 +202,134 @@ class Run:
             os.kill(pid, signal.SIGKILL)
         self.server.wait()
 
-    def start(self, worker: int, sleep: float = STEP, inside: Sequence[str] = ()) -> None:
+    def start(self, worker: int, **handicaps: float) -> None:
         """Start an island in the namespace of a worker."""
-        name, folder = f"island-{worker}", self.folder / f"run-{worker}-{time.time():.1f}"
-        settings = self.settings | self.join_settings(name) | {"run.folder": str(folder)}
-        path = str(self._path(name))
-        job = {"settings": settings, "path": path, "sleep": sleep, "torchft": self.torchft}
-        words = ["-m", "benchmarks.islands_program", "train", json.dumps(job)]
-        self.programs[name] = self.network.launch(
-            worker,
-            [*inside, sys.executable, *words],
-            self.folder / f"{name}.txt",
-            RANK="0",
-            WORLD_SIZE="1",
-            MASTER_ADDR=self.network.address(worker),
-            LIGHTHOUSE=self.join,
-            WORKER_ADDRESS=self.network.address(worker),
+        run = self.folder / f"run-{worker}-{time.time():.2f}"
+        own = {"run.folder": str(run), "islands.join": self.join}
+        settings = self.job.settings | own | {"islands.name": f"island-{worker}"}
+        job = Job(
+            **vars(self.job) | handicaps | {"settings": settings, "notes": self.notes(worker)}
         )
-
-    def join_settings(self, name: str) -> core.Settings:
-        return {
-            "islands.join": self.join,
-            "islands.name": name,
-            "islands.begin": str(self.begin),
-            "islands.slots": str(self.islands),
-            "islands.grace_seconds": str(5 * STEP),
-        }
+        holder = self.network.namespace(worker).pid
+        self.living[worker] = FORKS.Process(
+            target=in_namespace, args=(holder, self.log(worker), train_island, job), daemon=True
+        )
+        self.living[worker].start()
 
     def start_all(self, workers: int, steps: int) -> None:
         """Start islands, and wait until each has taken `steps` steps."""
         for worker in range(workers):
             self.start(worker)
         for worker in range(workers):
-            self.reach(f"island-{worker}", steps)
+            self.reach(worker, steps)
 
-    def reach(self, name: str, step: int) -> None:
-        program = self.programs[name]
+    def kill(self, worker: int) -> None:
+        process = self.living.pop(worker)
+        process.kill()
+        process.join()
 
-        def done() -> bool:
-            return len(self.steps(name)) >= step or not program.running
+    def close(self) -> None:
+        for worker in [*self.living]:
+            self.kill(worker)
 
-        wait_until(done, f"step {step} of {name}", program.log)
-        if len(self.steps(name)) < step:
-            raise SystemExit(f"{name} ended before step {step}; see {self.folder}")
+    def reach(self, worker: int, step: int) -> None:
+        process = self.living[worker]
+        wait_until(
+            lambda: len(self.steps(worker)) >= step or not process.is_alive(),
+            f"step {step} of island-{worker}",
+            self.log(worker),
+        )
+        if len(self.steps(worker)) < step:
+            raise SystemExit(self.log(worker).read_text()[-2000:])
 
-    def others(self, gone: str) -> list[str]:
-        return [name for name in self.programs if name != gone]
+    def finish(self) -> dict[str, Any]:
+        """Wait until all living islands have ended, and check copies and ledgers."""
+        while any(process.is_alive() for process in self.living.values()):
+            if time.time() - max(self.notes(one).stat().st_mtime for one in self.living) > (
+                STUCK_SECONDS
+            ):
+                break
+            time.sleep(0.1)
+        path = self.folder / "audit.json"
+        given = self.network.namespace(self.server_place).pid, self.folder / "audit.txt"
+        auditor = FORKS.Process(target=in_namespace, args=(*given, audit, self.join, path))
+        auditor.start()
+        auditor.join()
+        found: dict[str, Any] = json.loads(path.read_text())
+        problems = found["problems"] + [
+            f"island-{worker} ended with {process.exitcode}"
+            for worker, process in self.living.items()
+            if process.exitcode != 0
+        ]
+        losses = {self.final_loss(worker) for worker in self.living}
+        if len(losses) > 1:
+            problems.append("the shared parameters of the islands have different losses")
+        for problem in problems:
+            print(f"PROBLEM in {self.folder}: {problem}", flush=True)
+        return found | {"problems": problems, "loss": losses.pop()}
 
     # --- what they have written ---------------------------------------------------------------
 
-    def _path(self, name: str) -> Path:
-        return self.folder / f"{name}.jsonl"
+    def notes(self, worker: int) -> Path:
+        return self.folder / f"island-{worker}.jsonl"
 
-    def _latest(self, name: str) -> Path:
-        """Return the folder of the last life of an island."""
-        return max(self.folder.glob(f"run-{name.removeprefix('island-')}-*"))
+    def log(self, worker: int) -> Path:
+        return self.folder / f"island-{worker}.txt"
 
-    def steps(self, name: str, since: float = 0, until: float = math.inf) -> list[core.Record]:
-        lines = read_notes(self._path(name))
-        return [one for one in lines if "step" in one and since <= one["time"] <= until]
+    def read_notes(self, worker: int) -> list[core.Record]:
+        path = self.notes(worker)
+        return read_json_lines(path)[0] if path.exists() else []
 
-    def event(self, name: str, kind: str) -> core.Record:
+    def final_loss(self, worker: int) -> float | None:
+        """Return the last loss of the shared parameters in the last life of an island."""
+        records = core.read_records(max(self.folder.glob(f"run-{worker}-*")))
+        return next((one["loss/val"] for one in reversed(records) if "loss/val" in one), None)
+
+    def steps(self, worker: int, since: float = 0, until: float = math.inf) -> list[core.Record]:
+        notes = self.read_notes(worker)
+        return [one for one in notes if "step" in one and since <= one["time"] <= until]
+
+    def event(self, worker: int, kind: str) -> core.Record:
         """Return the last event of this kind."""
-        return [one for one in read_notes(self._path(name)) if one.get("event") == kind][-1]
+        return [one for one in self.read_notes(worker) if one.get("event") == kind][-1]
 
-    def usual(self, name: str) -> float:
-        return float(statistics.median(one["seconds"] for one in self.steps(name)))
+    def usual(self, worker: int) -> float:
+        return float(statistics.median(one["seconds"] for one in self.steps(worker)))
 
-    def seen(self, names: Iterable[str], since: float, until: float = math.inf) -> Found:
+    def seen(self, workers: Iterable[int], since: float, until: float = math.inf) -> Found:
         """Return the longest stall and the largest idle share of these islands in a time span."""
         stalls, idle = [], []
-        for name in names:
-            steps = self.steps(name, since, until)
+        for worker in workers:
+            steps = self.steps(worker, since, until)
             exposed = [one["exposed"] for one in steps]
-            stalls.append(max(exposed) / self.usual(name))
+            stalls.append(max(exposed) / self.usual(worker))
             idle.append(100 * sum(exposed) / sum(one["seconds"] for one in steps))
         return {"longest stall, steps": max(stalls), "idle, %": max(idle)}
 
-    def next_round(self, names: Iterable[str], since: float) -> float:
+    def next_round(self, workers: Iterable[int], since: float) -> float:
         """Return the seconds until all these islands have read the close of another round."""
         found = []
-        for name in names:
-            before = max((one["rounds"] for one in self.steps(name, until=since)), default=0)
-            later = [one["time"] for one in self.steps(name, since) if one["rounds"] > before]
+        for worker in workers:
+            before = max((one["rounds"] for one in self.steps(worker, until=since)), default=0)
+            later = [one["time"] for one in self.steps(worker, since) if one["rounds"] > before]
             found.append(min(later, default=math.inf) - since)
         return max(found)
 
-    # --- the end ------------------------------------------------------------------------------
-
-    def finish(self, dead: str = "") -> dict[str, Any]:
-        """Wait until all islands except `dead` have ended, and check copies and ledgers."""
-        living, problems = self.others(dead), []
-        while any(self.programs[name].running for name in living):
-            if time.time() - max(self._path(name).stat().st_mtime for name in living) > END_SECONDS:
-                break
-            time.sleep(0.1)
-        for name in living:
-            if (code := self.programs[name].wait(0)) != 0:
-                said = self.programs[name].printed().strip().splitlines()[-1:]
-                problems.append(f"{name} ended with {code}: {''.join(said)}"[:300])
-        command = [sys.executable, "-m", "benchmarks.islands_program", "audit", self.join]
-        audit: dict[str, Any] = json.loads(self.network.run(self.islands, command))
-        if len({final_loss(self._latest(name)) for name in living}) > 1:
-            problems.append("the shared parameters of the islands have different losses")
-        problems += audit["problems"]
-        for problem in problems:
-            print(f"PROBLEM in {self.folder}: {problem}", flush=True)
-        return audit | {"problems": problems}
-
-    def losses(self, audit: dict[str, Any], names: Iterable[str]) -> Found:
+    def losses(self, audit: dict[str, Any], workers: Iterable[int]) -> Found:
         """Return the number of steps that are lost or were repeated, and of problems."""
-        slots = [int(self.event(name, "joined")["slot"]) for name in names]
-        samples = sum(audit["lost_samples"][one] + audit["read_twice"][one] for one in slots)
+        slots = [int(self.event(worker, "joined")["slot"]) for worker in workers]
         return {
-            "steps lost": samples,
+            "steps lost": sum(
+                audit["lost_samples"][one] + audit["read_twice"][one] for one in slots
+            ),
             "most versions late": max(audit["late"]),
             "problems": len(audit["problems"]),
         }
 
-
-class TorchftRun(Run):
-    """The same with torchft, whose runs are stopped some seconds after the last fault."""
-
-    torchft = True
-
-    def serve(self) -> None:
-        address = f"0.0.0.0:{LIGHTHOUSE_PORT}"
-        self._serve(["-m", "benchmarks.torchft_loop", "lighthouse", address], "ready")
-        self.join = f"http://{self.network.address(self.islands)}:{LIGHTHOUSE_PORT}"
-
-    def kill_server(self) -> None:
-        self.server.kill()
-
-    def join_settings(self, name: str) -> core.Settings:
-        layers, at_once = "model.layers", "diloco.fragments.layers_per_fragment"
-        fragments = int(self.settings[layers]) // int(self.settings[at_once]) + 1
-        turn = round(20 / fragments)
-        own = {
-            "diloco.sync_every": str(turn * fragments),
-            "diloco.overlap.delay": str(min(5, turn - 1)),
-        }
-        return TORCHFT_SETTINGS | own | {"run.description": name}
-
-    def finish(self, dead: str = "") -> dict[str, Any]:
-        time.sleep(AFTER_SECONDS)
-        for name in self.others(dead):
-            if not self.programs[name].running:
-                print(f"torchft's {name} has ended: {self.programs[name].printed()[-300:]}")
-        for program in self.programs.values():
-            program.kill()
-        return {}
-
-    def losses(self, audit: dict[str, Any], names: Iterable[str]) -> Found:  # noqa: ARG002
-        return {"steps lost": sum(self.steps(name)[-1]["lost"] for name in names)}
-
-
-def read_notes(path: Path) -> list[core.Record]:
-    """Return what an island has noted of its steps and events."""
-    return read_json_lines(path)[0] if path.exists() else []
-
-
-def final_loss(folder: Path) -> float | None:
-    """Return the last loss of the shared parameters, or None if the island left before."""
-    records = core.read_records(folder)
-    return next((one["loss/val"] for one in reversed(records) if "loss/val" in one), None)
-
-
-@contextmanager
-def running(
-    folder: Path,
-    islands: int = 3,
-    seconds: float = 20,
-    rate: float = math.inf,
-    kind: type[Run] = Run,
-    begin: int = 0,
-    settings: core.Settings | None = None,
-) -> Iterator[Run]:
-    """Yield a run with as many tokens as its first islands train in `seconds`."""
-    begin = begin or islands
-    length = {"training.tokens": str(round(begin * seconds / STEP) * LENGTH)}
-    with Network(islands + 1, up=rate, down=rate) as network:
-        yield kind(folder, network, begin, length | (settings or {}))
-
-
-# --- islands that come and go --------------------------------------------------------------------
-
-SAMPLES = 4
-"""Samples of an island's step."""
-TOKENS = SAMPLES * LENGTH
-UPLOAD_STEPS = 5
-"""By how much the uploads of a late island take longer: more than the grace, less than H."""
-ROUNDS_OF_A_LIFE = 20
-
-
-@dataclass(frozen=True)
-class Case:
-    islands: tuple[int, ...] = (2,)
-    """Number of islands in each phase."""
-    ends: tuple[float, ...] = (1.0,)
-    """End of each phase, as a share of the tokens of the run."""
-    grace: float = 0.1
-    slow: float = 1.0
-    """Length of the last island's steps / that of the others."""
-    late: bool = False
-    """The uploads of the last island take UPLOAD_STEPS longer."""
-    dies: bool = False
-    """The last island dies repeatedly, and restarts with a fresh inner optimizer."""
-
-
-@dataclass
-class TextRun:
-    """Starts and stops islands as a case says."""
-
-    case: Case
-    tokens: int
-    settings: core.Settings
-    folder: Path
-    clock: Any = field(default_factory=lambda: FORKS.Value("d", 0.0))
-    """Tokens of the run so far."""
-    lives: list[tuple[Path, BaseProcess]] = field(default_factory=list)
-    latest: dict[int, BaseProcess] = field(default_factory=dict)
-
-    def start(self, number: int) -> None:
-        case, name = self.case, f"island-{number}"
-        folder = self.folder / f"{name}-{len(self.lives)}"
-        own = {"run.folder": str(folder), "islands.name": name}
-        last = number == case.islands[0] - 1
-        slow, late = (case.slow, UPLOAD_STEPS * case.late) if last else (1.0, 0)
-        arguments = {
-            "settings": self.settings | own,
-            "path": str(folder.with_suffix(".jsonl")),
-            "slow": slow,
-            "late": late,
-            "clock": self.clock,
-        }
-        given = folder.with_suffix(".txt"), arguments
-        self.latest[number] = FORKS.Process(target=fork, args=given, daemon=True)
-        self.latest[number].start()
-        self.lives.append((folder, self.latest[number]))
-
-    def train(self) -> float:
-        """Return the loss of the shared copy, which all islands that reach the end agree on."""
-        case, died = self.case, 0
-        life = ROUNDS_OF_A_LIFE * 10 * 2 * TOKENS  # H = 10, two islands
-        while not any(process.exitcode == 0 for process in self.latest.values()):
-            clock, phases = self.clock.value, zip(case.ends, case.islands, strict=True)
-            wanted = next((n for end, n in phases if clock < end * self.tokens), case.islands[-1])
-            for number in range(max(case.islands)):
-                if number < wanted and number not in self.latest and clock < self.tokens:
-                    self.start(number)
-                elif number >= wanted and number in self.latest:
-                    leaving = self.latest.pop(number)
-                    leaving.terminate()
-                    leaving.join()
-            if case.dies and life * (died + 1) < clock < 0.9 * self.tokens:
-                died += 1
-                self.latest.pop(1).kill()
-            for folder, process in self.lives:
-                if process.exitcode not in (None, 0, -signal.SIGKILL, -signal.SIGTERM):
-                    raise SystemExit(folder.with_suffix(".txt").read_text()[-2000:])
-            time.sleep(0.01)
-        for process in self.latest.values():
-            process.join(60.0)
-        losses = {final_loss(folder) for folder, _ in self.lives} - {None}
-        assert len(losses) == 1, f"{self.folder}: copies differ: {losses}"
-        return losses.pop() or 0.0
-
-    def trained(self) -> Counter[int]:
-        """Return the samples that the owners of each slot have trained on."""
-        found = Counter[int]()
-        for folder, _ in self.lives:
-            notes = read_notes(folder.with_suffix(".jsonl"))
-            for slot in (one["slot"] for one in notes if "slot" in one):
-                found[slot] += SAMPLES * sum("step" in one for one in notes)
+    def trained(self, workers: int) -> Counter[int]:
+        """Return the steps that the owners of each slot have taken."""
+        found, slot = Counter[int](), 0
+        for note in (note for worker in range(workers) for note in self.read_notes(worker)):
+            slot = note.get("slot", slot)
+            found[slot] += "step" in note
         return found

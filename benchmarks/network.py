@@ -249,25 +249,10 @@ def port_of(worker: int) -> str:
     return f"port{worker}"
 
 
-# --- a whole benchmark in one namespace -----------------------------------------------------------
-
-
-def enter_own_network(module: str, rate: str = "") -> None:
-    """Run a module again in a namespace of its own, unless this process is in one.
-
-    `rate`: bandwidth of the loopback interface as tc writes it, such as 200mbit, shared by all
-    processes and both directions. Empty: no limit.
-    """
+def enter_own_network(module: str) -> None:
+    """Run a module again in a namespace of its own, unless this process is in one."""
     if MARK in os.environ:
         return
     with Network(1) as network:
-        if rate:
-            bucket = f"tbf rate {rate} burst 512kb latency 2000ms"
-            network.run(0, f"tc qdisc add dev {LOOPBACK} root {bucket}".split())
         command = [*network.inside(network.namespace(0)), sys.executable, "-m", module]
         sys.exit(subprocess.call([*command, *sys.argv[1:]], env=os.environ | {MARK: "1"}))
-
-
-def loopback_bytes() -> int:
-    """Return the bytes sent over loopback by all processes, or 0 if other programs share it."""
-    return read_counters(LOOPBACK)[0] if MARK in os.environ else 0

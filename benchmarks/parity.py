@@ -8,21 +8,18 @@ process. Finished runs are kept in --out, so that the same command continues an 
 Without --corpus, the text is the source of the Python standard library.
 """
 
-import hashlib
-import json
+import os
 import statistics
 import tomllib
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
 from benchmarks import core
-from torchtitan_diloco.components.metrics import totals_of
-from torchtitan_diloco.components.summary import all_reduce_bytes
 
 CONTROL = "data parallel"
 SCALED = ("lr_schedule.warmup_steps", "diloco.beginning.steps")
@@ -104,45 +101,18 @@ def expand(name: str) -> list[str]:
     return [begin + choice + more for choice in choices.split("|") for more in expand(end)]
 
 
-# --- training -------------------------------------------------------------------------------------
-
-
-def train(out: Path, settings: core.Settings) -> core.Record:
-    """Return the loss and the bytes of a run, kept in a folder that depends on its settings."""
-    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
-    folder = out / f"{settings['training.steps']}-steps-seed{settings['run.seed']}-{digest}"
-
-    def measure() -> core.Record:
-        number = len(list(folder.glob("run-*")))  # others were interrupted
-        records = core.train(folder / f"run-{number}", settings, OMP_NUM_THREADS="1")
-        loss = [one["loss/val"] for one in records if "loss/val" in one][-1]
-        sent = totals_of(records, streaming=True).get("worker/sent_bytes", 0.0)
-        start = next(one for one in records if one.get("kind") == "start")
-        each = all_reduce_bytes(start["parameters"], start["workers"])
-        expected = each * int(settings["training.steps"])
-        return {"loss": loss, "saving": expected / sent if sent else 0.0}
-
-    return core.kept(folder, settings, measure)
-
-
-def train_all(
-    out: Path, runs: Mapping[tuple[int, str], core.Settings], jobs: int = 1
-) -> dict[tuple[int, str], core.Record]:
-    """Train runs in their order, `jobs` at a time."""
-
-    def train_one(key: tuple[int, str]) -> core.Record:
-        result = train(out, runs[key])
-        print(f"seed {key[0]}, {key[1]}: {result['loss']:.4f}", flush=True)
-        return result
-
-    with ThreadPoolExecutor(jobs) as pool:
-        return dict(zip(runs, pool.map(train_one, runs), strict=True))
-
-
 # --- the table ------------------------------------------------------------------------------------
 
 
-def print_losses(table: Table, steps: int, results: Mapping[tuple[int, str], core.Record]) -> None:
+class Run(NamedTuple):
+    seed: int
+    name: str
+
+    def __str__(self) -> str:
+        return f"seed {self.seed}, {self.name}"
+
+
+def print_losses(table: Table, steps: int, results: Mapping[Run, core.Record]) -> None:
     """Compare each run with its own control and with the first run of the table."""
     losses: dict[str, dict[int, float]] = {}
     savings: dict[str, float] = {}
@@ -201,11 +171,12 @@ def main() -> None:
     for run in runs.values():
         core.load(run)
     seeded = {
-        (seed, name): run | {"data.corpus": options.corpus, "run.seed": str(seed)}
+        Run(seed, name): run | {"data.corpus": options.corpus, "run.seed": str(seed)}
         for seed in options.seeds
         for name, run in runs.items()
     }
-    print_losses(table, steps, train_all(options.out, seeded, options.jobs))
+    os.environ["OMP_NUM_THREADS"] = "1"
+    print_losses(table, steps, core.train_all(options.out, seeded, options.jobs))
 
 
 if __name__ == "__main__":

@@ -1,13 +1,11 @@
 """Compare data parallelism, DiLoCo and streaming variants over links of several rates.
 
-    .venv/bin/python -m benchmarks.slow_link [--rates inf,1x,0.05x] [--section.key value ...]
+    .venv/bin/python -m benchmarks.slow_link [--rates inf,130,13] [--section.key value ...]
 
 Every run starts `torchtitan_diloco.train`, with one process and thread a worker, in a network of
 its own (benchmarks/network.py). Only the method and the links differ. --rates limits the link of
-each worker in each direction: Mbit/s, `inf` for no limit, or a multiple such as `0.1x` of the rate
-at which data parallelism should keep a tenth of its compute, computed from its bytes and the time
-of a step without a limit. If torchft is installed (extra `bench`), its DiLoCo also runs in the same
-trainer, with the same fragments, tau and alpha.
+each worker in each direction, in Mbit/s; `inf` is no limit. If torchft is installed (extra
+`bench`), its DiLoCo also runs in the same trainer, with the same fragments, tau and alpha.
 
 The command above takes about 15 minutes on 2 idle cores. Finished runs are kept in --out, so that
 the same command continues an interrupted table.
@@ -21,7 +19,7 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 
 import torch
@@ -93,7 +91,6 @@ class Measured:
     """Per step, as measured by the trainer; None with data parallelism."""
     sent_per_step: float
     """Bytes sent by the interface of a worker in a step, mean over workers."""
-    """Utilisation by the planner; None without our outer loop."""
 
 
 @dataclass
@@ -109,19 +106,15 @@ class Samples:
         self.sent += [sent] * (len(self.records) - len(self.sent))
 
 
-def run_length(sync_every: int, delay: int) -> core.Settings:
-    """Return the length of a run with an outer loop: a cycle without exchanges, and one with."""
-    return _length(2 * sync_every + max(delay, LATE) + 1, sync_every // 2)
+def run_length(sync_every: int | None, delay: int, *, limited: bool) -> core.Settings:
+    """Return the length of a run: a cycle without exchanges, and one with.
 
-
-def data_parallel_length(seconds_per_step: float) -> core.Settings:
-    """Return the length of a run with data parallelism. All its steps are alike, so few will do."""
-    if seconds_per_step < 1:
-        return _length(51, 10)
-    return _length(SETTLED + min(10, max(2, round(30 / seconds_per_step))), 1)
-
-
-def _length(steps: int, log_every: int) -> core.Settings:
+    With data parallelism (`sync_every` is None) all steps are alike, and take long on a slow link.
+    """
+    if sync_every is None:
+        steps, log_every = (SETTLED + 3, 1) if limited else (51, 10)
+    else:
+        steps, log_every = 2 * sync_every + max(delay, LATE) + 1, sync_every // 2
     return {"training.steps": str(steps), "metrics.log_every": str(log_every)}
 
 
@@ -129,7 +122,7 @@ def watch(method: str, rate: float, settings: core.Settings, folder: Path) -> Sa
     """Run the workers until they end. Limit the links to `rate` Mbit/s after the first record."""
     shutil.rmtree(folder, ignore_errors=True)  # left by an interrupted run
     folder.mkdir(parents=True)
-    ours, theirs = ["torchtitan_diloco.train"], ["benchmarks.torchft_loop", "trainer"]
+    ours, theirs = ["torchtitan_diloco.train"], ["benchmarks.torchft_loop"]
     program = theirs if method == TORCHFT else ours
     words = core.command_line(settings | {"run.folder": str(folder)})
     command, log = [sys.executable, "-m", *program, *words], folder / "log.txt"
@@ -199,45 +192,15 @@ class Table:
     runs: dict[tuple[float, str], list[Measured]] = field(default_factory=dict)
     """Runs by rate in Mbit/s and method, one for each repeat."""
 
-    @property
-    def methods(self) -> list[str]:
-        return list(dict.fromkeys(method for _, method in self.runs))
-
     def references(self) -> list[float]:
         """Return the tokens/s of the fastest method without a limit in each repeat."""
-        repeats = zip(*(self.runs[math.inf, method] for method in self.methods), strict=True)
-        return [max(run.tokens_per_second for run in repeat) for repeat in repeats]
+        free = [runs for (rate, _), runs in self.runs.items() if rate == math.inf]
+        return [max(run.tokens_per_second for run in repeat) for repeat in zip(*free, strict=True)]
 
     def utilisations(self, rate: float, method: str) -> list[float]:
         """Return tokens/s / reference for each repeat."""
         pairs = zip(self.runs[rate, method], self.references(), strict=True)
         return [run.tokens_per_second / reference for run, reference in pairs]
-
-    def free_step(self) -> tuple[float, float]:
-        """Return the seconds of a step without a limit, and the Mbit of data parallelism in it.
-
-        Both are from the first repeat, so that a continued table has the same rates.
-        """
-        if not self.runs:
-            return 0.0, 0.0
-        firsts = [self.runs[math.inf, method][0] for method in self.methods]
-        seconds = min(run.seconds_per_step for run in firsts)
-        return seconds, self.runs[math.inf, DATA_PARALLEL][0].sent_per_step * 8e-6
-
-    def rate_of(self, text: str) -> float:
-        """Return a rate in Mbit/s. Multiples are rounded, as they are part of folder names.
-
-        At 1x, data parallelism spends nine times as long sending as computing.
-        """
-        if not text.endswith("x"):
-            return float(text)
-        seconds, mbit = self.free_step()
-        return float(f"{float(text.removesuffix('x')) * mbit / (9 * seconds):.2g}")
-
-    def expected_seconds(self, rate: float) -> float:
-        """Return the expected time of a step of data parallelism."""
-        seconds, mbit = self.free_step()
-        return seconds + mbit / rate
 
     def row(self, rate: float, method: str) -> list[str]:
         runs, utilisations = self.runs[rate, method], self.utilisations(rate, method)
@@ -258,26 +221,22 @@ class Table:
 def measure_table(options: argparse.Namespace, settings: Mapping[str, core.Settings]) -> Table:
     """Measure all methods and rates in each repeat, so that a drift in the speed of the machine
     affects them alike."""
-    table = Table()
-    for repeat in range(options.repeats):
-        for text in dict.fromkeys(["inf", *options.rates]):
-            rate = table.rate_of(text)
-            for method, own in settings.items():
-                length = run_length(options.sync_every, options.delay)
-                if method == DATA_PARALLEL:
-                    length = data_parallel_length(table.expected_seconds(rate))
-                name = "".join(c if c.isalnum() else "-" for c in method)
-                run = measure(method, rate, own | length, options.out / f"{name}-{rate:g}-{repeat}")
-                table.runs.setdefault((rate, method), []).append(run)
-                speed = f"{run.tokens_per_second:,.0f} tokens/s"
-                print(f"repeat {repeat}, {rate:.3g} Mbit/s, {method}: {speed}", flush=True)
+    table, rates = Table(), sorted({math.inf, *options.rates}, reverse=True)
+    for repeat, rate, (method, own) in product(range(options.repeats), rates, settings.items()):
+        every = None if method == DATA_PARALLEL else options.sync_every
+        length = run_length(every, options.delay, limited=rate < math.inf)
+        folder = core.run_folder(options.out, f"{method}-{rate:g}-{repeat}", own | length)
+        run = measure(method, rate, own | length, folder)
+        table.runs.setdefault((rate, method), []).append(run)
+        speed = f"{run.tokens_per_second:,.0f} tokens/s"
+        print(f"repeat {repeat}, {rate:g} Mbit/s, {method}: {speed}", flush=True)
     return table
 
 
-def parse_rate(text: str) -> str:
-    if float(text.removesuffix("x")) <= 0:
+def parse_rate(text: str) -> float:
+    if float(text) <= 0:
         raise ValueError
-    return text
+    return float(text)
 
 
 def main() -> None:
@@ -285,7 +244,7 @@ def main() -> None:
     parser.add_argument("--workers", type=core.positive, default=2)
     parser.add_argument("--sync-every", type=core.positive, default=100, help="H")
     parser.add_argument("--delay", type=int, default=5, help="tau of the methods with overlap")
-    parser.add_argument("--rates", type=core.list_of(parse_rate), default=["inf", "1x", "0.05x"])
+    parser.add_argument("--rates", type=core.list_of(parse_rate), default=[math.inf, 130.0, 13.0])
     installed = [name for name in METHODS if name != TORCHFT or torchft_loop.is_installed()]
     methods_help = f"separated by ';' (default: all): {'; '.join(METHODS)}"
     parse = core.one_of(installed, ";")
@@ -318,9 +277,7 @@ def main() -> None:
         f"worker, {os.cpu_count()} cores; torch {torch.__version__}; reference "
         f"{core.summary(table.references(), ',.0f')} tokens/s\n\n{LEGEND}"
     )
-    rates = sorted({rate for rate, _ in table.runs}, reverse=True)
-    rows = [table.row(rate, method) for rate in rates for method in table.methods]
-    core.print_table(title, HEADER, rows)
+    core.print_table(title, HEADER, [table.row(*cell) for cell in table.runs])
 
 
 if __name__ == "__main__":

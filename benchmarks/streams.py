@@ -3,8 +3,8 @@
     .venv/bin/python -m benchmarks.streams [--latency 50,100] [--streams 1,2,4,8,0] [--rounds 5]
 
 A proxy in user space stands in for the link. It delays what it passes on by half of --latency (a
-round trip, in ms), and limits each connection to --stream-rate and all together, in each direction,
-to --rate (Mbit/s). All connections of a network namespace are redirected to it, so no program knows
+round trip, in ms), and limits each connection to 200 Mbit/s and all together, in each direction, to
+800. All connections of a network namespace are redirected to it, so no program knows
 of it. It takes nftables and the rights of root in the namespace.
 
 gloo: two workers exchange a delta in fp32. Islands: one stores chunks at the server, and fetches
@@ -49,7 +49,9 @@ INTERFACES = INTERFACE, "eth1"
 PORT, PROXY_PORT = 4222, 9
 SO_ORIGINAL_DST = 80
 PIECE, AHEAD, BURST = 2**17, 2e-3, 1e-2
-HEADER = "wire | round trip, ms | streams | Mbit/s | share of the link, % | n"
+STREAM_RATE, RATE = 200 / 8e-6, 800 / 8e-6
+"""Bytes per second of a connection, and of all of them in a direction."""
+HEADER = "wire | round trip, ms | streams | Mbit/s | n"
 
 
 # --- the link -------------------------------------------------------------------------------------
@@ -68,12 +70,12 @@ class Bucket:
         return self.free
 
 
-async def pass_on(source: socket.socket, sink: socket.socket, link: Bucket, rate: float) -> None:
+async def pass_on(source: socket.socket, sink: socket.socket, link: Bucket, delay: float) -> None:
     """Pass on what arrives from `source` to `sink`, later, until the connection ends.
 
     `link` is shared by all connections in this direction.
     """
-    loop, own = asyncio.get_running_loop(), Bucket(rate)
+    loop, own = asyncio.get_running_loop(), Bucket(STREAM_RATE)
     queue = asyncio.Queue[tuple[float, bytes]]()
 
     async def deliver() -> None:
@@ -89,68 +91,56 @@ async def pass_on(source: socket.socket, sink: socket.socket, link: Bucket, rate
     with contextlib.suppress(OSError):
         while data := await loop.sock_recv(source, PIECE):
             left = max(own.take(len(data)), link.take(len(data)), time.monotonic())
-            queue.put_nowait((left + Proxy.delay, data))
+            queue.put_nowait((left + delay, data))
             if (ahead := left - time.monotonic()) > AHEAD:  # the sender waits, as TCP has a window
                 await asyncio.sleep(ahead)
-    queue.put_nowait((time.monotonic() + Proxy.delay, b""))
+    queue.put_nowait((time.monotonic() + delay, b""))
     with contextlib.suppress(OSError):
         await delivering
 
 
-class Proxy:
-    """All settings of the process of the proxy."""
+async def serve(delay: float) -> None:
+    """Run the proxy. `delay`: seconds of one way."""
+    loop, tasks = asyncio.get_running_loop(), set[asyncio.Task[None]]()
+    towards = {address: Bucket(RATE) for address in ADDRESSES}
+    listening = socket.create_server(("", PROXY_PORT), backlog=512)
+    listening.setblocking(False)
 
-    delay = 0.0
-
-    @staticmethod
-    async def serve(stream_rate: float, rate: float) -> None:
-        loop, tasks = asyncio.get_running_loop(), set[asyncio.Task[None]]()
-        towards = {address: Bucket(rate) for address in ADDRESSES}
-        listening = socket.create_server(("", PROXY_PORT), backlog=512)
-        listening.setblocking(False)
-
-        async def connect(near: socket.socket) -> None:
-            packed = near.getsockopt(socket.SOL_IP, SO_ORIGINAL_DST, 16)
-            port, host = struct.unpack("!2xH4s8x", packed)
-            if (address := socket.inet_ntoa(host)) not in towards:
-                near.close()  # it was not redirected
-                return
+    async def connect(near: socket.socket) -> None:
+        packed = near.getsockopt(socket.SOL_IP, SO_ORIGINAL_DST, 16)
+        port, host = struct.unpack("!2xH4s8x", packed)
+        far, address = socket.socket(), socket.inet_ntoa(host)
+        with near, far, contextlib.suppress(OSError):
+            if address not in towards:
+                return  # it was not redirected
             back = next(one for one in ADDRESSES if one != address)
-            far = socket.socket()
             far.setblocking(False)
             far.bind((PROXY_ADDRESS, 0))
-            try:
-                await asyncio.sleep(2 * Proxy.delay)  # the handshake
-                await loop.sock_connect(far, (address, port))
-                for one in (near, far):
-                    one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                await asyncio.gather(
-                    pass_on(near, far, towards[address], stream_rate),
-                    pass_on(far, near, towards[back], stream_rate),
-                )
-            except OSError:
-                pass
-            finally:
-                near.close()
-                far.close()
+            await asyncio.sleep(2 * delay)  # the handshake
+            await loop.sock_connect(far, (address, port))
+            for one in (near, far):
+                one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            await asyncio.gather(
+                pass_on(near, far, towards[address], delay),
+                pass_on(far, near, towards[back], delay),
+            )
 
-        while True:
-            near, _ = await loop.sock_accept(listening)
-            near.setblocking(False)
-            tasks.add(task := asyncio.create_task(connect(near)))
-            task.add_done_callback(tasks.discard)
+    while True:
+        near, _ = await loop.sock_accept(listening)
+        near.setblocking(False)
+        tasks.add(task := asyncio.create_task(connect(near)))
+        task.add_done_callback(tasks.discard)
 
 
-def run_proxy(latency: float, stream_rate: float, rate: float) -> None:
-    Proxy.delay = latency / 2
-    asyncio.run(Proxy.serve(stream_rate, rate))
+def run_proxy(delay: float) -> None:
+    asyncio.run(serve(delay))
 
 
 @contextmanager
-def long_link(latency: float, stream_rate: float, rate: float) -> Iterator[None]:
-    """Run the proxy. `latency`: of a round trip, in seconds. Rates are in bytes per second."""
+def long_link(latency: float) -> Iterator[None]:
+    """Run the proxy. `latency`: of a round trip, in ms."""
     proxy = multiprocessing.get_context("spawn").Process(
-        target=run_proxy, args=(latency, stream_rate, rate), daemon=True
+        target=run_proxy, args=(latency / 2e3,), daemon=True
     )
     proxy.start()
     try:
@@ -235,14 +225,13 @@ def chunks(join: Join, streams: int, megabytes: float, rounds: int) -> tuple[int
 
 def measure(options: argparse.Namespace, latency: float, rows: list[list[str]]) -> None:
     """Add the rows of a round trip of so many ms."""
-    limits = latency / 1e3, options.stream_rate / 8e-6, options.rate / 8e-6
     found: list[tuple[str, str, list[float]]] = []
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         own = Path(folder) / "server"
         server = open_folder(own, host="0.0.0.0", port=PORT, address=ADDRESSES[0], keep_gb=2.0)
         server.start()
         stack.callback(server.stop)
-        stack.enter_context(long_link(*limits))
+        stack.enter_context(long_link(latency))
         for streams in options.streams:
             pool = ProcessPool(600)
             (count, rates), *_ = pool.run(exchange, 2, streams, options.megabytes, options.rounds)
@@ -254,9 +243,8 @@ def measure(options: argparse.Namespace, latency: float, rows: list[list[str]]) 
             for way, rates in zip(("up", "down"), both, strict=True):
                 found.append((f"islands, {way}", name, rates))
     for wire, name, rates in sorted(found, key=lambda one: one[0]):
-        share = core.summary(rates, ".0f", 100 / limits[2])
         megabits = core.summary(rates, ",.0f", 8e-6)
-        rows.append([wire, f"{latency:g}", name, megabits, share, str(len(rates))])
+        rows.append([wire, f"{latency:g}", name, megabits, str(len(rates))])
         print(*rows[-1], flush=True)
 
 
@@ -265,8 +253,6 @@ def main() -> None:
     add, numbers = parser.add_argument, core.list_of(float)
     add("--latency", type=numbers, default=[50.0, 100.0], help="round trips, in ms")
     add("--streams", type=core.list_of(int), default=[1, 2, 4, 8, 0])
-    add("--stream-rate", type=float, default=200.0, help="Mbit/s of a connection")
-    add("--rate", type=float, default=800.0, help="Mbit/s of the link")
     add("--megabytes", type=float, default=64.0)
     add("--rounds", type=core.positive, default=5)
     options = parser.parse_args()
@@ -279,10 +265,7 @@ def main() -> None:
     rows: list[list[str]] = []
     for latency in options.latency:
         measure(options, latency, rows)
-    title = (
-        f"{options.megabytes:g} MB, {options.stream_rate:g} Mbit/s a connection, "
-        f"{options.rate:g} Mbit/s in all; torch {torch.__version__}"
-    )
+    title = f"{options.megabytes:g} MB; torch {torch.__version__}"
     core.print_table(title, HEADER, rows)
 
 

@@ -1,17 +1,14 @@
-"""torchft's DiLoCo (optional: extra `bench`) as an outer loop of the benchmarks, and its programs.
+"""torchft's DiLoCo (optional: extra `bench`) as an outer loop of the benchmarks, and its program.
 
-    .venv/bin/python -m benchmarks.torchft_loop trainer --section.key value ...
-    .venv/bin/python -m benchmarks.torchft_loop lighthouse ADDRESS
+    .venv/bin/python -m benchmarks.torchft_loop --section.key value ...
 
-The first runs one rank of our trainer with it, and needs the environment variables of torchrun.
-`benchmarks.islands_program` has its worker that comes and goes.
+This runs one rank of our trainer with it, and needs the environment variables of torchrun.
 """
 
 import importlib.util
 import logging
 import os
 import sys
-import threading
 import time
 from datetime import timedelta
 from typing import Any
@@ -61,10 +58,8 @@ class TorchftLoop(DataParallel):
         lighthouse: str,
         address: str,
         timeout_seconds: int,
-        alone: bool = False,
     ) -> None:
-        """`address`: that of this worker. `alone`: train without the others if they are absent, and
-        load their model when joining."""
+        """`address`: that of this worker."""
         from torchft import Manager, ProcessGroupGloo
         from torchft.local_sgd import DiLoCo
 
@@ -78,7 +73,7 @@ class TorchftLoop(DataParallel):
             pg=ProcessGroupGloo(timeout=timeout),
             load_state_dict=lambda state: model.load_state_dict(state["model"]),
             state_dict=lambda: {"model": model.state_dict()},
-            min_replica_size=1 if alone else workers,
+            min_replica_size=workers,
             use_async_quorum=False,
             rank=0,
             world_size=1,
@@ -90,17 +85,12 @@ class TorchftLoop(DataParallel):
             timeout=timeout,
             quorum_timeout=timeout,
             connect_timeout=timedelta(seconds=60),
-            init_sync=alone,
+            init_sync=False,
         )
-        self._commit, self._manager.should_commit = self._manager.should_commit, self._committed
-        self.lost_steps, self.commits, self._inner_steps = 0.0, 0, 0
         # Its fragments are modules.
-        fragments = build_fragments(model, config.fragments)
-        self.sizes = [fragment.parameters for fragment in fragments]
-        self._synced_at = [0] * len(fragments)
         modules: list[nn.Module] = [
             nn.ParameterDict({part.name.replace(".", "_"): part.parameter for part in one.parts})
-            for one in fragments
+            for one in build_fragments(model, config.fragments)
         ]
         outer, self._begun, self._reported = config.outer_optimizer, 0.0, 0.0
         optimizer.register_step_post_hook(self._begin)
@@ -119,22 +109,10 @@ class TorchftLoop(DataParallel):
         optimizer.register_step_post_hook(self._end)
 
     def _begin(self, *_: object) -> None:
-        self._inner_steps += 1
         self._begun = time.perf_counter()
 
     def _end(self, *_: object) -> None:
         self.exposed_seconds += time.perf_counter() - self._begun
-
-    def _committed(self, *arguments: Any, **named: Any) -> bool:
-        """Commit, and count the steps of a fragment that are lost if its sync fails."""
-        fragments = len(self._synced_at)
-        fragment = self._manager.current_step() % fragments
-        committed: bool = self._commit(*arguments, **named)
-        if not committed:
-            self.lost_steps += (self._inner_steps - self._synced_at[fragment]) / fragments
-        self.commits += committed
-        self._synced_at[fragment] = self._inner_steps
-        return committed
 
     def metrics(self) -> dict[str, float]:
         before, self._reported = self._reported, self.exposed_seconds
@@ -148,26 +126,20 @@ class TorchftLoop(DataParallel):
 
 
 class TorchftTrainer(Trainer):
-    """Our trainer with torchft's outer loop.
-
-    WORKER_ADDRESS is the address of this worker. Workers that come and go have LIGHTHOUSE, and
-    their name in `run.description`.
-    """
+    """Our trainer with torchft's outer loop."""
 
     outer: TorchftLoop
 
     def _build_outer_loop(self) -> TorchftLoop:
-        lighthouse = os.environ.get("LIGHTHOUSE", "")
         return TorchftLoop(
             self.model,
             self.optimizer,
             self.config.diloco,
             self.world.workers,
-            self.config.run.description if lighthouse else f"replica_{self.world.worker}",
-            lighthouse=lighthouse or f"http://{os.environ['MASTER_ADDR']}:{LIGHTHOUSE_PORT}",
+            f"replica_{self.world.worker}",
+            lighthouse=f"http://{os.environ['MASTER_ADDR']}:{LIGHTHOUSE_PORT}",
             address=os.environ["WORKER_ADDRESS"],
             timeout_seconds=self.config.diloco.link.timeout_seconds,
-            alone=bool(lighthouse),
         )
 
 
@@ -189,14 +161,5 @@ def run_trainer(settings: core.Settings) -> None:
     leave_world(world)
 
 
-def main(program: str, *words: str) -> None:
-    if program == "trainer":
-        run_trainer(core.parse_settings(core.build_parser(__doc__), words))
-    else:
-        lighthouse = serve_lighthouse(words[0], 1)
-        print("ready", lighthouse.address(), flush=True)
-        threading.Event().wait()
-
-
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    run_trainer(core.parse_settings(core.build_parser(__doc__), sys.argv[1:]))

@@ -44,7 +44,7 @@ ONE_WORKER = {"diloco.workers": "1", "validation.every": "0", "diloco.method": "
 OURS, BARE, TITAN = "torchtitan_diloco", "bare PyTorch loop", "torchtitan's Llama 3, bare loop"
 OUTER_STEPS = 1000
 """Number of calls of the outer loop that are timed together."""
-HEADER = "loop | tokens/s | ratio | CPU ms a step | ratio of CPU time | MFU % | peak GiB"
+HEADER = "loop | tokens/s | ratio | CPU ms a step | MFU % | peak GiB"
 Loop = Callable[[], None]
 """A training step."""
 
@@ -176,13 +176,11 @@ def measure_alone(name: str, settings: core.Settings, rounds: int, steps: int) -
 
 def build_row(result: Result, ours: Result) -> list[str]:
     ratios = [own / other for other, own in zip(result.wall, ours.wall, strict=True)]
-    cpu = [own / other for other, own in zip(result.cpu, ours.cpu, strict=True)]
     return [
         result.loop,
         core.summary([result.tokens / seconds for seconds in result.wall], ",.0f"),
         core.summary(ratios),
         core.summary(result.cpu, ",.1f", 1e3),
-        core.summary(cpu),
         f"{result.mfu_percent:.1f}" if result.mfu_percent else "-",
         f"{result.peak_bytes / GIB:.2f}" if result.peak_bytes else "-",
     ]

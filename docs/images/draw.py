@@ -237,24 +237,27 @@ def draw_bytes() -> None:
         for name in ("algorithm.md", "measurements.md")
     )
     short = deciding[deciding.index("| 3,000 |") : deciding.index("| 9,000 |")]
-    rows = re.findall(r"\| ([A-Z][^|]+?) \| (1|1/[\d,]+) \| (?:\d \| )?([\d.]+)", short + more)
+    more = more[more.index("## Loss over bytes") : more.index("Rows of `topk`")]
+    # The last column is against AdamW's data parallelism.
+    share, last = r"(1|1/[\d,]+)", r"(?:.*\|)? ([+-][\d.]+)[^|]*"
+    pattern = rf"^\|.*?((?:AdamW|Muon), [^|:]+?) \| {share} \|{last}\|[ |]*$"
     curves: dict[str, list[tuple[float, float]]] = {}
     figure, axes = plt.subplots(figsize=(9.2, 4.2), layout="constrained")
-    for name, share, loss in rows:
+    controls = {"AdamW, data parallel": 0.0}
+    for name, ratio, loss in re.findall(pattern, short + more, re.M):
         if name.endswith("data parallel"):
-            axes.axhline(float(loss), color=GREY, lw=1, ls="--")
-            axes.text(1 / 3000, float(loss), name, ha="left", va="bottom")
+            controls[name] = float(loss)
         else:
-            method = re.sub(r", H = \d+|(?<=topk) \d+", "", name)
-            method = re.sub(r"begun (\d+)", r"beginning \1, alpha to 0", method)
-            part = 1 / float(share[2:].replace(",", ""))
+            method = re.sub(r", H = \d+|(?<=topk) \d+| \(one seed\)", "", name)
+            part = 1 / float(ratio[2:].replace(",", ""))
             curves.setdefault(method, []).append((part, float(loss)))
-    if not curves:
-        raise ValueError("the tables of loss over bytes have other columns: adapt the pattern")
+    for name, gap in controls.items():
+        axes.axhline(gap, color=GREY, lw=1, ls="--")
+        axes.text(1 / 3000, gap, name, ha="left", va="bottom")
     for method, points in curves.items():
         if len(points) > 1:
             axes.plot(*zip(*sorted(points), strict=True), "o-", lw=1.4, label=method)
-    axes.set(xscale="log", ylabel="loss of the shared model, nats per byte")
+    axes.set(xscale="log", ylabel="loss against AdamW's data parallelism, %")
     axes.set_xlabel("bytes a step, as a share of bf16 gradients", x=0.5)
     ticks = [1 / 30, 1 / 100, 1 / 300, 1 / 1000, 1 / 3000]
     axes.set_xticks(ticks, [f"1/{round(1 / tick):,}" for tick in ticks])

@@ -1,9 +1,10 @@
 import math
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
-from benchmarks import core, gpu, islands, parity, slow_link, sync, train_step
+from benchmarks import core, gpu, islands, parity, scale, slow_link, sync, train_step
 
 
 @pytest.mark.parametrize(
@@ -17,10 +18,14 @@ from benchmarks import core, gpu, islands, parity, slow_link, sync, train_step
         (slow_link.main, "--repeets 3", "--repeets 3: settings of the trainer look like"),
         (slow_link.main, "--rates 0", "give numbers"),
         (parity.main, "--runs telepathy", "there are data parallel; DiLoCo"),
-        (sync.main, "--fragments 4", "must share the"),
         (sync.main, "--codecs int7", "there are fp32"),
         (train_step.main, "--config debgu", "did you mean debug?"),
         (islands.main, "--cases earthquake", "there are control; killed"),
+        (scale.main, "--out x --minutes 0", "give minutes above 0"),
+        (scale.main, "--out x --minutes 1 --sizes big", "unknown size 'big'"),
+        (scale.main, "--out x --minutes 1 --workers 3", "give 2, 4 or 8"),
+        (scale.main, "--out /proc/x --minutes 1", "choose another folder"),
+        (scale.main, "--out x --minutes 1 --diloco.workers 2", "the table sets this itself"),
         (gpu.main, "--out x --only all", "there are bits, nccl"),
     ],
 )
@@ -28,9 +33,11 @@ def test_commands_refuse_before_anything_is_measured(
     main: Callable[[], None],
     words: str,
     message: str,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["benchmark", *words.split()])
     with pytest.raises(SystemExit) as ended:
         main()

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import core
-from benchmarks.parity import Table, print_losses, read_tables, train_all
+from benchmarks.parity import Run, Table, print_losses, read_tables
 
 TABLES = read_tables().tables
 RUN = {"training.steps": "20", "run.seed": "0", "diloco.workers": "1"}
@@ -23,27 +23,32 @@ def test_runs_are_valid_distinct_and_of_equal_tokens(table: Table) -> None:
     assert set(table.papers) <= set(table.controls)
 
 
-def test_a_finished_run_is_not_repeated_and_an_interrupted_one_is(
+def test_a_finished_run_is_not_repeated_and_an_interrupted_one_is_continued(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[Path] = []
 
-    def train(folder: Path, *_: object, **__: str) -> list[core.Record]:
-        folder.mkdir(parents=True)
+    def train(folder: Path, *_: object, **__: object) -> list[core.Record]:
+        folder.mkdir(parents=True, exist_ok=True)
         started.append(folder)
         if len(started) == 2:
             raise SystemExit("interrupted")
+        if len(started) == 3:
+            raise core.CutError
+        speed = {"speed/tokens_per_second": 1.0, "train/tokens": 200}
         start = {"kind": "start", "parameters": 10, "workers": 2}
-        return [start, {"step": 20, "loss/val": float(len(started))}]
+        loss = {"loss/val": float(len(started)), "loss/bits_per_byte": 1.0}
+        return [start, {"step": 20} | speed, {"step": 20} | loss]
 
     monkeypatch.setattr(core, "train", train)
-    runs = {(seed, "run"): RUN | {"run.seed": str(seed)} for seed in range(2)}
+    runs = {Run(seed, "run"): RUN | {"run.seed": str(seed)} for seed in range(2)}
     with pytest.raises(SystemExit):
-        train_all(tmp_path, runs)
+        core.train_all(tmp_path, runs)
+    assert [result["loss"] for result in core.train_all(tmp_path, runs).values()] == [1.0]
     for _ in range(2):
-        results = train_all(tmp_path, runs)
-        assert [result["loss"] for result in results.values()] == [1.0, 3.0]
-    assert len(set(started)) == 3
+        results = core.train_all(tmp_path, runs)
+        assert [result["loss"] for result in results.values()] == [1.0, 4.0]
+    assert started[1] == started[2] == started[3] != started[0]
     with pytest.raises(SystemExit, match="other settings"):
         core.kept(started[0].parent, {"run.seed": "2"}, dict)
 
@@ -54,7 +59,7 @@ def test_losses_are_compared_with_the_control_and_with_the_first_run(
     losses = {"data parallel": [2.0, 4.0], "data parallel, Muon": [1.0, 2.0]}
     losses["streaming, Muon, M=2, H=10"] = [1.01, 2.06]
     results = {
-        (seed, name): {"loss": loss, "saving": 38.7 if "streaming" in name else 0.0}
+        Run(seed, name): {"loss": loss, "saving": 38.7 if "streaming" in name else 0.0}
         for name, found in losses.items()
         for seed, loss in enumerate(found)
     }

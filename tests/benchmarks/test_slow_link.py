@@ -11,7 +11,6 @@ from benchmarks.slow_link import (
     Measured,
     Samples,
     Table,
-    data_parallel_length,
     run_length,
     summarise,
 )
@@ -36,7 +35,7 @@ def made_up(length: dict[str, str], seconds: float, late: int, exposed: float | 
 
 
 def test_the_cycle_after_the_first_is_measured() -> None:
-    length = run_length(SYNC_EVERY, delay=3)
+    length = run_length(SYNC_EVERY, 3, limited=True)
     half_a_cycle = 0.5  # seconds exposed, between two records
     measured = summarise(made_up(length, 0.2, LATE, half_a_cycle), 2, SYNC_EVERY)
     assert measured.steps == SYNC_EVERY
@@ -45,9 +44,11 @@ def test_the_cycle_after_the_first_is_measured() -> None:
     assert measured.sent_per_step == pytest.approx(BYTES), "mean over workers"
 
 
-@pytest.mark.parametrize("seconds", [0.2, 3.0, 70.0])
-def test_data_parallelism_is_measured_after_the_link_became_slow(seconds: float) -> None:
-    length = data_parallel_length(seconds)
+@pytest.mark.parametrize(("seconds", "limited"), [(0.2, False), (3.0, True)])
+def test_data_parallelism_is_measured_after_the_link_became_slow(
+    seconds: float, limited: bool
+) -> None:
+    length = run_length(None, 3, limited=limited)
     measured = summarise(made_up(length, seconds, 1, None), 2, None)
     assert measured.steps >= 2
     assert measured.seconds_per_step == pytest.approx(seconds)
@@ -58,14 +59,14 @@ def runs(*seconds: float, sent: float = 1e5) -> list[Measured]:
     return [Measured(10, one, TOKENS / one, None, sent) for one in seconds]
 
 
-def test_at_a_tenth_a_step_of_data_parallelism_takes_ten_times_as_long() -> None:
-    assert Table().expected_seconds(math.inf) == 0.0
+def test_utilisation_is_relative_to_the_fastest_without_a_limit() -> None:
     table = Table(
-        {(math.inf, DATA_PARALLEL): runs(0.15, sent=2e7), (math.inf, OURS): runs(0.1, sent=3e4)}
+        {
+            (math.inf, DATA_PARALLEL): runs(0.15, 0.1),
+            (math.inf, OURS): runs(0.1, 0.2),
+            (13.0, OURS): runs(0.4, 0.4),
+        }
     )
-    rate = table.rate_of("1x")
-    assert table.expected_seconds(rate) == pytest.approx(10 * 0.1, rel=0.05)
-    assert table.rate_of("2x") == pytest.approx(2 * rate, rel=0.05)
-    assert (table.rate_of("inf"), table.rate_of("2.5")) == (math.inf, 2.5)
-    assert table.references() == [TOKENS / 0.1], "the fastest"
-    assert table.utilisations(math.inf, DATA_PARALLEL) == [pytest.approx(0.1 / 0.15)]
+    assert table.references() == [TOKENS / 0.1, TOKENS / 0.1]
+    assert table.utilisations(math.inf, DATA_PARALLEL) == pytest.approx([0.1 / 0.15, 1.0])
+    assert table.utilisations(13.0, OURS) == pytest.approx([0.25, 0.25])

@@ -199,17 +199,9 @@ def test_so_does_one_that_torchrun_starts_again_after_a_rank_was_killed(
     program = tmp_path / "program.py"
     program.write_text(KILLED_ONCE)
     options = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1", str(program)]
-    wanted = chosen(text, "", **FP32) | {"run.folder": ""}
+    wanted = words({"config": "debug"} | chosen(text, "", **FP32) | {"run.folder": ""})
     done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            *options,
-            "--config",
-            "debug",
-            *words(wanted),
-        ],
+        [sys.executable, "-m", "torch.distributed.run", *options, *wanted],
         env=os.environ | {"PYTHONPATH": str(REPOSITORY), "GLOO_SOCKET_IFNAME": LOOPBACK},
         cwd=tmp_path,
         capture_output=True,

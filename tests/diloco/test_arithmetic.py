@@ -2,6 +2,7 @@
 
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 
@@ -50,6 +51,16 @@ def test_adam_is_that_of_torch_and_starts_over_with_its_count() -> None:
     outer_step(config, theta, first, list(torch.zeros(2, 1000)), 1)
     outer_step(config, theta, again, slots, 1)
     torch.testing.assert_close(again, first, rtol=1e-6, atol=1e-6)
+
+
+def test_the_roots_of_adam_are_rounded_correctly() -> None:
+    """Those of torch in fp32 are not, and differ between processors."""
+    config, count = OuterOptimizer(name="adam", lr=1.0, momentum=0.0), LENGTHS[-1]
+    delta, second = torch.ones(count), torch.rand(count, generator=torch.Generator().manual_seed(0))
+    outer_step(config, torch.zeros(count), delta, [torch.zeros(count), second], 2)
+    root = np.sqrt(second.numpy())  # as IEEE 754 asks
+    expected = -np.float32(1) / (root + np.float32(config.epsilon))
+    assert np.array_equal(delta.numpy(), expected)
 
 
 def test_every_format_and_outer_step_is_known() -> None:

@@ -2,13 +2,14 @@
 
 import re
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.components.test_resume import FP32, assert_same, checkpoint, chosen, run, tensors
-from tests.conftest import save_tokenizer, write_text
+from tests.conftest import REPOSITORY, save_tokenizer, write_text
 from tests.export.reading import read_weights
 from tests.processes import ProcessPool
 from tests.test_trainer import VALIDATION, curve, records
@@ -123,6 +124,35 @@ def test_text_is_repeatable(trained: Path, capsys: Capture) -> None:
     assert first == text("--prompt", "the sto")
     assert first != text("--prompt", "the sto", "--seed", "1")
     assert text("--temperature", "0") == text("--temperature", "0", "--seed", "5")
+
+
+def test_the_evaluation_harness_measures_the_same(
+    trained: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command of docs/data-and-models.md. The harness counts no end of the document."""
+    if find_spec("lm_eval") is None:
+        pytest.skip("lm_eval is not installed (pip install '.[examples]')")
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    assert "--include_path examples --tasks own_text" in (
+        (REPOSITORY / "docs/data-and-models.md").read_text()
+    )
+    monkeypatch.chdir(REPOSITORY)
+    printed(capsys, "export", trained, "--format", "hf", "--out", tmp_path / "hf")
+    results = simple_evaluate(
+        model="hf",
+        model_args=f"pretrained={tmp_path}/hf,dtype=float32",
+        tasks=["own_text"],
+        task_manager=TaskManager(include_path="examples"),
+        batch_size=1,
+        device="cpu",
+    )
+    validated = printed(capsys, "validate", trained, "--corpus", "README.md", "--sequences", 999)
+    (bits,) = re.findall(r"loss .*, (\d+\.\d+) bits per byte", validated)
+    assert results["results"]["own_text"]["bits_per_byte,none"] == pytest.approx(
+        float(bits), rel=0.02
+    )
 
 
 # --- mistakes -------------------------------------------------------------------------------------

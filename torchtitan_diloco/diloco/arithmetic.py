@@ -31,7 +31,7 @@ KNOWN = {
     "nesterov": "9bee3edc 16533b01 6ef47a3e",
     "momentum": "eccca50e 16533b01 6ef47a3e",
     "sgd": "9718f6b8 64a1cccb 6ef47a3e",
-    "adam": "7aaf77a9 a8f37ed4 c51430ee",
+    "adam": "fb56d924 a8f37ed4 c51430ee",
 }
 """Hashes of what each format and outer step makes: encoded, decoded, and averaged values, or the
 next copy and both moments. Other ones are another arithmetic, which needs another run."""

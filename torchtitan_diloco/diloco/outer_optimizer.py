@@ -4,8 +4,9 @@ The delta theta_outer - theta_local serves as gradient. The next shared paramete
 delta, as the current ones are needed until the fragment is applied.
 
 All workers must get the same bits, on any processor and GPU. So sums and products are calls of
-their own: `alpha=` and `lerp` round once where there is a fused multiply-add, else twice. Square
-roots and divisions are rounded correctly everywhere.
+their own: `alpha=` and `lerp` round once where there is a fused multiply-add, else twice. Divisions
+are rounded correctly everywhere. Square roots in fp32 are not: torch takes them from MKL, whose
+last bit depends on the processor. Those of fp64 are exact enough to round correctly to fp32.
 """
 
 import math
@@ -61,6 +62,6 @@ def outer_step(
             square = delta * delta
             first.add_(delta.sub_(first).mul_(_newest_share(config.momentum, count)))
             second.add_(square.sub_(second).mul_(_newest_share(config.beta2, count)))
-            torch.sqrt(second, out=square).add_(_constant(config.epsilon))
+            square.copy_(second.double().sqrt_()).add_(_constant(config.epsilon))
             torch.div(first, square, out=delta)
     torch.sub(theta, delta.mul_(_constant(config.lr)), out=delta)
