@@ -298,8 +298,7 @@ class IslandPeers(Peers):
         copy, old = self._copies.fragments[fragment], self.states[fragment].outer
         round_ = self._round_of(due)
         round_.outer_round = due.version
-        round_.weight = 0 if due.own is None else due.own.weight
-        round_.participants = due.participants
+        round_.weight, round_.participants = due.own.weight if due.own else 0, due.participants
         round_.asked, round_.fetched = now - due.waited, now
         if due.own and due.waited > 1e-3:  # the exchange lasted until now
             round_.ready = now
