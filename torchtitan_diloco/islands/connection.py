@@ -116,6 +116,9 @@ class Connection(Inbox):
         self._ring()
         if self._thread.is_alive():
             self._thread.join(LOG_PATIENCE)
+        if not self._thread.is_alive():
+            self._alarm.close()
+            self._alarmed.close()
 
     def append(self, raw: bytes) -> None:
         """Send a record to the log. It is in the log only once it is read back."""
@@ -154,7 +157,7 @@ class Connection(Inbox):
             self._ring()
 
     def _ring(self) -> None:
-        with suppress(BlockingIOError):  # it rings already
+        with suppress(OSError):  # it rings already, or is closed
             self._alarm.send(b".")
 
     def _ask_server(self, operation: Callable[[Session], T]) -> T:
