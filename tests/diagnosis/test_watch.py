@@ -76,7 +76,7 @@ def test_islands_say_how_they_are_and_who_is_gone(
     with started(first, second):
         wait_until(lambda: seen().get("b", Report()).vitals.compute == 2.0, "the vitals of b")
         assert seen()["a"].vitals.compute == 1.0
-        assert seen()["a"].vitals.upload > 0
+        wait_until(lambda: seen()["a"].vitals.upload > 0, "its first upload")
         assert not seen()["b"].absent
         wait_until(lambda: seen()["b"].absent == "stopped", "its end")
         first.stop.set()

@@ -64,9 +64,13 @@ class Island(threading.Thread):
         self.step = 0
         self.model = Net()
         self.optimizer = sgd(self.model)
-        size = {"slots": self.slots, "begin": self.begin}
         settings = Islands(
-            str(self.join_string), self.name_, grace_seconds=self.grace, slot_seconds=1, **size
+            join=str(self.join_string),
+            name=self.name_,
+            slots=self.slots,
+            begin=self.begin,
+            grace_seconds=self.grace,
+            slot_seconds=1,
         )
         self.peers = IslandPeers(
             settings,

@@ -50,6 +50,8 @@ class Diagnosis:
         for verdict in self._judge.note(reports, step, cycle, time.monotonic()):
             if not rank or verdict.cause.kind in OF_RANKS:
                 self._say(verdict, step)
+        for one in peers.take_actions():
+            self._record(step, step, one.what, one.culprit, one.evidence, over=one.over)
         standing = [] if rank else list(self._judge.verdicts.values())
         peers.say([f"{one.cause.culprit}: {one.cause.kind}" for one in standing])
         if standing and time.monotonic() > self._said + REPEAT_SECONDS:
@@ -86,16 +88,14 @@ class Diagnosis:
         if self._world.is_first or self._world.rank_in_worker:
             (logger.info if verdict.over else logger.warning)(str(verdict))
         if step is not None:
-            record = VerdictRecord(
-                step=step,
-                time=time.time(),
-                what=verdict.cause.kind,
-                culprit=verdict.cause.culprit,
-                since=verdict.since,
-                evidence=verdict.evidence,
-                over=verdict.over,
-            )
-            self._telemetry.files.write(record)
+            kind, culprit = verdict.cause
+            self._record(step, verdict.since, kind, culprit, verdict.evidence, over=verdict.over)
+
+    def _record(
+        self, step: int, since: int, what: str, culprit: str, evidence: str, *, over: bool
+    ) -> None:
+        record = VerdictRecord(step, time.time(), what, culprit, since, evidence, over)
+        self._telemetry.files.write(record)
 
 
 class Stacks:

@@ -22,7 +22,7 @@ from torchtitan_diloco.diloco.round import Meter, Round
 from torchtitan_diloco.diloco.schedule import Schedule, build_schedule
 from torchtitan_diloco.diloco.state_dict import Facts, SavedState
 from torchtitan_diloco.diloco.transport import DROPPED, WENT_WRONG
-from torchtitan_diloco.diloco.vitals import Report, Vitals
+from torchtitan_diloco.diloco.vitals import Action, Report, Vitals
 
 
 @dataclass(frozen=True)
@@ -141,6 +141,14 @@ class Peers(ABC):
 
     def say(self, verdicts: Sequence[str]) -> None:  # noqa: B027 - one job has one judge
         """Tell the others what this worker finds wrong."""
+
+    def take_actions(self) -> list[Action]:
+        """Return what is done about other workers, or no more, since the last call."""
+        return []
+
+    def advise(self, settings: Mapping[str, object]) -> str:
+        """Return how users change settings."""
+        return " ".join(f"--{key} {value}" for key, value in settings.items())
 
     def describe(self) -> list[str]:
         """Describe the peers in lines for the start of a run."""

@@ -34,3 +34,15 @@ class Report(NamedTuple):
     """Of its delta."""
     absent: str = ""
     """Why it takes no part in rounds."""
+
+
+class Action(NamedTuple):
+    """What is done about a worker from now on, or no more."""
+
+    culprit: str
+    what: str
+    evidence: str
+    over: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.culprit}: {self.what}" + (" is over" if self.over else f": {self.evidence}")

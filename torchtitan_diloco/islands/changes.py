@@ -4,12 +4,14 @@ A change is a record. The facts in force are those of the first record with all 
 place in the log. An island that joins takes these settings from them.
 """
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
-from torchtitan_diloco.diloco.config import CodecName, Fraction, Positive
+from torchtitan_diloco.diloco.config import CodecName, DiLoCoConfig, Fraction, Positive
 from torchtitan_diloco.diloco.fields import convert, nearest
 from torchtitan_diloco.islands.records import CODEC, MOST_SLOTS, Change, Facts, VoidError
 from torchtitan_diloco.log import UserError
@@ -85,6 +87,22 @@ def changed(facts: Facts, change: Change) -> Facts:
     if key in (TOTAL_TOKENS, QUORUM):
         return msgspec.structs.replace(facts, **{key: value})
     return msgspec.structs.replace(facts, fingerprints=settings)
+
+
+def with_settings(config: DiLoCoConfig, settings: Mapping[str, str]) -> DiLoCoConfig:
+    """Return the settings of an outer loop with those of the run."""
+    overlap, quantization = config.overlap, config.quantization
+    codec = convert(settings.get(CODEC, quantization.codec), CodecName, is_word=True)
+    return replace(
+        config,
+        sync_every=int(settings.get(EVERY, config.sync_every)),
+        overlap=replace(
+            overlap,
+            delay=int(settings.get(DELAY, overlap.delay)),
+            mixing=float(settings.get(MIXING, overlap.mixing)),
+        ),
+        quantization=replace(quantization, codec=codec),
+    )
 
 
 def settings_of(facts: Facts) -> dict[str, str]:

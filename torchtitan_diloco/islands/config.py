@@ -5,16 +5,23 @@ import binascii
 import ipaddress
 import re
 import ssl
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 from urllib.parse import quote, unquote
 
 from msgspec import Meta
 
-from torchtitan_diloco.diloco.config import Mistakes, NotNegative, Positive
-from torchtitan_diloco.diloco.fields import Section, convert
+from torchtitan_diloco.diloco.config import (
+    DiLoCoConfig,
+    Mistakes,
+    NotNegative,
+    Positive,
+    diloco_mistakes,
+)
+from torchtitan_diloco.diloco.fields import Section, check_class, convert, raise_mistakes
 from torchtitan_diloco.islands.records import LARGEST
 from torchtitan_diloco.log import UserError, command_line
 
@@ -41,6 +48,9 @@ class Islands(Section):
     slot_seconds: Annotated[float, Meta(ge=0, le=86400)] = 60.0
     """Seconds without a sign of life of an island after which another one may take its slot. Its
     own next start may do so, and rounds do not wait for it, after 5."""
+    action: Literal["note", "wait_less", "evict"] = "wait_less"
+    """Most that this island does about one that is late or wrong again and again. note: say so.
+    wait_less: let rounds close without it. evict: also vote to end it."""
     local: NotNegative = 0
     """Start a server and so many islands on this machine, to try it. 0: none."""
 
@@ -76,6 +86,25 @@ def own_loop_mistakes(islands: Islands) -> Mistakes:
             "islands.local",
             "starts no server in a loop of your own: run `serve`, and leave it out",
         )
+
+
+def own_loop_settings(islands: Islands, config: DiLoCoConfig) -> tuple[Islands, DiLoCoConfig]:
+    """Check the settings of an island, and return those to train with."""
+    check_class(config, "diloco", DiLoCoConfig)
+    begin = islands.begin or config.workers
+    mistakes = *own_loop_mistakes(islands), *islands_mistakes(islands, begin)
+    mistakes += tuple(diloco_mistakes(config, islands=True))
+    raise_mistakes(mistakes, islands=replace(islands, join=""), diloco=config)
+    config = replace(config, workers=1, link=replace(config.link, outer_state="device"))
+    return replace(islands, begin=begin, slots=islands.slots or begin), config
+
+
+def change_commands(islands: Islands, settings: Mapping[str, object]) -> str:
+    """Return the commands that change settings of the run, without the password of a string."""
+    join = islands.join if _is_file(islands.join) else "join.txt"
+    command = command_line("islands")
+    lines = [f"{command} change {key} {value} --join {join}" for key, value in settings.items()]
+    return " && ".join(lines)
 
 
 def checked_count(name: str, value: Any) -> int:

@@ -216,6 +216,11 @@ class Copies:
         sizes, encoded = self.fragments[fragment].layout.sizes(ranks), self.build_codec(codec)
         return [encoded.wire_bytes(size) for size in sizes]
 
+    def cycle_bytes(self, codec: str) -> int:
+        """Return the bytes that this island sends in a cycle."""
+        numbers = range(len(self.fragments))
+        return sum(sum(self.payload_sizes(one, self.ranks.size, codec)) for one in numbers)
+
     def snapshot_bytes(self, fragment: int) -> int:
         copy = self.fragments[fragment]
         return 4 * copy.layout.values * len(copy.buffers())

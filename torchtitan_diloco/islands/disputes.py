@@ -27,6 +27,11 @@ class Disputes:
     def is_undecided(self, fragment: int) -> bool:
         return fragment in self._undecided
 
+    def differs(self, incarnation: str) -> bool:
+        """Return whether an island has other bits of a fragment than most others."""
+        votes = map(self._votes, self._fragments)
+        return any(incarnation in others and len(others) <= same for same, others in votes)
+
     def is_outvoted(self, now: float) -> bool:
         """Return whether more islands have other bits of a fragment than have the same."""
         self._hear(now)

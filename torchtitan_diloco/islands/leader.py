@@ -11,7 +11,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from torchtitan_diloco.diloco.vitals import Report
+from torchtitan_diloco.diloco.vitals import Action, Report
 from torchtitan_diloco.islands.bulk import ClosedError
 from torchtitan_diloco.islands.connection import Connection
 from torchtitan_diloco.islands.copies import Copies
@@ -72,10 +72,6 @@ class Leader:
         self.changed = threading.Condition()
         """Guards the machine, and is notified after every change."""
         self.machine = Machine(name, connection.members, timing, copies.outer_lr)
-        gauges.cycle_bytes = sum(
-            sum(copies.payload_sizes(one, copies.ranks.size, facts.codec))
-            for one in range(len(copies.fragments))
-        )
         self._giver, self._gauges = Giver(connection), gauges
         self._reported, self._awaits_parts = 0.0, False
         self._failure: Exception | None = None
@@ -176,6 +172,7 @@ class Leader:
             started = time.monotonic()
             chunks = self._connection.store(as_buffer(payload), "parts")
             self._gauges.bytes_per_second = payload.numel() / (time.monotonic() - started)
+            self._gauges.cycle_bytes = self._copies.cycle_bytes(part.codec)
             part = msgspec.structs.replace(part, chunks=chunks)
         self._parts.keep(part, payload)
         with self.changed:  # not in the reading thread: it may wait for another island's part
@@ -194,6 +191,12 @@ class Leader:
             else members.report(owner, now)
             for owner in owners
         }
+
+    def take_actions(self) -> list[Action]:
+        """Return what is done about others since the last call."""
+        with self.changed:
+            taken, self.machine.actions = self.machine.actions, []
+        return taken
 
     def state_to_save(self) -> str:
         """Return the state for a checkpoint of the newest copies."""
@@ -322,6 +325,8 @@ class Leader:
             caught_up = lag <= members.expiry and 0 <= self._connection.last <= self.state.sequence
             hint = self.machine.hint(caught_up=caught_up)
             numbers = self._gauges.read(self._connection.site, self._connection.round_trip)
+            says = (*self.machine.standing(), *numbers.says)
+            numbers = msgspec.structs.replace(numbers, says=says)
             self._connection.beat(msgspec.structs.replace(hint, numbers=numbers))
 
     def _give_snapshot(self, wanted: SnapshotWanted) -> None:

@@ -34,6 +34,7 @@ class Outcome:
     void: str = ""  # reason for skipping it; empty if it is valid
     disputed: bool = False  # void because its writer has a different checksum of a version
     entry: Entry | None = None
+    evicts: bool = False  # whether it is the vote that evicts an island
 
 
 class Ledger(msgspec.Struct):
@@ -42,6 +43,7 @@ class Ledger(msgspec.Struct):
     merged: int = 0
     lost: int = 0
     merged_in: int = 0  # version of the last entry with a part of the slot
+    good_in: int = 0  # and of the last one that has merged its work
     number: int = 0  # of the owner's last valid part
     since: int = 0  # version when the owner took the slot
     entries: int = 0  # with a part of the owner
@@ -63,6 +65,7 @@ class Slot(msgspec.Struct):
     read_to: int = 0  # end of the samples in the owner's parts
     read_twice: int = 0  # samples in parts of an owner that the next owner reads again
     done: bool = False
+    votes: list[str] = []  # of islands to evict the owner
 
 
 class Fragment(msgspec.Struct):

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
+from torchtitan_diloco.islands.actions import count_vote
 from torchtitan_diloco.islands.changes import changed
 from torchtitan_diloco.islands.ledger import Entry, Fragment, Ledger, Outcome, Slot
 from torchtitan_diloco.islands.records import (
@@ -16,8 +17,10 @@ from torchtitan_diloco.islands.records import (
     AnyRecord,
     Change,
     Close,
+    DisputeError,
     Done,
     End,
+    Evict,
     Facts,
     Give,
     Open,
@@ -59,6 +62,7 @@ class State(msgspec.Struct):
     slots: list[Slot] = []
     fragments: list[Fragment] = []
     incarnations: list[str] = []
+    evicted: list[str] = []
     begun: bool = False
     ended: bool = False
 
@@ -111,10 +115,11 @@ class State(msgspec.Struct):
             record = decode(raw)
             entry = self._accept(record)
         except VoidError as error:
-            return Outcome(record, void=str(error), disputed=isinstance(error, _DisputeError))
+            return Outcome(record, void=str(error), disputed=isinstance(error, DisputeError))
         if isinstance(record, Open | Part | Close):
             self.fragments[record.fragment].last = sequence
-        return Outcome(record, entry=entry)
+        evicts = isinstance(record, Evict) and record.target in self.evicted
+        return Outcome(record, entry=entry, evicts=evicts)
 
     def preview(self, record: Close) -> Entry | None:
         """Return the entry that a close would make as the next record, or None if it is void."""
@@ -205,6 +210,9 @@ class State(msgspec.Struct):
                 self._take(record)
             case Give():
                 self.slots[record.slot].owner = None
+            case Evict():
+                if count_vote(record, self.slots, self.fragments):
+                    self.evicted.append(record.target)
             case Done():
                 _check(self.is_complete, "the run has not merged its tokens")
                 self.slots[record.slot].done = True
@@ -232,8 +240,8 @@ class State(msgspec.Struct):
         if isinstance(record, Take):
             return
         slot = self.slots[record.slot]
-        owned_by = f"slot {record.slot} belongs to {slot.owner or 'nobody'}"
-        _check(slot.owner == record.incarnation, owned_by)
+        owner = slot.owner or "nobody"
+        _check(slot.owner == record.incarnation, f"slot {record.slot} belongs to {owner}")
         if isinstance(record, Open | Part | Close):
             _check(record.fragment < len(self.fragments), f"there is no fragment {record.fragment}")
         if isinstance(record, Open | Part | Done):
@@ -244,7 +252,7 @@ class State(msgspec.Struct):
         if self.facts is None or change.run != self.facts.run:
             raise VoidError(f"belongs to the run {change.run}")
         facts, before = changed(self.facts, change), self.facts.total_tokens
-        _check_size(facts)
+        facts.check_size()
         self.facts = facts
         added = range(facts.slots - len(self.slots))
         self.slots += [Slot([Ledger() for _ in self.fragments]) for _ in added]
@@ -254,7 +262,7 @@ class State(msgspec.Struct):
                 slot.done = False
 
     def _set_facts(self, facts: Facts) -> None:
-        _check_size(facts)
+        facts.check_size()
         self.facts, head = facts, digest(encode(facts))
         size = len(facts.checksums)
         _check(len(facts.clocks) in (0, size), "has not one clock for each fragment")
@@ -297,6 +305,7 @@ class State(msgspec.Struct):
             if part is None:  # else once the part is merged or given up
                 ledger.lose(start)
         slot.owner, slot.start, slot.read_to, slot.done = take.incarnation, start, start, False
+        slot.votes = []
         assert self.facts is not None
         self.begun = self.begun or len(self.owners()) >= min(self.facts.begin, self.facts.slots)
 
@@ -354,6 +363,7 @@ class State(msgspec.Struct):
                 ledger.lose(part.end)
             else:
                 ledger.merged += part.end - part.start
+                ledger.good_in, self.slots[part.slot].votes = close.version, []
             ledger.merged_in = close.version
             ledger.entries += 1
         norms = zip(entry.parts, close.norms, strict=True)
@@ -382,17 +392,7 @@ class State(msgspec.Struct):
     def _check_sum(self, fragment: int, version: int, found: str) -> None:
         if self.verifies and found != self.fragments[fragment].checksums.get(version):
             reason = f"checksum of version {version} is {found}, not what this process computes"
-            raise _DisputeError(reason)
-
-
-class _DisputeError(VoidError):
-    """The writer has a different checksum of a version."""
-
-
-def _check_size(facts: Facts) -> None:
-    _check(facts.streams <= facts.slots, "has more streams than slots")
-    largest = facts.total_tokens + facts.slots * facts.most_weight
-    _check(largest <= LARGEST, f"a clock of {largest} could not be written")
+            raise DisputeError(reason)
 
 
 def _check(valid: bool, reason: str) -> None:

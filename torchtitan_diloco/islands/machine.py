@@ -10,13 +10,21 @@ from dataclasses import replace
 
 import msgspec
 
+from torchtitan_diloco.diloco.vitals import Action
+from torchtitan_diloco.islands.actions import EVICTED, standing
 from torchtitan_diloco.islands.changes import DELAY, EVERY, SLOTS, settings_of
 from torchtitan_diloco.islands.disputes import Disputes
 from torchtitan_diloco.islands.ledger import Due, Entry, Outcome
 from torchtitan_diloco.islands.log import State
-from torchtitan_diloco.islands.members import Hint, IslandFencedError, Members
+from torchtitan_diloco.islands.members import (
+    Hint,
+    IslandFailedError,
+    IslandFencedError,
+    Members,
+)
 from torchtitan_diloco.islands.records import (
     Change,
+    Evict,
     Give,
     Part,
     Record,
@@ -71,6 +79,9 @@ class Machine:
         """Decisions about the run, once it has begun and this island has a slot."""
         self.notices, self.news = list[str](), list[str]()
         """Warnings for the user, and which islands come and go."""
+        self.actions = list[Action]()
+        """What is done about others, for the records of this island."""
+        self._evicted = set[str]()
         self._lr = lr
         self._attempts = dict[tuple[object, ...], float]()
         """Time at which each record was last appended."""
@@ -103,7 +114,23 @@ class Machine:
         if isinstance(record, Take | Give) and is_other and not outcome.void:
             does = "takes part" if isinstance(record, Take) else "leaves"
             self.news.append(f"island {name_of(record.incarnation)} {does}")
+        if not outcome.void:
+            self._say_actions(record)
         return outcome
+
+    def _say_actions(self, record: Record | None) -> None:
+        """Say what is done about the others from a record on, or no more."""
+        found = self.joined.actions
+        if isinstance(record, Evict) and record.target in self.state.evicted:
+            found.append(Action(name_of(record.target), EVICTED, f"it {record.reason}"))
+            self._evicted.add(name_of(record.target))
+        elif isinstance(record, Take) and name_of(record.incarnation) in self._evicted:
+            found.append(Action(name_of(record.incarnation), EVICTED, "it is back", over=True))
+            self._evicted.remove(name_of(record.incarnation))
+        for one in found:
+            (self.news if one.over else self.notices).append(f"island {one}")
+        self.actions += found
+        found.clear()
 
     def _use_facts(self) -> None:
         """Use the settings of the run, which may differ from those of this island."""
@@ -183,11 +210,20 @@ class Machine:
         if self.incarnation in state.incarnations:
             raise IslandFencedError("the slot of this island was taken before the run began")
         free = self.members.slot_to_take(state, self.incarnation, now)
-        if free is None:
+        if free is None or self._probation(now) > 0:
             return None
         slot, replaces = free
         who = self.incarnation
         return Take(run=state.facts.run, incarnation=who, slot=slot, replaces=replaces)
+
+    def _probation(self, now: float) -> float:
+        """Return for how long this island takes no slot, as its last start was evicted and others
+        are there."""
+        name, state = name_of(self.incarnation), self.state
+        last = [one for one in state.incarnations if name_of(one) == name][-1:]
+        if not state.owners() or not set(last).intersection(state.evicted):
+            return 0.0
+        return self.members.probation(sum(name_of(one) == name for one in state.evicted), now)
 
     def waits_for(self, now: float) -> str:
         """Return what an island that is not in the run yet waits for, empty if it need not."""
@@ -195,6 +231,8 @@ class Machine:
         if facts is not None and self.incarnation in owners.values() and not self.state.begun:
             here = ", ".join(map(name_of, owners.values()))
             return f"waiting until {facts.begin} islands are there; here are {here}"
+        if (seconds := self._probation(now)) > 0:
+            return f"the others have evicted this island: it takes part again in {seconds:.0f} s"
         if len(owners) == len(self.state.slots) and not self.members.is_new(now):
             return self._describe_slots(owners.values(), now)
         return ""
@@ -220,6 +258,12 @@ class Machine:
     ) -> Iterator[Record | None]:
         self.notices += self.disputes.settle(now)
         if island.fenced or self.state.ended:
+            if self.incarnation in self.state.evicted and not self.state.ended:
+                raise IslandFailedError(
+                    "the others have evicted this island, as its numbers were wrong or it made no "
+                    "step: look at its memory and machine. Started again, it takes their copies, "
+                    "and waits before it takes part"
+                )
             if island.fenced and not island.left:
                 raise IslandFencedError(
                     f"slot {island.slot} of this island was taken by "
@@ -232,6 +276,7 @@ class Machine:
             yield rounds.close(checked, self._lr, now)
             if rounds.under_way and rounds.is_stored:
                 yield rounds.sent
+        yield from island.votes(now)
         yield island.last_record(now)
 
     def store(self, part: Part) -> None:
@@ -261,6 +306,10 @@ class Machine:
             leaving=island is not None and island.leaving,
             copies=copies if len(copies) == len(known) else (),
         )
+
+    def standing(self) -> list[str]:
+        """Describe what this island does about others."""
+        return standing(self.island.conduct.copy()) if self.island else []
 
     # --- between two steps ------------------------------------------------------------------------
 

@@ -243,6 +243,20 @@ class Members:
         hung = member is not None and now - member.moved >= self._patience
         return Report(said, absent=HUNG if hung else "")
 
+    def hangs(self, incarnation: str, times: float, now: float) -> bool:
+        """Return whether its steps stand still for a multiple of the patience, with heartbeats."""
+        member = self.heard.get(incarnation)
+        if member is None or member.hint.leaving or not member.hint.step:  # it may be compiling
+            return False
+        still = now - member.moved >= times * self._patience
+        return still and not self.is_new(now) and not self.is_silent(incarnation, now)
+
+    def probation(self, evictions: int, now: float) -> float:
+        """Return for how long an island that was evicted so often takes no slot. This doubles each
+        time, and counts from the start of the process."""
+        began = now if self._began is None else self._began
+        return began + self._patience * 2.0 ** (evictions - 1) - now
+
     def is_ready(self, incarnation: str, now: float, step_seconds: float) -> bool:
         """Return whether a round waits for it. `step_seconds`: time of this island's steps."""
         if self.is_new(now):

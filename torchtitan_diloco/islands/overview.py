@@ -20,6 +20,7 @@ from torchtitan_diloco.islands.records import (
     Change,
     Close,
     End,
+    Evict,
     Give,
     Open,
     SlotRecord,
@@ -111,6 +112,12 @@ class History:
                         if part.base < record.version - 1:
                             append_thinned(stay.late, at)
                 self.news += [(at, text) for text in left_out(outcome.entry)]
+            case Evict():
+                vote = f"votes to evict {name_of(record.target)}, as it {record.reason}"
+                self.news.append((at, f"{name_of(record.incarnation)} {vote}"))
+                if outcome.evicts:
+                    self._end(record.target, "evicted")
+                    self.news.append((at, f"{name_of(record.target)} is evicted"))
             case Give():
                 self._end(record.incarnation, "left")
                 self.news.append((at, f"{name_of(record.incarnation)} leaves"))

@@ -9,7 +9,6 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -22,24 +21,25 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchtitan_diloco.diloco import healing, startup
 from torchtitan_diloco.diloco import state_dict as saving
 from torchtitan_diloco.diloco.background import BackgroundThread
-from torchtitan_diloco.diloco.config import DiLoCoConfig, diloco_mistakes
-from torchtitan_diloco.diloco.fields import check_class, raise_mistakes
+from torchtitan_diloco.diloco.config import DiLoCoConfig
+from torchtitan_diloco.diloco.fields import check_class
 from torchtitan_diloco.diloco.fragments import drop_gathered
 from torchtitan_diloco.diloco.liveness import Liveness
 from torchtitan_diloco.diloco.meeting import code_fingerprint
 from torchtitan_diloco.diloco.object_collectives import broadcast_object
 from torchtitan_diloco.diloco.peers import Apply, Peers, Send, local_share
 from torchtitan_diloco.diloco.round import InFlight, Round
+from torchtitan_diloco.diloco.schedule import build_schedule
 from torchtitan_diloco.diloco.state_dict import SHARED, SLOTS, SavedState
 from torchtitan_diloco.diloco.transport import NOT_FINITE, OUTLIER
-from torchtitan_diloco.diloco.vitals import Report
-from torchtitan_diloco.islands.changes import MIXING, TOTAL_TOKENS
+from torchtitan_diloco.diloco.vitals import Action, Report
+from torchtitan_diloco.islands.changes import TOTAL_TOKENS, with_settings
 from torchtitan_diloco.islands.config import (
     Islands,
     Join,
+    change_commands,
     checked_count,
-    islands_mistakes,
-    own_loop_mistakes,
+    own_loop_settings,
 )
 from torchtitan_diloco.islands.connection import Connection
 from torchtitan_diloco.islands.copies import Copies, encode_delta, fingerprints
@@ -104,13 +104,8 @@ class IslandPeers(Peers):
     # --- start and end ----------------------------------------------------------------------------
 
     def check_settings(self, config: DiLoCoConfig) -> DiLoCoConfig:
-        check_class(config, "diloco", DiLoCoConfig)
-        islands, begin = self.islands, self.islands.begin or config.workers
-        mistakes = *own_loop_mistakes(islands), *islands_mistakes(islands, begin)
-        mistakes += tuple(diloco_mistakes(config, islands=True))
-        raise_mistakes(mistakes, islands=replace(islands, join=""), diloco=config)
-        self.islands = replace(islands, begin=begin, slots=islands.slots or begin)
-        return replace(config, workers=1, link=replace(config.link, outer_state="device"))
+        self.islands, config = own_loop_settings(self.islands, config)
+        return config
 
     def open(self) -> None:
         self._ranks = Ranks(self._given)
@@ -125,10 +120,8 @@ class IslandPeers(Peers):
         """Connect, take a slot, wait for the run to begin, and load the shared parameters."""
         if self._leader is not None or self._follower is not None:
             raise RuntimeError("join() was called before: build other IslandPeers to join again")
-        seat = None
-        if self._ranks.is_first:
-            seat = self._join()
-        else:
+        seat = self._join() if self._ranks.is_first else None
+        if seat is None:
             self._follower = BackgroundThread("islands")
             self._following = self._follower.submit(self._copies.follow)
         self.seat = seat = broadcast_object(seat, Seat, self._ranks.decisions)
@@ -174,7 +167,8 @@ class IslandPeers(Peers):
             fingerprints=fingerprints(config, self.states, self._facts),
             code=code_fingerprint(),
         )
-        timing = Timing(self.schedule, chosen.grace_seconds, config.delta_norm_limit)
+        limit = config.delta_norm_limit
+        timing = Timing(self.schedule, chosen.grace_seconds, limit, chosen.action)
         connection = Connection(join, incarnation, chosen.slot_seconds, streams=config.link.streams)
         return Leader(connection, self._copies, facts, timing, incarnation, self.gauges)
 
@@ -215,6 +209,12 @@ class IslandPeers(Peers):
 
     def say(self, verdicts: Sequence[str]) -> None:
         self.gauges.says = tuple(one[:100] for one in verdicts[:8])
+
+    def take_actions(self) -> list[Action]:
+        return [] if self._leader is None else self._leader.take_actions()
+
+    def advise(self, settings: Mapping[str, object]) -> str:
+        return change_commands(self.islands, settings)
 
     def describe(self) -> list[str]:
         chosen = self.islands
@@ -289,9 +289,9 @@ class IslandPeers(Peers):
 
     def _use(self, settings: Mapping[str, str]) -> None:
         """Use the settings of the run."""
-        self.total_tokens, overlap = int(settings[TOTAL_TOKENS]), self.config.overlap
-        overlap = replace(overlap, mixing=float(settings.get(MIXING, overlap.mixing)))
-        self.config = replace(self.config, overlap=overlap)
+        self.total_tokens = int(settings[TOTAL_TOKENS])
+        self.config = with_settings(self.config, settings)
+        self.schedule = build_schedule(self.config, len(self.fragments))
 
     def _apply(self, due: Due) -> Iterator[Apply]:
         fragment, now = due.fragment, time.perf_counter()

@@ -13,6 +13,10 @@ class VoidError(ValueError):
     """A record is not valid at its position in the log."""
 
 
+class DisputeError(VoidError):
+    """The writer has a different checksum of a version."""
+
+
 class AnotherLogError(UserError):
     """The log of the server is not the one that this island has read."""
 
@@ -25,7 +29,7 @@ class AnotherLogError(UserError):
         )
 
 
-PROTOCOL = 4
+PROTOCOL = 5
 """Version of records, their rules, chunks and heartbeats. Islands with another one cannot join."""
 LARGEST = 2**53
 """Largest number in a record: all JSON readers keep it exactly."""
@@ -92,6 +96,13 @@ class Facts(Record, frozen=True):
         """Largest weight of a part: more than the work of an outage, and less than a run."""
         return max(8 * self.cycle, self.total_tokens // 16)
 
+    def check_size(self) -> None:
+        """Raise a VoidError if a clock of the run could not be written."""
+        if self.streams > self.slots:
+            raise VoidError("has more streams than slots")
+        if (largest := self.total_tokens + self.slots * self.most_weight) > LARGEST:
+            raise VoidError(f"a clock of {largest} could not be written")
+
 
 class Change(Record, frozen=True):
     """Change a setting of the run from here on. Anybody who may write to the log may write it."""
@@ -115,6 +126,14 @@ class Take(SlotRecord, frozen=True):
 
 class Give(SlotRecord, frozen=True):
     """The owner leaves."""
+
+
+class Evict(SlotRecord, frozen=True):
+    """Vote to take the slot of another island, which is sick, as if it had left."""
+
+    target: Name
+    """Its incarnation."""
+    reason: Annotated[str, Meta(max_length=100)]
 
 
 class Done(SlotRecord, frozen=True):
@@ -212,12 +231,12 @@ class Close(SlotRecord, frozen=True):
     """Outer learning rate."""
 
 
-AnyRecord: TypeAlias = Facts | Change | Take | Give | Done | End | Open | Part | Close
+AnyRecord: TypeAlias = Facts | Change | Take | Give | Evict | Done | End | Open | Part | Close
 
 
 def attempt_of(record: Record) -> tuple[object, ...]:
     """Return a key that is equal for records that ask for the same, even with newer values."""
-    names = "slot", "replaces", "fragment", "version", "number", "after"
+    names = "slot", "replaces", "fragment", "version", "number", "after", "target"
     return type(record), *(getattr(record, name, None) for name in names)
 
 

@@ -23,6 +23,8 @@ class Timing:
     """Minimum grace, in seconds."""
     norm_limit: float = 0.0
     """`DiLoCoConfig.delta_norm_limit`."""
+    action: str = "wait_less"
+    """`Islands.action`."""
 
 
 @dataclass(frozen=True)
@@ -287,14 +289,16 @@ class Rounds:
         good = {number: one.norm for number, one in known.items() if not one.reason}
         bad = [Refusal(number, one.reason) for number, one in known.items() if one.reason]
         ready, arrived = island.ready_slots(now), {part.slot for part in waiting.values()}
-        complete = ready <= arrived and len(good) + len(bad) == len(waiting)
+        awaited, is_quorate = island.awaited(ready), len(good) >= island.facts.quorum
+        complete = ready <= arrived or (awaited <= arrived and is_quorate)
+        complete = complete and len(good) + len(bad) == len(waiting)
         # Waiting delays only the version. After half a cycle it would be too late for the next
         # round, so the round does not wait for slots that take longer.
         longest = self._every * island.step_seconds / 2
-        usual = (island.habits[slot].patience(longest) for slot in ready)
+        usual = (island.habits[slot].patience(longest) for slot in awaited)
         waited = now >= self._opened_at + max((self._grace_of_round, *usual))
         # After an outage the other islands may still be reconnecting: do not close alone.
-        enough = waited and len(good) >= island.facts.quorum and not island.members.is_new(now)
+        enough = waited and is_quorate and not island.members.is_new(now)
         if not (good or bad) or not (complete or enough):
             return None
         missing = ready - {waiting[number].slot for number in known}

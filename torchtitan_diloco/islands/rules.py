@@ -10,13 +10,27 @@ version after reading the close (`next_mode`). Training continues while a round 
 parts. It waits only in `wait_until`, and at the end of the run (`look_at_end`).
 """
 
+from collections.abc import Iterator
 from typing import Any
 
+from torchtitan_diloco.diloco.vitals import Action
+from torchtitan_diloco.islands.actions import HUNG, Conduct, Seen, look_at, works
 from torchtitan_diloco.islands.disputes import Disputes
-from torchtitan_diloco.islands.ledger import Ledger, Outcome
+from torchtitan_diloco.islands.ledger import Entry, Ledger, Outcome
 from torchtitan_diloco.islands.log import State
 from torchtitan_diloco.islands.members import Habits, Members
-from torchtitan_diloco.islands.records import Close, Done, End, Facts, Give, Open, Part, Take
+from torchtitan_diloco.islands.records import (
+    Close,
+    Done,
+    End,
+    Evict,
+    Facts,
+    Give,
+    Open,
+    Part,
+    Take,
+    name_of,
+)
 from torchtitan_diloco.islands.rounds import Rounds, Timing
 
 
@@ -47,6 +61,9 @@ class Island:
         """No more steps for now: the run should have all its tokens, or the island leaves."""
         self.leaving = False
         self.habits = [Habits(len(state.fragments)) for _ in state.slots]  # by slot
+        self.conduct: dict[str, Conduct] = {}  # of the others, by name
+        self.actions = list[Action]()
+        """What is new about them."""
         self._stopped_at, self._trains_until = 0.0, 0
         self._last_step: int | None = None
         self._clock_floor = 0
@@ -145,7 +162,45 @@ class Island:
             self.habits[record.slot] = Habits(len(self.rounds))
         elif isinstance(record, Open | Part | Close) and record.fragment < len(self.rounds):
             self.rounds[record.fragment].read(record, outcome, now)
+        if outcome.entry is not None and self.timing.action != "note":
+            self._note_conduct(outcome.entry, now)
         return outcome
+
+    def _note_conduct(self, entry: Entry, now: float) -> None:
+        ready = set[int]() if self.members.is_new(now) else self.ready_slots(now)
+        for slot, owner in self.state.owners().items():
+            seen = look_at(entry, owner, self.incarnation)
+            if slot == self.slot or seen is None or (seen is Seen.MISSING and slot not in ready):
+                continue
+            one = self.conduct.setdefault(name_of(owner), Conduct(len(self.rounds)))
+            before = one.level
+            if one.note(seen, entry.close.version):
+                what = max(before, one.level)
+                action = Action(name_of(owner), str(what), what.evidence, over=not one.level)
+                self.actions.append(action)
+
+    def awaited(self, ready: set[int]) -> set[int]:
+        """Return those of the ready slots without whose parts no round closes early."""
+        owners = self.state.owners()
+        above = {name for name, one in self.conduct.items() if one.level}
+        return {slot for slot in ready if slot == self.slot or name_of(owners[slot]) not in above}
+
+    def votes(self, now: float) -> Iterator[Evict]:
+        """Return votes to evict islands that are sick, and of which nothing was merged for long."""
+        if self.timing.action != "evict":
+            return
+        for number, slot in enumerate(self.state.slots):
+            owner, voted = slot.owner, self.incarnation in slot.votes
+            if owner is None or slot.done or voted or number == self.slot:
+                continue
+            conduct = self.conduct.get(name_of(owner))
+            reason = "has wrong numbers" if conduct is not None and conduct.is_wrong else ""
+            if self.disputes.differs(owner):
+                reason = "has other bits"
+            elif self.members.hangs(owner, HUNG, now):
+                reason = "makes no step"
+            if reason and not works(slot, self.state.fragments):
+                yield Evict(**self.who, target=owner, reason=reason)
 
     def ready_slots(self, now: float) -> set[int]:
         """Return the slots for whose parts a round waits."""
