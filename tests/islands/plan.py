@@ -33,6 +33,7 @@ class Plan:
     """Probability that a message to the server is lost. All acknowledgements are lost."""
     doubled: float = 0.0
     latency: tuple[float, float] = (0.002, 0.02)
+    action: str = "wait_less"
 
     @property
     def schedule(self) -> Schedule:
@@ -40,7 +41,7 @@ class Plan:
 
     @property
     def timing(self) -> Timing:
-        return Timing(self.schedule, self.floor, NORM_LIMIT)
+        return Timing(self.schedule, self.floor, NORM_LIMIT, self.action)
 
     @property
     def facts(self) -> Facts:
@@ -70,6 +71,10 @@ class Nature:
     """Probability that a part is corrupt."""
     not_finite_at: int = -1
     """Step after which the parameters are not finite."""
+    never_finite_from: int = -1
+    """Step from which they are not finite after each step."""
+    hangs_at: int = -1
+    """Step after which it makes no other."""
     sick_at: int = -1
     """Step from which its deltas have a hundred times the norm of the others."""
     dies_at: float = -1.0

@@ -266,6 +266,8 @@ class Process:
     # --- training ---------------------------------------------------------------------------------
 
     def next_step(self) -> None:
+        if self.island is not None and self.island.step == self.nature.hangs_at:
+            return
         jitter = self.world.random.uniform(-self.nature.jitter, self.nature.jitter)
         self.world.after(max(0.001, self.nature.step + jitter), self.step, self)
 
@@ -278,7 +280,8 @@ class Process:
             toy.train(self.theta, island.slot, sample)
         weight, seconds = self.plan.batch * toy.TOKENS, self.nature.step
         self.machine.finish_step(self.plan.batch, weight, seconds, leaving=self.leaving)
-        if island.step == self.nature.not_finite_at:
+        sick = 0 <= self.nature.never_finite_from <= island.step
+        if sick or island.step == self.nature.not_finite_at:
             self.poisoned = set(range(self.plan.fragments))
         self.boundary()
 

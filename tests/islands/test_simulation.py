@@ -30,6 +30,7 @@ Every state of joining: test_coming_and_going, test_a_joiner_may_die_at_any_time
 import os
 import random
 import statistics
+from itertools import product
 
 import pytest
 from hypothesis import Phase, given, settings
@@ -40,7 +41,7 @@ from tests.islands.plan import Nature, Plan
 from tests.islands.process import Process
 from tests.islands.simulation import World, check
 from torchtitan_diloco.islands.ledger import Entry
-from torchtitan_diloco.islands.records import Change, Part
+from torchtitan_diloco.islands.records import Change, Evict, Part
 
 PHASES = [Phase.explicit, Phase.generate]
 """Shrinking a failure would take minutes. All is drawn from a seed that the failure names."""
@@ -103,7 +104,7 @@ def test_parts_wait_for_no_round_that_begins_later(later: float, upload: float) 
 # --- faults ---------------------------------------------------------------------------------------
 
 
-FAULTS = ("kill", "pause", "cut", "away", "leave", "twin", "change", "flip", "garbage")
+FAULTS = ("kill", "pause", "cut", "away", "leave", "twin", "change", "flip", "garbage", "votes")
 SIMULATIONS = int(os.environ.get("SIMULATIONS", "25"))
 """Runs with any faults. Thousands: SIMULATIONS=5000 ./run_tests.sh -k any_faults --timeout 0"""
 
@@ -133,6 +134,11 @@ def inject(world: World, fault: str, rng: random.Random) -> None:
         every, slots = str(rng.choice([3, 4, 9])), str(rng.choice([4, 5]))
         key, value = rng.choice([("diloco.sync_every", every), ("slots", slots)])
         world.append(Change(run="r1", key=key, value=value))
+    elif fault == "votes":
+        owners = next(iter(living)).state.owners()
+        for (slot, voter), target in product(owners.items(), owners.values()):
+            vote = Evict(run="r1", slot=slot, incarnation=voter, target=target, reason="is sick")
+            world.append(vote)
     elif fault == "twin":
         world.start(victim.incarnation.split("/")[0], victim.nature)
     else:
@@ -149,6 +155,7 @@ def inject(world: World, fault: str, rng: random.Random) -> None:
         loss=st.sampled_from([0.0, 0.2]),
         doubled=st.sampled_from([0.0, 0.2]),
         steps=st.just(60),
+        action=st.sampled_from(["note", "wait_less", "evict"]),
     ),
     seed=st.integers(0, 999),
 )
@@ -162,6 +169,7 @@ def test_any_faults(faults: list[tuple[float, str]], plan: Plan, seed: int) -> N
             upload=rng.choice([0.02, 0.5]),
             bad=rng.choice([0, 0.1]),
             not_finite_at=rng.choice([-1, 15]),
+            never_finite_from=rng.choice([-1, -1, 30]) if number == 0 else -1,
         )
         world.start(f"i{number}", nature, at=rng.uniform(0, 1))
     for at, fault in faults:

@@ -1,0 +1,211 @@
+"""What is done about an island that is late or wrong again and again."""
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.islands.plan import Nature, Plan
+from tests.islands.process import Process
+from tests.islands.simulation import World, check
+from torchtitan_diloco.islands.actions import (
+    IN_A_ROW,
+    WITHOUT_WORK,
+    Conduct,
+    Level,
+    Seen,
+    count_vote,
+)
+from torchtitan_diloco.islands.ledger import Fragment, Ledger, Slot
+from torchtitan_diloco.islands.members import Members
+from torchtitan_diloco.islands.records import Evict, VoidError
+
+ANY = st.lists(
+    st.tuples(st.sampled_from(Seen), st.integers(1, 60)).map(lambda pair: [pair[0]] * pair[1]),
+    max_size=60,
+).map(lambda runs: [seen for run in runs for seen in run])
+"""Histories, in which the same happens many times in a row."""
+
+
+def levels(history: list[Seen]) -> list[Level]:
+    """Return the level after each version of the only fragment."""
+    conduct, found = Conduct(1), list[Level]()
+    for version, seen in enumerate(history, start=1):
+        before = conduct.level
+        assert conduct.note(seen, version) == (conduct.level is not before)
+        found.append(conduct.level)
+    return found
+
+
+@given(history=ANY)
+def test_levels_change_ever_more_seldom(history: list[Seen]) -> None:
+    found = [Level.NOTE, *levels(history)]
+    changes = sum(one is not other for one, other in zip(found, found[1:], strict=False))
+    # The k-th time above NOTE lasts for more than IN_A_ROW * 2**k / 2 versions.
+    assert changes <= 2 * (math.log2(2 * len(history) / IN_A_ROW + 1) + 1)
+
+
+def test_who_is_always_late_is_waited_for_ever_more_seldom() -> None:
+    found = levels([Seen.MISSING] * 2000)
+    assert found[IN_A_ROW - 2 : IN_A_ROW] == [Level.NOTE, Level.NOT_WAITED_FOR]
+    assert found.count(Level.NOTE) <= IN_A_ROW * (math.log2(2000 / IN_A_ROW) + 1)
+
+
+@given(
+    history=st.lists(st.sampled_from([Seen.IN_TIME, Seen.LATE, Seen.MISSING, Seen.WRONG])),
+)
+def test_a_healthy_island_is_only_noted(history: list[Seen]) -> None:
+    """It may be late or wrong now and then, with parts in time between."""
+    healthy = [one for seen in history for one in ([seen] * (IN_A_ROW - 1) + [Seen.IN_TIME])]
+    assert set(levels(healthy)) <= {Level.NOTE}
+
+
+@given(history=ANY)
+def test_who_is_well_again_is_waited_for_again(history: list[Seen]) -> None:
+    well = [Seen.IN_TIME] * (6 * len(history) + 2 * IN_A_ROW)
+    found = levels(history + well)
+    assert found[-1] is Level.NOTE
+
+
+def test_all_islands_wait_for_one_again_at_the_same_versions() -> None:
+    """Also if they have seen it at other times, so that none makes it late for the others."""
+    trials = list[set[int]]()
+    for begin in (1, 30, 200):
+        conduct, waited = Conduct(1), set[int]()
+        for version in range(begin, 5000):
+            if conduct.note(Seen.MISSING, version) and conduct.level is Level.NOTE:
+                waited.add(version)
+        trials.append(waited)
+    rarest = min(trials, key=len)
+    assert max(rarest) > 1000
+    for waited in trials:
+        common = {version for version in rarest if version > min(waited)} & waited
+        assert common, trials
+
+
+# --- votes ----------------------------------------------------------------------------------------
+
+
+def slots(*good_in: int) -> list[Slot]:
+    """Return slots of the owners "0", "1", ... whose work was last merged in these versions."""
+    return [
+        Slot([Ledger(merged_in=90, good_in=version)], owner=str(number))
+        for number, version in enumerate(good_in)
+    ]
+
+
+def vote(all_slots: list[Slot], voter: int, target: int) -> bool:
+    record = Evict(
+        run="r", slot=voter, incarnation=str(voter), target=str(target), reason="makes no step"
+    )
+    return count_vote(record, all_slots, [Fragment("", {}, version=100)])
+
+
+LONG_AGO = 100 - WITHOUT_WORK
+
+
+def test_an_eviction_needs_two_votes_and_most_of_those_whose_work_is_merged() -> None:
+    found = slots(100, 99, 100 - WITHOUT_WORK + 1, LONG_AGO, LONG_AGO)
+    assert not vote(found, 0, 3)
+    assert not vote(found, 0, 3), "the same vote again"
+    assert vote(found, 1, 3), "two of three, as the last island does not work either"
+    assert found[3].owner is None
+    two = slots(100, LONG_AGO)
+    assert not vote(two, 0, 1), "of two islands, nobody knows who is sick"
+
+
+def test_nobody_evicts_an_island_whose_work_is_merged_or_that_is_new() -> None:
+    found = slots(100, 100, 100, LONG_AGO, LONG_AGO)
+    with pytest.raises(VoidError, match="work of 2 was merged lately"):
+        vote(found, 0, 2)
+    found[3].ledgers[0].since = 95
+    with pytest.raises(VoidError, match="work of 3 was merged lately"):
+        vote(found, 0, 3)
+    with pytest.raises(VoidError, match="no work of its writer"):
+        vote(slots(100, LONG_AGO, LONG_AGO), 1, 2)
+    with pytest.raises(VoidError, match="cannot be evicted by it"):
+        vote(slots(LONG_AGO), 0, 0)
+    found[4].done = True
+    with pytest.raises(VoidError, match="cannot be evicted by it"):
+        vote(found, 0, 4)
+
+
+def test_each_eviction_doubles_the_probation() -> None:
+    members = Members(expiry=2.0, patience=10.0)
+    members.connect(100.0)
+    assert [members.probation(times, 105.0) for times in (1, 2, 3)] == [5.0, 15.0, 35.0]
+
+
+# --- in a simulated run ---------------------------------------------------------------------------
+
+
+def run_with(nature: Nature, **plan: Any) -> tuple[World, Process, list[Process]]:
+    """Return the world, before it runs, the sick island, and two others."""
+    world = World(Plan(**{"steps": 900, "expiry": 1.0, "patience": 1.0, **plan}))
+    others = [world.start(f"i{number}") for number in range(2)]
+    return world, world.start("sick", nature), others
+
+
+@pytest.mark.parametrize("nature", [Nature(hangs_at=60), Nature(never_finite_from=60)])
+def test_a_sick_island_is_evicted_and_comes_back_when_it_is_well(nature: Nature) -> None:
+    """The others go on: they do not wait for it."""
+    world, sick, others = run_with(nature, action="evict")
+
+    def heal_if_evicted() -> None:
+        if sick.failed:
+            nature.hangs_at = nature.never_finite_from = -1
+        world.after(0.1, heal_if_evicted)
+
+    world.after(0.1, heal_if_evicted)
+    world.run()
+    state, entries = check(world)
+    assert state.evicted == [sick.incarnation]
+    again = world.processes[-1].incarnation
+    assert again.startswith("sick/")
+    parts = [part for entry in entries for part in entry.parts if part.incarnation == again]
+    assert len(parts) > 20
+    assert all(part.finite for part in parts)
+    said = [str(one) for one in others[0].machine.actions if one.what == "evicted"]
+    reason = "makes no step" if nature.step and not sick.poisoned else "has wrong numbers"
+    assert said == [f"sick: evicted: it {reason}", "sick: evicted is over"]
+    assert all(other.idle < 3.0 and not other.failed for other in others)
+
+
+def test_who_stays_sick_is_evicted_ever_more_seldom() -> None:
+    world, sick, _ = run_with(Nature(never_finite_from=12), action="evict", steps=1500)
+    world.run()
+    state, _ = check(world)
+    names = [one.split("/")[0] for one in state.evicted]
+    assert set(names) == {"sick"}
+    assert 2 <= len(names) <= 1 + math.log2(world.now / world.plan.patience)
+
+
+@pytest.mark.parametrize("action", ["note", "wait_less"])
+def test_by_default_nobody_is_evicted(action: str) -> None:
+    world, sick, others = run_with(Nature(never_finite_from=60), action=action, steps=400)
+    world.run()
+    state, _ = check(world)
+    assert state.evicted == []
+    assert not sick.failed
+    told = [str(one) for one in others[0].machine.actions]
+    assert any("left out: its parts were wrong in 8 versions" in one for one in told) == (
+        action == "wait_less"
+    )
+
+
+def test_rounds_do_not_wait_again_and_again_for_who_is_late() -> None:
+    """Its parts are merged, as without the action."""
+    idle, merged = dict[str, float](), dict[str, int]()
+    for action in ("note", "wait_less"):
+        plan = {"slots": 2, "begin": 2, "floor": 0.5, "action": action, "steps": 400}
+        world = World(Plan(**plan))  # type: ignore[arg-type]
+        fast, slow = world.start("fast"), world.start("slow", Nature(upload=1.1))
+        world.run()
+        state, _ = check(world)
+        assert slow.island is not None
+        idle[action] = fast.idle
+        merged[action] = state.slots[slow.island.slot].ledgers[0].merged
+    assert idle["wait_less"] < idle["note"] / 2
+    assert merged["wait_less"] > 0.8 * merged["note"]
