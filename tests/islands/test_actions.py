@@ -1,6 +1,7 @@
 """What is done about an island that is late or wrong again and again."""
 
 import math
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -42,7 +43,7 @@ def levels(history: list[Seen]) -> list[Level]:
 @given(history=ANY)
 def test_levels_change_ever_more_seldom(history: list[Seen]) -> None:
     found = [Level.NOTE, *levels(history)]
-    changes = sum(one is not other for one, other in zip(found, found[1:], strict=False))
+    changes = sum(one is not other for one, other in pairwise(found))
     # The k-th time above NOTE lasts for more than IN_A_ROW * 2**k / 2 versions.
     assert changes <= 2 * (math.log2(2 * len(history) / IN_A_ROW + 1) + 1)
 
@@ -150,13 +151,16 @@ def run_with(nature: Nature, **plan: Any) -> tuple[World, Process, list[Process]
 
 @pytest.mark.parametrize("nature", [Nature(hangs_at=60), Nature(never_finite_from=60)])
 def test_a_sick_island_is_evicted_and_comes_back_when_it_is_well(nature: Nature) -> None:
-    """The others go on: they do not wait for it."""
+    """The others go on meanwhile, without waiting for it."""
     world, sick, others = run_with(nature, action="evict")
+    hangs, idle = nature.hangs_at > 0, list[float]()
 
     def heal_if_evicted() -> None:
         if sick.failed:
             nature.hangs_at = nature.never_finite_from = -1
-        world.after(0.1, heal_if_evicted)
+            idle.extend(other.idle for other in others)
+        else:
+            world.after(0.1, heal_if_evicted)
 
     world.after(0.1, heal_if_evicted)
     world.run()
@@ -168,13 +172,15 @@ def test_a_sick_island_is_evicted_and_comes_back_when_it_is_well(nature: Nature)
     assert len(parts) > 20
     assert all(part.finite for part in parts)
     said = [str(one) for one in others[0].machine.actions if one.what == "evicted"]
-    reason = "makes no step" if nature.step and not sick.poisoned else "has wrong numbers"
+    reason = "makes no step" if hangs else "has wrong numbers"
     assert said == [f"sick: evicted: it {reason}", "sick: evicted is over"]
-    assert all(other.idle < 3.0 and not other.failed for other in others)
+    assert max(idle) < 1.0
+    assert not any(other.failed for other in others)
 
 
 def test_who_stays_sick_is_evicted_ever_more_seldom() -> None:
-    world, sick, _ = run_with(Nature(never_finite_from=12), action="evict", steps=1500)
+    sick = Nature(never_finite_from=12)
+    world, _, _ = run_with(sick, action="evict", fragments=1, steps=1000)
     world.run()
     state, _ = check(world)
     names = [one.split("/")[0] for one in state.evicted]
@@ -201,11 +207,11 @@ def test_rounds_do_not_wait_again_and_again_for_who_is_late() -> None:
     for action in ("note", "wait_less"):
         plan = {"slots": 2, "begin": 2, "floor": 0.5, "action": action, "steps": 400}
         world = World(Plan(**plan))  # type: ignore[arg-type]
-        fast, slow = world.start("fast"), world.start("slow", Nature(upload=1.1))
+        fast, slow = world.start("fast"), world.start("slow", Nature(upload=2.5))
         world.run()
         state, _ = check(world)
         assert slow.island is not None
         idle[action] = fast.idle
         merged[action] = state.slots[slow.island.slot].ledgers[0].merged
-    assert idle["wait_less"] < idle["note"] / 2
+    assert idle["wait_less"] < 0.7 * idle["note"]
     assert merged["wait_less"] > 0.8 * merged["note"]
