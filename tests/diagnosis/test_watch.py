@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -112,7 +113,13 @@ def test_transfers_that_take_longer_than_a_cycle_are_named_once(
     assert outer.config.sync_every == 8  # of 2 s
     texts = [one for one in caplog.messages if "cannot be hidden" in one]
     assert len(texts) == (not fits)
-    assert fits or "Raise diloco.sync_every to 20," in texts[0]
+    assert fits or texts[0].endswith("These settings fit: --diloco.quantization.codec int8")
+    outer.peers.config = replace(outer.peers.config, sync_every=4)  # islands change
+    with patch.object(outer.peers, "reports", lambda: said):
+        for step in range(3, 20):
+            diagnosis.after_step(step)
+    texts = [one for one in caplog.messages if "cannot be hidden" in one]
+    assert len(texts) == 1 + (not fits), "said again, once"
 
 
 def test_a_step_that_hangs_writes_its_stacks(

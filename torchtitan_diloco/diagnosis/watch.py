@@ -1,7 +1,6 @@
 """What the trainer says about the workers while a run goes on, and where a process hangs."""
 
 import faulthandler
-import math
 import signal
 import time
 from collections.abc import Mapping
@@ -11,8 +10,11 @@ from typing import IO, Self
 
 from torchtitan_diloco.components.records import VerdictRecord
 from torchtitan_diloco.components.telemetry import Telemetry
+from torchtitan_diloco.diagnosis.admission import settings_that_fit
 from torchtitan_diloco.diagnosis.verdicts import Judge, Kind, Verdict
+from torchtitan_diloco.diloco.config import DiLoCoConfig
 from torchtitan_diloco.diloco.outer_loop import OuterLoop
+from torchtitan_diloco.diloco.peers import Peers
 from torchtitan_diloco.diloco.streaming import StreamingDiLoCo
 from torchtitan_diloco.diloco.vitals import Report
 from torchtitan_diloco.distributed.world import World
@@ -35,7 +37,9 @@ class Diagnosis:
     def __init__(self, outer: OuterLoop, world: World, telemetry: Telemetry) -> None:
         self._peers = outer.peers if isinstance(outer, StreamingDiLoCo) else None
         self._telemetry, self._world = telemetry, world
-        self._judge, self._said, self._fits = Judge(), 0.0, True
+        self._judge, self._said = Judge(), 0.0
+        self._config: DiLoCoConfig | None = None
+        self._rounds, self._fits = 0, True
         if self._peers is not None:
             self._peers.vitals = telemetry.vitals
 
@@ -46,7 +50,8 @@ class Diagnosis:
         suffix = f", rank {rank}" if rank else ""
         reports = {name + suffix: report for name, report in peers.reports().items()}
         cycle = peers.schedule.sync_every * self._telemetry.vitals().step
-        self._check_that_it_fits(reports, peers.schedule.sync_every, cycle)
+        if self._world.is_first:
+            self._check_that_it_fits(reports, peers)
         for verdict in self._judge.note(reports, step, cycle, time.monotonic()):
             if not rank or verdict.cause.kind in OF_RANKS:
                 self._say(verdict, step)
@@ -67,20 +72,27 @@ class Diagnosis:
             for verdict in self._judge.verdicts.values():
                 error.add_note(str(verdict))
 
-    def _check_that_it_fits(
-        self, reports: Mapping[str, Report], sync_every: int, cycle: float
-    ) -> None:
-        """Warn once if the transfers of a cycle take longer than its steps."""
-        said = [report.vitals for report in reports.values()]
-        longest = max((max(one.transfer, one.upload) for one in said), default=0.0)
-        if self._fits and self._world.is_first and longest > cycle > 0:
-            self._fits = False
-            logger.warning(
-                f"the transfers of a cycle take {longest:.3g} s, and its steps {cycle:.3g}: they "
-                "cannot be hidden. Raise diloco.sync_every to "
-                f"{math.ceil(1.2 * sync_every * longest / cycle)}, or send fewer bits "
-                "(diloco.quantization.codec)"
-            )
+    def _check_that_it_fits(self, reports: Mapping[str, Report], peers: Peers) -> None:
+        """Warn if the transfers of a cycle take longer than its steps: at once at the start, and
+        again after a change of the settings."""
+        config, fragments = peers.config, len(peers.fragments)
+        if config != self._config:  # what was measured is of the settings before, for two cycles
+            self._rounds, self._fits = 0 if self._config else 2 * fragments, True
+            self._config = config
+        self._rounds += 1
+        said = {name: one.vitals for name, one in reports.items() if one.vitals.step > 0}
+        seconds = {name: max(one.transfer, one.upload) for name, one in said.items()}
+        over = {name: took / config.sync_every / said[name].step for name, took in seconds.items()}
+        name = max(over, key=over.__getitem__, default="")
+        if self._rounds <= 2 * fragments or not self._fits or over.get(name, 0.0) <= 1:
+            return
+        self._fits, step = False, said[name].step
+        fitting = settings_that_fit(config, fragments, seconds[name], step)
+        logger.warning(
+            f"the transfers of a cycle take {seconds[name]:.3g} s on {name}, and its steps "
+            f"{config.sync_every * step:.3g}: they cannot be hidden. These settings fit: "
+            f"{peers.advise(fitting)}"
+        )
 
     def _say(self, verdict: Verdict, step: int | None = None) -> None:
         """Log a verdict, and write a record after the step at which it begins or ends."""
