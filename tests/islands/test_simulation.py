@@ -31,6 +31,7 @@ import os
 import random
 import statistics
 from itertools import product
+from unittest.mock import patch
 
 import pytest
 from hypothesis import Phase, given, settings
@@ -40,6 +41,7 @@ from tests.islands import toy
 from tests.islands.plan import Nature, Plan
 from tests.islands.process import Process
 from tests.islands.simulation import World, check
+from torchtitan_diloco.islands import actions
 from torchtitan_diloco.islands.ledger import Entry
 from torchtitan_diloco.islands.records import Change, Evict, Part
 
@@ -157,9 +159,13 @@ def inject(world: World, fault: str, rng: random.Random) -> None:
         steps=st.just(60),
         action=st.sampled_from(["note", "wait_less", "evict"]),
     ),
+    without_work=st.sampled_from([2, 16]),
     seed=st.integers(0, 999),
 )
-def test_any_faults(faults: list[tuple[float, str]], plan: Plan, seed: int) -> None:
+def test_any_faults(
+    faults: list[tuple[float, str]], plan: Plan, without_work: int, seed: int
+) -> None:
+    """`without_work`: versions until an island may be evicted, also a healthy one if all vote."""
     world = World(plan, seed)
     rng = random.Random(seed)
     for number in range(3):
@@ -174,8 +180,9 @@ def test_any_faults(faults: list[tuple[float, str]], plan: Plan, seed: int) -> N
         world.start(f"i{number}", nature, at=rng.uniform(0, 1))
     for at, fault in faults:
         world.after(at, lambda fault=fault: inject(world, fault, rng))  # type: ignore[misc]
-    world.run()
-    check(world)
+    with patch.object(actions, "WITHOUT_WORK", without_work):
+        world.run()
+        check(world)
 
 
 @settings(max_examples=40, phases=PHASES)
