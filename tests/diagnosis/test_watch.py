@@ -23,7 +23,7 @@ from torchtitan_diloco.config import load_config
 from torchtitan_diloco.diagnosis import verdicts, watch
 from torchtitan_diloco.diagnosis.watch import Stacks
 from torchtitan_diloco.diloco.transport import NOT_FINITE, WorkerLostError
-from torchtitan_diloco.diloco.vitals import Report, Vitals
+from torchtitan_diloco.diloco.vitals import Action, Report, Vitals
 from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.trainer import Trainer
 
@@ -97,6 +97,21 @@ def test_an_error_says_who_was_slow(capsys: pytest.CaptureFixture[str]) -> None:
     train_module._print_error(error.value)
     printed = capsys.readouterr().err
     assert "worker 1 left or did not answer in time (connection closed); worker 1: wrong" in printed
+
+
+def test_actions_are_recorded_like_verdicts() -> None:
+    outer, _, _ = alone(config())
+    telemetry = mock.Mock(applied=[1], vitals=lambda: Vitals(compute=0.25))
+    diagnosis = watch.Diagnosis(outer, mock.Mock(rank_in_worker=0), telemetry)
+    actions = [[Action("b", "not waited for", "late")], [Action("b", "not waited for", "", True)]]
+    with patch.object(outer.peers, "take_actions", lambda: actions.pop(0)):
+        diagnosis.after_step(4)
+        diagnosis.after_step(9)
+    first, last = (call.args[0] for call in telemetry.files.write.call_args_list)
+    assert (first.step, first.culprit, first.what, first.evidence, first.over) == (
+        (4, "b", "not waited for", "late", False)
+    )
+    assert (last.step, last.culprit, last.what, last.over) == (9, "b", "not waited for", True)
 
 
 @pytest.mark.parametrize(("transfer", "fits"), [(1.9, True), (4.0, False)])

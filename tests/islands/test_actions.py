@@ -1,16 +1,21 @@
 """What is done about an island that is late or wrong again and again."""
 
 import math
+import time
 from itertools import pairwise
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from tests.islands.plan import Nature, Plan
 from tests.islands.process import Process
+from tests.islands.running import Island, started
+from tests.islands.servers import need_server
 from tests.islands.simulation import World, check
+from tests.islands.test_overview import read_log
 from torchtitan_diloco.islands.actions import (
     IN_A_ROW,
     WITHOUT_WORK,
@@ -19,9 +24,11 @@ from torchtitan_diloco.islands.actions import (
     Seen,
     count_vote,
 )
+from torchtitan_diloco.islands.config import Join
+from torchtitan_diloco.islands.leader import Leader
 from torchtitan_diloco.islands.ledger import Fragment, Ledger, Slot
 from torchtitan_diloco.islands.members import Members
-from torchtitan_diloco.islands.records import Evict, VoidError
+from torchtitan_diloco.islands.records import Evict, Part, VoidError
 
 ANY = st.lists(
     st.tuples(st.sampled_from(Seen), st.integers(1, 60)).map(lambda pair: [pair[0]] * pair[1]),
@@ -174,6 +181,9 @@ def test_a_sick_island_is_evicted_and_comes_back_when_it_is_well(nature: Nature)
     said = [str(one) for one in others[0].machine.actions if one.what == "evicted"]
     reason = "makes no step" if hangs else "has wrong numbers"
     assert said == [f"sick: evicted: it {reason}", "sick: evicted is over"]
+    _, history, _ = read_log(world.log)
+    assert history.stays[sick.incarnation].ended == "evicted"
+    assert "sick is evicted" in [text for _, text in history.news]
     assert max(idle) < 1.0
     assert not any(other.failed for other in others)
 
@@ -215,3 +225,30 @@ def test_rounds_do_not_wait_again_and_again_for_who_is_late() -> None:
         merged[action] = state.slots[slow.island.slot].ledgers[0].merged
     assert idle["wait_less"] < 0.7 * idle["note"]
     assert merged["wait_less"] > 0.8 * merged["note"]
+
+
+# --- an uplink ------------------------------------------------------------------------------------
+
+
+def test_parts_of_an_island_take_turns_on_its_uplink(
+    server: Join, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if an upload lasts for longer than the steps between two sends."""
+    need_server()
+    island = Island(server, "a", begin=1, slots=1, steps=48)
+    island.step_seconds = 0.005
+    spans, store = list[tuple[float, float, int]](), Leader.store
+
+    def slow(leader: Leader, part: Part, payload: Tensor) -> int:
+        begin = time.monotonic()
+        time.sleep(0.1)
+        sent = store(leader, part, payload)
+        spans.append((begin, time.monotonic(), part.fragment))
+        return sent
+
+    monkeypatch.setattr(Leader, "store", slow)
+    with started(island):
+        island.finish()
+    assert len({fragment for _, _, fragment in spans}) > 1
+    assert len(spans) > 3
+    assert all(one[1] <= other[0] for one, other in pairwise(sorted(spans)))
