@@ -7,7 +7,7 @@ import pytest
 from torchtitan_diloco.config import ConfigError, load_config
 from torchtitan_diloco.config.checks import run_warnings
 
-TOPK = {"diloco.quantization.codec": "topk"}
+TOPK = {"diloco.quantization.codec": "topk", "diloco.outer_optimizer.name": "sgd"}
 PLAIN = {"diloco.outer_optimizer.name": "sgd", "diloco.outer_optimizer.lr": "1"}
 
 
@@ -28,7 +28,7 @@ PLAIN = {"diloco.outer_optimizer.name": "sgd", "diloco.outer_optimizer.lr": "1"}
         ({"diloco.quantization.block_size": "65"}, "diloco.quantization.block_size"),
         (TOPK | {"diloco.quantization.top_values": "15"}, "diloco.quantization.top_values"),
         ({"diloco.quantization.top_values": "32"}, "diloco.quantization.top_values"),
-        ({"diloco.quantization.residual_decay": "0.9"}, "diloco.quantization.residual_decay"),
+        ({"diloco.quantization.codec": "topk"}, "diloco.outer_optimizer.name"),
         (TOPK | {"diloco.quantization.block_size": "32"}, "diloco.quantization.block_size"),
         ({"islands.name": "here"}, "islands.name"),
         ({"islands.join": "nats://127.0.0.1:1#run"}, "islands.name"),

@@ -93,7 +93,6 @@ class Chunk:
 
     number: int
     values: Tensor
-    residual: Tensor | None
     payload: Bytes  # this worker's encoded values
     slices: list[Tensor]
     outgoing: list[Bytes]  # bytes of `payload` for each slice
@@ -155,31 +154,21 @@ class Exchange:
         self._is_measured = False
 
     def average(
-        self,
-        delta: Tensor,
-        header: Header,
-        residual: Tensor | None = None,
-        *,
-        measured: bool = False,
+        self, delta: Tensor, header: Header, *, measured: bool = False
     ) -> tuple[list[Header], Traffic]:
         """Replace `delta` with the weighted mean over workers, or with 0 if all weights are 0.
 
         Return all headers and the traffic. After a failure every call raises the same error, as
-        messages of the failed exchange may still be in flight.
-
-        Args:
-            residual: values of this fragment that a sparse codec has not sent yet. It is added to
-                the delta and updated, except on a worker that is left out.
-            measured: compute the dot product of the delta and the mean. Not for a sparse codec,
-                which also sends the residual.
+        messages of the failed exchange may still be in flight. `measured`: compute the dot product
+        of the delta and the mean.
         """
         if self._failure is not None:
             raise self._failure
         self._traffic = self._transport.traffic = Traffic()
-        self._is_measured = measured = measured and not self._codec.is_sparse
+        self._is_measured = measured
         self._dot.zero_()
         try:
-            headers = self._run(header, delta, residual)
+            headers = self._run(header, delta)
         except Exception as error:
             self._failure = error
             raise
@@ -187,16 +176,11 @@ class Exchange:
             self._traffic.dot = self._dot.item()
         return headers, self._traffic
 
-    def _run(self, header: Header, delta: Tensor, residual: Tensor | None) -> list[Header]:
+    def _run(self, header: Header, delta: Tensor) -> list[Header]:
         """Exchange the chunks, in the same order on every worker, with up to `window` in flight."""
         greeting, headers = self._send_header(header), list[Header]()
-        if residual is not None:
-            if header.flags:  # the others decide if this worker is left out
-                headers = self._read_headers(greeting)
-            weight = headers[self.me].weight if headers else header.weight
-            residual = residual if weight else None
         starts = range(0, max(1, delta.numel()), self._chunk)
-        chunks = [self._chunk_at(start, delta, residual) for start in starts]
+        chunks = [self._chunk_at(start, delta) for start in starts]
         for chunk in chunks[: self._window]:
             self._receive(chunk)
             self._receive_means(chunk)
@@ -234,7 +218,7 @@ class Exchange:
         everybody = [Header(0, 0, 0, 0, 0, weight=1.0, checksum=0)] * self.workers
         for size in starts - {0}:
             values = torch.zeros(size, device=self._device)
-            chunk = self._chunk_at(0, values, None)
+            chunk = self._chunk_at(0, values)
             self._encode(chunk)
             if self._owners == 1:
                 self._average(chunk, everybody, out=values)
@@ -279,7 +263,7 @@ class Exchange:
 
     # --- chunks and pieces ------------------------------------------------------------------------
 
-    def _chunk_at(self, start: int, delta: Tensor, residual: Tensor | None) -> Chunk:
+    def _chunk_at(self, start: int, delta: Tensor) -> Chunk:
         number, values = start // self._chunk, delta[start : start + self._chunk]
         slot = number % self._window
         workers, size = range(self.workers), self._codec.wire_bytes
@@ -292,7 +276,6 @@ class Exchange:
         return Chunk(
             number,
             values,
-            None if residual is None else residual[start : start + self._chunk],
             payload,
             slices,
             [payload.part(size(first), size(last)) for first, last in bounds],
@@ -342,12 +325,8 @@ class Exchange:
     def _encode(self, chunk: Chunk) -> None:
         with self._counted("encoding_seconds"):
             pieces = () if self._codec.is_fp32 else self._pieces(chunk.values, chunk.payload)
-            for number, (values, encoded) in enumerate(pieces):
-                if chunk.residual is None:
-                    self._codec.encode(values, encoded)
-                else:
-                    residual = chunk.residual[number * self._piece :][: self._piece]
-                    self._codec.encode_with_residual(values, residual, encoded)
+            for values, encoded in pieces:
+                self._codec.encode(values, encoded)
             chunk.payload.download()
         self._traffic.encoded = time.perf_counter()
 

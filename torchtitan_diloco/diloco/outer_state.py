@@ -40,22 +40,20 @@ class OuterState:
         *,
         is_sparse: bool = False,
     ) -> None:
-        """`is_sparse`: the codec sends only a part of a delta, so a residual is kept."""
-        self.fragment = fragment
+        """`is_sparse`: the codec sends only a part of a delta. The rest stays in the model."""
+        self.fragment, self.is_sparse = fragment, is_sparse
         self._config = config
         self._sizes = [local.numel() for local in self._locals()]
         self.values = sum(self._sizes)
         self._model_device = self._locals()[0].device
         self._on_host = device != self._model_device
         self._block = BLOCK if device.type == "cpu" else max(1, self.values)
-        count = 2 + slot_count(config) + is_sparse
+        count = 2 + slot_count(config)
         self._buffers = [
             torch.zeros(self.values, dtype=torch.float32, device=device, pin_memory=self._on_host)
             for _ in range(count)
         ]
         self.outer, self.delta, *self.slots = self._buffers
-        # What this worker has not sent yet.
-        self.residual = self.slots.pop() if is_sparse else None
         self.norms, self.outer_steps = DeltaNorms(), 0
         self.checksum = 0
         self._block_norms: list[Tensor] = []
@@ -94,7 +92,7 @@ class OuterState:
             local.copy_(outer)
 
     def restart(self) -> None:
-        """Start over from the model, with zero optimizer state and residual."""
+        """Start over from the model, with zero optimizer state."""
         for buffer in self._buffers:
             buffer.zero_()
         self.norms, self._staging, self.outer_steps = DeltaNorms(), None, 0
@@ -136,12 +134,18 @@ class OuterState:
                 self._block_norms.append(torch.linalg.vector_norm(delta))
 
     @torch.no_grad()
-    def apply(self, copy: Tensor, share: float, *, measured: bool = False) -> Tensor:
+    def apply(
+        self, copy: Tensor, share: float, *, measured: bool = False, resets: bool = False
+    ) -> Tensor:
         """Take the next shared copy; local = share * local + (1 - share) * copy.
 
-        If measured, return the distance between the two before mixing, else NaN, as a tensor.
+        Local values whose sparse deltas nobody has sent stay as they are, unless `resets`. If
+        measured, return the distance between the two before mixing, else NaN, as a tensor.
         """
         before, self.outer = self.outer, copy
+        keeps = self.is_sparse and not resets
+        unsent = self.views(torch.eq(copy, before).to(self._model_device)) if keeps else []
+        kept = [local.clone() for local in self._locals()] if keeps else []
         if copy is self.delta:
             self.delta = before
         staged, self._staging = self._staging, None
@@ -159,6 +163,8 @@ class OuterState:
             elif share < 1.0:  # mix in fp32 and round once
                 torch.mul(shared, 1 - share, out=room)
                 local.copy_(room.add_(local, alpha=share))
+        for local, own, stays in zip(self._locals() if keeps else [], kept, unsent, strict=True):
+            local.copy_(torch.where(stays, own, local))
         return torch.linalg.vector_norm(torch.stack(apart)) if apart else torch.tensor(math.nan)
 
     @torch.no_grad()

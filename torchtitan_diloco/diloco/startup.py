@@ -146,8 +146,7 @@ def broadcast_from_first(group: dist.ProcessGroup | None, model: nn.Module) -> N
 
 def state_bytes(config: DiLoCoConfig) -> int:
     """Return the bytes per parameter in the buffers of an OuterState."""
-    is_sparse = build_codec(config.quantization).is_sparse
-    return 4 * (2 + slot_count(config.outer_optimizer) + is_sparse)
+    return 4 * (2 + slot_count(config.outer_optimizer))
 
 
 def pick_state_device(fragments: tuple[Fragment, ...], config: DiLoCoConfig) -> torch.device:
@@ -227,7 +226,6 @@ def describe_settings(config: DiLoCoConfig, states: Sequence[OuterState]) -> lis
     place = "GPU" if states[0].outer.is_cuda else "host"
     end, first = overlap.mixing_end, config.beginning
     momentum = f" momentum {outer.momentum:g}" * (slot_count(outer) > 0)
-    residual = " and what was not sent yet" * build_codec(wire).is_sparse
     falling = "" if end is None else f", at the end {end:g}"
     beginning = (
         f"{'':<10} in the first {first.steps} steps every {first.sync_every} steps, averaged and "
@@ -240,5 +238,5 @@ def describe_settings(config: DiLoCoConfig, states: Sequence[OuterState]) -> lis
         *([beginning] if first.steps else []),
         f"{'wire':<10} {describe(wire)}; summed in fp32",
         f"{'':<10} {memory / GIB:.2f} GiB a rank on the {place} for shared parameters, the outer "
-        f"optimizer, one delta{residual}",
+        "optimizer, one delta",
     ]
