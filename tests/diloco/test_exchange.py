@@ -33,22 +33,24 @@ def header(weight: float = 1.0, flags: int = 0) -> Header:
     return Header(flags, 1, fragment=0, outer_round=1, step=8, weight=weight, checksum=0)
 
 
-def build(world: World, codec: CodecName, largest: int, **patches: Any) -> Exchange:
+def build(
+    world: World, codec: CodecName, largest: int, patches: dict[str, Any], device: str = "cpu"
+) -> Exchange:
     """Return an exchange on a CPU, built with other values of names of its module."""
-    group, cpu = world.group(WORKER), torch.device("cpu")
+    group, where = world.group(WORKER), torch.device(device)
     assert group is not None
     own = build_codec(Quantization(codec=codec))
     with pytest.MonkeyPatch.context() as patch:  # these processes run other tests, too
         for name, value in patches.items():
             patch.setattr(exchange, name, value)
         limits: dict[str, Any] = {"largest": largest, "timeout_seconds": 600}
-        return Exchange(group, own, **limits, device=cpu, streams=world.streams)
+        return Exchange(group, own, **limits, device=where, streams=world.streams)
 
 
 def _exchange(codec: CodecName, window: int, weights: list[float]) -> list[tuple[Tensor, float]]:
     """Return means and scalar products, with chunks of one block, `window` of them in flight."""
     workers, sizes = len(weights), {"chunk_and_window": lambda *_, **__: (BLOCK, window)}
-    made, found = build(join(workers), codec, max(SIZES), **sizes), []
+    made, found = build(join(workers), codec, max(SIZES), sizes), []
     for number, size in enumerate(SIZES):
         delta = delta_of(made.me, number, size)
         headers, traffic = made.average(delta, header(weights[made.me]), measured=True)
@@ -116,7 +118,7 @@ def _over_streams(codec: CodecName, workers: int, streams: int) -> tuple[list[Te
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exchange, "CHUNK", BLOCK)
         patch.setattr(dist, "isend", isend)
-        made = build(world, codec, max(SIZES))
+        made = build(world, codec, max(SIZES), {})
         for number, size in enumerate(SIZES):
             found.append(delta_of(made.me, number, size))
             made.average(found[-1], header())
@@ -142,12 +144,13 @@ def room_for_both(size: int, device: torch.device, *, is_read_in_place: bool = F
 
 def _by_way_of_the_host(workers: int, codec: CodecName) -> list[Tensor]:
     """Return means, in chunks of a CPU and of a GPU; the latter with buffers for gloo apart from
-    those of the codec."""
+    those of the codec, and also with deltas that are not where they are encoded."""
     world, found = join(workers), list[Tensor]()
     sizes = partial(chunk_and_window, on_gpu=True)
     on_gpu = {"GPU_CHUNK": 2**18, "chunk_and_window": sizes, "room": room_for_both}
-    for patches in ({}, on_gpu):
-        made = build(world, codec, ROOM, **patches)
+    elsewhere = "cpu:0"  # is not equal to the device of a tensor
+    for patches, device in (({}, "cpu"), (on_gpu, "cpu"), (on_gpu, elsewhere)):
+        made = build(world, codec, ROOM, patches, device)
         made.warm_up([ROOM])
         found.append(delta_of(made.me, 0, ROOM))
         made.average(found[-1], header())
@@ -160,8 +163,8 @@ def test_encoded_bytes_by_way_of_the_host_make_the_same_mean(
     processes: ProcessPool, workers: int, codec: CodecName
 ) -> None:
     results = processes.run(_by_way_of_the_host, workers, workers, codec)
-    for mean, staged_mean in results:
-        assert torch.equal(mean, staged_mean)
+    for mean, *others in results:
+        assert all(torch.equal(mean, other) for other in others)
         assert torch.equal(mean, results[0][0])
 
 

@@ -90,7 +90,7 @@ OTHERS: dict[str, str] = {
     "model": "",
     "total_steps": "0 on worker 0, 7 on worker 1",
     "arithmetic": "as known on worker 0, an average on worker 1",
-    "memory of the outer state (diloco.link.outer_state)": "cuda on worker 1",
+    "device that encodes (run.device, diloco.link.outer_state)": "cuda on worker 1",
 }
 
 
@@ -105,7 +105,7 @@ def _other_settings() -> tuple[dict[str, str], list[int]]:
         with pytest.MonkeyPatch.context() as patch:
             difference = "an average" * (differs == "arithmetic")
             patch.setattr(startup, "find_difference", lambda *_, found=difference: found)
-            if differs.startswith("memory"):
+            if differs.startswith("device"):
                 patch.setattr(startup, "pick_state_device", lambda *_: GPU)
             steps = 7 if differs == "total_steps" else 0
             found[kind] = refusal(model, group, chosen, total_steps=steps)

@@ -95,8 +95,8 @@ class Quantization(Section):
     top_values: Positive = 16
     """Values of every 1,024 that `topk` sends, an even number up to 256."""
     threads: Positive = 1
-    """CPU threads for encoding and decoding. They compete with training for cores. Outer state on a
-    GPU is encoded on the GPU."""
+    """CPU threads for encoding and decoding. They compete with training for cores. A model on a GPU
+    has its deltas encoded there."""
 
 
 @dataclass(frozen=True)
@@ -115,9 +115,9 @@ class Link(Section):
     """Probability that a worker is left out of a round and keeps its own parameters, to study lossy
     links."""
     outer_state: Literal["auto", "cpu", "device"] = "auto"
-    """Memory for the shared parameters and the outer momentum, and where deltas are encoded. `cpu`:
-    host memory, pinned if there is a GPU. `device`: GPU memory; only encoded bytes pass through the
-    host. `auto`: `device` if it takes at most a fifth of the GPU's memory."""
+    """Memory for the shared parameters and the outer momentum. `cpu`: host memory, pinned if there
+    is a GPU, which still encodes. `device`: GPU memory; only encoded bytes pass through the host.
+    `auto`: `device` if it takes at most a fifth of the GPU's memory."""
 
 
 @dataclass(frozen=True)

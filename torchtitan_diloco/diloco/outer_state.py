@@ -45,8 +45,8 @@ class OuterState:
         self._config = config
         self._sizes = [local.numel() for local in self._locals()]
         self.values = sum(self._sizes)
-        self._model_device = self._locals()[0].device
-        self._on_host = device != self._model_device
+        self.model_device = self._locals()[0].device
+        self._on_host = device != self.model_device
         self._block = BLOCK if device.type == "cpu" else max(1, self.values)
         count = 2 + slot_count(config)
         self._buffers = [
@@ -58,8 +58,8 @@ class OuterState:
         self.checksum = 0
         self._block_norms: list[Tensor] = []
         self._staging: Tensor | None = None
-        on_gpu = self._model_device.type == "cuda"
-        self._stream = background_stream(self._model_device) if on_gpu else None
+        on_gpu = self.model_device.type == "cuda"
+        self._stream = background_stream(self.model_device) if on_gpu else None
         self._taken: torch.cuda.Event | None = None
         self.read_model()
 
@@ -103,7 +103,7 @@ class OuterState:
         `in_flight`: `delta` holds the next shared copy."""
         self.norms, self.outer_steps = DeltaNorms(delta_norms), outer_steps
         self.checksum = checksum(self.delta if in_flight else self.outer)
-        self._staging = self.delta.to(self._model_device) if in_flight and self._on_host else None
+        self._staging = self.delta.to(self.model_device) if in_flight and self._on_host else None
 
     # --- training thread --------------------------------------------------------------------------
 
@@ -111,7 +111,7 @@ class OuterState:
     def take_delta(self) -> None:
         """Compute delta = outer - local parameters, or stage the parameters for it."""
         if self._on_host:
-            self._staging = torch.empty(self.values, dtype=torch.float32, device=self._model_device)
+            self._staging = torch.empty(self.values, dtype=torch.float32, device=self.model_device)
             for local, staged in zip(self._locals(), self.views(self._staging), strict=True):
                 staged.copy_(local)
         else:
@@ -144,7 +144,7 @@ class OuterState:
         """
         before, self.outer = self.outer, copy
         keeps = self.is_sparse and not resets
-        unsent = self.views(torch.eq(copy, before).to(self._model_device)) if keeps else []
+        unsent = self.views(torch.eq(copy, before).to(self.model_device)) if keeps else []
         kept = [local.clone() for local in self._locals()] if keeps else []
         if copy is self.delta:
             self.delta = before
@@ -183,7 +183,7 @@ class OuterState:
         if self._stream is None:
             return None
         event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._model_device))
+        event.record(torch.cuda.current_stream(self.model_device))
         return event
 
     # --- background thread ------------------------------------------------------------------------
@@ -198,7 +198,7 @@ class OuterState:
         if self._stream is None or begin is None:
             yield
             return
-        torch.cuda.set_device(self._model_device)
+        torch.cuda.set_device(self.model_device)
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(begin)
             yield
