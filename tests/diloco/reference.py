@@ -22,6 +22,8 @@ class MeanInFlight(NamedTuple):
     sent: int
     fragment: int
     mean: Values
+    deltas: list[Values]
+    """Of each worker, before they are encoded."""
 
 
 class ReferenceDiLoCo:
@@ -48,7 +50,7 @@ class ReferenceDiLoCo:
         ]
         self.t = 0
         for theta in self.theta:  # all start from worker 0
-            self._mix(theta, list(self.Theta), alpha=0.0, before={})
+            self._mix(theta, list(self.Theta), alpha=0.0)
 
     @torch.no_grad()
     def step(self, weights: Sequence[float] | None = None) -> None:
@@ -62,8 +64,9 @@ class ReferenceDiLoCo:
         for p in range(P):
             t_p = p * max(1, H // P) % H
             if t >= H + t_p and (t - t_p) % H == 0:  # SEND
-                mean = self._mean_delta(p, weights or [1.0] * len(self.theta))
-                self.in_flight.append(MeanInFlight(t, p, mean))
+                deltas = [self._delta(m, p) for m in range(len(self.theta))]
+                mean = self._mean_delta(p, deltas, weights or [1.0] * len(self.theta))
+                self.in_flight.append(MeanInFlight(t, p, mean, deltas))
         for message in [one for one in self.in_flight if one.sent == t - tau]:  # APPLY
             self._apply(message, average=is_beginning)
 
@@ -76,7 +79,7 @@ class ReferenceDiLoCo:
         self.in_flight.remove(message)
         begin, end = self.config.overlap.mixing, self.config.overlap.mixing_end
         alpha = begin if end is None else begin + (end - begin) * self.t / self.T
-        before = {name: self.Theta[name].clone() for name in message.mean if self.is_sparse}
+        before = {name: self.Theta[name].clone() for name in message.mean}
         if average:
             alpha = 0.0
             for name, delta in message.mean.items():
@@ -85,41 +88,40 @@ class ReferenceDiLoCo:
             for name, delta in message.mean.items():
                 self.Theta[name].grad = delta
             self.optimizers[message.fragment].step()
-        for theta in self.theta:
-            self._mix(theta, self.fragments[message.fragment], alpha, before)
+        for theta, sent in zip(self.theta, message.deltas, strict=True):
+            if self.is_sparse:
+                for name, delta in sent.items():
+                    change = self.Theta[name] - before[name]
+                    theta[name].data += torch.where(change == 0, 0.0, change + delta)
+            else:
+                self._mix(theta, self.fragments[message.fragment], alpha)
 
-    def _mean_delta(self, p: int, weights: Sequence[float]) -> Values:
+    def _mean_delta(self, p: int, deltas: list[Values], weights: Sequence[float]) -> Values:
         """Return a running mean over the workers that sent a value, rounded as in the exchange: a
         codec may magnify errors."""
         mean, total = (
             {name: torch.zeros_like(self.Theta[name]) for name in self.fragments[p]}
             for _ in range(2)
         )
-        for m, weight in enumerate(weights):
+        for one, weight in zip(deltas, weights, strict=True):
             if weight:
-                for name, delta in self._transmitted_delta(m, p).items():
+                for name, delta in self.transmit(one).items():
                     sent = torch.ones_like(delta) if not self.is_sparse else (delta != 0).float()
                     total[name] += weight * sent
                     share = (weight * sent / total[name]).nan_to_num()  # 0 / 0: nobody has sent
                     mean[name] += (delta - mean[name]) * share
         return self.gather(mean)
 
-    def _transmitted_delta(self, m: int, p: int) -> Values:
+    def _delta(self, m: int, p: int) -> Values:
         theta, delta = self.theta[m], {}
         for name in self.fragments[p]:
             rounded = self.Theta[name].to(theta[name].dtype).float()  # for models below fp32
             delta[name] = rounded - theta[name].float()
-        return self.transmit(delta)
+        return delta
 
-    def _mix(
-        self, theta: dict[str, nn.Parameter], names: list[str], alpha: float, before: Values
-    ) -> None:
-        """Keep the values whose Theta is as `before`: nobody has sent a sparse delta of them."""
+    def _mix(self, theta: dict[str, nn.Parameter], names: list[str], alpha: float) -> None:
         for name in names:
-            local, Theta = theta[name].float(), self.Theta[name]
-            mixed = alpha * local + (1 - alpha) * Theta
-            kept = torch.where(Theta == before[name], local, mixed) if name in before else mixed
-            theta[name].data.copy_(kept)
+            theta[name].data.copy_(alpha * theta[name].float() + (1 - alpha) * self.Theta[name])
 
 
 def build_optimizer(outer: OuterOptimizer, parameters: list[Tensor]) -> torch.optim.Optimizer:

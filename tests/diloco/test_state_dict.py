@@ -74,7 +74,7 @@ def test_resumed_is_uninterrupted_bit_for_bit(
     outer, moments = workers[0][1][1]["tensors"], {"adam": 2, "sgd": 0}.get(name, 1)
     assert len({key.partition("/")[0] for key in outer if "moment" in key}) == moments
     for flying, went_on, ends in workers:
-        for key in outer:
+        for key in (one for one in outer if not one.startswith("sent/")):
             assert_same(went_on[1]["tensors"][key], outer[key])
         assert flying == list(STOPS.values())
         for resumed in ends:

@@ -88,7 +88,8 @@ class Quantization(Section):
     codec: CodecName = "fp32"
     """Format of the deltas that workers send, and of the means that come back
     (docs/algorithm.md). The paper uses `fp4_e3m0`. `topk` sends the largest values only. The others
-    stay in the parameters of the worker until they are large enough. It needs the outer `sgd`."""
+    stay in the parameters of the worker until they are large enough. It needs the outer `sgd`, has
+    no use for `mixing`, and takes 4 bytes more per parameter."""
     block_size: Positive = 64
     """Values that share one 8-bit scale: 16, 32, 64, 128, 256, 512 or 1024. Only for formats of 8
     bits or fewer."""

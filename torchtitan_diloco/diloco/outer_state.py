@@ -41,19 +41,21 @@ class OuterState:
         is_sparse: bool = False,
     ) -> None:
         """`is_sparse`: the codec sends only a part of a delta. The rest stays in the model."""
-        self.fragment, self.is_sparse = fragment, is_sparse
+        self.fragment = fragment
         self._config = config
         self._sizes = [local.numel() for local in self._locals()]
         self.values = sum(self._sizes)
         self.model_device = self._locals()[0].device
         self._on_host = device != self.model_device
         self._block = BLOCK if device.type == "cpu" else max(1, self.values)
-        count = 2 + slot_count(config)
+        count = 2 + slot_count(config) + is_sparse
         self._buffers = [
             torch.zeros(self.values, dtype=torch.float32, device=device, pin_memory=self._on_host)
             for _ in range(count)
         ]
         self.outer, self.delta, *self.slots = self._buffers
+        # The delta that was sent in part, as the mean replaces the other one.
+        self.sent = self.slots.pop() if is_sparse else None
         self.norms, self.outer_steps = DeltaNorms(), 0
         self.checksum = 0
         self._block_norms: list[Tensor] = []
@@ -134,18 +136,12 @@ class OuterState:
                 self._block_norms.append(torch.linalg.vector_norm(delta))
 
     @torch.no_grad()
-    def apply(
-        self, copy: Tensor, share: float, *, measured: bool = False, resets: bool = False
-    ) -> Tensor:
+    def apply(self, copy: Tensor, share: float, *, measured: bool = False) -> Tensor:
         """Take the next shared copy; local = share * local + (1 - share) * copy.
 
-        Local values whose sparse deltas nobody has sent stay as they are, unless `resets`. If
-        measured, return the distance between the two before mixing, else NaN, as a tensor.
+        If measured, return the distance between the two before mixing, else NaN, as a tensor.
         """
         before, self.outer = self.outer, copy
-        keeps = self.is_sparse and not resets
-        unsent = self.views(torch.eq(copy, before).to(self.model_device)) if keeps else []
-        kept = [local.clone() for local in self._locals()] if keeps else []
         if copy is self.delta:
             self.delta = before
         staged, self._staging = self._staging, None
@@ -163,15 +159,23 @@ class OuterState:
             elif share < 1.0:  # mix in fp32 and round once
                 torch.mul(shared, 1 - share, out=room)
                 local.copy_(room.add_(local, alpha=share))
-        for local, own, stays in zip(self._locals() if keeps else [], kept, unsent, strict=True):
-            local.copy_(torch.where(stays, own, local))
         return torch.linalg.vector_norm(torch.stack(apart)) if apart else torch.tensor(math.nan)
 
     @torch.no_grad()
-    def add_change(self, copy: Tensor) -> None:
-        """Take the next shared copy, and add its change to the local parameters."""
+    def add_change(self, copy: Tensor, *, takes_back: bool = False) -> None:
+        """Take the next shared copy, and add its change to the local parameters.
+
+        `takes_back`: the copy takes the place of the own delta where it has changed. Work since the
+        send stays.
+        """
         before, self.outer = self.outer, copy
-        changes = self.views(torch.sub(copy, before))
+        change = torch.sub(copy, before)
+        if takes_back and self.sent is not None:
+            change = torch.where(change == 0, 0.0, change.add_(self.sent))
+        if copy is self.delta:
+            self.delta = before
+        staged, self._staging = self._staging, None
+        changes = self.views(change if staged is None else staged.copy_(change))
         for local, change in zip(self._locals(), changes, strict=True):
             if local.dtype == torch.float32:
                 local.add_(change)
@@ -211,6 +215,8 @@ class OuterState:
             self.delta.copy_(self._staging, non_blocking=True)
             self._stream.synchronize()
             self._subtract(self.views(self.delta), self._block)
+        if self.sent is not None:
+            self.sent.copy_(self.delta)
         norms = self._block_norms
         return float(torch.stack(norms).double().square().sum()) if norms else 0.0
 

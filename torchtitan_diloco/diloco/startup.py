@@ -150,7 +150,8 @@ def broadcast_from_first(group: dist.ProcessGroup | None, model: nn.Module) -> N
 
 def state_bytes(config: DiLoCoConfig) -> int:
     """Return the bytes per parameter in the buffers of an OuterState."""
-    return 4 * (2 + slot_count(config.outer_optimizer))
+    is_sparse = build_codec(config.quantization).is_sparse
+    return 4 * (2 + slot_count(config.outer_optimizer) + is_sparse)
 
 
 def pick_state_device(fragments: tuple[Fragment, ...], config: DiLoCoConfig) -> torch.device:
@@ -248,5 +249,5 @@ def describe_settings(config: DiLoCoConfig, states: Sequence[OuterState]) -> lis
         *([beginning] if first.steps else []),
         f"{'wire':<10} {describe(wire)}; summed in fp32",
         f"{'':<10} {memory / GIB:.2f} GiB a rank on the {place} for shared parameters, the outer "
-        "optimizer, one delta",
+        f"optimizer, {'two deltas' if build_codec(wire).is_sparse else 'one delta'}",
     ]

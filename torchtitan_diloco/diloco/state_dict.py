@@ -24,9 +24,9 @@ from torchtitan_diloco.log import UserError
 Facts = dict[str, Any]
 Named = dict[str, Tensor]
 
-SHARED, NEXT = "outer", "next"
+SHARED, NEXT, SENT = "outer", "next", "sent"
 SLOTS = "momentum", "second_moment"
-KINDS = SHARED, NEXT, *SLOTS
+KINDS = SHARED, NEXT, *SLOTS, SENT
 """Kinds of tensors; their names are KIND/PARAMETER."""
 OPTIMIZER = "diloco.outer_optimizer.name"
 
@@ -70,7 +70,7 @@ class SavedState:
     `outer_steps` of its optimizer state, and if in flight `sent_step`, `participants`, `flags`."""
     tensors: Named
     """Equal on all workers: outer/NAME, next/NAME (fragments in flight), momentum/NAME,
-    second_moment/NAME."""
+    second_moment/NAME. This worker's: sent/NAME (of a sparse codec, in flight)."""
 
     @staticmethod
     def template(
@@ -168,7 +168,8 @@ def save(
 def buffers_of(state: OuterState, *, in_flight: bool) -> Named:
     """Return the buffers of a fragment that are saved, by their kind."""
     known = [(SHARED, state.outer), *zip(SLOTS, state.slots, strict=False)]
-    known += [(NEXT, state.delta)] * in_flight
+    if in_flight:
+        known += [(NEXT, state.delta), *([] if state.sent is None else [(SENT, state.sent)])]
     return dict(known)
 
 
@@ -269,17 +270,21 @@ def apply_early(
     states: Sequence[OuterState], saved: SavedState, mixing: Callable[[int, int], float]
 ) -> None:
     """Apply saved fragments in flight to the model and to the tensors of the saved state."""
-    facts, shared, arrived = saved.facts, saved.kind(SHARED), saved.kind(NEXT)
+    facts, shared = saved.facts, saved.kind(SHARED)
+    arrived, sent = saved.kind(NEXT), saved.kind(SENT)
     parts = [part for state in states for part in state.fragment.parts]
     locals_ = {part.name: part.local() for part in parts}
     for index in facts["in_flight"]:
         record = facts["fragments"][index]
         alpha = mixing(record["flags"], record["participants"])
-        keeps = states[0].is_sparse and not record["flags"] & WENT_WRONG
+        takes_back = alpha < 1 and not record["flags"] & WENT_WRONG
         for name in facts["layout"][index]:
             local, following = locals_[name], local_rows(name, arrived[name])
             before = local_rows(name, shared[name])
             mixed = alpha * local.float() + (1 - alpha) * following.to(local.device)
-            unsent = (following == before).to(local.device) & keeps
-            local.copy_(torch.where(unsent, local.float(), mixed))
+            if takes_back and name in sent:
+                change = (following - before).add_(local_rows(name, sent[name]))
+                change = torch.where(following == before, 0.0, change)
+                mixed = local.float() + change.to(local.device)
+            local.copy_(mixed)
             before.copy_(following)

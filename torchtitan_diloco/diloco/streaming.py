@@ -144,10 +144,11 @@ class StreamingDiLoCo:
         round_.applied_step = self.step_count
         measured = is_measured(round_.outer_round, self.config.measure_every)
         begin = state.moment()
-        if task.adds:
-            state.add_change(task.copy)
+        takes_back = state.sent is not None and not task.resets and task.share < 1
+        if task.adds or takes_back:
+            state.add_change(task.copy, takes_back=not task.adds)
         else:
-            round_.drift = state.apply(task.copy, task.share, measured=measured, resets=task.resets)
+            round_.drift = state.apply(task.copy, task.share, measured=measured)
         round_.applying = begin, state.moment()
         if task.resets:
             self._start_afresh(round_.fragment)
