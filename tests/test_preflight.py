@@ -29,7 +29,7 @@ def test_all_that_is_missing_is_listed_at_once(
     error = capsys.readouterr().err
     assert error.startswith("error: 5 things to do before this run can start:")
     extras = re.findall(r"install ([\w-]+): .*\[(\w+)\]'", error)
-    assert extras == [("wandb", "wandb"), ("datasets", "hf"), ("nats-server", "islands")]
+    assert extras == [("wandb", "wandb"), ("datasets", "c4"), ("nats-server", "islands")]
     source = "--source hf:allenai/c4/en:train"
     assert f"tokenizer {source} --vocab-size 32000 --out data/c4-32k.json" in error
     assert re.search(rf"prepare {source} .* --max-tokens 25\d{{9}}\n", error), "20 a parameter"

@@ -32,7 +32,7 @@ def missing(config: Config) -> Iterator[str]:
     files = [*_missing_files(config)]
     packages = {
         "wandb": ("wandb", config.metrics.wandb),
-        "datasets": ("hf", any(f"--source {HUGGING_FACE_PREFIX}" in one for one in files)),
+        "datasets": ("c4", any(f"--source {HUGGING_FACE_PREFIX}" in one for one in files)),
     }
     for package, (extra, needed) in packages.items():
         if needed and find_spec(package) is None:
