@@ -9,6 +9,7 @@ import fcntl
 import functools
 import hashlib
 import os
+import threading
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,6 +31,8 @@ INDEX_NAME = "corpus.json"
 STARTED_NAME = "prepare.json"
 """Index of a folder that is not finished: of its finished shards."""
 FORMAT_VERSION = 3
+NOTICE_SECONDS = 2.0
+"""Seconds of waiting for another process after which the log says so."""
 
 
 class Shard(msgspec.Struct, frozen=True):
@@ -128,8 +131,13 @@ def only_writer(folder: Path, *, wait: bool) -> Iterator[None]:
             except BlockingIOError:
                 if not wait:
                     raise UserError(f"another process is writing {folder.absolute()}") from None
-                logger.info(f"waiting for another process that is writing {folder}")
-                fcntl.flock(file, fcntl.LOCK_EX)
+                text = f"waiting for another process that is writing {folder}"
+                notice = threading.Timer(NOTICE_SECONDS, logger.info, [text])
+                notice.start()
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX)
+                finally:
+                    notice.cancel()
         except OSError as error:
             raise UserError(
                 f"cannot write into {folder.absolute()}: {error}; choose a folder that you may "
