@@ -44,6 +44,13 @@ def test_all_that_is_missing_is_listed_at_once(
     assert re.search(r"prepare .* --begin-token", error)
 
 
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    check_inputs(settings(run__folder=str(tmp_path / "new/run")))
+    (file := tmp_path / "file").touch()
+    with pytest.raises(UserError, match=rf'run.folder = "{file}/run": {file} is no folder that'):
+        check_inputs(settings(run__folder=f"{file}/run"))
+
+
 def settings(**changed: str) -> Config:
     changed = {key.replace("__", "."): value for key, value in changed.items()}
     return load_config("debug", changed)

@@ -128,8 +128,8 @@ def _loss(runs: Sequence[Run], title: str, x: Axis) -> Figure | None:
         for worker, name, place in own:
             curves.append(Curve(name, *x.curve(run, "loss/train", worker), place, faint=faint))
         curves.append(shared)
-    whose = "; each island's own" if any(run.is_of_islands for run in runs) else ""
-    caption = f"Training loss over the tokens of the run{whose}."
+    whose = "each island" if any(run.is_of_islands for run in runs) else "all workers"
+    caption = f"Training loss of {whose}."
     for run in runs:
         name = f" of {run.name}" if len(runs) > 1 else ""
         tokens = run.last(TOKENS)[1]
