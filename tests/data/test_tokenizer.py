@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from tests.conftest import REPOSITORY, save_tokenizer
 from torchtitan_diloco.data.tokenizer import Tokenizer, build_tokenizer
+from torchtitan_diloco.data.train_tokenizer import main as train_tokenizer
 
 BYTES = build_tokenizer("bytes")
 
@@ -134,3 +135,18 @@ def test_an_encoding_of_tiktoken_keeps_its_ids_and_its_end_of_document(
     assert tokenizer.fingerprint != BYTES.fingerprint
     assert tokenizer.decode([97, 280, 98]) == "a\ufffdb", "280 is a gap"
     assert tokenizer.encode("a<|other|>").tolist() == list(b"a<|other|>")
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ("--vocab-size 10 --out own.json", "--vocab-size 10: give at least 257"),
+        ("--pieces 1 --vocab-size 257 --out .", "--out . cannot be written: "),
+    ],
+)
+def test_a_tokenizer_that_cannot_be_made(
+    words: str, problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        train_tokenizer(["--source", "stdlib", *words.split()])
+    assert capsys.readouterr().err.startswith(f"error: {problem}")
