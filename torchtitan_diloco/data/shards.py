@@ -5,6 +5,7 @@ A corpus is a folder of shards `train-00000.tokens`, `validation-00000.tokens`, 
 """
 
 import contextlib
+import errno
 import fcntl
 import functools
 import hashlib
@@ -143,7 +144,13 @@ def only_writer(folder: Path, *, wait: bool) -> Iterator[None]:
                 f"cannot write into {folder.absolute()}: {error}; choose a folder that you may "
                 "write to, on a disk with file locks"
             ) from error
-        yield
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            reason = f"cannot write into {folder.absolute()}: {error.strerror}"
+            raise UserError(f"{reason}; make room, and start the same command again") from error
 
 
 class ShardWriter:
