@@ -39,7 +39,6 @@ class ReferenceDiLoCo:
         self.config, self.T = config, total_steps
         self.fragments, self.transmit, self.gather = fragments, transmit, gather
         self.is_sparse = build_codec(config.quantization).is_sparse
-        self.residuals = [dict[str, Tensor]() for _ in workers]
         self.theta = [dict(worker.named_parameters()) for worker in workers]
         self.Theta = {name: value.detach().float().clone() for name, value in self.theta[0].items()}
         self.in_flight: list[MeanInFlight] = []
@@ -49,7 +48,7 @@ class ReferenceDiLoCo:
         ]
         self.t = 0
         for theta in self.theta:  # all start from worker 0
-            self._mix(theta, list(self.Theta), alpha=0.0)
+            self._mix(theta, list(self.Theta), alpha=0.0, before={})
 
     @torch.no_grad()
     def step(self, weights: Sequence[float] | None = None) -> None:
@@ -77,6 +76,7 @@ class ReferenceDiLoCo:
         self.in_flight.remove(message)
         begin, end = self.config.overlap.mixing, self.config.overlap.mixing_end
         alpha = begin if end is None else begin + (end - begin) * self.t / self.T
+        before = {name: self.Theta[name].clone() for name in message.mean if self.is_sparse}
         if average:
             alpha = 0.0
             for name, delta in message.mean.items():
@@ -86,7 +86,7 @@ class ReferenceDiLoCo:
                 self.Theta[name].grad = delta
             self.optimizers[message.fragment].step()
         for theta in self.theta:
-            self._mix(theta, self.fragments[message.fragment], alpha)
+            self._mix(theta, self.fragments[message.fragment], alpha, before)
 
     def _mean_delta(self, p: int, weights: Sequence[float]) -> Values:
         """Return a running mean over the workers that sent a value, rounded as in the exchange: a
@@ -105,19 +105,21 @@ class ReferenceDiLoCo:
         return self.gather(mean)
 
     def _transmitted_delta(self, m: int, p: int) -> Values:
-        theta, residual, delta = self.theta[m], self.residuals[m], {}
+        theta, delta = self.theta[m], {}
         for name in self.fragments[p]:
             rounded = self.Theta[name].to(theta[name].dtype).float()  # for models below fp32
             delta[name] = rounded - theta[name].float()
-            delta[name] += residual.get(name, 0.0) * self.config.quantization.residual_decay
-        arrived = self.transmit(delta)
-        if self.is_sparse:
-            residual.update({name: delta[name] - arrived[name] for name in delta})
-        return arrived
+        return self.transmit(delta)
 
-    def _mix(self, theta: dict[str, nn.Parameter], names: list[str], alpha: float) -> None:
+    def _mix(
+        self, theta: dict[str, nn.Parameter], names: list[str], alpha: float, before: Values
+    ) -> None:
+        """Keep the values whose Theta is as `before`: nobody has sent a sparse delta of them."""
         for name in names:
-            theta[name].data.copy_(alpha * theta[name].float() + (1 - alpha) * self.Theta[name])
+            local, Theta = theta[name].float(), self.Theta[name]
+            mixed = alpha * local + (1 - alpha) * Theta
+            kept = torch.where(Theta == before[name], local, mixed) if name in before else mixed
+            theta[name].data.copy_(kept)
 
 
 def build_optimizer(outer: OuterOptimizer, parameters: list[Tensor]) -> torch.optim.Optimizer:

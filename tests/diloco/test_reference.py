@@ -130,7 +130,8 @@ CHANCE = 0.6
 
 
 def with_wire(wire: Quantization, delay: int = 5, layers: int = 2, **changes: Any) -> DiLoCoConfig:
-    return replace(config(layers, delay), quantization=wire, **changes)
+    name: Any = "sgd" if wire is TOPK else "nesterov"
+    return replace(config(layers, delay, name=name), quantization=wire, **changes)
 
 
 def with_turns(delay: int, every: int) -> DiLoCoConfig:

@@ -166,7 +166,7 @@ class GlooPeers(Peers):
                 headers = healing.settle_weights([header])
             else:
                 headers, round_.traffic = self._exchanger.average(
-                    state.delta, header, state.residual, measured=measured
+                    state.delta, header, measured=measured
                 )
         self._last = round_.traffic
         self._reports = {

@@ -40,28 +40,26 @@ class OuterState:
         *,
         is_sparse: bool = False,
     ) -> None:
-        """`is_sparse`: the codec sends only a part of a delta, so a residual is kept."""
-        self.fragment = fragment
+        """`is_sparse`: the codec sends only a part of a delta. The rest stays in the model."""
+        self.fragment, self.is_sparse = fragment, is_sparse
         self._config = config
         self._sizes = [local.numel() for local in self._locals()]
         self.values = sum(self._sizes)
-        self._model_device = self._locals()[0].device
-        self._on_host = device != self._model_device
+        self.model_device = self._locals()[0].device
+        self._on_host = device != self.model_device
         self._block = BLOCK if device.type == "cpu" else max(1, self.values)
-        count = 2 + slot_count(config) + is_sparse
+        count = 2 + slot_count(config)
         self._buffers = [
             torch.zeros(self.values, dtype=torch.float32, device=device, pin_memory=self._on_host)
             for _ in range(count)
         ]
         self.outer, self.delta, *self.slots = self._buffers
-        # What this worker has not sent yet.
-        self.residual = self.slots.pop() if is_sparse else None
         self.norms, self.outer_steps = DeltaNorms(), 0
         self.checksum = 0
         self._block_norms: list[Tensor] = []
         self._staging: Tensor | None = None
-        on_gpu = self._model_device.type == "cuda"
-        self._stream = background_stream(self._model_device) if on_gpu else None
+        on_gpu = self.model_device.type == "cuda"
+        self._stream = background_stream(self.model_device) if on_gpu else None
         self._taken: torch.cuda.Event | None = None
         self.read_model()
 
@@ -94,7 +92,7 @@ class OuterState:
             local.copy_(outer)
 
     def restart(self) -> None:
-        """Start over from the model, with zero optimizer state and residual."""
+        """Start over from the model, with zero optimizer state."""
         for buffer in self._buffers:
             buffer.zero_()
         self.norms, self._staging, self.outer_steps = DeltaNorms(), None, 0
@@ -105,7 +103,7 @@ class OuterState:
         `in_flight`: `delta` holds the next shared copy."""
         self.norms, self.outer_steps = DeltaNorms(delta_norms), outer_steps
         self.checksum = checksum(self.delta if in_flight else self.outer)
-        self._staging = self.delta.to(self._model_device) if in_flight and self._on_host else None
+        self._staging = self.delta.to(self.model_device) if in_flight and self._on_host else None
 
     # --- training thread --------------------------------------------------------------------------
 
@@ -113,7 +111,7 @@ class OuterState:
     def take_delta(self) -> None:
         """Compute delta = outer - local parameters, or stage the parameters for it."""
         if self._on_host:
-            self._staging = torch.empty(self.values, dtype=torch.float32, device=self._model_device)
+            self._staging = torch.empty(self.values, dtype=torch.float32, device=self.model_device)
             for local, staged in zip(self._locals(), self.views(self._staging), strict=True):
                 staged.copy_(local)
         else:
@@ -136,12 +134,18 @@ class OuterState:
                 self._block_norms.append(torch.linalg.vector_norm(delta))
 
     @torch.no_grad()
-    def apply(self, copy: Tensor, share: float, *, measured: bool = False) -> Tensor:
+    def apply(
+        self, copy: Tensor, share: float, *, measured: bool = False, resets: bool = False
+    ) -> Tensor:
         """Take the next shared copy; local = share * local + (1 - share) * copy.
 
-        If measured, return the distance between the two before mixing, else NaN, as a tensor.
+        Local values whose sparse deltas nobody has sent stay as they are, unless `resets`. If
+        measured, return the distance between the two before mixing, else NaN, as a tensor.
         """
         before, self.outer = self.outer, copy
+        keeps = self.is_sparse and not resets
+        unsent = self.views(torch.eq(copy, before).to(self.model_device)) if keeps else []
+        kept = [local.clone() for local in self._locals()] if keeps else []
         if copy is self.delta:
             self.delta = before
         staged, self._staging = self._staging, None
@@ -159,6 +163,8 @@ class OuterState:
             elif share < 1.0:  # mix in fp32 and round once
                 torch.mul(shared, 1 - share, out=room)
                 local.copy_(room.add_(local, alpha=share))
+        for local, own, stays in zip(self._locals() if keeps else [], kept, unsent, strict=True):
+            local.copy_(torch.where(stays, own, local))
         return torch.linalg.vector_norm(torch.stack(apart)) if apart else torch.tensor(math.nan)
 
     @torch.no_grad()
@@ -177,7 +183,7 @@ class OuterState:
         if self._stream is None:
             return None
         event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._model_device))
+        event.record(torch.cuda.current_stream(self.model_device))
         return event
 
     # --- background thread ------------------------------------------------------------------------
@@ -192,7 +198,7 @@ class OuterState:
         if self._stream is None or begin is None:
             yield
             return
-        torch.cuda.set_device(self._model_device)
+        torch.cuda.set_device(self.model_device)
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(begin)
             yield

@@ -147,7 +147,7 @@ class StreamingDiLoCo:
         if task.adds:
             state.add_change(task.copy)
         else:
-            round_.drift = state.apply(task.copy, task.share, measured=measured)
+            round_.drift = state.apply(task.copy, task.share, measured=measured, resets=task.resets)
         round_.applying = begin, state.moment()
         if task.resets:
             self._start_afresh(round_.fragment)

@@ -79,7 +79,7 @@ def changed(facts: Facts, change: Change) -> Facts:
             raise VoidError(f"the run has {facts.slots} slots, and none is taken away")
         return msgspec.structs.replace(facts, slots=value, streams=facts.streams or facts.slots)
     if key == CODEC and SPARSE in (value, facts.codec):
-        raise VoidError(f"a run cannot change to or from {SPARSE}, whose islands keep a residual")
+        raise VoidError(f"a run cannot change to or from {SPARSE}: its outer optimizer is another")
     if key == EVERY:
         before = int(facts.fingerprints.get(EVERY, value))
         cycle = max(1, facts.cycle * value // before)

@@ -280,29 +280,30 @@ class Copies:
         parts, total = zip(self._content, ranks, codecs, strict=True), 0
         for part, weight in zip(parts, weights, strict=True):
             is_first, total, start = total == 0, total + weight, 0
-            for values in self.decode(fragment, *part):
+            for values in self.decode(fragment, *part, out=out if is_first else None):
                 piece = slice(start, start := start + values.numel())
-                if is_first:  # the mean is not initialized
-                    out[piece].copy_(values)
+                share: float | Tensor = weight / total
                 if totals is not None:
                     sent = (values != 0).float().mul_(weight)
-                    share = sent / totals[piece].add_(sent)
-                    add_to_mean(out[piece], values, share.nan_to_num_(0.0))
-                elif not is_first:
-                    add_to_mean(out[piece], values, weight / total)
+                    share = (sent / totals[piece].add_(sent)).nan_to_num_(0.0)
+                if not is_first:
+                    add_to_mean(out[piece], values, share)
 
-    def decode(self, fragment: int, payload: Tensor, ranks: int, codec: str) -> Iterator[Tensor]:
+    def decode(
+        self, fragment: int, payload: Tensor, ranks: int, codec: str, *, out: Tensor | None = None
+    ) -> Iterator[Tensor]:
         """Yield this rank's values of a part from an island with `ranks` ranks, in pieces.
 
-        The pieces may share memory: use each one before the next. `payload`: see `shards`.
+        `out`: where to write all of them. Otherwise they may share memory: use each piece before
+        the next. `payload`: see `shards`.
         """
         copy, lengths = self.fragments[fragment], self.fragments[fragment].layout.sizes(ranks)
         layout, device, decoder = copy.layout, copy.state.outer.device, self._decoder(codec)
         if ranks == layout.ranks:
-            yield from _decoded_pieces(decoder, payload.to(device), lengths[layout.rank])
+            yield from _decoded_pieces(decoder, payload.to(device), lengths[layout.rank], out)
             return
         shards = payload.split(self.payload_sizes(fragment, ranks, codec))
-        values = torch.empty_like(copy.state.outer)
+        values = torch.empty_like(copy.state.outer) if out is None else out
         for rank, shard in enumerate(shards):
             if slices := layout.overlap(ranks, rank):
                 pieces = _decoded_pieces(decoder, shard.to(device), lengths[rank])
@@ -326,29 +327,31 @@ class Copies:
         return torch.cat(wholes)
 
 
-def _decoded_pieces(decoder: Codec, payload: Tensor, size: int) -> Iterator[Tensor]:
-    """Yield the decoded values of a rank's payload, a piece at a time, in the same memory."""
-    room = torch.empty(min(size, PIECE), device=payload.device)
+def _decoded_pieces(
+    decoder: Codec, payload: Tensor, size: int, out: Tensor | None = None
+) -> Iterator[Tensor]:
+    """Yield the decoded values of a rank's payload, a piece at a time, in `out` or in the same
+    memory."""
+    room = torch.empty(min(size, PIECE), device=payload.device) if out is None else out
     for number, encoded in enumerate(payload.split(decoder.wire_bytes(PIECE))):
-        values = room[: size - number * PIECE]
+        start = number * PIECE
+        values = room[: size - start] if out is None else out[start:][:PIECE]
         decoder.decode(encoded, values)
         yield values
 
 
 @torch.no_grad()
-def encode_delta(codec: Codec, delta: Tensor, residual: Tensor | None = None) -> Tensor:
+def encode_delta(codec: Codec, delta: Tensor) -> Tensor:
     """Return the payload of this rank's delta. No other thread may use the codec meanwhile.
 
-    `residual`: of a sparse codec. It is added to the delta and updated.
+    That of fp32 is the memory of the delta, which is next written once the part is not needed.
     """
+    if codec.is_fp32:
+        return delta.view(torch.uint8).cpu()
     payload = torch.empty(codec.wire_bytes(delta.numel()), dtype=torch.uint8, device=delta.device)
     pieces = payload.split(codec.wire_bytes(PIECE))
-    for number, (values, encoded) in enumerate(zip(delta.split(PIECE), pieces, strict=True)):
-        if residual is None:
-            codec.encode(values, encoded)
-        else:
-            unsent = residual[number * PIECE :][: values.numel()]
-            codec.encode_with_residual(values, unsent, encoded)
+    for values, encoded in zip(delta.split(PIECE), pieces, strict=True):
+        codec.encode(values, encoded)
     return payload.cpu()
 
 

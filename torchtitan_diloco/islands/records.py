@@ -25,7 +25,7 @@ class AnotherLogError(UserError):
         )
 
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Version of records, their rules, chunks and heartbeats. Islands with another one cannot join."""
 LARGEST = 2**53
 """Largest number in a record: all JSON readers keep it exactly."""

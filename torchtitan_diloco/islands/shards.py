@@ -11,8 +11,8 @@ from torchtitan_diloco.diloco.fragments import Fragment, shard_rows
 
 PATIENCE = timedelta(days=365)
 """Ranks wait for the first one, which may wait for other islands. `Liveness` detects failures."""
-BLOCK = 65_536
-"""Values per block of a checksum, which fit into the cache."""
+ROW, BLOCK = 1024, 2**20
+"""Values of a row of a checksum, and of a block of whole rows."""
 
 
 class Ranks:
@@ -111,15 +111,29 @@ class Layout:
     def checksum(self, values: Tensor) -> Tensor:
         """Return this rank's summand of the checksum of a fragment, a sum of int64 that wraps.
 
-        Each word is weighted by its place in the whole fragment. The weights are odd, so any change
-        of a single word changes the sum.
+        The sum of a row is weighted by the place of the row in the whole fragment. The weights are
+        odd, so any change of a single word changes the sum.
         """
         total = torch.zeros((), dtype=torch.int64, device=values.device)
         for span in self.mine:
-            words = values[span.local :][: span.size].view(torch.int32)
-            for number, block in enumerate(words.split(BLOCK)):
-                start = 2 * (span.whole + number * BLOCK) + 1
-                end = start + 2 * block.numel()
-                weights = torch.arange(start, end, 2, dtype=torch.int64, device=block.device)
-                total += weights.mul_(block).sum()
+            words, place = values[span.local :][: span.size].view(torch.int32), span.whole
+            head = -place % ROW  # the rest of a row that another rank begins
+            for block in (words[:head], *words[head:].split(BLOCK)):
+                sums, row = _row_sums(block, place % ROW), 2 * (place // ROW) + 1
+                weights = torch.arange(row, row + 2 * len(sums), 2, device=values.device)
+                total += weights.mul_(sums).sum()
+                place += block.numel()
         return total
+
+
+def _row_sums(words: Tensor, before: int) -> Tensor:
+    """Return the sum of each row, of words that have so many words before them in the first row.
+
+    Pairs of words are summed as int64: sums that widen 32 bits are far slower on a CPU.
+    """
+    size = -(-(before + words.numel()) // ROW) * ROW
+    if words.numel() < size or words.storage_offset() % 2:
+        whole = words.new_zeros(size)
+        whole[before:][: words.numel()] = words
+        words = whole
+    return words.view(torch.int64).view(-1, ROW // 2).sum(dim=1)
