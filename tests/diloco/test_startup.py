@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.diloco.toy import AVERAGE_EVERY_STEP, Net, config, join
 from tests.processes import ProcessPool
 from torchtitan_diloco.diloco import (
+    Beginning,
     DiLoCoConfig,
     Link,
     OuterOptimizer,
@@ -64,12 +65,21 @@ def test_numbers_have_the_type_of_their_setting() -> None:
         ({"sync_every": 2.5}, "DiLoCoConfig.sync_every = 2.5: expected `int`"),
         ({"overlap": Overlap(delay=100)}, r"delay = 100: must be smaller than .*; 0 waits"),
         ({"overlap": Overlap(mixing_end=0.0)}, "mixing_end = 0.0: needs the length of the run"),
+        ({"beginning": Beginning(fraction=0.1)}, "fraction = 0.1: needs the length of the run"),
         ({"quantization": Quantization(codec="int8", block_size=48)}, "block_size.*: take 32"),
     ],
 )
 def test_a_config_made_in_python_is_checked(changes: dict[str, Any], key: str) -> None:
     with pytest.raises(ValueError, match=key):
         StreamingDiLoCo(Net(), None, replace(DiLoCoConfig(), **changes))
+
+
+def test_a_beginning_is_a_fraction_of_the_run() -> None:
+    chosen = DiLoCoConfig(sync_every=10, beginning=Beginning(fraction=0.25, sync_every=5))
+    outer = StreamingDiLoCo(Net(), None, chosen, total_steps=42)
+    outer.close()
+    assert outer.peers.schedule.beginning_steps == 10
+    assert any("in the first 10 steps every 5 steps" in line for line in outer.describe())
 
 
 def refusal(

@@ -71,9 +71,16 @@ class Beginning(Section):
 
     steps: NotNegative = 0
     """Inner steps in which fragments are exchanged more often, averaged plainly, waited for, and
-    taken as they are. 0: none."""
+    taken as they are. This or `fraction`, whichever was given last. Both 0: none."""
+    fraction: Fraction = 0.0
+    """Length of the beginning as a fraction of the run."""
     sync_every: Positive = 2
     """Inner steps between two exchanges of the same fragment in the beginning."""
+
+    def in_steps(self, total_steps: int) -> "Beginning":
+        """Return the same beginning, with its length in steps, of a run of so many steps."""
+        steps = self.steps or round(self.fraction * total_steps)
+        return Beginning(steps=steps, sync_every=self.sync_every)
 
 
 CodecName = Literal[
@@ -161,17 +168,22 @@ Mistakes = Iterator[tuple[str, str]]
 def diloco_mistakes(diloco: DiLoCoConfig, *, islands: bool = False) -> Mistakes:
     """Check settings that depend on each other. `islands`: whether workers are islands."""
     every, first = diloco.sync_every, diloco.beginning
+    begins = first.steps or first.fraction
     if (diloco.fragments.pattern == "explicit") != bool(diloco.fragments.modules):
         reason = 'lists the fragments of diloco.fragments.pattern = "explicit": set both or neither'
         yield "diloco.fragments.modules", reason
     if diloco.overlap.delay >= every:
         reason = f"must be smaller than diloco.sync_every = {every}; 0 waits for each exchange"
         yield "diloco.overlap.delay", reason
-    if first.steps and first.sync_every > every:
+    if begins and first.sync_every > every:
         reason = f"must not be larger than diloco.sync_every = {every}, which comes after it"
         yield "diloco.beginning.sync_every", reason
-    if not first.steps and first.sync_every != Beginning.sync_every:
-        yield "diloco.beginning.sync_every", "is only read with diloco.beginning.steps: set both"
+    if first.steps and first.fraction:
+        reason = "diloco.beginning.steps already sets the length of the beginning: give one of them"
+        yield "diloco.beginning.fraction", reason
+    if not begins and first.sync_every != Beginning.sync_every:
+        reason = "is only read with diloco.beginning.fraction or steps: set one of them too"
+        yield "diloco.beginning.sync_every", reason
     if 0 < diloco.delta_norm_limit <= 1:
         yield "diloco.delta_norm_limit", "must be above 1, or 0 for no limit"
     yield from _quantization_mistakes(diloco.quantization)
@@ -180,7 +192,8 @@ def diloco_mistakes(diloco: DiLoCoConfig, *, islands: bool = False) -> Mistakes:
         yield "diloco.outer_optimizer.name", reason + "no worker has sent"
     refused = {
         "diloco.method": diloco.method == "none",
-        "diloco.beginning.steps": diloco.beginning.steps > 0,
+        "diloco.beginning.steps": first.steps > 0,
+        "diloco.beginning.fraction": first.fraction > 0,
         "diloco.link.drop_probability": diloco.link.drop_probability,
         "diloco.link.outer_state": diloco.link.outer_state == "cpu",
     }
@@ -210,12 +223,12 @@ def advice(config: DiLoCoConfig, total_steps: int) -> list[str]:
     if config.method == "none":
         return []
     found, outer, every = list[str](), config.outer_optimizer, config.sync_every
-    rounds, beginning = total_steps // every, config.beginning.steps
+    rounds, beginning = total_steps // every, config.beginning.in_steps(total_steps).steps
     several = config.workers > 1
     if 0 < total_steps <= beginning:
         found.append(
-            f"diloco.beginning.steps = {beginning} is not shorter than the run of {total_steps} "
-            "steps, so the outer optimizer and the overlap are never used: shorten it"
+            f"diloco.beginning has {beginning} steps and is not shorter than the run of "
+            f"{total_steps}, so the outer optimizer and the overlap are never used: shorten it"
         )
     elif several and rounds == 0 and not beginning:
         found.append(

@@ -42,9 +42,12 @@ def check_settings(
     mistakes = list(diloco_mistakes(config))
     if config.method == "none":
         mistakes.append(("diloco.method", '"none" needs no StreamingDiLoCo: leave it out'))
-    if config.overlap.mixing_end is not None and not total_steps:
-        reason = "needs the length of the run: give StreamingDiLoCo total_steps, or leave it out"
-        mistakes.append(("diloco.overlap.mixing_end", reason))
+    needs_length = {
+        "diloco.overlap.mixing_end": config.overlap.mixing_end is not None,
+        "diloco.beginning.fraction": config.beginning.fraction > 0,
+    }
+    reason = "needs the length of the run: give StreamingDiLoCo total_steps, or leave it out"
+    mistakes += [(key, reason) for key, given in needs_length.items() if given and not total_steps]
     if config.workers not in (1, workers):
         reason = f"must be {workers}, as the group joins so many: leave it out"
         mistakes.append(("diloco.workers", reason))

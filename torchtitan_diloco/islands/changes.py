@@ -31,8 +31,8 @@ CHANGEABLE: dict[str, Any] = {
 }
 
 
-def parse_change(facts: Facts, key: str, value: str) -> Change:
-    """Return the record of a change. Raises a UserError if it is not possible."""
+def parse_value(key: str, value: str) -> Any:
+    """Return the value of a setting that can change, or raise a UserError."""
     if key not in CHANGEABLE:
         raise UserError(
             f"{key} cannot change while a run goes on{nearest(key, CHANGEABLE)}; "
@@ -40,10 +40,14 @@ def parse_change(facts: Facts, key: str, value: str) -> Change:
         )
     try:
         number = float(value) if CHANGEABLE[key] in (Positive,) else value  # such as 1e9
-        found = convert(number, CHANGEABLE[key], is_word=True)
+        return convert(number, CHANGEABLE[key], is_word=True)
     except ValueError as error:
         raise UserError(f"{key} = {value}: {error}") from error
-    change = Change(run=facts.run, key=key, value=str(found))
+
+
+def parse_change(facts: Facts, key: str, value: str) -> Change:
+    """Return the record of a change. Raises a UserError if it is not possible."""
+    change = Change(run=facts.run, key=key, value=str(parse_value(key, value)))
     try:
         changed(facts, change)
     except VoidError as error:

@@ -121,7 +121,7 @@ class IslandPeers(Peers):
 
     def join(self) -> Seat:
         """Connect, take a slot, wait for the run to begin, and load the shared parameters."""
-        if self._leader is not None or self._follower is not None:
+        if self._leader or self._follower:
             raise RuntimeError("join() was called before: build other IslandPeers to join again")
         seat = None
         if self._ranks.is_first:
@@ -133,10 +133,9 @@ class IslandPeers(Peers):
         self.total_tokens, self._last = seat.total_tokens, Boundary(seat.clock)
         drop_gathered(self.model)
         self._copies.write_model(seat.versions)
-        logger.info(
-            f"island {self.islands.name} has slot {seat.slot} of {seat.slots}, begins at its "
-            f"sample {seat.position:,}; the run has merged {seat.clock:,} tokens"
-        )
+        copy = f"takes the newest shared copy, of {seat.clock:,} tokens, and " * (seat.clock > 0)
+        place = f"slot {seat.slot} of {seat.slots}, {copy}begins at its sample {seat.position:,}"
+        logger.info(f"island {self.islands.name} has {place}")
         return seat
 
     def _join(self) -> Seat:
