@@ -223,8 +223,10 @@ def outer(scale: Scale, _: Path) -> Iterator[Check]:
 
 def workers(scale: Scale, folder: Path) -> Iterator[Check]:
     """Train several workers on one GPU. Every exchange compares their checksums."""
-    for count, delay in ((2, 1), (4, 3)) if scale.on_gpu else ((2, 1),):
+    cases = [(2, 1, "device"), (2, 1, "cpu"), (4, 3, "device")]
+    for count, delay, memory in cases if scale.on_gpu else cases[:1]:
         settings = {
+            "diloco.link.outer_state": memory,
             "diloco.workers": str(count),
             "diloco.overlap.delay": str(delay),
             "diloco.quantization.codec": "fp4_e3m0",
@@ -233,15 +235,16 @@ def workers(scale: Scale, folder: Path) -> Iterator[Check]:
             "training.batch_size": "4",
             "checkpoint.at_end": "false",
         }
-        records = core.train(folder / f"workers-{count}", scale.run | settings, NPROC=str(count))
+        place = folder / f"workers-{count}-{memory}"
+        records = core.train(place, scale.run | settings, NPROC=str(count))
         losses = [one["loss/train"] for one in core.steps_of(records) if "loss/train" in one]
         totals = totals_of(records, streaming=True)
         measured = (
             f"{losses[0]:.2f} -> {losses[-1]:.2f}; {hidden_percent(totals):.0f} % hidden, "
             f"utilisation {utilisation_percent(totals):.0f} %"
         )
-        what, expected = f"{count} workers, fp4, tau {delay}", "no mismatch, the loss falls"
-        yield Check(what, expected, measured, losses[-1] < losses[0])
+        what = f"{count} workers, fp4, tau {delay}, state: {memory}"
+        yield Check(what, "no mismatch, the loss falls", measured, losses[-1] < losses[0])
 
 
 def save(scale: Scale, folder: Path) -> Iterator[Check]:

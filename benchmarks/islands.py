@@ -212,8 +212,8 @@ def storm(folder: Path, seconds: float) -> Found:
         ended = max(run.steps(worker)[-1]["time"] for worker in run.living)
         usual = statistics.median(map(run.usual, run.living))
         found = run.losses(audit, run.living)
-    full = 4 * LENGTH * (ended - began) / usual
-    found["goodput, %"] = 100 * (audit["merged_tokens"] - merged) / full
+    found["goodput, %"] = 100 * (audit["merged_tokens"] - merged) * usual / (ended - began)
+    found["goodput, %"] /= 4 * LENGTH
     return found | {"participation, %": 100 * statistics.mean(audit["participants"]) / 4}
 
 
@@ -223,7 +223,7 @@ CASES: dict[str, Callable[..., Found]] = {
     "donor dies": donor_dies,
     "fast and slow": fast_and_slow,
 }
-COLUMNS = ("longest stall, steps", "idle, %", "next round, s", "steps lost")
+COLUMNS = "longest stall, steps", "idle, %", "next round, s", "steps lost"
 GOALS = (
     "Goals: no stall above 1 step, the next round within 2 s, 0 steps lost, the first part merged "
     "within H = 20 steps, 95 % of a slow island's steps merged, goodput 95 %, 0 problems."
@@ -238,9 +238,9 @@ def measure_faults(cases: Mapping[str, Callable[..., Found]], repeats: int, out:
             found = cases[name](out / re.sub(r"\W+", "-", name) / str(number))
         except (SystemExit, TimeoutError, IndexError) as error:
             print(f"PROBLEM in {name}: {error}", flush=True)
-            continue
-        print(f"{name}: {found}, load {os.getloadavg()[0]:.1f}", flush=True)
-        results.setdefault(name, []).append(found)
+        else:
+            print(f"{name}: {found}, load {os.getloadavg()[0]:.1f}", flush=True)
+            results.setdefault(name, []).append(found)
     rows = []
     for name, measured in results.items():
         texts = {
@@ -248,8 +248,7 @@ def measure_faults(cases: Mapping[str, Callable[..., Found]], repeats: int, out:
             for key in measured[0]
         }
         more = "; ".join(f"{key}: {text}" for key, text in texts.items() if key not in COLUMNS)
-        columns = [texts.get(column, "") for column in COLUMNS]
-        rows.append([name, *columns, more, str(len(measured))])
+        rows.append([name, *(texts.get(one, "") for one in COLUMNS), more, str(len(measured))])
     header = " | ".join(["case", *COLUMNS, "also measured", "n"])
     core.print_table(f"Islands. {GOALS}", header, rows)
 
@@ -353,10 +352,7 @@ def measure_quality(names: list[str], seeds: int, tokens: int, out: Path) -> Non
         train = partial(train_case, QUALITY[name], tokens, seed, folder)
         results[name][seed] = core.kept(folder, {"tokens": tokens}, train)
         print(f"{name}, seed {seed}: {results[name][seed]}", flush=True)
-    losses = {
-        name: {seed: found["loss"] for seed, found in runs.items()}
-        for name, runs in results.items()
-    }
+    losses = {name: {seed: one["loss"] for seed, one in results[name].items()} for name in results}
     rows = []
     for name, runs in results.items():
         late = [found["late"] for found in runs.values()]
@@ -373,9 +369,8 @@ def measure_quality(names: list[str], seeds: int, tokens: int, out: Path) -> Non
             ]
         )
     title = f"validation loss of the shared copy after {tokens:,} tokens, mean (min ... max)"
-    core.print_table(
-        title, "case | loss | against lockstep | merged | parts late | problems | n", rows
-    )
+    columns = "case | loss | against lockstep | merged | parts late | problems | n"
+    core.print_table(title, columns, rows)
 
 
 def main() -> None:
@@ -384,8 +379,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=core.positive, default=3)
     storm_help = "seconds of a run with many faults, instead of the cases or after those given"
     parser.add_argument("--storm", type=core.positive, default=0, help=storm_help)
-    quality_help = f"loss of {'; '.join(QUALITY)}"
-    parser.add_argument("--quality", action="store_true", help=quality_help)
+    parser.add_argument("--quality", action="store_true", help=f"loss of {'; '.join(QUALITY)}")
     parser.add_argument("--tokens", type=core.positive, default=409_600, help="of --quality")
     parser.add_argument("--out", type=Path, default=Path("outputs/islands"))
     options = parser.parse_args()

@@ -22,8 +22,11 @@ import msgspec
 from benchmarks import core
 
 CONTROL = "data parallel"
-SCALED = ("lr_schedule.warmup_steps", "diloco.beginning.steps")
-"""Settings in steps, which become shorter or longer with the run."""
+SCALED = {
+    "lr_schedule.warmup_steps": "lr_schedule.warmup_fraction",
+    "diloco.beginning.steps": "diloco.beginning.fraction",
+}
+"""Settings in steps of the table's length, and those that set them for any length."""
 RESERVED = {
     "run.folder",
     *("run.seed", "data.corpus", "diloco.method", "diloco.workers", "diloco.sync_every"),
@@ -58,8 +61,8 @@ class Table:
         if run["diloco.method"] == "none":  # runs that differ in other settings are the same
             run = {key: value for key, value in run.items() if not key.startswith("diloco.")}
             run |= file.terms[CONTROL]
-        for key in run.keys() & set(SCALED):
-            run[key] = str(max(1, round(int(run[key]) * steps / self.steps)))
+        for key in run.keys() & SCALED.keys():
+            run[SCALED[key]] = str(int(run.pop(key)) / self.steps)
         sequences = int(run["training.global_batch_size"]) // int(run["diloco.workers"])
         return run | {"training.steps": str(steps), "training.batch_size": str(sequences)}
 

@@ -16,12 +16,9 @@ trainer hold for all runs, such as `--compile.enable true`.
 import argparse
 import json
 import math
-import random
 import re
-import sysconfig
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -34,13 +31,9 @@ from matplotlib.figure import Figure
 from benchmarks import core
 from benchmarks.parity import read_tables
 from torchtitan_diloco.config.schema import Model
-from torchtitan_diloco.data import corpus, train_tokenizer
 from torchtitan_diloco.data.shards import INDEX_NAME, read_index
-from torchtitan_diloco.data.text import open_corpus, standard_library
-from torchtitan_diloco.data.tokenizer import build_tokenizer
 from torchtitan_diloco.hardware import available_cores, describe_device
 from torchtitan_diloco.log import UserError, markdown_table
-from torchtitan_diloco.models import vocabulary_rows
 from torchtitan_diloco.models.decoder import Decoder
 from torchtitan_diloco.report.charts import LIGHT, STYLE, series_colour, short_number
 
@@ -99,22 +92,6 @@ class Run(NamedTuple):
         return f"{name_of(self.size)}, {self.optimizer}, {kind}"
 
 
-@dataclass(frozen=True)
-class Text:
-    """Token shards, and how they were made."""
-
-    corpus: str
-    tokenizer: str
-
-    @property
-    def settings(self) -> core.Settings:
-        return {"data.corpus": self.corpus, "data.tokenizer": self.tokenizer}
-
-    @property
-    def rows(self) -> int:
-        return vocabulary_rows(Model(), build_tokenizer(self.tokenizer).vocab_size)
-
-
 # --- models and settings --------------------------------------------------------------------------
 
 
@@ -150,7 +127,7 @@ def batch_of(size: int) -> tuple[int, int]:
     return tokens // length, length
 
 
-def settings_of(run: Run, text: Text, extra: core.Settings, ratio: float) -> core.Settings:
+def settings_of(run: Run, text: core.Text, extra: core.Settings, ratio: float) -> core.Settings:
     """Return the settings of a run of so many tokens per parameter."""
     sequences, length = batch_of(run.size)
     at_once = max(1, min(sequences // run.workers, MOST_AT_ONCE // length))
@@ -170,41 +147,6 @@ def settings_of(run: Run, text: Text, extra: core.Settings, ratio: float) -> cor
         "validation.sequences": str(2**17 // length),
         **extra,
     }
-
-
-# --- text -----------------------------------------------------------------------------------------
-
-
-def write_sources(path: Path) -> None:
-    """Write the source of Python and its packages, a file in a line, in random order."""
-    files = standard_library(Path(sysconfig.get_path("stdlib")))
-    for folder in {sysconfig.get_path(kind) for kind in ("purelib", "platlib")}:
-        files += sorted(Path(folder).rglob("*.py"))
-    random.Random(0).shuffle(files)
-    seen = set[str]()  # packages have copies of others, of which none may be held out
-    with path.open("w", encoding="utf-8") as lines:
-        for file in files:
-            source = file.read_text(encoding="utf-8", errors="replace")
-            if source not in seen:
-                seen.add(source)
-                lines.write(json.dumps({"text": source}) + "\n")
-
-
-def prepare_text(out: Path, source: str, vocabulary: int) -> Text:
-    """Return the shards of a run, which are made in `out` unless `source` has some."""
-    if (Path(source) / INDEX_NAME).exists():
-        return Text(source, str(read_index(Path(source) / INDEX_NAME).settings["tokenizer"]))
-    text = Text(str(out / "tokens"), str(out / "tokenizer.json") if vocabulary else "bytes")
-    if not (out / "tokens" / INDEX_NAME).exists():
-        if not source:
-            source = str(out / "sources.jsonl")
-            write_sources(Path(source))
-        open_corpus(source)  # raises an error of one line
-        if vocabulary and not Path(text.tokenizer).exists():
-            size = ["--vocab-size", str(vocabulary), "--pieces", "2000"]
-            train_tokenizer.main(["--source", source, *size, "--out", text.tokenizer])
-        corpus.main(["--source", source, "--tokenizer", text.tokenizer, "--out", text.corpus])
-    return text
 
 
 # --- the plan -------------------------------------------------------------------------------------
@@ -260,7 +202,7 @@ def seconds_of(run: Run, tokens: float, probes: Mapping[Run, core.Record]) -> fl
     return float(max(0.0, probe["seconds"] - probe["tokens"] / speed) + tokens / speed)
 
 
-def print_plan(chosen: Plan, text: Text, cost: Cost) -> None:
+def print_plan(chosen: Plan, text: core.Text, cost: Cost) -> None:
     rows = [
         [
             name_of(size),
@@ -402,7 +344,8 @@ def build_parser() -> argparse.ArgumentParser:
 def main() -> None:
     parser, started = build_parser(), time.monotonic()
     options, words = parser.parse_known_args()
-    own = settings_of(Run(10**6, "muon", 2, 30), Text("", "bytes"), {}, 1.0).keys() - COMMON.keys()
+    example = settings_of(Run(10**6, "muon", 2, 30), core.Text("", "bytes"), {}, 1.0)
+    own = example.keys() - COMMON.keys()
     extra = core.parse_settings(parser, words, own | {"run.folder", "diloco.method"})
     core.load(extra)
     out = options.out.resolve()
@@ -410,7 +353,7 @@ def main() -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
         known.touch()
-        text = prepare_text(out, options.corpus, options.vocabulary)
+        text = core.prepare_text(out, options.corpus, options.vocabulary)
     except OSError as error:
         parser.error(f"--out {options.out} cannot be written ({error}): choose another folder")
     except UserError as error:

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import REPOSITORY
+from torchtitan_diloco import cli
+from torchtitan_diloco.cli import COMMANDS
 from torchtitan_diloco.log import STARTED_BY, command_line, installed
 
 PYTHON = f"{sys.executable} -m"
@@ -40,6 +42,19 @@ def test_after_run_train_sh_the_installed_command_if_there_is_one(
     assert command_line("report") == ".venv/bin/torchtitan-diloco report"
     monkeypatch.chdir(scripts)
     assert command_line("train") == f"'{root}/run_train.sh'"
+
+
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules after import")
+@pytest.mark.parametrize("name", sorted(COMMANDS.keys() - {"train"}))
+def test_a_wrong_option_is_answered_in_one_line(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["__main__.py", name, "--failures", "--islands", "x"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 2
+    assert line.startswith("error: ")
 
 
 def test_a_real_start_names_itself() -> None:

@@ -29,7 +29,7 @@ def test_all_that_is_missing_is_listed_at_once(
     error = capsys.readouterr().err
     assert error.startswith("error: 5 things to do before this run can start:")
     extras = re.findall(r"install ([\w-]+): .*\[(\w+)\]'", error)
-    assert extras == [("wandb", "wandb"), ("datasets", "hf"), ("nats-server", "islands")]
+    assert extras == [("wandb", "wandb"), ("datasets", "c4"), ("nats-server", "islands")]
     source = "--source hf:allenai/c4/en:train"
     assert f"tokenizer {source} --vocab-size 32000 --out data/c4-32k.json" in error
     assert re.search(rf"prepare {source} .* --max-tokens 25\d{{9}}\n", error), "20 a parameter"
@@ -42,6 +42,13 @@ def test_all_that_is_missing_is_listed_at_once(
     assert download in error
     assert "data.tokenizer" not in error, "it comes with the weights"
     assert re.search(r"prepare .* --begin-token", error)
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    check_inputs(settings(run__folder=str(tmp_path / "new/run")))
+    (file := tmp_path / "file").touch()
+    with pytest.raises(UserError, match=rf'run.folder = "{file}/run": {file} is no folder that'):
+        check_inputs(settings(run__folder=f"{file}/run"))
 
 
 def settings(**changed: str) -> Config:

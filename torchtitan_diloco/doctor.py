@@ -6,7 +6,6 @@
 .venv/bin/torchtitan-diloco doctor --endpoint node0:29500
 """
 
-import argparse
 import math
 import platform
 import socket
@@ -35,7 +34,7 @@ from torchtitan_diloco.islands.config import Join, explain
 from torchtitan_diloco.islands.probe import Probe
 from torchtitan_diloco.islands.records import Facts, decode
 from torchtitan_diloco.islands.session import Session, stream_of
-from torchtitan_diloco.log import USER_ERROR, UserError, command_line
+from torchtitan_diloco.log import USER_ERROR, Parser, UserError, command_line
 
 PATIENCE = 5.0
 PACKET, PINGS = 2**16, 5
@@ -50,9 +49,7 @@ Hop: TypeAlias = tuple[str, Callable[[], str]]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog=command_line("doctor"), description=(__doc__ or "").splitlines()[0]
-    )
+    parser = Parser(prog=command_line("doctor"), description=(__doc__ or "").splitlines()[0])
     target = parser.add_mutually_exclusive_group()
     target.add_argument("--join", help="join string of a run of islands, or its file")
     target.add_argument("--endpoint", metavar="HOST:PORT", help="RDZV_ENDPOINT of a run")

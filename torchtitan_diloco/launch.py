@@ -195,9 +195,12 @@ def read_nodes(environment: Mapping[str, str]) -> tuple[int, int, str]:
     if count == 1 or not (count or endpoint or rank):
         return 1, 0, "localhost:0"
     if not (count and endpoint) or rank is None or rank >= count:
+        given = {"NNODES": count, "NODE_RANK": rank, "RDZV_ENDPOINT": endpoint}
+        now = {key: "not set" if one in (None, "") else one for key, one in given.items()}
         raise UserError(
-            f"several nodes need NNODES (now {count}), NODE_RANK (now {rank}), this node's number "
-            f"from 0, and RDZV_ENDPOINT (now {endpoint!r}), host:port of the first node"
+            f"several nodes need NNODES (now {now['NNODES']}), NODE_RANK (now {now['NODE_RANK']}), "
+            f"this node's number from 0, and RDZV_ENDPOINT (now {now['RDZV_ENDPOINT']}), host:port "
+            "of the first node"
         )
     has_port = ":" in endpoint.rpartition("]")[2]
     return count, rank, endpoint if has_port else f"{endpoint}:29500"

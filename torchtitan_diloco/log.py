@@ -1,5 +1,6 @@
 """What a process tells its user: log lines, errors, exit codes, and commands to type."""
 
+import argparse
 import logging
 import os
 import re
@@ -34,6 +35,13 @@ REPOSITORY = Path(__file__).parents[1]
 class UserError(ValueError):
     """A mistake of the user. The message has the value, its key and the remedy, and needs no
     traceback. Any other ValueError, such as one of torch, is a bug."""
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser of options that says in one line what is wrong with them."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(USER_ERROR, f"error: {message}; `{self.prog} --help` lists what there is\n")
 
 
 def run_and_exit(main: Callable[[list[str]], int], arguments: list[str]) -> NoReturn:

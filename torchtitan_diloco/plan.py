@@ -20,7 +20,7 @@ from torchtitan_diloco.config.loader import CONFIGS_FOLDER, find_config
 from torchtitan_diloco.config.schema import flat_settings, format_value
 from torchtitan_diloco.diloco.link import STREAM_BYTES
 from torchtitan_diloco.diloco.schedule import Schedule
-from torchtitan_diloco.log import UserError, command_line
+from torchtitan_diloco.log import Parser, UserError, command_line
 from torchtitan_diloco.planner.paper import SYNC_EVERY, paper_table
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Return the options, and the remaining words, which are settings of a run."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=command_line("plan"),
         description="Find the first settings of a ladder that reach a utilisation on a link.",
         epilog="Settings can be given as well: --diloco.workers 4. See docs/report-and-plan.md.",
@@ -94,7 +94,7 @@ def _parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
 def _parse_failures(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Return the options of `plan --failures`, and the remaining words, which are settings."""
     prog = f"{command_line('plan')} --failures"
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=prog,
         usage=f"{prog} --chips N --mtbf TIME [options]",
         description="Predict goodput when chips fail, and find how many islands are enough, and "

@@ -32,14 +32,23 @@ def missing(config: Config) -> Iterator[str]:
     files = [*_missing_files(config)]
     packages = {
         "wandb": ("wandb", config.metrics.wandb),
-        "datasets": ("hf", any(f"--source {HUGGING_FACE_PREFIX}" in one for one in files)),
+        "datasets": ("c4", any(f"--source {HUGGING_FACE_PREFIX}" in one for one in files)),
     }
     for package, (extra, needed) in packages.items():
         if needed and find_spec(package) is None:
             yield f"install {package}: {install_command(extra)}"
     if config.islands.local:
         yield from _tried(find_server)
+    yield from _tried(_check_folder, config)
     yield from files
+
+
+def _check_folder(config: Config) -> None:
+    folder = Path(config.run.folder).expanduser()
+    there = next(one for one in (folder, *folder.parents) if os.path.exists(one))  # noqa: PTH110
+    if config.run.folder and not (there.is_dir() and os.access(there, os.W_OK)):
+        reason = f"{there} is no folder that can be written: choose another"
+        raise UserError(f'run.folder = "{config.run.folder}": {reason}')
 
 
 def _missing_files(config: Config) -> Iterator[str]:

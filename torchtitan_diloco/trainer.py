@@ -268,7 +268,7 @@ class Trainer:
         if manifest is None:
             return
         notes = restore(self.start, *self.parts)
-        if manifest.data != self._data_identity():
+        if manifest.data != self._data_identity() and self.island is None:
             notes.append("the data or their order have changed: they are read from the beginning")
         if self.config.model.weights:
             notes.append("model.weights is for new runs: the checkpoint's weights are used")

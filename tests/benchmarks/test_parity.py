@@ -23,6 +23,13 @@ def test_runs_are_valid_distinct_and_of_equal_tokens(table: Table) -> None:
     assert set(table.papers) <= set(table.controls)
 
 
+def test_lengths_in_steps_follow_the_length_of_the_run() -> None:
+    run = TABLES["parity"].settings("streaming, M=2, H=30, beginning 1000, alpha falls", 450)
+    config = core.load(run)
+    steps = config.diloco.beginning.in_steps(450).steps
+    assert (config.lr_schedule.warmup(450), steps) == (50, 50)
+
+
 def test_a_finished_run_is_not_repeated_and_an_interrupted_one_is_continued(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -64,7 +64,7 @@ def test_models_have_about_the_size_asked_for_and_workers_divide_their_batch(
 ) -> None:
     size *= 1_000_000
     assert scale.count_parameters(size, rows) == pytest.approx(size, rel=0.1)
-    text = scale.Text("stdlib", "bytes")
+    text = core.Text("stdlib", "bytes")
     for workers, optimizer in product((1, 2, 4, 8), scale.OPTIMIZERS):
         run = Run(size, optimizer, workers, 0 if workers == 1 else 30)
         config = core.load(scale.settings_of(run, text, {}, 20.0))
@@ -111,10 +111,10 @@ def test_text_has_each_file_once_and_is_kept(
     for name, source in (("a", "x = 1\n" * 500), ("b", "x = 1\n" * 500), ("c", "y = 2\n" * 500)):
         (folder / f"{name}.py").write_text(source)
     monkeypatch.setattr("sysconfig.get_path", lambda _: str(folder))
-    monkeypatch.setattr(scale, "standard_library", lambda _: [])
-    text = scale.prepare_text(tmp_path, "", 300)
+    monkeypatch.setattr(core, "standard_library", lambda _: [])
+    text = core.prepare_text(tmp_path, "", 300)
     assert len((tmp_path / "sources.jsonl").read_text().splitlines()) == 2
     assert text.rows == 320
     (tmp_path / "sources.jsonl").unlink()
-    assert scale.prepare_text(tmp_path, "", 300) == text
-    assert scale.prepare_text(tmp_path / "other", text.corpus, 0) == text
+    assert core.prepare_text(tmp_path, "", 300) == text
+    assert core.prepare_text(tmp_path / "other", text.corpus, 0) == text

@@ -54,7 +54,8 @@ FP32 = {
 }
 NESTEROV = {"diloco.outer_optimizer.name": "nesterov"}
 Train = Callable[..., Path]
-TOPK = FP32 | NESTEROV | {"optimizer.name": "muon", "diloco.quantization.codec": "topk"}
+SGD = {"diloco.outer_optimizer.name": "sgd"}
+TOPK = FP32 | SGD | {"optimizer.name": "muon", "diloco.quantization.codec": "topk"}
 THREE = {"diloco.workers": 3, "training.batch_size": 2}
 SCHEDULE = {"diloco.sync_every": 4, "diloco.overlap.delay": 1}
 INT8 = {"diloco.quantization.codec": "int8"}

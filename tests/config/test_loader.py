@@ -79,6 +79,20 @@ def test_the_warm_up_that_is_given_last_counts(tmp_path: Path) -> None:
     assert "lr_schedule.warmup_steps already sets the length of the warm-up" in both
 
 
+def test_the_beginning_that_is_given_last_counts(tmp_path: Path) -> None:
+    def steps(**given: str) -> int:
+        found = load_config(child, {f"diloco.beginning.{key}": one for key, one in given.items()})
+        return found.diloco.beginning.in_steps(1000).steps
+
+    parent = write(tmp_path, "parent.toml", "training.steps = 9\ndiloco.beginning.steps = 300\n")
+    table = f"extends = '{parent}'\ndiloco.beginning.fraction = 0.1\n"
+    child = write(tmp_path, "child.toml", table)
+    assert steps() == 100
+    assert steps(steps="30") == 30
+    assert steps(fraction="0.05") == 50
+    assert steps(fraction="0") == 0
+
+
 @pytest.mark.parametrize(
     ("words", "reason"),
     [

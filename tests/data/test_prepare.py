@@ -163,6 +163,17 @@ def test_a_folder_that_cannot_be_used(run: Run, out: Path, monkeypatch: pytest.M
     with monkeypatch.context() as patch:
         patch.setattr(fcntl, "flock", no_locks)
         assert "No locks available; choose a folder" in run(source="stdlib")[1]
+
+    def no_space(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ShardWriter, "add", no_space)
+        assert run(source="stdlib", out=(full := out.with_name("full"))) == (
+            2,
+            f"error: cannot write into {full}: No space left on device; make room, and "
+            "start the same command again\n",
+        )
     for name, message in (
         ("thesis.tex", "is not empty (thesis.tex); choose a new folder"),
         ("prepare.json", "cannot read prepare.json"),

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from tests.conftest import REPOSITORY, save_tokenizer
 from torchtitan_diloco.data.tokenizer import Tokenizer, build_tokenizer
+from torchtitan_diloco.data.train_tokenizer import main as train_tokenizer
 
 BYTES = build_tokenizer("bytes")
 
@@ -89,7 +90,10 @@ def test_limits_and_added_tokens_of_a_file_are_left_out(
 
 def test_a_file_that_cannot_be_used_is_refused(file: Path, tmp_path: Path) -> None:
     path, renamed = tmp_path / "changed.json", file.read_text().replace("<|endoftext|>", "no end")
-    for text, message in (("{}", "is no tokenizer.json"), (renamed, "has no token that ends a")):
+    for text, message in (
+        ("{}", r"is no tokenizer.json \(.*: give one of"),
+        (renamed, "has no token that ends a"),
+    ):
         path.write_text(text)
         with pytest.raises(ValueError, match=rf'data.tokenizer = ".*json" {message}'):
             build_tokenizer(str(path))
@@ -131,3 +135,18 @@ def test_an_encoding_of_tiktoken_keeps_its_ids_and_its_end_of_document(
     assert tokenizer.fingerprint != BYTES.fingerprint
     assert tokenizer.decode([97, 280, 98]) == "a\ufffdb", "280 is a gap"
     assert tokenizer.encode("a<|other|>").tolist() == list(b"a<|other|>")
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ("--vocab-size 10 --out own.json", "--vocab-size 10: give at least 257"),
+        ("--pieces 1 --vocab-size 257 --out .", "--out . cannot be written: "),
+    ],
+)
+def test_a_tokenizer_that_cannot_be_made(
+    words: str, problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        train_tokenizer(["--source", "stdlib", *words.split()])
+    assert capsys.readouterr().err.startswith(f"error: {problem}")

@@ -22,6 +22,8 @@ class MeanInFlight(NamedTuple):
     sent: int
     fragment: int
     mean: Values
+    deltas: list[Values]
+    """Of each worker, before they are encoded."""
 
 
 class ReferenceDiLoCo:
@@ -39,7 +41,6 @@ class ReferenceDiLoCo:
         self.config, self.T = config, total_steps
         self.fragments, self.transmit, self.gather = fragments, transmit, gather
         self.is_sparse = build_codec(config.quantization).is_sparse
-        self.residuals = [dict[str, Tensor]() for _ in workers]
         self.theta = [dict(worker.named_parameters()) for worker in workers]
         self.Theta = {name: value.detach().float().clone() for name, value in self.theta[0].items()}
         self.in_flight: list[MeanInFlight] = []
@@ -63,8 +64,9 @@ class ReferenceDiLoCo:
         for p in range(P):
             t_p = p * max(1, H // P) % H
             if t >= H + t_p and (t - t_p) % H == 0:  # SEND
-                mean = self._mean_delta(p, weights or [1.0] * len(self.theta))
-                self.in_flight.append(MeanInFlight(t, p, mean))
+                deltas = [self._delta(m, p) for m in range(len(self.theta))]
+                mean = self._mean_delta(p, deltas, weights or [1.0] * len(self.theta))
+                self.in_flight.append(MeanInFlight(t, p, mean, deltas))
         for message in [one for one in self.in_flight if one.sent == t - tau]:  # APPLY
             self._apply(message, average=is_beginning)
 
@@ -77,6 +79,7 @@ class ReferenceDiLoCo:
         self.in_flight.remove(message)
         begin, end = self.config.overlap.mixing, self.config.overlap.mixing_end
         alpha = begin if end is None else begin + (end - begin) * self.t / self.T
+        before = {name: self.Theta[name].clone() for name in message.mean}
         if average:
             alpha = 0.0
             for name, delta in message.mean.items():
@@ -85,35 +88,36 @@ class ReferenceDiLoCo:
             for name, delta in message.mean.items():
                 self.Theta[name].grad = delta
             self.optimizers[message.fragment].step()
-        for theta in self.theta:
-            self._mix(theta, self.fragments[message.fragment], alpha)
+        for theta, sent in zip(self.theta, message.deltas, strict=True):
+            if self.is_sparse:
+                for name, delta in sent.items():
+                    change = self.Theta[name] - before[name]
+                    theta[name].data += torch.where(change == 0, 0.0, change + delta)
+            else:
+                self._mix(theta, self.fragments[message.fragment], alpha)
 
-    def _mean_delta(self, p: int, weights: Sequence[float]) -> Values:
+    def _mean_delta(self, p: int, deltas: list[Values], weights: Sequence[float]) -> Values:
         """Return a running mean over the workers that sent a value, rounded as in the exchange: a
         codec may magnify errors."""
         mean, total = (
             {name: torch.zeros_like(self.Theta[name]) for name in self.fragments[p]}
             for _ in range(2)
         )
-        for m, weight in enumerate(weights):
+        for one, weight in zip(deltas, weights, strict=True):
             if weight:
-                for name, delta in self._transmitted_delta(m, p).items():
+                for name, delta in self.transmit(one).items():
                     sent = torch.ones_like(delta) if not self.is_sparse else (delta != 0).float()
                     total[name] += weight * sent
                     share = (weight * sent / total[name]).nan_to_num()  # 0 / 0: nobody has sent
                     mean[name] += (delta - mean[name]) * share
         return self.gather(mean)
 
-    def _transmitted_delta(self, m: int, p: int) -> Values:
-        theta, residual, delta = self.theta[m], self.residuals[m], {}
+    def _delta(self, m: int, p: int) -> Values:
+        theta, delta = self.theta[m], {}
         for name in self.fragments[p]:
             rounded = self.Theta[name].to(theta[name].dtype).float()  # for models below fp32
             delta[name] = rounded - theta[name].float()
-            delta[name] += residual.get(name, 0.0) * self.config.quantization.residual_decay
-        arrived = self.transmit(delta)
-        if self.is_sparse:
-            residual.update({name: delta[name] - arrived[name] for name in delta})
-        return arrived
+        return delta
 
     def _mix(self, theta: dict[str, nn.Parameter], names: list[str], alpha: float) -> None:
         for name in names:

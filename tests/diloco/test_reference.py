@@ -130,13 +130,17 @@ CHANCE = 0.6
 
 
 def with_wire(wire: Quantization, delay: int = 5, layers: int = 2, **changes: Any) -> DiLoCoConfig:
-    return replace(config(layers, delay), quantization=wire, **changes)
+    name: Any = "sgd" if wire is TOPK else "nesterov"
+    return replace(config(layers, delay, name=name), quantization=wire, **changes)
 
 
 def with_turns(delay: int, every: int) -> DiLoCoConfig:
     """A beginning that ends within a cycle, and has more fragments than steps between two sends;
     a falling share."""
-    overlap, beginning = Overlap(delay, mixing=0.6, mixing_end=0.1), Beginning(11, every)
+    overlap, beginning = (
+        Overlap(delay, mixing=0.6, mixing_end=0.1),
+        Beginning(steps=11, sync_every=every),
+    )
     return with_wire(Quantization("fp4_e3m0"), overlap=overlap, beginning=beginning)
 
 

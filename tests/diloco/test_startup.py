@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.diloco.toy import AVERAGE_EVERY_STEP, Net, config, join
 from tests.processes import ProcessPool
 from torchtitan_diloco.diloco import (
+    Beginning,
     DiLoCoConfig,
     Link,
     OuterOptimizer,
@@ -26,7 +27,6 @@ from torchtitan_diloco.diloco import (
     StreamingDiLoCo,
     startup,
 )
-from torchtitan_diloco.diloco.config import CodecName
 from torchtitan_diloco.diloco.fragments import build_fragments
 from torchtitan_diloco.diloco.gloo_peers import GlooPeers
 from torchtitan_diloco.distributed.world import WORKER
@@ -65,12 +65,21 @@ def test_numbers_have_the_type_of_their_setting() -> None:
         ({"sync_every": 2.5}, "DiLoCoConfig.sync_every = 2.5: expected `int`"),
         ({"overlap": Overlap(delay=100)}, r"delay = 100: must be smaller than .*; 0 waits"),
         ({"overlap": Overlap(mixing_end=0.0)}, "mixing_end = 0.0: needs the length of the run"),
+        ({"beginning": Beginning(fraction=0.1)}, "fraction = 0.1: needs the length of the run"),
         ({"quantization": Quantization(codec="int8", block_size=48)}, "block_size.*: take 32"),
     ],
 )
 def test_a_config_made_in_python_is_checked(changes: dict[str, Any], key: str) -> None:
     with pytest.raises(ValueError, match=key):
         StreamingDiLoCo(Net(), None, replace(DiLoCoConfig(), **changes))
+
+
+def test_a_beginning_is_a_fraction_of_the_run() -> None:
+    chosen = DiLoCoConfig(sync_every=10, beginning=Beginning(fraction=0.25, sync_every=5))
+    outer = StreamingDiLoCo(Net(), None, chosen, total_steps=42)
+    outer.close()
+    assert outer.peers.schedule.beginning_steps == 10
+    assert any("in the first 10 steps every 5 steps" in line for line in outer.describe())
 
 
 def refusal(
@@ -91,7 +100,7 @@ OTHERS: dict[str, str] = {
     "model": "",
     "total_steps": "0 on worker 0, 7 on worker 1",
     "arithmetic": "as known on worker 0, an average on worker 1",
-    "memory of the outer state (diloco.link.outer_state)": "cuda on worker 1",
+    "device that encodes (run.device, diloco.link.outer_state)": "cuda on worker 1",
 }
 
 
@@ -106,7 +115,7 @@ def _other_settings() -> tuple[dict[str, str], list[int]]:
         with pytest.MonkeyPatch.context() as patch:
             difference = "an average" * (differs == "arithmetic")
             patch.setattr(startup, "find_difference", lambda *_, found=difference: found)
-            if differs.startswith("memory"):
+            if differs.startswith("device"):
                 patch.setattr(startup, "pick_state_device", lambda *_: GPU)
             steps = 7 if differs == "total_steps" else 0
             found[kind] = refusal(model, group, chosen, total_steps=steps)
@@ -177,21 +186,21 @@ class OnGpu:
 
 
 @pytest.mark.parametrize(
-    ("choice", "codec", "memory", "expected"),
+    ("choice", "outer", "memory", "expected"),
     [
-        ("auto", "fp32", 60e6, "cuda"),  # three buffers of 4 MB are a fifth of it
-        ("auto", "fp32", 59e6, "cpu"),
-        ("auto", "topk", 60e6, "cpu"),
-        ("device", "topk", 1e6, "cuda"),
-        ("cpu", "fp32", 1e9, "cpu"),
+        ("auto", "nesterov", 60e6, "cuda"),  # three buffers of 4 MB are a fifth of it
+        ("auto", "nesterov", 59e6, "cpu"),
+        ("auto", "adam", 60e6, "cpu"),
+        ("device", "adam", 1e6, "cuda"),
+        ("cpu", "nesterov", 1e9, "cpu"),
     ],
 )
 def test_the_outer_state_is_on_a_gpu_that_has_room_for_it(
-    monkeypatch: pytest.MonkeyPatch, choice: Any, codec: CodecName, memory: float, expected: str
+    monkeypatch: pytest.MonkeyPatch, choice: Any, outer: Any, memory: float, expected: str
 ) -> None:
     known = SimpleNamespace(total_memory=memory)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: known)
-    chosen = replace(config(), quantization=Quantization(codec), link=Link(outer_state=choice))
+    chosen = replace(config(name=outer), link=Link(outer_state=choice))
     fragments: Any = [OnGpu()]
     assert startup.pick_state_device(fragments, chosen).type == expected
     on_cpu = build_fragments(Net(), chosen.fragments)

@@ -65,16 +65,16 @@ def _interrupted(wire: Quantization, optimizer_name: str) -> tuple[list[int], An
 
 @pytest.mark.parametrize(
     ("codec", "name"),
-    [("fp32", "nesterov"), ("fp32", "adam"), ("fp4_e3m0", "nesterov"), ("topk", "nesterov")],
+    [("fp32", "nesterov"), ("fp32", "adam"), ("fp4_e3m0", "nesterov"), ("topk", "sgd")],
 )
 def test_resumed_is_uninterrupted_bit_for_bit(
     processes: ProcessPool, codec: CodecName, name: str
 ) -> None:
     workers = processes.run(_interrupted, 2, Quantization(codec), name)
-    outer, moments = workers[0][1][1]["tensors"], {"adam": 2}.get(name, 1)
+    outer, moments = workers[0][1][1]["tensors"], {"adam": 2, "sgd": 0}.get(name, 1)
     assert len({key.partition("/")[0] for key in outer if "moment" in key}) == moments
     for flying, went_on, ends in workers:
-        for key in (key for key in outer if not key.startswith("residual/")):
+        for key in (one for one in outer if not one.startswith("sent/")):
             assert_same(went_on[1]["tensors"][key], outer[key])
         assert flying == list(STOPS.values())
         for resumed in ends:
@@ -108,8 +108,8 @@ def _resumed_otherwise(changes: State) -> tuple[list[str], State, State]:
         ({"beginning": Beginning(steps=20)}, ["applied now"]),
         ({"fragments": Fragments("sequential", layers_per_fragment=2)}, ["applied now"]),
         (
-            {"fragments": Fragments(layers_per_fragment=8), "quantization": Quantization("topk")},
-            ["applied now", "starts from zero"],
+            {"fragments": Fragments(layers_per_fragment=8), "quantization": Quantization("int8")},
+            ["applied now"],
         ),
         ({"outer_optimizer": OuterOptimizer(name="sgd")}, ["its state starts from zero"]),
         ({"outer_optimizer": OuterOptimizer(name="adam")}, ["its state starts from zero"]),
@@ -123,7 +123,7 @@ def test_a_restart_takes_over_what_it_can(
         assert len(notes) == len(words)
         assert all(word in note for word, note in zip(words, notes, strict=True))
         if "outer_optimizer" not in changes:
-            assert_same({name: after[name] for name in before}, before)  # a residual is new
+            assert_same(after, before)
 
 
 def test_fragments_that_are_applied_now_are_mixed_also_where_shared_values_stay() -> None:

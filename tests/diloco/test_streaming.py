@@ -223,7 +223,8 @@ def _many_syncs() -> tuple[int, int]:
     world = join(2)
     model = nn.ModuleDict({"blocks": nn.ModuleList(nn.Linear(200, 200) for _ in range(4))})
     wire = Quantization(codec="topk")
-    chosen = replace(config(1, delay=3), sync_every=4, measure_every=10, quantization=wire)
+    plain = config(1, delay=3, name="sgd")
+    chosen = replace(plain, sync_every=4, measure_every=10, quantization=wire)
     outer = StreamingDiLoCo(model, world.group(WORKER), chosen)
 
     def syncs(count: int) -> int:

@@ -168,17 +168,9 @@ def test_kernels_make_the_bits_of_torch(run: Run, name: str) -> None:
 
 
 def _compare_largest(length: int, top: int, device: str) -> None:
-    codec = TopKCodec("topk", top, residual_decay=0.95)
+    codec = TopKCodec("topk", top)
     compare(codec, inputs(length, 64, 0), device)
     compare_means(codec, length, device)
-    values, residual = torch.randn(2, length, generator=torch.Generator().manual_seed(0))
-    expected = torch.zeros(codec.wire_bytes(length), dtype=torch.uint8)
-    payload, left = Guarded(expected, device), Guarded(residual, device)
-    codec.encode_with_residual(values.to(device, copy=True), left.inside, payload.inside)
-    with plain_torch():
-        codec.encode_with_residual(values, residual, expected)
-    assert torch.equal(payload.read(), expected)
-    assert same_bits(left.read(), residual)
 
 
 @needs_triton

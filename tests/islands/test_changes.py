@@ -87,7 +87,7 @@ def test_more_sites_than_planned_and_more_bits(
         ("total_tokens", "0", "expected"),
         ("slots", "2", "the run has 2 slots"),
         ("diloco.quantization.codec", "fp4", "expected one of"),
-        ("diloco.quantization.codec", "topk", "residual"),
+        ("diloco.quantization.codec", "topk", "its outer optimizer is another"),
         ("diloco.outer_optimizer.lr", "1e300", "expected"),
     ],
 )

@@ -58,6 +58,7 @@ def test_islands_stop_and_go_on_where_the_log_ends(tmp_path: Path) -> None:
     again = run(tmp_path, training__batch_size=1)
     assert again.returncode == 0, again.stdout + again.stderr
     assert "resumed from" in again.stdout
+    assert re.search(r"slot \d of 2, takes the newest shared copy, of [1-9]", again.stdout)
     manifests = []
     for name in ("island-1", "island-2"):
         folder = tmp_path / name

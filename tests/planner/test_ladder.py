@@ -6,7 +6,13 @@ from functools import cache
 import pytest
 
 from torchtitan_diloco.config.loader import load_config
-from torchtitan_diloco.diloco.config import DiLoCoConfig, Overlap, Quantization, diloco_mistakes
+from torchtitan_diloco.diloco.config import (
+    DiLoCoConfig,
+    OuterOptimizer,
+    Overlap,
+    Quantization,
+    diloco_mistakes,
+)
 from torchtitan_diloco.planner.ladder import climb, ladder_text, rungs
 from torchtitan_diloco.planner.prediction import Conditions, Workload
 
@@ -46,7 +52,14 @@ def test_rungs_change_one_setting_after_the_other_if_it_is_a_gain(
 ) -> None:
     sync_every, delay, codec = expected[0].split()
     wire, overlap = replace(GIVEN.quantization, codec=codec), Overlap(delay=int(delay))  # type: ignore[arg-type]
-    given = replace(GIVEN, sync_every=int(sync_every), overlap=overlap, quantization=wire)
+    outer = OuterOptimizer("sgd" if codec == "topk" else "nesterov")
+    given = replace(
+        GIVEN,
+        sync_every=int(sync_every),
+        overlap=overlap,
+        quantization=wire,
+        outer_optimizer=outer,
+    )
     for start in (given, replace(given, method="none")):
         found = list(rungs(start, total_steps))
         assert [name(one) for one in found] == expected

@@ -117,6 +117,8 @@ def test_the_beginning_is_counted() -> None:
     short, long = (predict([1000], found, UNLIMITED, steps=steps) for steps in (100, 10_000))
     assert short.sent_bytes_per_step == pytest.approx((10 + 8) * once / 100)
     assert long.sent_bytes_per_step == pytest.approx((10 + 998) * once / 10_000)
+    share = replace(plain, beginning=Beginning(fraction=0.2))
+    assert predict([1000], share, UNLIMITED, steps=100) == short
     slow = replace(UNLIMITED, bits_per_second=1e5)
     assert predict([1000], found, slow, steps=100).utilisation < (
         predict([1000], plain, slow, steps=100).utilisation

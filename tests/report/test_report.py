@@ -1,5 +1,6 @@
 import json
 import re
+from dataclasses import replace
 from html import unescape
 from pathlib import Path
 from shutil import copytree
@@ -222,6 +223,11 @@ def test_islands_of_a_run_have_lanes_on_one_clock(tmp_path: Path) -> None:
     assert "rome: a part was merged late" in text
     names = [key.name for key in by_title(run)["Loss over tokens"].legend]
     assert names == [*(f"training, {name}" for name in ("oslo", "rome", "lima")), "shared model"]
+    first, *_, lima = run.workers
+    step = lima.steps[0]
+    late = replace(lima, steps=[{**step, "time": 1e9 + 77}])
+    assert run.came_after(late) == 77 - step["worker/elapsed_seconds"]
+    assert run.came_after(first) == 0
 
 
 def test_records_that_are_damaged_hostile_or_not_finite(tmp_path: Path) -> None:

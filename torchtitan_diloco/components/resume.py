@@ -35,7 +35,7 @@ from torchtitan_diloco.diloco.fragments import local_of, shard_rows
 from torchtitan_diloco.diloco.object_collectives import gather_objects
 from torchtitan_diloco.diloco.outer_loop import OuterLoop
 from torchtitan_diloco.diloco.state_dict import (
-    RESIDUAL,
+    SENT,
     SavedState,
     differences,
     facts_for_new_worker,
@@ -259,7 +259,7 @@ def restore(
     _check_model(start, shapes, model)
     inner = inner_tensors(model, optimizer)
     facts = manifest.outer if reads or not manifest.outer else facts_for_new_worker(manifest.outer)
-    names = [name for name in shapes if reads or not name.startswith(RESIDUAL)]
+    names = [name for name in shapes if reads or not name.startswith(SENT)]
     saved = SavedState.template(model, facts, names, world.host_mesh)
     tensors = {name: one for name, one in inner.items() if name in shapes} | saved.tensors
     if files is not None:
@@ -314,7 +314,7 @@ def _copy_to_others(tensors: Mapping[str, Tensor], world: World, readers: Sequen
     device = world.device if dist.get_backend(group) == "nccl" else torch.device("cpu")
     for name, tensor in sorted(tensors.items()):
         local = local_of(tensor)
-        if local.numel() and not name.startswith(RESIDUAL):
+        if local.numel() and not name.startswith(SENT):
             sent = local.to(device, copy=True).contiguous()
             dist.broadcast(sent, group_src=readers[0], group=group)
             if world.worker not in readers:

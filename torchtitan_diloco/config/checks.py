@@ -9,7 +9,8 @@ from torchtitan_diloco.islands.config import Islands, islands_mistakes
 RUN_LENGTH = ("training.steps", "training.tokens", "training.tokens_per_parameter")
 """Exactly one of these settings is not 0."""
 WARMUP = ("lr_schedule.warmup_steps", "lr_schedule.warmup_fraction")
-"""At most one of these settings is not 0."""
+BEGINNING = ("diloco.beginning.steps", "diloco.beginning.fraction")
+"""At most one of these settings is not 0, as of WARMUP."""
 
 READ_WITH: dict[tuple[str, tuple[str, ...]], tuple[str, ...]] = {
     ("optimizer.name", ("muon",)): ("matrix_lr", "momentum"),

@@ -16,7 +16,7 @@ import msgspec
 import tomli
 import tomli_w
 
-from torchtitan_diloco.config.checks import RUN_LENGTH, WARMUP, config_mistakes
+from torchtitan_diloco.config.checks import BEGINNING, RUN_LENGTH, WARMUP, config_mistakes
 from torchtitan_diloco.config.schema import Config, flat_settings, flatten, format_value
 from torchtitan_diloco.diloco.fields import convert, nearest, setting_types
 from torchtitan_diloco.log import UserError, command_line
@@ -101,8 +101,9 @@ class _Settings:
                 self.mistakes.append(_mistake(origin, key, value, str(error)))
         if any(found.get(key) for key in RUN_LENGTH):  # so that `--training.steps 9` shortens any
             self.values |= dict.fromkeys(RUN_LENGTH, 0)
-        if not found.keys().isdisjoint(WARMUP):
-            self.values |= dict.fromkeys(WARMUP, 0)
+        for either in (WARMUP, BEGINNING):
+            if not found.keys().isdisjoint(either):
+                self.values |= dict.fromkeys(either, 0)
         self.values |= found
         self.origins |= dict.fromkeys(found, origin)
 

@@ -23,7 +23,7 @@ from torchtitan_diloco.data.shards import (
 )
 from torchtitan_diloco.data.tokenizer import Tokenizer
 from torchtitan_diloco.hardware import write_whole
-from torchtitan_diloco.log import UserError, command_line
+from torchtitan_diloco.log import UserError, command_line, logger
 
 _SAMPLE = 8192  # documents that decide where to split
 _ITERATIONS = 20
@@ -66,6 +66,10 @@ def add_clusters(folder: Path, tokenizer: Tokenizer, count: int) -> bool:
         write_whole(folder / file, content)
         index.clusters.append(Clusters(file, zlib.crc32(content), sizes))
         write_index(folder / INDEX_NAME, index)
+    logger.info(
+        f"data: divided {documents:,} documents into {count} clusters of {min(sizes):,} to "
+        f"{max(sizes):,} tokens, in {folder}"
+    )
     return True
 
 

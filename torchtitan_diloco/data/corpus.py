@@ -46,7 +46,7 @@ from torchtitan_diloco.data.text import (
 )
 from torchtitan_diloco.data.tokenizer import BEGINS, Tokenizer, build_tokenizer
 from torchtitan_diloco.hardware import available_cores
-from torchtitan_diloco.log import UserError, command_line
+from torchtitan_diloco.log import Parser, UserError, command_line
 
 DEFAULT_SHARD_TOKENS = 2**28  # half a gigabyte at two bytes a token
 _PIECES_AHEAD = 128  # for each thread; bounds memory
@@ -250,7 +250,7 @@ def share(text: str) -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=command_line("prepare"),
         description="Tokenise a corpus into a folder of token shards.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,

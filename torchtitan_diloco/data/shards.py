@@ -5,10 +5,12 @@ A corpus is a folder of shards `train-00000.tokens`, `validation-00000.tokens`, 
 """
 
 import contextlib
+import errno
 import fcntl
 import functools
 import hashlib
 import os
+import threading
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,6 +32,8 @@ INDEX_NAME = "corpus.json"
 STARTED_NAME = "prepare.json"
 """Index of a folder that is not finished: of its finished shards."""
 FORMAT_VERSION = 3
+NOTICE_SECONDS = 2.0
+"""Seconds of waiting for another process after which the log says so."""
 
 
 class Shard(msgspec.Struct, frozen=True):
@@ -128,14 +132,25 @@ def only_writer(folder: Path, *, wait: bool) -> Iterator[None]:
             except BlockingIOError:
                 if not wait:
                     raise UserError(f"another process is writing {folder.absolute()}") from None
-                logger.info(f"waiting for another process that is writing {folder}")
-                fcntl.flock(file, fcntl.LOCK_EX)
+                text = f"waiting for another process that is writing {folder}"
+                notice = threading.Timer(NOTICE_SECONDS, logger.info, [text])
+                notice.start()
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX)
+                finally:
+                    notice.cancel()
         except OSError as error:
             raise UserError(
                 f"cannot write into {folder.absolute()}: {error}; choose a folder that you may "
                 "write to, on a disk with file locks"
             ) from error
-        yield
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            reason = f"cannot write into {folder.absolute()}: {error.strerror}"
+            raise UserError(f"{reason}; make room, and start the same command again") from error
 
 
 class ShardWriter:

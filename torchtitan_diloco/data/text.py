@@ -224,7 +224,7 @@ def _rows(spec: str, source: list[str], split: str) -> Any:
     try:
         import datasets
     except ImportError as error:
-        raise UserError(f"{spec} needs the package datasets: {install_command('hf')}") from error
+        raise UserError(f"{spec} needs the package datasets: {install_command('c4')}") from error
     try:
         return datasets.load_dataset(*source, split=split, streaming=True)
     except (OSError, ValueError, LookupError) as error:

@@ -116,7 +116,9 @@ def _from_file(spec: str) -> Tokenizer:
         content = path.read_bytes()
         tokenizer = tokenizers.Tokenizer.from_str(content.decode())
     except Exception as error:  # the package raises nothing more special
-        raise UserError(f'data.tokenizer = "{spec}" is no tokenizer.json: {error}') from error
+        raise UserError(
+            f'data.tokenizer = "{spec}" is no tokenizer.json ({error}): give one of Hugging Face'
+        ) from error
     vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
     end = next((name for name in ENDS if name in vocabulary), None)
     if end is None:

@@ -3,7 +3,6 @@
 .venv/bin/torchtitan-diloco tokenizer --source stdlib --vocab-size 2048 --out outputs/own.json
 """
 
-import argparse
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
@@ -13,13 +12,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torchtitan_diloco.data.corpus import whole_number
 from torchtitan_diloco.data.text import TEXT_FIELD, open_corpus
 from torchtitan_diloco.data.tokenizer import END_OF_DOCUMENT
-from torchtitan_diloco.log import UserError, command_line
+from torchtitan_diloco.log import Parser, UserError, command_line
+
+FEWEST = 257
+"""Smallest vocabulary."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog=command_line("tokenizer"), description="Train a tokenizer on a corpus."
-    )
+    parser = Parser(prog=command_line("tokenizer"), description="Train a tokenizer on a corpus.")
     add = parser.add_argument
     sources = "stdlib; files, folders, globs with commas; or hf:NAME[/SUBSET][:SPLIT]"
     add("--source", required=True, help=sources)
@@ -31,6 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--text-field", default=TEXT_FIELD, metavar="NAME", help=field)
     options = parser.parse_args(arguments)
     try:
+        if options.vocab_size < FEWEST:
+            reason = f"give at least {FEWEST}, the bytes and {END_OF_DOCUMENT}"
+            raise UserError(f"--vocab-size {options.vocab_size}: {reason}")
         corpus = open_corpus(options.source, options.text_field)
         tokenizer = Tokenizer(models.BPE())
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -44,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         texts = (piece.text for piece in islice(corpus.pieces(), options.pieces))
         tokenizer.train_from_iterator(texts, trainer)
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        tokenizer.save(str(options.out))
+        options.out.write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     except UserError as error:
         parser.exit(2, f"error: {error}\n")
     except OSError as error:

@@ -71,9 +71,16 @@ class Beginning(Section):
 
     steps: NotNegative = 0
     """Inner steps in which fragments are exchanged more often, averaged plainly, waited for, and
-    taken as they are. 0: none."""
+    taken as they are. This or `fraction`, whichever was given last. Both 0: none."""
+    fraction: Fraction = 0.0
+    """Length of the beginning as a fraction of the run."""
     sync_every: Positive = 2
     """Inner steps between two exchanges of the same fragment in the beginning."""
+
+    def in_steps(self, total_steps: int) -> "Beginning":
+        """Return the same beginning, with its length in steps, of a run of so many steps."""
+        steps = self.steps or round(self.fraction * total_steps)
+        return Beginning(steps=steps, sync_every=self.sync_every)
 
 
 CodecName = Literal[
@@ -87,19 +94,17 @@ class Quantization(Section):
 
     codec: CodecName = "fp32"
     """Format of the deltas that workers send, and of the means that come back
-    (docs/algorithm.md). The paper uses `fp4_e3m0`. `topk` sends the largest values only, and
-    adds what it has not sent to the next delta, which takes 4 bytes per parameter."""
+    (docs/algorithm.md). The paper uses `fp4_e3m0`. `topk` sends the largest values only. The others
+    stay in the parameters of the worker until they are large enough. It needs the outer `sgd`, has
+    no use for `mixing`, and takes 4 bytes more per parameter."""
     block_size: Positive = 64
     """Values that share one 8-bit scale: 16, 32, 64, 128, 256, 512 or 1024. Only for formats of 8
     bits or fewer."""
     top_values: Positive = 16
     """Values of every 1,024 that `topk` sends, an even number up to 256."""
-    residual_decay: Fraction = 0.95
-    """What `topk` has not sent is multiplied by this before it is added to the next delta, so that
-    old changes fade. 1: they are kept until they are sent. 0: they are given up."""
     threads: Positive = 1
-    """CPU threads for encoding and decoding. They compete with training for cores. Outer state on a
-    GPU is encoded on the GPU."""
+    """CPU threads for encoding and decoding. They compete with training for cores. A model on a GPU
+    has its deltas encoded there."""
 
 
 @dataclass(frozen=True)
@@ -118,9 +123,9 @@ class Link(Section):
     """Probability that a worker is left out of a round and keeps its own parameters, to study lossy
     links."""
     outer_state: Literal["auto", "cpu", "device"] = "auto"
-    """Memory for the shared parameters and the outer momentum, and where deltas are encoded. `cpu`:
-    host memory, pinned if there is a GPU. `device`: GPU memory; only encoded bytes pass through the
-    host. `auto`: `device` if it takes at most a fifth of the GPU's memory."""
+    """Memory for the shared parameters and the outer momentum. `cpu`: host memory, pinned if there
+    is a GPU, which still encodes. `device`: GPU memory; only encoded bytes pass through the host.
+    `auto`: `device` if it takes at most a fifth of the GPU's memory."""
 
 
 @dataclass(frozen=True)
@@ -163,23 +168,32 @@ Mistakes = Iterator[tuple[str, str]]
 def diloco_mistakes(diloco: DiLoCoConfig, *, islands: bool = False) -> Mistakes:
     """Check settings that depend on each other. `islands`: whether workers are islands."""
     every, first = diloco.sync_every, diloco.beginning
+    begins = first.steps or first.fraction
     if (diloco.fragments.pattern == "explicit") != bool(diloco.fragments.modules):
         reason = 'lists the fragments of diloco.fragments.pattern = "explicit": set both or neither'
         yield "diloco.fragments.modules", reason
     if diloco.overlap.delay >= every:
         reason = f"must be smaller than diloco.sync_every = {every}; 0 waits for each exchange"
         yield "diloco.overlap.delay", reason
-    if first.steps and first.sync_every > every:
+    if begins and first.sync_every > every:
         reason = f"must not be larger than diloco.sync_every = {every}, which comes after it"
         yield "diloco.beginning.sync_every", reason
-    if not first.steps and first.sync_every != Beginning.sync_every:
-        yield "diloco.beginning.sync_every", "is only read with diloco.beginning.steps: set both"
+    if first.steps and first.fraction:
+        reason = "diloco.beginning.steps already sets the length of the beginning: give one of them"
+        yield "diloco.beginning.fraction", reason
+    if not begins and first.sync_every != Beginning.sync_every:
+        reason = "is only read with diloco.beginning.fraction or steps: set one of them too"
+        yield "diloco.beginning.sync_every", reason
     if 0 < diloco.delta_norm_limit <= 1:
         yield "diloco.delta_norm_limit", "must be above 1, or 0 for no limit"
     yield from _quantization_mistakes(diloco.quantization)
+    if diloco.quantization.codec == "topk" and diloco.outer_optimizer.name != "sgd":
+        reason = 'must be "sgd", with lr = 1, for codec = "topk": momentum would move values that '
+        yield "diloco.outer_optimizer.name", reason + "no worker has sent"
     refused = {
         "diloco.method": diloco.method == "none",
-        "diloco.beginning.steps": diloco.beginning.steps > 0,
+        "diloco.beginning.steps": first.steps > 0,
+        "diloco.beginning.fraction": first.fraction > 0,
         "diloco.link.drop_probability": diloco.link.drop_probability,
         "diloco.link.outer_state": diloco.link.outer_state == "cpu",
     }
@@ -199,9 +213,9 @@ def _quantization_mistakes(chosen: Quantization) -> Mistakes:
     if chosen.top_values % 2 or chosen.top_values > MOST_TOP_VALUES:
         reason = f"must be even and at most {MOST_TOP_VALUES}"
         yield "diloco.quantization.top_values", reason
-    for key in ("top_values", "residual_decay"):
-        if chosen.codec != "topk" and getattr(chosen, key) != getattr(Quantization, key):
-            yield f"diloco.quantization.{key}", 'is only read with codec = "topk": leave it out'
+    if chosen.codec != "topk" and chosen.top_values != Quantization.top_values:
+        reason = 'is only read with codec = "topk": leave it out'
+        yield "diloco.quantization.top_values", reason
 
 
 def advice(config: DiLoCoConfig, total_steps: int) -> list[str]:
@@ -209,12 +223,12 @@ def advice(config: DiLoCoConfig, total_steps: int) -> list[str]:
     if config.method == "none":
         return []
     found, outer, every = list[str](), config.outer_optimizer, config.sync_every
-    rounds, beginning = total_steps // every, config.beginning.steps
+    rounds, beginning = total_steps // every, config.beginning.in_steps(total_steps).steps
     several = config.workers > 1
     if 0 < total_steps <= beginning:
         found.append(
-            f"diloco.beginning.steps = {beginning} is not shorter than the run of {total_steps} "
-            "steps, so the outer optimizer and the overlap are never used: shorten it"
+            f"diloco.beginning has {beginning} steps and is not shorter than the run of "
+            f"{total_steps}, so the outer optimizer and the overlap are never used: shorten it"
         )
     elif several and rounds == 0 and not beginning:
         found.append(
@@ -233,11 +247,5 @@ def advice(config: DiLoCoConfig, total_steps: int) -> list[str]:
             f"diloco.outer_optimizer.lr = {outer.lr:g} with momentum {outer.momentum:g}, "
             f"diloco.sync_every = {every} and diloco.overlap.mixing = {config.overlap.mixing:g} "
             "is known to be unstable: set mixing to 0.5, or lower the outer lr"
-        )
-    if config.quantization.codec == "topk" and outer.name != "sgd":
-        found.append(
-            'diloco.quantization.codec = "topk" sends later what it has not sent, and does not go '
-            'with outer momentum: set diloco.outer_optimizer.name = "sgd" with lr = 1 '
-            "(docs/measurements.md)"
         )
     return found

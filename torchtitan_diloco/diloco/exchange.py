@@ -8,8 +8,9 @@ one slice of every chunk and sends the mean, encoded again, to all others.
 Messages are point-to-point, so that an error can name the lost worker. After the headers, the delta
 is sent in chunks, which overlaps transfers with encoding and decoding. Chunks take turns in the TCP
 streams between two workers: gloo picks the stream by the tag. On a CPU, chunks are processed in
-pieces that fit the cache, and fp32 is sent without a copy. Deltas on a GPU are encoded and averaged
-there, on the caller's stream: only encoded bytes pass through host memory.
+pieces that fit the cache, and fp32 is sent without a copy. On a GPU, deltas are encoded and
+averaged on the caller's stream. Those in host memory are copied to it and back for this, as a CPU
+takes ten times as long.
 """
 
 import math
@@ -93,7 +94,6 @@ class Chunk:
 
     number: int
     values: Tensor
-    residual: Tensor | None
     payload: Bytes  # this worker's encoded values
     slices: list[Tensor]
     outgoing: list[Bytes]  # bytes of `payload` for each slice
@@ -124,8 +124,9 @@ class Exchange:
         timeout_seconds: float,
         streams: int = 1,
     ) -> None:
-        """`largest`: values of the largest fragment. `streams`: those between two workers, for each
-        of which the group has a connection."""
+        """`largest`: values of the largest fragment. `device`: where to encode deltas, which may be
+        in host memory. `streams`: those between two workers, for each of which the group has a
+        connection."""
         self._transport = Transport(group, timeout_seconds)
         self.workers, self.me = self._transport.workers, self._transport.me
         self._others = self._transport.others
@@ -155,31 +156,21 @@ class Exchange:
         self._is_measured = False
 
     def average(
-        self,
-        delta: Tensor,
-        header: Header,
-        residual: Tensor | None = None,
-        *,
-        measured: bool = False,
+        self, delta: Tensor, header: Header, *, measured: bool = False
     ) -> tuple[list[Header], Traffic]:
         """Replace `delta` with the weighted mean over workers, or with 0 if all weights are 0.
 
         Return all headers and the traffic. After a failure every call raises the same error, as
-        messages of the failed exchange may still be in flight.
-
-        Args:
-            residual: values of this fragment that a sparse codec has not sent yet. It is added to
-                the delta and updated, except on a worker that is left out.
-            measured: compute the dot product of the delta and the mean. Not for a sparse codec,
-                which also sends the residual.
+        messages of the failed exchange may still be in flight. `measured`: compute the dot product
+        of the delta and the mean.
         """
         if self._failure is not None:
             raise self._failure
         self._traffic = self._transport.traffic = Traffic()
-        self._is_measured = measured = measured and not self._codec.is_sparse
+        self._is_measured = measured
         self._dot.zero_()
         try:
-            headers = self._run(header, delta, residual)
+            headers = self._run(header, delta)
         except Exception as error:
             self._failure = error
             raise
@@ -187,16 +178,11 @@ class Exchange:
             self._traffic.dot = self._dot.item()
         return headers, self._traffic
 
-    def _run(self, header: Header, delta: Tensor, residual: Tensor | None) -> list[Header]:
+    def _run(self, header: Header, delta: Tensor) -> list[Header]:
         """Exchange the chunks, in the same order on every worker, with up to `window` in flight."""
         greeting, headers = self._send_header(header), list[Header]()
-        if residual is not None:
-            if header.flags:  # the others decide if this worker is left out
-                headers = self._read_headers(greeting)
-            weight = headers[self.me].weight if headers else header.weight
-            residual = residual if weight else None
         starts = range(0, max(1, delta.numel()), self._chunk)
-        chunks = [self._chunk_at(start, delta, residual) for start in starts]
+        chunks = [self._chunk_at(start, delta) for start in starts]
         for chunk in chunks[: self._window]:
             self._receive(chunk)
             self._receive_means(chunk)
@@ -234,7 +220,7 @@ class Exchange:
         everybody = [Header(0, 0, 0, 0, 0, weight=1.0, checksum=0)] * self.workers
         for size in starts - {0}:
             values = torch.zeros(size, device=self._device)
-            chunk = self._chunk_at(0, values, None)
+            chunk = self._chunk_at(0, values)
             self._encode(chunk)
             if self._owners == 1:
                 self._average(chunk, everybody, out=values)
@@ -279,7 +265,7 @@ class Exchange:
 
     # --- chunks and pieces ------------------------------------------------------------------------
 
-    def _chunk_at(self, start: int, delta: Tensor, residual: Tensor | None) -> Chunk:
+    def _chunk_at(self, start: int, delta: Tensor) -> Chunk:
         number, values = start // self._chunk, delta[start : start + self._chunk]
         slot = number % self._window
         workers, size = range(self.workers), self._codec.wire_bytes
@@ -292,7 +278,6 @@ class Exchange:
         return Chunk(
             number,
             values,
-            None if residual is None else residual[start : start + self._chunk],
             payload,
             slices,
             [payload.part(size(first), size(last)) for first, last in bounds],
@@ -309,6 +294,18 @@ class Exchange:
         cut = [payload.local.split(size) for payload in payloads]
         if values.numel():
             yield from map(list, zip(values.split(self._piece), *cut, strict=True))
+
+    @contextmanager
+    def _here(self, values: Tensor, *, changes: bool = True) -> Iterator[Tensor]:
+        """Yield values on the device that encodes. From host memory they are copied there, and back
+        if the body changes them."""
+        if values.device == self._device:
+            yield values
+            return
+        here = values.to(self._device, copy=True, non_blocking=True)
+        yield here
+        if changes:
+            values.copy_(here, non_blocking=True)
 
     @contextmanager
     def _replacing(self, piece: Tensor) -> Iterator[None]:
@@ -342,12 +339,9 @@ class Exchange:
     def _encode(self, chunk: Chunk) -> None:
         with self._counted("encoding_seconds"):
             pieces = () if self._codec.is_fp32 else self._pieces(chunk.values, chunk.payload)
-            for number, (values, encoded) in enumerate(pieces):
-                if chunk.residual is None:
-                    self._codec.encode(values, encoded)
-                else:
-                    residual = chunk.residual[number * self._piece :][: self._piece]
-                    self._codec.encode_with_residual(values, residual, encoded)
+            for values, encoded in pieces:
+                with self._here(values, changes=False) as here:
+                    self._codec.encode(here, encoded)
             chunk.payload.download()
         self._traffic.encoded = time.perf_counter()
 
@@ -366,8 +360,8 @@ class Exchange:
                 payloads[worker].upload()
             scope = self._replacing if self._owners == 1 else nullcontext
             for values, *pieces in self._pieces(out, *(payloads[worker] for worker in heard)):
-                with scope(values):
-                    self._codec.average(pieces, list(heard.values()), values)
+                with self._here(values) as here, scope(here):
+                    self._codec.average(pieces, list(heard.values()), here)
 
     # --- second hop: the means --------------------------------------------------------------------
 
@@ -396,5 +390,5 @@ class Exchange:
                 if worker != self.me:
                     payload.upload()
                 for piece, encoded in self._pieces(values, payload):
-                    with self._replacing(piece):
-                        self._codec.decode(encoded, piece)
+                    with self._here(piece) as here, self._replacing(here):
+                        self._codec.decode(encoded, here)

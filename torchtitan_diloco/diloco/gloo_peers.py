@@ -5,6 +5,7 @@ import time
 import weakref
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -47,7 +48,7 @@ class GlooPeers(Peers):
         startup.check_settings(self.model, self._group, config, self._total_steps)
         if self._group is not None:
             self.workers, self.worker = self._group.size(), self._group.rank()
-        return config
+        return replace(config, beginning=config.beginning.in_steps(self._total_steps))
 
     def agree(self, device: torch.device) -> None:
         self._run = startup.agree_on_run(
@@ -165,7 +166,7 @@ class GlooPeers(Peers):
                 headers = healing.settle_weights([header])
             else:
                 headers, round_.traffic = self._exchanger.average(
-                    state.delta, header, state.residual, measured=measured
+                    state.delta, header, measured=measured
                 )
         self._last = round_.traffic
         self._reports = {

@@ -40,13 +40,13 @@ class OuterState:
         *,
         is_sparse: bool = False,
     ) -> None:
-        """`is_sparse`: the codec sends only a part of a delta, so a residual is kept."""
+        """`is_sparse`: the codec sends only a part of a delta. The rest stays in the model."""
         self.fragment = fragment
         self._config = config
         self._sizes = [local.numel() for local in self._locals()]
         self.values = sum(self._sizes)
-        self._model_device = self._locals()[0].device
-        self._on_host = device != self._model_device
+        self.model_device = self._locals()[0].device
+        self._on_host = device != self.model_device
         self._block = BLOCK if device.type == "cpu" else max(1, self.values)
         count = 2 + slot_count(config) + is_sparse
         self._buffers = [
@@ -54,14 +54,14 @@ class OuterState:
             for _ in range(count)
         ]
         self.outer, self.delta, *self.slots = self._buffers
-        # What this worker has not sent yet.
-        self.residual = self.slots.pop() if is_sparse else None
+        # The delta that was sent in part, as the mean replaces the other one.
+        self.sent = self.slots.pop() if is_sparse else None
         self.norms, self.outer_steps = DeltaNorms(), 0
         self.checksum = 0
         self._block_norms: list[Tensor] = []
         self._staging: Tensor | None = None
-        on_gpu = self._model_device.type == "cuda"
-        self._stream = background_stream(self._model_device) if on_gpu else None
+        on_gpu = self.model_device.type == "cuda"
+        self._stream = background_stream(self.model_device) if on_gpu else None
         self._taken: torch.cuda.Event | None = None
         self.read_model()
 
@@ -94,7 +94,7 @@ class OuterState:
             local.copy_(outer)
 
     def restart(self) -> None:
-        """Start over from the model, with zero optimizer state and residual."""
+        """Start over from the model, with zero optimizer state."""
         for buffer in self._buffers:
             buffer.zero_()
         self.norms, self._staging, self.outer_steps = DeltaNorms(), None, 0
@@ -105,7 +105,7 @@ class OuterState:
         `in_flight`: `delta` holds the next shared copy."""
         self.norms, self.outer_steps = DeltaNorms(delta_norms), outer_steps
         self.checksum = checksum(self.delta if in_flight else self.outer)
-        self._staging = self.delta.to(self._model_device) if in_flight and self._on_host else None
+        self._staging = self.delta.to(self.model_device) if in_flight and self._on_host else None
 
     # --- training thread --------------------------------------------------------------------------
 
@@ -113,7 +113,7 @@ class OuterState:
     def take_delta(self) -> None:
         """Compute delta = outer - local parameters, or stage the parameters for it."""
         if self._on_host:
-            self._staging = torch.empty(self.values, dtype=torch.float32, device=self._model_device)
+            self._staging = torch.empty(self.values, dtype=torch.float32, device=self.model_device)
             for local, staged in zip(self._locals(), self.views(self._staging), strict=True):
                 staged.copy_(local)
         else:
@@ -162,10 +162,20 @@ class OuterState:
         return torch.linalg.vector_norm(torch.stack(apart)) if apart else torch.tensor(math.nan)
 
     @torch.no_grad()
-    def add_change(self, copy: Tensor) -> None:
-        """Take the next shared copy, and add its change to the local parameters."""
+    def add_change(self, copy: Tensor, *, takes_back: bool = False) -> None:
+        """Take the next shared copy, and add its change to the local parameters.
+
+        `takes_back`: the copy takes the place of the own delta where it has changed. Work since the
+        send stays.
+        """
         before, self.outer = self.outer, copy
-        changes = self.views(torch.sub(copy, before))
+        change = torch.sub(copy, before)
+        if takes_back and self.sent is not None:
+            change = torch.where(change == 0, 0.0, change.add_(self.sent))
+        if copy is self.delta:
+            self.delta = before
+        staged, self._staging = self._staging, None
+        changes = self.views(change if staged is None else staged.copy_(change))
         for local, change in zip(self._locals(), changes, strict=True):
             if local.dtype == torch.float32:
                 local.add_(change)
@@ -177,7 +187,7 @@ class OuterState:
         if self._stream is None:
             return None
         event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._model_device))
+        event.record(torch.cuda.current_stream(self.model_device))
         return event
 
     # --- background thread ------------------------------------------------------------------------
@@ -192,7 +202,7 @@ class OuterState:
         if self._stream is None or begin is None:
             yield
             return
-        torch.cuda.set_device(self._model_device)
+        torch.cuda.set_device(self.model_device)
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(begin)
             yield
@@ -205,6 +215,8 @@ class OuterState:
             self.delta.copy_(self._staging, non_blocking=True)
             self._stream.synchronize()
             self._subtract(self.views(self.delta), self._block)
+        if self.sent is not None:
+            self.sent.copy_(self.delta)
         norms = self._block_norms
         return float(torch.stack(norms).double().square().sum()) if norms else 0.0
 

@@ -43,7 +43,7 @@ class Apply:
     adds: bool = False
     """Add the change of the shared copy to the local parameters instead of mixing."""
     resets: bool = False
-    """Drop the inner optimizer's state, as this worker's delta was left out."""
+    """Take the whole copy, and drop the inner optimizer's state: the own delta was left out."""
 
 
 class Peers(ABC):

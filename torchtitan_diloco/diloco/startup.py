@@ -42,9 +42,12 @@ def check_settings(
     mistakes = list(diloco_mistakes(config))
     if config.method == "none":
         mistakes.append(("diloco.method", '"none" needs no StreamingDiLoCo: leave it out'))
-    if config.overlap.mixing_end is not None and not total_steps:
-        reason = "needs the length of the run: give StreamingDiLoCo total_steps, or leave it out"
-        mistakes.append(("diloco.overlap.mixing_end", reason))
+    needs_length = {
+        "diloco.overlap.mixing_end": config.overlap.mixing_end is not None,
+        "diloco.beginning.fraction": config.beginning.fraction > 0,
+    }
+    reason = "needs the length of the run: give StreamingDiLoCo total_steps, or leave it out"
+    mistakes += [(key, reason) for key, given in needs_length.items() if given and not total_steps]
     if config.workers not in (1, workers):
         reason = f"must be {workers}, as the group joins so many: leave it out"
         mistakes.append(("diloco.workers", reason))
@@ -113,15 +116,19 @@ def agree_on_run(
     layout = describe_layout(fragments)
     layout += [str(part.local().numel()) for fragment in fragments for part in fragment.parts]
     settings = flat_settings(config, "diloco.")
-    operations = config.quantization.codec, config.outer_optimizer.name
+    coder = coding_device(device, fragments[0].parts[0].local().device, config)
+    difference = group and (
+        find_difference(coder, [config.quantization.codec])
+        or find_difference(device, [config.outer_optimizer.name])
+    )
     mine = {key: str(value) for key, value in settings.items() if key not in MAY_DIFFER}
     mine |= {
         "total_steps": str(total_steps),
         "seed": str(seed),
         "model": hashlib.sha256("\n".join(layout).encode()).hexdigest()[:16],
         # Determines the size of messages.
-        "memory of the outer state (diloco.link.outer_state)": device.type,
-        "arithmetic": (group and find_difference(device, operations)) or "as known",
+        "device that encodes (run.device, diloco.link.outer_state)": coder.type,
+        "arithmetic": difference or "as known",
     }
     agree(mine, group, "worker")
     # Worker 0's random part distinguishes two runs of one configuration.
@@ -151,7 +158,7 @@ def state_bytes(config: DiLoCoConfig) -> int:
 
 
 def pick_state_device(fragments: tuple[Fragment, ...], config: DiLoCoConfig) -> torch.device:
-    """Return the device of the outer state, on which deltas are encoded."""
+    """Return the device of the outer state."""
     locals_ = [part.local() for fragment in fragments for part in fragment.parts]
     return state_device(sum(local.numel() for local in locals_), locals_[0].device, config)
 
@@ -164,6 +171,11 @@ def state_device(values: float, device: torch.device, config: DiLoCoConfig) -> t
     total = torch.cuda.get_device_properties(device).total_memory
     is_small = state_bytes(config) * values <= GPU_SHARE * total
     return device if choice == "device" or is_small else torch.device("cpu")
+
+
+def coding_device(state: torch.device, model: torch.device, config: DiLoCoConfig) -> torch.device:
+    """Return the device that encodes deltas: that of the model, but fp32 is sent as it is."""
+    return state if build_codec(config.quantization).is_fp32 else model
 
 
 def build_states(
@@ -184,10 +196,11 @@ def build_exchange(
     """Return the exchange between the workers of `group`; None for one worker."""
     if group is None or group.size() == 1:
         return None
-    sizes, device = [state.values for state in states], states[0].outer.device
+    sizes, codec = [state.values for state in states], build_codec(config.quantization)
+    device = coding_device(states[0].outer.device, states[0].model_device, config)
     exchange = Exchange(
         group,
-        build_codec(config.quantization),
+        codec,
         largest=max(sizes),
         device=device,
         timeout_seconds=config.link.timeout_seconds,
@@ -227,7 +240,6 @@ def describe_settings(config: DiLoCoConfig, states: Sequence[OuterState]) -> lis
     place = "GPU" if states[0].outer.is_cuda else "host"
     end, first = overlap.mixing_end, config.beginning
     momentum = f" momentum {outer.momentum:g}" * (slot_count(outer) > 0)
-    residual = " and what was not sent yet" * build_codec(wire).is_sparse
     falling = "" if end is None else f", at the end {end:g}"
     beginning = (
         f"{'':<10} in the first {first.steps} steps every {first.sync_every} steps, averaged and "
@@ -240,5 +252,5 @@ def describe_settings(config: DiLoCoConfig, states: Sequence[OuterState]) -> lis
         *([beginning] if first.steps else []),
         f"{'wire':<10} {describe(wire)}; summed in fp32",
         f"{'':<10} {memory / GIB:.2f} GiB a rank on the {place} for shared parameters, the outer "
-        f"optimizer, one delta{residual}",
+        f"optimizer, {'two deltas' if build_codec(wire).is_sparse else 'one delta'}",
     ]

@@ -18,14 +18,15 @@ from torchtitan_diloco.diloco.config import DiLoCoConfig
 from torchtitan_diloco.diloco.fragments import check_identity, drop_gathered, local_rows
 from torchtitan_diloco.diloco.outer_state import OuterState
 from torchtitan_diloco.diloco.round import Round
+from torchtitan_diloco.diloco.transport import WENT_WRONG
 from torchtitan_diloco.log import UserError
 
 Facts = dict[str, Any]
 Named = dict[str, Tensor]
 
-SHARED, NEXT, RESIDUAL = "outer", "next", "residual"
+SHARED, NEXT, SENT = "outer", "next", "sent"
 SLOTS = "momentum", "second_moment"
-KINDS = SHARED, NEXT, *SLOTS, RESIDUAL
+KINDS = SHARED, NEXT, *SLOTS, SENT
 """Kinds of tensors; their names are KIND/PARAMETER."""
 OPTIMIZER = "diloco.outer_optimizer.name"
 
@@ -69,7 +70,7 @@ class SavedState:
     `outer_steps` of its optimizer state, and if in flight `sent_step`, `participants`, `flags`."""
     tensors: Named
     """Equal on all workers: outer/NAME, next/NAME (fragments in flight), momentum/NAME,
-    second_moment/NAME. This worker's: residual/NAME."""
+    second_moment/NAME. This worker's: sent/NAME (of a sparse codec, in flight)."""
 
     @staticmethod
     def template(
@@ -167,8 +168,9 @@ def save(
 def buffers_of(state: OuterState, *, in_flight: bool) -> Named:
     """Return the buffers of a fragment that are saved, by their kind."""
     known = [(SHARED, state.outer), *zip(SLOTS, state.slots, strict=False)]
-    known += [(NEXT, state.delta)] * in_flight
-    return dict(known if state.residual is None else [*known, (RESIDUAL, state.residual)])
+    if in_flight:
+        known += [(NEXT, state.delta), *([] if state.sent is None else [(SENT, state.sent)])]
+    return dict(known)
 
 
 def named(kind: str, state: OuterState, buffer: Tensor, mesh: DeviceMesh | None = None) -> Named:
@@ -210,11 +212,6 @@ def load(
         notes.append(f"{OPTIMIZER} was {old} and is {new}: its state starts from zero")
         values |= {kind: {} for kind in SLOTS}
         fragments = [one | {"outer_steps": 0} for one in fragments]
-    is_sparse = states[0].residual is not None
-    if values[RESIDUAL] and not is_sparse:
-        notes.append("diloco.quantization.codec was topk: what it has not sent is given up")
-    elif is_sparse and not values[RESIDUAL]:
-        notes.append("nothing is saved of what topk has not sent: it starts from zero")
     for index, (state, record) in enumerate(zip(states, fragments, strict=True)):
         for kind, buffer in buffers_of(state, in_flight=index in in_flight).items():
             if values[kind]:
@@ -273,14 +270,21 @@ def apply_early(
     states: Sequence[OuterState], saved: SavedState, mixing: Callable[[int, int], float]
 ) -> None:
     """Apply saved fragments in flight to the model and to the tensors of the saved state."""
-    facts, shared, arrived = saved.facts, saved.kind(SHARED), saved.kind(NEXT)
+    facts, shared = saved.facts, saved.kind(SHARED)
+    arrived, sent = saved.kind(NEXT), saved.kind(SENT)
     parts = [part for state in states for part in state.fragment.parts]
     locals_ = {part.name: part.local() for part in parts}
     for index in facts["in_flight"]:
         record = facts["fragments"][index]
         alpha = mixing(record["flags"], record["participants"])
+        takes_back = alpha < 1 and not record["flags"] & WENT_WRONG
         for name in facts["layout"][index]:
             local, following = locals_[name], local_rows(name, arrived[name])
+            before = local_rows(name, shared[name])
             mixed = alpha * local.float() + (1 - alpha) * following.to(local.device)
+            if takes_back and name in sent:
+                change = (following - before).add_(local_rows(name, sent[name]))
+                change = torch.where(following == before, 0.0, change)
+                mixed = local.float() + change.to(local.device)
             local.copy_(mixed)
-            local_rows(name, shared[name]).copy_(following)
+            before.copy_(following)

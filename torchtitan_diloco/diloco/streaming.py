@@ -61,7 +61,7 @@ class StreamingDiLoCo:
             shard_group: a gloo group of this worker's ranks, if it has several, that nothing else
                 uses. They sum the norm of a delta over it.
             liveness: watches all workers. Default: a new one with a gloo group of its own.
-            total_steps: length of the run, for `overlap.mixing_end`.
+            total_steps: length of the run, for `overlap.mixing_end` and `beginning.fraction`.
             seed: for the rounds that `link.drop_probability` drops.
         """
         if not isinstance(group, Peers):
@@ -144,8 +144,9 @@ class StreamingDiLoCo:
         round_.applied_step = self.step_count
         measured = is_measured(round_.outer_round, self.config.measure_every)
         begin = state.moment()
-        if task.adds:
-            state.add_change(task.copy)
+        takes_back = state.sent is not None and not task.resets and task.share < 1
+        if task.adds or takes_back:
+            state.add_change(task.copy, takes_back=not task.adds)
         else:
             round_.drift = state.apply(task.copy, task.share, measured=measured)
         round_.applying = begin, state.moment()

@@ -27,7 +27,7 @@ from torchtitan_diloco.data.loader import ValidationBatches
 from torchtitan_diloco.distributed.world import World, pick_device
 from torchtitan_diloco.export.hugging_face import TOKENIZER_NAME, WEIGHTS_NAME, save_hugging_face
 from torchtitan_diloco.export.saved_model import SavedModel, open_saved
-from torchtitan_diloco.log import UserError, command_line
+from torchtitan_diloco.log import Parser, UserError, command_line
 from torchtitan_diloco.models import LanguageModel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -37,9 +37,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run `generate ...`, `validate ...` or `export ...`, and return the exit status."""
     name, *words = arguments
     description, command = COMMANDS[name]
-    parser = argparse.ArgumentParser(
-        prog=command_line(name), description=description, allow_abbrev=False
-    )
+    parser = Parser(prog=command_line(name), description=description, allow_abbrev=False)
     add = parser.add_argument
     add("run", type=Path, metavar="RUN", help="folder of a run, or of one of its checkpoints")
     add("--step", type=int, metavar="N", help="step of the checkpoint (default: the latest)")

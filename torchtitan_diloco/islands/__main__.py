@@ -22,7 +22,7 @@ from typing import NoReturn
 
 import msgspec
 
-from torchtitan_diloco.islands.changes import CHANGEABLE, parse_change, settings_of
+from torchtitan_diloco.islands.changes import CHANGEABLE, parse_change, parse_value, settings_of
 from torchtitan_diloco.islands.check import check_log
 from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.inbox import Leave
@@ -40,7 +40,7 @@ from torchtitan_diloco.islands.server_folder import (
     join_file,
     read_settings,
 )
-from torchtitan_diloco.log import STOP_SIGNALS, USER_ERROR, UserError, command_line
+from torchtitan_diloco.log import STOP_SIGNALS, USER_ERROR, Parser, UserError, command_line
 
 LEAVE_SECONDS, CHANGE_SECONDS = 60.0, 10.0
 
@@ -80,9 +80,7 @@ def _use_join(options: argparse.Namespace) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     keep = "GB of parts, and as much of snapshots, that the server keeps on its disk"
-    parser = argparse.ArgumentParser(
-        prog=command_line("islands"), description=(__doc__ or "").splitlines()[0]
-    )
+    parser = Parser(prog=command_line("islands"), description=(__doc__ or "").splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
     serve = commands.add_parser("serve", help="run a server, and print the join string of its run")
     serve.add_argument("--folder", type=Path, required=True, help="new, or that of the same run")
@@ -222,6 +220,7 @@ def ask_to_leave(join: Join, name: str) -> None:
 
 def change(join: Join, key: str, value: str) -> None:
     """Append a change, and wait until it is read back."""
+    parse_value(key, value)  # refuses a mistake without a connection
     outcomes = list[Outcome]()
     with open_reader(join, outcomes.append) as reader:
         if (facts := reader.state.facts) is None:

@@ -33,8 +33,8 @@ CHANGEABLE: dict[str, Any] = {
 }
 
 
-def parse_change(facts: Facts, key: str, value: str) -> Change:
-    """Return the record of a change. Raises a UserError if it is not possible."""
+def parse_value(key: str, value: str) -> Any:
+    """Return the value of a setting that can change, or raise a UserError."""
     if key not in CHANGEABLE:
         raise UserError(
             f"{key} cannot change while a run goes on{nearest(key, CHANGEABLE)}; "
@@ -42,10 +42,14 @@ def parse_change(facts: Facts, key: str, value: str) -> Change:
         )
     try:
         number = float(value) if CHANGEABLE[key] in (Positive,) else value  # such as 1e9
-        found = convert(number, CHANGEABLE[key], is_word=True)
+        return convert(number, CHANGEABLE[key], is_word=True)
     except ValueError as error:
         raise UserError(f"{key} = {value}: {error}") from error
-    change = Change(run=facts.run, key=key, value=str(found))
+
+
+def parse_change(facts: Facts, key: str, value: str) -> Change:
+    """Return the record of a change. Raises a UserError if it is not possible."""
+    change = Change(run=facts.run, key=key, value=str(parse_value(key, value)))
     try:
         changed(facts, change)
     except VoidError as error:
@@ -77,7 +81,7 @@ def changed(facts: Facts, change: Change) -> Facts:
             raise VoidError(f"the run has {facts.slots} slots, and none is taken away")
         return msgspec.structs.replace(facts, slots=value, streams=facts.streams or facts.slots)
     if key == CODEC and SPARSE in (value, facts.codec):
-        raise VoidError(f"a run cannot change to or from {SPARSE}, whose islands keep a residual")
+        raise VoidError(f"a run cannot change to or from {SPARSE}: its outer optimizer is another")
     if key == EVERY:
         before = int(facts.fingerprints.get(EVERY, value))
         cycle = max(1, facts.cycle * value // before)

@@ -161,7 +161,8 @@ class Join:
         if _is_file(text):
             try:
                 content = Path(text).read_text()
-                problem = "" if "#" in content else "it holds no join string"
+                is_whole = _JOIN.fullmatch(content.strip())
+                problem = "" if is_whole else "it holds no join string, or not all of it"
             except (OSError, ValueError) as error:
                 problem = error.strerror or "" if isinstance(error, OSError) else "it is no text"
             if problem:

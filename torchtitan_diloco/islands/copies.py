@@ -346,22 +346,17 @@ def _decoded_pieces(
 
 
 @torch.no_grad()
-def encode_delta(codec: Codec, delta: Tensor, residual: Tensor | None = None) -> Tensor:
+def encode_delta(codec: Codec, delta: Tensor) -> Tensor:
     """Return the payload of this rank's delta. No other thread may use the codec meanwhile.
 
     That of fp32 is the memory of the delta, which is next written once the part is not needed.
-    `residual`: of a sparse codec. It is added to the delta and updated.
     """
     if codec.is_fp32:
         return delta.view(torch.uint8).cpu()
     payload = torch.empty(codec.wire_bytes(delta.numel()), dtype=torch.uint8, device=delta.device)
     pieces = payload.split(codec.wire_bytes(PIECE))
-    for number, (values, encoded) in enumerate(zip(delta.split(PIECE), pieces, strict=True)):
-        if residual is None:
-            codec.encode(values, encoded)
-        else:
-            unsent = residual[number * PIECE :][: values.numel()]
-            codec.encode_with_residual(values, unsent, encoded)
+    for values, encoded in zip(delta.split(PIECE), pieces, strict=True):
+        codec.encode(values, encoded)
     return payload.cpu()
 
 

@@ -3,7 +3,6 @@
 import math
 import secrets
 import statistics
-import threading
 import time
 import weakref
 from collections import deque
@@ -111,14 +110,13 @@ class IslandPeers(Peers):
         self._ranks = Ranks(self._given)
         self._copies = Copies(self.states, self.config, self._ranks)
         self._codec, self._encode = cache(self._copies.build_codec), encode_delta
-        self._encoding = threading.Lock()  # encoding changes the residual, which a save copies
         self._finalizer = weakref.finalize(
             self, startup.close, self.background, None, self._liveness, False
         )
 
     def join(self) -> Seat:
         """Connect, take a slot, wait for the run to begin, and load the shared parameters."""
-        if self._leader is not None or self._follower is not None:
+        if self._leader or self._follower:
             raise RuntimeError("join() was called before: build other IslandPeers to join again")
         seat = self._join() if self._ranks.is_first else None
         if seat is None:
@@ -128,10 +126,9 @@ class IslandPeers(Peers):
         self.total_tokens, self._last = seat.total_tokens, Boundary(seat.clock)
         drop_gathered(self.model)
         self._copies.write_model(seat.versions)
-        logger.info(
-            f"island {self.islands.name} has slot {seat.slot} of {seat.slots}, begins at its "
-            f"sample {seat.position:,}; the run has merged {seat.clock:,} tokens"
-        )
+        copy = f"takes the newest shared copy, of {seat.clock:,} tokens, and " * (seat.clock > 0)
+        place = f"slot {seat.slot} of {seat.slots}, {copy}begins at its sample {seat.position:,}"
+        logger.info(f"island {self.islands.name} has {place}")
         return seat
 
     def _join(self) -> Seat:
@@ -338,9 +335,7 @@ class IslandPeers(Peers):
             round_.delta_square = state.finish_delta()
             whole = healing.sum_over_ranks(round_.delta_square, group, 0)
             round_.flags = 0 if math.isfinite(whole) else NOT_FINITE
-            residual = None if round_.flags else state.residual
-            with self._encoding:
-                payload = self._encode(self._codec(part.codec), state.delta, residual)
+            payload = self._encode(self._codec(part.codec), state.delta)
         round_.traffic.encoded = time.perf_counter()
         sizes = self._copies.payload_sizes(part.fragment, self._ranks.size, part.codec)
         collected = collect(payload, sizes, group)
@@ -359,21 +354,13 @@ class IslandPeers(Peers):
         """
         if self._leader is None and self._follower is None:
             raise RuntimeError("call join() before state_dict(), and not after close()")
-        residuals = dict[str, Tensor]()
-        with self._encoding:  # not after the upload, which may wait for the server
-            for state in self.states:
-                if state.residual is not None:
-                    unsent = state.residual.to("cpu", copy=True)
-                    residuals |= saving.named(saving.RESIDUAL, state, unsent, mesh)
-        saved = self._copies.save_soon(partial(self._save, facts, mesh, residuals))
+        saved = self._copies.save_soon(partial(self._save, facts, mesh))
         while not wait([saved], LOOK).done:
             self.check()
         return saved.result()
 
-    def _save(
-        self, facts: dict[str, Any], mesh: DeviceMesh | None, tensors: dict[str, Tensor]
-    ) -> SavedState:
-        copies = self._copies.fragments
+    def _save(self, facts: dict[str, Any], mesh: DeviceMesh | None) -> SavedState:
+        copies, tensors = self._copies.fragments, dict[str, Tensor]()
         facts["in_flight"] = []
         own = {"weight": 0.0, "delta_norms": []}
         facts["fragments"] = [own | {"outer_steps": copy.newest} for copy in copies]

@@ -115,8 +115,8 @@ def predict(
     `fragments` are the numbers of parameters, in the order in which fragments are sent. `ranks`
     share the link of a worker.
     """
-    if steps is None:
-        diloco = replace(diloco, beginning=Beginning())
+    beginning = Beginning() if steps is None else diloco.beginning.in_steps(steps)
+    diloco = replace(diloco, beginning=beginning)
     schedule = build_schedule(diloco, len(fragments))
     total_steps = STEADY_ROUNDS * schedule.sync_every if steps is None else steps
     exchanges = [
@@ -273,5 +273,6 @@ class Workload:
             *blocks, rest = self.fragments(Fragments("sequential", layers_per_fragment=1))
             return predict_data_parallel((*reversed(blocks), rest), conditions)
         fragments = self.fragments(diloco.fragments)
-        steps = self.plan.total_steps if diloco.beginning.steps else None
+        begins = diloco.beginning.steps or diloco.beginning.fraction
+        steps = self.plan.total_steps if begins else None
         return predict(fragments, diloco, conditions, ranks=self.ranks, steps=steps)

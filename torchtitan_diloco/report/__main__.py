@@ -4,12 +4,11 @@
 .venv/bin/torchtitan-diloco report join.txt
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from torchtitan_diloco.log import command_line
+from torchtitan_diloco.log import Parser, command_line
 from torchtitan_diloco.report.page import html_page
 from torchtitan_diloco.report.run_records import open_runs
 
@@ -20,7 +19,7 @@ OUT_HELP = "file to write (default: report.html in the folder of the first run)"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Return its exit status."""
-    parser = argparse.ArgumentParser(prog=command_line("report"), description=ABOUT)
+    parser = Parser(prog=command_line("report"), description=ABOUT)
     add = parser.add_argument
     add("runs", nargs="+", type=Path, metavar="RUN", help=RUN_HELP)
     add("--out", type=Path, metavar="FILE", help=OUT_HELP)

@@ -11,10 +11,10 @@ from torchtitan_diloco.components.records import number
 from torchtitan_diloco.islands.overview import Stay
 from torchtitan_diloco.islands.page import Lanes, lanes_of
 from torchtitan_diloco.report.charts import SERIES, Curve, heat_map, line_chart, series_colour
-from torchtitan_diloco.report.run_records import Array, Run, Worker, of_known
+from torchtitan_diloco.report.run_records import ELAPSED_SECONDS, Array, Run, Worker, of_known
 from torchtitan_diloco.report.timeline import PHASE_COLOURS, phases, timeline_svg
 
-ELAPSED_SECONDS, TOKENS = "worker/elapsed_seconds", "train/tokens"
+TOKENS = "train/tokens"
 SHARE_COLOURS = {
     "compute": "series-1",
     "data": "series-3",
@@ -46,7 +46,8 @@ class Axis(NamedTuple):
         (known, counted), (steps, values) = run.curve(self.key, source), run.curve(key, source)
         if not known.size:
             return known, known
-        return np.interp(steps, [0.0, *known], [0.0, *counted]) / self.size, values
+        begin = run.came_after(source) if source and self.key == ELAPSED_SECONDS else 0.0
+        return (np.interp(steps, [0.0, *known], [0.0, *counted]) + begin) / self.size, values
 
 
 class Key(NamedTuple):
@@ -128,8 +129,8 @@ def _loss(runs: Sequence[Run], title: str, x: Axis) -> Figure | None:
         for worker, name, place in own:
             curves.append(Curve(name, *x.curve(run, "loss/train", worker), place, faint=faint))
         curves.append(shared)
-    whose = "; each island's own" if any(run.is_of_islands for run in runs) else ""
-    caption = f"Training loss over the tokens of the run{whose}."
+    whose = "each island" if any(run.is_of_islands for run in runs) else "all workers"
+    caption = f"Training loss of {whose}."
     for run in runs:
         name = f" of {run.name}" if len(runs) > 1 else ""
         tokens = run.last(TOKENS)[1]

@@ -158,7 +158,10 @@ def _sent_bytes(run: Run, whose: str) -> dict[str, Cell]:
     counted = _cell(sent, _bytes, f"counted in the buffers{whose}")
     if run.settings.get("diloco.method") == "none":
         counted = _cell(expected, _bytes, "bf16 gradients, every step; computed, not counted")
-    times = f"{expected / sent:,.1f} times as much; " if sent > 0 else ""
+    rounds = (one for worker in run.workers for one in worker.rounds)
+    applied = sum({one.fragment: one.parameters for one in rounds}.values())
+    is_cycle = sent > 0 and applied >= (run.parameters or 0)  # all fragments have taken a turn
+    times = f"{expected / sent:,.1f} times as much; " if is_cycle else ""
     compared = _cell(expected, _bytes, f"{times}bf16 gradients, every step")
     if run.size == 1:
         compared = Cell(note="one worker")

@@ -30,6 +30,7 @@ from torchtitan_diloco.islands.reader import LISTEN_SECONDS, open_reader
 from torchtitan_diloco.log import UserError
 
 Array = NDArray[np.float64]
+ELAPSED_SECONDS = "worker/elapsed_seconds"
 LATEST = 1e11
 """A later time is damaged."""
 
@@ -122,6 +123,14 @@ class Run:
         known = [record for record in source.steps if record.get(key) is not None]
         steps, values = ([number(record[name]) for record in known] for name in ("step", key))
         return np.array(steps, dtype=float), np.array(values, dtype=float)
+
+    def came_after(self, worker: Worker) -> float:
+        """Return the seconds from the start of the run to that of a worker's kept records."""
+        names = "time", ELAPSED_SECONDS
+        found = (number(one.get(names[0])) - number(one.get(names[1])) for one in worker.steps)
+        begin = next((one for one in found if 0 <= one < LATEST), 0.0)
+        starts = [start.time for one in self.workers for start in one.starts]
+        return max(0.0, begin - min(starts, default=np.inf))
 
     def last(self, key: str) -> tuple[int, float]:
         """Return the last step that has a value of this key, and the value: else 0 and NaN."""

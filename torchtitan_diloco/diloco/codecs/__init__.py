@@ -43,7 +43,7 @@ def build_codec(config: Quantization) -> Codec:
         case "bf16":
             return Bf16Codec("bf16")
         case "topk":
-            return TopKCodec("topk", config.top_values, config.residual_decay)
+            return TopKCodec("topk", config.top_values)
         case name:
             return _BLOCKS[name](name, config.block_size)
 

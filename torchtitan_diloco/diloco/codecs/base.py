@@ -41,9 +41,7 @@ class Codec(ABC):
     """A payload is the memory of the values, so it can be sent and read without a copy."""
     is_sparse = False
     """Most values are decoded as zero, fewer in a mean of many workers, which leaves out those who
-    send a zero. Values that are not sent become a residual, which is added to the next delta."""
-    residual_decay = 1.0
-    """The residual is multiplied by this before it is added."""
+    send a zero. What is not sent stays in the worker's parameters, and so in its next delta."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -60,14 +58,6 @@ class Codec(ABC):
     @abstractmethod
     def decode(self, payload: Tensor, values: Tensor) -> None:
         """Decode uint8 [wire_bytes(n)] into fp32 [n]."""
-
-    def encode_with_residual(self, values: Tensor, residual: Tensor, payload: Tensor) -> None:
-        """Encode values + decay * residual, and set residual to what is not sent of the sum.
-        Overwrites `values`."""
-        values.add_(residual.mul_(self.residual_decay))  # two roundings on every device
-        self.encode(values, payload)
-        self.decode(payload, residual)
-        torch.sub(values, residual, out=residual)
 
     def average(self, payloads: list[Tensor], weights: list[float], out: Tensor) -> None:
         """Write the weighted mean of the decoded payloads to `out`, summed in fp32 in their order.

@@ -26,10 +26,10 @@ class TopKCodec(Codec):
 
     is_sparse = True
 
-    def __init__(self, name: str, top_values: int, residual_decay: float) -> None:
+    def __init__(self, name: str, top_values: int) -> None:
         super().__init__(name)
         assert top_values % 2 == 0
-        self.top_values, self.residual_decay = top_values, residual_decay
+        self.top_values = top_values
         self._entry_bytes = top_values * ENTRY_BITS // 8
 
     def wire_bytes(self, values: int) -> int:
@@ -63,7 +63,7 @@ class TopKCodec(Codec):
         """Write the weighted mean of the payloads that send a value to `out`, and 0 where none do.
 
         An entry that decodes to 0 does not count: it fills up a unit with fewer values than
-        entries, and what it stands for stays in the residual.
+        entries, and what it stands for stays in the parameters of its worker.
         """
         size = -(-out.numel() // UNIT) * UNIT
         room = out if size == out.numel() else self._scratch("mean", size, out.dtype, out.device)
