@@ -8,7 +8,7 @@ from torchtitan_diloco.planner.ladder import LARGEST_SYNC_EVERY, rungs
 
 MARGIN = 1.2
 SPARSE = "topk"
-"""Its residual belongs to the run, which cannot change to another format."""
+"""It needs the outer sgd, and other formats momentum, which a run cannot change."""
 
 
 def settings_that_fit(
