@@ -4,12 +4,14 @@ A change is a record. The facts in force are those of the first record with all 
 place in the log. An island that joins takes these settings from them.
 """
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
-from torchtitan_diloco.diloco.config import CodecName, Fraction, Positive
+from torchtitan_diloco.diloco.config import CodecName, DiLoCoConfig, Fraction, Positive
 from torchtitan_diloco.diloco.fields import convert, nearest
 from torchtitan_diloco.islands.records import CODEC, MOST_SLOTS, Change, Facts, VoidError
 from torchtitan_diloco.log import UserError
@@ -92,3 +94,19 @@ def settings_of(facts: Facts) -> dict[str, str]:
     numbers = {TOTAL_TOKENS: facts.total_tokens, QUORUM: facts.quorum, SLOTS: facts.slots}
     settings = {key: value for key, value in facts.fingerprints.items() if key in CHANGEABLE}
     return settings | {key: str(number) for key, number in numbers.items()}
+
+
+def with_settings(config: DiLoCoConfig, settings: Mapping[str, str]) -> DiLoCoConfig:
+    """Return the config with the settings of the run."""
+
+    def now(key: str, before: Any) -> Any:
+        return convert(settings[key], CHANGEABLE[key], is_word=True) if key in settings else before
+
+    overlap, codec = config.overlap, config.quantization.codec
+    delay, mixing = now(DELAY, overlap.delay), now(MIXING, overlap.mixing)
+    return replace(
+        config,
+        sync_every=now(EVERY, config.sync_every),
+        overlap=replace(overlap, delay=delay, mixing=mixing),
+        quantization=replace(config.quantization, codec=now(CODEC, codec)),
+    )

@@ -216,6 +216,13 @@ class Copies:
         sizes, encoded = self.fragments[fragment].layout.sizes(ranks), self.build_codec(codec)
         return [encoded.wire_bytes(size) for size in sizes]
 
+    def cycle_bytes(self, codec: str) -> int:
+        """Return the encoded bytes of all fragments, of all ranks of this island."""
+        sizes = (
+            self.payload_sizes(one, self.ranks.size, codec) for one, _ in enumerate(self.fragments)
+        )
+        return sum(map(sum, sizes))
+
     def snapshot_bytes(self, fragment: int) -> int:
         copy = self.fragments[fragment]
         return 4 * copy.layout.values * len(copy.buffers())

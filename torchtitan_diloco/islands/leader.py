@@ -72,10 +72,6 @@ class Leader:
         self.changed = threading.Condition()
         """Guards the machine, and is notified after every change."""
         self.machine = Machine(name, connection.members, timing, copies.outer_lr)
-        gauges.cycle_bytes = sum(
-            sum(copies.payload_sizes(one, copies.ranks.size, facts.codec))
-            for one in range(len(copies.fragments))
-        )
         self._giver, self._gauges = Giver(connection), gauges
         self._reported, self._awaits_parts = 0.0, False
         self._failure: Exception | None = None

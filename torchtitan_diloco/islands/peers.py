@@ -30,10 +30,11 @@ from torchtitan_diloco.diloco.meeting import code_fingerprint
 from torchtitan_diloco.diloco.object_collectives import broadcast_object
 from torchtitan_diloco.diloco.peers import Apply, Peers, Send, local_share
 from torchtitan_diloco.diloco.round import InFlight, Round
+from torchtitan_diloco.diloco.schedule import build_schedule
 from torchtitan_diloco.diloco.state_dict import SHARED, SLOTS, SavedState
 from torchtitan_diloco.diloco.transport import NOT_FINITE, OUTLIER
 from torchtitan_diloco.diloco.vitals import Report
-from torchtitan_diloco.islands.changes import MIXING, TOTAL_TOKENS
+from torchtitan_diloco.islands.changes import TOTAL_TOKENS, with_settings
 from torchtitan_diloco.islands.config import (
     Islands,
     Join,
@@ -289,9 +290,10 @@ class IslandPeers(Peers):
 
     def _use(self, settings: Mapping[str, str]) -> None:
         """Use the settings of the run."""
-        self.total_tokens, overlap = int(settings[TOTAL_TOKENS]), self.config.overlap
-        overlap = replace(overlap, mixing=float(settings.get(MIXING, overlap.mixing)))
-        self.config = replace(self.config, overlap=overlap)
+        self.total_tokens = int(settings[TOTAL_TOKENS])
+        self.config = config = with_settings(self.config, settings)
+        self.schedule = build_schedule(config, len(self.states))
+        self.gauges.cycle_bytes = self._copies.cycle_bytes(config.quantization.codec)
 
     def _apply(self, due: Due) -> Iterator[Apply]:
         fragment, now = due.fragment, time.perf_counter()
@@ -303,8 +305,7 @@ class IslandPeers(Peers):
         if due.own and due.waited > 1e-3:  # the exchange lasted until now
             round_.ready = now
         round_.traffic.bytes_received = due.received
-        resets = due.mode is Mode.RESET
-        if resets:
+        if resets := due.mode is Mode.RESET:
             round_.flags = round_.flags or OUTLIER
         alpha = self.config.overlap.mixing_at(self.progress)
         yield Apply(
@@ -390,8 +391,7 @@ class IslandPeers(Peers):
             alpha = self.config.overlap.mixing_at(saved.facts.get("progress", 0.0))
             saving.apply_early(self.states, saved, partial(local_share, alpha))
             saved.facts["in_flight"] = []
-        nothing = partial(local_share, 0.0)  # is in flight any more
-        _, _, notes = saving.load(self.states, saved, self.config, nothing)
+        *_, notes = saving.load(self.states, saved, self.config, partial(local_share, 0.0))
         if "island" in saved.facts:
             self._saved = State.decode(saved.facts["island"].encode())
         return notes
