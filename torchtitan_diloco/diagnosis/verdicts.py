@@ -35,6 +35,7 @@ class Kind(StrEnum):
 
     STOPPED = "stopped"
     HUNG = "hung outside communication"
+    STUCK = "hung in communication"
     COMPUTE = "slow compute"
     DATA = "slow data"
     SAVE = "slow save"
@@ -48,6 +49,7 @@ class Kind(StrEnum):
 ANALYSER = {
     Kind.STOPPED: "RANK_NOT_JOIN",
     Kind.HUNG: "JOB_STUCK_OUTSIDE_NCCL",
+    Kind.STUCK: "STUCK_IN_NCCL_WITH_ACTIVE_RANKS",
     Kind.LINK: "NETWORK_PERF_SLOWNESS",
     Kind.SENDING: "NETWORK_PERF_SLOWNESS",
     Kind.RECEIVING: "NETWORK_PERF_SLOWNESS",
@@ -55,6 +57,7 @@ ANALYSER = {
 REMEDY = {
     Kind.STOPPED: "look whether its processes and its machine are alive",
     Kind.HUNG: "its folder has the stacks of its threads; restart it if it stays",
+    Kind.STUCK: "look at this path: it may lose packets, perhaps only large ones (its MTU)",
     Kind.COMPUTE: "look at its clocks, temperature and other processes, or give it less work",
     Kind.DATA: "raise data.loader_processes there, or move its data to a faster disk",
     Kind.SAVE: "look at the disk of its run.folder, or save more seldom",
@@ -152,11 +155,24 @@ class Judge:
                     changed.append(replace(one.verdict, over=True))
         return changed
 
+    def miss(self, missing: Mapping[str, Report], step: int, now: float) -> list[Verdict]:
+        """Return verdicts about workers for which training waits long. They end in `note`."""
+        changed = list[Verdict]()
+        for name, report in missing.items():
+            new = Verdict(Cause(Kind(report.absent), name), report.evidence, step)
+            one = self._suspicions.setdefault(new.cause, Suspicion(new, first=now, last=now))
+            one.verdict = replace(one.verdict, evidence=report.evidence)
+            one.last, one.missed = now, 0
+            if not one.stands:
+                one.stands = True
+                changed.append(one.verdict)
+        return changed
+
     def _suspects(self, seen: Mapping[str, Report], cycle: float) -> Iterator[tuple[Cause, str]]:
         here = {name: one.vitals for name, one in seen.items() if not one.absent}
         for name, one in seen.items():
             if one.absent:
-                yield Cause(Kind(one.absent), name), "it takes no part in rounds"
+                yield Cause(Kind(one.absent), name), one.evidence or "it takes no part in rounds"
             elif one.flags & (NOT_FINITE | OUTLIER):
                 reason = (
                     "is not finite" if one.flags & NOT_FINITE else "is far above its usual norm"
