@@ -173,8 +173,9 @@ class Transport:
         rates = {worker: self.traffic.rate(worker) for worker in self.others}
         self._rates |= {worker: rate for worker, rate in rates.items() if math.isfinite(rate)}
         self.traffic, self._awaited, self._awaits_means = traffic, Messages(), False
-        self._late, self._arrived = set[int](), dict[int, float]()
-        """Workers that are waited for, and when the latest message of each worker came."""
+        self._late, self._arrived = dict[int, bool](), dict[int, float]()
+        """Workers that are waited for, and whether to receive from them. When the latest message of
+        each worker came."""
 
     def receive(self, parts: Parts, tag: int = 0) -> Messages:
         """Post receives into buffers, skipping empty ones."""
@@ -204,8 +205,7 @@ class Transport:
         self.traffic.bytes_received += sum(messages.sizes.values())
         if watched or self.workers > 2:
             for worker, waiter in self._waiters.items():
-                works = messages.works.get(worker, [])
-                messages.arrivals[worker] = waiter.submit(partial(self._wait_for, worker, works))
+                messages.arrivals[worker] = waiter.submit(partial(self._wait_for, worker, messages))
 
     def wait(self, messages: Messages, *, are_means: bool = False) -> dict[int, float]:
         """Wait for all messages and return their times of arrival, or raise WorkerLostError."""
@@ -216,7 +216,7 @@ class Transport:
                 finished.result()
             moments = {worker: arrival.result() for worker, arrival in messages.arrivals.items()}
         else:
-            moments = {one: self._wait_for(one, messages.works.get(one, [])) for one in self.others}
+            moments = {one: self._wait_for(one, messages) for one in self.others}
         self.traffic.received = time.perf_counter()
         self.traffic.waiting_seconds += self.traffic.received - started
         return moments
@@ -226,12 +226,14 @@ class Transport:
         what has not come."""
         found, now = dict[int, tuple[str, str]](), time.perf_counter()
         size = max(self._awaited.sizes.values(), default=0)
-        for worker in sorted(self._late):
+        for worker, receives in sorted(self._late.copy().items()):
             unknown = 0.0 if size >= LEAST_LINK_BYTES else math.inf
             usual = size / rate if (rate := self._rates.get(worker, unknown)) else math.inf
             if (arrived := self._arrived.get(worker)) is None:
                 waited = now - self.traffic.header_sent
                 found[worker] = STOPPED, f"its header has not come for {waited:.0f} s"
+            elif not receives:
+                found[worker] = "", "it has not taken what it is sent"
             elif self._awaits_means:
                 found[worker] = "", "its mean has not come, and it may wait for another worker"
             elif now - arrived < max(STILL_SECONDS, STILL_RATIO * usual):
@@ -245,18 +247,19 @@ class Transport:
         for waiter in self._waiters.values():
             waiter.close(timeout=0.0)
 
-    def _wait_for(self, worker: int, works: list[dist.Work]) -> float:
-        """Wait for all works and return when the first was complete."""
+    def _wait_for(self, worker: int, messages: Messages) -> float:
+        """Wait for all messages of a worker and return when the first was complete."""
         first = math.nan
-        self._late.add(worker)
-        for number, work in enumerate(works):
+        self._late[worker] = worker in messages.sizes
+        for number, work in enumerate(messages.works.get(worker, [])):
             try:
                 work.wait(self._timeout)
             except RuntimeError as error:
                 raise WorkerLostError([worker], cause_of(error)) from error
             if number == 0:
                 first = self._arrived[worker] = time.perf_counter()
-        self._late.discard(worker)
+                self._late[worker] = False
+        self._late.pop(worker, None)
         return first
 
     def _post(
