@@ -152,9 +152,9 @@ def train(
     return read_records(folder)
 
 
-def read_records(folder: Path) -> list[Record]:
-    """Return the records of a run, or as many as it has written so far."""
-    path = folder / "worker-0/metrics.jsonl"
+def read_records(folder: Path, worker: int = 0) -> list[Record]:
+    """Return the records of a worker of a run, or as many as it has written so far."""
+    path = folder / f"worker-{worker}/metrics.jsonl"
     return read_json_lines(path)[0] if path.exists() else []
 
 

@@ -1,11 +1,15 @@
 """Inject faults into one worker of a run, and compare the verdicts with what was injected.
 
     .venv/bin/python -m benchmarks.diagnosis [--repeats 3] [--workers 3,4] [--faults slow-compute-2]
+        [--islands] [--record tests/diagnosis/histories]
 
 Each run trains in a network of its own (benchmarks/network.py), on links of --rate Mbit/s. A step
 is a sleep of 60 ms, as if waiting for an accelerator, as several processes share few cores. After
 some rounds the fault begins at one worker. The table counts what worker 0, or if it is the victim
 worker 1, says of it: the first verdict, the rounds and seconds until then, and false verdicts.
+
+--record writes what the judge of worker 0 was told around the fault, for a replay without a network
+(tests/diagnosis/test_histories.py). --islands: the workers are islands, beside a server.
 """
 
 import argparse
@@ -20,6 +24,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +34,10 @@ from benchmarks import core
 from benchmarks.network import INTERFACE, Network, NoNetworkError, Program, wait_until
 from torchtitan_diloco import train
 from torchtitan_diloco.components.checkpoint import Checkpointer
+from torchtitan_diloco.components.records import read_json_lines
 from torchtitan_diloco.components.telemetry import Batch
+from torchtitan_diloco.diagnosis.verdicts import Judge, Verdict
+from torchtitan_diloco.diloco.vitals import Report
 from torchtitan_diloco.trainer import Trainer
 
 STEP_SECONDS, SAVE_EVERY = 0.06, 20
@@ -39,8 +47,13 @@ REACHED = "here the faults begin"
 BEGIN, WATCHED = 120, 260
 """Step at which a fault begins, and steps after it until a run without a verdict ends."""
 EVERY, FRAGMENTS = 10, 3
-SAID = re.compile(r"(?:warning: )?(?P<culprit>\S.*?): (?P<kind>[a-z ]+?)(?: \([A-Z_]+\))? since ")
-WAITING = re.compile(r"waiting since \d+ s for worker (?P<culprit>\d+).*header has not come")
+BEFORE, AFTER = 12, 40
+"""Rounds before and after the beginning of a fault that are recorded."""
+HISTORY = "BENCHMARK_HISTORY"
+"""Variable with the file of a worker for what its judge is told."""
+SAID = re.compile(
+    r"^(?:.*warning: )?(?P<culprit>\S.*?): (?P<kind>[a-z ]+?)(?: \([A-Z_]+\))? since "
+)
 LOST = re.compile(r"worker (?P<culprit>\d+) left or did not answer")
 WRONG = re.compile(r"worker (?P<culprit>\d+)(: fragments .* are| .*is) not finite")
 HEADER = "injected | at | named rightly | named otherwise | rounds | seconds | other verdicts | n"
@@ -58,7 +71,13 @@ class Fault:
     down: float = 1.0
     """Shares of the rate that are left."""
     cut: bool = False
+    pair: float = 1.0
+    """Share of the rate that is left on the way to the next worker."""
+    lossy: bool = False
+    """Only large packets are lost."""
     by_all: bool = False
+    judged: bool = True
+    """Whether the judge sees it. Otherwise, others say it."""
 
 
 FAULTS = {
@@ -72,11 +91,14 @@ FAULTS = {
     "uplink-1/4": Fault("slow sending", up=1 / 4),
     "uplink-1/10": Fault("slow sending", up=1 / 10),
     "downlink-1/4": Fault("slow receiving", down=1 / 4),
+    "pair-1/4": Fault("slow link", pair=1 / 4),
     "everybody-slow": Fault("everybody slow", {"compute": 1.0}, by_all=True),
-    "nan": Fault("wrong numbers", {"nan": 1.0}),
+    "nan": Fault("wrong numbers", {"nan": 1.0}, judged=False),
+    "outlier": Fault("wrong numbers", {"outlier": 1.0}),
     "stopped": Fault("stopped", signal=signal.SIGSTOP),
-    "killed": Fault("lost", signal=signal.SIGKILL),
+    "killed": Fault("lost", signal=signal.SIGKILL, judged=False),
     "cut": Fault("stopped", cut=True),
+    "large-packets-lost": Fault("hung in communication", lossy=True),
 }
 SETTINGS = {
     "model.layers": "4",
@@ -111,6 +133,10 @@ class Victim(Trainer):
 
     def train_step(self, batches: Iterator[Batch]) -> Any:
         time.sleep(STEP_SECONDS * (1 + self.amount("compute")))
+        if self.amount("outlier"):
+            with torch.no_grad():
+                for parameter in self.model.parameters():
+                    parameter.add_(torch.randn_like(parameter))
         result = super().train_step(batches)
         if self.amount("nan") and self.step == BEGIN:
             with torch.no_grad():
@@ -143,8 +169,34 @@ class Victim(Trainer):
         setattr(Checkpointer, "due_by_time", lambda _: self.step % SAVE_EVERY == 0)  # noqa: B010
 
 
+def record_inputs(path: Path) -> None:
+    """Write all that the judge is told, a JSON object in a line."""
+    file, note, miss = path.open("w", buffering=1), Judge.note, Judge.miss
+
+    def write(seen: Mapping[str, Report], step: int, now: float, **more: float) -> None:
+        reports = {
+            name: [*(float(f"{one:.3g}") for one in report.vitals), *report[1:]]
+            for name, report in seen.items()
+        }
+        file.write(json.dumps({"step": step, "now": round(now, 2), **more, "seen": reports}) + "\n")
+
+    def noted(
+        judge: Judge, seen: Mapping[str, Report], step: int, cycle: float, now: float
+    ) -> list[Verdict]:
+        write(seen, step, now, cycle=round(cycle, 3))
+        return note(judge, seen, step, cycle, now)
+
+    def missed(judge: Judge, seen: Mapping[str, Report], step: int, now: float) -> list[Verdict]:
+        write(seen, step, now)
+        return miss(judge, seen, step, now)
+
+    setattr(Judge, "note", noted)  # noqa: B010 - observed
+    setattr(Judge, "miss", missed)  # noqa: B010
+
+
 def run_worker(fault: Mapping[str, float], words: list[str]) -> int:
     Victim.fault = fault
+    record_inputs(Path(os.environ[HISTORY]))
     setattr(train, "Trainer", Victim)  # noqa: B010 - the program of a user, with a fault
     return train.main(words)
 
@@ -152,107 +204,177 @@ def run_worker(fault: Mapping[str, float], words: list[str]) -> int:
 # --- a run ----------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Case:
+    name: str
+    workers: int
+    victim: int
+    rate: float
+    islands: bool
+
+    @property
+    def fault(self) -> Fault:
+        return FAULTS[self.name]
+
+    @property
+    def following(self) -> int:
+        return (self.victim + 1) % self.workers
+
+    @property
+    def expected(self) -> tuple[str, str] | None:
+        """The right kind and culprit."""
+        kind, culprit = self.fault.kind, f"worker {self.victim}"
+        if self.islands and kind == "lost":
+            kind = "stopped"
+        if self.fault.pair < 1:
+            culprit += f" -> worker {self.following}"
+        return (kind, "all" if self.fault.by_all else culprit) if kind else None
+
+
 @dataclass
 class Outcome:
+    case: Case
     said: list[tuple[str, str]]
     """Kind and culprit of all verdicts, in order."""
     rounds: float
     seconds: float
+    history: list[core.Record]
 
 
 def verdicts_in(text: str) -> list[tuple[str, str]]:
     """Return the kinds and culprits that a log names, without those that are over."""
     found = list[tuple[str, str]]()
     for line in text.splitlines():
-        if line.endswith("is over"):
+        if line.endswith("is over") or "waiting since" in line:
             continue
-        if one := WAITING.search(line):
-            found.append(("stopped", f"worker {one['culprit']}"))
-        elif one := WRONG.search(line):
+        if one := WRONG.search(line):
             found.append(("wrong numbers", f"worker {one['culprit']}"))
         elif one := LOST.search(line):
             found.append(("lost", f"worker {one['culprit']}"))
         elif one := SAID.search(line):
-            found.append((one["kind"], one["culprit"].removeprefix("[rank 0] warning: ")))
+            found.append((one["kind"], one["culprit"].replace("worker-", "worker ")))
     return list(dict.fromkeys(found))
 
 
-def measure(name: str, workers: int, victim: int, rate: float, folder: Path) -> Outcome:
-    fault = FAULTS[name]
-    words = core.command_line(
-        SETTINGS
-        | {
-            "run.folder": str(folder),
-            "training.steps": str(BEGIN + WATCHED),
-            "diloco.workers": str(workers),
-        }
-    )
+def start(case: Case, network: Network, folder: Path) -> list[Program]:
+    """Start the workers, and before them the server of islands."""
+    programs, settings = list[Program](), SETTINGS | {"diloco.workers": str(case.workers)}
+    settings |= {"training.steps": str(BEGIN + WATCHED), "run.folder": str(folder / "run")}
+    if case.islands:
+        words = ["-m", "torchtitan_diloco", "islands", "serve", "--folder", str(folder / "server")]
+        words += ["--keep-gb", "1", "--address", network.address(case.workers)]
+        log = folder / "server.txt"
+        server = network.launch(case.workers, [sys.executable, *words], log)
+        wait_until(lambda: "nats+tls://" in server.printed(), "the server", log)
+        (folder / "join").write_text(server.printed().splitlines()[0])
+        settings["islands.join"] = str(folder / "join")
+    for worker in range(case.workers):
+        env = {HISTORY: str(folder / f"history-{worker}.jsonl")}
+        if case.islands:
+            env |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": network.address(worker)}
+            own = folder / f"run-{worker}" if worker else folder / "run"
+            settings |= {"islands.name": f"worker-{worker}", "run.folder": str(own)}
+        mine = case.fault.inside if case.fault.by_all or worker == case.victim else {}
+        command = [sys.executable, "-m", "benchmarks.diagnosis", "--inside", json.dumps(mine)]
+        log, words = folder / f"log-{worker}.txt", core.command_line(settings)
+        programs.append(network.launch(worker, [*command, *words], log, **env))
+    return programs
+
+
+def inject(case: Case, network: Network, victim: Program) -> None:
+    """Begin a fault from outside of the victim's process."""
+    fault, rate = case.fault, case.rate
+    if fault.signal:
+        os.kill(victim.pid, fault.signal)
+    if fault.up < 1 or fault.down < 1:
+        network.set_rate(case.victim, up=rate * fault.up, down=rate * fault.down)
+    if fault.pair < 1:
+        network.set_rate_to(case.victim, case.following, rate * fault.pair)
+    if fault.cut:
+        network.cut(case.victim, closed=True)
+    if fault.lossy:
+        network.lose_large(case.victim)
+
+
+def measure(case: Case, folder: Path) -> Outcome:
+    fault, victim = case.fault, case.victim
     folder.mkdir(parents=True)
-    with Network(workers, up=rate, down=rate) as network:
-        programs = list[Program]()
-        for worker in range(workers):
-            mine = fault.inside if fault.by_all or worker == victim else {}
-            command = [sys.executable, "-m", "benchmarks.diagnosis", "--inside", json.dumps(mine)]
-            log = folder / f"log-{worker}.txt"
-            programs.append(network.launch(worker, [*command, *words], log))
-        first = programs[0]  # the first rank judges; anybody says whom it waits for
+    with Network(case.workers + case.islands, up=case.rate, down=case.rate) as network:
+        programs = start(case, network, folder)
+        first = programs[0]
         wait_until(
             lambda: first.line(REACHED) != "" or not first.running, "the fault", first.log, 240
         )
         if not first.line(REACHED):
             raise SystemExit(first.printed())
-        began, found = time.monotonic(), list[tuple[str, str]]()
-        seconds = math.nan
-        if fault.signal:
-            os.kill(programs[victim].pid, fault.signal)
-        if fault.up < 1 or fault.down < 1:
-            network.set_rate(victim, up=rate * fault.up, down=rate * fault.down)
-        if fault.cut:
-            network.cut(victim, closed=True)
-        witness = programs[1] if victim == 0 and (fault.signal or fault.cut) else first
-        witness = programs[victim] if "nan" in fault.inside else witness  # it heals itself
+        # The first rank judges; anybody says whom it waits for; who heals itself says so.
+        unable = fault.signal or fault.cut or fault.lossy
+        numbers = [one for one in range(case.workers) if one != victim] if unable else [0]
+        witnesses = [programs[one] for one in ([victim] if "nan" in fault.inside else numbers)]
+
+        def said() -> list[tuple[str, str]]:
+            return verdicts_in("".join(one.printed() for one in witnesses))
+
+        before, began, seconds = said(), time.monotonic(), math.nan
+        inject(case, network, programs[victim])
         end = began + MOST_SECONDS
-        while time.monotonic() < end and all(one.running for one in (first, witness)):
-            found = verdicts_in(witness.printed())
-            if found and math.isnan(seconds):
+        while time.monotonic() < end and all(one.running for one in witnesses):
+            if math.isnan(seconds) and set(said()) - set(before):
                 seconds = time.monotonic() - began
                 end = min(end, time.monotonic() + AFTER_SECONDS if fault.kind else math.inf)
             time.sleep(0.05)
-        found = verdicts_in(witness.printed())
+        found = said()
+        number = next((one for one in numbers if verdicts_in(programs[one].printed())), 0)
         if fault.signal == signal.SIGSTOP:
             os.kill(programs[victim].pid, signal.SIGCONT)
-    verdicts = (one for one in core.read_records(folder) if one.get("kind") == "verdict")
-    steps = next((one["step"] - BEGIN for one in verdicts), math.nan)
-    return Outcome(found, FRAGMENTS * steps / EVERY, seconds)
+    history = read_json_lines(folder / f"history-{number}.jsonl")[0]
+    own = folder / f"run-{number}" if case.islands and number else folder / "run"
+    records = core.read_records(own, 0 if case.islands else number)
+    verdicts = [one["step"] for one in records if one.get("kind") == "verdict"]
+    until = min((step for step in verdicts if step >= BEGIN), default=0)
+    rounds = sum(BEGIN <= int(one["step"]) <= until for one in history) if until else math.nan
+    return Outcome(case, found, rounds, seconds, history)
+
+
+def write_history(folder: Path, outcome: Outcome) -> None:
+    """Write the rounds around the fault, after a line about it."""
+    case, history = outcome.case, outcome.history
+    about = {"fault": case.name, "workers": case.workers, "expected": case.expected, "begin": BEGIN}
+    split = sum(one["step"] < BEGIN for one in history)
+    lines = [about, *history[max(0, split - BEFORE) : split + AFTER]]
+    folder.mkdir(parents=True, exist_ok=True)
+    kind = "islands" if case.islands else "job"
+    path = folder / f"{kind}-{case.name.replace('/', '-of-')}-{case.victim}.jsonl"
+    path.write_text("".join(json.dumps(one, separators=(",", ":")) + "\n" for one in lines))
 
 
 # --- the table ------------------------------------------------------------------------------------
 
 
-def row(name: str, workers: int, outcomes: list[tuple[int, Outcome]]) -> list[str]:
-    """`outcomes`: with their victims."""
-    kind, right, otherwise, false = FAULTS[name].kind, 0, Counter[str](), Counter[str]()
-    for victim, outcome in outcomes:
-        culprit = "all" if FAULTS[name].by_all else f"worker {victim}"
-        expected = (kind, culprit) if kind else None
+def row(outcomes: list[Outcome]) -> list[str]:
+    """Return the row of a fault."""
+    right, otherwise, false = 0, Counter[str](), Counter[str]()
+    for outcome in outcomes:
+        expected = outcome.case.expected
         first = outcome.said[0] if outcome.said else None
         right += first == expected
         if first != expected:
             otherwise[" ".join(first) if first else "nothing"] += 1
         false.update(" ".join(one) for one in outcome.said[1:] if one != expected)
-    known = [one for _, one in outcomes if not math.isnan(one.seconds)]
-    rounds = [one.rounds for one in known if not math.isnan(one.rounds)]
+    seconds = [one.seconds for one in outcomes if not math.isnan(one.seconds)]
+    rounds = [one.rounds for one in outcomes if not math.isnan(one.rounds)]
 
     def text(counts: Counter[str]) -> str:
         return ", ".join(f"{what} {count}x" for what, count in counts.items()) or "-"
 
+    case = outcomes[0].case
     return [
-        name,
-        ", ".join(f"{victim}" for victim, _ in outcomes) + f" of {workers}",
+        case.name,
+        ", ".join(f"{one.case.victim}" for one in outcomes) + f" of {case.workers}",
         f"{right}/{len(outcomes)}",
         text(otherwise),
-        core.summary(rounds, ".1f") if rounds else "-",
-        core.summary([one.seconds for one in known], ".1f") if known else "-",
+        core.summary(rounds, ".0f") if rounds else "-",
+        core.summary(seconds, ".1f") if seconds else "-",
         text(false),
         str(len(outcomes)),
     ]
@@ -264,6 +386,8 @@ def main() -> None:
     parser.add_argument("--workers", type=core.list_of(core.positive), default=[3])
     parser.add_argument("--repeats", type=core.positive, default=3)
     parser.add_argument("--rate", type=float, default=20.0, help="of each link, in Mbit/s")
+    parser.add_argument("--islands", action="store_true", help="workers are islands")
+    parser.add_argument("--record", type=Path, metavar="DIR", help="write what the judge is told")
     parser.add_argument("--inside", type=json.loads, help=argparse.SUPPRESS)
     options, words = parser.parse_known_args()
     if options.inside is not None:
@@ -271,20 +395,24 @@ def main() -> None:
     if words:
         parser.error(f"{' '.join(words)}: unknown options")
     rows = list[list[str]]()
-    for workers in options.workers:
-        for name in options.faults:
-            outcomes = list[tuple[int, Outcome]]()
-            for repeat in range(options.repeats):
-                victim = (repeat + 1) % workers
-                with tempfile.TemporaryDirectory() as folder:
-                    try:
-                        path = Path(folder, "run")
-                        found = measure(name, workers, victim, options.rate, path)
-                    except NoNetworkError as error:
-                        parser.error(f"needs network namespaces: {error}")
-                outcomes.append((victim, found))
-                print(f"{name}, victim {victim} of {workers}: {found}", flush=True)
-            rows.append(row(name, workers, outcomes))
+    for workers, name in product(options.workers, options.faults):
+        outcomes = list[Outcome]()
+        for repeat in range(options.repeats):
+            case = Case(name, workers, (repeat + 1) % workers, options.rate, options.islands)
+            with tempfile.TemporaryDirectory() as folder:
+                try:
+                    found = measure(case, Path(folder, "case"))
+                except NoNetworkError as error:
+                    parser.error(f"needs network namespaces: {error}")
+            if options.record is not None and case.fault.judged:
+                write_history(options.record, found)
+            outcomes.append(found)
+            about = f"{found.said}, {found.rounds:.0f} rounds, {found.seconds:.1f} s"
+            load = os.getloadavg()[0]
+            print(
+                f"{name}, victim {case.victim} of {workers}: {about}, load {load:.1f}", flush=True
+            )
+        rows.append(row(outcomes))
     title = f"links of {options.rate:g} Mbit/s, {os.cpu_count()} cores; torch {torch.__version__}"
     core.print_table(title, HEADER, rows)
 

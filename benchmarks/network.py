@@ -171,6 +171,27 @@ class Network:
         self._limit(self.namespace(worker), INTERFACE, up)
         self._limit(self.switch, port_of(worker), down)
 
+    def set_rate_to(self, worker: int, other: int, rate: float) -> None:
+        """Limit what a worker sends to another one to this rate, in Mbit/s, and nothing else."""
+        device = f"dev {INTERFACE}"
+        for command in (
+            f"qdisc replace {device} root handle 1: htb default 1",
+            f"class add {device} parent 1: classid 1:1 htb rate {self._up}mbit",
+            f"class add {device} parent 1: classid 1:2 htb rate {rate}mbit",
+            f"filter add {device} parent 1: u32 match ip dst {self.address(other)} flowid 1:2",
+        ):
+            self._run(self.namespace(worker), f"tc {command}")
+
+    def lose_large(self, worker: int, size: int = 1000) -> None:
+        """Silently drop all packets above a size that a worker sends."""
+        require("nft")
+        for command in (
+            "add table inet lossy",
+            "add chain inet lossy output { type filter hook output priority 0; }",
+            f"add rule inet lossy output ip length > {size} drop",
+        ):
+            run_command([*self.inside(self.namespace(worker)), "nft", command])
+
     def cut(self, worker: int, *, closed: bool) -> None:
         """Silently drop all packets of a worker's link, or let them pass again."""
         change = "nomaster" if closed else "master switch"

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -14,7 +15,7 @@ import pytest
 
 from tests.diloco.toy import alone, config
 from tests.islands.running import Island, started
-from tests.islands.servers import need_server, wait_until
+from tests.islands.servers import PATIENCE, need_server, wait_until
 from tests.islands.test_coming_and_going import at, die, hold
 from tests.processes import ProcessPool
 from tests.test_trainer import join, records, settings
@@ -22,9 +23,12 @@ from torchtitan_diloco import train as train_module
 from torchtitan_diloco.config import load_config
 from torchtitan_diloco.diagnosis import verdicts, watch
 from torchtitan_diloco.diagnosis.watch import Stacks
+from torchtitan_diloco.diloco import liveness
 from torchtitan_diloco.diloco.transport import NOT_FINITE, WorkerLostError
-from torchtitan_diloco.diloco.vitals import Action, Report, Vitals
+from torchtitan_diloco.diloco.vitals import STUCK, Action, Report, Vitals
+from torchtitan_diloco.islands import leader
 from torchtitan_diloco.islands.config import Join
+from torchtitan_diloco.islands.connection import Connection
 from torchtitan_diloco.trainer import Trainer
 
 SLOW = 0.1
@@ -60,6 +64,66 @@ def test_a_slow_worker_is_recorded_until_it_is_well(text: Path, processes: Proce
 SLOW_ONE = ("slow compute", "worker 1")
 
 
+def _train_with_a_pause(chosen: Mapping[str, str]) -> Path:
+    liveness.LATE_SECONDS = 0.3
+    config = load_config("debug", dict(chosen))
+    world = join(config)
+    trainer = Trainer(config, world)
+    step = trainer.train_step
+
+    def train_step(batches: Any) -> Any:
+        time.sleep(2.0 if (world.worker, trainer.step) == (1, 20) else 0.0)
+        return step(batches)
+
+    with patch.object(trainer, "train_step", train_step):
+        return trainer.run()
+
+
+def test_a_worker_that_is_waited_for_is_recorded_until_it_goes_on(
+    text: Path, processes: ProcessPool
+) -> None:
+    changes = {"diloco.method": "streaming", "diloco.workers": 2, "training.steps": 60}
+    changes |= {"diloco.sync_every": 4, "training.global_batch_size": 12, "validation.every": 0}
+    folder, _ = processes.run(_train_with_a_pause, 2, settings(text, **changes))
+    stopped = [one for one in records(folder, "verdict") if one["what"] == "stopped"]
+    assert [(one["culprit"], one["over"]) for one in stopped[:2]] == [
+        ("worker 1", False),
+        ("worker 1", True),
+    ]
+    assert 20 <= stopped[0]["step"] <= 28
+    assert "its header has not come" in stopped[0]["evidence"]
+
+
+def test_an_upload_that_stands_still_is_named_by_its_island_and_then_by_all(
+    server: Join, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    need_server()
+    monkeypatch.setattr(leader, "STILL_SECONDS", 0.2)
+    a, b = (Island(server, name, steps=5000, grace=0.2, step_seconds=0.02) for name in "ab")
+    goes_on, store = threading.Event(), Connection.store
+
+    def store_later(one: Connection, *payload: Any) -> Any:
+        if b.step > 20 and b.peers._leader and one is b.peers._leader._connection:
+            goes_on.wait(PATIENCE)
+        return store(one, *payload)
+
+    def seen(by: Island) -> Report:
+        return dict(by.peers.reports()).get("b", Report())
+
+    monkeypatch.setattr(Connection, "store", store_later)
+    with started(a, b):
+        try:
+            b.wait_for_step(20)
+            wait_until(lambda: seen(b).absent == "hung in communication", "its own report")
+            assert "nothing was stored for" in seen(b).evidence
+            assert not seen(a).absent
+            b.peers.say([f"b: {seen(b).absent}"])
+            wait_until(lambda: seen(a).absent == "hung in communication", "the other's report")
+        finally:
+            goes_on.set()
+        wait_until(lambda: not seen(b).absent, "the end of it")
+
+
 def test_islands_say_how_they_are_and_who_is_gone(
     server: Join, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -92,10 +156,12 @@ def test_an_error_says_who_was_slow(capsys: pytest.CaptureFixture[str]) -> None:
     with patch.object(outer.peers, "reports", lambda: said):
         for step in range(3):
             diagnosis.after_step(step)
+    outer.peers.miss({"worker 2": Report(absent=STUCK, evidence="of its payload nothing for 12 s")})
     with pytest.raises(WorkerLostError) as error, diagnosis:
         raise WorkerLostError([1], "connection closed")
     train_module._print_error(error.value)
     printed = capsys.readouterr().err
+    assert "worker 2: hung in communication (STUCK_IN_NCCL_WITH_ACTIVE_RANKS) since" in printed
     assert "worker 1 left or did not answer in time (connection closed); worker 1: wrong" in printed
 
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -18,9 +19,11 @@ from torch import nn
 
 from tests.diloco.toy import AVERAGE_EVERY_STEP, Net, alone, config, inner_step, join, start, train
 from tests.processes import ProcessPool
-from torchtitan_diloco.diloco import Link, StreamingDiLoCo, WorkerLostError
+from torchtitan_diloco.diloco import Link, StreamingDiLoCo, WorkerLostError, transport
 from torchtitan_diloco.diloco import liveness as liveness_module
+from torchtitan_diloco.diloco.exchange import Exchange
 from torchtitan_diloco.diloco.liveness import Liveness
+from torchtitan_diloco.diloco.vitals import STOPPED, STUCK
 from torchtitan_diloco.distributed.world import WORKER
 from torchtitan_diloco.log import logger
 
@@ -176,32 +179,56 @@ def test_a_worker_that_made_fewer_steps_is_named_when_it_ends(processes: Process
     assert "ended after its step 15, and this one is at 16; call step() equally often" in more
 
 
-def _waits() -> list[str]:
-    """Worker 1 makes no step until the others have said so."""
-    world, lines = join(3), Lines()
+NO_HEADER, NO_PAYLOAD, NO_MEAN = "its header has not", "and of its payload nothing", "its mean has"
+
+
+def _waits(of_worker: dict[int, str]) -> tuple[list[str], dict[str, str]]:
+    """Worker 1 makes no step, or sends no payload, until the others have said so."""
+    world, lines, missing = join(3), Lines(), dict[str, str]()
     outer = StreamingDiLoCo(Net(), world.group(WORKER), replace(AVERAGE_EVERY_STEP, link=PATIENT))
+    outer.peers.miss = lambda found: missing.update({who: one.absent for who, one in found.items()})
+    send = Exchange._send
+
+    def send_later(*arguments: Any) -> None:
+        dist.barrier(group=world.control)
+        send(*arguments)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(liveness_module, "LATE_SECONDS", 0.5)
+        patch.setattr(transport, "STILL_SECONDS", 0.2)
         outer.step()
-        if world.worker == 1:
+        if world.worker != 1:
+            text = of_worker[world.worker]
+            threading.Thread(target=_until_said, args=(lines, text, world.control)).start()
+        elif of_worker[0] == NO_HEADER:
             dist.barrier(group=world.control)
         else:
-            said = threading.Thread(target=_until_said, args=(lines, world.control))
-            said.start()
+            patch.setattr(Exchange, "_send", send_later)
         outer.step()
     outer.close()
-    return lines.texts
+    return lines.texts, missing
 
 
-def _until_said(lines: Lines, group: dist.ProcessGroup | None) -> None:
-    while not any("waiting" in text for text in lines.texts):
+def _until_said(lines: Lines, what: str, group: dist.ProcessGroup | None) -> None:
+    while not any(what in text for text in lines.texts):
         time.sleep(0.05)
     dist.barrier(group=group)
 
 
 def test_a_worker_that_others_wait_for_is_named(processes: ProcessPool) -> None:
-    for lines in processes.run(_waits, 3)[::2]:
+    found = processes.run(_waits, 3, dict.fromkeys(range(3), NO_HEADER))
+    for lines, missing in found[::2]:
         assert re.fullmatch(r"waiting since \d+ s for worker 1.*", lines[0]), lines
+        assert missing == {"worker 1": STOPPED}
+
+
+def test_a_payload_that_stands_still_is_told_from_a_worker_that_is_stopped(
+    processes: ProcessPool,
+) -> None:
+    """The delta is smaller than a slice. So only worker 0 needs it, and worker 2 waits for 0."""
+    first, _, last = processes.run(_waits, 3, {0: NO_PAYLOAD, 2: NO_MEAN})
+    assert first[1]["worker 1"] == STUCK
+    assert "worker 0" not in last[1], "who waits itself is not to blame"
 
 
 def test_a_second_thread_is_refused() -> None:

@@ -46,6 +46,7 @@ def test_a_run_goes_on_with_another_h_other_code_and_a_third_site(
     for result in results:
         assert same(results[0].shared, result.shared)
         assert result.peers.total_tokens == total
+        assert result.peers.schedule.sync_every == result.peers.config.sync_every == 4
         assert result.peers.clock >= total - 4 * 2 * TOKENS
     assert c.result is not None
     own = [one for one in c.result.rounds if one.weight and one.fragment == 0]
@@ -75,6 +76,8 @@ def test_more_sites_than_planned_and_more_bits(
     sizes = [one.traffic.bytes_sent for one in results[0].rounds if one.fragment == 0]
     sizes = [size for size in sizes if size]
     assert sizes[-1] > 6 * sizes[0]
+    newest = {one.fragment: one.traffic.bytes_sent for one in results[0].rounds if one.weight}
+    assert results[0].peers.gauges.cycle_bytes == sum(newest.values())
 
 
 @pytest.mark.parametrize(

@@ -186,7 +186,8 @@ def test_the_papers_goodput_is_printed(capsys: pytest.CaptureFixture[str]) -> No
     ("words", "message"),
     [
         (["--failures"], "give --chips 512 and --mtbf 3y"),
-        ([*KNOWN, "--chips", "0"], "--chips 0, --mtbf 9.4608e+07s: give at least one chip"),
+        ([*KNOWN, "--chips", "0"], "--chips 0: give at least one chip, as in --chips 512"),
+        ([*KNOWN, "--mtbf", "0y"], "--mtbf 0: give a time above 0 between two failures"),
         ([*KNOWN, "--mtbf", "3"], 'argument --mtbf: "3" is no time: give a unit'),
         ([*KNOWN, "--islands", "1"], "--islands 1: give 2 or more, up to 512 chips"),
         ([*KNOWN, "--quorum", "5"], "--quorum 5: give 1 to 4 islands"),

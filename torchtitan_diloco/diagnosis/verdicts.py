@@ -26,6 +26,8 @@ LINK_RATIO, EVERYBODY_RATIO = 1.5, 1.3
 IN_A_ROW = 2
 """Rounds with a cause until a verdict begins, and rounds in a row without it until it ends."""
 MOST_DOUBLED = 6
+MEASURED = 4
+"""Latest transfers of a worker, whose medians count: which of two shares a link first is chance."""
 HISTORY, FEWEST = 32, 4
 """Rounds that are remembered, and that tell what is usual."""
 
@@ -35,6 +37,7 @@ class Kind(StrEnum):
 
     STOPPED = "stopped"
     HUNG = "hung outside communication"
+    STUCK = "hung in communication"
     COMPUTE = "slow compute"
     DATA = "slow data"
     SAVE = "slow save"
@@ -48,6 +51,7 @@ class Kind(StrEnum):
 ANALYSER = {
     Kind.STOPPED: "RANK_NOT_JOIN",
     Kind.HUNG: "JOB_STUCK_OUTSIDE_NCCL",
+    Kind.STUCK: "STUCK_IN_NCCL_WITH_ACTIVE_RANKS",
     Kind.LINK: "NETWORK_PERF_SLOWNESS",
     Kind.SENDING: "NETWORK_PERF_SLOWNESS",
     Kind.RECEIVING: "NETWORK_PERF_SLOWNESS",
@@ -55,6 +59,7 @@ ANALYSER = {
 REMEDY = {
     Kind.STOPPED: "look whether its processes and its machine are alive",
     Kind.HUNG: "its folder has the stacks of its threads; restart it if it stays",
+    Kind.STUCK: "look at this path: it may lose packets, perhaps only large ones (its MTU)",
     Kind.COMPUTE: "look at its clocks, temperature and other processes, or give it less work",
     Kind.DATA: "raise data.loader_processes there, or move its data to a faster disk",
     Kind.SAVE: "look at the disk of its run.folder, or save more seldom",
@@ -115,6 +120,7 @@ class Judge:
         """Latest deviations from the others, as shares of a step."""
         self._usual: dict[str, deque[float]] = {}
         """Latest medians over workers of what all should notice."""
+        self._transfers: dict[str, deque[Vitals]] = {}
         self._suspicions: dict[Cause, Suspicion] = {}
         self._ended = Counter[Cause]()
 
@@ -152,11 +158,24 @@ class Judge:
                     changed.append(replace(one.verdict, over=True))
         return changed
 
+    def miss(self, missing: Mapping[str, Report], step: int, now: float) -> list[Verdict]:
+        """Return verdicts about workers for which training waits long. They end in `note`."""
+        changed = list[Verdict]()
+        for name, report in missing.items():
+            new = Verdict(Cause(Kind(report.absent), name), report.evidence, step)
+            one = self._suspicions.setdefault(new.cause, Suspicion(new, first=now, last=now))
+            one.verdict = replace(one.verdict, evidence=report.evidence)
+            one.last, one.missed = now, 0
+            if not one.stands:
+                one.stands = True
+                changed.append(one.verdict)
+        return changed
+
     def _suspects(self, seen: Mapping[str, Report], cycle: float) -> Iterator[tuple[Cause, str]]:
         here = {name: one.vitals for name, one in seen.items() if not one.absent}
         for name, one in seen.items():
             if one.absent:
-                yield Cause(Kind(one.absent), name), "it takes no part in rounds"
+                yield Cause(Kind(one.absent), name), one.evidence or "it takes no part in rounds"
             elif one.flags & (NOT_FINITE | OUTLIER):
                 reason = (
                     "is not finite" if one.flags & NOT_FINITE else "is far above its usual norm"
@@ -229,10 +248,10 @@ class Judge:
             if seconds > LINK_RATIO * usual and seconds - usual > FLOOR * cycle:
                 text = f"the uploads of a cycle take {seconds:.3g} s, those of others {usual:.3g}"
                 yield Cause(Kind.SENDING, name), text
-        known = {name: one for name, one in here.items() if one.transfer > 0}
+        known = {name: it for name, one in here.items() if (it := self._usually(name, one))}
         if not known:
             return
-        names = list(here)
+        names, least = list(here), min(one.transfer for one in known.values())
         fastest = [one.fastest_transfer for one in known.values()]
         usual = statistics.median_low(fastest)  # of two directions, one may be the slow one
         before = self._before("transfer", usual)
@@ -242,11 +261,12 @@ class Judge:
             yield Cause(Kind.LINK if len(names) == 2 else Kind.EVERYBODY, culprit), text
             return
 
-        def is_slow(seconds: float) -> bool:
+        def is_slow(seconds: float, usual: float) -> bool:
             return seconds > LINK_RATIO * usual and seconds - usual > FLOOR * cycle
 
-        slow = {name: one for name, one in known.items() if is_slow(one.transfer)}
-        receiving = [name for name, one in slow.items() if is_slow(one.fastest_transfer)]
+        # The slowest transfers share the links of receivers, also if nothing is wrong.
+        slow = {name: one for name, one in known.items() if is_slow(one.transfer, least)}
+        receiving = [name for name, one in slow.items() if is_slow(one.fastest_transfer, usual)]
         senders = [names[one.slowest % len(names)] for one in slow.values()]
         for name, one in slow.items():
             sender = names[one.slowest % len(names)]
@@ -257,4 +277,17 @@ class Judge:
                 cause = Cause(Kind.RECEIVING, name)
             elif senders.count(sender) > 1:
                 cause = Cause(Kind.SENDING, sender)
-            yield cause, f"a transfer takes {one.transfer:.3g} s, others {usual:.3g}{side}"
+            yield cause, f"a transfer takes {one.transfer:.3g} s, others {least:.3g}{side}"
+
+    def _usually(self, name: str, now: Vitals) -> Vitals | None:
+        """Return the vitals of a worker with medians of its latest transfers."""
+        latest = self._transfers.setdefault(name, deque(maxlen=MEASURED))
+        if now.transfer > 0:  # it is measured
+            latest.append(now)
+        if not latest:
+            return None
+        return now._replace(
+            transfer=statistics.median(one.transfer for one in latest),
+            fastest_transfer=statistics.median(one.fastest_transfer for one in latest),
+            slowest=statistics.mode(one.slowest for one in latest),
+        )

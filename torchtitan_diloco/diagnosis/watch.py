@@ -20,9 +20,12 @@ from torchtitan_diloco.diloco.vitals import Report
 from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.log import logger
 
-REPEAT_SECONDS = 60.0
+REPEAT_SECONDS, QUIET_SECONDS = 60.0, 10.0
+"""Between two lines about a verdict, and without a round until it is asked who is missing."""
 HANG_SECONDS, HANG_STEPS = 60.0, 20
 """A step that takes so long, and so many times the usual time, has its stacks written down."""
+MISSING = {Kind.STOPPED, Kind.STUCK}
+"""Every worker logs them, as the first one may be the culprit."""
 OF_RANKS = {Kind.DATA, Kind.SAVE}
 """What the ranks of a worker have each for itself. The first one's compute contains waits for the
 others."""
@@ -38,21 +41,32 @@ class Diagnosis:
         self._peers = outer.peers if isinstance(outer, StreamingDiLoCo) else None
         self._telemetry, self._world = telemetry, world
         self._judge, self._said = Judge(), 0.0
+        self._judged = time.monotonic()
         self._config: DiLoCoConfig | None = None
         self._rounds, self._fits = 0, True
         if self._peers is not None:
             self._peers.vitals = telemetry.vitals
+            self._peers.miss = self._miss
 
     def after_step(self, step: int) -> None:
         rank, peers = self._world.rank_in_worker, self._peers
-        if peers is None or not self._telemetry.applied or (rank and self._world.worker):
+        if peers is None or (rank and self._world.worker):
+            return
+        now, has_round = time.monotonic(), bool(self._telemetry.applied)
+        if not has_round and now < self._judged + QUIET_SECONDS:
             return
         suffix = f", rank {rank}" if rank else ""
         reports = {name + suffix: report for name, report in peers.reports().items()}
-        cycle = peers.schedule.sync_every * self._telemetry.vitals().step
-        if self._world.is_first:
-            self._check_that_it_fits(reports, peers)
-        for verdict in self._judge.note(reports, step, cycle, time.monotonic()):
+        if has_round:
+            self._judged = now
+            if self._world.is_first:
+                self._check_that_it_fits(reports, peers)
+            cycle = peers.schedule.sync_every * self._telemetry.vitals().step
+            changed = self._judge.note(reports, step, cycle, now)
+        else:  # of islands, some may be the reason
+            missing = {name: one for name, one in reports.items() if one.absent}
+            changed = self._judge.miss(missing, step, now)
+        for verdict in changed:
             if not rank or verdict.cause.kind in OF_RANKS:
                 self._say(verdict, step)
         for one in peers.take_actions():
@@ -62,6 +76,12 @@ class Diagnosis:
         if standing and time.monotonic() > self._said + REPEAT_SECONDS:
             for verdict in standing:
                 self._say(verdict)
+
+    def _miss(self, missing: Mapping[str, Report]) -> None:
+        """Say for whom training waits long."""
+        step = self._peers.step if self._peers is not None else 0
+        for verdict in self._judge.miss(missing, step, time.monotonic()):
+            self._say(verdict, step)
 
     def __enter__(self) -> Self:
         return self
@@ -97,7 +117,8 @@ class Diagnosis:
     def _say(self, verdict: Verdict, step: int | None = None) -> None:
         """Log a verdict, and write a record after the step at which it begins or ends."""
         self._said = time.monotonic()
-        if self._world.is_first or self._world.rank_in_worker:
+        world = self._world
+        if world.is_first or world.rank_in_worker or verdict.cause.kind in MISSING:
             (logger.info if verdict.over else logger.warning)(str(verdict))
         if step is not None:
             kind, culprit = verdict.cause

@@ -47,7 +47,6 @@ GPU_CHUNK, GPU_IN_FLIGHT = 2**24, 2**28
 PIECE = 2 * BLOCK
 """Values processed at once on a CPU, in a dozen passes: larger pieces do not fit the cache, and
 smaller ones cost more calls."""
-STOPPED = "its header has not come, so it is stopped, or hung outside communication"
 
 assert BLOCK % UNIT == GPU_CHUNK % UNIT == 0, "codecs can be called block by block"
 
@@ -166,7 +165,8 @@ class Exchange:
         """
         if self._failure is not None:
             raise self._failure
-        self._traffic = self._transport.traffic = Traffic()
+        self._transport.start(traffic := Traffic())
+        self._traffic = traffic
         self._is_measured = measured
         self._dot.zero_()
         try:
@@ -204,7 +204,7 @@ class Exchange:
                 for following in chunks[number + self._window :][:1]:  # reuses the buffers
                     self._receive(following)
             if self._owners > 1 and 0 <= (number := step - last) < count:
-                self._transport.wait(chunks[number].second_hop)
+                self._transport.wait(chunks[number].second_hop, are_means=True)
                 self._collect_means(chunks[number])
                 for following in chunks[number + self._window :][:1]:
                     self._receive_means(following)
@@ -231,11 +231,9 @@ class Exchange:
     def close(self) -> None:
         self._transport.close()
 
-    def late(self) -> dict[int, str]:
-        """Return the workers that are waited for, and what has not come of them."""
-        has_heard = bool(self._traffic.heard)
-        what = "its header has come, and its payload stands still" if has_heard else STOPPED
-        return dict.fromkeys(sorted(self._transport.late), what)
+    def late(self) -> dict[int, tuple[str, str]]:
+        """Return what `Transport.late` does."""
+        return self._transport.late()
 
     @contextmanager
     def _counted(self, total: str) -> Iterator[None]:

@@ -128,12 +128,15 @@ class GlooPeers(Peers):
 
     def _describe_late(self) -> str:
         """Describe the workers that are waited for, from what they have said before."""
-        late, known = self._exchanger.late() if self._exchanger else {}, self._reports
-        lines = list[str]()
-        for worker, what in late.items():
-            said = known.get(f"worker {worker}", Report()).vitals
-            usual = f", whose steps took {said.step:.3g} s" if said.step else ""
+        late, lines = self._exchanger.late() if self._exchanger else {}, list[str]()
+        missing = dict[str, Report]()
+        for worker, (why, what) in late.items():
+            said = self._reports.get(f"worker {worker}", Report())
+            usual = f", whose steps took {said.vitals.step:.3g} s" if said.vitals.step else ""
             lines.append(f"worker {worker}{usual}: {what}")
+            if why:
+                missing[f"worker {worker}"] = said._replace(absent=why, evidence=what)
+        self.miss(missing)
         return " and for ".join(lines)
 
     def forget(self, fragment: int) -> None:

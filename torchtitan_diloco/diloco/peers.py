@@ -69,6 +69,8 @@ class Peers(ABC):
     background: BackgroundThread
     vitals: Callable[[], Vitals] = Vitals
     """Returns what this worker says of itself. Whoever measures the steps sets it."""
+    miss: Callable[[Mapping[str, Report]], object] = dict
+    """Called with the reports of workers for which training waits long. Whoever judges sets it."""
 
     # --- start and end ----------------------------------------------------------------------------
 

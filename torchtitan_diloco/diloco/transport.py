@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_diloco.diloco.background import BackgroundThread
-from torchtitan_diloco.diloco.round import Traffic
-from torchtitan_diloco.diloco.vitals import Vitals
+from torchtitan_diloco.diloco.round import LEAST_LINK_BYTES, Traffic
+from torchtitan_diloco.diloco.vitals import STOPPED, STUCK, Vitals
 from torchtitan_diloco.log import UserError, cause_of
 
 
@@ -107,6 +107,10 @@ def check_headers(headers: list[Header], mine: int) -> None:
 
 # --- transfers ------------------------------------------------------------------------------------
 
+STILL_SECONDS, STILL_RATIO = 5.0, 10.0
+"""A payload stands still if nothing comes for so long, and for this multiple of the usual time of a
+message."""
+
 Parts = Iterable[tuple[int, Tensor]]
 """(other worker, buffer in host memory to send or to receive into)."""
 
@@ -161,9 +165,17 @@ class Transport:
         self.others = [worker for worker in range(self.workers) if worker != self.me]
         self._group, self._timeout = group, timedelta(seconds=timeout_seconds)
         self._waiters = {one: BackgroundThread(f"diloco-wait-{one}") for one in self.others}
-        self.traffic = Traffic()
-        self.late: set[int] = set()
-        """Workers that are waited for."""
+        self.traffic, self._rates = Traffic(), dict[int, float]()
+        self.start(self.traffic)
+
+    def start(self, traffic: Traffic) -> None:
+        """Begin an exchange, which is measured in `traffic`."""
+        rates = {worker: self.traffic.rate(worker) for worker in self.others}
+        self._rates |= {worker: rate for worker, rate in rates.items() if math.isfinite(rate)}
+        self.traffic, self._awaited, self._awaits_means = traffic, Messages(), False
+        self._late, self._arrived = dict[int, bool](), dict[int, float]()
+        """Workers that are waited for, and whether to receive from them. When the latest message of
+        each worker came."""
 
     def receive(self, parts: Parts, tag: int = 0) -> Messages:
         """Post receives into buffers, skipping empty ones."""
@@ -193,38 +205,61 @@ class Transport:
         self.traffic.bytes_received += sum(messages.sizes.values())
         if watched or self.workers > 2:
             for worker, waiter in self._waiters.items():
-                works = messages.works.get(worker, [])
-                messages.arrivals[worker] = waiter.submit(partial(self._wait_for, worker, works))
+                messages.arrivals[worker] = waiter.submit(partial(self._wait_for, worker, messages))
 
-    def wait(self, messages: Messages) -> dict[int, float]:
+    def wait(self, messages: Messages, *, are_means: bool = False) -> dict[int, float]:
         """Wait for all messages and return their times of arrival, or raise WorkerLostError."""
         started = time.perf_counter()
+        self._awaited, self._awaits_means = messages, are_means
         if messages.arrivals:
             for finished in as_completed(messages.arrivals.values()):
                 finished.result()
             moments = {worker: arrival.result() for worker, arrival in messages.arrivals.items()}
         else:
-            moments = {one: self._wait_for(one, messages.works.get(one, [])) for one in self.others}
+            moments = {one: self._wait_for(one, messages) for one in self.others}
         self.traffic.received = time.perf_counter()
         self.traffic.waiting_seconds += self.traffic.received - started
         return moments
+
+    def late(self) -> dict[int, tuple[str, str]]:
+        """Return the workers that are waited for: what is wrong, empty if that is not known, and
+        what has not come."""
+        found, now = dict[int, tuple[str, str]](), time.perf_counter()
+        size = max(self._awaited.sizes.values(), default=0)
+        for worker, receives in sorted(self._late.copy().items()):
+            unknown = 0.0 if size >= LEAST_LINK_BYTES else math.inf
+            usual = size / rate if (rate := self._rates.get(worker, unknown)) else math.inf
+            if (arrived := self._arrived.get(worker)) is None:
+                waited = now - self.traffic.header_sent
+                found[worker] = STOPPED, f"its header has not come for {waited:.0f} s"
+            elif not receives:
+                found[worker] = "", "it has not taken what it is sent"
+            elif self._awaits_means:
+                found[worker] = "", "its mean has not come, and it may wait for another worker"
+            elif now - arrived < max(STILL_SECONDS, STILL_RATIO * usual):
+                found[worker] = "", "its header has come, and its payload not yet"
+            else:
+                what = "its header has come, and of its payload nothing"
+                found[worker] = STUCK, f"{what} for {now - arrived:.0f} s"
+        return found
 
     def close(self) -> None:
         for waiter in self._waiters.values():
             waiter.close(timeout=0.0)
 
-    def _wait_for(self, worker: int, works: list[dist.Work]) -> float:
-        """Wait for all works and return when the first was complete."""
+    def _wait_for(self, worker: int, messages: Messages) -> float:
+        """Wait for all messages of a worker and return when the first was complete."""
         first = math.nan
-        self.late.add(worker)
-        for number, work in enumerate(works):
+        self._late[worker] = worker in messages.sizes
+        for number, work in enumerate(messages.works.get(worker, [])):
             try:
                 work.wait(self._timeout)
             except RuntimeError as error:
                 raise WorkerLostError([worker], cause_of(error)) from error
             if number == 0:
-                first = time.perf_counter()
-        self.late.discard(worker)
+                first = self._arrived[worker] = time.perf_counter()
+                self._late[worker] = False
+        self._late.pop(worker, None)
         return first
 
     def _post(

@@ -26,6 +26,10 @@ class Vitals(NamedTuple):
         return self.compute + self.data + self.save
 
 
+STOPPED, STUCK = "stopped", "hung in communication"
+"""Why a worker is missing: its header or heartbeats do not come, or only its payload does not."""
+
+
 class Report(NamedTuple):
     """What is known of a worker after a round."""
 
@@ -34,6 +38,8 @@ class Report(NamedTuple):
     """Of its delta."""
     absent: str = ""
     """Why it takes no part in rounds."""
+    evidence: str = ""
+    """What is known of that."""
 
 
 class Action(NamedTuple):

@@ -115,7 +115,8 @@ class Streams:
         self._open = weakref.WeakSet[Job]()
         self.failure: Exception | None = None
         self._threads = list[_Stream]()
-        self._warned = ""
+        self._warned, self.stored = "", -math.inf
+        """When a chunk was last stored."""
         self.grow(count)
 
     def grow(self, count: int) -> None:
@@ -263,6 +264,8 @@ class _Stream(threading.Thread):
         if not answer.error:
             self._pause = PAUSE
             self._streams.warn("")
+            if not job.sequence:
+                self._streams.stored = time.monotonic()
             with suppress(InvalidStateError):
                 job.done.set_result(answer.seq)
         elif answer.error.get("err_code") == NO_MESSAGE:

@@ -4,6 +4,7 @@ After `join` has taken a slot, a thread reads incoming records in order, compute
 and appends what is due. Between two steps, the training thread asks for what to send and apply.
 """
 
+import math
 import threading
 import time
 
@@ -11,8 +12,9 @@ import msgspec
 import torch
 from torch import Tensor
 
-from torchtitan_diloco.diloco.vitals import Action, Report
-from torchtitan_diloco.islands.bulk import ClosedError
+from torchtitan_diloco.diloco.transport import STILL_RATIO, STILL_SECONDS
+from torchtitan_diloco.diloco.vitals import STUCK, Action, Report
+from torchtitan_diloco.islands.bulk import CHUNK_BYTES, UNDER_WAY, ClosedError
 from torchtitan_diloco.islands.connection import Connection
 from torchtitan_diloco.islands.copies import Copies
 from torchtitan_diloco.islands.inbox import LogRecord, Snapshot, SnapshotWanted
@@ -74,6 +76,8 @@ class Leader:
         self.machine = Machine(name, connection.members, timing, copies.outer_lr)
         self._giver, self._gauges = Giver(connection), gauges
         self._reported, self._awaits_parts = 0.0, False
+        self._uploads = math.inf, 0
+        """Since when, and how many bytes."""
         self._failure: Exception | None = None
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="islands", daemon=True)
@@ -170,7 +174,9 @@ class Leader:
         """Store the chunks of an own part and append the part. Return the bytes sent."""
         if part.finite:
             started = time.monotonic()
+            self._uploads = started, payload.numel()
             chunks = self._connection.store(as_buffer(payload), "parts")
+            self._uploads = math.inf, 0
             self._gauges.bytes_per_second = payload.numel() / (time.monotonic() - started)
             self._gauges.cycle_bytes = self._copies.cycle_bytes(part.codec)
             part = msgspec.structs.replace(part, chunks=chunks)
@@ -182,15 +188,24 @@ class Leader:
 
     def reports(self) -> dict[str, Report]:
         """Return what all islands have said of themselves, by name."""
-        members, now = self._connection.members, time.monotonic()
         with self.changed:
             owners = list(self.state.owners().values())
-        return {
-            name_of(owner): Report(self._gauges.read_vitals())
-            if owner == self.machine.incarnation
-            else members.report(owner, now)
-            for owner in owners
-        }
+        return {name_of(owner): self._report_of(owner, time.monotonic()) for owner in owners}
+
+    def _report_of(self, owner: str, now: float) -> Report:
+        members, gauges = self._connection.members, self._gauges
+        if owner != self.machine.incarnation:
+            report, member = members.report(owner, now), members.heard.get(owner)
+            says = () if member is None or report.absent else member.hint.numbers.says
+            is_stuck = f"{name_of(owner)}: {STUCK}" in says
+            return report._replace(absent=STUCK, evidence="it says so") if is_stuck else report
+        (since, size), rate = self._uploads, gauges.bytes_per_second or 0.0
+        still = now - max(since, self._connection.streams.stored)
+        usual = min(size, UNDER_WAY * CHUNK_BYTES) / rate if rate else math.inf
+        if still < max(STILL_SECONDS, STILL_RATIO * usual) or members.is_new(now):
+            return Report(gauges.read_vitals())
+        text = f"it makes steps, and of its upload nothing was stored for {still:.0f} s"
+        return Report(gauges.read_vitals(), absent=STUCK, evidence=text)
 
     def take_actions(self) -> list[Action]:
         """Return what is done about others since the last call."""

@@ -300,8 +300,7 @@ class IslandPeers(Peers):
         if due.own and due.waited > 1e-3:  # the exchange lasted until now
             round_.ready = now
         round_.traffic.bytes_received = due.received
-        resets = due.mode is Mode.RESET
-        if resets:
+        if resets := due.mode is Mode.RESET:
             round_.flags = round_.flags or OUTLIER
         alpha = self.config.overlap.mixing_at(self.progress)
         yield Apply(
@@ -377,8 +376,7 @@ class IslandPeers(Peers):
             alpha = self.config.overlap.mixing_at(saved.facts.get("progress", 0.0))
             saving.apply_early(self.states, saved, partial(local_share, alpha))
             saved.facts["in_flight"] = []
-        nothing = partial(local_share, 0.0)  # is in flight any more
-        _, _, notes = saving.load(self.states, saved, self.config, nothing)
+        *_, notes = saving.load(self.states, saved, self.config, partial(local_share, 0.0))
         if "island" in saved.facts:
             self._saved = State.decode(saved.facts["island"].encode())
         return notes

@@ -53,10 +53,11 @@ class Fleet:
     """For which training stops for a checkpoint."""
 
     def __post_init__(self) -> None:
-        if self.chips < 1 or self.mtbf <= 0:
+        if self.chips < 1:
+            raise UserError(f"--chips {self.chips}: give at least one chip, as in --chips 512")
+        if self.mtbf <= 0:
             raise UserError(
-                f"--chips {self.chips}, --mtbf {self.mtbf:g}s: give at least one chip, and a time "
-                "above 0 between its failures"
+                "--mtbf 0: give a time above 0 between two failures of a chip, as in --mtbf 3y"
             )
 
     @property
