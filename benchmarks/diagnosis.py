@@ -12,7 +12,6 @@ worker 1, says of it: the first verdict, the rounds and seconds until then, and 
 (tests/diagnosis/test_histories.py). --islands: the workers are islands, beside a server.
 """
 
-import argparse
 import json
 import math
 import os
@@ -22,35 +21,23 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import torch
+from benchmarks.network import INTERFACE, Network, NoNetworkError, Program, wait_until
+from torchtitan_diloco.components.records import read_json_lines
 
 from benchmarks import core
-from benchmarks.network import INTERFACE, Network, NoNetworkError, Program, wait_until
-from torchtitan_diloco import train
-from torchtitan_diloco.components.checkpoint import Checkpointer
-from torchtitan_diloco.components.records import read_json_lines
-from torchtitan_diloco.components.telemetry import Batch
-from torchtitan_diloco.diagnosis.verdicts import Judge, Verdict
-from torchtitan_diloco.diloco.vitals import Report
-from torchtitan_diloco.trainer import Trainer
+from benchmarks.diagnosis_worker import BEGIN, HISTORY, REACHED
 
-STEP_SECONDS, SAVE_EVERY = 0.06, 20
 MOST_SECONDS, AFTER_SECONDS = 60.0, 3.0
 """For which a verdict is waited for, and after it for others."""
-REACHED = "here the faults begin"
-BEGIN, WATCHED = 120, 260
-"""Step at which a fault begins, and steps after it until a run without a verdict ends."""
-EVERY, FRAGMENTS = 10, 3
+WATCHED = 260
+"""Steps after the fault began until a run without a verdict ends."""
 BEFORE, AFTER = 12, 40
 """Rounds before and after the beginning of a fault that are recorded."""
-HISTORY = "BENCHMARK_HISTORY"
-"""Variable with the file of a worker for what its judge is told."""
 SAID = re.compile(
     r"^(?:.*warning: )?(?P<culprit>\S.*?): (?P<kind>[a-z ]+?)(?: \([A-Z_]+\))? since "
 )
@@ -112,93 +99,12 @@ SETTINGS = {
     "metrics.tensorboard": "false",
     "metrics.log_every": "20",
     "run.device": "cpu",
-    "diloco.sync_every": str(EVERY),
+    "diloco.sync_every": "10",
     "diloco.fragments.layers_per_fragment": "2",
     "diloco.overlap.delay": "2",
     "diloco.quantization.codec": "int8",
     "diloco.link.interface": INTERFACE,
 }
-
-
-# --- in a worker ----------------------------------------------------------------------------------
-
-
-class Victim(Trainer):
-    """Trainer whose steps sleep, and which has a fault from step BEGIN on."""
-
-    fault: Mapping[str, float] = {}
-
-    def amount(self, name: str) -> float:
-        return self.fault.get(name, 0.0) if self.step >= BEGIN else 0.0
-
-    def train_step(self, batches: Iterator[Batch]) -> Any:
-        time.sleep(STEP_SECONDS * (1 + self.amount("compute")))
-        if self.amount("outlier"):
-            with torch.no_grad():
-                for parameter in self.model.parameters():
-                    parameter.add_(torch.randn_like(parameter))
-        result = super().train_step(batches)
-        if self.amount("nan") and self.step == BEGIN:
-            with torch.no_grad():
-                for parameter in self.model.parameters():
-                    parameter.fill_(float("nan"))
-        if self.step == BEGIN:
-            print(REACHED, flush=True)
-        return result
-
-    def begin(self) -> None:
-        super().begin()
-        loader = self.loader
-
-        def delayed(batches: Iterator[Batch]) -> Iterator[Batch]:
-            for batch in batches:
-                time.sleep(STEP_SECONDS * self.amount("data"))
-                yield batch
-
-        original = type(loader).__iter__
-        type(loader).__iter__ = lambda one: delayed(original(one))  # type: ignore[method-assign]
-        save = Checkpointer.save
-
-        def slow_save(one: Checkpointer, manifest: Any) -> float:
-            started = time.perf_counter()
-            save(one, manifest)
-            time.sleep(STEP_SECONDS * self.amount("save"))
-            return time.perf_counter() - started
-
-        setattr(Checkpointer, "save", slow_save)  # noqa: B010 - a fault
-        setattr(Checkpointer, "due_by_time", lambda _: self.step % SAVE_EVERY == 0)  # noqa: B010
-
-
-def record_inputs(path: Path) -> None:
-    """Write all that the judge is told, a JSON object in a line."""
-    file, note, miss = path.open("w", buffering=1), Judge.note, Judge.miss
-
-    def write(seen: Mapping[str, Report], step: int, now: float, **more: float) -> None:
-        reports = {
-            name: [*(float(f"{one:.3g}") for one in report.vitals), *report[1:]]
-            for name, report in seen.items()
-        }
-        file.write(json.dumps({"step": step, "now": round(now, 2), **more, "seen": reports}) + "\n")
-
-    def noted(
-        judge: Judge, seen: Mapping[str, Report], step: int, cycle: float, now: float
-    ) -> list[Verdict]:
-        write(seen, step, now, cycle=round(cycle, 3))
-        return note(judge, seen, step, cycle, now)
-
-    def missed(judge: Judge, seen: Mapping[str, Report], step: int, now: float) -> list[Verdict]:
-        write(seen, step, now)
-        return miss(judge, seen, step, now)
-
-    setattr(Judge, "note", noted)  # noqa: B010 - observed
-    setattr(Judge, "miss", missed)  # noqa: B010
-
-
-def run_worker(fault: Mapping[str, float], words: list[str]) -> int:
-    Victim.fault = fault
-    record_inputs(Path(os.environ[HISTORY]))
-    setattr(train, "Trainer", Victim)  # noqa: B010 - the program of a user, with a fault
-    return train.main(words)
 
 
 # --- a run ----------------------------------------------------------------------------------------
@@ -217,17 +123,12 @@ class Case:
         return FAULTS[self.name]
 
     @property
-    def following(self) -> int:
-        return (self.victim + 1) % self.workers
-
-    @property
     def expected(self) -> tuple[str, str] | None:
         """The right kind and culprit."""
         kind, culprit = self.fault.kind, f"worker {self.victim}"
-        if self.islands and kind == "lost":
-            kind = "stopped"
+        kind = "stopped" if self.islands and kind == "lost" else kind
         if self.fault.pair < 1:
-            culprit += f" -> worker {self.following}"
+            culprit += f" -> worker {(self.victim + 1) % self.workers}"
         return (kind, "all" if self.fault.by_all else culprit) if kind else None
 
 
@@ -272,10 +173,10 @@ def start(case: Case, network: Network, folder: Path) -> list[Program]:
         env = {HISTORY: str(folder / f"history-{worker}.jsonl")}
         if case.islands:
             env |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": network.address(worker)}
-            own = folder / f"run-{worker}" if worker else folder / "run"
-            settings |= {"islands.name": f"worker-{worker}", "run.folder": str(own)}
+            settings["islands.name"] = f"worker-{worker}"
+            settings["run.folder"] = str(folder / f"run-{worker}")
         mine = case.fault.inside if case.fault.by_all or worker == case.victim else {}
-        command = [sys.executable, "-m", "benchmarks.diagnosis", "--inside", json.dumps(mine)]
+        command = [sys.executable, "-m", "benchmarks.diagnosis_worker", json.dumps(mine)]
         log, words = folder / f"log-{worker}.txt", core.command_line(settings)
         programs.append(network.launch(worker, [*command, *words], log, **env))
     return programs
@@ -289,7 +190,7 @@ def inject(case: Case, network: Network, victim: Program) -> None:
     if fault.up < 1 or fault.down < 1:
         network.set_rate(case.victim, up=rate * fault.up, down=rate * fault.down)
     if fault.pair < 1:
-        network.set_rate_to(case.victim, case.following, rate * fault.pair)
+        network.set_rate_to(case.victim, (case.victim + 1) % case.workers, rate * fault.pair)
     if fault.cut:
         network.cut(case.victim, closed=True)
     if fault.lossy:
@@ -328,8 +229,8 @@ def measure(case: Case, folder: Path) -> Outcome:
         if fault.signal == signal.SIGSTOP:
             os.kill(programs[victim].pid, signal.SIGCONT)
     history = read_json_lines(folder / f"history-{number}.jsonl")[0]
-    own = folder / f"run-{number}" if case.islands and number else folder / "run"
-    records = core.read_records(own, 0 if case.islands else number)
+    run = (f"run-{number}", 0) if case.islands else ("run", number)
+    records = core.read_records(folder / run[0], worker=run[1])
     verdicts = [one["step"] for one in records if one.get("kind") == "verdict"]
     until = min((step for step in verdicts if step >= BEGIN), default=0)
     rounds = sum(BEGIN <= int(one["step"]) <= until for one in history) if until else math.nan
@@ -388,12 +289,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=20.0, help="of each link, in Mbit/s")
     parser.add_argument("--islands", action="store_true", help="workers are islands")
     parser.add_argument("--record", type=Path, metavar="DIR", help="write what the judge is told")
-    parser.add_argument("--inside", type=json.loads, help=argparse.SUPPRESS)
-    options, words = parser.parse_known_args()
-    if options.inside is not None:
-        sys.exit(run_worker(options.inside, words))
-    if words:
-        parser.error(f"{' '.join(words)}: unknown options")
+    options = parser.parse_args()
     rows = list[list[str]]()
     for workers, name in product(options.workers, options.faults):
         outcomes = list[Outcome]()
