@@ -26,11 +26,11 @@ from itertools import product
 from pathlib import Path
 
 import torch
-from benchmarks.network import INTERFACE, Network, NoNetworkError, Program, wait_until
-from torchtitan_diloco.components.records import read_json_lines
 
 from benchmarks import core
 from benchmarks.diagnosis_worker import BEGIN, HISTORY, REACHED
+from benchmarks.network import INTERFACE, Network, NoNetworkError, Program, wait_until
+from torchtitan_diloco.components.records import read_json_lines
 
 MOST_SECONDS, AFTER_SECONDS = 60.0, 3.0
 """For which a verdict is waited for, and after it for others."""

@@ -1,0 +1,111 @@
+"""A worker of `benchmarks.diagnosis`: the trainer, with a fault in its process.
+
+    python -m benchmarks.diagnosis_worker FAULT --section.key value ...
+
+FAULT is a JSON object of names and amounts. What the judge of this worker is told is written to the
+file in the variable BENCHMARK_HISTORY.
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchtitan_diloco import train
+from torchtitan_diloco.components.checkpoint import Checkpointer
+from torchtitan_diloco.components.telemetry import Batch
+from torchtitan_diloco.diagnosis.verdicts import Judge, Verdict
+from torchtitan_diloco.diloco.vitals import Report
+from torchtitan_diloco.trainer import Trainer
+
+STEP_SECONDS, SAVE_EVERY = 0.06, 20
+REACHED = "here the faults begin"
+BEGIN = 120
+"""Step at which a fault begins."""
+HISTORY = "BENCHMARK_HISTORY"
+Seen = Mapping[str, Report]
+
+
+class Victim(Trainer):
+    """Trainer whose steps sleep, and which has a fault from step BEGIN on."""
+
+    fault: Mapping[str, float] = {}
+
+    def amount(self, name: str) -> float:
+        return self.fault.get(name, 0.0) if self.step >= BEGIN else 0.0
+
+    def train_step(self, batches: Iterator[Batch]) -> Any:
+        time.sleep(STEP_SECONDS * (1 + self.amount("compute")))
+        if self.amount("outlier"):
+            with torch.no_grad():
+                for parameter in self.model.parameters():
+                    parameter.add_(torch.randn_like(parameter))
+        result = super().train_step(batches)
+        if self.amount("nan") and self.step == BEGIN:
+            with torch.no_grad():
+                for parameter in self.model.parameters():
+                    parameter.fill_(float("nan"))
+        if self.step == BEGIN:
+            print(REACHED, flush=True)
+        return result
+
+    def begin(self) -> None:
+        super().begin()
+        loader = self.loader
+
+        def delayed(batches: Iterator[Batch]) -> Iterator[Batch]:
+            for batch in batches:
+                time.sleep(STEP_SECONDS * self.amount("data"))
+                yield batch
+
+        original = type(loader).__iter__
+        type(loader).__iter__ = lambda one: delayed(original(one))  # type: ignore[method-assign]
+        save = Checkpointer.save
+
+        def slow_save(one: Checkpointer, manifest: Any) -> float:
+            started = time.perf_counter()
+            save(one, manifest)
+            time.sleep(STEP_SECONDS * self.amount("save"))
+            return time.perf_counter() - started
+
+        setattr(Checkpointer, "save", slow_save)  # noqa: B010 - a fault
+        setattr(Checkpointer, "due_by_time", lambda _: self.step % SAVE_EVERY == 0)  # noqa: B010
+
+
+def record_inputs(path: Path) -> None:
+    """Write all that the judge is told, a JSON object in a line."""
+    file, note, miss = path.open("w", buffering=1), Judge.note, Judge.miss
+
+    def write(seen: Seen, step: int, now: float, **more: float) -> None:
+        told = {
+            who: [*(float(f"{v:.3g}") for v in one.vitals), *one[1:]] for who, one in seen.items()
+        }
+        file.write(json.dumps({"step": step, "now": round(now, 2), **more, "seen": told}) + "\n")
+
+    def noted(judge: Judge, seen: Seen, step: int, cycle: float, now: float) -> list[Verdict]:
+        write(seen, step, now, cycle=round(cycle, 3))
+        return note(judge, seen, step, cycle, now)
+
+    def missed(judge: Judge, seen: Seen, step: int, now: float) -> list[Verdict]:
+        write(seen, step, now)
+        return miss(judge, seen, step, now)
+
+    setattr(Judge, "note", noted)  # noqa: B010 - observed
+    setattr(Judge, "miss", missed)  # noqa: B010
+
+
+def main() -> int:
+    fault, *words = sys.argv[1:]
+    Victim.fault = json.loads(fault)
+    record_inputs(Path(os.environ[HISTORY]))
+    setattr(train, "Trainer", Victim)  # noqa: B010 - the program of a user, with a fault
+    return train.main(words)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,90 @@
+"""Replay recorded runs: the judge names what was injected and where, and nothing else.
+
+    .venv/bin/python -m benchmarks.diagnosis --repeats 1 --record tests/diagnosis/histories
+
+has recorded them: trainers in network namespaces, with a fault at one of them. The first line of a
+file is about the fault. The others are what the judge was told, 12 rounds before the fault and up
+to 40 after it.
+"""
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from torchtitan_diloco.diagnosis.verdicts import IN_A_ROW, SETTLED, Judge, Verdict
+from torchtitan_diloco.diloco.liveness import LATE_SECONDS
+from torchtitan_diloco.diloco.vitals import STOPPED, STUCK, Report, Vitals
+
+HISTORIES = sorted(Path(__file__).parent.glob("histories/*.jsonl"))
+OTHERWISE = {
+    "uplink-1/2": None,
+    "large-packets-lost": None,
+    "pair-1/4": ("slow receiving", "worker 2"),
+}
+"""Faults that are not named as they should be, as docs/troubleshooting.md says, and how they are."""
+MOST_SECONDS = 16.0
+"""From a fault to its verdict."""
+Named = tuple[str, str] | None
+
+
+class Replay(NamedTuple):
+    about: dict[str, Any]
+    verdicts: list[tuple[Verdict, int, float]]
+    """With the rounds and seconds since the fault began."""
+
+    @property
+    def expected(self) -> Named:
+        wanted = OTHERWISE.get(self.about["fault"], self.about["expected"])
+        return tuple(wanted) if wanted else None
+
+    @property
+    def named(self) -> Counter[Named]:
+        said = [one.cause for one, _, _ in self.verdicts if not one.over]
+        return Counter((str(kind), culprit.replace("worker-", "worker ")) for kind, culprit in said)
+
+
+def replay(path: Path) -> Replay:
+    about, *lines = map(json.loads, path.read_text().splitlines())
+    judge, found, began, rounds = Judge(), list[tuple[Verdict, int, float]](), 0.0, 0
+    for line in lines:
+        step, now = line["step"], line["now"]
+        size = len(Vitals._fields)
+        seen = {
+            name: Report(Vitals._make([*one[: size - 1], int(one[size - 1])]), *one[size:])
+            for name, one in line["seen"].items()
+        }
+        if step >= about["begin"]:
+            began, rounds = began or now, rounds + 1
+        if "cycle" in line:
+            changed = judge.note(seen, step, line["cycle"], now)
+        else:
+            changed = judge.miss(seen, step, now)
+        found += [(one, rounds, now - began if began else -1.0) for one in changed]
+    return Replay(about, found)
+
+
+def test_all_recorded_faults_are_named_and_nothing_else() -> None:
+    """The confusion matrix of (class, culprit), injected against named, is a diagonal."""
+    matrix, right = Counter[tuple[Named, Named]](), Counter[tuple[Named, Named]]()
+    for path in HISTORIES:
+        found = replay(path)
+        right[found.expected, found.expected] += 1
+        matrix.update((found.expected, one) for one in found.named or [None])
+    assert matrix == right
+    kinds = {named[0] for named, _ in matrix if named}
+    assert len(kinds) >= 8, "of each class that the judge sees, there is one"
+    assert (None, None) in matrix
+
+
+@pytest.mark.parametrize("path", HISTORIES, ids=lambda path: path.stem)
+def test_a_verdict_comes_in_time(path: Path) -> None:
+    found = replay(path)
+    for verdict, rounds, seconds in found.verdicts[:1]:
+        waited = verdict.cause.kind in (STOPPED, STUCK)
+        assert rounds >= (1 if waited else IN_A_ROW), "no verdict before the fault"
+        settled = LATE_SECONDS if waited else SETTLED.get(verdict.cause.kind, 0.0)
+        assert settled <= seconds + 0.5 <= MOST_SECONDS + 0.5
+    assert sum(one.stat().st_size for one in HISTORIES) < 150_000
