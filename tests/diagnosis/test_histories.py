@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import pytest
 
 from torchtitan_diloco.diagnosis.verdicts import IN_A_ROW, SETTLED, Judge, Verdict
-from torchtitan_diloco.diloco.liveness import LATE_SECONDS
 from torchtitan_diloco.diloco.vitals import STOPPED, STUCK, Report, Vitals
 
 HISTORIES = sorted(Path(__file__).parent.glob("histories/*.jsonl"))
@@ -24,7 +23,7 @@ OTHERWISE = {
     "large-packets-lost": None,
     "pair-1/4": ("slow receiving", "worker 2"),
 }
-"""Faults that are not named as they should be, as docs/troubleshooting.md says, and how they are."""
+"""Faults that are named otherwise than injected, as docs/troubleshooting.md says."""
 MOST_SECONDS = 16.0
 """From a fault to its verdict."""
 Named = tuple[str, str] | None
@@ -83,8 +82,8 @@ def test_all_recorded_faults_are_named_and_nothing_else() -> None:
 def test_a_verdict_comes_in_time(path: Path) -> None:
     found = replay(path)
     for verdict, rounds, seconds in found.verdicts[:1]:
-        waited = verdict.cause.kind in (STOPPED, STUCK)
+        waited = verdict.cause.kind in (STOPPED, STUCK)  # before the judge was told
         assert rounds >= (1 if waited else IN_A_ROW), "no verdict before the fault"
-        settled = LATE_SECONDS if waited else SETTLED.get(verdict.cause.kind, 0.0)
+        settled = 0.0 if waited else SETTLED.get(verdict.cause.kind, 0.0)
         assert settled <= seconds + 0.5 <= MOST_SECONDS + 0.5
     assert sum(one.stat().st_size for one in HISTORIES) < 150_000
