@@ -120,7 +120,7 @@ class Judge:
         """Latest deviations from the others, as shares of a step."""
         self._usual: dict[str, deque[float]] = {}
         """Latest medians over workers of what all should notice."""
-        self._transfers: dict[str, deque[Vitals]] = {}
+        self._transfers: dict[str, deque[tuple[float, float, float, int]]] = {}
         self._suspicions: dict[Cause, Suspicion] = {}
         self._ended = Counter[Cause]()
 
@@ -241,6 +241,7 @@ class Judge:
     # --- links ------------------------------------------------------------------------------------
 
     def _slow_links(self, here: Mapping[str, Vitals], cycle: float) -> Iterator[tuple[Cause, str]]:
+        here = {name: self._usually(name, one) for name, one in here.items()}
         uploads = {name: one.upload for name, one in here.items() if one.upload > 0}
         for name, seconds in uploads.items():
             others = [other for key, other in uploads.items() if key != name]
@@ -248,7 +249,7 @@ class Judge:
             if seconds > LINK_RATIO * usual and seconds - usual > FLOOR * cycle:
                 text = f"the uploads of a cycle take {seconds:.3g} s, those of others {usual:.3g}"
                 yield Cause(Kind.SENDING, name), text
-        known = {name: it for name, one in here.items() if (it := self._usually(name, one))}
+        known = {name: one for name, one in here.items() if one.transfer > 0}
         if not known:
             return
         names, least = list(here), min(one.transfer for one in known.values())
@@ -279,15 +280,18 @@ class Judge:
                 cause = Cause(Kind.SENDING, sender)
             yield cause, f"a transfer takes {one.transfer:.3g} s, others {least:.3g}{side}"
 
-    def _usually(self, name: str, now: Vitals) -> Vitals | None:
-        """Return the vitals of a worker with medians of its latest transfers."""
+    def _usually(self, name: str, now: Vitals) -> Vitals:
+        """Return the vitals of a worker with medians of its latest transfers and uploads."""
         latest = self._transfers.setdefault(name, deque(maxlen=MEASURED))
-        if now.transfer > 0:  # it is measured
-            latest.append(now)
+        measured = now.transfer, now.fastest_transfer, now.upload, now.slowest
+        if (now.transfer > 0 or now.upload > 0) and (not latest or measured != latest[-1]):
+            latest.append(measured)  # an island says the same until its next upload
         if not latest:
-            return None
+            return now
+        slow, fast, uploads, senders = zip(*latest, strict=True)
         return now._replace(
-            transfer=statistics.median(one.transfer for one in latest),
-            fastest_transfer=statistics.median(one.fastest_transfer for one in latest),
-            slowest=statistics.mode(one.slowest for one in latest),
+            transfer=statistics.median(slow),
+            fastest_transfer=statistics.median(fast),
+            upload=statistics.median(uploads),
+            slowest=statistics.mode(senders),
         )
