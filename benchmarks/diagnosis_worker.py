@@ -1,6 +1,6 @@
 """A worker of `benchmarks.diagnosis`: the trainer, with a fault in its process.
 
-    python -m benchmarks.diagnosis_worker FAULT --section.key value ...
+    .venv/bin/python -m benchmarks.diagnosis_worker FAULT --section.key value ...
 
 FAULT is a JSON object of names and amounts. What the judge of this worker is told is written to the
 file in the variable BENCHMARK_HISTORY.

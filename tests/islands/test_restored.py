@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tests.islands.running import Island, same, started
 from tests.islands.servers import Listener, free_port, need_server, running_server, wait_until
-from tests.islands.test_coming_and_going import at, hold, save_in
+from tests.islands.test_coming_and_going import at, hold
 from torchtitan_diloco.diloco.state_dict import SavedState
 from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.log import State
@@ -89,6 +89,10 @@ def train(join: Join, name: str, saved: SavedState | None = None, **chosen: obje
     return Island(join, name, begin=1, slots=3, grace=0.2, saved=saved, **chosen)  # type: ignore[arg-type]
 
 
+def log_state(saved: SavedState) -> State:
+    return State.decode(saved.facts["island"].encode())
+
+
 def refusal(island: Island) -> str:
     with started(island), pytest.raises(AnotherLogError) as error:
         island.finish()
@@ -98,15 +102,26 @@ def refusal(island: Island) -> str:
 @pytest.mark.usefixtures("soon_gone")
 def test_islands_refuse_an_older_log_and_can_begin_another_run(tmp_path: Path) -> None:
     """Else they would train without a word, and starts from their checkpoints would crash."""
-    copy, saved = tmp_path / "copy", list[SavedState]()
+    copy, lengths, saved = tmp_path / "copy", list[int](), list[SavedState]()
+
+    def save_beyond_copy(island: Island) -> None:
+        if island.step == 40:
+            wait_until(lambda: lengths, "the copy")
+        if island.step >= 60 and not saved:
+            state = SavedState(**island.outer.state_dict())
+            if log_state(state).sequence > lengths[0]:
+                saved.append(state)
+
     with running_server(tmp_path / "server") as server:
         connected = train(server.join, "a", steps=200, step_seconds=0.02)
-        hold_on, save = hold(40, copy.exists), at(60, save_in(saved))
-        connected.each_step = lambda island: (hold_on(island), save(island))
+        connected.each_step = save_beyond_copy
         with started(connected):
             connected.wait_for_step(40)
-            copy_folder(server, copy)
-            connected.wait_for_step(80)
+            with Listener(server.join, "listener/1") as listener:
+                listener.wait_connected()
+                copy_folder(server, copy, listener)
+                lengths.append(listener.wait_connected())
+            wait_until(lambda: saved, "a save after the copy")
             restore_folder(server, copy)
             server.start()
             with pytest.raises(AnotherLogError, match="records, and the island has read"):
@@ -116,7 +131,7 @@ def test_islands_refuse_an_older_log_and_can_begin_another_run(tmp_path: Path) -
         fresh = train(server.join, "b", steps=200)
         with started(fresh):
             fresh.finish()
-        known = State.decode(saved[0].facts["island"].encode())
+        known = log_state(saved[0])
         with open_reader(server.join) as reader:
             assert reader.state.ended
             assert reader.state.sequence > known.sequence
