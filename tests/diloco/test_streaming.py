@@ -239,4 +239,5 @@ def _many_syncs() -> tuple[int, int]:
 
 def test_hundreds_of_syncs_leave_memory_where_it_was(processes: ProcessPool) -> None:
     for warm, later in processes.run(_many_syncs, 2):
-        assert later - warm < 4096, "KiB; 160 for each sync would be 48,000"
+        # A heap that fragments takes some 8,000 KiB at most. One delta kept of each sync is 48,000.
+        assert later - warm < 16_000, "KiB"

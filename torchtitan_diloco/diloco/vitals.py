@@ -39,7 +39,7 @@ class Report(NamedTuple):
     absent: str = ""
     """Why it takes no part in rounds."""
     evidence: str = ""
-    """What is known of that."""
+    """What shows it, in numbers."""
 
 
 class Action(NamedTuple):
