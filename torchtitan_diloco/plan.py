@@ -119,7 +119,7 @@ def _parse_failures(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--quorum", type=int, metavar="N", help="islands.quorum, if not that of the config")
     add("--config", metavar="NAME_OR_PATH", default="1b", help="settings of the islands (1b)")
     add("--plot", type=Path, metavar="FILE", help="draw what is lost, as .svg or .png")
-    add("--table", action="store_true", help="print the goodput in Decoupled DiLoCo's paper")
+    add("--table", action="store_true", help="print what papers have published")
     options, settings = parser.parse_known_args(words)
     if not options.table and None in (options.chips, options.mtbf):
         raise UserError("give --chips 512 and --mtbf 3y, or --table alone for the paper's runs")
@@ -132,6 +132,7 @@ def _plan_failures(options: argparse.Namespace, config: Config) -> None:
     from torchtitan_diloco.planner.failures import (
         Fleet,
         absence_cost,
+        c4_text,
         outlooks,
         outlooks_text,
         published_text,
@@ -139,7 +140,8 @@ def _plan_failures(options: argparse.Namespace, config: Config) -> None:
     )
 
     if options.table:
-        print(f"goodput of 1.2M chips, MTBF 1 year (arXiv 2604.21428)\n\n{published_text()}")
+        print(f"goodput of 1.2M chips, MTBF 1 year (arXiv 2604.21428)\n\n{published_text()}\n")
+        print(f"downtime of 2,400 chips (arXiv 2406.04594)\n\n{c4_text()}")
         return
     times = options.mtbf, options.detect, options.restart, options.rejoin, options.save
     fleet, diloco = Fleet(options.chips, *times), config.diloco

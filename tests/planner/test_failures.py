@@ -17,10 +17,13 @@ from torchtitan_diloco.plan import main
 from torchtitan_diloco.planner import failures
 from torchtitan_diloco.planner.absence import Rules, World, absence
 from torchtitan_diloco.planner.failures import (
+    C4_PARTS,
     PUBLISHED,
     YEAR,
     Fleet,
     best_interval,
+    c4_outlooks,
+    c4_text,
     elastic,
     islands,
     job_goodput,
@@ -162,6 +165,15 @@ def test_twice_the_published_chips() -> None:
     assert 100 * elastic(twice).goodput == pytest.approx(40, abs=1)
 
 
+@pytest.mark.parametrize("parts", C4_PARTS.values(), ids=C4_PARTS)
+def test_the_published_downtime_of_c4(parts: failures.Downtime) -> None:
+    """The paper's 31.19 and 1.16 % from their parts."""
+    job, islands = (100 * (1 - found.goodput) for found in c4_outlooks(parts))
+    assert job == pytest.approx(sum(parts), abs=0.4)
+    # An island in four stops, and repeats nothing that the log has.
+    assert (sum(parts) - parts.repeats) / 4 < islands < sum(parts) / 3
+
+
 # --- plan --failures ------------------------------------------------------------------------------
 
 KNOWN = ["--failures", "--chips", "512", "--mtbf", "3y", "--islands", "4"]
@@ -179,7 +191,9 @@ def test_the_documented_answer_is_what_the_command_prints(
 
 def test_the_papers_goodput_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--failures", "--table"]) == 0
-    assert published_text() in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert published_text() in printed
+    assert c4_text() in printed
 
 
 @pytest.mark.parametrize(
