@@ -21,7 +21,6 @@ HISTORIES = sorted(Path(__file__).parent.glob("histories/*.jsonl"))
 OTHERWISE = {
     "uplink-1/2": None,
     "large-packets-lost": None,
-    "pair-1/4": ("slow receiving", "worker 2"),
 }
 """Faults that are named otherwise than injected, as docs/troubleshooting.md says."""
 MOST_SECONDS = 16.0

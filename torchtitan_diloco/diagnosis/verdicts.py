@@ -267,7 +267,12 @@ class Judge:
 
         # The slowest transfers share the links of receivers, also if nothing is wrong.
         slow = {name: one for name, one in known.items() if is_slow(one.transfer, least)}
-        receiving = [name for name, one in slow.items() if is_slow(one.fastest_transfer, usual)]
+        receiving = [
+            name
+            for name, one in slow.items()
+            if is_slow(one.fastest_transfer, usual)
+            and not is_slow(one.transfer, one.fastest_transfer)  # they share its downlink
+        ]
         senders = [names[one.slowest % len(names)] for one in slow.values()]
         for name, one in slow.items():
             sender = names[one.slowest % len(names)]
