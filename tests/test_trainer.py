@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import signal
 from collections.abc import Callable
 from contextlib import redirect_stderr
@@ -126,6 +127,17 @@ def test_the_saved_configuration_starts_the_same_run_again(text: Path) -> None:
     again = Trainer(config, join(config)).run()
     assert curve(records(again), LOSS) == curve(first, LOSS)
     assert (again / "config.toml").read_text() == saved.read_text()
+
+
+def test_a_finished_run_that_is_started_again_repeats_its_result(
+    text: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "torchtitan_diloco")
+    for _ in range(2):
+        train(settings(text))
+    first, again = (one for one in caplog.messages if one.startswith("loss of the shared model"))
+    assert first == again
+    assert re.search(r"\d nats per held-out token, \d+\.\d+ bits per byte, after step", first)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ class IslandRun:
     ) -> None:
         """`identity`: data and tokenizer, which must be the same on all islands."""
         self._plan, self._shard_by = plan, config.data.shard_by
-        self._validated: tuple[int, float] | None = None
+        self._validated: tuple[int, float, float] | None = None
         self.run = Join.parse(config.islands.join).run
         tokens = plan.tokens_per_step // config.workers
         self.peers = IslandPeers(
@@ -38,7 +38,7 @@ class IslandRun:
         block, by_clusters = seat.block * (self._shard_by == "none"), self._shard_by == "clusters"
         return seat.position, Stream(seat.slot, seat.streams, block, by_clusters)
 
-    def note(self, loss: float | None, validated: tuple[int, float] | None) -> None:
+    def note(self, loss: float | None, validated: tuple[int, float, float] | None) -> None:
         """Note for heartbeats the training loss, and step and loss of the last validation."""
         gauges, before = self.peers.gauges, self._validated
         gauges.loss, self._validated = loss, validated

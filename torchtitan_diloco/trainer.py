@@ -155,8 +155,8 @@ class Trainer:
             log_early_end(*about, island=self.island is not None)
         is_plain = self.island is None and config.data.shard_by == "none"
         has_control = is_plain and self.start.manifest is None
-        validated, bits = self.validator.validated, self.validator.bits_per_byte
-        log_summary(telemetry, folder, self.step, validated, bits, has_control=has_control)
+        validated = self.validator.validated
+        log_summary(telemetry, folder, self.step, validated, has_control=has_control)
         if checkpointer.failure:
             raise UserError(
                 f"the last checkpoint could not be saved: {checkpointer.failure}; make room and "

@@ -139,7 +139,7 @@ def test_the_summary_counts_islands_that_came_later(
     own = telemetry(None)
     train(own, range(1, 9))
     caplog.set_level("INFO", "torchtitan_diloco")
-    log_summary(own, tmp_path, 10, None, math.nan, has_control=False)
+    log_summary(own, tmp_path, 10, None, has_control=False)
     expected = 8 * all_reduce_bytes(PLAN.parameters, 2) / 1e6
     assert f"{expected:,.1f} MB (bf16 gradients, every step)" in caplog.text
     assert "by each worker after step 2, as counted" in caplog.text

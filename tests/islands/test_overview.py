@@ -164,6 +164,19 @@ def test_a_console_says_who_comes_and_goes_and_when_a_slot_is_free() -> None:
     assert stays.machine.news == ["island late takes part"]
 
 
+def test_an_island_that_restarts_does_not_ask_for_a_slot() -> None:
+    """It takes that of its earlier start, also while its record is on the way."""
+    world, said = World(Plan(steps=200, slots=2, begin=2, expiry=2.0)), set[str]()
+    dies = [world.start(f"i{number}") for number in range(2)][1]
+    world.after(5.0, lambda: setattr(dies, "alive", False))
+    again = world.start("i1", at=6.0)
+    for tick in range(300):
+        world.after(6.0 + tick / 100, lambda: said.add(again.machine.waits_for(again.now)))
+    world.run()
+    assert again.island is not None
+    assert said == {""}
+
+
 def test_an_island_was_away_if_its_signs_of_life_stop_for_long() -> None:
     stay = Stay("a", [[0.0, 0.0]])
     for at in (*range(1, 100), 99.5, *range(110, 120)):

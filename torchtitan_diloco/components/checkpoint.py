@@ -48,7 +48,7 @@ from torchtitan_diloco.hardware import write_whole
 from torchtitan_diloco.log import UserError, logger
 
 Files = dict[str, tuple[int, int]]
-VERSION = 6
+VERSION = 7
 MANIFEST = "manifest.json"
 MODEL, OPTIMIZER, RANDOM = "model/", "optimizer/", "random/"
 """Prefixes of tensors; all other names are the outer loop's."""
@@ -68,8 +68,8 @@ class RunState:
     """Tokens of all workers together."""
     position: int = 0
     """Position of the next sample in the global order of samples."""
-    validated: tuple[int, float] | None = None
-    """Step of the last validation and its loss."""
+    validated: tuple[int, float, float] | None = None
+    """Step of the last validation, its loss, and its bits per byte."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,5 @@
 """The table at the end of a run."""
 
-import math
 import os
 import shlex
 from pathlib import Path
@@ -14,8 +13,7 @@ def log_summary(
     telemetry: Telemetry,
     folder: Path,
     step: int,
-    validated: tuple[int, float] | None,
-    bits_per_byte: float,
+    validated: tuple[int, float, float] | None,
     *,
     has_control: bool,
 ) -> None:
@@ -25,10 +23,9 @@ def log_summary(
     """
     totals, rows = telemetry.totals, {}
     if validated is not None:
+        after, loss, bits = validated
         rows["loss of the shared model"] = (
-            f"{validated[1]:.4f} nats per held-out token"
-            f"{'' if math.isnan(bits_per_byte) else f', {bits_per_byte:.4f} bits per byte'}"
-            f", after step {validated[0]}"
+            f"{loss:.4f} nats per held-out token, {bits:.4f} bits per byte, after step {after}"
         )
     if telemetry.workers > 1:
         rows |= _bytes(totals, telemetry, step)

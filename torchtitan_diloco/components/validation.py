@@ -71,19 +71,16 @@ class Validator:
     batches: Iterable[Batch]
     world: World
     outer: OuterLoop
-    validated: tuple[int, float] | None
-    """Step and loss of the last validation."""
+    validated: tuple[int, float, float] | None
+    """Step, loss and bits per byte of the last validation."""
     text_bytes: int
-    bits_per_byte: float = math.nan
-    """Of the last validation."""
 
     def validate(self, step: int, telemetry: Telemetry) -> float:
         """Validate, report the result, and return the duration in seconds."""
         started = time.perf_counter()
         with self.outer.global_parameters():
             result = validate(self.model, self.batches, self.world, self.text_bytes)
-        self.validated = step, result.loss
-        self.bits_per_byte = result.bits_per_byte
+        self.validated = step, result.loss, result.bits_per_byte
         telemetry.write(step, {"loss/val": result.loss, "loss/bits_per_byte": result.bits_per_byte})
         logger.info(
             f"validation after step {step}: loss {result.loss:.4f}, "

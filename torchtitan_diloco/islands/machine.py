@@ -233,7 +233,8 @@ class Machine:
             return f"waiting until {facts.begin} islands are there; here are {here}"
         if (seconds := self._probation(now)) > 0:
             return f"the others have evicted this island: it takes part again in {seconds:.0f} s"
-        if len(owners) == len(self.state.slots) and not self.members.is_new(now):
+        restarts = name_of(self.incarnation) in map(name_of, owners.values())  # it takes its slot
+        if len(owners) == len(self.state.slots) and not restarts and not self.members.is_new(now):
             return self._describe_slots(owners.values(), now)
         return ""
 
