@@ -9,6 +9,7 @@ import sys
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from multiprocessing.process import BaseProcess
@@ -197,9 +198,11 @@ class Run:
         self.join = self.server.printed().splitlines()[0]
 
     def kill_server(self) -> None:
+        """Kill `serve`, which would start nats-server again, and nats-server."""
         children = Path(f"/proc/{self.server.pid}/task/{self.server.pid}/children").read_text()
-        for pid in map(int, children.split()):
-            os.kill(pid, signal.SIGKILL)
+        for pid in (self.server.pid, *map(int, children.split())):
+            with suppress(ProcessLookupError):  # it ends with `serve`
+                os.kill(pid, signal.SIGKILL)
         self.server.wait()
 
     def start(self, worker: int, **handicaps: float) -> None:

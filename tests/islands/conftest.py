@@ -18,8 +18,10 @@ def server(tmp_path: Path) -> Iterator[Join]:
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Allow a first connection the time that it takes on a busy machine."""
+    """Allow a first connection the time that it takes on a busy machine. One server has no new
+    leader to wait for."""
     monkeypatch.setattr("torchtitan_diloco.islands.connection.FIRST_CONNECTION_SECONDS", PATIENCE)
+    monkeypatch.setattr("torchtitan_diloco.islands.session.LAG_SECONDS", 1.0)
 
 
 @pytest.fixture

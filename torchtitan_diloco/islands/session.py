@@ -20,8 +20,9 @@ STATE_INDEX = "state"
 """Subject of the message that lists the chunks of a stored state, in the stream of states."""
 NO_MESSAGE, NO_STREAM = 10037, 10059
 """Error codes of the server: no message, and no stream found."""
-LAG_SECONDS, LOOK = 2.0, 0.1
-"""Time in which the new leader of a cluster has applied all records, and between two looks."""
+LAG_SECONDS, LOOK = 10.0, 0.1
+"""Time in which the new leader of a cluster has applied all records, also on a busy machine, and
+between two looks."""
 BATCH = {"batch": 10_000, "max_bytes": 2**18, "next_by_subj": ">"}
 """Records to get at a time, from the next one that there is."""
 
@@ -117,9 +118,9 @@ class Session(Wire):
             state = self.state_of("log")
             if sequence < state["first_seq"]:
                 raise TrimmedError(sequence, state["first_seq"])
-            if sequence <= state["last_seq"]:
-                raise GapError(sequence)
             if time.monotonic() > end:
+                if sequence <= state["last_seq"]:
+                    raise GapError(sequence)
                 raise AnotherLogError(
                     f"it has {state['last_seq']} records, and the island has read {sequence}"
                 )
