@@ -11,6 +11,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from tests.islands.servers import wait_until
 from tests.test_trainer import LOSS, records
 from torchtitan_diloco.components import telemetry as module
 from torchtitan_diloco.components.metrics import METRICS, time_shares
@@ -238,11 +239,12 @@ def test_weights_and_biases_gets_the_same_curves(
             train(own, range(step + 1, step + 5))
         names.append((folder / "wandb/run-id").read_text())
     assert names[0] == names[1], "a resumed run goes on"
-    written = [path.read_bytes() for path in folder.glob("wandb/offline*/run-*.wandb")]
-    assert written
-    for content in written:
+    written = list(folder.glob("wandb/offline*/run-*.wandb"))
+    assert len(written) == 2
+    wait_until(lambda: min(path.stat().st_size for path in written) > 1000, "wandb's process")
+    for path in written:
         for expected in ("slow-links", LOSS, SENT, names[0]):
-            assert expected.encode() in content
+            assert expected.encode() in path.read_bytes()
 
 
 def test_weights_and_biases_without_its_package(
