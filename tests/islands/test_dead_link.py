@@ -23,9 +23,12 @@ from torchtitan_diloco.islands import wire as wire_module
 need_server()
 
 
-def _lose_the_chunks(folder: Path) -> None:
-    """Drop the connection of the chunks in the firewall of this process's own network."""
-    wire_module.UNCONFIRMED_SECONDS = 1.0
+def _lose_the_chunks(folder: Path, lost: str) -> None:
+    """Drop the connection of the chunks in the firewall of this process's own network.
+
+    `lost`: "one", or "all", where the new connection for the log tells that the others are dead.
+    """
+    wire_module.UNCONFIRMED_SECONDS = 1.0 if lost == "one" else 10 * PATIENCE
     module.FIRST_CONNECTION_SECONDS = PATIENCE
     with running_server(folder) as server, Listener(server.join, "a/1") as listener:
         connection, loopback = listener.connection, ["tc", "qdisc", "replace", "dev", "lo", "root"]
@@ -38,14 +41,15 @@ def _lose_the_chunks(folder: Path) -> None:
         early = connection.store(b"x" * 4_000_000, "parts")  # it takes four seconds
         assert stream._wire is wire, "a slow link is no dead one"
         run_command([*loopback, "pfifo"])
-        port = wire._socket.getsockname()[1]
-        for rule in (
-            "add table inet filter",
-            "add chain inet filter out { type filter hook output priority 0; }",
-            f"add rule inet filter out tcp sport {port} drop",
-            f"add rule inet filter out tcp dport {port} drop",
-        ):
-            run_command(["nft", rule])
+        ports = [wire._socket.getsockname()[1]]
+        if lost == "all":
+            ports = _ports_to(wire._socket.getpeername()[1])
+            assert len(ports) >= 2
+        run_command(["nft", "add table inet filter"])
+        run_command(["nft", "add chain inet filter out { type filter hook output priority 0; }"])
+        for port in ports:
+            for end in ("sport", "dport"):
+                run_command(["nft", f"add rule inet filter out tcp {end} {port} drop"])
         begin = time.monotonic()
         fetched = connection.fetch(early, "parts")  # nothing is sent but a question and pings
         assert fetched == b"x" * 4_000_000
@@ -53,10 +57,21 @@ def _lose_the_chunks(folder: Path) -> None:
         print(f"fetched after {time.monotonic() - begin:.0f} s")
 
 
-def test_a_connection_that_dies_without_a_word_is_noticed_in_seconds(tmp_path: Path) -> None:
+def _ports_to(port: int) -> list[int]:
+    """Return the ports of this machine that are connected to one."""
+    lines = Path("/proc/self/net/tcp").read_text().splitlines()[1:]
+    pairs = [[int(one.rpartition(":")[2], 16) for one in line.split()[1:3]] for line in lines]
+    return [local for local, remote in pairs if remote == port]
+
+
+@pytest.mark.parametrize("lost", ["one", "all"])
+def test_a_connection_that_dies_without_a_word_is_noticed_in_seconds(
+    tmp_path: Path, lost: str
+) -> None:
     name = _lose_the_chunks.__name__
     code = f"import sys; from pathlib import Path; from {__name__} import {name}; "
-    command = [sys.executable, "-c", f"{code}{name}(Path(sys.argv[1]))", str(tmp_path / "server")]
+    code += f"{name}(Path(sys.argv[1]), sys.argv[2])"
+    command = [sys.executable, "-c", code, str(tmp_path / "server"), lost]
     with network_of(1) as network:
         if shutil.which("nft", path=ENVIRONMENT["PATH"]) is None:
             pytest.skip("needs nft")

@@ -34,6 +34,8 @@ UNDER_WAY = 8
 """Chunks that a stream has sent or asked for at a time: more than a TCP window holds."""
 IDLE_SECONDS = 30.0
 """Seconds between two pings of a stream without chunks."""
+SILENT_SECONDS = 2.0
+"""Seconds without a packet after which a stream is not waited for, once another one is made."""
 GIVE_UP_SECONDS: dict[Bulk, float] = {"parts": math.inf, "snapshots": 120.0, "states": 120.0}
 """Seconds of refusals by the server after which a chunk is given up. Another island may have a
 snapshot, but nobody else has the parts."""
@@ -165,6 +167,14 @@ class Streams:
         self.jobs.put(job.place)
         return job
 
+    def renew(self) -> None:
+        """Connect again where an answer is awaited and nothing arrives.
+
+        After a cut of the link, the kernel repeats what was lost the later the longer the cut was.
+        """
+        for thread in self._threads:
+            thread.renew()
+
     def fail(self, reason: Exception) -> None:
         """Raise this error in all calls, now and later, and end the streams."""
         with self._lock:
@@ -220,6 +230,12 @@ class _Stream(threading.Thread):
         self._streams.jobs.put(WAKE)
         if self._wire is not None:
             self._wire.close()
+
+    def renew(self) -> None:
+        wire = self._wire
+        with suppress(OSError):  # it is closed
+            if wire and self._under_way and wire.silent_seconds() > SILENT_SECONDS:
+                wire.end()
 
     def _wait(self) -> None:
         time.sleep(self._pause)

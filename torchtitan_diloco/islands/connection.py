@@ -221,7 +221,9 @@ class Connection(Inbox):
             self._outgoing.clear()
             self._is_there = True
             self.note_connection(first, last)
-            if not self._connected.done():
+            if self._connected.done():
+                self.streams.renew()
+            else:
                 self._connected.set_result(None)
             self._converse(session)
 

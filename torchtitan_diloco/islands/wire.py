@@ -8,6 +8,7 @@ import json
 import secrets
 import socket
 import ssl
+import struct
 from contextlib import suppress
 from select import select
 from typing import Any, NamedTuple
@@ -20,6 +21,8 @@ Links may be slow. The kernel notices dead ones earlier."""
 UNCONFIRMED_SECONDS = 30.0
 """Seconds in which the other end must acknowledge some bytes. A slow link does, a dead one not."""
 KEEPALIVE_SECONDS = 10
+LAST_RECEIVED = 52
+"""Place of `tcpi_last_data_recv` and `tcpi_last_ack_recv`, in milliseconds, in Linux's tcp_info."""
 
 
 class ServerError(ConnectionError):
@@ -182,6 +185,16 @@ class Wire:
             raise ServerError(line[5:].decode(errors="replace").strip("'"))
         self.pongs += line == b"PONG"
         return line
+
+    def silent_seconds(self) -> float:
+        """Return for how long the kernel has received nothing, not even an acknowledgement."""
+        info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 60)
+        return float(min(struct.unpack_from("II", info, LAST_RECEIVED))) / 1000
+
+    def end(self) -> None:
+        """End the connection from another thread, in which what is awaited then fails."""
+        with suppress(OSError):  # not the method of TLS, which only one thread may use
+            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
     def close(self) -> None:
         with suppress(OSError):
