@@ -39,7 +39,7 @@ class Report(NamedTuple):
     absent: str = ""
     """Why it takes no part in rounds."""
     evidence: str = ""
-    """What shows it, in numbers."""
+    """Numbers that show it."""
 
 
 class Action(NamedTuple):
