@@ -3,9 +3,11 @@
 import re
 import ssl
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -83,6 +85,27 @@ def test_a_new_leader_that_lags_has_no_gap(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(Session, "get", lambda *_, **__: next(found))
     monkeypatch.setattr(Session, "state_of", lambda *_: {"first_seq": 1, "last_seq": 3})
     assert Session().find_record(3) == b"record"  # type: ignore[call-arg]
+
+
+def test_messages_of_others_do_not_lengthen_the_wait_for_an_answer(server: Join) -> None:
+    with closing(Session(server, server.addresses[0], "a", 0.5)) as session:
+        session.subscribe("islands.test.beat")
+        ended = threading.Event()
+
+        def beat() -> None:
+            with open_session(server, "b") as other:
+                while not ended.wait(0.01):
+                    other.publish("islands.test.beat", b"x")
+
+        with ThreadPoolExecutor() as pool:
+            beating = pool.submit(beat)
+            session.publish = lambda *_: None  # type: ignore[method-assign]  # it is lost
+            try:
+                with pytest.raises(TimeoutError, match=r"does not answer STREAM\.INFO"):
+                    session.state_of("log")
+            finally:
+                ended.set()
+            beating.result()
 
 
 def test_one_of_three_servers_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

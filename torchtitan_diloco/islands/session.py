@@ -73,14 +73,20 @@ class Session(Wire):
 
     def __init__(self, join: Join, address: str, name: str, patience: float = PATIENCE) -> None:
         super().__init__(join, address, name, patience)
-        self.run = join.run
+        self.run, self._patience = join.run, patience
 
     def call(self, request: str, content: object = None) -> dict[str, Any]:
-        """Return JetStream's answer. Raises a RequestError. Other messages are dropped."""
+        """Return JetStream's answer. Raises a RequestError. Other messages are dropped.
+
+        Without a leader, nobody answers, while heartbeats may go on. Then it is a TimeoutError.
+        """
         asked = b"" if content is None else json.dumps(content).encode()
         self.publish(f"$JS.API.{request}", asked, 0)
+        end = time.monotonic() + self._patience
         while not (message := self.next_answer()).subject.startswith(self.inbox):
             self.content(message)
+            if time.monotonic() > end:
+                raise TimeoutError(f"the server does not answer {request}")
         raw = self.content(message)
         if message.status:
             raise RequestError(f"the server has no streams, status {message.status}")
