@@ -201,6 +201,9 @@ def measure(case: Case, folder: Path) -> Outcome:
     fault, victim = case.fault, case.victim
     folder.mkdir(parents=True)
     with Network(case.workers + case.islands, up=case.rate, down=case.rate) as network:
+        if case.islands:  # the server's link is not what limits them
+            rate = case.workers**2 * case.rate
+            network.set_rate(case.workers, up=rate, down=rate)
         programs = start(case, network, folder)
         first = programs[0]
         wait_until(

@@ -27,7 +27,8 @@ IN_A_ROW = 2
 """Rounds with a cause until a verdict begins, and rounds in a row without it until it ends."""
 MOST_DOUBLED = 6
 MEASURED = 4
-"""Latest transfers of a worker, whose medians count: which of two shares a link first is chance."""
+"""Latest transfers of a worker. Their medians count, and the fastest upload: uploads share the link
+of the server, and which of two shares a link first is chance."""
 HISTORY, FEWEST = 32, 4
 """Rounds that are remembered, and that tell what is usual."""
 
@@ -286,7 +287,7 @@ class Judge:
             yield cause, f"a transfer takes {one.transfer:.3g} s, others {least:.3g}{side}"
 
     def _usually(self, name: str, now: Vitals) -> Vitals:
-        """Return the vitals of a worker with medians of its latest transfers and uploads."""
+        """Return the vitals of a worker with what is usual of its latest transfers and uploads."""
         latest = self._transfers.setdefault(name, deque(maxlen=MEASURED))
         measured = now.transfer, now.fastest_transfer, now.upload, now.slowest
         if (now.transfer > 0 or now.upload > 0) and (not latest or measured != latest[-1]):
@@ -297,6 +298,6 @@ class Judge:
         return now._replace(
             transfer=statistics.median(slow),
             fastest_transfer=statistics.median(fast),
-            upload=statistics.median(uploads),
+            upload=min(uploads),
             slowest=statistics.mode(senders),
         )
