@@ -127,6 +127,8 @@ class Case:
         """The right kind and culprit."""
         kind, culprit = self.fault.kind, f"worker {self.victim}"
         kind = "stopped" if self.islands and kind == "lost" else kind
+        if self.islands and "nan" in self.fault.inside:  # it is the first worker of its own job
+            culprit = "worker 0"
         if self.fault.pair < 1:
             culprit += f" -> worker {(self.victim + 1) % self.workers}"
         return (kind, "all" if self.fault.by_all else culprit) if kind else None
@@ -295,6 +297,8 @@ def main() -> None:
     options = parser.parse_args()
     rows = list[list[str]]()
     for workers, name in product(options.workers, options.faults):
+        if options.islands and FAULTS[name].pair < 1:
+            continue  # islands exchange through the server
         outcomes = list[Outcome]()
         for repeat in range(options.repeats):
             case = Case(name, workers, (repeat + 1) % workers, options.rate, options.islands)
