@@ -68,10 +68,9 @@ class Victim(Trainer):
         save = Checkpointer.save
 
         def slow_save(one: Checkpointer, manifest: Any) -> float:
-            started = time.perf_counter()
-            save(one, manifest)
-            time.sleep(STEP_SECONDS * self.amount("save"))
-            return time.perf_counter() - started
+            seconds = STEP_SECONDS * self.amount("save")
+            time.sleep(seconds)
+            return seconds + save(one, manifest)
 
         setattr(Checkpointer, "save", slow_save)  # noqa: B010 - a fault
         setattr(Checkpointer, "due_by_time", lambda _: self.step % SAVE_EVERY == 0)  # noqa: B010

@@ -18,7 +18,7 @@ from torchtitan_diloco.components.records import (
 )
 from torchtitan_diloco.diloco.fragments import Fragment, Part
 from torchtitan_diloco.diloco.round import Round, Traffic
-from torchtitan_diloco.diloco.transport import OUTLIER
+from torchtitan_diloco.diloco.vitals import OUTLIER
 
 BYTES = 10**6
 

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchtitan_diloco.diagnosis.verdicts import IN_A_ROW, Cause, Judge, Kind, Verdict
-from torchtitan_diloco.diloco.transport import NOT_FINITE
-from torchtitan_diloco.diloco.vitals import Report, Vitals
+from torchtitan_diloco.diloco.vitals import NOT_FINITE, Report, Vitals
 
 CYCLE, ROUND = 5.0, 6.0
 SEEDED = st.integers(0, 2**32).map(random.Random)

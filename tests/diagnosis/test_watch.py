@@ -24,8 +24,8 @@ from torchtitan_diloco.config import load_config
 from torchtitan_diloco.diagnosis import verdicts, watch
 from torchtitan_diloco.diagnosis.watch import Stacks
 from torchtitan_diloco.diloco import liveness
-from torchtitan_diloco.diloco.transport import NOT_FINITE, WorkerLostError
-from torchtitan_diloco.diloco.vitals import STUCK, Action, Report, Vitals
+from torchtitan_diloco.diloco.transport import WorkerLostError
+from torchtitan_diloco.diloco.vitals import NOT_FINITE, STUCK, Action, Report, Vitals
 from torchtitan_diloco.islands import leader
 from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.connection import Connection

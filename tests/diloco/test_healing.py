@@ -13,7 +13,8 @@ from tests.diloco.toy import batch, config, full, inner_step, join, parameters, 
 from tests.processes import ProcessPool
 from torchtitan_diloco.diloco import DiLoCoConfig, Quantization, StreamingDiLoCo
 from torchtitan_diloco.diloco.healing import FEWEST, LATEST, DeltaNorms, Watch, settle_weights
-from torchtitan_diloco.diloco.transport import DROPPED, NOT_FINITE, OUTLIER, Header
+from torchtitan_diloco.diloco.transport import Header
+from torchtitan_diloco.diloco.vitals import DROPPED, NOT_FINITE, OUTLIER
 from torchtitan_diloco.distributed.world import FSDP, WORKER
 
 LIMIT = 10.0

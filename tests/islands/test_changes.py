@@ -77,7 +77,7 @@ def test_more_sites_than_planned_and_more_bits(
     sizes = [size for size in sizes if size]
     assert sizes[-1] > 6 * sizes[0]
     newest = {one.fragment: one.traffic.bytes_sent for one in results[0].rounds if one.weight}
-    assert results[0].peers.gauges.cycle_bytes == sum(newest.values())
+    assert results[0].peers.gauges.sent_bytes == sum(newest.values())
 
 
 @pytest.mark.parametrize(

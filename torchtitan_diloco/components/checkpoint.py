@@ -285,9 +285,10 @@ class Checkpointer:
         return True
 
     def save(self, manifest: Manifest) -> float:
-        """Start a save and return the seconds that training waited. Every rank calls it after the
-        same step."""
+        """Start a save and return the seconds that it took from training, without waits for
+        exchanges, which the outer loop counts. Every rank calls it after the same step."""
         started, rank = time.perf_counter(), self._world.rank_in_worker
+        waited = self._outer.exposed_seconds
         self.wait()
         self._timer_start = time.monotonic()
         self._outer.heal(self._world.group(FSDP))
@@ -301,7 +302,7 @@ class Checkpointer:
             torch.cuda.current_stream().synchronize()
         manifest = replace(manifest, outer=saved.facts)
         self._saving = self._thread.submit(partial(self._write, manifest, rows))
-        return time.perf_counter() - started
+        return time.perf_counter() - started - (self._outer.exposed_seconds - waited)
 
     def wait(self) -> None:
         """Wait for the save under way. Raise if a worker is lost meanwhile."""

@@ -17,7 +17,7 @@ from torchtitan_diloco.components.metrics import METRICS, WORKER, Record
 from torchtitan_diloco.config.schema import Metrics
 from torchtitan_diloco.diloco.fragments import Fragment
 from torchtitan_diloco.diloco.round import Round
-from torchtitan_diloco.diloco.transport import FLAG_NAMES
+from torchtitan_diloco.diloco.vitals import FLAG_NAMES
 from torchtitan_diloco.hardware import write_whole
 from torchtitan_diloco.log import logger
 

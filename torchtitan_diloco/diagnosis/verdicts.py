@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import NamedTuple
 
-from torchtitan_diloco.diloco.transport import NOT_FINITE, OUTLIER
-from torchtitan_diloco.diloco.vitals import Report, Vitals
+from torchtitan_diloco.diloco.vitals import NOT_FINITE, OUTLIER, Report, Vitals
 
 FLOOR = 0.1
 """A share of the time of a step, or of a cycle, that is worth a verdict."""
@@ -27,8 +26,8 @@ IN_A_ROW = 2
 """Rounds with a cause until a verdict begins, and rounds in a row without it until it ends."""
 MOST_DOUBLED = 6
 MEASURED = 4
-"""Latest transfers of a worker. Their medians count, and the fastest upload: uploads share the link
-of the server, and which of two shares a link first is chance."""
+"""Latest transfers of a worker. Their medians count, and with a server the fastest: they share its
+link, and which of two shares a link first is chance."""
 HISTORY, FEWEST = 32, 4
 """Rounds that are remembered, and that tell what is usual."""
 
@@ -121,7 +120,7 @@ class Judge:
         """Latest deviations from the others, as shares of a step."""
         self._usual: dict[str, deque[float]] = {}
         """Latest medians over workers of what all should notice."""
-        self._transfers: dict[str, deque[tuple[float, float, float, int]]] = {}
+        self._transfers: dict[str, deque[tuple[float, float, float, float, int]]] = {}
         self._suspicions: dict[Cause, Suspicion] = {}
         self._ended = Counter[Cause]()
 
@@ -243,13 +242,20 @@ class Judge:
 
     def _slow_links(self, here: Mapping[str, Vitals], cycle: float) -> Iterator[tuple[Cause, str]]:
         here = {name: self._usually(name, one) for name, one in here.items()}
-        uploads = {name: one.upload for name, one in here.items() if one.upload > 0}
-        for name, seconds in uploads.items():
-            others = [other for key, other in uploads.items() if key != name]
-            usual = statistics.median(others) if others else math.inf
-            if seconds > LINK_RATIO * usual and seconds - usual > FLOOR * cycle:
-                text = f"the uploads of a cycle take {seconds:.3g} s, those of others {usual:.3g}"
-                yield Cause(Kind.SENDING, name), text
+        for kind, field in (Kind.SENDING, "upload"), (Kind.RECEIVING, "download"):
+            known = {name: getattr(one, field) for name, one in here.items() if getattr(one, field)}
+            for name, seconds in known.items():
+                others = [other for key, other in known.items() if key != name]
+                usual = statistics.median(others) if others else math.inf
+                if seconds > LINK_RATIO * usual and seconds - usual > FLOOR * cycle:
+                    text = f"the {field}s of a cycle take {seconds:.3g} s, of others {usual:.3g}"
+                    yield Cause(kind, name), text
+        yield from self._slow_transfers(here, cycle)
+
+    def _slow_transfers(
+        self, here: Mapping[str, Vitals], cycle: float
+    ) -> Iterator[tuple[Cause, str]]:
+        """Look at transfers between workers, without a server."""
         known = {name: one for name, one in here.items() if one.transfer > 0}
         if not known:
             return
@@ -287,17 +293,18 @@ class Judge:
             yield cause, f"a transfer takes {one.transfer:.3g} s, others {least:.3g}{side}"
 
     def _usually(self, name: str, now: Vitals) -> Vitals:
-        """Return the vitals of a worker with what is usual of its latest transfers and uploads."""
+        """Return the vitals of a worker with what is usual of its latest transfers."""
         latest = self._transfers.setdefault(name, deque(maxlen=MEASURED))
-        measured = now.transfer, now.fastest_transfer, now.upload, now.slowest
-        if (now.transfer > 0 or now.upload > 0) and (not latest or measured != latest[-1]):
-            latest.append(measured)  # an island says the same until its next upload
+        measured = now.transfer, now.fastest_transfer, now.upload, now.download, now.slowest
+        if any(measured[:-1]) and (not latest or measured != latest[-1]):
+            latest.append(measured)  # an island says the same until its next transfer
         if not latest:
             return now
-        slow, fast, uploads, senders = zip(*latest, strict=True)
+        slow, fast, uploads, downloads, senders = zip(*latest, strict=True)
         return now._replace(
             transfer=statistics.median(slow),
             fastest_transfer=statistics.median(fast),
             upload=min(uploads),
+            download=min(downloads),
             slowest=statistics.mode(senders),
         )

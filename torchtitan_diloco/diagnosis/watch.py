@@ -71,17 +71,22 @@ class Diagnosis:
                 self._say(verdict, step)
         for one in peers.take_actions():
             self._record(step, step, one.what, one.culprit, one.evidence, over=one.over)
-        standing = [] if rank else list(self._judge.verdicts.values())
-        peers.say([f"{one.cause.culprit}: {one.cause.kind}" for one in standing])
+        standing = [] if rank else self._tell_others(peers)
         if standing and time.monotonic() > self._said + REPEAT_SECONDS:
             for verdict in standing:
                 self._say(verdict)
 
     def _miss(self, missing: Mapping[str, Report]) -> None:
         """Say for whom training waits long."""
-        step = self._peers.step if self._peers is not None else 0
-        for verdict in self._judge.miss(missing, step, time.monotonic()):
-            self._say(verdict, step)
+        assert self._peers is not None
+        for verdict in self._judge.miss(missing, self._peers.step, time.monotonic()):
+            self._say(verdict, self._peers.step)
+        self._tell_others(self._peers)
+
+    def _tell_others(self, peers: Peers) -> list[Verdict]:
+        standing = list(self._judge.verdicts.values())
+        peers.say([f"{one.cause.culprit}: {one.cause.kind}" for one in standing])
+        return standing
 
     def __enter__(self) -> Self:
         return self
@@ -101,7 +106,7 @@ class Diagnosis:
             self._config = config
         self._rounds += 1
         said = {name: one.vitals for name, one in reports.items() if one.vitals.step > 0}
-        seconds = {name: max(one.transfer, one.upload) for name, one in said.items()}
+        seconds = {name: max(one.transfer, one.upload, one.download) for name, one in said.items()}
         over = {name: took / config.sync_every / said[name].step for name, took in seconds.items()}
         name = max(over, key=over.__getitem__, default="")
         if self._rounds <= 2 * fragments or not self._fits or over.get(name, 0.0) <= 1:

@@ -21,8 +21,8 @@ from torchtitan_diloco.diloco.peers import Apply, Peers, Send, local_share
 from torchtitan_diloco.diloco.round import InFlight, Round, Traffic
 from torchtitan_diloco.diloco.schedule import is_dropped, is_measured
 from torchtitan_diloco.diloco.state_dict import Facts, SavedState
-from torchtitan_diloco.diloco.transport import DROPPED, WENT_WRONG, Header
-from torchtitan_diloco.diloco.vitals import Report
+from torchtitan_diloco.diloco.transport import Header
+from torchtitan_diloco.diloco.vitals import DROPPED, WENT_WRONG, Report
 from torchtitan_diloco.log import UserError
 
 
@@ -188,8 +188,10 @@ class GlooPeers(Peers):
     # --- restart ----------------------------------------------------------------------------------
 
     def save(self, facts: Facts, mesh: DeviceMesh | None) -> SavedState:
+        started = time.perf_counter()
         for round_, exchanged in self.in_flight.values():
             self._wait(round_, exchanged)
+        self.meter.waited(time.perf_counter() - started)
         rounds = {index: round_ for index, (round_, _) in self.in_flight.items()}
         facts["in_flight"] = list(rounds)
         return saving.save(self.states, self._weights, rounds, facts, mesh)

@@ -11,13 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_diloco.diloco.fragments import Fragment, Part, local_rows
-from torchtitan_diloco.diloco.transport import (
-    NOT_FINITE,
-    OUTLIER,
-    WENT_WRONG,
-    Header,
-    WorkerLostError,
-)
+from torchtitan_diloco.diloco.transport import Header, WorkerLostError
+from torchtitan_diloco.diloco.vitals import NOT_FINITE, OUTLIER, WENT_WRONG
 from torchtitan_diloco.log import UserError, cause_of, logger
 
 LATEST = 32  # norms in the median

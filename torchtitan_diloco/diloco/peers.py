@@ -21,8 +21,7 @@ from torchtitan_diloco.diloco.outer_state import OuterState
 from torchtitan_diloco.diloco.round import Meter, Round
 from torchtitan_diloco.diloco.schedule import Schedule, build_schedule
 from torchtitan_diloco.diloco.state_dict import Facts, SavedState
-from torchtitan_diloco.diloco.transport import DROPPED, WENT_WRONG
-from torchtitan_diloco.diloco.vitals import Action, Report, Vitals
+from torchtitan_diloco.diloco.vitals import DROPPED, WENT_WRONG, Action, Report, Vitals
 
 
 @dataclass(frozen=True)

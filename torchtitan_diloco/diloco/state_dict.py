@@ -18,7 +18,7 @@ from torchtitan_diloco.diloco.config import DiLoCoConfig
 from torchtitan_diloco.diloco.fragments import check_identity, drop_gathered, local_rows
 from torchtitan_diloco.diloco.outer_state import OuterState
 from torchtitan_diloco.diloco.round import Round
-from torchtitan_diloco.diloco.transport import WENT_WRONG
+from torchtitan_diloco.diloco.vitals import WENT_WRONG
 from torchtitan_diloco.log import UserError
 
 Facts = dict[str, Any]

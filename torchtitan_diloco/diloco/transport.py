@@ -33,15 +33,8 @@ class WorkerLostError(RuntimeError):
 
 HEADER_BYTES = 64
 MAGIC = b"SDLC"
-VERSION = 3
-_LAYOUT = struct.Struct("<4sHHQIIQdQ6eH")
-
-NOT_FINITE = 1  # the sender's delta has a NaN or an infinity
-DROPPED = 2  # the sender is left out by link.drop_probability
-OUTLIER = 4  # the norm of the sender's delta exceeds delta_norm_limit
-FLAG_NAMES = {NOT_FINITE: "not finite", DROPPED: "dropped", OUTLIER: "outlier"}
-WENT_WRONG = NOT_FINITE | OUTLIER
-"""Flags after which a worker takes the shared parameters."""
+VERSION = 4
+_LAYOUT = struct.Struct("<4sHHQIIQdQ7eH")
 
 
 MOST_SECONDS = 60_000.0  # in a float of 16 bits

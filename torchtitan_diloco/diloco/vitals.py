@@ -18,6 +18,8 @@ class Vitals(NamedTuple):
     """The same from the fastest."""
     upload: float = 0.0
     """Of what it sends in a cycle to a server."""
+    download: float = 0.0
+    """Of what it receives in a cycle from a server."""
     slowest: int = 0
     """The slowest of the others."""
 
@@ -28,6 +30,14 @@ class Vitals(NamedTuple):
 
 STOPPED, STUCK = "stopped", "hung in communication"
 """Why a worker is missing: its header or heartbeats do not come, or only its payload does not."""
+
+
+NOT_FINITE = 1  # the sender's delta has a NaN or an infinity
+DROPPED = 2  # the sender is left out by link.drop_probability
+OUTLIER = 4  # the norm of the sender's delta exceeds delta_norm_limit
+FLAG_NAMES = {NOT_FINITE: "not finite", DROPPED: "dropped", OUTLIER: "outlier"}
+WENT_WRONG = NOT_FINITE | OUTLIER
+"""Flags after which a worker takes the shared parameters."""
 
 
 class Report(NamedTuple):

@@ -70,7 +70,7 @@ class Leader:
         """`facts`: facts of the run if this island is the first. `name`: the incarnation."""
         self._connection, self._copies = connection, copies
         self._joiner = Joiner(connection, copies, facts, name)
-        self._parts = Parts(connection, copies)
+        self._parts = Parts(connection, copies, gauges)
         self.changed = threading.Condition()
         """Guards the machine, and is notified after every change."""
         self.machine = Machine(name, connection.members, timing, copies.outer_lr)
@@ -158,6 +158,8 @@ class Leader:
                 due = self.machine.boundary(now, self._connection.seconds_away())
                 if due.applied or due.sent or due.waits_until is None:
                     break
+                if now - started > STILL_SECONDS:  # to say who is missing, and wait again
+                    break
                 self.check()
                 waited = True
                 self.changed.wait(min(due.waits_until - now, LOOK))
@@ -178,7 +180,9 @@ class Leader:
             chunks = self._connection.store(as_buffer(payload), "parts")
             self._uploads = math.inf, 0
             self._gauges.bytes_per_second = payload.numel() / (time.monotonic() - started)
-            self._gauges.cycle_bytes = self._copies.cycle_bytes(part.codec)
+            sent = self._gauges.sent_bytes = self._copies.cycle_bytes(part.codec)
+            with self.changed:
+                self._gauges.received_bytes = sent * (len(self.state.owners()) - 1)
             part = msgspec.structs.replace(part, chunks=chunks)
         self._parts.keep(part, payload)
         with self.changed:  # not in the reading thread: it may wait for another island's part
@@ -198,13 +202,15 @@ class Leader:
             report, member = members.report(owner, now), members.heard.get(owner)
             says = () if member is None or report.absent else member.hint.numbers.says
             is_stuck = f"{name_of(owner)}: {STUCK}" in says
-            return report._replace(absent=STUCK, evidence="it says so") if is_stuck else report
+            if is_stuck:
+                return report._replace(absent=STUCK, evidence="it says so")
+            return report._replace(flags=self.machine.flags_of(owner))
         (since, size), rate = self._uploads, gauges.bytes_per_second or 0.0
         still = now - max(since, self._connection.streams.stored)
         usual = min(size, UNDER_WAY * CHUNK_BYTES) / rate if rate else math.inf
         if still < max(STILL_SECONDS, STILL_RATIO * usual) or members.is_new(now):
-            return Report(gauges.read_vitals())
-        text = f"it makes steps, and of its upload nothing was stored for {still:.0f} s"
+            return Report(gauges.read_vitals(), self.machine.flags_of(owner))
+        text = f"of its upload nothing was stored for {still:.0f} s"
         return Report(gauges.read_vitals(), absent=STUCK, evidence=text)
 
     def take_actions(self) -> list[Action]:

@@ -308,6 +308,9 @@ class Machine:
             copies=copies if len(copies) == len(known) else (),
         )
 
+    def flags_of(self, owner: str) -> int:
+        return self.island.flags.get(owner, 0) if self.island else 0
+
     def standing(self) -> list[str]:
         """Describe what this island does about others."""
         return standing(self.island.conduct.copy()) if self.island else []

@@ -101,8 +101,9 @@ class Gauges:
         self.loss: float | None = None
         self.validated: tuple[int, float] | None = None
         self.bytes_per_second: float | None = None
-        self.cycle_bytes, self.vitals = 0, NOTHING_SAID
-        """What it sends in a cycle, and the times of its steps."""
+        self.download_bytes_per_second: float | None = None
+        self.sent_bytes, self.received_bytes, self.vitals = 0, 0, NOTHING_SAID
+        """Of a cycle, and the times of its steps."""
         self.says: tuple[str, ...] = ()
         self.waited = 0.0  # seconds, since the start
         self._steps = deque[tuple[float, int, float]](maxlen=LATEST_STEPS)
@@ -128,8 +129,10 @@ class Gauges:
         )
 
     def read_vitals(self) -> Vitals:
-        upload = self.cycle_bytes / self.bytes_per_second if self.bytes_per_second else 0.0
-        return self.vitals._replace(upload=upload)
+        up, down = self.bytes_per_second, self.download_bytes_per_second
+        upload = self.sent_bytes / up if up else 0.0
+        download = self.received_bytes / down if down else 0.0
+        return self.vitals._replace(upload=upload, download=download)
 
 
 class Lags:

@@ -1,5 +1,6 @@
 """Parts of other islands: fetched and checked in the background, as soon as they are in the log."""
 
+import time
 from collections.abc import Collection
 from concurrent.futures import Future
 from functools import partial
@@ -13,6 +14,7 @@ from torchtitan_diloco.islands.bulk import CorruptError, GoneError
 from torchtitan_diloco.islands.connection import Connection
 from torchtitan_diloco.islands.copies import Copies
 from torchtitan_diloco.islands.log import State
+from torchtitan_diloco.islands.members import Gauges
 from torchtitan_diloco.islands.records import LARGEST_NORM, Part
 from torchtitan_diloco.islands.rounds import Checked
 
@@ -24,8 +26,8 @@ class PartGoneError(RuntimeError):
 
 
 class Parts:
-    def __init__(self, connection: Connection, copies: Copies) -> None:
-        self._connection, self._copies = connection, copies
+    def __init__(self, connection: Connection, copies: Copies, gauges: Gauges) -> None:
+        self._connection, self._copies, self._gauges = connection, copies, gauges
         self._fetched: dict[int, Future[tuple[Checked, Tensor]]] = {}
         """Waiting parts by sequence number, and their payloads."""
         self._wanted: Collection[int] = ()
@@ -76,10 +78,12 @@ class Parts:
             return Checked(), NOTHING
         own, payload = self._own.get(part.fragment, (None, NOTHING))
         if own != part:
+            started = time.monotonic()
             try:
                 payload = as_tensor(self._connection.fetch(part.chunks, "parts"))
             except (CorruptError, GoneError) as error:
                 return Checked(str(error)), NOTHING
+            self._gauges.download_bytes_per_second = wanted / (time.monotonic() - started)
         norm = self._copies.norm(part.fragment, payload, part.ranks, part.codec)
         if not norm <= LARGEST_NORM:  # or NaN
             return Checked("its values are not finite"), NOTHING

@@ -30,8 +30,8 @@ from torchtitan_diloco.diloco.peers import Apply, Peers, Send, local_share
 from torchtitan_diloco.diloco.round import InFlight, Round
 from torchtitan_diloco.diloco.schedule import build_schedule
 from torchtitan_diloco.diloco.state_dict import SHARED, SLOTS, SavedState
-from torchtitan_diloco.diloco.transport import NOT_FINITE, OUTLIER
-from torchtitan_diloco.diloco.vitals import Action, Report
+from torchtitan_diloco.diloco.transport import STILL_SECONDS
+from torchtitan_diloco.diloco.vitals import NOT_FINITE, OUTLIER, Action, Report
 from torchtitan_diloco.islands.changes import TOTAL_TOKENS, with_settings
 from torchtitan_diloco.islands.config import (
     Islands,
@@ -273,6 +273,7 @@ class IslandPeers(Peers):
             if last.settings != before:
                 self._use(last.settings)
             waits = last.waits_until is not None
+            self._miss_others(started)
             counted = sum(one.waited for one in last.applied)  # by their rounds
             self.meter.waited(time.perf_counter() - started - counted)
             for due in last.applied:
@@ -283,6 +284,11 @@ class IslandPeers(Peers):
                 yield Send(round_)
                 stored = self.background.submit(partial(self._upload, part, round_))
                 self._sent[part.fragment] = round_, stored
+
+    def _miss_others(self, since: float) -> None:
+        """Say who is missing, which may be this island, if training has waited long."""
+        if self._leader is not None and time.perf_counter() > since + STILL_SECONDS:
+            self.miss({name: one for name, one in self.reports().items() if one.absent})
 
     def _use(self, settings: Mapping[str, str]) -> None:
         """Use the settings of the run."""
@@ -353,13 +359,18 @@ class IslandPeers(Peers):
         """
         if self._leader is None and self._follower is None:
             raise RuntimeError("call join() before state_dict(), and not after close()")
+        asked = time.perf_counter()
         saved = self._copies.save_soon(partial(self._save, facts, mesh))
         while not wait([saved], LOOK).done:
             self.check()
-        return saved.result()
+            self._miss_others(asked)
+        begun, state = saved.result()
+        self.meter.waited(begun - asked)
+        return state
 
-    def _save(self, facts: dict[str, Any], mesh: DeviceMesh | None) -> SavedState:
-        copies, tensors = self._copies.fragments, dict[str, Tensor]()
+    def _save(self, facts: dict[str, Any], mesh: DeviceMesh | None) -> tuple[float, SavedState]:
+        """Return also when it began, as the reading thread may have waited for parts before."""
+        begun, copies, tensors = time.perf_counter(), self._copies.fragments, dict[str, Tensor]()
         facts["in_flight"] = []
         own = {"weight": 0.0, "delta_norms": []}
         facts["fragments"] = [own | {"outer_steps": copy.newest} for copy in copies]
@@ -368,7 +379,7 @@ class IslandPeers(Peers):
         for copy in copies:  # sgd has no slots
             for kind, buffer in zip((SHARED, *SLOTS), copy.buffers(), strict=False):
                 tensors |= saving.named(kind, copy.state, buffer.to("cpu", copy=True), mesh)
-        return SavedState(facts, tensors)
+        return begun, SavedState(facts, tensors)
 
     def load(self, saved: SavedState) -> list[str]:
         """Resume from a saved state, before `join`."""

@@ -13,7 +13,7 @@ parts. It waits only in `wait_until`, and at the end of the run (`look_at_end`).
 from collections.abc import Iterator
 from typing import Any
 
-from torchtitan_diloco.diloco.vitals import Action
+from torchtitan_diloco.diloco.vitals import NOT_FINITE, OUTLIER, Action
 from torchtitan_diloco.islands.actions import HUNG, Conduct, Seen, look_at, works
 from torchtitan_diloco.islands.disputes import Disputes
 from torchtitan_diloco.islands.ledger import Entry, Ledger, Outcome
@@ -62,6 +62,8 @@ class Island:
         self.leaving = False
         self.habits = [Habits(len(state.fragments)) for _ in state.slots]  # by slot
         self.conduct: dict[str, Conduct] = {}  # of the others, by name
+        self.flags: dict[str, int] = {}
+        """Of the latest part of each owner, as far as this island may judge it."""
         self.actions = list[Action]()
         """What is new about them."""
         self._stopped_at, self._trains_until = 0.0, 0
@@ -162,9 +164,18 @@ class Island:
             self.habits[record.slot] = Habits(len(self.rounds))
         elif isinstance(record, Open | Part | Close) and record.fragment < len(self.rounds):
             self.rounds[record.fragment].read(record, outcome, now)
-        if outcome.entry is not None and self.timing.action != "note":
-            self._note_conduct(outcome.entry, now)
+        if outcome.entry is not None:
+            self._note_flags(outcome.entry)
+            if self.timing.action != "note":
+                self._note_conduct(outcome.entry, now)
         return outcome
+
+    def _note_flags(self, entry: Entry) -> None:
+        for owner in self.state.owners().values():
+            seen, part = look_at(entry, owner, self.incarnation), entry.part_of(owner)
+            if part is not None and seen is not None:
+                flag = OUTLIER if part.finite else NOT_FINITE
+                self.flags[owner] = flag if seen is Seen.WRONG else 0
 
     def _note_conduct(self, entry: Entry, now: float) -> None:
         ready = set[int]() if self.members.is_new(now) else self.ready_slots(now)
