@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtitan_diloco.diagnosis.verdicts import IN_A_ROW, Cause, Judge, Kind, Verdict
+from torchtitan_diloco.diagnosis.verdicts import IN_A_ROW, MEASURED, Cause, Judge, Kind, Verdict
 from torchtitan_diloco.diloco.vitals import NOT_FINITE, Report, Vitals
 
 CYCLE, ROUND = 5.0, 6.0
@@ -112,6 +112,33 @@ def test_a_slow_link_is_told_from_a_slow_side(
             with_links(clean(workers, rng), links_of(workers, rng, slow)) for _ in range(4)
         ]
         assert [one.cause for one in judged(Judge(), histories)] == [cause]
+
+
+@given(
+    st.integers(2, 6),
+    SEEDED,
+    st.sampled_from([("upload", Kind.SENDING), ("download", Kind.RECEIVING)]),
+    st.floats(2.0, 10.0),
+)
+def test_a_slow_link_to_a_server_is_named_by_its_direction(
+    workers: int, rng: random.Random, fault: tuple[str, Kind], factor: float
+) -> None:
+    """Transfers that share the link of the server at times take twice as long, and are no fault."""
+    field, kind = fault
+    victim, histories = rng.randrange(workers), list[list[Vitals]]()
+    for number in range(12):
+        said = list[Vitals]()
+        for one in range(workers):
+            shared = 1.0 if (number + one) % MEASURED else 2.0
+            seconds = 0.8 * rng.uniform(0.95, 1.05) * shared
+            sick = one == victim and number >= 6
+            named = {field: seconds * factor if sick else seconds}
+            said.append(Vitals(compute=0.5)._replace(**named))
+        histories.append(said)
+    judge, sick_from = Judge(), 6
+    assert judged(judge, histories[:sick_from]) == []
+    found = [one.cause for one in judged(judge, histories[sick_from:], first=sick_from)]
+    assert found == [Cause(kind, f"worker {victim}")]
 
 
 def test_rounds_that_follow_each_other_fast_are_not_enough() -> None:

@@ -16,6 +16,7 @@ from tests.islands.running import Island, started
 from tests.islands.servers import need_server
 from tests.islands.simulation import World, check
 from tests.islands.test_overview import read_log
+from torchtitan_diloco.diloco.vitals import NOT_FINITE
 from torchtitan_diloco.islands.actions import (
     IN_A_ROW,
     WITHOUT_WORK,
@@ -160,12 +161,13 @@ def run_with(nature: Nature, **plan: Any) -> tuple[World, Process, list[Process]
 def test_a_sick_island_is_evicted_and_comes_back_when_it_is_well(nature: Nature) -> None:
     """The others go on meanwhile, without waiting for it."""
     world, sick, others = run_with(nature, action="evict")
-    hangs, idle = nature.hangs_at > 0, list[float]()
+    hangs, idle, flags = nature.hangs_at > 0, list[float](), list[int]()
 
     def heal_if_evicted() -> None:
         if sick.failed:
             nature.hangs_at = nature.never_finite_from = -1
             idle.extend(other.idle for other in others)
+            flags.extend(other.machine.flags_of(sick.incarnation) for other in others)
         else:
             world.after(0.1, heal_if_evicted)
 
@@ -185,6 +187,8 @@ def test_a_sick_island_is_evicted_and_comes_back_when_it_is_well(nature: Nature)
     assert history.stays[sick.incarnation].ended == "evicted"
     assert "sick is evicted" in [text for _, text in history.news]
     assert max(idle) < 1.0
+    assert flags == [0 if hangs else NOT_FINITE] * 2
+    assert not any(other.machine.flags_of(again) for other in others)
     assert not any(other.failed for other in others)
 
 
