@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -132,7 +133,7 @@ def test_a_slow_link_to_a_server_is_named_by_its_direction(
             shared = 1.0 if (number + one) % MEASURED else 2.0
             seconds = 0.8 * rng.uniform(0.95, 1.05) * shared
             sick = one == victim and number >= 6
-            named = {field: seconds * factor if sick else seconds}
+            named: dict[str, Any] = {field: seconds * factor if sick else seconds}
             said.append(Vitals(compute=0.5)._replace(**named))
         histories.append(said)
     judge, sick_from = Judge(), 6
