@@ -42,6 +42,10 @@ SAID = re.compile(
     r"^(?:.*warning: )?(?P<culprit>\S.*?): (?P<kind>[a-z ]+?)(?: \([A-Z_]+\))? since "
 )
 LOST = re.compile(r"worker (?P<culprit>\d+) left or did not answer")
+BITS = (
+    re.compile(r"other bits on some workers .*: (?P<culprit>worker \d+) differs"),
+    re.compile(r"other bits on island (?P<culprit>worker-\d+) than on this one and"),
+)
 WRONG = re.compile(r"worker (?P<culprit>\d+)(: fragments .* are| .*is) not finite")
 HEADER = "injected | at | named rightly | named otherwise | rounds | seconds | other verdicts | n"
 
@@ -62,6 +66,8 @@ class Fault:
     """Share of the rate that is left on the way to the next worker."""
     lossy: bool = False
     """Only large packets are lost."""
+    lasts: float = math.inf
+    """Seconds after which a stopped process goes on."""
     by_all: bool = False
     judged: bool = True
     """Whether the judge sees it. Otherwise, others say it."""
@@ -82,7 +88,11 @@ FAULTS = {
     "everybody-slow": Fault("everybody slow", {"compute": 1.0}, by_all=True),
     "nan": Fault("wrong numbers", {"nan": 1.0}, judged=False),
     "outlier": Fault("wrong numbers", {"outlier": 1.0}),
+    "other-bits": Fault("wrong numbers", {"bit": 1.0}, judged=False),
+    "clock-jumps": Fault("", {"clock": 3600.0}),
+    "full-disk": Fault("", {"disk": 1.0}),
     "stopped": Fault("stopped", signal=signal.SIGSTOP),
+    "stopped-8-s": Fault("stopped", signal=signal.SIGSTOP, lasts=8.0),
     "killed": Fault("lost", signal=signal.SIGKILL, judged=False),
     "cut": Fault("stopped", cut=True),
     "large-packets-lost": Fault("hung in communication", lossy=True),
@@ -129,6 +139,8 @@ class Case:
         kind = "stopped" if self.islands and kind == "lost" else kind
         if self.islands and "nan" in self.fault.inside:  # it is the first worker of its own job
             culprit = "worker 0"
+        if kind == "stopped" and self.fault.lasts < 10 and not self.islands:
+            kind = ""  # training waits, and says for whom after 10 s
         if self.fault.pair < 1:
             culprit += f" -> worker {(self.victim + 1) % self.workers}"
         return (kind, "all" if self.fault.by_all else culprit) if kind else None
@@ -152,6 +164,8 @@ def verdicts_in(text: str) -> list[tuple[str, str]]:
             continue
         if one := WRONG.search(line):
             found.append(("wrong numbers", f"worker {one['culprit']}"))
+        elif one := next(filter(None, (pattern.search(line) for pattern in BITS)), None):
+            found.append(("wrong numbers", one["culprit"].replace("worker-", "worker ")))
         elif one := LOST.search(line):
             found.append(("lost", f"worker {one['culprit']}"))
         elif one := SAID.search(line):
@@ -228,6 +242,8 @@ def measure(case: Case, folder: Path) -> Outcome:
             if math.isnan(seconds) and set(said()) - set(before):
                 seconds = time.monotonic() - began
                 end = min(end, time.monotonic() + AFTER_SECONDS if fault.kind else math.inf)
+            if time.monotonic() > began + fault.lasts:
+                os.kill(programs[victim].pid, signal.SIGCONT)
             time.sleep(0.05)
         found = said()
         number = next((one for one in numbers if verdicts_in(programs[one].printed())), 0)

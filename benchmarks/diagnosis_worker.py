@@ -6,6 +6,7 @@ FAULT is a JSON object of names and amounts. What the judge of this worker is to
 file in the variable BENCHMARK_HISTORY.
 """
 
+import errno
 import json
 import os
 import sys
@@ -13,14 +14,17 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
 from torchtitan_diloco import train
+from torchtitan_diloco.components import checkpoint
 from torchtitan_diloco.components.checkpoint import Checkpointer
 from torchtitan_diloco.components.telemetry import Batch
 from torchtitan_diloco.diagnosis.verdicts import Judge, Verdict
 from torchtitan_diloco.diloco.vitals import Report
+from torchtitan_diloco.islands import IslandPeers
 from torchtitan_diloco.trainer import Trainer
 
 STEP_SECONDS, SAVE_EVERY = 0.06, 20
@@ -45,6 +49,8 @@ class Victim(Trainer):
             with torch.no_grad():
                 for parameter in self.model.parameters():
                     parameter.add_(torch.randn_like(parameter))
+        if self.step == BEGIN - 1:
+            self.break_once()
         result = super().train_step(batches)
         if self.amount("nan") and self.step == BEGIN:
             with torch.no_grad():
@@ -53,6 +59,21 @@ class Victim(Trainer):
         if self.step == BEGIN:
             print(REACHED, flush=True)
         return result
+
+    def break_once(self) -> None:
+        if "bit" in self.fault:
+            peers = self.outer.peers  # type: ignore[union-attr]
+            copy = peers.states[0].outer
+            if isinstance(peers, IslandPeers):
+                fragment = peers._copies.fragments[0]
+                copy = fragment.versions[fragment.newest]
+            copy.view(torch.int32)[0] ^= 1 << 20
+        if "clock" in self.fault:
+            now, jump = time.time, self.fault["clock"]
+            setattr(time, "time", lambda: now() + jump)  # noqa: B010
+        if "disk" in self.fault:
+            full = OSError(errno.ENOSPC, "No space left on device")
+            setattr(checkpoint, "save_file", mock.Mock(side_effect=full))  # noqa: B010
 
     def begin(self) -> None:
         super().begin()

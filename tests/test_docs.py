@@ -3,6 +3,7 @@
 One training of twelve steps serves all pages. Of every other training the settings are checked, and
 the folder that it names gets a copy of that run. Commands of `.venv/bin/` run in this process,
 which has imported torch already. `./run_tests.sh` only starts pytest. outputs/ is an empty folder.
+`.ci/walk` runs all of them as printed, in a fresh clone with nothing prepared, in some 20 minutes.
 What cannot run here (a network, many nodes) is fenced as ```text, what another test runs as
 ```shell.
 """

@@ -23,9 +23,10 @@ from torchtitan_diloco.diloco import Link, StreamingDiLoCo, WorkerLostError, tra
 from torchtitan_diloco.diloco import liveness as liveness_module
 from torchtitan_diloco.diloco.exchange import Exchange
 from torchtitan_diloco.diloco.liveness import Liveness
+from torchtitan_diloco.diloco.transport import Header, check_headers
 from torchtitan_diloco.diloco.vitals import STOPPED, STUCK
 from torchtitan_diloco.distributed.world import WORKER
-from torchtitan_diloco.log import logger
+from torchtitan_diloco.log import UserError, logger
 
 PATIENT, IMPATIENT = Link(timeout_seconds=600), Link(timeout_seconds=3)
 """The first is longer than a test may take: what ends in time was not ended by it."""
@@ -68,7 +69,12 @@ def _fault(event: str, at_step: int, link: Link) -> str:
     [
         ("silence", 10, IMPATIENT, "WorkerLostError: worker 1 left or did not answer"),
         ("schedule", 9, PATIENT, r"worker . sent fragment .* while worker .* schedules differ"),
-        ("checksum", 12, PATIENT, r"fragment 1 differs between workers before outer round 2: its"),
+        (
+            "checksum",
+            12,
+            PATIENT,
+            r"fragment 1 has other bits on .* outer round 2: it cannot be told which",
+        ),
     ],
 )
 def test_the_worker_at_fault_is_named(
@@ -77,6 +83,14 @@ def test_the_worker_at_fault_is_named(
     messages = processes.run(_fault, 2, event, at_step, link)
     for message in messages[:1] if event == "silence" else messages:
         assert re.search(named, message), message
+
+
+def test_of_three_workers_the_one_with_other_bits_is_named() -> None:
+    headers = [Header(0, 1, 2, 3, 4, 1.0, checksum) for checksum in (5, 6, 5)]
+    with pytest.raises(
+        UserError, match=r"before outer round 3: worker 1 differs from the 2 others"
+    ):
+        check_headers(headers, 2)
 
 
 def until_lost(act: Callable[[], object]) -> str:

@@ -4,6 +4,7 @@ import dataclasses
 import math
 import struct
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, as_completed
 from dataclasses import dataclass, field
@@ -74,7 +75,7 @@ class Header:
 
 
 def check_headers(headers: list[Header], mine: int) -> None:
-    """Raise if a worker's run, fragment, round or shared copy differs from this worker's."""
+    """Raise if workers differ in run, fragment, round or shared copy."""
     own = headers[mine]
     expected = own.fragment, own.outer_round, own.step
     for worker, other in enumerate(headers):
@@ -90,12 +91,20 @@ def check_headers(headers: list[Header], mine: int) -> None:
                 f"{own.fragment} of outer round {own.outer_round} (its step {own.step}): the "
                 "workers' schedules differ"
             )
-        if other.checksum != own.checksum:
-            raise UserError(
-                f"fragment {own.fragment} differs between workers before outer round "
-                f"{own.outer_round}: its checksum is {other.checksum:016x} on worker {worker} and "
-                f"{own.checksum:016x} on worker {mine}; restart from the last checkpoint"
-            )
+    checksums = [header.checksum for header in headers]
+    [(usual, count), *others] = Counter(checksums).most_common()
+    if not others:
+        return
+    odd = [f"worker {worker}" for worker, found in enumerate(checksums) if found != usual]
+    culprit = f"{' and '.join(odd)} differs from the {count} others"
+    if 2 * count <= len(headers):
+        culprit = "it cannot be told which worker is right"
+    each = ", ".join(f"{found:016x} on worker {worker}" for worker, found in enumerate(checksums))
+    raise UserError(
+        f"fragment {own.fragment} has other bits on some workers before outer round "
+        f"{own.outer_round}: {culprit} (checksums: {each}); test the memory there, and restart "
+        "from the last checkpoint"
+    )
 
 
 # --- transfers ------------------------------------------------------------------------------------
