@@ -29,6 +29,7 @@ from tests.processes import ProcessPool
 from torchtitan_diloco.cli import COMMANDS
 from torchtitan_diloco.config import from_command_line
 from torchtitan_diloco.config.checks import run_warnings
+from torchtitan_diloco.diloco import transport
 
 README = REPOSITORY / "README.md"
 PAGES = [README, *sorted((REPOSITORY / "docs").glob("*.md"))]
@@ -189,6 +190,15 @@ def test_every_file_a_page_names_is_there(page: Path) -> None:
         target = (page.parent / link) if link else page
         assert target.exists(), f"{page.name} links to {link}"
         assert not anchor or anchor in anchors(target), f"{page.name} links to {link}#{anchor}"
+
+
+def test_all_bytes_of_the_header_are_documented() -> None:
+    text = (REPOSITORY / "docs/algorithm.md").read_text()
+    assert f"| 4-5 | version, {transport.VERSION} |" in text
+    table = text[text.index("| bytes | header |") :].split("\n\n")[0]
+    spans = [map(int, span) for span in re.findall(r"\b(\d+)-(\d+)\b(?=[^|]*\|)", table)]
+    covered = [byte for first, last in spans for byte in range(first, last + 1)]
+    assert covered == [*range(transport.HEADER_BYTES)]
 
 
 def anchors(page: Path) -> list[str]:
