@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.diloco.toy import AVERAGE_EVERY_STEP, Net, alone, config, inner_step, join, start, train
+from tests.diloco.toy import AVERAGE_EVERY_STEP, alone, config, inner_step, join, start, train
 from tests.processes import ProcessPool
 from torchtitan_diloco.diloco import Link, StreamingDiLoCo, WorkerLostError, transport
 from torchtitan_diloco.diloco import liveness as liveness_module
@@ -196,12 +196,15 @@ def test_a_worker_that_made_fewer_steps_is_named_when_it_ends(processes: Process
 NO_HEADER, NO_PAYLOAD, NO_MEAN = "its header has not", "and of its payload nothing", "its mean has"
 
 
-def _waits(of_worker: dict[int, str]) -> tuple[list[str], dict[str, str]]:
+def _waits(
+    of_worker: dict[int, str], sends: str = "_send", values: int = 100
+) -> tuple[list[str], dict[str, str]]:
     """Worker 1 makes no step, or sends no payload, until the others have said so."""
     world, lines, missing = join(3), Lines(), dict[str, str]()
-    outer = StreamingDiLoCo(Net(), world.group(WORKER), replace(AVERAGE_EVERY_STEP, link=PATIENT))
+    model = nn.ParameterDict({"weight": nn.Parameter(torch.ones(values))})
+    outer = StreamingDiLoCo(model, world.group(WORKER), replace(AVERAGE_EVERY_STEP, link=PATIENT))
     outer.peers.miss = lambda found: missing.update({who: one.absent for who, one in found.items()})
-    send = Exchange._send
+    send = getattr(Exchange, sends)
 
     def send_later(*arguments: Any) -> None:
         dist.barrier(group=world.control)
@@ -217,7 +220,7 @@ def _waits(of_worker: dict[int, str]) -> tuple[list[str], dict[str, str]]:
         elif of_worker[0] == NO_HEADER:
             dist.barrier(group=world.control)
         else:
-            patch.setattr(Exchange, "_send", send_later)
+            patch.setattr(Exchange, sends, send_later)
         outer.step()
     outer.close()
     return lines.texts, missing
@@ -243,6 +246,14 @@ def test_a_payload_that_stands_still_is_told_from_a_worker_that_is_stopped(
     first, _, last = processes.run(_waits, 3, {0: NO_PAYLOAD, 2: NO_MEAN})
     assert first[1]["worker 1"] == STUCK
     assert "worker 0" not in last[1], "who waits itself is not to blame"
+
+
+def test_a_worker_whose_mean_alone_does_not_come_is_named(processes: ProcessPool) -> None:
+    """A link may begin to lose large packets between the two hops of an exchange."""
+    said = dict.fromkeys(range(3), "the others' means have come, and its mean has not")
+    found = processes.run(_waits, 3, said, "_send_mean", 6000)
+    for _, missing in found[::2]:
+        assert missing == {"worker 1": STUCK}
 
 
 def test_a_second_thread_is_refused() -> None:

@@ -227,8 +227,10 @@ class Transport:
         """Return the workers that are waited for: what is wrong, empty if that is not known, and
         what has not come."""
         found, now = dict[int, tuple[str, str]](), time.perf_counter()
-        size = max(self._awaited.sizes.values(), default=0)
-        for worker, receives in sorted(self._late.copy().items()):
+        size, late = max(self._awaited.sizes.values(), default=0), self._late.copy()
+        # Who has sent its mean has all that it needs, so the last one may well be the culprit.
+        others_came = len(self._awaited.sizes) > 1 and len(late) == 1
+        for worker, receives in sorted(late.items()):
             unknown = 0.0 if size >= LEAST_LINK_BYTES else math.inf
             usual = size / rate if (rate := self._rates.get(worker, unknown)) else math.inf
             if (arrived := self._arrived.get(worker)) is None:
@@ -236,12 +238,15 @@ class Transport:
                 found[worker] = STOPPED, f"its header has not come for {waited:.0f} s"
             elif not receives:
                 found[worker] = "", "it has not taken what it is sent"
-            elif self._awaits_means:
+            elif self._awaits_means and not others_came:
                 found[worker] = "", "its mean has not come, and it may wait for another worker"
             elif now - arrived < max(STILL_SECONDS, STILL_RATIO * usual):
-                found[worker] = "", "its header has come, and its payload not yet"
+                what = "its mean has not come yet" if self._awaits_means else "its payload not yet"
+                found[worker] = "", f"its header has come, and {what}"
             else:
                 what = "its header has come, and of its payload nothing"
+                if self._awaits_means:
+                    what = "the others' means have come, and its mean has not"
                 found[worker] = STUCK, f"{what} for {now - arrived:.0f} s"
         return found
 
