@@ -311,6 +311,7 @@ def main() -> None:
     parser.add_argument("--islands", action="store_true", help="workers are islands")
     parser.add_argument("--record", type=Path, metavar="DIR", help="write what the judge is told")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # end the programs, too
     rows = list[list[str]]()
     for workers, name in product(options.workers, options.faults):
         if options.islands and FAULTS[name].pair < 1:

@@ -216,9 +216,12 @@ class TokenShards:
         self.clusters = index.clusters
         self._vocab_size = settings["vocab_size"]
         if not self._shards:
+            corpus, share = settings["source"], settings["validation_fraction"]
+            change = "raise" if split == "validation" else "lower"
             raise UserError(
-                f"{self.name} has no tokens: change data.validation_fraction (of `prepare`: "
-                "--validation-fraction), or set data.validation_corpus"
+                f"the {split} split of {corpus} ({folder}) has no tokens: {change} "
+                f"data.validation_fraction (of `prepare`: --validation-fraction), which is "
+                f"{share:g}, or set data.validation_corpus"
             )
         self.tokenizer, made_with = settings["tokenizer"], settings["tokenizer_fingerprint"]
         if tokenizer and tokenizer.fingerprint != made_with:

@@ -79,7 +79,8 @@ def find_checkpoint(run: Path, step: int | None = None) -> Path:
         lists = (complete_checkpoints(folder) for folder in [path, *workers, *islands])
         found = {step_of(one): one for one in next(filter(None, lists), [])}
     if not found:
-        problem = "has no complete checkpoint" if path.is_dir() else "does not exist"
+        problem = "is a file" if path.is_file() else "does not exist"
+        problem = "has no complete checkpoint" if path.is_dir() else problem
         raise UserError(
             f"{run} {problem}: name the folder of a run or of a checkpoint; a run saves if "
             "checkpoint.every, checkpoint.every_minutes or checkpoint.at_end is set"
