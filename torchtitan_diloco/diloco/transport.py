@@ -36,8 +36,6 @@ HEADER_BYTES = 64
 MAGIC = b"SDLC"
 VERSION = 4
 _LAYOUT = struct.Struct("<4sHHQIIQdQ7eH")
-
-
 MOST_SECONDS = 60_000.0  # in a float of 16 bits
 NOTHING_SAID = Vitals()
 

@@ -158,7 +158,7 @@ class Leader:
                 due = self.machine.boundary(now, self._connection.seconds_away())
                 if due.applied or due.sent or due.waits_until is None:
                     break
-                if now - started > STILL_SECONDS:  # to say who is missing, and wait again
+                if now - started > STILL_SECONDS:  # the caller says who is missing, and asks again
                     break
                 self.check()
                 waited = True
