@@ -35,7 +35,6 @@ SLOW = 0.1
 
 
 def _train(chosen: Mapping[str, str]) -> Path:
-    verdicts.SETTLED.clear()  # rounds are short
     config = load_config("debug", dict(chosen))
     world = join(config)
     trainer = Trainer(config, world)
@@ -45,7 +44,11 @@ def _train(chosen: Mapping[str, str]) -> Path:
         time.sleep(SLOW if world.worker == 1 and 20 <= trainer.step < 50 else 0.02)
         return step(batches)
 
-    with patch.object(trainer, "train_step", train_step):
+    with (
+        patch.dict(verdicts.SETTLED, clear=True),  # rounds are short,
+        patch.object(verdicts, "FLOOR", 0.5),  # and other programs may run beside
+        patch.object(trainer, "train_step", train_step),
+    ):
         return trainer.run()
 
 
