@@ -21,7 +21,7 @@ from torch.optim import SGD, Optimizer
 from benchmarks import core
 from torchtitan_diloco.diloco import DiLoCoConfig
 from torchtitan_diloco.diloco.fragments import build_fragments
-from torchtitan_diloco.diloco.outer_loop import DataParallel
+from torchtitan_diloco.diloco.streaming import DataParallel
 from torchtitan_diloco.distributed.world import join_world, leave_world
 from torchtitan_diloco.trainer import Trainer
 

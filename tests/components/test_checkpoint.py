@@ -36,7 +36,7 @@ from torchtitan_diloco.components.resume import SavedTensors, read_manifest
 from torchtitan_diloco.config.schema import Checkpoint
 from torchtitan_diloco.diloco import WorkerLostError
 from torchtitan_diloco.diloco.liveness import Liveness
-from torchtitan_diloco.diloco.outer_loop import DataParallel
+from torchtitan_diloco.diloco.streaming import DataParallel
 from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.trainer import Trainer
 

@@ -19,8 +19,8 @@ from torchtitan_diloco.components.run_plan import RunPlan
 from torchtitan_diloco.components.summary import all_reduce_bytes, log_summary
 from torchtitan_diloco.components.telemetry import RunProgress, StepResult, Telemetry
 from torchtitan_diloco.config.schema import Metrics
-from torchtitan_diloco.diloco.outer_loop import OuterLoop
 from torchtitan_diloco.diloco.round import Round, Traffic
+from torchtitan_diloco.diloco.streaming import OuterLoop
 from torchtitan_diloco.distributed.collectives import PendingSum
 from torchtitan_diloco.distributed.world import World
 

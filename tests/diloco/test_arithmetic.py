@@ -8,10 +8,15 @@ import torch
 
 from tests.processes import INSTRUCTIONS, with_instructions
 from torchtitan_diloco.diloco import arithmetic
-from torchtitan_diloco.diloco.arithmetic import KNOWN, OPTIMIZERS, check_arithmetic, hashes
+from torchtitan_diloco.diloco.arithmetic import (
+    KNOWN,
+    OPTIMIZERS,
+    check_arithmetic,
+    hashes,
+    outer_step,
+)
 from torchtitan_diloco.diloco.codecs import CODECS, base
 from torchtitan_diloco.diloco.config import OuterOptimizer
-from torchtitan_diloco.diloco.outer_optimizer import outer_step
 
 CPU = torch.device("cpu")
 LENGTHS = [1, 1023, 200_003]

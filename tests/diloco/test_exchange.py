@@ -12,11 +12,11 @@ from torch import Tensor
 from tests.diloco.toy import join
 from tests.processes import ProcessPool
 from torchtitan_diloco.diloco import exchange
+from torchtitan_diloco.diloco.arithmetic import BLOCK
 from torchtitan_diloco.diloco.codecs import build_codec
 from torchtitan_diloco.diloco.config import CodecName, Quantization
 from torchtitan_diloco.diloco.exchange import IN_FLIGHT, Exchange, chunk_and_window
 from torchtitan_diloco.diloco.link import STREAM_BYTES
-from torchtitan_diloco.diloco.outer_optimizer import BLOCK
 from torchtitan_diloco.diloco.transport import HEADER_BYTES, Bytes, Header
 from torchtitan_diloco.distributed.world import WORKER, World
 

@@ -14,9 +14,9 @@ from tests.diloco.reference import build_optimizer
 from tests.diloco.toy import config, full, inner_step, start
 from tests.processes import ProcessPool
 from torchtitan_diloco.diloco import Quantization
+from torchtitan_diloco.diloco.arithmetic import BLOCK
 from torchtitan_diloco.diloco.config import CodecName, Fragments, OuterOptimizer
 from torchtitan_diloco.diloco.fragments import build_fragments
-from torchtitan_diloco.diloco.outer_optimizer import BLOCK
 from torchtitan_diloco.diloco.outer_state import OuterState, checksum
 from torchtitan_diloco.diloco.round import Meter, Round, Span
 

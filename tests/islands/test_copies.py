@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from tests.processes import INSTRUCTIONS, with_instructions
 from torchtitan_diloco.diloco import DiLoCoConfig, OuterOptimizer, Quantization
+from torchtitan_diloco.diloco.arithmetic import outer_step
 from torchtitan_diloco.diloco.codecs import UNIT, build_codec
 from torchtitan_diloco.diloco.config import Fragments
 from torchtitan_diloco.diloco.fragments import Fragment, Part, build_fragments
-from torchtitan_diloco.diloco.outer_optimizer import outer_step
 from torchtitan_diloco.diloco.outer_state import OuterState
 from torchtitan_diloco.islands.copies import Copies, encode_delta
 from torchtitan_diloco.islands.shards import Layout, Ranks

@@ -32,8 +32,7 @@ from torchtitan_diloco.components.checkpoint import (
 from torchtitan_diloco.components.run_folder import Start, folder_of_worker
 from torchtitan_diloco.config.schema import flatten
 from torchtitan_diloco.diloco.fragments import local_of, shard_rows
-from torchtitan_diloco.diloco.object_collectives import gather_objects
-from torchtitan_diloco.diloco.outer_loop import OuterLoop
+from torchtitan_diloco.diloco.meeting import gather_objects
 from torchtitan_diloco.diloco.state_dict import (
     SENT,
     SavedState,
@@ -41,6 +40,7 @@ from torchtitan_diloco.diloco.state_dict import (
     facts_for_new_worker,
     write_shared,
 )
+from torchtitan_diloco.diloco.streaming import OuterLoop
 from torchtitan_diloco.distributed.collectives import on_all_ranks
 from torchtitan_diloco.distributed.world import WORKER, World
 from torchtitan_diloco.log import UserError, logger

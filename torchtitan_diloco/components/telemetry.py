@@ -28,8 +28,8 @@ from torchtitan_diloco.components.records import RecordFiles, RoundRecord, Start
 from torchtitan_diloco.components.run_folder import folder_of_worker
 from torchtitan_diloco.components.run_plan import RunPlan
 from torchtitan_diloco.config.schema import Metrics
-from torchtitan_diloco.diloco.outer_loop import OuterLoop
 from torchtitan_diloco.diloco.round import Round
+from torchtitan_diloco.diloco.streaming import OuterLoop
 from torchtitan_diloco.diloco.vitals import Vitals
 from torchtitan_diloco.distributed.collectives import PendingSum
 from torchtitan_diloco.distributed.world import World

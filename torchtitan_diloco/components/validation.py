@@ -13,7 +13,7 @@ from torchtitan_diloco.components.loss import loss_head
 from torchtitan_diloco.components.telemetry import Batch, Telemetry
 from torchtitan_diloco.data.tokenizer import Tokenizer
 from torchtitan_diloco.diloco.fragments import drop_gathered
-from torchtitan_diloco.diloco.outer_loop import OuterLoop
+from torchtitan_diloco.diloco.streaming import OuterLoop
 from torchtitan_diloco.distributed.collectives import PendingSum
 from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.log import logger

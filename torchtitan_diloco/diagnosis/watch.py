@@ -13,9 +13,8 @@ from torchtitan_diloco.components.telemetry import Telemetry
 from torchtitan_diloco.diagnosis.admission import settings_that_fit
 from torchtitan_diloco.diagnosis.verdicts import Judge, Kind, Verdict
 from torchtitan_diloco.diloco.config import DiLoCoConfig
-from torchtitan_diloco.diloco.outer_loop import OuterLoop
 from torchtitan_diloco.diloco.peers import Peers
-from torchtitan_diloco.diloco.streaming import StreamingDiLoCo
+from torchtitan_diloco.diloco.streaming import OuterLoop, StreamingDiLoCo
 from torchtitan_diloco.diloco.vitals import Report
 from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.log import logger

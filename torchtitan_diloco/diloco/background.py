@@ -1,51 +1,33 @@
-"""A daemon thread that runs tasks in order, and a guard against concurrent calls.
+"""A daemon thread that runs tasks in order.
 
 Executors of concurrent.futures are joined at exit: one that waits for a dead worker would hang.
 """
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import contextmanager
-from functools import wraps
+from functools import partial
 from queue import SimpleQueue
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
+
+import torch
 
 Result = TypeVar("Result")
-Method = TypeVar("Method", bound=Callable[..., Any])
-
-
-@contextmanager
-def alone(lock: "threading.RLock", name: str) -> Iterator[None]:
-    """Hold the lock, or raise if another thread holds it. `name`: the method that is called."""
-    if not lock.acquire(blocking=False):
-        raise RuntimeError(
-            f"{name}() was called from thread {threading.current_thread().name} while another "
-            "thread is inside a method of the same object: call them from one thread at a time"
-        )
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-def one_at_a_time(method: Method) -> Method:
-    """Raise if another thread is inside a method of the same object."""
-
-    @wraps(method)
-    def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with alone(self.in_use, method.__qualname__):
-            return method(self, *args, **kwargs)
-
-    return cast("Method", guarded)
 
 
 class BackgroundThread:
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, torch_threads: int = 0) -> None:
+        """`torch_threads`: for operations of torch in the tasks. 0: torch's default."""
         self._tasks: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
+        if torch_threads:
+            # The first get_num_threads() in a thread resets its number.
+            ours = torch.get_num_threads()
+            self.submit(torch.get_num_threads).result()
+            self.submit(partial(torch.set_num_threads, torch_threads)).result()
+            torch.set_num_threads(ours)
 
     def submit(self, task: Callable[[], Result]) -> "Future[Result]":
         """Queue a task and return a future for its result or error."""

@@ -155,6 +155,8 @@ class DiLoCoConfig(Section):
     link: Link = field(default_factory=Link)
 
 
+MAY_DIFFER = {"diloco.link.interface"}
+"""Settings that may differ between the workers of one job."""
 BLOCK_SIZES = (16, 32, 64, 128, 256, 512, 1024)
 """Allowed block sizes: divisors of `codecs.UNIT`."""
 MOST_TOP_VALUES = 256

@@ -23,10 +23,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchtitan_diloco.diloco.arithmetic import BLOCK
 from torchtitan_diloco.diloco.codecs import UNIT, Codec
 from torchtitan_diloco.diloco.healing import settle_weights
 from torchtitan_diloco.diloco.link import STREAM_BYTES
-from torchtitan_diloco.diloco.outer_optimizer import BLOCK
 from torchtitan_diloco.diloco.round import Traffic
 from torchtitan_diloco.diloco.transport import (
     HEADER_BYTES,
@@ -128,10 +128,10 @@ class Exchange:
         connection."""
         self._transport = Transport(group, timeout_seconds)
         self.workers, self.me = self._transport.workers, self._transport.me
+        self.late, self.close = self._transport.late, self._transport.close
         self._others = self._transport.others
         assert self.workers > 1
         self._failure: Exception | None = None
-        self._traffic = Traffic()
         self._codec, self._device, on_gpu = codec, device, device.type != "cpu"
         self._streams, self._owners = streams, slice_owners(self.workers, codec)
         self._chunk, self._window = chunk_and_window(
@@ -165,8 +165,7 @@ class Exchange:
         """
         if self._failure is not None:
             raise self._failure
-        self._transport.start(traffic := Traffic())
-        self._traffic = traffic
+        self._transport.start(Traffic())
         self._is_measured = measured
         self._dot.zero_()
         try:
@@ -177,6 +176,10 @@ class Exchange:
         if measured:
             self._traffic.dot = self._dot.item()
         return headers, self._traffic
+
+    @property
+    def _traffic(self) -> Traffic:
+        return self._transport.traffic
 
     def _run(self, header: Header, delta: Tensor) -> list[Header]:
         """Exchange the chunks, in the same order on every worker, with up to `window` in flight."""
@@ -215,7 +218,6 @@ class Exchange:
 
         Otherwise the first exchange would do so while training keeps the GPU busy.
         """
-        self._traffic = Traffic()
         starts = {min(size, self._chunk) for size in sizes} | {one % self._chunk for one in sizes}
         everybody = [Header(0, 0, 0, 0, 0, weight=1.0, checksum=0)] * self.workers
         for size in starts - {0}:
@@ -227,13 +229,6 @@ class Exchange:
             else:
                 self._encode_mean(chunk, everybody)
                 self._collect_means(chunk)
-
-    def close(self) -> None:
-        self._transport.close()
-
-    def late(self) -> dict[int, tuple[str, str]]:
-        """Return what `Transport.late` does."""
-        return self._transport.late()
 
     @contextmanager
     def _counted(self, total: str) -> Iterator[None]:

@@ -1,6 +1,5 @@
 """Partition of a module's parameters into fragments."""
 
-import difflib
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from torchtitan_diloco.diloco.config import Fragments
+from torchtitan_diloco.diloco.fields import nearest
 from torchtitan_diloco.log import UserError
 
 REST = "embedding, head and norms"
@@ -76,9 +76,9 @@ class Fragment:
         return sum(part.parameter.numel() for part in self.parts)
 
     @property
-    def bytes(self) -> int:
-        """Size in fp32 over all ranks of the worker."""
-        return 4 * self.parameters
+    def megabytes(self) -> float:
+        """Size in fp32."""
+        return 4e-6 * self.parameters
 
 
 def build_fragments(model: nn.Module, config: Fragments) -> tuple[Fragment, ...]:
@@ -114,7 +114,7 @@ def fragment_table(fragments: Iterable[Fragment], slots: Iterable[int]) -> str:
     """Return a table of the fragments and their slots in the cycle."""
     lines = [f"{'fragment':>8}  {'slot':>5}  {'parameters':>13}  {'MB (fp32)':>9}  modules"]
     lines += [
-        f"{one.index:>8}  {slot:>5}  {one.parameters:>13,}  {one.bytes / 1e6:>9,.2f}  {one.name}"
+        f"{one.index:>8}  {slot:>5}  {one.parameters:>13,}  {one.megabytes:>9,.2f}  {one.name}"
         for one, slot in zip(fragments, slots, strict=True)
     ]
     return "\n".join(lines)
@@ -145,7 +145,7 @@ def _split_blocks(
     if container not in modules:
         raise UserError(
             f'diloco.fragments.blocks = "{container}" is no module of the model'
-            + _nearest(container, modules)
+            + nearest(container, modules)
         )
     names = [f"{container}.{child}" for child, _ in modules[container].named_children()]
     groups = [(name, [part for part in trained if part.is_in(name)]) for name in names]
@@ -164,22 +164,19 @@ def _longest_module_list(model: nn.Module) -> str:
 
     A ModuleDict with numbers as keys counts as a list, as in torchtitan.
     """
-    lists = {
-        name: len(module)
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList)
-        or (isinstance(module, nn.ModuleDict) and all(key.isdigit() for key in module))
-        if len(module)
-    }
-    outermost = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
-    if not outermost:
+    lists: dict[str, int] = {}
+    for name, module in model.named_modules():  # outer ones first
+        is_numbered = isinstance(module, nn.ModuleDict) and all(key.isdigit() for key in module)
+        is_list = is_numbered or isinstance(module, nn.ModuleList)
+        if is_list and len(module) and not any(name.startswith(f"{other}.") for other in lists):
+            lists[name] = len(module)
+    if not lists:
         raise UserError(
             "the model has no ModuleList of blocks, nor a ModuleDict with numbers: name the "
             "module that holds them in diloco.fragments.blocks, or set "
             "diloco.fragments.layers_per_fragment = 0"
         )
-    longest: str = max(outermost, key=lists.__getitem__)
-    return longest
+    return max(lists, key=lists.__getitem__)
 
 
 def _explicit(
@@ -192,7 +189,7 @@ def _explicit(
             if wanted not in known:
                 raise UserError(
                     f'diloco.fragments.modules names "{wanted}", which the model does not have'
-                    + _nearest(wanted, known)
+                    + nearest(wanted, known)
                 )
         parts = [part for wanted in names for part in trained if part.is_in(wanted)]
         if not parts:
@@ -210,8 +207,3 @@ def _explicit(
                 "diloco.fragments.modules"
             )
     return groups
-
-
-def _nearest(name: str, known: Iterable[str]) -> str:
-    nearest = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {nearest[0]}?" if nearest else ""

@@ -1,6 +1,8 @@
 """The workers of one job: a fixed schedule, and an exchange of deltas over a gloo group."""
 
+import hashlib
 import math
+import secrets
 import time
 import weakref
 from collections.abc import Collection, Iterator, Mapping
@@ -12,12 +14,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan_diloco.diloco import healing, startup
+from torchtitan_diloco.diloco import healing
 from torchtitan_diloco.diloco import state_dict as saving
+from torchtitan_diloco.diloco.arithmetic import find_difference
 from torchtitan_diloco.diloco.codecs import build_codec
-from torchtitan_diloco.diloco.config import DiLoCoConfig
+from torchtitan_diloco.diloco.config import MAY_DIFFER, DiLoCoConfig, diloco_mistakes
+from torchtitan_diloco.diloco.exchange import Exchange
+from torchtitan_diloco.diloco.fields import check_class, flat_settings, raise_mistakes
+from torchtitan_diloco.diloco.fragments import describe_layout, local_of
 from torchtitan_diloco.diloco.liveness import Liveness
-from torchtitan_diloco.diloco.peers import Apply, Peers, Send, local_share
+from torchtitan_diloco.diloco.meeting import agree, broadcast_object, check_group, check_model
+from torchtitan_diloco.diloco.peers import Apply, Peers, Send, close, local_share
 from torchtitan_diloco.diloco.round import InFlight, Round, Traffic
 from torchtitan_diloco.diloco.schedule import is_dropped, is_measured
 from torchtitan_diloco.diloco.state_dict import Facts, SavedState
@@ -45,29 +52,95 @@ class GlooPeers(Peers):
     # --- start and end ----------------------------------------------------------------------------
 
     def check_settings(self, config: DiLoCoConfig) -> DiLoCoConfig:
-        startup.check_settings(self.model, self._group, config, self._total_steps)
-        if self._group is not None:
-            self.workers, self.worker = self._group.size(), self._group.rank()
+        group = self._group
+        check_group(group)
+        check_class(config, "diloco", DiLoCoConfig)
+        if group is not None:
+            self.workers, self.worker = group.size(), group.rank()
+        mistakes = list(diloco_mistakes(config))
+        if config.method == "none":
+            mistakes.append(("diloco.method", '"none" needs no StreamingDiLoCo: leave it out'))
+        needs_length = {
+            "diloco.overlap.mixing_end": config.overlap.mixing_end is not None,
+            "diloco.beginning.fraction": config.beginning.fraction > 0,
+        }
+        if not self._total_steps:
+            reason = (
+                "needs the length of the run: give StreamingDiLoCo total_steps, or leave it out"
+            )
+            mistakes += [(key, reason) for key, given in needs_length.items() if given]
+        if config.workers not in (1, self.workers):
+            reason = f"must be {self.workers}, as the group joins so many: leave it out"
+            mistakes.append(("diloco.workers", reason))
+        if self.workers > 1 and "cpu:gloo" not in str(dist.get_backend_config(group)).split(","):
+            reason = 'cannot send from host memory: hand in dist.new_group(ranks, backend="gloo")'
+            mistakes.append(("group", reason))
+        raise_mistakes(mistakes, diloco=config)
+        check_model(self.model, group)
         return replace(config, beginning=config.beginning.in_steps(self._total_steps))
 
     def agree(self, device: torch.device) -> None:
-        self._run = startup.agree_on_run(
-            self._group, self.config, self.fragments, device, self._total_steps, seed=self._seed
+        config, parts = self.config, [part for one in self.fragments for part in one.parts]
+        codec, optimizer = config.quantization.codec, config.outer_optimizer.name
+        # Only a model's GPU encodes; fp32 is sent as it is.
+        self._coder = device if codec == "fp32" else parts[0].local().device
+        difference = self._group and (
+            find_difference(self._coder, [codec]) or find_difference(device, [optimizer])
         )
-        startup.broadcast_from_first(self._group, self.model)
+        layout = describe_layout(self.fragments) + [str(part.local().numel()) for part in parts]
+        settings = flat_settings(config, "diloco.")
+        mine = {key: str(value) for key, value in settings.items() if key not in MAY_DIFFER}
+        mine |= {
+            "total_steps": str(self._total_steps),
+            "seed": str(self._seed),
+            "model": hashlib.sha256("\n".join(layout).encode()).hexdigest()[:16],
+            # Determines the size of messages.
+            "device that encodes (run.device, diloco.link.outer_state)": self._coder.type,
+            "arithmetic": difference or "as known",
+        }
+        agree(mine, self._group, "worker")
+        # Worker 0's random part distinguishes two runs of one configuration.
+        token = broadcast_object(secrets.token_hex(8), str, self._group)
+        name = "/".join([*mine.values(), token])
+        self._run = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
+        if self.workers > 1:
+            self._broadcast_from_first()
+
+    @torch.no_grad()
+    def _broadcast_from_first(self) -> None:
+        """Copy worker 0's parameters, also frozen ones, and buffers; each rank gets its shard."""
+        for tensor in [*self.model.parameters(), *self.model.buffers()]:
+            local = local_of(tensor)
+            if local.numel():
+                sent = local.cpu().contiguous()
+                dist.broadcast(sent, group_src=0, group=self._group)
+                if sent is not local:
+                    local.copy_(sent)
 
     def open(self) -> None:
+        link, codec = self.config.link, build_codec(self.config.quantization)
         watching = self._liveness or Liveness.between(self._group)
         own, self._watching = self._liveness is None, watching
         self._watch = healing.Watch(self.workers, len(self.states))
         self._weights, self._last = [0.0] * len(self.states), Traffic()
         self._reports = dict[str, Report]()
-        whole = sum(state.values for state in self.states)
+        sizes = [state.values for state in self.states]
         hops = 1.0 if self.workers < 3 else 2 / self.workers  # of slices
-        self._bytes = hops * build_codec(self.config.quantization).wire_bytes(whole)
-        self._exchanger = startup.build_exchange(self._group, self.config, self.states)
+        self._bytes = hops * codec.wire_bytes(sum(sizes))
+        self._exchanger: Exchange | None = None
+        if self._group is not None and self.workers > 1:
+            self._exchanger = Exchange(
+                self._group,
+                codec,
+                largest=max(sizes),
+                device=self._coder,
+                timeout_seconds=link.timeout_seconds,
+                streams=max(1, link.streams),
+            )
+            if self._coder.type == "cuda":
+                self._exchanger.warm_up(sizes)
         self._finalizer = weakref.finalize(
-            self, startup.close, self.background, self._exchanger, watching, own
+            self, close, self.background, self._exchanger, watching, own
         )
 
     def close(self) -> None:
@@ -163,8 +236,16 @@ class GlooPeers(Peers):
             whole = healing.sum_over_ranks(round_.delta_square, self._shard_group, self.worker)
             norms = healing.DeltaNorms() if average else state.norms  # other lengths: not judged
             flags = dropped * DROPPED | norms.judge(whole, self.config.delta_norm_limit)
-            about = flags, self._run, *turn, step, round_.weight, state.checksum
-            header = Header(*about, self._last.with_transfers(self.vitals(), self._bytes))
+            header = Header(
+                flags,
+                self._run,
+                round_.fragment,
+                round_.outer_round,
+                round_.sent_step,
+                round_.weight,
+                state.checksum,
+                self._last.with_transfers(self.vitals(), self._bytes),
+            )
             if self._exchanger is None:
                 headers = healing.settle_weights([header])
             else:

@@ -52,22 +52,6 @@ def settle_weights(headers: list[Header]) -> list[Header]:
     return [replace(header, weight=0.0) if header.flags else header for header in headers]
 
 
-def log_left_out(headers: list[Header], limit: float) -> None:
-    reasons = {
-        NOT_FINITE: "is not finite",
-        OUTLIER: f"is beyond diloco.delta_norm_limit = {limit:g} times its usual norm",
-    }
-    for flag, reason in reasons.items():
-        found = [worker for worker, header in enumerate(headers) if header.flags & flag]
-        if found:
-            first = headers[found[0]]
-            logger.warning(
-                f"fragment {first.fragment}, outer round {first.outer_round}: the delta of worker "
-                f"{' and of '.join(map(str, found))} after step {first.step} {reason}; it is left "
-                "out of this round, and its worker takes the shared parameters"
-            )
-
-
 def is_finite(tensors: Iterable[Tensor]) -> Tensor:
     """Return whether all values and the sums of their squares are finite, as a tensor."""
     norms = [torch.linalg.vector_norm(one, dtype=torch.float32) for one in tensors]
@@ -126,16 +110,25 @@ class Watch:
 
     def note(self, headers: list[Header], norm_limit: float) -> None:
         """Log workers that are newly left out. Raise if one's deltas are not finite any more."""
-        left_out = {worker for worker, header in enumerate(headers) if header.flags & WENT_WRONG}
-        if left_out - self._left_out:
-            log_left_out(headers, norm_limit)
-        self._left_out, fragment = left_out, headers[0].fragment
-        broken = self._broken[fragment]
+        reasons = {
+            NOT_FINITE: "is not finite",
+            OUTLIER: f"is beyond diloco.delta_norm_limit = {norm_limit:g} times its usual norm",
+        }
+        first, broken = headers[0], self._broken[headers[0].fragment]
+        left_out = [worker for worker, one in enumerate(headers) if one.flags & WENT_WRONG]
+        for flag, reason in reasons.items() if set(left_out) - self._left_out else ():
+            if found := [str(worker) for worker in left_out if headers[worker].flags & flag]:
+                logger.warning(
+                    f"fragment {first.fragment}, outer round {first.outer_round}: the delta of "
+                    f"worker {' and of '.join(found)} after step {first.step} {reason}; it is left "
+                    "out of this round, and its worker takes the shared parameters"
+                )
+        self._left_out = set(left_out)
         for worker, header in enumerate(headers):
             broken[worker] = (broken[worker] + 1) * bool(header.flags & NOT_FINITE)
             if broken[worker] > ROUNDS:
                 raise UserError(
-                    f"worker {worker} has not sent a finite delta of fragment {fragment} in "
+                    f"worker {worker} has not sent a finite delta of fragment {first.fragment} in "
                     f"{broken[worker]} rounds: its loss stays NaN. Lower the learning rate or "
                     "clip gradients, and after a step whose gradient is not finite call "
                     "StreamingDiLoCo.heal()"

@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -58,8 +57,9 @@ class Liveness:
         self._ended: dict[int, int] = {}  # steps of the ranks that have said goodbye
         self._goodbyes: dict[int, object] = {}  # sent by this rank; gloo needs them until then
         self._changed = threading.Condition()
-        tasks = [partial(self._listen, one) for one in self._peers]
-        self._threads = [threading.Thread(target=task, daemon=True) for task in tasks]
+        self._threads = [
+            threading.Thread(target=self._listen, args=(one,), daemon=True) for one in self._peers
+        ]
         for thread in self._threads:
             thread.start()
         if self._peers:
@@ -92,13 +92,13 @@ class Liveness:
 
     def check(self, where: str) -> None:
         """Raise WorkerLostError if a worker is lost. `where` is appended to the reason."""
-        if gone := self._gone(step=0):
+        if gone := self._gone():
             raise WorkerLostError(gone.workers, f"{gone.reason}; {where}")
 
-    def lost_ranks(self) -> dict[int, str]:
+    def lost_ranks(self, step: int = 0) -> dict[int, str]:
         """Return the rank that was lost first, with the reason, after a failure elsewhere."""
         with self._changed:
-            self._changed.wait_for(lambda: bool(self._lost), SETTLE_SECONDS)
+            self._changed.wait_for(lambda: self._gone(step), SETTLE_SECONDS)
         return self._lost
 
     def wait(
@@ -117,8 +117,7 @@ class Liveness:
             self.wait_for(result, step, late)
             return result.result()
         except WorkerLostError as error:
-            with self._changed:
-                self._changed.wait_for(lambda: self._gone(step) is not None, SETTLE_SECONDS)
+            self.lost_ranks(step)
             first = self._gone(step) or error
             raise WorkerLostError(first.workers, f"{first.reason}; {where}") from error
 
@@ -138,7 +137,7 @@ class Liveness:
         started, seconds = time.perf_counter(), LATE_SECONDS
         with self._changed:
             while not self._changed.wait_for(
-                lambda: result.done() or self._gone(step) is not None,
+                lambda: result.done() or self._gone(step),
                 started + seconds - time.perf_counter(),
             ):
                 if self._speaks:
@@ -148,7 +147,7 @@ class Liveness:
             if not result.done() and (gone := self._gone(step)):
                 raise gone
 
-    def _gone(self, step: int) -> WorkerLostError | None:
+    def _gone(self, step: int = 0) -> WorkerLostError | None:
         """Return the error if a rank is lost, or has left before this step."""
         for rank, reason in self._lost.items():
             return WorkerLostError([self._workers[rank]], reason)
@@ -170,7 +169,7 @@ class Liveness:
                 is_first, self._lost = not self._lost, self._lost or {rank: cause_of(error)}
                 self._changed.notify_all()
             if is_first and self._speaks:  # now, as the training thread may be in a step or save
-                logger.warning(str(self._gone(step=0)))
+                logger.warning(str(self._gone()))
         else:
             with self._changed:
                 self._ended[rank] = int(steps)

@@ -1,4 +1,4 @@
-"""How ranks meet, also after torchrun has started them again, and agree on what they run."""
+"""How ranks meet, also after torchrun has started them again, exchange values, and agree."""
 
 import hashlib
 import os
@@ -8,19 +8,23 @@ from collections.abc import Mapping
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
+from typing import TypeVar
 
+import msgspec
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
-from torchtitan_diloco.diloco.object_collectives import gather_objects
-from torchtitan_diloco.log import UserError
+from torchtitan_diloco.log import UserError, logger
 
 HIDDEN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK")
-
 POLL_SECONDS = 0.05
+Value = TypeVar("Value")
 
 
 def store_of_job(timeout: timedelta) -> Store:
@@ -79,6 +83,98 @@ def join_workers() -> dist.ProcessGroup:
     group = dist.group.WORLD
     assert group is not None
     return group
+
+
+# --- groups and models that cannot work -----------------------------------------------------------
+
+
+def check_group(group: dist.ProcessGroup | None) -> None:
+    """Raise if torch.distributed cannot use a group."""
+    try:
+        if group is not None:
+            dist.get_backend(group)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"group: torch.distributed does not know {group!r}, or this rank is not in it. Start "
+            "all workers in one world (torchrun's --nnodes) and hand in dist.new_group(ranks), "
+            "which all ranks call; jobs of their own are joined by islands.IslandPeers(...)"
+        ) from error
+
+
+def check_model(model: nn.Module, group: dist.ProcessGroup | None) -> None:
+    """Raise if gradients would be averaged over workers; warn if buffers will differ."""
+    if group is None or group.size() == 1:
+        return
+    workers = set(dist.get_process_group_ranks(group))
+    for name, module in model.named_modules():
+        if isinstance(module, DistributedDataParallel):
+            ranks = dist.get_process_group_ranks(module.process_group)
+            _check_ranks(workers, ranks, f'DistributedDataParallel "{name}"')
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            ranks = parameter.device_mesh.mesh.flatten().tolist()
+            _check_ranks(workers, ranks, f"the mesh of {name}")
+    statistics = [name for name, _ in model.named_buffers() if name.endswith("running_mean")]
+    if statistics and group.rank() == 0:
+        logger.warning(
+            f"running statistics such as {statistics[0]} are not exchanged: every worker keeps its "
+            "own, and global_state_dict() returns this one's. Use a norm without them (LayerNorm, "
+            "GroupNorm), or average them with dist.all_reduce before you save or evaluate"
+        )
+
+
+def _check_ranks(workers: set[int], ranks: list[int], what: str) -> None:
+    if len(workers.intersection(ranks)) > 1:
+        raise UserError(
+            f"{what} joins the ranks {ranks}, which are of several workers ({sorted(workers)} are "
+            "joined by the group between workers): gradients would be averaged over workers in "
+            "every step. Make it over the ranks of this worker only, or leave it out if a worker "
+            "has one rank"
+        )
+
+
+# --- small values ---------------------------------------------------------------------------------
+#
+# They are encoded as MessagePack. Unlike the pickles of `torch.distributed.all_gather_object`, it
+# cannot run code when it is decoded.
+
+
+def gather_objects(value: Value, group: dist.ProcessGroup | None) -> list[Value]:
+    """Return the values of all ranks, on every rank. They must have one type."""
+    if group is None:
+        return [value]
+    content = _encode(value)
+    size = torch.tensor([content.numel()])
+    sizes = [torch.zeros_like(size) for _ in range(group.size())]
+    dist.all_gather(sizes, size, group=group)
+    longest = int(torch.cat(sizes).max())
+    padded = content.new_zeros(longest)
+    padded[: content.numel()] = content
+    contents = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(contents, padded, group=group)
+    kind = type(value)
+    return [_decode(one[: int(size)], kind) for one, size in zip(contents, sizes, strict=True)]
+
+
+def broadcast_object(
+    value: Value | None, kind: type[Value], group: dist.ProcessGroup | None
+) -> Value:
+    """Return the value of the group's first rank, of type `kind`."""
+    content = _encode(value)
+    if group is not None:
+        size = torch.tensor([content.numel()])
+        dist.broadcast(size, group_src=0, group=group)
+        content = content.new_zeros(int(size)) if group.rank() else content
+        dist.broadcast(content, group_src=0, group=group)
+    return _decode(content, kind)
+
+
+def _encode(value: object) -> Tensor:
+    return torch.frombuffer(bytearray(msgspec.msgpack.encode(value)), dtype=torch.uint8)
+
+
+def _decode(content: Tensor, kind: type[Value]) -> Value:
+    return msgspec.msgpack.decode(content.numpy().tobytes(), type=kind)
 
 
 # --- agreement ------------------------------------------------------------------------------------

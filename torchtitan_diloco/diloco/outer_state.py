@@ -1,17 +1,38 @@
-"""Buffers of one fragment on one rank, and transfers between them and the model."""
+"""Buffers of one fragment on one rank, their device, and transfers between them and the model."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 
 import torch
 from torch import Tensor
 
-from torchtitan_diloco.diloco.config import OuterOptimizer
+from torchtitan_diloco.diloco.arithmetic import AVERAGE, BLOCK, outer_step, slot_count
+from torchtitan_diloco.diloco.codecs import build_codec
+from torchtitan_diloco.diloco.config import DiLoCoConfig, OuterOptimizer
 from torchtitan_diloco.diloco.fragments import Fragment
 from torchtitan_diloco.diloco.healing import DeltaNorms
-from torchtitan_diloco.diloco.outer_optimizer import AVERAGE, BLOCK, outer_step, slot_count
+
+GPU_SHARE = 0.2
+"""Share of a GPU's memory up to which `outer_state = "auto"` means "device"."""
+
+
+def state_bytes(config: DiLoCoConfig) -> int:
+    """Return the bytes per parameter in the buffers of an OuterState."""
+    is_sparse = build_codec(config.quantization).is_sparse
+    return 4 * (2 + slot_count(config.outer_optimizer) + is_sparse)
+
+
+def pick_state_device(fragments: Sequence[Fragment], config: DiLoCoConfig) -> torch.device:
+    """Return the device of the outer state."""
+    locals_ = [part.local() for fragment in fragments for part in fragment.parts]
+    device, choice = locals_[0].device, config.link.outer_state
+    if device.type == "cpu" or choice == "cpu":
+        return torch.device("cpu")
+    needed = state_bytes(config) * sum(local.numel() for local in locals_)
+    is_small = needed <= GPU_SHARE * torch.cuda.get_device_properties(device).total_memory
+    return device if choice == "device" or is_small else torch.device("cpu")
 
 
 @cache

@@ -13,11 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan_diloco.diloco import startup
 from torchtitan_diloco.diloco.background import BackgroundThread
+from torchtitan_diloco.diloco.codecs import build_codec
 from torchtitan_diloco.diloco.config import DiLoCoConfig
+from torchtitan_diloco.diloco.exchange import Exchange
 from torchtitan_diloco.diloco.fragments import Fragment, build_fragments, drop_gathered
-from torchtitan_diloco.diloco.outer_state import OuterState
+from torchtitan_diloco.diloco.liveness import Liveness
+from torchtitan_diloco.diloco.outer_state import OuterState, pick_state_device
 from torchtitan_diloco.diloco.round import Meter, Round
 from torchtitan_diloco.diloco.schedule import Schedule, build_schedule
 from torchtitan_diloco.diloco.state_dict import Facts, SavedState
@@ -82,10 +84,14 @@ class Peers(ABC):
         drop_gathered(model)
         self.fragments = build_fragments(model, config.fragments)
         self.schedule = build_schedule(config, len(self.fragments))
-        device = startup.pick_state_device(self.fragments, config)
+        device, wire = pick_state_device(self.fragments, config), config.quantization
         self.agree(device)
-        self.states = startup.build_states(config, self.fragments, device)
-        self.background = startup.start_background(config.quantization.threads)
+        is_sparse = build_codec(wire).is_sparse
+        self.states = [
+            OuterState(fragment, config.outer_optimizer, device, is_sparse=is_sparse)
+            for fragment in self.fragments
+        ]
+        self.background = BackgroundThread("diloco-exchange", torch_threads=wire.threads)
         self.open()
 
     @abstractmethod
@@ -168,6 +174,17 @@ class Peers(ABC):
     @abstractmethod
     def restart(self) -> None:
         """Drop what is in flight, as the buffers start over."""
+
+
+def close(
+    background: BackgroundThread, exchange: Exchange | None, liveness: Liveness, own: bool
+) -> None:
+    """End the threads of an outer loop. `own`: it has created `liveness` itself."""
+    background.close(timeout=0.0 if liveness.is_lost else 5.0)
+    if exchange is not None:
+        exchange.close()
+    if own:
+        liveness.close()
 
 
 def local_share(usual: float, flags: int, participants: int) -> float:

@@ -2,10 +2,10 @@
 
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,13 +61,11 @@ class Traffic:
 
         `cycle_bytes`: from each other worker in a cycle.
         """
-        seconds = {one: cycle_bytes / self.rate(one) for one in self.link_bytes}
-        known = {one: found for one, found in seconds.items() if math.isfinite(found)}
-        if not known:
+        found = [(cycle_bytes / self.rate(one), one) for one in self.link_bytes]
+        if not (known := [one for one in found if math.isfinite(one[0])]):
             return vitals
-        slowest = max(known, key=known.__getitem__)
-        fastest = min(known.values())
-        return vitals._replace(transfer=known[slowest], fastest_transfer=fastest, slowest=slowest)
+        (fastest, _), (transfer, slowest) = min(known), max(known)
+        return vitals._replace(transfer=transfer, fastest_transfer=fastest, slowest=slowest)
 
 
 @dataclass
@@ -126,50 +124,40 @@ InFlight = tuple[Round, "Future[None]"]
 """A round and the future of its exchange."""
 
 
-def total(sums: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Sum dictionaries by key."""
-    added: dict[str, float] = {}
-    for one in sums:
-        for name, value in one.items():
-            added[name] = added.get(name, 0.0) + value
-    return added
-
-
 class Meter:
     """Totals of the outer loop since the last call of `take`, and its latest rounds."""
 
-    TOTALS: Final = {
-        "worker/fragments_applied": 0.0,
-        "worker/participants": 0.0,
-        "worker/healed_fragments": 0.0,
-        "worker/exposed_seconds": 0.0,
-        "worker/exposed_waiting_seconds": 0.0,
-        "worker/exchange_seconds": 0.0,
-        "worker/coding_seconds": 0.0,
-        "worker/transfer_waiting_seconds": 0.0,
-        "worker/sent_bytes": 0.0,
-        "worker/received_bytes": 0.0,
-    }
+    TOTALS = (
+        "worker/fragments_applied",
+        "worker/participants",
+        "worker/healed_fragments",
+        "worker/exposed_seconds",
+        "worker/exposed_waiting_seconds",
+        "worker/exchange_seconds",
+        "worker/coding_seconds",
+        "worker/transfer_waiting_seconds",
+        "worker/sent_bytes",
+        "worker/received_bytes",
+    )
 
     def __init__(self) -> None:
         self._exposed_seconds = 0.0
         self._spans: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        self._sums = self.TOTALS.copy()
+        self._sums = dict.fromkeys(self.TOTALS, 0.0)
         self._rounds: deque[Round] = deque(maxlen=256)
 
     def applied(self, round_: Round) -> None:
         self.waited(round_.fetched - round_.asked)
         self.expose(round_.applied - round_.fetched, round_.applying)
-        counts = {"worker/participants": round_.participants, "worker/fragments_applied": 1}
-        self._sums = total([self._sums, round_.exchange_sums(), counts])
+        sums = round_.exchange_sums()
+        sums |= {"worker/participants": round_.participants, "worker/fragments_applied": 1}
+        for name, value in sums.items():
+            self._sums[name] += value
         self._rounds.append(round_)
-
-    def healed(self) -> None:
-        self._sums["worker/healed_fragments"] += 1
 
     def take(self) -> dict[str, float]:
         self._read_spans()
-        taken, self._sums = self._sums, self.TOTALS.copy()
+        taken, self._sums = self._sums, dict.fromkeys(self.TOTALS, 0.0)
         return taken
 
     @property

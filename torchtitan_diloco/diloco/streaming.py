@@ -13,7 +13,7 @@ copy is made of all deltas, is a matter of the peers (diloco/peers.py).
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -21,17 +21,23 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan_diloco.diloco import healing, startup
+from torchtitan_diloco.diloco import healing
 from torchtitan_diloco.diloco import state_dict as saving
-from torchtitan_diloco.diloco.background import alone, one_at_a_time
+from torchtitan_diloco.diloco.codecs import describe
 from torchtitan_diloco.diloco.config import DiLoCoConfig
-from torchtitan_diloco.diloco.fragments import check_identity, drop_gathered, fragment_table
+from torchtitan_diloco.diloco.fragments import (
+    Fragment,
+    check_identity,
+    drop_gathered,
+    fragment_table,
+)
 from torchtitan_diloco.diloco.gloo_peers import GlooPeers
 from torchtitan_diloco.diloco.liveness import Liveness
 from torchtitan_diloco.diloco.peers import Apply, Peers, Send
 from torchtitan_diloco.diloco.round import Round
 from torchtitan_diloco.diloco.schedule import is_measured
 from torchtitan_diloco.diloco.state_dict import SavedState
+from torchtitan_diloco.hardware import GIB
 from torchtitan_diloco.log import logger
 
 
@@ -77,8 +83,22 @@ class StreamingDiLoCo:
         self.peers = peers = group
         peers.start(model, config)
         self.config, self.fragments, self._states = peers.config, peers.fragments, peers.states
-        self.in_use, self._meter, self._healed = threading.RLock(), peers.meter, 0
+        self._in_use, self._meter, self._healed = threading.RLock(), peers.meter, 0
         self._model, self._optimizer = model, optimizer
+
+    @contextmanager
+    def _alone(self, method: str) -> Iterator[None]:
+        """Raise if another thread is inside a method of this object."""
+        if not self._in_use.acquire(blocking=False):
+            raise RuntimeError(
+                f"StreamingDiLoCo.{method}() was called from thread "
+                f"{threading.current_thread().name} while another thread is inside a method of the "
+                "same object: call them from one thread at a time"
+            )
+        try:
+            yield
+        finally:
+            self._in_use.release()
 
     @property
     def step_count(self) -> int:
@@ -95,25 +115,25 @@ class StreamingDiLoCo:
 
     # --- training ---------------------------------------------------------------------------------
 
-    @one_at_a_time
     def step(self, weight: float = 1.0) -> None:
         """Apply and send the fragments that are due. Call it after every inner step.
 
         `weight`: of this inner step in the mean over workers, such as its number of tokens. Islands
         count it: give them the tokens.
         """
-        self.peers.check_weight(weight)
-        self.peers.step += 1
-        self._do(self.peers.due(weight))
+        with self._alone("step"):
+            self.peers.check_weight(weight)
+            self.peers.step += 1
+            self._do(self.peers.due(weight))
 
-    @one_at_a_time
     def drain(self) -> None:
         """Wait for the fragments in flight, and apply them in the order of their sends.
 
         An island finishes the run with the others or, before its end, leaves it. It first sends its
         work since the last send. At the end, all islands have the same copy.
         """
-        self._do(self.peers.rest())
+        with self._alone("drain"):
+            self._do(self.peers.rest())
 
     def check(self) -> None:
         """Raise if a worker is lost or an exchange has failed, even before its result is due."""
@@ -155,7 +175,6 @@ class StreamingDiLoCo:
         round_.applied = time.perf_counter()
         self._meter.applied(round_)
 
-    @one_at_a_time
     def heal(self, group: dist.ProcessGroup | None = None) -> list[int]:
         """Reset fragments that are not finite to the shared parameters, and return their indices.
 
@@ -163,18 +182,19 @@ class StreamingDiLoCo:
         save. A fragment is also reset if its inner optimizer state is not finite. `group`: a group
         of the worker's ranks for use in this thread.
         """
-        healed = healing.find_broken(self.fragments, self._optimizer, group)
-        if healed:
-            drop_gathered(self._model)
+        with self._alone("heal"):
+            healed = healing.find_broken(self.fragments, self._optimizer, group)
+            if healed:
+                drop_gathered(self._model)
             for index in healed:
                 self._states[index].write_model()
                 self._start_afresh(index)
-            if group is None or group.rank() == 0:
-                logger.warning(
-                    f"worker {self.worker}: fragments {healed} are not finite after step "
-                    f"{self.step_count}; they take the shared parameters, and the inner optimizer "
-                    f"starts afresh for them ({self._healed} fragments healed so far)"
-                )
+        if healed and (group is None or group.rank() == 0):
+            logger.warning(
+                f"worker {self.worker}: fragments {healed} are not finite after step "
+                f"{self.step_count}; they take the shared parameters, and the inner optimizer "
+                f"starts afresh for them ({self._healed} fragments healed so far)"
+            )
         return healed
 
     def _start_afresh(self, index: int) -> None:
@@ -186,41 +206,39 @@ class StreamingDiLoCo:
 
     # --- shared model -----------------------------------------------------------------------------
 
-    @one_at_a_time
     def global_state_dict(self) -> dict[str, Tensor]:
         """Return the model's state dict with the shared parameters in fp32, sharded as they are.
 
         They are bitwise equal on all workers. Frozen parameters and buffers are this worker's.
         """
-        return saving.shared_state_dict(self._model, self._states)
+        with self._alone("global_state_dict"):
+            return saving.shared_state_dict(self._model, self._states)
 
     @contextmanager
     def global_parameters(self) -> Iterator[None]:
         """Return a context manager in which the model holds the shared parameters."""
-        with (
-            alone(self.in_use, "StreamingDiLoCo.global_parameters"),
-            saving.holding_shared(self._model, self._states),
-        ):
+        shared = saving.holding_shared(self._model, self._states)
+        with self._alone("global_parameters"), shared:
             yield
 
     # --- restart ----------------------------------------------------------------------------------
 
-    @one_at_a_time
     def state_dict(self, mesh: DeviceMesh | None = None) -> dict[str, Any]:
         """Return what a restart needs besides the model and inner optimizer, in host memory.
 
         Fragments in flight are waited for but not applied: their results are part of the state.
         `mesh`: a CPU mesh of this worker's ranks, for models that are sharded over GPUs.
         """
-        self.check()
-        facts = {
-            "step": self.step_count,
-            "progress": self.progress,
-            "healed": self._healed,
-            "settings": saving.resume_settings(self.config),
-            "layout": saving.layout_of(self._states),
-        }
-        return vars(self.peers.save(facts, mesh))
+        with self._alone("state_dict"):
+            self.check()
+            facts = {
+                "step": self.step_count,
+                "progress": self.progress,
+                "healed": self._healed,
+                "settings": saving.resume_settings(self.config),
+                "layout": saving.layout_of(self._states),
+            }
+            return vars(self.peers.save(facts, mesh))
 
     def load_state_dict(self, saved: SavedState | dict[str, Any]) -> list[str]:
         """Resume from a saved state, dropping fragments in flight. Load the model first.
@@ -267,20 +285,90 @@ class StreamingDiLoCo:
         """Return the rounds applied since the last call, at most 256."""
         return self._meter.take_rounds()
 
+    @property
+    def _offsets(self) -> list[int]:
+        return [self.peers.schedule.offset(index) for index in range(len(self.fragments))]
+
     def table(self) -> str:
         """Return a table of the fragments and their slots in the cycle."""
-        offsets = map(self.peers.schedule.offset, range(len(self.fragments)))
-        return fragment_table(self.fragments, offsets)
+        return fragment_table(self.fragments, self._offsets)
 
     def describe(self) -> list[str]:
-        """Describe settings, memory and fragments in lines for the start of a run."""
-        settings = startup.describe_settings(self.config, self._states)
-        offsets = map(self.peers.schedule.offset, range(len(self.fragments)))
-        sizes = [4e-6 * fragment.parameters for fragment in self.fragments]
-        turns = (
-            f"{len(sizes)} of {min(sizes):,.2f} to {max(sizes):,.2f} MB in fp32, in turn after "
-            f"steps {', '.join(map(str, offsets))} of each {self.config.sync_every}"
-        )
-        if len(sizes) == 1:
-            turns = f"the whole model, {sizes[0]:,.2f} MB in fp32"
-        return [*self.peers.describe(), *settings, f"{'fragments':<10} {turns}"]
+        """Describe peers, settings, wire format, memory and fragments for the start of a run."""
+        config, states = self.config, self._states
+        overlap, outer, first = config.overlap, config.outer_optimizer, config.beginning
+        falling = "" if overlap.mixing_end is None else f", at the end {overlap.mixing_end:g}"
+        momentum = f" momentum {outer.momentum:g}" * bool(states[0].slots)
+        lines = [
+            f"{'outer':<10} each fragment every {config.sync_every} steps, applied {overlap.delay} "
+            f"steps later, local share {overlap.mixing:g}{falling}; {outer.name} lr {outer.lr:g}"
+            f"{momentum}"
+        ]
+        if first.steps:
+            lines.append(
+                f"{'':<10} in the first {first.steps} steps every {first.sync_every} steps, "
+                "averaged and waited for"
+            )
+        place, deltas = "GPU" if states[0].outer.is_cuda else "host", "one delta"
+        if states[0].sent is not None:
+            deltas = "two deltas"
+        sizes = [fragment.megabytes for fragment in self.fragments]
+        turns = f"the whole model, {sizes[0]:,.2f} MB in fp32"
+        if len(sizes) > 1:
+            turns = (
+                f"{len(sizes)} of {min(sizes):,.2f} to {max(sizes):,.2f} MB in fp32, in turn after "
+                f"steps {', '.join(map(str, self._offsets))} of each {config.sync_every}"
+            )
+        return [
+            *self.peers.describe(),
+            *lines,
+            f"{'wire':<10} {describe(config.quantization)}; summed in fp32",
+            f"{'':<10} {sum(state.bytes for state in states) / GIB:.2f} GiB a rank on the {place} "
+            f"for shared parameters, the outer optimizer, {deltas}",
+            f"{'fragments':<10} {turns}",
+        ]
+
+
+class DataParallel:
+    """The interface of StreamingDiLoCo for `method = "none"`, where nothing is exchanged."""
+
+    fragments: tuple[Fragment, ...] = ()
+    exposed_seconds = 0.0
+
+    def __init__(self, model: nn.Module, workers: int = 1) -> None:
+        self._model, self._workers = model, workers
+
+    def step(self, weight: float = 1.0) -> None: ...
+    def drain(self) -> None: ...
+    def restart_from_model(self, step: int) -> None: ...
+
+    def state_dict(self, _: DeviceMesh | None = None) -> dict[str, Any]:
+        return vars(SavedState({}, {}))
+
+    def heal(self, _: dist.ProcessGroup | None) -> list[int]:
+        """Return no fragments: there is no shared copy to heal from."""
+        return []
+
+    def global_parameters(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+    def rounds(self) -> list[Round]:
+        return []
+
+    def describe(self) -> list[str]:
+        text = "gradients are averaged at every step; of [diloco] only workers and link are read"
+        return [f"{'outer':<10} none: {text}"] if self._workers > 1 else []
+
+    def load_state_dict(self, saved: SavedState) -> list[str]:
+        """Start from the shared parameters of a run with an outer loop."""
+        saving.write_shared(self._model, saved)
+        return [
+            "there is no outer loop any more: the model starts from the shared parameters, the "
+            "optimizer from worker 0's"
+        ]
+
+
+OuterLoop = StreamingDiLoCo | DataParallel

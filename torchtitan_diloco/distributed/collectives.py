@@ -7,7 +7,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from torchtitan_diloco.diloco.object_collectives import gather_objects
+from torchtitan_diloco.diloco.meeting import gather_objects
 from torchtitan_diloco.diloco.transport import WorkerLostError
 from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.log import UserError, cause_of

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from torchtitan_diloco.diloco.config import Link
 from torchtitan_diloco.diloco.link import MOST_STREAMS, Sender, Speed, listen, measure
-from torchtitan_diloco.diloco.object_collectives import gather_objects
+from torchtitan_diloco.diloco.meeting import gather_objects
 from torchtitan_diloco.log import UserError, logger
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"

@@ -15,8 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchtitan_diloco.config.schema import Distributed
 from torchtitan_diloco.diloco.config import Link
 from torchtitan_diloco.diloco.liveness import Liveness
-from torchtitan_diloco.diloco.meeting import store_of_attempt, store_of_job
-from torchtitan_diloco.diloco.object_collectives import gather_objects
+from torchtitan_diloco.diloco.meeting import gather_objects, store_of_attempt, store_of_job
 from torchtitan_diloco.distributed.links import GLOO_INTERFACE, pick_streams
 from torchtitan_diloco.hardware import available_cores
 from torchtitan_diloco.log import UserError, logger

@@ -20,14 +20,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan_diloco.diloco.arithmetic import IDENTITY, check_arithmetic
+from torchtitan_diloco.diloco.arithmetic import BLOCK, IDENTITY, check_arithmetic, outer_step
 from torchtitan_diloco.diloco.codecs import Codec, add_to_mean, build_codec
 from torchtitan_diloco.diloco.config import CodecName, DiLoCoConfig
 from torchtitan_diloco.diloco.exchange import PIECE
 from torchtitan_diloco.diloco.fields import flat_settings
 from torchtitan_diloco.diloco.fragments import describe_layout
-from torchtitan_diloco.diloco.object_collectives import broadcast_object
-from torchtitan_diloco.diloco.outer_optimizer import BLOCK, outer_step
+from torchtitan_diloco.diloco.meeting import broadcast_object
 from torchtitan_diloco.diloco.outer_state import OuterState
 from torchtitan_diloco.islands.shards import Layout, Ranks, collect
 

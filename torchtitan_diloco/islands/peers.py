@@ -17,16 +17,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan_diloco.diloco import healing, startup
+from torchtitan_diloco.diloco import healing
 from torchtitan_diloco.diloco import state_dict as saving
 from torchtitan_diloco.diloco.background import BackgroundThread
 from torchtitan_diloco.diloco.config import DiLoCoConfig
 from torchtitan_diloco.diloco.fields import check_class
 from torchtitan_diloco.diloco.fragments import drop_gathered
 from torchtitan_diloco.diloco.liveness import Liveness
-from torchtitan_diloco.diloco.meeting import code_fingerprint
-from torchtitan_diloco.diloco.object_collectives import broadcast_object
-from torchtitan_diloco.diloco.peers import Apply, Peers, Send, local_share
+from torchtitan_diloco.diloco.meeting import broadcast_object, code_fingerprint
+from torchtitan_diloco.diloco.peers import Apply, Peers, Send, close, local_share
 from torchtitan_diloco.diloco.round import InFlight, Round
 from torchtitan_diloco.diloco.schedule import build_schedule
 from torchtitan_diloco.diloco.state_dict import SHARED, SLOTS, SavedState
@@ -111,7 +110,7 @@ class IslandPeers(Peers):
         self._copies = Copies(self.states, self.config, self._ranks)
         self._codec, self._encode = cache(self._copies.build_codec), encode_delta
         self._finalizer = weakref.finalize(
-            self, startup.close, self.background, None, self._liveness, False
+            self, close, self.background, None, self._liveness, False
         )
 
     def join(self) -> Seat:

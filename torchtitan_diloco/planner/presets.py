@@ -3,7 +3,7 @@
 import math
 
 from torchtitan_diloco.config.loader import load_config, shipped_configs
-from torchtitan_diloco.diloco.startup import state_bytes
+from torchtitan_diloco.diloco.outer_state import state_bytes
 from torchtitan_diloco.hardware import GIB, PEAK_BF16_FLOPS
 from torchtitan_diloco.log import clock, markdown_table
 from torchtitan_diloco.planner.prediction import Conditions, Workload
