@@ -30,7 +30,6 @@ class BackgroundThread:
             torch.set_num_threads(ours)
 
     def submit(self, task: Callable[[], Result]) -> "Future[Result]":
-        """Queue a task and return a future for its result or error."""
         if self._closed:
             raise RuntimeError(f"{self._thread.name} has been closed: make a new object instead")
         future: Future[Result] = Future()

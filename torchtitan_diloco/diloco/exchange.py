@@ -183,7 +183,7 @@ class Exchange:
 
     def _run(self, header: Header, delta: Tensor) -> list[Header]:
         """Exchange the chunks, in the same order on every worker, with up to `window` in flight."""
-        greeting, headers = self._send_header(header), list[Header]()
+        greeting, headers, weights = self._send_header(header), list[Header](), list[float]()
         starts = range(0, max(1, delta.numel()), self._chunk)
         chunks = [self._chunk_at(start, delta) for start in starts]
         for chunk in chunks[: self._window]:
@@ -196,14 +196,16 @@ class Exchange:
                 self._send(chunks[step])
             if 0 <= (number := step - lead) < count:
                 chunk = chunks[number]
-                headers = headers or self._read_headers(greeting)
+                if not headers:
+                    headers = self._read_headers(greeting)
+                    weights = [one.weight for one in headers]
                 moments = self._transport.wait(chunk.first_hop)
                 if number <= lead:  # later ones also wait for this worker
                     self._traffic.note_arrivals(chunk.first_hop.sizes, moments)
                 if self._owners == 1:
-                    self._average(chunk, headers, out=chunk.values)
+                    self._average(chunk, weights, out=chunk.values)
                 else:
-                    self._send_mean(chunk, headers)
+                    self._send_mean(chunk, weights)
                 for following in chunks[number + self._window :][:1]:  # reuses the buffers
                     self._receive(following)
             if self._owners > 1 and 0 <= (number := step - last) < count:
@@ -219,15 +221,15 @@ class Exchange:
         Otherwise the first exchange would do so while training keeps the GPU busy.
         """
         starts = {min(size, self._chunk) for size in sizes} | {one % self._chunk for one in sizes}
-        everybody = [Header(0, 0, 0, 0, 0, weight=1.0, checksum=0)] * self.workers
+        weights = [1.0] * self.workers
         for size in starts - {0}:
             values = torch.zeros(size, device=self._device)
             chunk = self._chunk_at(0, values)
             self._encode(chunk)
             if self._owners == 1:
-                self._average(chunk, everybody, out=values)
+                self._average(chunk, weights, out=values)
             else:
-                self._encode_mean(chunk, everybody)
+                self._encode_mean(chunk, weights)
                 self._collect_means(chunk)
 
     @contextmanager
@@ -338,12 +340,12 @@ class Exchange:
             chunk.payload.download()
         self._traffic.encoded = time.perf_counter()
 
-    def _average(self, chunk: Chunk, headers: list[Header], *, out: Tensor) -> None:
+    def _average(self, chunk: Chunk, weights: list[float], *, out: Tensor) -> None:
         """Average this worker's slice in the order of workers.
 
         Workers of weight 0 are skipped, as their values may be NaN.
         """
-        heard = {one: header.weight for one, header in enumerate(headers) if header.weight > 0}
+        heard = {worker: weight for worker, weight in enumerate(weights) if weight > 0}
         payloads = {**chunk.incoming, self.me: chunk.outgoing[self.me]}
         with self._counted("decoding_seconds"):
             if not heard:
@@ -363,15 +365,14 @@ class Exchange:
             rooms = [(worker, chunk.means[worker].host) for worker in self._others]
             chunk.second_hop = self._transport.receive(rooms, self._tag(chunk, 1))
 
-    def _send_mean(self, chunk: Chunk, headers: list[Header]) -> None:
-        self._encode_mean(chunk, headers)
+    def _send_mean(self, chunk: Chunk, weights: list[float]) -> None:
+        self._encode_mean(chunk, weights)
         parts = [(worker, chunk.means[self.me].host) for worker in self._others]
         self._transport.send(chunk.second_hop, parts, self._tag(chunk, 1))
 
-    def _encode_mean(self, chunk: Chunk, headers: list[Header]) -> None:
-        start, end = slice_bounds(chunk.values.numel(), self._owners, self.me)
-        mean, encoded = self._mean[: end - start], chunk.means[self.me]
-        self._average(chunk, headers, out=mean)
+    def _encode_mean(self, chunk: Chunk, weights: list[float]) -> None:
+        mean, encoded = self._mean[: chunk.slices[self.me].numel()], chunk.means[self.me]
+        self._average(chunk, weights, out=mean)
         with self._counted("encoding_seconds"):
             for values, payload in self._pieces(mean, encoded):
                 self._codec.encode(values, payload)

@@ -95,7 +95,6 @@ def sum_over_ranks(value: float, group: dist.ProcessGroup | None, worker: int) -
 
 
 def forget_moments(fragment: Fragment, optimizer: torch.optim.Optimizer | None) -> None:
-    """Drop the inner optimizer's state of the parameters of the fragment."""
     if optimizer is not None:
         for part in fragment.parts:
             optimizer.state.pop(part.parameter, None)

@@ -89,7 +89,6 @@ def join_workers() -> dist.ProcessGroup:
 
 
 def check_group(group: dist.ProcessGroup | None) -> None:
-    """Raise if torch.distributed cannot use a group."""
     try:
         if group is not None:
             dist.get_backend(group)

@@ -91,7 +91,6 @@ class OuterState:
         return [part.local() for part in self.fragment.parts]
 
     def views(self, buffer: Tensor) -> list[Tensor]:
-        """Split a flat buffer into the parts of the fragment."""
         return list(buffer.split(self._sizes))
 
     @property
@@ -103,14 +102,12 @@ class OuterState:
 
     @torch.no_grad()
     def read_model(self) -> None:
-        """Copy the model to the shared copy."""
         for local, outer in zip(self._locals(), self.views(self.outer), strict=True):
             outer.copy_(local)
         self.checksum = checksum(self.outer)
 
     @torch.no_grad()
     def write_model(self) -> None:
-        """Copy the shared copy to the model."""
         for local, outer in zip(self._locals(), self.views(self.outer), strict=True):
             local.copy_(outer)
 
@@ -156,16 +153,22 @@ class OuterState:
                 torch.sub(held, local, out=delta)
                 self._block_norms.append(torch.linalg.vector_norm(delta))
 
+    def _replace(self, copy: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Take the next shared copy. Return the one before, and the next one on the model's device,
+        if it was staged there."""
+        before, self.outer = self.outer, copy
+        if copy is self.delta:
+            self.delta = before
+        staged, self._staging = self._staging, None
+        return before, staged
+
     @torch.no_grad()
     def apply(self, copy: Tensor, share: float, *, measured: bool = False) -> Tensor:
         """Take the next shared copy; local = share * local + (1 - share) * copy.
 
         If measured, return the distance between the two before mixing, else NaN, as a tensor.
         """
-        before, self.outer = self.outer, copy
-        if copy is self.delta:
-            self.delta = before
-        staged, self._staging = self._staging, None
+        before, staged = self._replace(copy)
         source, free = (copy, before) if staged is None else (staged, staged)
         apart = []
         views = zip(self._locals(), self.views(source), self.views(free), strict=True)
@@ -189,13 +192,10 @@ class OuterState:
         `takes_back`: the copy takes the place of the own delta where it has changed. Work since the
         send stays.
         """
-        before, self.outer = self.outer, copy
+        before, staged = self._replace(copy)
         change = torch.sub(copy, before)
         if takes_back and self.sent is not None:
             change = torch.where(change == 0, 0.0, change.add_(self.sent))
-        if copy is self.delta:
-            self.delta = before
-        staged, self._staging = self._staging, None
         changes = self.views(change if staged is None else staged.copy_(change))
         for local, change in zip(self._locals(), changes, strict=True):
             if local.dtype == torch.float32:
@@ -254,7 +254,7 @@ class OuterState:
         buffers = (self.outer, self.delta, *self.slots)
         for theta, delta, *slots in zip(*(one.split(self._block) for one in buffers), strict=True):
             if measured:
-                mean_square += square(delta)
+                mean_square += float(torch.linalg.vector_norm(delta)) ** 2
             outer_step(config, theta, delta, slots, self.outer_steps)
             rows.append(row_sums(delta))
         self.checksum = checksum_of(rows)
@@ -271,11 +271,6 @@ class OuterState:
         """Start to copy the next shared copy to the model's device."""
         if self._staging is not None:
             self._staging.copy_(self.delta, non_blocking=True)
-
-
-def square(values: Tensor) -> float:
-    """Return the squared norm of a flat tensor."""
-    return float(torch.linalg.vector_norm(values)) ** 2
 
 
 ROW = 1024

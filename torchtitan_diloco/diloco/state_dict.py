@@ -224,13 +224,11 @@ def load(
 
 @torch.no_grad()
 def fill(state: OuterState, buffer: Tensor, values: Named) -> None:
-    """Copy values by name into a fragment's flat buffer."""
     for part, view in zip(state.fragment.parts, state.views(buffer), strict=True):
         view.copy_(local_rows(part.name, values[part.name]))
 
 
 def layout_of(states: Sequence[OuterState]) -> list[list[str]]:
-    """Return the parameters of each fragment."""
     return [[part.name for part in state.fragment.parts] for state in states]
 
 
