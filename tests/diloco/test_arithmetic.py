@@ -40,24 +40,6 @@ def test_all_instruction_sets_make_the_known_bits() -> None:
     assert all(one == plain | {"difference": ""} for one in others)
 
 
-def test_adam_is_that_of_torch_and_starts_over_with_its_count() -> None:
-    config = OuterOptimizer(name="adam", lr=0.3, momentum=0.9, beta2=0.95, epsilon=1e-3)
-    wanted, theta, slots = torch.ones(1000), torch.ones(1000), list(torch.zeros(2, 1000))
-    adam = torch.optim.Adam([wanted], lr=0.3, betas=(0.9, 0.95), eps=1e-3)
-    generator = torch.Generator().manual_seed(0)
-    for count in range(1, 50):
-        delta = torch.randn(1000, generator=generator) * 0.01
-        wanted.grad = delta.clone()
-        adam.step()
-        outer_step(config, theta, delta, slots, count)
-        theta = delta
-        torch.testing.assert_close(theta, wanted, rtol=1e-6, atol=1e-6)
-    first, again = delta.clone(), delta.clone()
-    outer_step(config, theta, first, list(torch.zeros(2, 1000)), 1)
-    outer_step(config, theta, again, slots, 1)
-    torch.testing.assert_close(again, first, rtol=1e-6, atol=1e-6)
-
-
 def test_the_roots_of_adam_are_rounded_correctly() -> None:
     """Those of torch in fp32 are not, and differ between processors."""
     config, count = OuterOptimizer(name="adam", lr=1.0, momentum=0.0), LENGTHS[-1]

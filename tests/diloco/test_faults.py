@@ -194,21 +194,23 @@ def test_a_worker_that_made_fewer_steps_is_named_when_it_ends(processes: Process
 
 
 NO_HEADER, NO_PAYLOAD, NO_MEAN = "its header has not", "and of its payload nothing", "its mean has"
+LAST_MEAN = "the others' means have come, and its mean has not"
 
 
-def _waits(
-    of_worker: dict[int, str], sends: str = "_send", values: int = 100
-) -> tuple[list[str], dict[str, str]]:
-    """Worker 1 makes no step, or sends no payload, until the others have said so."""
+def _waits(of_worker: dict[int, str], stops: str, values: int) -> tuple[list[str], dict[str, str]]:
+    """Worker 1 makes no step, or does not call a method of its exchange, until the others say so.
+
+    Return the lines and why workers are missing.
+    """
     world, lines, missing = join(3), Lines(), dict[str, str]()
     model = nn.ParameterDict({"weight": nn.Parameter(torch.ones(values))})
     outer = StreamingDiLoCo(model, world.group(WORKER), replace(AVERAGE_EVERY_STEP, link=PATIENT))
     outer.peers.miss = lambda found: missing.update({who: one.absent for who, one in found.items()})
-    send = getattr(Exchange, sends)
+    stopped = StreamingDiLoCo.step if stops == "step" else getattr(Exchange, stops)
 
-    def send_later(*arguments: Any) -> None:
+    def later(*arguments: Any) -> None:
         dist.barrier(group=world.control)
-        send(*arguments)
+        stopped(*arguments)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(liveness_module, "LATE_SECONDS", 0.5)
@@ -217,10 +219,8 @@ def _waits(
         if world.worker != 1:
             text = of_worker[world.worker]
             threading.Thread(target=_until_said, args=(lines, text, world.control)).start()
-        elif of_worker[0] == NO_HEADER:
-            dist.barrier(group=world.control)
         else:
-            patch.setattr(Exchange, sends, send_later)
+            patch.setattr(StreamingDiLoCo if stops == "step" else Exchange, stops, later)
         outer.step()
     outer.close()
     return lines.texts, missing
@@ -232,28 +232,24 @@ def _until_said(lines: Lines, what: str, group: dist.ProcessGroup | None) -> Non
     dist.barrier(group=group)
 
 
-def test_a_worker_that_others_wait_for_is_named(processes: ProcessPool) -> None:
-    found = processes.run(_waits, 3, dict.fromkeys(range(3), NO_HEADER))
-    for lines, missing in found[::2]:
-        assert re.fullmatch(r"waiting since \d+ s for worker 1.*", lines[0]), lines
-        assert missing == {"worker 1": STOPPED}
-
-
-def test_a_payload_that_stands_still_is_told_from_a_worker_that_is_stopped(
-    processes: ProcessPool,
+@pytest.mark.parametrize(
+    ("of_worker", "stops", "values", "reason"),
+    [
+        ({0: NO_HEADER, 2: NO_HEADER}, "step", 100, STOPPED),
+        # The delta is smaller than a slice. So only worker 0 needs it, and worker 2 waits for 0.
+        ({0: NO_PAYLOAD, 2: NO_MEAN}, "_send", 100, STUCK),
+        # A link may begin to lose large packets between the two hops of an exchange.
+        ({0: LAST_MEAN, 2: LAST_MEAN}, "_send_mean", 6000, STUCK),
+    ],
+)
+def test_a_worker_that_others_wait_for_is_named(
+    processes: ProcessPool, of_worker: dict[int, str], stops: str, values: int, reason: str
 ) -> None:
-    """The delta is smaller than a slice. So only worker 0 needs it, and worker 2 waits for 0."""
-    first, _, last = processes.run(_waits, 3, {0: NO_PAYLOAD, 2: NO_MEAN})
-    assert first[1]["worker 1"] == STUCK
-    assert "worker 0" not in last[1], "who waits itself is not to blame"
-
-
-def test_a_worker_whose_mean_alone_does_not_come_is_named(processes: ProcessPool) -> None:
-    """A link may begin to lose large packets between the two hops of an exchange."""
-    said = dict.fromkeys(range(3), "the others' means have come, and its mean has not")
-    found = processes.run(_waits, 3, said, "_send_mean", 6000)
-    for _, missing in found[::2]:
-        assert missing == {"worker 1": STUCK}
+    for worker, (lines, missing) in enumerate(processes.run(_waits, 3, of_worker, stops, values)):
+        if worker != 1:
+            assert re.fullmatch(r"waiting since \d+ s for worker .*", lines[0]), lines
+            blames = of_worker[worker] != NO_MEAN  # who waits itself is not to blame
+            assert missing == ({"worker 1": reason} if blames else {})
 
 
 def test_a_second_thread_is_refused() -> None:

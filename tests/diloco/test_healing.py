@@ -52,24 +52,17 @@ def test_flags_take_the_weight_unless_all_have_an_outlier() -> None:
     assert mixed == [header(), header(DROPPED, 0.0)]
 
 
-def rounds(watch: Watch, *headers: Header, count: int) -> None:
-    for _ in range(count):
-        watch.note(list(headers), norm_limit=20.0)
-
-
-def test_a_worker_without_finite_deltas_ends_the_run(caplog: pytest.LogCaptureFixture) -> None:
-    watch, bad = Watch(workers=3, fragments=2), header(NOT_FINITE)
-    rounds(watch, header(), bad, bad, count=3)
-    lines = [record.message for record in caplog.records]
-    assert len(lines) == 1, "one line for rounds in a row"
-    assert "the delta of worker 1 and of 2 after step 1 is not finite" in lines[0]
-    rounds(watch, header(), header(), header(), count=1)
-    rounds(watch, header(), header(), bad, count=3)
-    assert len(caplog.records) == 2
-    rounds(watch, *[header(fragment=1)] * 3, count=3)
-    message = "worker 2 has not sent a finite delta of fragment 0 in 4 rounds"
-    with pytest.raises(ValueError, match=message):
-        rounds(watch, header(), header(), bad, count=1)
+def test_rounds_that_are_not_finite_are_counted_by_fragment(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    watch, good, bad = Watch(workers=3, fragments=2), header(), header(NOT_FINITE)
+    elsewhere = [header(fragment=1)] * 3
+    for sent in [[good, bad, bad]] * 3 + [[good] * 3] + [[good, good, bad]] * 3 + [elsewhere] * 3:
+        watch.note(sent, norm_limit=20.0)
+    assert len(caplog.messages) == 2, "one line for rounds in a row"
+    assert "the delta of worker 1 and of 2 after step 1 is not finite" in caplog.messages[0]
+    with pytest.raises(ValueError, match="worker 2 has not sent a finite delta of fragment 0 in 4"):
+        watch.note([good, good, bad], norm_limit=20.0)
 
 
 def _stays_nan() -> tuple[int, str]:

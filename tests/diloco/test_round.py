@@ -95,11 +95,11 @@ def test_nothing_is_measured_in_other_rounds(processes: ProcessPool) -> None:
             assert all(map(math.isnan, record.values())) == (round_.outer_round == 2)
 
 
-@pytest.mark.parametrize("name", ["nesterov", "momentum", "sgd"])
+@pytest.mark.parametrize("name", ["nesterov", "momentum", "sgd", "adam"])
 @pytest.mark.parametrize("size", [0, 1, BLOCK + 17])
 def test_steps_are_torchs(name: str, size: int) -> None:
     torch.manual_seed(0)
-    config = OuterOptimizer(name=name, lr=0.3)  # type: ignore[arg-type]
+    config = OuterOptimizer(name=name, lr=0.3, beta2=0.95, epsilon=1e-3)  # type: ignore[arg-type]
     model = nn.ParameterDict({"weight": nn.Parameter(torch.randn(size))})
     (fragment,) = build_fragments(model, Fragments(layers_per_fragment=0))
     state = OuterState(fragment, config, torch.device("cpu"))

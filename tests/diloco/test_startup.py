@@ -25,10 +25,12 @@ from torchtitan_diloco.diloco import (
     Overlap,
     Quantization,
     StreamingDiLoCo,
-    startup,
+    gloo_peers,
+    peers,
 )
 from torchtitan_diloco.diloco.fragments import build_fragments
 from torchtitan_diloco.diloco.gloo_peers import GlooPeers
+from torchtitan_diloco.diloco.outer_state import pick_state_device
 from torchtitan_diloco.distributed.world import WORKER
 from torchtitan_diloco.log import logger
 
@@ -114,15 +116,15 @@ def _other_settings() -> tuple[dict[str, str], list[int]]:
         chosen = config(2, mixing=0.25 if differs == "diloco.overlap.mixing" else 0.5)
         with pytest.MonkeyPatch.context() as patch:
             difference = "an average" * (differs == "arithmetic")
-            patch.setattr(startup, "find_difference", lambda *_, found=difference: found)
+            patch.setattr(gloo_peers, "find_difference", lambda *_, found=difference: found)
             if differs.startswith("device"):
-                patch.setattr(startup, "pick_state_device", lambda *_: GPU)
+                patch.setattr(peers, "pick_state_device", lambda *_: GPU)
             steps = 7 if differs == "total_steps" else 0
             found[kind] = refusal(model, group, chosen, total_steps=steps)
-    peers = [GlooPeers(group) for _ in range(2)]
-    for one in peers:
+    runs = [GlooPeers(group) for _ in range(2)]
+    for one in runs:
         one.start(Net(), config(2))
-    return found, [one._run for one in peers]
+    return found, [one._run for one in runs]
 
 
 def test_workers_that_were_started_differently_are_refused(processes: ProcessPool) -> None:
@@ -202,6 +204,6 @@ def test_the_outer_state_is_on_a_gpu_that_has_room_for_it(
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: known)
     chosen = replace(config(name=outer), link=Link(outer_state=choice))
     fragments: Any = [OnGpu()]
-    assert startup.pick_state_device(fragments, chosen).type == expected
+    assert pick_state_device(fragments, chosen).type == expected
     on_cpu = build_fragments(Net(), chosen.fragments)
-    assert startup.pick_state_device(on_cpu, chosen).type == "cpu"
+    assert pick_state_device(on_cpu, chosen).type == "cpu"
