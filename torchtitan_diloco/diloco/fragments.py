@@ -95,7 +95,12 @@ def build_fragments(model: nn.Module, config: Fragments) -> tuple[Fragment, ...]
         count = -(-len(blocks) // config.layers_per_fragment)
         size, strided = -(-len(blocks) // count), config.pattern == "strided"
         chosen = [blocks[p::count] if strided else blocks[p * size :][:size] for p in range(count)]
-        groups = [_merge(one) for one in chosen if one] + ([(REST, rest)] if rest else [])
+        groups = [
+            (", ".join(name for name, _ in one), [part for _, parts in one for part in parts])
+            for one in chosen
+            if one
+        ]
+        groups += [(REST, rest)] if rest else []
     return tuple(Fragment(index, name, tuple(parts)) for index, (name, parts) in enumerate(groups))
 
 
@@ -110,16 +115,6 @@ def check_identity(model: nn.Module, fragment: Fragment) -> None:
             )
 
 
-def fragment_table(fragments: Iterable[Fragment], slots: Iterable[int]) -> str:
-    """Return a table of the fragments and their slots in the cycle."""
-    lines = [f"{'fragment':>8}  {'slot':>5}  {'parameters':>13}  {'MB (fp32)':>9}  modules"]
-    lines += [
-        f"{one.index:>8}  {slot:>5}  {one.parameters:>13,}  {one.megabytes:>9,.2f}  {one.name}"
-        for one, slot in zip(fragments, slots, strict=True)
-    ]
-    return "\n".join(lines)
-
-
 Group = tuple[str, list[Part]]
 """Name and parts of a fragment or block."""
 
@@ -131,10 +126,6 @@ def describe_layout(fragments: Iterable[Fragment]) -> list[str]:
         for fragment in fragments
         for part in fragment.parts
     ]
-
-
-def _merge(groups: list[Group]) -> Group:
-    return ", ".join(name for name, _ in groups), [part for _, parts in groups for part in parts]
 
 
 def _split_blocks(

@@ -148,12 +148,11 @@ class GlooPeers(Peers):
 
     # --- training thread --------------------------------------------------------------------------
 
-    def check_weight(self, weight: float) -> None:
+    def due(self, weight: float) -> Iterator[Send | Apply]:
         if not 0 <= weight < math.inf:
             raise UserError(f"the weight of a step is {weight}: give a number from 0 up")
-
-    def due(self, weight: float) -> Iterator[Send | Apply]:
-        self._watching.step_done(self.step)
+        self.step += 1
+        self._watching.steps = self.step
         self._weights = [before + weight for before in self._weights]
         self.check()
         applied = self.schedule.applied_at(self.step)

@@ -94,12 +94,6 @@ def sum_over_ranks(value: float, group: dist.ProcessGroup | None, worker: int) -
     return total.item()
 
 
-def forget_moments(fragment: Fragment, optimizer: torch.optim.Optimizer | None) -> None:
-    if optimizer is not None:
-        for part in fragment.parts:
-            optimizer.state.pop(part.parameter, None)
-
-
 class Watch:
     """Raises if a worker's deltas stay unusable."""
 

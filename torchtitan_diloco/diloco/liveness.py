@@ -52,7 +52,8 @@ class Liveness:
         self._peers = sorted(peers) or [one for one in range(size) if one != rank]
         self._speaks = self._workers.index(self._workers[rank]) == rank
         self._others = sorted({self._workers[one] for one in self._peers} - {self._workers[rank]})
-        self._steps = 0
+        self.steps = 0
+        """Of this rank, for messages."""
         self._lost: dict[int, str] = {}  # the rank that was lost first, with the reason
         self._ended: dict[int, int] = {}  # steps of the ranks that have said goodbye
         self._goodbyes: dict[int, object] = {}  # sent by this rank; gloo needs them until then
@@ -82,9 +83,6 @@ class Liveness:
         deadline = time.perf_counter() + LAST_SECONDS
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.perf_counter()))
-
-    def step_done(self, steps: int) -> None:
-        self._steps = steps
 
     @property
     def is_lost(self) -> bool:
@@ -153,7 +151,7 @@ class Liveness:
             return WorkerLostError([self._workers[rank]], reason)
         for rank, steps in self._ended.items():
             if steps < step:
-                why = f"it ended after its step {steps}, and this one is at {self._steps}"
+                why = f"it ended after its step {steps}, and this one is at {self.steps}"
                 why += "; call step() equally often on all workers"
                 return WorkerLostError([self._workers[rank]], why)
         return None
@@ -179,6 +177,6 @@ class Liveness:
     def _say_goodbye(self, rank: int) -> None:
         if self._group is None or rank in self._goodbyes or rank in self._lost:
             return
-        steps = torch.tensor([self._steps])
+        steps = torch.tensor([self.steps])
         with suppress(RuntimeError):  # the receive fails as well
             self._goodbyes[rank] = self._group.send([steps], rank, 0), steps

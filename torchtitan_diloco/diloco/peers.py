@@ -57,7 +57,7 @@ class Peers(ABC):
     workers, worker = 1, 0
     """Number of workers that every exchange joins, and this one's."""
     step = 0
-    """Inner steps so far, which the loop counts."""
+    """Inner steps so far."""
     in_flight: Mapping[int, object] = {}
     """Fragments that every worker has sent and not applied yet."""
     model: nn.Module
@@ -115,12 +115,8 @@ class Peers(ABC):
     # --- training thread --------------------------------------------------------------------------
 
     @abstractmethod
-    def check_weight(self, weight: float) -> None:
-        """Raise if this is no weight of a step."""
-
-    @abstractmethod
     def due(self, weight: float) -> Iterator[Send | Apply]:
-        """Yield what to do after an inner step, in order, after waiting if it must.
+        """Count an inner step. Yield what to do after it, in order, after waiting if it must.
 
         The loop does it before it asks for the next. Once it has taken a delta, the peers turn it
         into the next shared copy in the background.

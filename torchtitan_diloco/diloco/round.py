@@ -47,13 +47,10 @@ class Traffic:
         """Return the seconds from sending this worker's header to receiving the other's."""
         return self.heard.get(worker, NEVER) - self.header_sent
 
-    def link_seconds(self, worker: int) -> float:
-        """Return the seconds of `link_bytes`, since the other worker began to send."""
-        return self.link_until.get(worker, NEVER) - self.heard.get(worker, NEVER)
-
     def rate(self, worker: int) -> float:
         """Return the bytes per second from a worker, NaN if there were too few to measure it."""
-        size, seconds = self.link_bytes.get(worker, 0), self.link_seconds(worker)
+        seconds = self.link_until.get(worker, NEVER) - self.heard.get(worker, NEVER)
+        size = self.link_bytes.get(worker, 0)
         return size / seconds if size >= LEAST_LINK_BYTES and seconds > 0 else NEVER
 
     def with_transfers(self, vitals: Vitals, cycle_bytes: float) -> Vitals:

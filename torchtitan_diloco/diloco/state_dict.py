@@ -182,6 +182,7 @@ def named(kind: str, state: OuterState, buffer: Tensor, mesh: DeviceMesh | None 
 # --- load -----------------------------------------------------------------------------------------
 
 
+@torch.no_grad()
 def load(
     states: Sequence[OuterState],
     saved: SavedState,
@@ -214,18 +215,13 @@ def load(
         fragments = [one | {"outer_steps": 0} for one in fragments]
     for index, (state, record) in enumerate(zip(states, fragments, strict=True)):
         for kind, buffer in buffers_of(state, in_flight=index in in_flight).items():
-            if values[kind]:
-                fill(state, buffer, values[kind])
-            else:  # what was not saved starts from zero
+            if not values[kind]:  # what was not saved starts from zero
                 buffer.zero_()
+                continue
+            for part, view in zip(state.fragment.parts, state.views(buffer), strict=True):
+                view.copy_(local_rows(part.name, values[kind][part.name]))
         state.resume(record["delta_norms"], record["outer_steps"], in_flight=index in in_flight)
     return fragments, in_flight, notes
-
-
-@torch.no_grad()
-def fill(state: OuterState, buffer: Tensor, values: Named) -> None:
-    for part, view in zip(state.fragment.parts, state.views(buffer), strict=True):
-        view.copy_(local_rows(part.name, values[part.name]))
 
 
 def layout_of(states: Sequence[OuterState]) -> list[list[str]]:

@@ -25,12 +25,7 @@ from torchtitan_diloco.diloco import healing
 from torchtitan_diloco.diloco import state_dict as saving
 from torchtitan_diloco.diloco.codecs import describe
 from torchtitan_diloco.diloco.config import DiLoCoConfig
-from torchtitan_diloco.diloco.fragments import (
-    Fragment,
-    check_identity,
-    drop_gathered,
-    fragment_table,
-)
+from torchtitan_diloco.diloco.fragments import Fragment, check_identity, drop_gathered
 from torchtitan_diloco.diloco.gloo_peers import GlooPeers
 from torchtitan_diloco.diloco.liveness import Liveness
 from torchtitan_diloco.diloco.peers import Apply, Peers, Send
@@ -122,8 +117,6 @@ class StreamingDiLoCo:
         count it: give them the tokens.
         """
         with self._alone("step"):
-            self.peers.check_weight(weight)
-            self.peers.step += 1
             self._do(self.peers.due(weight))
 
     def drain(self) -> None:
@@ -199,7 +192,9 @@ class StreamingDiLoCo:
 
     def _start_afresh(self, index: int) -> None:
         """Drop the training state of a fragment that was reset to the shared parameters."""
-        healing.forget_moments(self._states[index].fragment, self._optimizer)
+        if self._optimizer is not None:
+            for part in self.fragments[index].parts:
+                self._optimizer.state.pop(part.parameter, None)
         self.peers.forget(index)
         self._healed += 1
         self._meter.healed()
@@ -291,7 +286,12 @@ class StreamingDiLoCo:
 
     def table(self) -> str:
         """Return a table of the fragments and their slots in the cycle."""
-        return fragment_table(self.fragments, self._offsets)
+        lines = [f"{'fragment':>8}  {'slot':>5}  {'parameters':>13}  {'MB (fp32)':>9}  modules"]
+        lines += [
+            f"{one.index:>8}  {slot:>5}  {one.parameters:>13,}  {one.megabytes:>9,.2f}  {one.name}"
+            for one, slot in zip(self.fragments, self._offsets, strict=True)
+        ]
+        return "\n".join(lines)
 
     def describe(self) -> list[str]:
         """Describe peers, settings, wire format, memory and fragments for the start of a run."""

@@ -219,18 +219,17 @@ class IslandPeers(Peers):
 
     # --- training thread --------------------------------------------------------------------------
 
-    def check_weight(self, weight: float) -> None:
+    def due(self, weight: float) -> Iterator[Send | Apply]:
+        """When the run should have all its tokens, wait until they are merged, or go on to train
+        if some are missing."""
         if self._leader is None and self._follower is None:
             raise RuntimeError("call join() before the first step, and none after close()")
         most = self._tokens_per_step
         if not 0 <= weight <= most or weight != int(weight):
             reason = f"give its number of tokens, at most tokens_per_step = {most} of this island"
             raise UserError(f"the weight of a step is {weight}: {reason}")
-
-    def due(self, weight: float) -> Iterator[Send | Apply]:
-        """When the run should have all its tokens, wait until they are merged, or go on to train
-        if some are missing."""
-        self._liveness.step_done(self.step)
+        self.step += 1
+        self._liveness.steps = self.step
         if not math.isnan(self._boundary_at):
             self._durations.append(time.perf_counter() - self._boundary_at)
         self.check()
