@@ -111,6 +111,10 @@ def _resumed_otherwise(changes: State) -> tuple[list[str], State, State]:
             {"fragments": Fragments(layers_per_fragment=8), "quantization": Quantization("int8")},
             ["applied now"],
         ),
+        (
+            {"outer_optimizer": OuterOptimizer(name="sgd"), "quantization": Quantization("topk")},
+            ["applied now", "its state starts from zero"],
+        ),
         ({"outer_optimizer": OuterOptimizer(name="sgd")}, ["its state starts from zero"]),
         ({"outer_optimizer": OuterOptimizer(name="adam")}, ["its state starts from zero"]),
     ],

@@ -37,11 +37,8 @@ from torchtitan_diloco.diloco.transport import (
     check_headers,
 )
 
-CHUNK = 8 * BLOCK
-"""Values in one message (2 MB in fp32)."""
-IN_FLIGHT = 2**23
-"""Bytes in flight at once, unless several streams carry more. Buffers take memory when they are
-first used."""
+CHUNK, IN_FLIGHT = 8 * BLOCK, 2**23
+"""Values in one message (2 MB in fp32), and bytes in flight, unless several streams carry more."""
 GPU_CHUNK, GPU_IN_FLIGHT = 2**24, 2**28
 """The same on a GPU, where a kernel for 2 MB takes less time than its launch."""
 PIECE = 2 * BLOCK
@@ -67,20 +64,14 @@ def chunk_and_window(
 
 
 def slice_owners(workers: int, codec: Codec) -> int:
-    """Return the number of workers that share the averaging of a chunk.
-
-    1: every worker receives and averages everything. This is used for two workers, and for sparse
-    deltas, which are smaller than their mean.
-    """
+    """Return the number of workers that share the averaging of a chunk. 1: every worker averages
+    everything, as two do, and more with sparse deltas, which are smaller than their mean."""
     return 1 if workers == 2 or codec.is_sparse else workers
 
 
 def slice_bounds(values: int, owners: int, worker: int) -> tuple[int, int]:
-    """Return the range of a chunk's values that a worker averages; it may be empty.
-
-    One owner averages the whole chunk. Several have equal slices of whole units, whose encoded
-    bytes are contiguous.
-    """
+    """Return the range of a chunk's values that a worker averages: all of them, or a slice of whole
+    units, whose encoded bytes are contiguous. It may be empty."""
     if owners == 1:
         return 0, values
     size = -(-values // (owners * UNIT)) * UNIT
@@ -216,10 +207,8 @@ class Exchange:
         return headers
 
     def warm_up(self, sizes: Iterable[int]) -> None:
-        """Compile the GPU kernels for the full and the last chunk of deltas of these sizes.
-
-        Otherwise the first exchange would do so while training keeps the GPU busy.
-        """
+        """Compile the GPU kernels for the full and the last chunk of deltas of these sizes, which
+        the first exchange would do while training keeps the GPU busy."""
         starts = {min(size, self._chunk) for size in sizes} | {one % self._chunk for one in sizes}
         weights = [1.0] * self.workers
         for size in starts - {0}:
@@ -245,8 +234,8 @@ class Exchange:
     # --- headers ----------------------------------------------------------------------------------
 
     def _send_header(self, header: Header) -> Messages:
-        mine = self._headers[self.me]
-        mine.copy_(torch.frombuffer(bytearray(header.pack()), dtype=torch.uint8))
+        mine = torch.frombuffer(bytearray(header.pack()), dtype=torch.uint8)
+        self._headers[self.me] = mine
         self._traffic.header_sent = time.perf_counter()
         messages = self._transport.receive([(one, self._headers[one]) for one in self._others])
         self._transport.send(messages, [(one, mine) for one in self._others], watched=True)
@@ -315,9 +304,7 @@ class Exchange:
 
     def _tag(self, chunk: Chunk, hop: int) -> int:
         """Return the tag of a chunk's messages: it modulo the streams is the number of the stream.
-
-        Hops have their own, as receives of both are posted ahead.
-        """
+        Hops have their own, as receives of both are posted ahead."""
         return chunk.number % self._streams + hop * self._streams
 
     # --- first hop: the deltas --------------------------------------------------------------------
@@ -341,10 +328,7 @@ class Exchange:
         self._traffic.encoded = time.perf_counter()
 
     def _average(self, chunk: Chunk, weights: list[float], *, out: Tensor) -> None:
-        """Average this worker's slice in the order of workers.
-
-        Workers of weight 0 are skipped, as their values may be NaN.
-        """
+        """Average this worker's slice. Workers of weight 0 are skipped: they may have sent NaN."""
         heard = {worker: weight for worker, weight in enumerate(weights) if weight > 0}
         payloads = {**chunk.incoming, self.me: chunk.outgoing[self.me]}
         with self._counted("decoding_seconds"):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from torchtitan_diloco.diloco.codecs import build_codec
 from torchtitan_diloco.diloco.config import DiLoCoConfig
 from torchtitan_diloco.diloco.fragments import check_identity, drop_gathered, local_rows
 from torchtitan_diloco.diloco.outer_state import OuterState
@@ -28,7 +29,7 @@ SHARED, NEXT, SENT = "outer", "next", "sent"
 SLOTS = "momentum", "second_moment"
 KINDS = SHARED, NEXT, *SLOTS, SENT
 """Kinds of tensors; their names are KIND/PARAMETER."""
-OPTIMIZER = "diloco.outer_optimizer.name"
+OPTIMIZER, SPARSE = "diloco.outer_optimizer.name", "sparse"
 
 
 def shared_parameter_name(name: str) -> str:
@@ -44,6 +45,7 @@ def resume_settings(config: DiLoCoConfig) -> dict[str, Any]:
         "diloco.overlap.delay": config.overlap.delay,
         "diloco.beginning": [first.steps, first.sync_every] if first.steps else None,
         OPTIMIZER: config.outer_optimizer.name,
+        SPARSE: build_codec(config.quantization).is_sparse,  # how a copy is applied
     }
 
 
@@ -204,7 +206,8 @@ def load(
         holders = {name: record for names, record in records for name in names}
         fragments = [holders[names[0]] | {"delta_norms": []} for names in layout]
     if in_flight and (has_new_layout or changed - {OPTIMIZER}):
-        notes.append(f"{len(in_flight)} fragments in flight are applied now: turns have changed")
+        what = "turns have" if has_new_layout or changed - {OPTIMIZER, SPARSE} else "the codec has"
+        notes.append(f"{len(in_flight)} fragments in flight are applied now: {what} changed")
         apply_early(states, saved, mixing)
         in_flight = []
     values = {kind: saved.kind(kind) for kind in KINDS}
@@ -271,14 +274,14 @@ def apply_early(
     for index in facts["in_flight"]:
         record = facts["fragments"][index]
         alpha = mixing(record["flags"], record["participants"])
-        takes_back = alpha < 1 and not record["flags"] & WENT_WRONG
+        takes_back = facts["settings"][SPARSE] and alpha < 1 and not record["flags"] & WENT_WRONG
         for name in facts["layout"][index]:
             local, following = locals_[name], local_rows(name, arrived[name])
             before = local_rows(name, shared[name])
             mixed = alpha * local.float() + (1 - alpha) * following.to(local.device)
-            if takes_back and name in sent:
-                change = (following - before).add_(local_rows(name, sent[name]))
-                change = torch.where(following == before, 0.0, change)
+            if takes_back:  # a new worker has sent nothing
+                own = local_rows(name, sent[name]) if name in sent else 0.0
+                change = torch.where(following == before, 0.0, following - before + own)
                 mixed = local.float() + change.to(local.device)
             local.copy_(mixed)
             before.copy_(following)
