@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from typing import cast
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ from torchtitan_diloco.diloco.arithmetic import BLOCK
 from torchtitan_diloco.diloco.config import CodecName, Fragments, OuterOptimizer
 from torchtitan_diloco.diloco.fragments import build_fragments
 from torchtitan_diloco.diloco.outer_state import OuterState, checksum
-from torchtitan_diloco.diloco.round import Meter, Round, Span
+from torchtitan_diloco.diloco.round import Round
 
 PLAIN_MEAN = replace(config(0, delay=0, name="sgd", lr=1.0), sync_every=4)
 """The outer step is the mean, so that each norm can be read off the parameters."""
@@ -127,27 +126,3 @@ def test_checksum_sees_a_flipped_bit_and_a_swap(size: int, place: int) -> None:
     if size >= 2048:
         swapped = torch.cat([values[size - 1024 :], values[1024 : size - 1024], values[:1024]])
         assert checksum(values) != checksum(swapped)
-
-
-class Moment:
-    """A CUDA event, in milliseconds."""
-
-    def __init__(self, at: float) -> None:
-        self.at, self.is_over = at, False
-
-    def query(self) -> bool:
-        return self.is_over
-
-    def elapsed_time(self, end: "Moment") -> float:
-        return end.at - self.at
-
-
-def test_work_on_a_gpu_is_exposed_for_as_long_as_it_takes_there() -> None:
-    """The training thread only queues it: its own seconds say nothing."""
-    meter, end = Meter(), Moment(7.0)
-    meter.expose(99.0, cast("Span", (Moment(3.0), end)))
-    meter.waited(0.5)
-    assert meter.exposed_seconds == 0.5, "it is not known before the work is done"
-    end.is_over = True
-    assert meter.exposed_seconds == meter.take()["worker/exposed_seconds"] == 0.504
-    assert meter.take()["worker/exposed_seconds"] == 0.0

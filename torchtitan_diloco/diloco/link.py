@@ -79,15 +79,17 @@ def measure(connect: Callable[[], Stream], streams: int = MOST_STREAMS) -> Speed
         round_trip = min(_ping(first) for _ in range(PINGS))
     if round_trip < SHORT_SECONDS:
         return Speed(round_trip)
-    arrivals, over = [list[tuple[float, int]]() for _ in range(streams)], threading.Event()
-    begin = threading.Barrier(streams + 1, timeout=PATIENCE)
+    seconds = min(max(ROUND_TRIPS * round_trip, LEAST_SECONDS), MOST_SECONDS)
+    begun = list[float]()
+    together = threading.Barrier(streams, lambda: begun.append(time.perf_counter()), PATIENCE)
 
-    def flood(arrived: list[tuple[float, int]]) -> None:
+    def flood(_: int) -> float:
+        """Return the bytes per second of a stream."""
+        arrived, sent, size = list[tuple[float, int]](), deque[tuple[float, int]](), FIRST_BYTES
         try:
             with closing(connect()) as stream:
-                begin.wait()
-                size, sent = FIRST_BYTES, deque[tuple[float, int]]()
-                while not over.is_set():
+                together.wait()
+                while time.perf_counter() < begun[0] + seconds:
                     while len(sent) < 2:  # one is under way while the answer to the other is
                         sent.append((time.perf_counter(), size))
                         stream.send(size)
@@ -97,21 +99,16 @@ def measure(connect: Callable[[], Stream], streams: int = MOST_STREAMS) -> Speed
                     if arrived[-1][0] - moment < 2 * round_trip:  # otherwise more waits longer
                         size = min(2 * size, MOST_BYTES)
         except OSError:
-            begin.abort()
+            together.abort()
+            if not begun:
+                raise
+        return _rate(arrived, begun[0] + SETTLED * seconds)
 
-    seconds = min(max(ROUND_TRIPS * round_trip, LEAST_SECONDS), MOST_SECONDS)
-    with ThreadPoolExecutor(streams) as pool:
-        try:
-            for arrived in arrivals:
-                pool.submit(flood, arrived)
-            begin.wait()
-            settled = time.perf_counter() + SETTLED * seconds
-            time.sleep(seconds)
-        except threading.BrokenBarrierError:
-            raise ConnectionError(f"{streams} connections at a time cannot be made") from None
-        finally:
-            over.set()
-    return Speed(round_trip, 8 * math.fsum(_rate(arrived, settled) for arrived in arrivals))
+    try:
+        with ThreadPoolExecutor(streams) as pool:
+            return Speed(round_trip, 8 * math.fsum(pool.map(flood, range(streams))))
+    except (OSError, threading.BrokenBarrierError):
+        raise ConnectionError(f"{streams} connections at a time cannot be made") from None
 
 
 def _rate(arrived: list[tuple[float, int]], since: float) -> float:
