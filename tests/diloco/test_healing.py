@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from tests.diloco.toy import batch, config, full, inner_step, join, parameters, sharded, start
+from tests.diloco.toy import config, full, inner_step, join, loss, parameters, sharded, start
 from tests.processes import ProcessPool
 from torchtitan_diloco.diloco import DiLoCoConfig, Quantization, StreamingDiLoCo
+from torchtitan_diloco.diloco.fragments import local_of
 from torchtitan_diloco.diloco.healing import FEWEST, LATEST, DeltaNorms, Watch, settle_weights
 from torchtitan_diloco.diloco.transport import Header
 from torchtitan_diloco.diloco.vitals import DROPPED, NOT_FINITE, OUTLIER
@@ -88,22 +89,9 @@ def test_a_run_ends_if_a_worker_stays_without_finite_deltas(processes: ProcessPo
         assert steps < 40
 
 
-def copying_loss(model: nn.Module, worker: int, step: int) -> Tensor:
-    """Return the loss where a token follows itself, which Net can learn."""
-    tokens, _ = batch(worker, step)
-    return nn.functional.cross_entropy(model(tokens), tokens)
-
-
-@torch.no_grad()
-def shared_loss(model: nn.Module, outer: StreamingDiLoCo) -> float:
-    """Return the mean loss of the shared parameters on batches that nobody trains on."""
-    with outer.global_parameters():
-        return sum(copying_loss(model, 7, step).item() for step in range(20)) / 20
-
-
 def learn(model: nn.Module, optimizer: torch.optim.Optimizer, worker: int, step: int) -> bool:
     """Train as the trainer does: return whether the gradient is finite, and skip it if not."""
-    copying_loss(model, worker, step).backward()
+    loss(model, worker, step).backward()
     norm = full(nn.utils.clip_grad_norm_(model.parameters(), 1.0))
     if norm.isfinite():
         optimizer.step()
@@ -121,21 +109,17 @@ def _spoiled(
     outer = StreamingDiLoCo(
         model, world.group(WORKER), chosen, optimizer=optimizer, shard_group=world.shards
     )
-    healed, losses = {}, list[float]()
+    healed = {}
     for step in range(1, end + 1):
         finite = learn(model, optimizer, world.worker, step)
         if not finite:
             healed[step] = outer.heal(world.group(FSDP))
-        if step == at_step:
-            losses.append(shared_loss(model, outer))
-            if world.rank == ranks:
-                value: Any = model.get_parameter(WEIGHT).detach()
-                (value.to_local() if hasattr(value, "to_local") else value).mul_(factor)
+        if step == at_step and world.rank == ranks:
+            local_of(model.get_parameter(WEIGHT)).mul_(factor)
         outer.step(float(finite))
     outer.drain()
     rounds, counted = outer.rounds(), outer.metrics()["worker/healed_fragments"]
     return {
-        "losses": [*losses, shared_loss(model, outer)],
         "healed": healed,
         "steps": int(optimizer.state[model.get_parameter(WEIGHT)]["step"]),
         "rounds": rounds,
@@ -146,23 +130,20 @@ def _spoiled(
     }
 
 
-@pytest.mark.parametrize(("factor", "ranks", "shorter"), [(1e2, 1, 1), (1e6, 2, 2)])
+@pytest.mark.parametrize(("factor", "ranks"), [(1e2, 1), (1e6, 2)])
 def test_a_matrix_that_jumps_is_left_out_and_heals(
-    processes: ProcessPool, factor: float, ranks: int, shorter: int
+    processes: ProcessPool, factor: float, ranks: int
 ) -> None:
     """Fragment 3 is sent after the step in which it jumps."""
-    wire, end = Quantization("fp4_e3m0"), 90 // shorter
-    chosen = replace(config(2, delay=1), quantization=wire, sync_every=8 // shorter)
-    results = processes.run(_spoiled, 2 * ranks, chosen, factor, ranks, 50 // shorter, end)
+    wire, end = Quantization("fp4_e3m0"), 45
+    chosen = replace(config(2, delay=1), quantization=wire, sync_every=4)
+    results = processes.run(_spoiled, 2 * ranks, chosen, factor, ranks, 25, end)
     for rank, found in enumerate(results):
-        assert found["losses"] == pytest.approx(results[0]["losses"])
-        if shorter == 1:
-            before, after = found["losses"]
-            assert after < before / 50, "0.003, as without the jump, and 0.016 with it"
         (jumped,) = [one for one in found["rounds"] if one.participants == 1]
         spoiled = rank >= ranks
         assert (jumped.fragment, jumped.flags) == (3, OUTLIER if spoiled else 0)
         assert found["steps"] == end - spoiled * jumped.applied_step, "fresh moments"
+        torch.testing.assert_close(found["shared"], results[0]["shared"], rtol=0, atol=0)
 
 
 POISONED = replace(config(2, delay=5), sync_every=20)
