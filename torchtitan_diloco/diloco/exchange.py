@@ -136,7 +136,7 @@ class Exchange:
             return {one: room(size, device) for one in workers}
 
         window, whole = range(self._window), codec.wire_bytes(self._chunk)
-        self._headers = [torch.zeros(HEADER_BYTES, dtype=torch.uint8) for _ in range(self.workers)]
+        self._headers = {one: torch.zeros(HEADER_BYTES, dtype=torch.uint8) for one in self._others}
         self._incoming = [buffers(self._others, codec.wire_bytes(part)) for _ in window]
         self._means = [buffers(averaging, codec.wire_bytes(part)) for _ in window]
         self._outgoing = [room(whole, device, is_read_in_place=codec.is_fp32) for _ in window]
@@ -174,7 +174,11 @@ class Exchange:
 
     def _run(self, header: Header, delta: Tensor) -> list[Header]:
         """Exchange the chunks, in the same order on every worker, with up to `window` in flight."""
-        greeting, headers, weights = self._send_header(header), list[Header](), list[float]()
+        mine = torch.frombuffer(bytearray(header.pack()), dtype=torch.uint8)
+        self._traffic.header_sent = time.perf_counter()
+        greeting = self._transport.receive(self._headers.items())
+        self._transport.send(greeting, [(one, mine) for one in self._others], watched=True)
+        headers, weights = list[Header](), list[float]()
         starts = range(0, max(1, delta.numel()), self._chunk)
         chunks = [self._chunk_at(start, delta) for start in starts]
         for chunk in chunks[: self._window]:
@@ -188,7 +192,7 @@ class Exchange:
             if 0 <= (number := step - lead) < count:
                 chunk = chunks[number]
                 if not headers:
-                    headers = self._read_headers(greeting)
+                    headers = self._read_headers(greeting, mine)
                     weights = [one.weight for one in headers]
                 moments = self._transport.wait(chunk.first_hop)
                 if number <= lead:  # later ones also wait for this worker
@@ -205,6 +209,14 @@ class Exchange:
                 for following in chunks[number + self._window :][:1]:
                     self._receive_means(following)
         return headers
+
+    def _read_headers(self, greeting: Messages, mine: Tensor) -> list[Header]:
+        self._traffic.heard = self._transport.wait(greeting)
+        received = {self.me: mine, **self._headers}
+        content = [received[worker].numpy().tobytes() for worker in range(self.workers)]
+        headers = list(map(Header.unpack, content))
+        check_headers(headers, self.me)
+        return settle_weights(headers)
 
     def warm_up(self, sizes: Iterable[int]) -> None:
         """Compile the GPU kernels for the full and the last chunk of deltas of these sizes, which
@@ -230,22 +242,6 @@ class Exchange:
             torch.cuda.current_stream(self._device).synchronize()
         seconds = time.perf_counter() - started
         setattr(self._traffic, total, getattr(self._traffic, total) + seconds)
-
-    # --- headers ----------------------------------------------------------------------------------
-
-    def _send_header(self, header: Header) -> Messages:
-        mine = torch.frombuffer(bytearray(header.pack()), dtype=torch.uint8)
-        self._headers[self.me] = mine
-        self._traffic.header_sent = time.perf_counter()
-        messages = self._transport.receive([(one, self._headers[one]) for one in self._others])
-        self._transport.send(messages, [(one, mine) for one in self._others], watched=True)
-        return messages
-
-    def _read_headers(self, greeting: Messages) -> list[Header]:
-        self._traffic.heard = self._transport.wait(greeting)
-        headers = [Header.unpack(received.numpy().tobytes()) for received in self._headers]
-        check_headers(headers, self.me)
-        return settle_weights(headers)
 
     # --- chunks and pieces ------------------------------------------------------------------------
 

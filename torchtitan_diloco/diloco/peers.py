@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_diloco.diloco.background import BackgroundThread
-from torchtitan_diloco.diloco.codecs import build_codec
+from torchtitan_diloco.diloco.codecs import build_codec, describe
 from torchtitan_diloco.diloco.config import DiLoCoConfig
 from torchtitan_diloco.diloco.exchange import Exchange
 from torchtitan_diloco.diloco.fragments import Fragment, build_fragments, drop_gathered
@@ -24,6 +24,7 @@ from torchtitan_diloco.diloco.round import Meter, Round
 from torchtitan_diloco.diloco.schedule import Schedule, build_schedule
 from torchtitan_diloco.diloco.state_dict import Facts, SavedState
 from torchtitan_diloco.diloco.vitals import DROPPED, WENT_WRONG, Action, Report, Vitals
+from torchtitan_diloco.hardware import GIB
 
 
 @dataclass(frozen=True)
@@ -153,9 +154,41 @@ class Peers(ABC):
         """Return how users change settings."""
         return " ".join(f"--{key} {value}" for key, value in settings.items())
 
+    @property
+    def offsets(self) -> list[int]:
+        """Slot of each fragment in the cycle."""
+        return [self.schedule.offset(index) for index in range(len(self.fragments))]
+
     def describe(self) -> list[str]:
-        """Describe the peers in lines for the start of a run."""
-        return []
+        """Describe settings, wire format, memory and fragments for the start of a run."""
+        config, states = self.config, self.states
+        overlap, outer, first = config.overlap, config.outer_optimizer, config.beginning
+        falling = "" if overlap.mixing_end is None else f", at the end {overlap.mixing_end:g}"
+        momentum = f" momentum {outer.momentum:g}" * bool(states[0].slots)
+        beginning = (
+            f"{'':<10} in the first {first.steps} steps every {first.sync_every} steps, averaged "
+            "and waited for"
+        )
+        memory = sum(state.bytes for state in states)
+        place = "GPU" if states[0].outer.is_cuda else "host"
+        deltas = "one delta" if states[0].sent is None else "two deltas"
+        sizes = [fragment.megabytes for fragment in self.fragments]
+        turns = f"the whole model, {sizes[0]:,.2f} MB in fp32"
+        if len(sizes) > 1:
+            turns = (
+                f"{len(sizes)} of {min(sizes):,.2f} to {max(sizes):,.2f} MB in fp32, in turn after "
+                f"steps {', '.join(map(str, self.offsets))} of each {config.sync_every}"
+            )
+        return [
+            f"{'outer':<10} each fragment every {config.sync_every} steps, applied {overlap.delay} "
+            f"steps later, local share {overlap.mixing:g}{falling}; {outer.name} lr {outer.lr:g}"
+            f"{momentum}",
+            *([beginning] if first.steps else []),
+            f"{'wire':<10} {describe(config.quantization)}; summed in fp32",
+            f"{'':<10} {memory / GIB:.2f} GiB a rank on the {place} for shared parameters, the "
+            f"outer optimizer, {deltas}",
+            f"{'fragments':<10} {turns}",
+        ]
 
     # --- restart ----------------------------------------------------------------------------------
 

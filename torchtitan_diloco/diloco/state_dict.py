@@ -1,11 +1,10 @@
-"""Saved state of the outer loop by names of parameters, and the shared model's state dict.
+"""Saved state of the outer loop by names of parameters.
 
 By names, a state fits other fragments, ranks and schedules. A save applies nothing: a fragment in
 flight is saved with the shared copy that its exchange results in, to be applied when it is due.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_diloco.diloco.codecs import build_codec
 from torchtitan_diloco.diloco.config import DiLoCoConfig
-from torchtitan_diloco.diloco.fragments import check_identity, drop_gathered, local_rows
+from torchtitan_diloco.diloco.fragments import local_rows
 from torchtitan_diloco.diloco.outer_state import OuterState
 from torchtitan_diloco.diloco.round import Round
 from torchtitan_diloco.diloco.vitals import WENT_WRONG
@@ -107,38 +106,6 @@ def shaped_like(parameter: Tensor, flat: Tensor, mesh: DeviceMesh | None) -> Ten
         shape=value.shape,
         stride=value.stride(),
     )
-
-
-def shared_state_dict(model: nn.Module, states: Sequence[OuterState]) -> Named:
-    """Return the model's state dict with the shared parameters in fp32 in the place of its own."""
-    drop_gathered(model)
-    shared: dict[nn.Parameter, Tensor] = {}
-    for state in states:
-        check_identity(model, state.fragment)
-        for part, view in zip(state.fragment.parts, state.views(state.outer), strict=True):
-            shared[part.parameter] = shaped_like(part.parameter, view.clone(), None)
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    return {
-        name: shared[parameters[name]] if parameters.get(name) in shared else value.detach().clone()
-        for name, value in model.state_dict().items()
-    }
-
-
-@contextmanager
-def holding_shared(model: nn.Module, states: Sequence[OuterState]) -> Iterator[None]:
-    """Let the model hold the shared parameters in the body of the with statement."""
-    drop_gathered(model)
-    parts = [part for state in states for part in state.fragment.parts]
-    saved = [part.local().clone() for part in parts]
-    for state in states:
-        state.write_model()
-    try:
-        yield
-    finally:
-        drop_gathered(model)
-        with torch.no_grad():
-            for part, before in zip(parts, saved, strict=True):
-                part.local().copy_(before)
 
 
 # --- save -----------------------------------------------------------------------------------------

@@ -23,7 +23,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_diloco.diloco import healing
 from torchtitan_diloco.diloco import state_dict as saving
-from torchtitan_diloco.diloco.codecs import describe
 from torchtitan_diloco.diloco.config import DiLoCoConfig
 from torchtitan_diloco.diloco.fragments import Fragment, check_identity, drop_gathered
 from torchtitan_diloco.diloco.gloo_peers import GlooPeers
@@ -32,7 +31,6 @@ from torchtitan_diloco.diloco.peers import Apply, Peers, Send
 from torchtitan_diloco.diloco.round import Round
 from torchtitan_diloco.diloco.schedule import is_measured
 from torchtitan_diloco.diloco.state_dict import SavedState
-from torchtitan_diloco.hardware import GIB
 from torchtitan_diloco.log import logger
 
 
@@ -207,14 +205,36 @@ class StreamingDiLoCo:
         They are bitwise equal on all workers. Frozen parameters and buffers are this worker's.
         """
         with self._alone("global_state_dict"):
-            return saving.shared_state_dict(self._model, self._states)
+            drop_gathered(self._model)
+            shared: dict[Tensor, Tensor] = {}
+            for state in self._states:
+                check_identity(self._model, state.fragment)
+                for part, view in zip(state.fragment.parts, state.views(state.outer), strict=True):
+                    shared[part.parameter] = saving.shaped_like(part.parameter, view.clone(), None)
+            parameters = dict(self._model.named_parameters(remove_duplicate=False))
+            found = {name: shared[one] for name, one in parameters.items() if one in shared}
+            values = self._model.state_dict().items()
+            return {
+                name: found[name] if name in found else value.detach().clone()
+                for name, value in values
+            }
 
     @contextmanager
     def global_parameters(self) -> Iterator[None]:
         """Return a context manager in which the model holds the shared parameters."""
-        shared = saving.holding_shared(self._model, self._states)
-        with self._alone("global_parameters"), shared:
-            yield
+        with self._alone("global_parameters"):
+            drop_gathered(self._model)
+            parts = [part for fragment in self.fragments for part in fragment.parts]
+            saved = [part.local().clone() for part in parts]
+            for state in self._states:
+                state.write_model()
+            try:
+                yield
+            finally:
+                drop_gathered(self._model)
+                with torch.no_grad():
+                    for part, before in zip(parts, saved, strict=True):
+                        part.local().copy_(before)
 
     # --- restart ----------------------------------------------------------------------------------
 
@@ -280,53 +300,18 @@ class StreamingDiLoCo:
         """Return the rounds applied since the last call, at most 256."""
         return self._meter.take_rounds()
 
-    @property
-    def _offsets(self) -> list[int]:
-        return [self.peers.schedule.offset(index) for index in range(len(self.fragments))]
-
     def table(self) -> str:
         """Return a table of the fragments and their slots in the cycle."""
         lines = [f"{'fragment':>8}  {'slot':>5}  {'parameters':>13}  {'MB (fp32)':>9}  modules"]
         lines += [
             f"{one.index:>8}  {slot:>5}  {one.parameters:>13,}  {one.megabytes:>9,.2f}  {one.name}"
-            for one, slot in zip(self.fragments, self._offsets, strict=True)
+            for one, slot in zip(self.fragments, self.peers.offsets, strict=True)
         ]
         return "\n".join(lines)
 
     def describe(self) -> list[str]:
         """Describe peers, settings, wire format, memory and fragments for the start of a run."""
-        config, states = self.config, self._states
-        overlap, outer, first = config.overlap, config.outer_optimizer, config.beginning
-        falling = "" if overlap.mixing_end is None else f", at the end {overlap.mixing_end:g}"
-        momentum = f" momentum {outer.momentum:g}" * bool(states[0].slots)
-        lines = [
-            f"{'outer':<10} each fragment every {config.sync_every} steps, applied {overlap.delay} "
-            f"steps later, local share {overlap.mixing:g}{falling}; {outer.name} lr {outer.lr:g}"
-            f"{momentum}"
-        ]
-        if first.steps:
-            lines.append(
-                f"{'':<10} in the first {first.steps} steps every {first.sync_every} steps, "
-                "averaged and waited for"
-            )
-        place, deltas = "GPU" if states[0].outer.is_cuda else "host", "one delta"
-        if states[0].sent is not None:
-            deltas = "two deltas"
-        sizes = [fragment.megabytes for fragment in self.fragments]
-        turns = f"the whole model, {sizes[0]:,.2f} MB in fp32"
-        if len(sizes) > 1:
-            turns = (
-                f"{len(sizes)} of {min(sizes):,.2f} to {max(sizes):,.2f} MB in fp32, in turn after "
-                f"steps {', '.join(map(str, self._offsets))} of each {config.sync_every}"
-            )
-        return [
-            *self.peers.describe(),
-            *lines,
-            f"{'wire':<10} {describe(config.quantization)}; summed in fp32",
-            f"{'':<10} {sum(state.bytes for state in states) / GIB:.2f} GiB a rank on the {place} "
-            f"for shared parameters, the outer optimizer, {deltas}",
-            f"{'fragments':<10} {turns}",
-        ]
+        return self.peers.describe()
 
 
 class DataParallel:

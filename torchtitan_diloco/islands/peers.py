@@ -215,7 +215,7 @@ class IslandPeers(Peers):
     def describe(self) -> list[str]:
         chosen = self.islands
         line = f"{chosen.begin} begin together; a round waits at least {chosen.grace_seconds:g} s"
-        return [f"{'island':<10} {chosen.name}; {line}"]
+        return [f"{'island':<10} {chosen.name}; {line}", *super().describe()]
 
     # --- training thread --------------------------------------------------------------------------
 
