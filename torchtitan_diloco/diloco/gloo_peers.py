@@ -103,15 +103,9 @@ class GlooPeers(Peers):
         token = broadcast_object(secrets.token_hex(8), str, self._group)
         name = "/".join([*mine.values(), token])
         self._run = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
-        if self.workers > 1:
-            self._broadcast_from_first()
-
-    @torch.no_grad()
-    def _broadcast_from_first(self) -> None:
-        """Copy worker 0's parameters, also frozen ones, and buffers; each rank gets its shard."""
         for tensor in [*self.model.parameters(), *self.model.buffers()]:
-            local = local_of(tensor)
-            if local.numel():
+            local = local_of(tensor)  # each rank gets its shard
+            if self.workers > 1 and local.numel():
                 sent = local.cpu().contiguous()
                 dist.broadcast(sent, group_src=0, group=self._group)
                 if sent is not local:

@@ -3,14 +3,14 @@
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan_diloco.diloco.fragments import Fragment, Part, local_rows
+from torchtitan_diloco.diloco.fragments import Fragment, local_rows
 from torchtitan_diloco.diloco.transport import Header, WorkerLostError
 from torchtitan_diloco.diloco.vitals import NOT_FINITE, OUTLIER, WENT_WRONG
 from torchtitan_diloco.log import UserError, cause_of, logger
@@ -64,17 +64,14 @@ def find_broken(
     group: dist.ProcessGroup | None,
 ) -> list[int]:
     """Return the fragments whose values or inner moments are not finite on any rank of a group."""
-
-    def values_of(part: Part) -> Iterator[Tensor]:
-        yield part.local()
-        state = {} if optimizer is None else optimizer.state.get(part.parameter, {})
-        for value in state.values():
-            if isinstance(value, Tensor) and value.is_floating_point():
-                yield local_rows(part.name, value)
-
-    finite = [
-        is_finite(one for part in each.parts for one in values_of(part)) for each in fragments
-    ]
+    states, finite = {} if optimizer is None else optimizer.state, list[Tensor]()
+    for fragment in fragments:
+        tensors = [part.local() for part in fragment.parts]
+        for part in fragment.parts:
+            state = states.get(part.parameter, {}).values()
+            moments = [value for value in state if isinstance(value, Tensor)]
+            tensors += [local_rows(part.name, one) for one in moments if one.is_floating_point()]
+        finite.append(is_finite(tensors))
     broken = (~torch.stack(finite)).to(torch.int32)
     if group is not None and group.size() > 1:
         dist.all_reduce(broken, dist.ReduceOp.MAX, group=group)
