@@ -240,8 +240,8 @@ def apply_early(
     locals_ = {part.name: part.local() for part in parts}
     for index in facts["in_flight"]:
         record = facts["fragments"][index]
-        alpha = mixing(record["flags"], record["participants"])
-        takes_back = facts["settings"][SPARSE] and alpha < 1 and not record["flags"] & WENT_WRONG
+        flags, alpha = record["flags"], mixing(record["flags"], record["participants"])
+        takes_back = facts["settings"].get(SPARSE) and alpha < 1 and not flags & WENT_WRONG
         for name in facts["layout"][index]:
             local, following = locals_[name], local_rows(name, arrived[name])
             before = local_rows(name, shared[name])
