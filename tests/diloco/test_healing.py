@@ -165,20 +165,6 @@ def test_a_worker_that_is_not_finite_heals_at_once(processes: ProcessPool, ranks
         torch.testing.assert_close(found["shared"], results[0]["shared"], rtol=0, atol=0)
 
 
-def test_a_delta_taken_before_the_nan_counts(processes: ProcessPool) -> None:
-    """Fragment 3 is sent after step 32 and applied after step 37."""
-    runs = [processes.run(_spoiled, 2, POISONED, factor, 1, 33, 40) for factor in (math.nan, 1.0)]
-    for spoiled, clean in zip(*runs, strict=True):
-        assert spoiled["finite"]
-        sent = [
-            [(one.fragment, one.flags, one.participants) for one in found["rounds"][:5]]
-            for found in (spoiled, clean)
-        ]
-        assert sent[0] == sent[1]
-        assert torch.equal(spoiled["shared"][WEIGHT], clean["shared"][WEIGHT])
-    assert list(runs[0][1]["healed"].values()) == [[3]]
-
-
 def test_moments_that_are_not_finite_heal_their_fragment() -> None:
     model = nn.ModuleDict({"blocks": nn.ModuleList(nn.Linear(4, 4) for _ in range(3))})
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)

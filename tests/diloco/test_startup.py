@@ -181,14 +181,6 @@ def test_groups_and_models_that_cannot_work_are_refused(processes: ProcessPool) 
     assert on_second == []
 
 
-class OnGpu:
-    """Stands for a fragment of one parameter on a GPU."""
-
-    def __init__(self) -> None:
-        local = SimpleNamespace(device=GPU, numel=lambda: 1_000_000)
-        self.parts = [SimpleNamespace(local=lambda: local)]
-
-
 @pytest.mark.parametrize(
     ("choice", "outer", "memory", "expected"),
     [
@@ -205,8 +197,9 @@ def test_the_outer_state_is_on_a_gpu_that_has_room_for_it(
     known = SimpleNamespace(total_memory=memory)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: known)
     chosen = replace(config(name=outer), link=Link(outer_state=choice))
-    fragments: Any = [OnGpu()]
-    assert pick_state_device(fragments, chosen).type == expected
+    local = SimpleNamespace(device=GPU, numel=lambda: 1_000_000)
+    on_gpu: Any = SimpleNamespace(parts=[SimpleNamespace(local=lambda: local)])
+    assert pick_state_device([on_gpu], chosen).type == expected
     on_cpu = build_fragments(Net(), chosen.fragments)
     assert pick_state_device(on_cpu, chosen).type == "cpu"
 

@@ -130,24 +130,6 @@ def test_a_restart_takes_over_what_it_can(
             assert_same(after, before)
 
 
-def test_fragments_that_are_applied_now_are_mixed_also_where_shared_values_stay() -> None:
-    """Most values of a sparse delta are zero; here a tiny learning rate keeps all as they are."""
-    still = OuterOptimizer(name="sgd", lr=1e-30)
-    chosen = replace(config(2, delay=5), outer_optimizer=still, overlap=Overlap(5, mixing=0.0))
-    outer, model, optimizer = alone(chosen)
-    train(outer, model, optimizer, range(1, 14))
-    saved = outer.state_dict()
-    resumed, again, _ = alone(replace(chosen, sync_every=12))
-    again.load_state_dict(parameters(model))
-    resumed.load_state_dict(saved)
-    facts, mixed, trained = saved["facts"], parameters(again), parameters(model)
-    names = {name for index in facts["in_flight"] for name in facts["layout"][index]}
-    assert names
-    for name, value in mixed.items():
-        kept = saved["tensors"][shared_parameter_name(name)] if name in names else trained[name]
-        assert_same(value, kept)
-
-
 def test_a_saved_state_starts_other_loops_and_not_other_models() -> None:
     outer, _, _ = alone(config(2))
     outer.step(weight=3.0)
