@@ -152,6 +152,9 @@ class Meter:
             self._sums[name] += value
         self._rounds.append(round_)
 
+    def healed(self) -> None:
+        self._sums["worker/healed_fragments"] += 1
+
     def take(self) -> dict[str, float]:
         self._read_spans()
         taken, self._sums = self._sums, dict.fromkeys(self.TOTALS, 0.0)
