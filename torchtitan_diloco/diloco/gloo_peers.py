@@ -64,11 +64,9 @@ class GlooPeers(Peers):
             "diloco.overlap.mixing_end": config.overlap.mixing_end is not None,
             "diloco.beginning.fraction": config.beginning.fraction > 0,
         }
-        if not self._total_steps:
-            reason = (
-                "needs the length of the run: give StreamingDiLoCo total_steps, or leave it out"
-            )
-            mistakes += [(key, reason) for key, given in needs_length.items() if given]
+        reason = "needs the length of the run: give StreamingDiLoCo total_steps, or leave it out"
+        given = [key for key, is_set in needs_length.items() if is_set and not self._total_steps]
+        mistakes += [(key, reason) for key in given]
         if config.workers not in (1, self.workers):
             reason = f"must be {self.workers}, as the group joins so many: leave it out"
             mistakes.append(("diloco.workers", reason))
@@ -82,7 +80,7 @@ class GlooPeers(Peers):
     def agree(self, device: torch.device) -> None:
         config, parts = self.config, [part for one in self.fragments for part in one.parts]
         codec, optimizer = config.quantization.codec, config.outer_optimizer.name
-        # Only a model's GPU encodes; fp32 is sent as it is.
+        # Where the model is, as a CPU is slow; but fp32 is sent as it is.
         self._coder = device if codec == "fp32" else parts[0].local().device
         difference = self._group and (
             find_difference(self._coder, [codec]) or find_difference(device, [optimizer])
