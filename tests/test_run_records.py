@@ -10,8 +10,7 @@ import pytest
 from tests.components.test_resume import checkpoint
 from tests.processes import ProcessPool
 from tests.test_trainer import curve, records, streaming, train
-from torchtitan_diloco.components.metrics import METRICS, time_shares
-from torchtitan_diloco.components.summary import all_reduce_bytes
+from torchtitan_diloco.components.metrics import METRICS, all_reduce_bytes, time_shares
 from torchtitan_diloco.report.run_records import open_runs
 
 

@@ -22,7 +22,7 @@ from torchtitan_diloco.components.telemetry import StepResult
 from torchtitan_diloco.components.validation import validate
 from torchtitan_diloco.config import Config, load_config, to_toml
 from torchtitan_diloco.diloco.fragments import local_of
-from torchtitan_diloco.distributed.stop import Requests
+from torchtitan_diloco.distributed.collectives import Requests
 from torchtitan_diloco.distributed.world import FSDP, World, join_world, leave_world, world_of_one
 from torchtitan_diloco.train import main
 from torchtitan_diloco.trainer import Trainer

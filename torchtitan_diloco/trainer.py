@@ -39,7 +39,6 @@ from torchtitan_diloco.components.run_plan import (
     log_plan,
     plan_run,
 )
-from torchtitan_diloco.components.summary import log_summary
 from torchtitan_diloco.components.telemetry import Batch, StepResult, Telemetry
 from torchtitan_diloco.components.validation import Validator, count_text_bytes
 from torchtitan_diloco.config import Config, to_toml
@@ -54,7 +53,7 @@ from torchtitan_diloco.diloco import StreamingDiLoCo
 from torchtitan_diloco.diloco.meeting import agree
 from torchtitan_diloco.diloco.outer_loop import DataParallel, OuterLoop
 from torchtitan_diloco.diloco.startup import MAY_DIFFER
-from torchtitan_diloco.distributed.stop import StopRequest, answer_lag
+from torchtitan_diloco.distributed.collectives import StopRequest, answer_lag
 from torchtitan_diloco.distributed.world import FSDP, WORKER, World
 from torchtitan_diloco.export.weights import load_initial_weights, weights_fingerprint
 from torchtitan_diloco.island_run import IslandRun
@@ -156,7 +155,7 @@ class Trainer:
         is_plain = self.island is None and config.data.shard_by == "none"
         has_control = is_plain and self.start.manifest is None
         validated = self.validator.validated
-        log_summary(telemetry, folder, self.step, validated, has_control=has_control)
+        telemetry.log_summary(folder, self.step, validated, has_control=has_control)
         if checkpointer.failure:
             raise UserError(
                 f"the last checkpoint could not be saved: {checkpointer.failure}; make room and "

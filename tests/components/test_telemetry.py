@@ -14,9 +14,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tests.islands.servers import wait_until
 from tests.test_trainer import LOSS, records
 from torchtitan_diloco.components import telemetry as module
-from torchtitan_diloco.components.metrics import METRICS, time_shares
+from torchtitan_diloco.components.metrics import METRICS, all_reduce_bytes, time_shares
 from torchtitan_diloco.components.run_plan import RunPlan
-from torchtitan_diloco.components.summary import all_reduce_bytes, log_summary
 from torchtitan_diloco.components.telemetry import RunProgress, StepResult, Telemetry
 from torchtitan_diloco.config.schema import Metrics
 from torchtitan_diloco.diloco.outer_loop import OuterLoop
@@ -140,7 +139,7 @@ def test_the_summary_counts_islands_that_came_later(
     own = telemetry(None)
     train(own, range(1, 9))
     caplog.set_level("INFO", "torchtitan_diloco")
-    log_summary(own, tmp_path, 10, None, has_control=False)
+    own.log_summary(tmp_path, 10, None, has_control=False)
     expected = 8 * all_reduce_bytes(PLAN.parameters, 2) / 1e6
     assert f"{expected:,.1f} MB (bf16 gradients, every step)" in caplog.text
     assert "by each worker after step 2, as counted" in caplog.text

@@ -12,8 +12,7 @@ from torchtitan_diloco import __version__
 from torchtitan_diloco.config.schema import Checkpoint, Metrics, Training, Validation
 from torchtitan_diloco.diloco.config import DiLoCoConfig
 from torchtitan_diloco.diloco.startup import state_bytes
-from torchtitan_diloco.distributed.collectives import on_all_ranks
-from torchtitan_diloco.distributed.stop import Requests
+from torchtitan_diloco.distributed.collectives import Requests, on_all_ranks
 from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.hardware import (
     GIB,

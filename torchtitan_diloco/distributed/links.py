@@ -1,10 +1,8 @@
 """The TCP streams between workers: how many, and over which network interface."""
 
-import fcntl
 import math
 import os
 import socket
-import struct
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -16,10 +14,11 @@ import torch.distributed as dist
 from torchtitan_diloco.diloco.config import Link
 from torchtitan_diloco.diloco.link import MOST_STREAMS, Sender, Speed, listen, measure
 from torchtitan_diloco.diloco.object_collectives import gather_objects
+from torchtitan_diloco.hardware import interfaces
 from torchtitan_diloco.log import UserError, logger
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
-SIOCGIFADDR, LOOPBACK = 0x8915, "127."
+LOOPBACK = "127."
 LEAST_STREAMS = 4
 """In a measurement of a link. With many workers each has few, as all links are measured at once."""
 Facts = dict[str, Any]
@@ -110,25 +109,15 @@ def _streams_of(tables: list[Facts], sharing: int, name: str, *, says: bool) -> 
 
 def interface_and_address(name: str) -> tuple[str, str]:
     """Return the network interface that gloo uses if its setting is `name`, and its address."""
-    name = name or os.environ.get(GLOO_INTERFACE, "").partition(",")[0]
-    if name:
-        return name, _address_of(name)
+    found = interfaces()
+    if name := name or os.environ.get(GLOO_INTERFACE, "").partition(",")[0]:
+        if name not in found:
+            raise OSError(f"{name} has no IPv4 address")
+        return name, found[name]
     address = "127.0.0.1"
     with suppress(OSError):
         address = socket.gethostbyname(socket.gethostname())
-    for _, one in socket.if_nameindex():
-        with suppress(OSError):
-            own = _address_of(one)
-            if own == address or own[:4] == address[:4] == LOOPBACK:
-                return one, address
+    for one, own in found.items():
+        if own == address or own[:4] == address[:4] == LOOPBACK:
+            return one, address
     raise OSError(f"no network interface has the address {address} of this machine's name")
-
-
-def _address_of(name: str) -> str:
-    """Return the IPv4 address of a network interface."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-        request = struct.pack("256s", name.encode()[:15])
-        try:
-            return socket.inet_ntoa(fcntl.ioctl(asked, SIOCGIFADDR, request)[20:24])
-        except OSError as error:
-            raise OSError(f"{name} has no IPv4 address ({error.strerror})") from error

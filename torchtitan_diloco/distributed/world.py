@@ -150,7 +150,9 @@ def join_world(
     inner_backend = "nccl" if chosen.type == "cuda" else "gloo"
     outer_backend = "gloo" if outer_loop else inner_backend
     worker, column = divmod(rank, ranks_per_worker)
-    with _groups_over(link.interface, nccl=not outer_loop):
+    if link.interface:
+        _check_interface(link.interface, for_nccl=not outer_loop)
+    with _gloo_over(link.interface):
         # Eager communicators of NCCL are made below, and none for all ranks, over slow links.
         dist.init_process_group(
             "gloo",
@@ -212,38 +214,27 @@ def world_of_one(device: torch.device, backend: str) -> World:
 
 
 @contextmanager
-def _groups_over(name: str, *, nccl: bool) -> Iterator[None]:
-    """Let the gloo groups that are made in the body use this network interface, if it has a name.
+def _gloo_over(interfaces: str) -> Iterator[None]:
+    """Let the gloo groups that are made in the body use these network interfaces, if any."""
+    before = os.environ.get(GLOO_INTERFACE)
+    if interfaces:
+        os.environ[GLOO_INTERFACE] = interfaces
+    yield
+    os.environ.pop(GLOO_INTERFACE, None)
+    if before is not None:
+        os.environ[GLOO_INTERFACE] = before
 
-    NCCL uses one interface for all groups of a process, which is then this one.
-    """
-    if not name:
-        yield
-        return
+
+def _check_interface(name: str, *, for_nccl: bool) -> None:
+    """Raise if this machine has no such interface. NCCL uses one for all groups of a process."""
     present = [known for _, known in socket.if_nameindex()]
     if name not in present:
         raise UserError(
             f'diloco.link.interface = "{name}" is no network interface of this machine: '
             f"choose one of {', '.join(present)}, or leave it empty"
         )
-    if nccl:
+    if for_nccl:
         os.environ["NCCL_SOCKET_IFNAME"] = name
-    with _gloo_over(name):
-        yield
-
-
-@contextmanager
-def _gloo_over(interfaces: str) -> Iterator[None]:
-    """Let the gloo groups that are made in the body use these interfaces, if there are any."""
-    if not interfaces:
-        yield
-        return
-    before = os.environ.get(GLOO_INTERFACE)
-    os.environ[GLOO_INTERFACE] = interfaces
-    yield
-    del os.environ[GLOO_INTERFACE]
-    if before is not None:
-        os.environ[GLOO_INTERFACE] = before
 
 
 def _own_group(
