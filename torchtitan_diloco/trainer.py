@@ -10,7 +10,12 @@ from typing import Any
 
 import torch
 
-from torchtitan_diloco.components.checkpoint import Checkpointer, Manifest, RunState
+from torchtitan_diloco.components.checkpoint import (
+    Checkpointer,
+    Manifest,
+    RunState,
+    folder_of_worker,
+)
 from torchtitan_diloco.components.loss import loss_head
 from torchtitan_diloco.components.optimizer import (
     SkippedSteps,
@@ -27,12 +32,11 @@ from torchtitan_diloco.components.profiling import build_profiler
 from torchtitan_diloco.components.resume import (
     changed_settings,
     check_tokenizer,
+    claim_run_folder,
     find_start,
     restore,
 )
-from torchtitan_diloco.components.run_folder import claim_run_folder, folder_of_worker
 from torchtitan_diloco.components.run_plan import (
-    RunPlan,
     after_step,
     check_memory,
     log_early_end,
@@ -167,7 +171,8 @@ class Trainer:
     def train_step(self, batches: Iterator[Batch]) -> StepResult:
         self.step += 1
         config, plan, fsdp = self.config.training, self.plan, self.world.group(FSDP)
-        factor = self._next_lr_factor()
+        step = self.step if self.island is None else self.island.step
+        factor = lr_factor(step, plan.total_steps, self.config.lr_schedule)
         self.lr = self.config.optimizer.lr * factor
         set_lr(self.optimizer, factor)
         # The gradient is the mean over all tokens of the step; FSDP2 averages over ranks.
@@ -199,10 +204,6 @@ class Trainer:
         """Whether all tokens of the run have been trained. Islands count them together."""
         island = self.island
         return self.step == self.plan.total_steps if island is None else island.peers.finished
-
-    def _next_lr_factor(self) -> float:
-        step = self.step if self.island is None else self.island.step
-        return lr_factor(step, self.plan.total_steps, self.config.lr_schedule)
 
     def begin(self) -> None:
         """Join the other islands, if any, and start the loader at the current position."""
@@ -294,16 +295,19 @@ class Trainer:
 
     # --- parts ------------------------------------------------------------------------------------
 
-    def _plan_run(self, start: RunState) -> RunPlan:
-        counts, muon = self.model.parameter_counts(), self.config.optimizer.name == "muon"
-        sizes = self.ranks, counts["total"], counts["embedding"]
-        started = {"start_step": start.step, "start_tokens": start.tokens}
-        return plan_run(self.config.training, *sizes, **started, muon=muon)
-
     def _build_model(self) -> None:
-        config, device = self.config, self.world.device
+        config, device, counts = self.config, self.world.device, self.model.parameter_counts()
         # Tokens of islands are counted in their log.
-        self.plan = self._plan_run(RunState() if config.islands.join else self.resumed)
+        start = RunState() if config.islands.join else self.resumed
+        self.plan = plan_run(
+            config.training,
+            self.ranks,
+            counts["total"],
+            counts["embedding"],
+            start_step=start.step,
+            start_tokens=start.tokens,
+            muon=config.optimizer.name == "muon",
+        )
         self._log_plan()
         dtype = compute_dtype(config.parallel.compute_dtype, device)
         mesh = self.world.fsdp_mesh(all_workers=config.diloco.method == "none")
@@ -352,14 +356,9 @@ class Trainer:
                 sequences=config.validation.sequences,
             )
             batches = list(held_out)
-        return Validator(
-            self.model,
-            batches,
-            self.world,
-            self.outer,
-            self.resumed.validated,
-            count_text_bytes(batches, self.tokenizer),
-        )
+        text_bytes = count_text_bytes(batches, self.tokenizer)
+        validated = self.resumed.validated
+        return Validator(self.model, batches, self.world, self.outer, validated, text_bytes)
 
     def _log_plan(self) -> None:
         """Log the plan, and raise if it does not fit, before memory is allocated."""

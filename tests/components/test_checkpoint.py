@@ -28,11 +28,12 @@ from torchtitan_diloco.components.checkpoint import (
     complete_checkpoints,
     incomplete,
     prune,
+    read_manifest,
     set_aside,
     step_of,
     write_tensors,
 )
-from torchtitan_diloco.components.resume import SavedTensors, read_manifest
+from torchtitan_diloco.components.resume import SavedTensors
 from torchtitan_diloco.config.schema import Checkpoint
 from torchtitan_diloco.diloco import WorkerLostError
 from torchtitan_diloco.diloco.liveness import Liveness

@@ -32,10 +32,11 @@ from torchtitan_diloco.components.checkpoint import (
     RANDOM,
     checkpoint_path,
     complete_checkpoints,
+    folder_of_worker,
+    read_manifest,
     step_of,
 )
-from torchtitan_diloco.components.resume import SavedTensors, read_manifest
-from torchtitan_diloco.components.run_folder import folder_of_worker
+from torchtitan_diloco.components.resume import SavedTensors
 from torchtitan_diloco.config import load_config
 from torchtitan_diloco.export.saved_model import open_saved
 from torchtitan_diloco.launch import LOOPBACK

@@ -16,13 +16,18 @@ from tests.components.test_resume import STEPS, chosen, last, run
 from tests.diloco.toy import join
 from tests.processes import ProcessPool
 from tests.test_trainer import LOSS, curve, records
-from torchtitan_diloco.components import run_folder
-from torchtitan_diloco.components.checkpoint import MANIFEST, complete_checkpoints
-from torchtitan_diloco.components.resume import Answer, find_start, judge, read_manifest
-from torchtitan_diloco.components.run_folder import (
+from torchtitan_diloco.components.checkpoint import (
+    MANIFEST,
+    complete_checkpoints,
+    folder_of_worker,
+    read_manifest,
+)
+from torchtitan_diloco.components.resume import (
+    Answer,
     Start,
     claim_run_folder,
-    folder_of_worker,
+    find_start,
+    judge,
     lock_folder,
 )
 from torchtitan_diloco.distributed.world import World
@@ -165,6 +170,6 @@ def test_a_save_of_another_run_since_this_one_looked_is_not_overwritten(
         shutil.copytree(last(tmp_path), path / "step-00000012")
         return lock_folder(path)
 
-    monkeypatch.setattr(run_folder, "lock_folder", lock_late)
+    monkeypatch.setattr("torchtitan_diloco.components.resume.lock_folder", lock_late)
     with pytest.raises(ValueError, match="another run has just ended there"):
         run(chosen(text, tmp_path))

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
+from torchtitan_diloco.components.checkpoint import folder_of_worker
 from torchtitan_diloco.components.metrics import (
     Record,
     add_totals,
@@ -29,7 +30,6 @@ from torchtitan_diloco.components.metrics import (
     utilisation_percent,
 )
 from torchtitan_diloco.components.records import RecordFiles, RoundRecord, Start, round_record
-from torchtitan_diloco.components.run_folder import folder_of_worker
 from torchtitan_diloco.components.run_plan import RunPlan
 from torchtitan_diloco.config.schema import Metrics
 from torchtitan_diloco.diloco.outer_loop import OuterLoop
