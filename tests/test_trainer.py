@@ -155,8 +155,8 @@ def test_a_finished_run_repeats_its_result(text: Path, caplog: pytest.LogCapture
 def test_what_happens_after_a_step(step: int, asked: str, expected: str) -> None:
     def decide(asked: str, **more: str) -> AfterStep:
         config = load_config("debug", chosen | more)
-        sections = config.training, config.checkpoint, config.metrics, config.validation
-        return after_step(step, step == 11, Requests(asked == "stop", asked == "save"), *sections)
+        requests = Requests(stop=asked == "stop", save=asked == "save")
+        return after_step(config, step, requests, finished=step == 11)
 
     chosen = {"training.stop_after": "9", "metrics.log_every": "3", "validation.every": "4"}
     found = decide(asked, **{"checkpoint.every": "5"})

@@ -28,7 +28,6 @@ from torchtitan_diloco.components.optimizer import (
     reduce_over_workers,
     set_lr,
 )
-from torchtitan_diloco.components.profiling import build_profiler
 from torchtitan_diloco.components.resume import (
     changed_settings,
     check_tokenizer,
@@ -43,7 +42,7 @@ from torchtitan_diloco.components.run_plan import (
     log_plan,
     plan_run,
 )
-from torchtitan_diloco.components.telemetry import Batch, StepResult, Telemetry
+from torchtitan_diloco.components.telemetry import Batch, StepResult, Telemetry, build_profiler
 from torchtitan_diloco.components.validation import Validator, count_text_bytes
 from torchtitan_diloco.config import Config, to_toml
 from torchtitan_diloco.config.checks import run_warnings
@@ -109,7 +108,6 @@ class Trainer:
             logger.info(line)
         self._resume()
         self.begin()
-        sections = config.training, config.checkpoint, config.metrics, config.validation
         own_folder = folder_of_worker(folder, self.world.worker)
         gc.disable()  # all ranks collect garbage after the same steps
         with (
@@ -133,7 +131,7 @@ class Trainer:
                     gc.collect(1)
                 save = checkpointer.due_by_time()
                 requests = stop.agreed(self.step, telemetry.sums, save=save)
-                then = after_step(self.step, self.finished, requests, *sections)
+                then = after_step(config, self.step, requests, finished=self.finished)
                 if then.log:
                     progress = None if self.island is None else self.island.progress
                     sums = stop.ask(self.step, telemetry.sums)
@@ -154,8 +152,8 @@ class Trainer:
         early = not self.finished if self.island is None else self.island.close()
         gc.enable()
         if early:
-            about = self.plan, self.step, config.training, config.checkpoint, folder
-            log_early_end(*about, island=self.island is not None)
+            is_island = self.island is not None
+            log_early_end(config, folder, self.step, self.plan.total_steps, island=is_island)
         is_plain = self.island is None and config.data.shard_by == "none"
         has_control = is_plain and self.start.manifest is None
         validated = self.validator.validated

@@ -9,8 +9,8 @@ import torch
 
 from torchtitan_diloco import hardware
 from torchtitan_diloco.components import run_plan
-from torchtitan_diloco.components.run_plan import RunPlan, check_memory, log_early_end, plan_run
-from torchtitan_diloco.config.schema import Checkpoint, Training
+from torchtitan_diloco.components.run_plan import check_memory, log_early_end, plan_run
+from torchtitan_diloco.config.schema import Config, Training
 from torchtitan_diloco.diloco.config import DiLoCoConfig, OuterOptimizer
 from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.hardware import GIB, available_memory_bytes
@@ -19,7 +19,6 @@ from torchtitan_diloco.log import LOCAL_ISLANDS
 ALONE = World(rank=0, size=1, workers=1, device=torch.device("cpu"))
 NONE = DiLoCoConfig(method="none")
 WITHOUT_MOMENTUM = DiLoCoConfig(outer_optimizer=OuterOptimizer("sgd"))
-SMALL = RunPlan(2**20, 2**18, accumulation=1, tokens_per_step=1000, total_steps=10)
 
 
 @pytest.mark.parametrize(
@@ -45,10 +44,9 @@ def test_an_island_that_stops_says_how_to_resume(
 ) -> None:
     """With `islands.local` by the folder of all islands, not by its own."""
     caplog.set_level(logging.INFO)
-    about = SMALL, 4, Training(steps=10), Checkpoint(), Path("runs/island-1")
-    log_early_end(*about, island=True)
+    log_early_end(Config(), Path("runs/island-1"), 4, 10, island=True)
     monkeypatch.setenv(LOCAL_ISLANDS, "runs")
-    log_early_end(*about, island=True)
+    log_early_end(Config(), Path("runs/island-1"), 4, 10, island=True)
     resumes = "left the run after own step 4; the same command with --run.folder {} resumes it"
     assert caplog.messages == [resumes.format(one) for one in ("runs/island-1", "runs")]
 

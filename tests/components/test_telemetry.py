@@ -1,7 +1,6 @@
 """Steps through telemetry: what is recorded, when it is read, and where it is written."""
 
 import math
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -244,14 +243,6 @@ def test_weights_and_biases_gets_the_same_curves(
     for path in written:
         for expected in ("slow-links", LOSS, SENT, names[0]):
             assert expected.encode() in path.read_bytes()
-
-
-def test_weights_and_biases_without_its_package(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ValueError, match=r'"slow-links" needs the package wandb: .*pip install'):
-        telemetry(tmp_path, wandb="slow-links")
 
 
 def test_a_full_disk_does_not_end_the_run(

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from torchtitan_diloco import __version__
-from torchtitan_diloco.config.schema import Checkpoint, Metrics, Training, Validation
+from torchtitan_diloco.config.schema import Config, Training
 from torchtitan_diloco.diloco.config import DiLoCoConfig
 from torchtitan_diloco.diloco.startup import state_bytes
 from torchtitan_diloco.distributed.collectives import Requests, on_all_ranks
@@ -91,23 +91,16 @@ class AfterStep(NamedTuple):
         return self.validate or self.save or self.stop
 
 
-def after_step(
-    step: int,
-    finished: bool,
-    requests: Requests,
-    training: Training,
-    checkpoint: Checkpoint,
-    metrics: Metrics,
-    validation: Validation,
-) -> AfterStep:
-    paused = step == training.stop_after and not finished
+def after_step(config: Config, step: int, requests: Requests, *, finished: bool) -> AfterStep:
+    paused = step == config.training.stop_after and not finished
     stop = finished or paused or requests.stop
-    scheduled = checkpoint.every > 0 and step % checkpoint.every == 0
-    save = requests.save or scheduled or paused or (stop and checkpoint.at_end)
-    log = stop or save or step % metrics.log_every == 0 or step == 1
+    save_every, validate_every = config.checkpoint.every, config.validation.every
+    scheduled = save_every > 0 and step % save_every == 0
+    save = requests.save or scheduled or paused or (stop and config.checkpoint.at_end)
+    log = stop or save or step % config.metrics.log_every == 0 or step == 1
     # Whoever sent a signal is waiting.
-    due = validation.every > 0 and step % validation.every == 0 and not requests.stop
-    validate = due or (validation.every > 0 and finished)
+    due = validate_every > 0 and step % validate_every == 0 and not requests.stop
+    validate = due or (validate_every > 0 and finished)
     return AfterStep(log, validate, save, stop)
 
 
@@ -162,22 +155,16 @@ def check_memory(plan: RunPlan, world: World, diloco: DiLoCoConfig) -> None:
 
 
 def log_early_end(
-    plan: RunPlan,
-    step: int,
-    training: Training,
-    checkpoint: Checkpoint,
-    folder: Path,
-    *,
-    island: bool = False,
+    config: Config, folder: Path, step: int, total_steps: int, *, island: bool
 ) -> None:
     """Log why a run stopped before its last step, or this island left it, and how to resume."""
-    folder = Path(os.environ.get(LOCAL_ISLANDS, folder))
-    paused = 0 < training.stop_after <= step
-    reason = f"training.stop_after = {training.stop_after}" if paused else "a signal"
+    folder, stop_after = Path(os.environ.get(LOCAL_ISLANDS, folder)), config.training.stop_after
+    paused = 0 < stop_after <= step
+    reason = f"training.stop_after = {stop_after}" if paused else "a signal"
     command = "with a later one or none, the same command" if paused else "the same command"
-    saved = paused or checkpoint.at_end
+    saved = paused or config.checkpoint.at_end
     hint = f"; {command} with --run.folder {folder} resumes it" if saved else ""
     if island:
         logger.info(f"left the run after own step {step}{hint}")
     else:
-        logger.info(f"stopped after step {step} of {plan.total_steps}, as asked by {reason}{hint}")
+        logger.info(f"stopped after step {step} of {total_steps}, as asked by {reason}{hint}")

@@ -13,11 +13,13 @@ import statistics
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile, schedule
 
 from torchtitan_diloco.components.checkpoint import folder_of_worker
 from torchtitan_diloco.components.metrics import (
@@ -31,7 +33,7 @@ from torchtitan_diloco.components.metrics import (
 )
 from torchtitan_diloco.components.records import RecordFiles, RoundRecord, Start, round_record
 from torchtitan_diloco.components.run_plan import RunPlan
-from torchtitan_diloco.config.schema import Metrics
+from torchtitan_diloco.config.schema import Metrics, Profiling
 from torchtitan_diloco.diloco.outer_loop import OuterLoop
 from torchtitan_diloco.diloco.round import Round
 from torchtitan_diloco.diloco.vitals import Vitals
@@ -116,9 +118,9 @@ class Telemetry:
         self._started -= max((one.get("worker/elapsed_seconds", 0) for one in kept), default=0)
         self.totals = totals_of(kept, streaming=bool(outer.fragments))
         """Sums over the records of this worker, including those before a resume."""
-        now = time.time()
-        start = Start(step, now, workers=self.workers, parameters=plan.parameters, run=run)
-        self.files.write(start)
+        self.files.write(
+            Start(step, time.time(), workers=self.workers, parameters=plan.parameters, run=run)
+        )
         self._done: float | None = None
         self.loss: float | None = None
         """Of the latest logged step that was published."""
@@ -363,4 +365,28 @@ def _console_line(record: Record, progress: str, steps_left: float) -> str:
         f"{'' if hidden is None else f'  hidden {hidden:.0f} %'}"
         f"  memory {record['train/memory_gib']:.2f} GiB"
         f"  ETA {clock(steps_left * record['speed/seconds_per_step'])}"
+    )
+
+
+def build_profiler(
+    config: Profiling, folder: Path, world: World
+) -> AbstractContextManager[profile | None]:
+    """Return a profiler that writes a trace into folder/traces, or a context that yields None."""
+    if config.start == 0 or world.rank_in_worker:
+        return nullcontext()
+    traces = folder / "traces"
+    traces.mkdir(parents=True, exist_ok=True)
+
+    def save(profiler: profile) -> None:
+        path = traces / f"rank{world.rank}-step{profiler.step_num}.json.gz"
+        profiler.export_chrome_trace(str(path))
+        logger.info(f"profile of {config.steps} steps: {path}")
+
+    gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+    skip, steps = config.start - 1, config.steps
+    return profile(
+        activities=[ProfilerActivity.CPU, *gpu],
+        schedule=schedule(skip_first=skip, wait=0, warmup=1, active=steps, repeat=1),
+        on_trace_ready=save,
+        record_shapes=True,
     )
