@@ -7,13 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchtitan_diloco import hardware
 from torchtitan_diloco.components import run_plan
 from torchtitan_diloco.components.run_plan import check_memory, log_early_end, plan_run
 from torchtitan_diloco.config.schema import Config, Training
 from torchtitan_diloco.diloco.config import DiLoCoConfig, OuterOptimizer
 from torchtitan_diloco.distributed.world import World
-from torchtitan_diloco.hardware import GIB, available_memory_bytes
+from torchtitan_diloco.hardware import GIB
 from torchtitan_diloco.log import LOCAL_ISLANDS
 
 ALONE = World(rank=0, size=1, workers=1, device=torch.device("cpu"))
@@ -49,13 +48,3 @@ def test_an_island_that_stops_says_how_to_resume(
     log_early_end(Config(), Path("runs/island-1"), 4, 10, island=True)
     resumes = "left the run after own step 4; the same command with --run.folder {} resumes it"
     assert caplog.messages == [resumes.format(one) for one in ("runs/island-1", "runs")]
-
-
-@pytest.mark.parametrize(("limit", "available"), [("1000", 1000), ("max", None)])
-def test_a_container_limits_the_memory(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, limit: str, available: int | None
-) -> None:
-    (tmp_path / "memory.max").write_text(f"{limit}\n")
-    monkeypatch.setattr(hardware, "CGROUP", tmp_path)
-    found = available_memory_bytes()
-    assert found == available if available is not None else found > 1000

@@ -1,5 +1,6 @@
 """Steps through telemetry: what is recorded, when it is read, and where it is written."""
 
+import json
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -9,16 +10,26 @@ from typing import Any, cast
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import nn
 
 from tests.islands.servers import wait_until
 from tests.test_trainer import LOSS, records
 from torchtitan_diloco.components import telemetry as module
 from torchtitan_diloco.components.metrics import METRICS, all_reduce_bytes, time_shares
+from torchtitan_diloco.components.records import (
+    RoundRecord,
+    drop_records_after,
+    from_record,
+    round_record,
+    to_line,
+)
 from torchtitan_diloco.components.run_plan import RunPlan
 from torchtitan_diloco.components.telemetry import RunProgress, StepResult, Telemetry
 from torchtitan_diloco.config.schema import Metrics
+from torchtitan_diloco.diloco.fragments import Fragment, Part
 from torchtitan_diloco.diloco.outer_loop import OuterLoop
 from torchtitan_diloco.diloco.round import Round, Traffic
+from torchtitan_diloco.diloco.vitals import OUTLIER
 from torchtitan_diloco.distributed.collectives import PendingSum
 from torchtitan_diloco.distributed.world import World
 
@@ -204,26 +215,20 @@ def test_tensorboard_opens_on_what_matters(tmp_path: Path) -> None:
     assert not {LOSS, "loss/val", "train/lr"} & own_tags, "shown once"
 
 
-def test_an_island_speaks_of_itself_and_of_the_tokens_of_the_run(tmp_path: Path) -> None:
-    with telemetry(tmp_path, tensorboard=True) as own:
-        own.measure(lambda: TRAINED)
-        log(own, 1, RunProgress(steps=7, tokens=448))
-        own.publish(all=True)
-    assert records(tmp_path)[0]["train/tokens"] == 448
-    board = EventAccumulator(str(tmp_path / "worker-0")).Reload()
-    assert board.SummaryMetadata(LOSS).summary_description.endswith("; this worker")
-
-
-def test_a_run_that_becomes_longer_has_no_negative_time_left(
+def test_an_island_speaks_of_itself_and_of_the_tokens_of_the_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level("INFO"), telemetry(tmp_path) as own:
+    """The run becomes longer, and no time that is left is negative."""
+    with caplog.at_level("INFO"), telemetry(tmp_path, tensorboard=True) as own:
         for step, done in enumerate((10, 11, 6), start=1):
             own.measure(lambda: TRAINED)
             log(own, step, RunProgress(steps=done, tokens=64 * done))
         own.publish(all=True)
+    assert [one["train/tokens"] for one in records(tmp_path)] == [640, 704, 384]
     assert caplog.text.count("  ETA ") == 3
     assert "-1d" not in caplog.text
+    board = EventAccumulator(str(tmp_path / "worker-0")).Reload()
+    assert board.SummaryMetadata(LOSS).summary_description.endswith("; this worker")
 
 
 def test_weights_and_biases_gets_the_same_curves(
@@ -255,3 +260,43 @@ def test_a_full_disk_does_not_end_the_run(
         monkeypatch.setattr(own.files, "_lines", type("Full", (), {"write": full, "close": full})())
         train(own, range(1, 5))
     assert caplog.text.count("No space left") == 1, "said once"
+
+
+# --- records --------------------------------------------------------------------------------------
+
+BYTES = 10**6
+
+
+def test_the_record_of_a_round() -> None:
+    """As a rank of worker 1 of two sees it, which arrives a second after the other."""
+    traffic = Traffic(BYTES, 2 * BYTES, 0.01, 0.02, 0.1, header_sent=1, encoded=1.5, received=3)
+    traffic.heard, traffic.link_bytes, traffic.link_until = {0: 1.0}, {0: BYTES}, {0: 3.0}
+    traffic.dot = 3.0
+    one = Round(0, 7, 5, BYTES, weight=8.0, participants=2, flags=OUTLIER, traffic=traffic)
+    one.applied_step, one.due, one.taken, one.begun = 6, 0.0, 0.1, 1.0
+    one.ready, one.asked, one.fetched, one.applied = 4.0, 3.0, 4.0, 4.5
+    one.delta_square, one.mean_square, one.drift = 9.0, 4.0, torch.tensor(2.0)
+    fragment = Fragment(0, "blocks", (Part("weight", nn.Parameter(torch.zeros(2 * BYTES))),))
+    found = json.loads(to_line(round_record(one, fragment, clock=1000.0)))
+    assert (found["kind"], found["step"], found["fragment_name"]) == ("round", 6, "blocks")
+    assert (found["parameters"], found["values"]) == (2 * BYTES, BYTES)
+    assert found["left_out"] == ["outlier"]
+    assert (found["outer_gradient_norm"], found["drift_norm"]) == (3.0, 2.0)
+    assert found["cosine_to_mean"] == pytest.approx(3 / 6)
+    assert (found["at_seconds"]["due"], found["at_seconds"]["applied"]) == (1000.0, 1004.5)
+    assert found["heard_after_seconds"] == {"0": 0.0}
+    assert found["received_bits_per_second_from"] == {"0": 8 * BYTES / 2}
+    record = from_record(RoundRecord, found)
+    assert (record.waited_seconds, record.seconds("begun", "ready")) == (1.0, 3.0)
+    assert json.loads(to_line(record)) == found, "what is written is read again"
+
+
+def test_a_resume_drops_what_it_repeats_and_what_is_damaged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = ['{"step": 1}', "{damaged", "[1]", '{"kind": "round", "step": 2}', '{"step": null}']
+    path.write_bytes("\n".join(lines).encode() + b'\n"\xff"\n{"step": 3}\n{"ste')
+    assert drop_records_after(path, 2) == [{"step": 1}]
+    assert path.read_text() == '{"step": 1}\n{"kind": "round", "step": 2}\n'
+    assert "4 lines" in caplog.text

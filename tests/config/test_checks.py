@@ -27,6 +27,10 @@ TOPK = {"diloco.quantization.codec": "topk", "diloco.outer_optimizer.name": "sgd
             "diloco.beginning.fraction",
         ),
         ({"islands.local": "2", "diloco.beginning.fraction": "0.1"}, "diloco.beginning.fraction"),
+        (
+            {"lr_schedule.warmup_steps": "3", "lr_schedule.warmup_fraction": "0.1"},
+            "lr_schedule.warmup_fraction",
+        ),
         ({"diloco.delta_norm_limit": "0.5"}, "diloco.delta_norm_limit"),
         ({"diloco.fragments.pattern": "explicit"}, "diloco.fragments.modules"),
         ({"diloco.quantization.block_size": "65"}, "diloco.quantization.block_size"),

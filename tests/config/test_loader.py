@@ -64,33 +64,26 @@ def test_values_on_the_command_line() -> None:
     assert config.diloco.fragments.modules == (("blocks.0", "head"), ("blocks.1",))
 
 
-def test_the_warm_up_that_is_given_last_counts(tmp_path: Path) -> None:
-    def warmup(**given: str) -> int:
-        found = load_config(child, {f"lr_schedule.{key}": one for key, one in given.items()})
-        return found.lr_schedule.warmup(1000)
-
-    table = "[lr_schedule]\nwarmup_fraction = 0.2\n"
-    child = write(tmp_path, "own.toml", f"extends = 'llama-8b.toml'\n{table}")
-    assert warmup() == 200
-    assert warmup(warmup_steps="30") == 30
-    assert warmup(warmup_steps="0") == 0
-    assert warmup(warmup_fraction="0.05") == 50
-    both = error_of(child, **{"lr_schedule.warmup_steps": "3", "lr_schedule.warmup_fraction": "1"})
-    assert "lr_schedule.warmup_steps already sets the length of the warm-up" in both
-
-
-def test_the_beginning_that_is_given_last_counts(tmp_path: Path) -> None:
-    def steps(**given: str) -> int:
-        found = load_config(child, {f"diloco.beginning.{key}": one for key, one in given.items()})
-        return found.diloco.beginning.in_steps(1000).steps
-
-    parent = write(tmp_path, "parent.toml", "training.steps = 9\ndiloco.beginning.steps = 300\n")
-    table = f"extends = '{parent}'\ndiloco.beginning.fraction = 0.1\n"
-    child = write(tmp_path, "child.toml", table)
-    assert steps() == 100
-    assert steps(steps="30") == 30
-    assert steps(fraction="0.05") == 50
-    assert steps(fraction="0") == 0
+@pytest.mark.parametrize(
+    ("words", "warmup", "beginning"),
+    [
+        ("", 200, 100),
+        ("--lr_schedule.warmup_steps 30 --diloco.beginning.steps 30", 30, 30),
+        ("--lr_schedule.warmup_steps 0 --diloco.beginning.fraction 0", 0, 0),
+        ("--lr_schedule.warmup_fraction 0.05 --diloco.beginning.fraction 0.05", 50, 50),
+    ],
+)
+def test_the_length_that_is_given_last_counts(
+    tmp_path: Path, words: str, warmup: int, beginning: int
+) -> None:
+    lengths = "lr_schedule.warmup_steps = 300\ndiloco.beginning.steps = 300\n"
+    write(tmp_path, "parent.toml", f"extends = '1b.toml'\n{lengths}")
+    lengths = "lr_schedule.warmup_fraction = 0.2\ndiloco.beginning.fraction = 0.1\n"
+    child = write(tmp_path, "child.toml", f"extends = 'parent.toml'\n{lengths}")
+    config = from_command_line(["--config", child, *words.split()])
+    assert config is not None
+    assert config.lr_schedule.warmup(1000) == warmup
+    assert config.diloco.beginning.in_steps(1000).steps == beginning
 
 
 @pytest.mark.parametrize(
