@@ -39,15 +39,13 @@ class ConfigError(UserError):
 
 def load_config(name_or_path: str, overrides: Mapping[str, str] | None = None) -> Config:
     """Load a TOML file (a path, or a name in train_configs/) with command-line settings on top."""
-    path, settings = find_config(name_or_path), _Settings()
-    settings.add_file(path)
-    settings.add(overrides or {}, COMMAND_LINE)
-    if not settings.values.get("run.name"):
-        settings.values["run.name"] = path.stem
-    config = settings.build()
-    values = flat_settings(config)
+    path = find_config(name_or_path)
+    values, origins = _merge(_read_file(path) | {COMMAND_LINE: overrides or {}})
+    values["run.name"] = values.get("run.name") or path.stem
+    config = _build(values)
+    chosen = flat_settings(config)
     mistakes = [
-        _mistake(settings.origins.get(key, "default"), key, values[key], reason)
+        _mistake(origins.get(key, "default"), key, chosen[key], reason)
         for key, reason in config_mistakes(config)
     ]
     if mistakes:
@@ -57,9 +55,7 @@ def load_config(name_or_path: str, overrides: Mapping[str, str] | None = None) -
 
 def parse_config(toml_text: str, origin: str) -> Config:
     """Parse the output of `to_toml`. Missing settings have their defaults."""
-    settings = _Settings()
-    settings.add(_parse_toml(toml_text, origin), origin)
-    return settings.build()
+    return _build(_merge({origin: _parse_toml(toml_text, origin)})[0])
 
 
 def to_toml(config: Config) -> str:
@@ -69,55 +65,53 @@ def to_toml(config: Config) -> str:
     )
 
 
-class _Settings:
-    """Values of settings with their origins. Those added later replace earlier ones."""
+def _read_file(path: Path, children: tuple[Path, ...] = ()) -> dict[str, Mapping[str, Any]]:
+    """Return the table of a TOML file by its path, after those of the files that it extends."""
+    try:
+        table = _parse_toml(path.read_text(encoding="utf-8"), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError([f"{path}: cannot be read as a TOML file: {error}"]) from None
+    if (parent := table.pop("extends", None)) is None:
+        return {str(path): table}
+    found = find_config(parent, path) if isinstance(parent, str) else None
+    if found is None or found.resolve() == path.resolve() or found.resolve() in children:
+        reason = "must be the name of one other TOML file, which does not extend this one"
+        raise ConfigError([_mistake(str(path), "extends", parent, reason)])
+    return _read_file(found, (*children, path.resolve())) | {str(path): table}
 
-    def __init__(self) -> None:
-        self.values: dict[str, Any] = {}
-        self.origins: dict[str, str] = {}
-        self.mistakes: list[str] = []
 
-    def add_file(self, path: Path, children: tuple[Path, ...] = ()) -> None:
-        """Add the settings of a TOML file, after those of the file that it extends."""
-        try:
-            table = _parse_toml(path.read_text(encoding="utf-8"), str(path))
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError([f"{path}: cannot be read as a TOML file: {error}"]) from None
-        if (parent := table.pop("extends", None)) is not None:
-            found = find_config(parent, path) if isinstance(parent, str) else None
-            if found is None or found.resolve() == path.resolve() or found.resolve() in children:
-                reason = "must be the name of one other TOML file, which does not extend this one"
-                raise ConfigError([_mistake(str(path), "extends", parent, reason)])
-            self.add_file(found, (*children, path.resolve()))
-        self.add(table, str(path))
-
-    def add(self, table: Mapping[str, Any], origin: str) -> None:
-        """Add the valid settings of a table. Note what is wrong with the others."""
+def _merge(tables: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the values of settings, and where each comes from. Later tables, which have their
+    origins as keys, replace earlier ones."""
+    values, origins, mistakes = dict[str, Any](), dict[str, str](), list[str]()
+    for origin, table in tables.items():
         found = {}
         for key, value in flatten(table).items():
             try:
                 found[key] = _convert(key, value, is_word=origin == COMMAND_LINE)
             except ValueError as error:
-                self.mistakes.append(_mistake(origin, key, value, str(error)))
+                mistakes.append(_mistake(origin, key, value, str(error)))
         if any(found.get(key) for key in RUN_LENGTH):  # so that `--training.steps 9` shortens any
-            self.values |= dict.fromkeys(RUN_LENGTH, 0)
+            values |= dict.fromkeys(RUN_LENGTH, 0)
         for either in (WARMUP, BEGINNING):
             if not found.keys().isdisjoint(either):
-                self.values |= dict.fromkeys(either, 0)
-        self.values |= found
-        self.origins |= dict.fromkeys(found, origin)
+                values |= dict.fromkeys(either, 0)
+        values |= found
+        origins |= dict.fromkeys(found, origin)
+    if mistakes:
+        raise ConfigError(mistakes)
+    return values, origins
 
-    def build(self) -> Config:
-        if self.mistakes:
-            raise ConfigError(self.mistakes)
-        tables: dict[str, Any] = {}
-        for key, value in self.values.items():
-            *sections, name = key.split(".")
-            table = tables
-            for section in sections:
-                table = table.setdefault(section, {})
-            table[name] = value
-        return msgspec.convert(tables, Config)
+
+def _build(values: Mapping[str, Any]) -> Config:
+    tables: dict[str, Any] = {}
+    for key, value in values.items():
+        *sections, name = key.split(".")
+        table = tables
+        for section in sections:
+            table = table.setdefault(section, {})
+        table[name] = value
+    return msgspec.convert(tables, Config)
 
 
 def _convert(key: str, value: Any, *, is_word: bool) -> Any:
