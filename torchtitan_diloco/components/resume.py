@@ -196,7 +196,7 @@ def _checkpoints_of(world: World, resume: str) -> dict[str, Path]:
 
 
 def _verify(world: World, own: Mapping[str, Path], name: str) -> Answer:
-    """Check this rank's share of a worker's files."""
+    """Check this rank's share of the files of a step."""
     if name not in own:
         return Answer(problem=f"worker {world.worker} has no {name}" if own else "")
     try:
@@ -253,7 +253,6 @@ def _explaining_errors(path: Path) -> Iterator[None]:
 
 
 def _claim(path: Path, worker: int, start: Start) -> TextIO:
-    """Lock the folder of a worker."""
     own = folder_of_worker(path, worker)
     with _explaining_errors(path):
         own.mkdir(parents=True, exist_ok=True)
@@ -314,7 +313,9 @@ def restore(
     readers = start.holders if streaming else start.holders[:1]
     reads = world.worker in readers
     files = SavedTensors(start.checkpoint, manifest) if reads and start.checkpoint else None
-    shapes = _shapes_of_first({} if files is None else files.shapes, world, readers)
+    shapes = {} if files is None else files.shapes
+    of_first = gather_objects(shapes, world.control)[readers[0] * world.ranks_per_worker]
+    shapes = shapes or {name: tuple(shape) for name, shape in of_first.items()}
     _check_model(start, shapes, model)
     inner = inner_tensors(model, optimizer)
     facts = manifest.outer if reads or not manifest.outer else facts_for_new_worker(manifest.outer)
@@ -337,15 +338,6 @@ def restore(
         write_shared(model, saved)
     notes += outer.load_state_dict(saved)
     return notes + _changed_workers(manifest.workers, world.workers, readers) * streaming
-
-
-def _shapes_of_first(shapes: Shapes, world: World, readers: Sequence[int]) -> Shapes:
-    """Return the shapes of all saved tensors, also on workers that have not read them."""
-    if len(readers) == world.workers:
-        return shapes
-    first = readers[0] * world.ranks_per_worker
-    sent = gather_objects(shapes if world.rank == first else {}, world.control)[first]
-    return {name: tuple(shape) for name, shape in sent.items()}
 
 
 def _check_model(start: Start, shapes: Shapes, model: nn.Module) -> None:
