@@ -63,7 +63,7 @@ def main(arguments: list[str], module: str = "torchtitan_diloco.train") -> int:
     except BrokenPipeError:  # `--help | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except ValueError as error:
+    except UserError as error:
         return _fail(str(error), USER_ERROR)
 
     from torch.distributed.elastic.multiprocessing import SignalException
@@ -81,6 +81,8 @@ def main(arguments: list[str], module: str = "torchtitan_diloco.train") -> int:
         codes = {number: code for code, number in NOT_AGAIN.items()}
         return codes.get(error.sigval, 128 + error.sigval)
     except (RuntimeError, OSError) as error:
+        if launch.max_nodes == 1:
+            return _fail(f"the processes could not be started: {cause_of(error)}", code=1)
         return _fail(
             f"did not meet the other nodes at RDZV_ENDPOINT={launch.rdzv_endpoint} within "
             f"{config.distributed.init_timeout_seconds} s: start all nodes, and check the address "
