@@ -45,7 +45,7 @@ from torchtitan_diloco.components.run_plan import (
 from torchtitan_diloco.components.telemetry import Batch, StepResult, Telemetry, build_profiler
 from torchtitan_diloco.components.validation import Validator, count_text_bytes
 from torchtitan_diloco.config import Config, to_toml
-from torchtitan_diloco.config.checks import run_warnings
+from torchtitan_diloco.config.loader import run_warnings
 from torchtitan_diloco.config.schema import flat_settings, portable
 from torchtitan_diloco.data.clusters import choose_clusters
 from torchtitan_diloco.data.corpus import open_split
