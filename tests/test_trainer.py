@@ -16,10 +16,10 @@ import torch
 
 import torchtitan_diloco.trainer
 from tests.processes import ProcessPool
+from torchtitan_diloco.components.loss import validate
 from torchtitan_diloco.components.optimizer import gradient_norm
 from torchtitan_diloco.components.run_plan import AfterStep, after_step
 from torchtitan_diloco.components.telemetry import StepResult
-from torchtitan_diloco.components.validation import validate
 from torchtitan_diloco.config import Config, load_config, to_toml
 from torchtitan_diloco.diloco.fragments import local_of
 from torchtitan_diloco.distributed.collectives import Requests

@@ -16,7 +16,7 @@ from torchtitan_diloco.components.checkpoint import (
     RunState,
     folder_of_worker,
 )
-from torchtitan_diloco.components.loss import loss_head
+from torchtitan_diloco.components.loss import Validator, count_text_bytes, loss_head
 from torchtitan_diloco.components.optimizer import (
     SkippedSteps,
     build_optimizer,
@@ -43,7 +43,6 @@ from torchtitan_diloco.components.run_plan import (
     plan_run,
 )
 from torchtitan_diloco.components.telemetry import Batch, StepResult, Telemetry, build_profiler
-from torchtitan_diloco.components.validation import Validator, count_text_bytes
 from torchtitan_diloco.config import Config, to_toml
 from torchtitan_diloco.config.loader import run_warnings
 from torchtitan_diloco.config.schema import flat_settings, portable
