@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from torchtitan_diloco.components.checkpoint import (
     Checkpointer,
@@ -25,7 +26,6 @@ from torchtitan_diloco.components.optimizer import (
     gradient_norm,
     lr_factor,
     read_later,
-    reduce_over_workers,
     set_lr,
 )
 from torchtitan_diloco.components.resume import (
@@ -37,14 +37,12 @@ from torchtitan_diloco.components.resume import (
 )
 from torchtitan_diloco.components.run_plan import (
     after_step,
-    check_memory,
     log_early_end,
     log_plan,
     plan_run,
 )
 from torchtitan_diloco.components.telemetry import Batch, StepResult, Telemetry, build_profiler
 from torchtitan_diloco.config import Config, to_toml
-from torchtitan_diloco.config.loader import run_warnings
 from torchtitan_diloco.config.schema import flat_settings, portable
 from torchtitan_diloco.data.clusters import choose_clusters
 from torchtitan_diloco.data.corpus import open_split
@@ -178,7 +176,8 @@ class Trainer:
         for number, (inputs, targets) in enumerate(islice(batches, plan.accumulation), start=1):
             inputs = inputs.to(self.world.device, non_blocking=True)
             targets = targets.to(self.world.device, non_blocking=True)
-            reduce_over_workers(self.model, number == plan.accumulation)
+            if isinstance(self.model, FSDPModule):  # links between workers are slow: once a step
+                self.model.set_requires_all_reduce(number == plan.accumulation)
             head = loss_head(targets, z_loss=config.z_loss)
             sums = self.model(inputs, head=head)
             (sums.objective * scale).backward()
@@ -305,7 +304,9 @@ class Trainer:
             start_tokens=start.tokens,
             muon=config.optimizer.name == "muon",
         )
-        self._log_plan()
+        model = f"{config.model.flavor}, {self.model.shape}, vocabulary {self.vocab_size:,}"
+        data = f"{config.data.corpus}: {len(self.tokens):,} tokens of {self.tokenizer.name}"
+        log_plan(self.plan, config, self.world, model, data)  # before memory is allocated
         dtype = compute_dtype(config.parallel.compute_dtype, device)
         mesh = self.world.fsdp_mesh(all_workers=config.diloco.method == "none")
         parallelize(
@@ -356,17 +357,6 @@ class Trainer:
         text_bytes = count_text_bytes(batches, self.tokenizer)
         validated = self.resumed.validated
         return Validator(self.model, batches, self.world, self.outer, validated, text_bytes)
-
-    def _log_plan(self) -> None:
-        """Log the plan, and raise if it does not fit, before memory is allocated."""
-        config = self.config
-        model_line = f"{config.model.flavor}, {self.model.shape}, vocabulary {self.vocab_size:,}"
-        data_line = f"{config.data.corpus}: {len(self.tokens):,} tokens of {self.tokenizer.name}"
-        log_plan(self.plan, config.training, self.world, model_line, data_line)
-        check_memory(self.plan, self.world, config.diloco)
-        for warning in run_warnings(config, self.plan.total_steps):
-            if self.world.is_first:
-                logger.warning(warning)
 
     def _agree(self) -> None:
         settings = flat_settings(self.config).items()

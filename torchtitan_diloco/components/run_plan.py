@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from torchtitan_diloco import __version__
+from torchtitan_diloco.config.loader import run_warnings
 from torchtitan_diloco.config.schema import Config, Training
 from torchtitan_diloco.diloco.config import DiLoCoConfig
 from torchtitan_diloco.diloco.startup import state_bytes
@@ -104,11 +105,10 @@ def after_step(config: Config, step: int, requests: Requests, *, finished: bool)
     return AfterStep(log, validate, save, stop)
 
 
-def log_plan(
-    plan: RunPlan, training: Training, world: World, model_line: str, data_line: str
-) -> None:
-    """Log how the numbers of the run are derived, one line each."""
-    ranks, start = world.ranks_per_worker, plan.start_step
+def log_plan(plan: RunPlan, config: Config, world: World, model: str, data: str) -> None:
+    """Log how the numbers of the run are derived, one line each, and warnings. Raise if it does not
+    fit into memory."""
+    training, ranks, start = config.training, world.ranks_per_worker, plan.start_step
     workers = plan.ranks // ranks
     here = f", of which {world.size} ranks here" if plan.ranks > world.size else ""
     gib = plan.inner_bytes * plan.parameters / ranks / GIB
@@ -118,9 +118,9 @@ def log_plan(
     lines = {
         "version": f"torchtitan_diloco {__version__}, torch {torch.__version__}, "
         f"{describe_device(world.device)}",
-        "model": f"{model_line}: {plan.parameters:,} parameters, {plan.embedding_parameters:,} of "
+        "model": f"{model}: {plan.parameters:,} parameters, {plan.embedding_parameters:,} of "
         "them embedding",
-        "data": data_line,
+        "data": data,
         "step": f"{workers} workers x {ranks} ranks x {plan.accumulation} micro-batches x "
         f"{training.batch_size} sequences x {training.sequence_length:,} tokens = {each} tokens"
         f"{here}",
@@ -131,6 +131,9 @@ def log_plan(
     }
     for name, text in lines.items():
         logger.info(f"{name:<10} {text}")
+    check_memory(plan, world, config.diloco)
+    for warning in run_warnings(config, plan.total_steps) if world.is_first else ():
+        logger.warning(warning)
 
 
 def check_memory(plan: RunPlan, world: World, diloco: DiLoCoConfig) -> None:
