@@ -13,7 +13,8 @@ from unittest.mock import patch
 
 import pytest
 
-from tests.launch.running import launcher, two_nodes
+from tests.islands.servers import free_port
+from tests.launch.running import launcher
 from torchtitan_diloco.hardware import available_cores
 from torchtitan_diloco.launch import NOT_AGAIN, describe_failures, main, read_nodes
 
@@ -127,7 +128,7 @@ def test_two_runs_at_once(tmp_path: Path) -> None:
     argument = "a b/$HOME/${local_rank}/$$.txt"
     with (
         launcher(tmp_path / "a", "meet", "--data.source", argument) as a,
-        launcher(tmp_path / "b", "meet", environment={"OMP_NUM_THREADS": "7"}) as b,
+        launcher(tmp_path / "b", "meet", OMP_NUM_THREADS="7") as b,
     ):
         assert (a.wait(), b.wait()) == (0, 0), a.printed() + b.printed()
     for run, threads in ((a, max(1, available_cores() // 2)), (b, 7)):
@@ -139,15 +140,19 @@ def test_two_runs_at_once(tmp_path: Path) -> None:
 
 def test_a_node_that_no_other_node_meets(tmp_path: Path) -> None:
     """Ctrl-C ends it as well: torch waits in C++ then, where no Python signal handler runs."""
-    first, second = ({**two_nodes(), "NODE_RANK": rank} for rank in ("0", "1"))
+    ends = [f"localhost:{free_port()}" for _ in range(2)]
+    first, second = (
+        {"NNODES": "2", "NPROC": "1", "NODE_RANK": str(rank), "RDZV_ENDPOINT": end}
+        for rank, end in enumerate(ends)
+    )
     timeout = ("--distributed.init_timeout_seconds", "2")
     with (
-        launcher(tmp_path / "0", "wait", *timeout, environment=first) as alone,
-        launcher(tmp_path / "1", "wait", environment=second) as stopped,
+        launcher(tmp_path / "0", "wait", *timeout, **first) as alone,
+        launcher(tmp_path / "1", "wait", **second) as stopped,
     ):
         stopped.wait_for("node 1 of 2: waiting for the others at localhost:")
         assert alone.wait() == 1
-        meeting = f"RDZV_ENDPOINT={first['RDZV_ENDPOINT']} within 2 s"
+        meeting = f"RDZV_ENDPOINT={ends[0]} within 2 s"
         assert f"error: did not meet the other nodes at {meeting}" in alone.printed()
         stopped.process.send_signal(signal.SIGINT)
         assert stopped.wait() == 130
@@ -196,7 +201,7 @@ def test_ranks_that_do_not_stop_are_killed(tmp_path: Path, by: signal.Signals) -
     if by == signal.SIGKILL and sys.platform != "linux":
         pytest.skip("needs prctl")
     variables = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "1"}
-    with launcher(tmp_path / "console", "hang", workers=1, environment=variables) as run:
+    with launcher(tmp_path / "console", "hang", workers=1, **variables) as run:
         run.wait_for("hanging")
         run.process.send_signal(by)
         assert run.wait() == 128 + by
