@@ -5,7 +5,6 @@ import math
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -187,17 +186,6 @@ def test_pauses_are_left_out_and_earlier_sessions_count(
     assert starts == [1e9 + 1, 1e9 + 2], "on the wall clock"
 
 
-def test_data_parallelism_does_not_know_its_communication(tmp_path: Path) -> None:
-    none = {"fragments": (), "step": int, "metrics": dict, "rounds": list}
-    with telemetry(tmp_path, SimpleNamespace(exposed_seconds=0.0, **none), workers=2) as own:
-        train(own, [1, 2])
-    (record,) = records(tmp_path)
-    assert not [key for key in record if key.startswith("sync/") or "exposed" in key]
-    shares = time_shares(record)
-    assert math.isnan(shares.pop("exposed communication"))
-    assert math.fsum(shares.values()) == pytest.approx(100, abs=1e-6)
-
-
 def test_tensorboard_opens_on_what_matters(tmp_path: Path) -> None:
     for rank in range(2):
         with telemetry(tmp_path, tensorboard=True, rank=rank, workers=2, step=1) as own:
@@ -374,6 +362,7 @@ def test_streaming_after_data_parallelism_counts_its_own_steps(
     first = {"diloco__method": "none", "training__stop_after": 8, "checkpoint__at_end": "true"}
     folder = run_two_workers(text, processes, run__folder=text.parent / "run", **first)
     assert records(folder, "round") == []
+    assert not [key for one in records(folder) for key in one if "exposed" in key], "not known"
     (start,) = records(folder, "start")
     (run,) = open_runs([folder])
     assert run.totals["worker/steps"] == 8
@@ -382,14 +371,3 @@ def test_streaming_after_data_parallelism_counts_its_own_steps(
     (run,) = open_runs([folder])
     assert run.totals["worker/steps"] == 12
     assert run.totals["worker/sent_bytes"] > 0
-
-
-def test_no_round_is_lost_however_seldom_one_reports(text: Path, processes: ProcessPool) -> None:
-    often = {"diloco.sync_every": 1, "diloco.overlap.delay": 0, "training.steps": 90}
-    small = {"training.batch_size": 1, "training.global_batch_size": 2}
-    seldom = {"metrics.log_every": 1000, "validation.every": 0}
-    chosen = streaming(text, **often, **small, **seldom)
-    processes.run(train_config, 2, chosen)
-    told = records(Path(chosen["run.folder"]), "round")
-    fragments = {record["fragment"] for record in told}
-    assert len(told) == 90 * len(fragments) > 256

@@ -246,13 +246,3 @@ def test_another_number_on_another_rank(processes: ProcessPool) -> None:
         assert "diloco.link.streams = 1 on rank 0, 2 on rank 1: give all ranks the same" in said
     with pytest.raises(ValueError, match=r"Link.streams = 33.*<= 32"):
         Link(streams=33)
-
-
-def test_no_interface_to_make_streams_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(socket, "if_nameindex", list)
-    monkeypatch.delenv(world_module.GLOO_INTERFACE, raising=False)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    monkeypatch.setattr(world_module, "gather_objects", lambda mine, _: [mine])
-    assert world_module.pick_streams(Link(streams=1), 0, 1) == (1, "")
-    with pytest.raises(ValueError, match=r"streams = 4 needs .*: set diloco.link.interface"):
-        world_module.pick_streams(Link(streams=4), 0, 1)
