@@ -128,15 +128,6 @@ def test_the_saved_configuration_starts_the_same_run_again(text: Path) -> None:
     assert (again / "config.toml").read_text() == saved.read_text()
 
 
-def test_a_finished_run_repeats_its_result(text: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "torchtitan_diloco")
-    for _ in range(2):
-        train(settings(text))
-    first, again = (one for one in caplog.messages if "nats per held-out token" in one)
-    assert first == again
-    assert " bits per byte, after step 8" in first
-
-
 @pytest.mark.parametrize(
     ("step", "asked", "expected"),
     [

@@ -384,10 +384,12 @@ def test_what_cannot_be_resumed_is_refused(
 def test_a_finished_run_has_nothing_left_and_goes_on_with_other_data_but_no_other_tokenizer(
     text: Path, finished: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO", "torchtitan_diloco")
     before = records(finished)
     run(chosen(text, finished))
     assert records(finished) == before
-    caplog.set_level("INFO", "torchtitan_diloco")
+    last_loss = curve(before, VALIDATION)[-1]
+    assert f"{last_loss:.4f} nats per held-out token" in caplog.text, "the result, once more"
     other = {"run.seed": 1, "training.global_batch_size": "none", "training.batch_size": 12}
     run(chosen(text, finished, **other, **{"training.steps": 18}))
     for change in ("run.seed was 0, is 1", "training.global_batch_size was 12, is not set"):
