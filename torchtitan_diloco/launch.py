@@ -244,10 +244,12 @@ def kill_on_second_signal() -> None:
     def watch() -> None:
         first, received_at = None, 0.0
         while number := os.read(read_end, 1):
-            if number[0] in STOP_SIGNALS and first is None:
+            if number[0] not in STOP_SIGNALS:  # one of NOT_AGAIN, from a rank
+                continue
+            if first is None:
                 first, received_at = signal.Signals(number[0]), time.monotonic()
                 _say(f"{first.name}: training stops after this step; a second signal kills it")
-            elif first is not None and time.monotonic() > received_at + SAME_SIGNAL_SECONDS:
+            elif time.monotonic() > received_at + SAME_SIGNAL_SECONDS:
                 _say("killed by a second signal")
                 os._exit(128 + first)
 

@@ -195,6 +195,15 @@ def test_a_second_signal_kills(tmp_path: Path) -> None:
         run.wait_until_ranks_are_gone()
 
 
+def test_a_mistake_after_a_stop_signal_is_not_a_second_one(tmp_path: Path) -> None:
+    """Such as a disk that is full in the last save."""
+    with launcher(tmp_path / "console", "wait,crash:2:9", workers=1) as run:
+        run.wait_for("waiting")
+        run.process.send_signal(signal.SIGTERM)
+        assert run.wait() == 2, run.printed()
+        assert run.printed().endswith("error: stand-in failed on rank 0\n")
+
+
 @pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGKILL])
 def test_ranks_that_do_not_stop_are_killed(tmp_path: Path, by: signal.Signals) -> None:
     """After some time, and at once if the launcher itself was killed."""
