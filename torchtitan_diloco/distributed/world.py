@@ -159,8 +159,7 @@ def join_world(
     inner_backend = "nccl" if chosen.type == "cuda" else "gloo"
     outer_backend = "gloo" if outer_loop else inner_backend
     worker, column = divmod(rank, ranks_per_worker)
-    if link.interface:
-        _check_interface(link.interface, for_nccl=not outer_loop)
+    _check_interface(link.interface, for_nccl=not outer_loop)
     with _gloo_over(link.interface):
         # Eager communicators of NCCL are made below, and none for all ranks, over slow links.
         dist.init_process_group(
@@ -237,12 +236,12 @@ def _gloo_over(interfaces: str) -> Iterator[None]:
 def _check_interface(name: str, *, for_nccl: bool) -> None:
     """Raise if this machine has no such interface. NCCL uses one for all groups of a process."""
     present = [known for _, known in socket.if_nameindex()]
-    if name not in present:
+    if name and name not in present:
         raise UserError(
             f'diloco.link.interface = "{name}" is no network interface of this machine: '
             f"choose one of {', '.join(present)}, or leave it empty"
         )
-    if for_nccl:
+    if name and for_nccl:
         os.environ["NCCL_SOCKET_IFNAME"] = name
 
 
