@@ -21,9 +21,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from torchtitan_diloco.components.metrics import totals_of
+from torchtitan_diloco.components.metrics import all_reduce_bytes, totals_of
 from torchtitan_diloco.components.records import read_json_lines
-from torchtitan_diloco.components.summary import all_reduce_bytes
 from torchtitan_diloco.config import Config, from_command_line
 from torchtitan_diloco.config.schema import Model
 from torchtitan_diloco.data import corpus, train_tokenizer

@@ -26,7 +26,7 @@ import torch
 
 from benchmarks import core, torchft_loop
 from benchmarks.network import Network, NoNetworkError
-from torchtitan_diloco.distributed.stop import STEPS_APART
+from torchtitan_diloco.distributed.collectives import STEPS_APART
 from torchtitan_diloco.log import install_command
 
 MODEL = {

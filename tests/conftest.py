@@ -65,20 +65,11 @@ def write_text(folder: Path) -> Path:
 
 
 def save_tokenizer(path: Path, vocab_size: int) -> str:
-    """Train a byte-level BPE on the README, and save its `tokenizer.json`."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    """Train a tokenizer on the README, and return the path of its `tokenizer.json`."""
+    from torchtitan_diloco.data.train_tokenizer import main
 
-    tokenizer, alphabet = Tokenizer(models.BPE()), pre_tokenizers.ByteLevel.alphabet()
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=["<|endoftext|>"],
-        initial_alphabet=alphabet,
-        show_progress=False,
-    )
-    tokenizer.train([str(REPOSITORY / "README.md")], trainer)
-    tokenizer.save(str(path))
+    words = f"--source {REPOSITORY}/README.md --vocab-size {vocab_size} --out {path}"
+    main(words.split())
     return str(path)
 
 

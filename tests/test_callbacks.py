@@ -69,43 +69,9 @@ def test_the_callback_of_transformers_is_a_loop_of_ones_own(tmp_path: Path) -> N
     assert all(torch.equal(value, shared[name]) for name, value in model.state_dict().items())
 
 
-class OfTrainer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = Net()
-
-    def forward(self, tokens: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        logits = self.net(tokens)
-        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())}
-
-
 def _examples(worker: int) -> list[dict[str, Tensor]]:
     found = [batch(worker, step) for step in range(48)]
     return [{"tokens": tokens, "labels": labels} for tokens, labels in found]
-
-
-def _with_trainer(folder: Path) -> list[Run]:
-    from transformers import Trainer, TrainingArguments
-
-    group = join_workers()
-    runs = []
-    for resumed in (None, folder / f"worker-{group.rank()}" / "checkpoint-11"):
-        callback = build_callback("transformers_trainer", group)
-        arguments = TrainingArguments(
-            output_dir=str(folder / f"worker-{group.rank()}"),
-            per_device_train_batch_size=2,
-            max_steps=20,
-            save_steps=11,
-            report_to="none",
-            disable_tqdm=True,
-            use_cpu=True,
-        )
-        model = OfTrainer()
-        data = _examples(group.rank())
-        trainer = Trainer(model, arguments, train_dataset=data, callbacks=[callback])
-        trainer.train(resume_from_checkpoint=resumed and str(resumed))
-        runs.append((parameters(model), callback.outer.step_count))
-    return runs
 
 
 def _with_lightning(folder: Path) -> list[Run]:
@@ -152,15 +118,11 @@ def _with_lightning(folder: Path) -> list[Run]:
     return runs
 
 
-@pytest.mark.parametrize(
-    ("package", "train", "steps"),
-    [("accelerate", _with_trainer, 20), ("lightning", _with_lightning, 24)],
-)
-def test_a_resumed_run_ends_as_an_uninterrupted_one_on_all_workers(
-    processes: ProcessPool, tmp_path: Path, package: str, train: Any, steps: int
+def test_a_resumed_run_of_lightning_ends_as_an_uninterrupted_one_on_all_workers(
+    processes: ProcessPool, tmp_path: Path
 ) -> None:
-    skip_without(package)
-    found = [run for runs in processes.run(train, 2, tmp_path) for run in runs]
-    assert [of_optimizer for _, of_optimizer in found] == [steps] * 4
+    skip_without("lightning")
+    found = [run for runs in processes.run(_with_lightning, 2, tmp_path) for run in runs]
+    assert [of_optimizer for _, of_optimizer in found] == [24] * 4
     for model, _ in found:
         assert all(torch.equal(model[name], value) for name, value in found[0][0].items())

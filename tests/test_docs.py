@@ -28,7 +28,7 @@ from tests.conftest import REPOSITORY
 from tests.processes import ProcessPool
 from torchtitan_diloco.cli import COMMANDS
 from torchtitan_diloco.config import from_command_line
-from torchtitan_diloco.config.checks import run_warnings
+from torchtitan_diloco.config.loader import run_warnings
 from torchtitan_diloco.diloco import transport
 
 README = REPOSITORY / "README.md"

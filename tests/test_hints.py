@@ -1,7 +1,5 @@
 """Hints name the program that the user started: run_train.sh or torchtitan-diloco."""
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -55,18 +53,3 @@ def test_a_wrong_option_is_answered_in_one_line(
     (line,) = capsys.readouterr().err.splitlines()
     assert ended.value.code == 2
     assert line.startswith("error: ")
-
-
-def test_a_real_start_names_itself() -> None:
-    """`torchtitan-diloco train` is in test_wheel.py, `./run_train.sh` in test_docs.py."""
-    outcome = subprocess.run(
-        [sys.executable, "-m", "torchtitan_diloco", "train", "--help"],
-        cwd=REPOSITORY,
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-    )
-    program = sys.executable.removeprefix(f"{REPOSITORY}/")
-    assert f"usage: {program} -m torchtitan_diloco train [--config" in outcome.stdout, (
-        outcome.stderr
-    )

@@ -1,9 +1,13 @@
-"""Mistakes of a user are a line; errors of the program keep their traceback."""
+"""What a run needs is listed before it starts; how a process of it starts and ends."""
 
+import json
+import logging
 import math
 import os
+import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -14,29 +18,22 @@ import torch
 import torchtitan_diloco.trainer
 from tests.processes import ProcessPool
 from tests.test_trainer import settings, words
-from torchtitan_diloco.config import load_config
+from torchtitan_diloco.components import run_plan
+from torchtitan_diloco.components.run_plan import check_memory, log_early_end, plan_run
+from torchtitan_diloco.config import Config, load_config
+from torchtitan_diloco.config.schema import Training
+from torchtitan_diloco.data.train_tokenizer import main as train_tokenizer
+from torchtitan_diloco.diloco.config import DiLoCoConfig, OuterOptimizer
 from torchtitan_diloco.distributed.collectives import RanksLostError
+from torchtitan_diloco.distributed.world import World
+from torchtitan_diloco.hardware import GIB
 from torchtitan_diloco.islands import IslandFencedError
 from torchtitan_diloco.launch import folder_of_run
-from torchtitan_diloco.log import FENCED, UserError, clock
+from torchtitan_diloco.launch import main as launch
+from torchtitan_diloco.log import FENCED, LOCAL_ISLANDS, UserError, clock
+from torchtitan_diloco.preflight import check_inputs, missing
 from torchtitan_diloco.train import join, main
 from torchtitan_diloco.trainer import Trainer
-
-
-@pytest.mark.parametrize(
-    ("fail", "expected"),
-    [
-        (lambda: load_config("debug", {"run.sead": "1"}), True),
-        (lambda: clock(math.nan), False),  # raised by round() in a function of the package
-        (lambda: torch.optim.AdamW([]), False),
-    ],
-)
-def test_only_errors_that_the_package_raises_itself_are_of_the_user(
-    fail: Any, expected: bool
-) -> None:
-    with pytest.raises(ValueError, match=r".") as caught:
-        fail()
-    assert isinstance(caught.value, UserError) == expected
 
 
 def test_an_island_whose_slot_is_taken_has_an_exit_code_of_its_own(text: Path) -> None:
@@ -100,3 +97,102 @@ def test_only_a_process_that_ends_in_order_says_goodbye(body: str, code: int, sa
     assert done.returncode == code
     assert says in done.stdout + done.stderr
     assert ("goodbye" in done.stdout) == (code == 0)
+
+
+# --- what a run needs -----------------------------------------------------------------------------
+
+
+def test_all_that_is_missing_is_listed_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with (
+        patch("torchtitan_diloco.preflight.find_spec", return_value=None),
+        patch("shutil.which", return_value=None),
+        patch("sys.executable", str(tmp_path / "python")),
+        patch("subprocess.Popen", side_effect=AssertionError("a process was started")),
+    ):
+        assert launch(["--config", "1b", "--metrics.wandb", "x", "--islands.local", "2"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: 5 things to do before this run can start:")
+    extras = re.findall(r"install ([\w-]+): .*\[(\w+)\]'", error)
+    assert extras == [("wandb", "wandb"), ("datasets", "c4"), ("nats-server", "islands")]
+    source = "--source hf:allenai/c4/en:train"
+    assert f"tokenizer {source} --vocab-size 32000 --out data/c4-32k.json" in error
+    assert re.search(rf"prepare {source} .* --max-tokens 25\d{{9}}\n", error), "20 a parameter"
+    with patch("torchtitan_diloco.preflight.find_spec", return_value=None):
+        own = {"data.corpus": "stdlib", "data.tokenizer": "bytes"}
+        assert not [*missing(load_config("35m", own))], "nothing is read from the hub"
+    assert launch(["--config", "llama-8b", "--print-config"]) == 0
+    download = "hf download meta-llama/Llama-3.1-8B --local-dir data/Llama-3.1-8B"
+    error = capsys.readouterr().err
+    assert download in error
+    assert "data.tokenizer" not in error, "it comes with the weights"
+    assert re.search(r"prepare .* --begin-token", error)
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    check_inputs(debug(run__folder=str(tmp_path / "new/run")))
+    (file := tmp_path / "file").touch()
+    with pytest.raises(UserError, match=rf'run.folder = "{file}/run": {file} is no folder that'):
+        check_inputs(debug(run__folder=f"{file}/run"))
+
+
+def debug(**changed: str) -> Config:
+    return load_config("debug", {key.replace("__", "."): one for key, one in changed.items()})
+
+
+def test_files_that_do_not_fit_together(tmp_path: Path) -> None:
+    own, weights = tmp_path / "own.json", tmp_path / "weights"
+    words = f"--source README.md --vocab-size 400 --pieces 9 --out {own}"
+    train_tokenizer(words.split())
+    check_inputs(debug(data__tokenizer=str(own)))
+    with pytest.raises(UserError, match=r"model\.vocab_size = 300 is below the .* of 400"):
+        check_inputs(debug(data__tokenizer=str(own), model__vocab_size="300"))
+    weights.mkdir()
+    given: dict[str, Any] = {"model__weights": str(weights)}
+    with pytest.raises(UserError, match=r"the folder has no model\*.safetensors"):
+        check_inputs(debug(**given))
+    (weights / "model.safetensors").touch()
+    names = "num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size"
+    config = dict.fromkeys(names, 8) | {"model_type": "llama", "vocab_size": 320}
+    (weights / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=r"is of another model: for it, set .*--model\.layers 8"):
+        check_inputs(debug(**given))
+    (tmp_path / "run/worker-0/step-00000001").mkdir(parents=True)
+    check_inputs(debug(**given, run__folder=f"{tmp_path}/run"))  # goes on from its checkpoints
+
+
+ALONE = World(rank=0, size=1, workers=1, device=torch.device("cpu"))
+NONE = DiLoCoConfig(method="none")
+WITHOUT_MOMENTUM = DiLoCoConfig(outer_optimizer=OuterOptimizer("sgd"))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "muon", "diloco", "needed"),
+    [(1, False, NONE, 16), (2, False, DiLoCoConfig(), 56), (1, True, WITHOUT_MOMENTUM, 21)],
+)
+def test_what_does_not_fit_into_memory_is_refused(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, muon: bool, diloco: DiLoCoConfig, needed: int
+) -> None:
+    """A quarter of the parameters are embeddings, which are AdamW's with either optimizer."""
+    plan = plan_run(Training(steps=10), 1, GIB, GIB // 4, muon=muon)
+    check = partial(check_memory, plan, ALONE, diloco)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    monkeypatch.setattr(run_plan, "available_memory_bytes", lambda: needed * GIB)
+    check()
+    monkeypatch.setattr(run_plan, "available_memory_bytes", lambda: needed * GIB - 1)
+    with pytest.raises(ValueError, match=rf"need {needed}.0 GiB on this machine.*--config 35m"):
+        check()
+
+
+def test_an_island_that_stops_says_how_to_resume(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With `islands.local` by the folder of all islands, not by its own."""
+    caplog.set_level(logging.INFO)
+    log_early_end(Config(), Path("runs/island-1"), 4, 10, island=True)
+    monkeypatch.setenv(LOCAL_ISLANDS, "runs")
+    log_early_end(Config(), Path("runs/island-1"), 4, 10, island=True)
+    resumes = "left the run after own step 4; the same command with --run.folder {} resumes it"
+    assert caplog.messages == [resumes.format(one) for one in ("runs/island-1", "runs")]

@@ -63,7 +63,7 @@ def main(arguments: list[str], module: str = "torchtitan_diloco.train") -> int:
     except BrokenPipeError:  # `--help | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except ValueError as error:
+    except UserError as error:
         return _fail(str(error), USER_ERROR)
 
     from torch.distributed.elastic.multiprocessing import SignalException
@@ -81,6 +81,8 @@ def main(arguments: list[str], module: str = "torchtitan_diloco.train") -> int:
         codes = {number: code for code, number in NOT_AGAIN.items()}
         return codes.get(error.sigval, 128 + error.sigval)
     except (RuntimeError, OSError) as error:
+        if launch.max_nodes == 1:
+            return _fail(f"the processes could not be started: {cause_of(error)}", code=1)
         return _fail(
             f"did not meet the other nodes at RDZV_ENDPOINT={launch.rdzv_endpoint} within "
             f"{config.distributed.init_timeout_seconds} s: start all nodes, and check the address "
@@ -242,10 +244,12 @@ def kill_on_second_signal() -> None:
     def watch() -> None:
         first, received_at = None, 0.0
         while number := os.read(read_end, 1):
-            if number[0] in STOP_SIGNALS and first is None:
+            if number[0] not in STOP_SIGNALS:  # one of NOT_AGAIN, from a rank
+                continue
+            if first is None:
                 first, received_at = signal.Signals(number[0]), time.monotonic()
                 _say(f"{first.name}: training stops after this step; a second signal kills it")
-            elif first is not None and time.monotonic() > received_at + SAME_SIGNAL_SECONDS:
+            elif time.monotonic() > received_at + SAME_SIGNAL_SECONDS:
                 _say("killed by a second signal")
                 os._exit(128 + first)
 

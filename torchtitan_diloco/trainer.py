@@ -9,9 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 
-from torchtitan_diloco.components.checkpoint import Checkpointer, Manifest, RunState
-from torchtitan_diloco.components.loss import loss_head
+from torchtitan_diloco.components.checkpoint import (
+    Checkpointer,
+    Manifest,
+    RunState,
+    folder_of_worker,
+)
+from torchtitan_diloco.components.loss import Validator, count_text_bytes, loss_head
 from torchtitan_diloco.components.optimizer import (
     SkippedSteps,
     build_optimizer,
@@ -20,30 +26,23 @@ from torchtitan_diloco.components.optimizer import (
     gradient_norm,
     lr_factor,
     read_later,
-    reduce_over_workers,
     set_lr,
 )
-from torchtitan_diloco.components.profiling import build_profiler
 from torchtitan_diloco.components.resume import (
     changed_settings,
     check_tokenizer,
+    claim_run_folder,
     find_start,
     restore,
 )
-from torchtitan_diloco.components.run_folder import claim_run_folder, folder_of_worker
 from torchtitan_diloco.components.run_plan import (
-    RunPlan,
     after_step,
-    check_memory,
     log_early_end,
     log_plan,
     plan_run,
 )
-from torchtitan_diloco.components.summary import log_summary
-from torchtitan_diloco.components.telemetry import Batch, StepResult, Telemetry
-from torchtitan_diloco.components.validation import Validator, count_text_bytes
+from torchtitan_diloco.components.telemetry import Batch, StepResult, Telemetry, build_profiler
 from torchtitan_diloco.config import Config, to_toml
-from torchtitan_diloco.config.checks import run_warnings
 from torchtitan_diloco.config.schema import flat_settings, portable
 from torchtitan_diloco.data.clusters import choose_clusters
 from torchtitan_diloco.data.corpus import open_split
@@ -54,7 +53,7 @@ from torchtitan_diloco.diloco import StreamingDiLoCo
 from torchtitan_diloco.diloco.config import MAY_DIFFER
 from torchtitan_diloco.diloco.meeting import agree
 from torchtitan_diloco.diloco.streaming import DataParallel, OuterLoop
-from torchtitan_diloco.distributed.stop import StopRequest, answer_lag
+from torchtitan_diloco.distributed.collectives import StopRequest, answer_lag
 from torchtitan_diloco.distributed.world import FSDP, WORKER, World
 from torchtitan_diloco.export.weights import load_initial_weights, weights_fingerprint
 from torchtitan_diloco.island_run import IslandRun
@@ -106,7 +105,6 @@ class Trainer:
             logger.info(line)
         self._resume()
         self.begin()
-        sections = config.training, config.checkpoint, config.metrics, config.validation
         own_folder = folder_of_worker(folder, self.world.worker)
         gc.disable()  # all ranks collect garbage after the same steps
         with (
@@ -130,7 +128,7 @@ class Trainer:
                     gc.collect(1)
                 save = checkpointer.due_by_time()
                 requests = stop.agreed(self.step, telemetry.sums, save=save)
-                then = after_step(self.step, self.finished, requests, *sections)
+                then = after_step(config, self.step, requests, finished=self.finished)
                 if then.log:
                     progress = None if self.island is None else self.island.progress
                     sums = stop.ask(self.step, telemetry.sums)
@@ -151,12 +149,12 @@ class Trainer:
         early = not self.finished if self.island is None else self.island.close()
         gc.enable()
         if early:
-            about = self.plan, self.step, config.training, config.checkpoint, folder
-            log_early_end(*about, island=self.island is not None)
+            is_island = self.island is not None
+            log_early_end(config, folder, self.step, self.plan.total_steps, island=is_island)
         is_plain = self.island is None and config.data.shard_by == "none"
         has_control = is_plain and self.start.manifest is None
         validated = self.validator.validated
-        log_summary(telemetry, folder, self.step, validated, has_control=has_control)
+        telemetry.log_summary(folder, self.step, validated, has_control=has_control)
         if checkpointer.failure:
             raise UserError(
                 f"the last checkpoint could not be saved: {checkpointer.failure}; make room and "
@@ -168,7 +166,8 @@ class Trainer:
     def train_step(self, batches: Iterator[Batch]) -> StepResult:
         self.step += 1
         config, plan, fsdp = self.config.training, self.plan, self.world.group(FSDP)
-        factor = self._next_lr_factor()
+        step = self.step if self.island is None else self.island.step
+        factor = lr_factor(step, plan.total_steps, self.config.lr_schedule)
         self.lr = self.config.optimizer.lr * factor
         set_lr(self.optimizer, factor)
         # The gradient is the mean over all tokens of the step; FSDP2 averages over ranks.
@@ -177,7 +176,8 @@ class Trainer:
         for number, (inputs, targets) in enumerate(islice(batches, plan.accumulation), start=1):
             inputs = inputs.to(self.world.device, non_blocking=True)
             targets = targets.to(self.world.device, non_blocking=True)
-            reduce_over_workers(self.model, number == plan.accumulation)
+            if isinstance(self.model, FSDPModule):  # links between workers are slow: once a step
+                self.model.set_requires_all_reduce(number == plan.accumulation)
             head = loss_head(targets, z_loss=config.z_loss)
             sums = self.model(inputs, head=head)
             (sums.objective * scale).backward()
@@ -200,10 +200,6 @@ class Trainer:
         """Whether all tokens of the run have been trained. Islands count them together."""
         island = self.island
         return self.step == self.plan.total_steps if island is None else island.peers.finished
-
-    def _next_lr_factor(self) -> float:
-        step = self.step if self.island is None else self.island.step
-        return lr_factor(step, self.plan.total_steps, self.config.lr_schedule)
 
     def begin(self) -> None:
         """Join the other islands, if any, and start the loader at the current position."""
@@ -295,17 +291,22 @@ class Trainer:
 
     # --- parts ------------------------------------------------------------------------------------
 
-    def _plan_run(self, start: RunState) -> RunPlan:
-        counts, muon = self.model.parameter_counts(), self.config.optimizer.name == "muon"
-        sizes = self.ranks, counts["total"], counts["embedding"]
-        started = {"start_step": start.step, "start_tokens": start.tokens}
-        return plan_run(self.config.training, *sizes, **started, muon=muon)
-
     def _build_model(self) -> None:
-        config, device = self.config, self.world.device
+        config, device, counts = self.config, self.world.device, self.model.parameter_counts()
         # Tokens of islands are counted in their log.
-        self.plan = self._plan_run(RunState() if config.islands.join else self.resumed)
-        self._log_plan()
+        start = RunState() if config.islands.join else self.resumed
+        self.plan = plan_run(
+            config.training,
+            self.ranks,
+            counts["total"],
+            counts["embedding"],
+            start_step=start.step,
+            start_tokens=start.tokens,
+            muon=config.optimizer.name == "muon",
+        )
+        model = f"{config.model.flavor}, {self.model.shape}, vocabulary {self.vocab_size:,}"
+        data = f"{config.data.corpus}: {len(self.tokens):,} tokens of {self.tokenizer.name}"
+        log_plan(self.plan, config, self.world, model, data)  # before memory is allocated
         dtype = compute_dtype(config.parallel.compute_dtype, device)
         mesh = self.world.fsdp_mesh(all_workers=config.diloco.method == "none")
         parallelize(
@@ -353,25 +354,9 @@ class Trainer:
                 sequences=config.validation.sequences,
             )
             batches = list(held_out)
-        return Validator(
-            self.model,
-            batches,
-            self.world,
-            self.outer,
-            self.resumed.validated,
-            count_text_bytes(batches, self.tokenizer),
-        )
-
-    def _log_plan(self) -> None:
-        """Log the plan, and raise if it does not fit, before memory is allocated."""
-        config = self.config
-        model_line = f"{config.model.flavor}, {self.model.shape}, vocabulary {self.vocab_size:,}"
-        data_line = f"{config.data.corpus}: {len(self.tokens):,} tokens of {self.tokenizer.name}"
-        log_plan(self.plan, config.training, self.world, model_line, data_line)
-        check_memory(self.plan, self.world, config.diloco)
-        for warning in run_warnings(config, self.plan.total_steps):
-            if self.world.is_first:
-                logger.warning(warning)
+        text_bytes = count_text_bytes(batches, self.tokenizer)
+        validated = self.resumed.validated
+        return Validator(self.model, batches, self.world, self.outer, validated, text_bytes)
 
     def _agree(self) -> None:
         settings = flat_settings(self.config).items()

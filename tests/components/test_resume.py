@@ -32,10 +32,11 @@ from torchtitan_diloco.components.checkpoint import (
     RANDOM,
     checkpoint_path,
     complete_checkpoints,
+    folder_of_worker,
+    read_manifest,
     step_of,
 )
-from torchtitan_diloco.components.resume import SavedTensors, read_manifest
-from torchtitan_diloco.components.run_folder import folder_of_worker
+from torchtitan_diloco.components.resume import SavedTensors
 from torchtitan_diloco.config import load_config
 from torchtitan_diloco.export.saved_model import open_saved
 from torchtitan_diloco.launch import LOOPBACK
@@ -383,10 +384,12 @@ def test_what_cannot_be_resumed_is_refused(
 def test_a_finished_run_has_nothing_left_and_goes_on_with_other_data_but_no_other_tokenizer(
     text: Path, finished: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO", "torchtitan_diloco")
     before = records(finished)
     run(chosen(text, finished))
     assert records(finished) == before
-    caplog.set_level("INFO", "torchtitan_diloco")
+    last_loss = curve(before, VALIDATION)[-1]
+    assert f"{last_loss:.4f} nats per held-out token" in caplog.text, "the result, once more"
     other = {"run.seed": 1, "training.global_batch_size": "none", "training.batch_size": 12}
     run(chosen(text, finished, **other, **{"training.steps": 18}))
     for change in ("run.seed was 0, is 1", "training.global_batch_size was 12, is not set"):

@@ -1,28 +1,41 @@
 """Steps through telemetry: what is recorded, when it is read, and where it is written."""
 
+import json
 import math
-import sys
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import nn
 
+from tests.components.test_resume import checkpoint
 from tests.islands.servers import wait_until
-from tests.test_trainer import LOSS, records
+from tests.processes import ProcessPool
+from tests.test_trainer import LOSS, curve, records, streaming
+from tests.test_trainer import train as train_config
 from torchtitan_diloco.components import telemetry as module
-from torchtitan_diloco.components.metrics import METRICS, time_shares
+from torchtitan_diloco.components.metrics import METRICS, all_reduce_bytes, time_shares
+from torchtitan_diloco.components.records import (
+    RoundRecord,
+    drop_records_after,
+    from_record,
+    round_record,
+    to_line,
+)
 from torchtitan_diloco.components.run_plan import RunPlan
-from torchtitan_diloco.components.summary import all_reduce_bytes, log_summary
 from torchtitan_diloco.components.telemetry import RunProgress, StepResult, Telemetry
 from torchtitan_diloco.config.schema import Metrics
+from torchtitan_diloco.diloco.fragments import Fragment, Part
 from torchtitan_diloco.diloco.round import Round, Traffic
 from torchtitan_diloco.diloco.streaming import OuterLoop
+from torchtitan_diloco.diloco.vitals import OUTLIER
 from torchtitan_diloco.distributed.collectives import PendingSum
 from torchtitan_diloco.distributed.world import World
+from torchtitan_diloco.report.run_records import open_runs
 
 SENT = "worker/sent_bytes"
 PLAN = RunPlan(1000, 100, accumulation=1, tokens_per_step=64, total_steps=20)
@@ -140,7 +153,7 @@ def test_the_summary_counts_islands_that_came_later(
     own = telemetry(None)
     train(own, range(1, 9))
     caplog.set_level("INFO", "torchtitan_diloco")
-    log_summary(own, tmp_path, 10, None, has_control=False)
+    own.log_summary(tmp_path, 10, None, has_control=False)
     expected = 8 * all_reduce_bytes(PLAN.parameters, 2) / 1e6
     assert f"{expected:,.1f} MB (bf16 gradients, every step)" in caplog.text
     assert "by each worker after step 2, as counted" in caplog.text
@@ -173,17 +186,6 @@ def test_pauses_are_left_out_and_earlier_sessions_count(
     assert starts == [1e9 + 1, 1e9 + 2], "on the wall clock"
 
 
-def test_data_parallelism_does_not_know_its_communication(tmp_path: Path) -> None:
-    none = {"fragments": (), "step": int, "metrics": dict, "rounds": list}
-    with telemetry(tmp_path, SimpleNamespace(exposed_seconds=0.0, **none), workers=2) as own:
-        train(own, [1, 2])
-    (record,) = records(tmp_path)
-    assert not [key for key in record if key.startswith("sync/") or "exposed" in key]
-    shares = time_shares(record)
-    assert math.isnan(shares.pop("exposed communication"))
-    assert math.fsum(shares.values()) == pytest.approx(100, abs=1e-6)
-
-
 def test_tensorboard_opens_on_what_matters(tmp_path: Path) -> None:
     for rank in range(2):
         with telemetry(tmp_path, tensorboard=True, rank=rank, workers=2, step=1) as own:
@@ -206,26 +208,20 @@ def test_tensorboard_opens_on_what_matters(tmp_path: Path) -> None:
     assert not {LOSS, "loss/val", "train/lr"} & own_tags, "shown once"
 
 
-def test_an_island_speaks_of_itself_and_of_the_tokens_of_the_run(tmp_path: Path) -> None:
-    with telemetry(tmp_path, tensorboard=True) as own:
-        own.measure(lambda: TRAINED)
-        log(own, 1, RunProgress(steps=7, tokens=448))
-        own.publish(all=True)
-    assert records(tmp_path)[0]["train/tokens"] == 448
-    board = EventAccumulator(str(tmp_path / "worker-0")).Reload()
-    assert board.SummaryMetadata(LOSS).summary_description.endswith("; this worker")
-
-
-def test_a_run_that_becomes_longer_has_no_negative_time_left(
+def test_an_island_speaks_of_itself_and_of_the_tokens_of_the_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level("INFO"), telemetry(tmp_path) as own:
+    """The run becomes longer, and no time that is left is negative."""
+    with caplog.at_level("INFO"), telemetry(tmp_path, tensorboard=True) as own:
         for step, done in enumerate((10, 11, 6), start=1):
             own.measure(lambda: TRAINED)
             log(own, step, RunProgress(steps=done, tokens=64 * done))
         own.publish(all=True)
+    assert [one["train/tokens"] for one in records(tmp_path)] == [640, 704, 384]
     assert caplog.text.count("  ETA ") == 3
     assert "-1d" not in caplog.text
+    board = EventAccumulator(str(tmp_path / "worker-0")).Reload()
+    assert board.SummaryMetadata(LOSS).summary_description.endswith("; this worker")
 
 
 def test_weights_and_biases_gets_the_same_curves(
@@ -247,14 +243,6 @@ def test_weights_and_biases_gets_the_same_curves(
             assert expected.encode() in path.read_bytes()
 
 
-def test_weights_and_biases_without_its_package(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ValueError, match=r'"slow-links" needs the package wandb: .*pip install'):
-        telemetry(tmp_path, wandb="slow-links")
-
-
 def test_a_full_disk_does_not_end_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -265,3 +253,121 @@ def test_a_full_disk_does_not_end_the_run(
         monkeypatch.setattr(own.files, "_lines", type("Full", (), {"write": full, "close": full})())
         train(own, range(1, 5))
     assert caplog.text.count("No space left") == 1, "said once"
+
+
+# --- records --------------------------------------------------------------------------------------
+
+BYTES = 10**6
+
+
+def test_the_record_of_a_round() -> None:
+    """As a rank of worker 1 of two sees it, which arrives a second after the other."""
+    traffic = Traffic(BYTES, 2 * BYTES, 0.01, 0.02, 0.1, header_sent=1, encoded=1.5, received=3)
+    traffic.heard, traffic.link_bytes, traffic.link_until = {0: 1.0}, {0: BYTES}, {0: 3.0}
+    traffic.dot = 3.0
+    one = Round(0, 7, 5, BYTES, weight=8.0, participants=2, flags=OUTLIER, traffic=traffic)
+    one.applied_step, one.due, one.taken, one.begun = 6, 0.0, 0.1, 1.0
+    one.ready, one.asked, one.fetched, one.applied = 4.0, 3.0, 4.0, 4.5
+    one.delta_square, one.mean_square, one.drift = 9.0, 4.0, torch.tensor(2.0)
+    fragment = Fragment(0, "blocks", (Part("weight", nn.Parameter(torch.zeros(2 * BYTES))),))
+    found = json.loads(to_line(round_record(one, fragment, clock=1000.0)))
+    assert (found["kind"], found["step"], found["fragment_name"]) == ("round", 6, "blocks")
+    assert (found["parameters"], found["values"]) == (2 * BYTES, BYTES)
+    assert found["left_out"] == ["outlier"]
+    assert (found["outer_gradient_norm"], found["drift_norm"]) == (3.0, 2.0)
+    assert found["cosine_to_mean"] == pytest.approx(3 / 6)
+    assert (found["at_seconds"]["due"], found["at_seconds"]["applied"]) == (1000.0, 1004.5)
+    assert found["heard_after_seconds"] == {"0": 0.0}
+    assert found["received_bits_per_second_from"] == {"0": 8 * BYTES / 2}
+    record = from_record(RoundRecord, found)
+    assert (record.waited_seconds, record.seconds("begun", "ready")) == (1.0, 3.0)
+    assert json.loads(to_line(record)) == found, "what is written is read again"
+
+
+def test_a_resume_drops_what_it_repeats_and_what_is_damaged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = ['{"step": 1}', "{damaged", "[1]", '{"kind": "round", "step": 2}', '{"step": null}']
+    path.write_bytes("\n".join(lines).encode() + b'\n"\xff"\n{"step": 3}\n{"ste')
+    assert drop_records_after(path, 2) == [{"step": 1}]
+    assert path.read_text() == '{"step": 1}\n{"kind": "round", "step": 2}\n'
+    assert "4 lines" in caplog.text
+
+
+# --- real runs ------------------------------------------------------------------------------------
+
+
+def run_two_workers(text: Path, processes: ProcessPool, **changes: Any) -> Path:
+    chosen = streaming(text, metrics__log_every=4, training__steps=20, **changes)
+    processes.run(train_config, 2, chosen)
+    return Path(chosen["run.folder"])
+
+
+ROUND = ("fragment", "outer_round", "sent_step", "step")
+
+
+def test_every_exchange_is_recorded_once_also_by_a_run_that_goes_on(
+    text: Path, processes: ProcessPool
+) -> None:
+    changes = {"diloco__overlap__delay": 3, "checkpoint__every": 9}
+    whole, resumed = text.parent / "whole", text.parent / "resumed"
+    run_two_workers(text, processes, run__folder=whole, **changes)
+    check_records(whole)
+    shutil.copytree(whole, resumed)
+    for worker in range(2):
+        shutil.rmtree(checkpoint(resumed, 18, worker))
+    run_two_workers(text, processes, run__folder=resumed, **changes)
+    for worker in range(2):
+        rounds = [records(folder, "round", worker) for folder in (whole, resumed)]
+        told = [[[one[key] for key in ROUND] for one in own] for own in rounds]
+        assert told[0] == told[1]
+        unknown = [one for one in rounds[1] if "begun" not in one["at_seconds"]]
+        assert unknown, "some were in flight"
+        for one in unknown:  # processes that are gone saw what it took: not known is not nothing
+            for key in ("weight", "sent_bytes", "cosine_to_mean", "encoding_seconds"):
+                assert key not in one
+
+
+def check_records(folder: Path) -> None:
+    rounds, steps = records(folder, "round"), records(folder)
+    fragments = {record["fragment"]: record["fragment_name"] for record in rounds}
+    assert fragments == {0: "blocks.0", 1: "blocks.1", 2: "embedding, head and norms"}
+    for fragment in fragments:
+        own = [record for record in rounds if record["fragment"] == fragment]
+        assert [record["outer_round"] for record in own] == list(range(1, len(own) + 1))
+        assert all(record["sent_step"] <= record["step"] <= 20 for record in own)
+    assert sum(curve(steps, "worker/fragments_applied")) == len(rounds)
+    both = [one for worker in range(2) for one in records(folder, "round", worker)]
+    sent = sum(one["sent_bytes"] for one in both)
+    for worker in range(2):
+        own_steps = records(folder, worker=worker)
+        assert sum(curve(own_steps, "worker/sent_bytes")) == sent / 2, "mean over the workers"
+        for key in ("loss/train", "loss/val", "train/tokens"):
+            assert curve(own_steps, key) == curve(steps, key), key
+    trained = [record for record in steps if "worker/steps" in record]
+    assert len(trained) == 8, "and before each save"
+    for record in trained:
+        assert record.keys() - {"step", "time"} <= METRICS.keys()
+        assert math.fsum(time_shares(record).values()) == pytest.approx(100, abs=1e-6)
+    (run,) = open_runs([folder])
+    assert [worker.name for worker in run.workers] == ["worker 0", "worker 1"]
+    assert all(None not in exchange for exchange in run.exchanges)
+    assert (run.totals["worker/sent_bytes"], run.totals["worker/steps"]) == (sent / 2, 20)
+
+
+def test_streaming_after_data_parallelism_counts_its_own_steps(
+    text: Path, processes: ProcessPool
+) -> None:
+    first = {"diloco__method": "none", "training__stop_after": 8, "checkpoint__at_end": "true"}
+    folder = run_two_workers(text, processes, run__folder=text.parent / "run", **first)
+    assert records(folder, "round") == []
+    assert not [key for one in records(folder) for key in one if "exposed" in key], "not known"
+    (start,) = records(folder, "start")
+    (run,) = open_runs([folder])
+    assert run.totals["worker/steps"] == 8
+    assert run.data_parallel_bytes(8) == 8 * all_reduce_bytes(start["parameters"], 2)
+    run_two_workers(text, processes, run__folder=folder)
+    (run,) = open_runs([folder])
+    assert run.totals["worker/steps"] == 12
+    assert run.totals["worker/sent_bytes"] > 0

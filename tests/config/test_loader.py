@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from torchtitan_diloco.components.run_plan import plan_run
 from torchtitan_diloco.config import (
     Config,
     ConfigError,
@@ -17,9 +19,16 @@ from torchtitan_diloco.config import (
     parse_config,
     to_toml,
 )
-from torchtitan_diloco.config.schema import flat_settings
-from torchtitan_diloco.diloco.config import DiLoCoConfig, Fragments
+from torchtitan_diloco.config.loader import (
+    CONFIGS_FOLDER,
+    run_warnings,
+    shipped_configs,
+    unused_settings,
+)
+from torchtitan_diloco.config.schema import flat_settings, flatten
+from torchtitan_diloco.diloco.config import DiLoCoConfig, Fragments, advice
 from torchtitan_diloco.islands.config import Islands
+from torchtitan_diloco.models import build_model
 
 
 def write(folder: Path, name: str, text: str) -> str:
@@ -64,33 +73,26 @@ def test_values_on_the_command_line() -> None:
     assert config.diloco.fragments.modules == (("blocks.0", "head"), ("blocks.1",))
 
 
-def test_the_warm_up_that_is_given_last_counts(tmp_path: Path) -> None:
-    def warmup(**given: str) -> int:
-        found = load_config(child, {f"lr_schedule.{key}": one for key, one in given.items()})
-        return found.lr_schedule.warmup(1000)
-
-    table = "[lr_schedule]\nwarmup_fraction = 0.2\n"
-    child = write(tmp_path, "own.toml", f"extends = 'llama-8b.toml'\n{table}")
-    assert warmup() == 200
-    assert warmup(warmup_steps="30") == 30
-    assert warmup(warmup_steps="0") == 0
-    assert warmup(warmup_fraction="0.05") == 50
-    both = error_of(child, **{"lr_schedule.warmup_steps": "3", "lr_schedule.warmup_fraction": "1"})
-    assert "lr_schedule.warmup_steps already sets the length of the warm-up" in both
-
-
-def test_the_beginning_that_is_given_last_counts(tmp_path: Path) -> None:
-    def steps(**given: str) -> int:
-        found = load_config(child, {f"diloco.beginning.{key}": one for key, one in given.items()})
-        return found.diloco.beginning.in_steps(1000).steps
-
-    parent = write(tmp_path, "parent.toml", "training.steps = 9\ndiloco.beginning.steps = 300\n")
-    table = f"extends = '{parent}'\ndiloco.beginning.fraction = 0.1\n"
-    child = write(tmp_path, "child.toml", table)
-    assert steps() == 100
-    assert steps(steps="30") == 30
-    assert steps(fraction="0.05") == 50
-    assert steps(fraction="0") == 0
+@pytest.mark.parametrize(
+    ("words", "warmup", "beginning"),
+    [
+        ("", 200, 100),
+        ("--lr_schedule.warmup_steps 30 --diloco.beginning.steps 30", 30, 30),
+        ("--lr_schedule.warmup_steps 0 --diloco.beginning.fraction 0", 0, 0),
+        ("--lr_schedule.warmup_fraction 0.05 --diloco.beginning.fraction 0.05", 50, 50),
+    ],
+)
+def test_the_length_that_is_given_last_counts(
+    tmp_path: Path, words: str, warmup: int, beginning: int
+) -> None:
+    lengths = "lr_schedule.warmup_steps = 300\ndiloco.beginning.steps = 300\n"
+    write(tmp_path, "parent.toml", f"extends = '1b.toml'\n{lengths}")
+    lengths = "lr_schedule.warmup_fraction = 0.2\ndiloco.beginning.fraction = 0.1\n"
+    child = write(tmp_path, "child.toml", f"extends = 'parent.toml'\n{lengths}")
+    config = from_command_line(["--config", child, *words.split()])
+    assert config is not None
+    assert config.lr_schedule.warmup(1000) == warmup
+    assert config.diloco.beginning.in_steps(1000).steps == beginning
 
 
 @pytest.mark.parametrize(
@@ -225,3 +227,99 @@ def test_a_config_made_in_python_is_checked() -> None:
     with pytest.raises(ValueError, match=r"^Islands.join: expected text, in quotes$"):
         Islands(join=b"a password")  # type: ignore[arg-type]
     assert "password" not in repr(Islands(join="a password"))
+
+
+# --- checks across settings -----------------------------------------------------------------------
+
+
+TOPK = {"diloco.quantization.codec": "topk", "diloco.outer_optimizer.name": "sgd"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ({"training.steps": "0"}, "training.steps"),
+        ({"training.steps": "5", "training.tokens": "1000"}, "training.tokens"),
+        ({"run.name": "../elsewhere"}, "run.name"),
+        ({"diloco.overlap.delay": "10"}, "diloco.overlap.delay"),
+        ({"diloco.beginning.sync_every": "3"}, "diloco.beginning.sync_every"),
+        (
+            {"diloco.beginning.steps": "9", "diloco.sync_every": "1", "diloco.overlap.delay": "0"},
+            "diloco.beginning.sync_every",
+        ),
+        (
+            {"diloco.beginning.steps": "9", "diloco.beginning.fraction": "0.1"},
+            "diloco.beginning.fraction",
+        ),
+        ({"islands.local": "2", "diloco.beginning.fraction": "0.1"}, "diloco.beginning.fraction"),
+        (
+            {"lr_schedule.warmup_steps": "3", "lr_schedule.warmup_fraction": "0.1"},
+            "lr_schedule.warmup_fraction",
+        ),
+        ({"diloco.delta_norm_limit": "0.5"}, "diloco.delta_norm_limit"),
+        ({"diloco.fragments.pattern": "explicit"}, "diloco.fragments.modules"),
+        ({"diloco.quantization.block_size": "65"}, "diloco.quantization.block_size"),
+        (TOPK | {"diloco.quantization.top_values": "15"}, "diloco.quantization.top_values"),
+        ({"diloco.quantization.top_values": "32"}, "diloco.quantization.top_values"),
+        ({"diloco.quantization.codec": "topk"}, "diloco.outer_optimizer.name"),
+        (TOPK | {"diloco.quantization.block_size": "32"}, "diloco.quantization.block_size"),
+        ({"islands.name": "here"}, "islands.name"),
+        ({"islands.join": "nats://127.0.0.1:1#run"}, "islands.name"),
+        ({"islands.local": "3", "islands.slots": "1"}, "islands.slots"),
+        ({"islands.local": "2", "diloco.link.outer_state": "cpu"}, "diloco.link.outer_state"),
+        ({"data.shard_by": "random", "diloco.workers": "1"}, "data.shard_by"),
+    ],
+)
+def test_contradictions_are_errors(settings: dict[str, str], key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^1 mistake.*\n.*: {key} = "):
+        load_config("debug", settings)
+
+
+WARM = {"lr_schedule.warmup_steps": "200"}
+
+
+@pytest.mark.parametrize(
+    ("steps", "settings", "expected"),
+    [
+        (2000, {}, []),
+        (2000, {"diloco.outer_optimizer.name": "sgd"}, ['0.8 has no effect .*: it is for "nes']),
+        (2000, {"diloco.outer_optimizer.epsilon": "1"}, ['has no effect .* it is for "adam"']),
+        (2000, {"lr_schedule.decay_fraction": "0.5"}, ['"cosine": it is for "wsd"']),
+        (2000, {"diloco.method": "none", "diloco.outer_optimizer.name": "sgd"}, []),
+        (2000, TOPK, ["momentum = 0.8 has no effect"]),
+        (2000, {"diloco.overlap.mixing": "0", "diloco.outer_optimizer.lr": "2"}, ["unstable"]),
+        (200, {"diloco.beginning.steps": "200"}, ["has 200 steps and is not shorter than the run"]),
+        (200, {"diloco.beginning.fraction": "1"}, ["has 200 steps and is not shorter than the"]),
+        (200, {"diloco.beginning.steps": "199"}, ["the run has 20 outer rounds"]),
+        (200, {"diloco.sync_every": "300"}, ["nothing is ever exchanged"]),
+        (200, {"diloco.sync_every": "300", "diloco.workers": "1"}, []),
+        (199, {"diloco.workers": "1", **WARM}, ["the peak learning rate is never reached"]),
+    ],
+)
+def test_warnings(steps: int, settings: dict[str, str], expected: list[str]) -> None:
+    found = run_warnings(load_config("debug", settings), steps)
+    for line, words in zip(found, expected, strict=True):
+        assert re.search(words, line)
+
+
+# --- shipped files --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", shipped_configs())
+def test_a_config_builds_and_repeats_nothing_that_it_inherits(name: str) -> None:
+    config = load_config(name)
+    vocabulary = config.model.vocab_size or 320
+    model = build_model(config.model, vocabulary, config.training.sequence_length)
+    counts = model.parameter_counts()
+    size = config.diloco.workers * max(1, config.parallel.fsdp)
+    plan = plan_run(config.training, size, counts["total"], counts["embedding"])
+    assert plan.total_steps > config.lr_schedule.warmup(plan.total_steps)
+    assert not [line for line in advice(config.diloco, plan.total_steps) if name != "debug"]
+    assert not list(unused_settings(config))
+    assert config.run.description
+    node = 8 * config.training.batch_size  # of eight devices
+    assert (config.training.global_batch_size or node) % node == 0
+    table = tomllib.loads((CONFIGS_FOLDER / f"{name}.toml").read_text())
+    if parent := table.pop("extends", None):
+        inherited = flat_settings(load_config(parent))
+        assert not [key for key, value in flatten(table).items() if inherited[key] == value]

@@ -14,8 +14,8 @@ from tests.components.test_resume import last
 from tests.conftest import REPOSITORY
 from tests.islands.servers import need_server
 from torchtitan_diloco import launch
-from torchtitan_diloco.components.resume import read_manifest
-from torchtitan_diloco.components.summary import all_reduce_bytes
+from torchtitan_diloco.components.checkpoint import read_manifest
+from torchtitan_diloco.components.metrics import all_reduce_bytes
 from torchtitan_diloco.config import from_command_line
 from torchtitan_diloco.config.loader import ConfigError
 from torchtitan_diloco.islands.log import State

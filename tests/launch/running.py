@@ -2,7 +2,6 @@
 
 import os
 import re
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -46,6 +45,23 @@ class Running(Program):
         wait_until(lambda: not any(map(is_alive, pids)), "their end", self.log, PATIENCE_SECONDS)
 
 
+def start(
+    console: Path, command: Sequence[str], variables: Mapping[str, str], folder: Path | None = None
+) -> Running:
+    """Start a program in a process group of its own, without other variables of the launcher."""
+    usual = {key: one for key, one in os.environ.items() if not LAUNCHER_VARIABLES.fullmatch(key)}
+    with console.open("wb") as stream:
+        process = subprocess.Popen(
+            command,
+            cwd=folder,
+            env=usual | dict(variables),
+            stdout=stream,
+            stderr=stream,
+            process_group=0,
+        )
+    return Running(process, console)
+
+
 @contextmanager
 def launcher(
     console: Path,
@@ -53,29 +69,14 @@ def launcher(
     *arguments: str,
     workers: int = 2,
     inside: Sequence[str] = (),
-    environment: Mapping[str, str] | None = None,
+    **variables: str,
 ) -> Iterator[Running]:
-    """Start the launcher in a process group of its own; `inside` is a command that starts it."""
-    settings = {k: v for k, v in os.environ.items() if not LAUNCHER_VARIABLES.fullmatch(k)}
-    settings["PYTHONPATH"] = f"{REPOSITORY}{os.pathsep}{Path(__file__).parent}"
+    """Start the launcher of the stand-in program; `inside` is a command that starts it."""
     options = ["--run.device", "cpu", "--diloco.workers", str(workers), *arguments]
-    with console.open("wb") as stream:
-        process = subprocess.Popen(
-            [*inside, sys.executable, "-u", "-c", START, *options, "--run.description", does],
-            stdout=stream,
-            stderr=stream,
-            env={**settings, **(environment or {})},
-            process_group=0,
-        )
-    run = Running(process, console)
+    program = [*inside, sys.executable, "-u", "-c", START, *options, "--run.description", does]
+    paths = f"{REPOSITORY}{os.pathsep}{Path(__file__).parent}"
+    run = start(console, program, {"PYTHONPATH": paths, **variables})
     try:
         yield run
     finally:
         run.kill()
-
-
-def two_nodes() -> dict[str, str]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    return {"NNODES": "2", "NPROC": "1", "RDZV_ENDPOINT": f"localhost:{port}"}

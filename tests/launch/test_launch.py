@@ -1,16 +1,22 @@
 """Decisions of the launcher before it starts anything."""
 
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 
-from torchtitan_diloco.launch import describe_failures, main, read_nodes
+from tests.islands.servers import free_port
+from tests.launch.running import launcher
+from torchtitan_diloco.hardware import available_cores
+from torchtitan_diloco.launch import NOT_AGAIN, describe_failures, main, read_nodes
 
 SECOND = {"NNODES": "2", "NODE_RANK": "1"}
 
@@ -51,6 +57,13 @@ def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
         assert capsys.readouterr().err.startswith(f"error: {key}={value} must be a whole number")
     assert main(["--diloco.wrkers", "3"]) == 2
     assert "workers" in capsys.readouterr().err
+    with (
+        patch("torch.distributed.launcher.api.elastic_launch", side_effect=OSError("no memory")),
+        patch("torchtitan_diloco.launch.kill_on_second_signal"),
+        patch.dict(os.environ),
+    ):
+        assert main(["--run.device", "cpu"]) == 1
+    assert capsys.readouterr().err == "error: the processes could not be started: no memory\n"
 
 
 @pytest.mark.parametrize(
@@ -97,3 +110,149 @@ def test_ctrl_c_during_the_imports_prints_no_traceback(tmp_path: Path) -> None:
             break
     assert "Traceback" not in process.stderr.read()
     assert process.wait() == -signal.SIGINT
+
+
+# --- runs of the stand-in program -----------------------------------------------------------------
+
+
+ONLY_LOOPBACK = """
+import fcntl, os, socket, struct, sys
+socket.sethostname("a-name-that-nothing-resolves")
+with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as handle:
+    fcntl.ioctl(handle, 0x8914, struct.pack("16sh", b"lo", 0x1))  # SIOCSIFFLAGS: up
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+
+
+def test_two_runs_at_once(tmp_path: Path) -> None:
+    argument = "a b/$HOME/${local_rank}/$$.txt"
+    with (
+        launcher(tmp_path / "a", "meet", "--data.source", argument) as a,
+        launcher(tmp_path / "b", "meet", OMP_NUM_THREADS="7") as b,
+    ):
+        assert (a.wait(), b.wait()) == (0, 0), a.printed() + b.printed()
+    for run, threads in ((a, max(1, available_cores() // 2)), (b, 7)):
+        for rank in range(2):
+            assert f"rank={rank} threads={threads}" in run.printed()
+            assert f"met rank={rank} of 2 sum=1" in run.printed()
+        assert a.printed().count(repr(argument)) == 2
+
+
+def test_a_node_that_no_other_node_meets(tmp_path: Path) -> None:
+    """Ctrl-C ends it as well: torch waits in C++ then, where no Python signal handler runs."""
+    ends = [f"localhost:{free_port()}" for _ in range(2)]
+    first, second = (
+        {"NNODES": "2", "NPROC": "1", "NODE_RANK": str(rank), "RDZV_ENDPOINT": end}
+        for rank, end in enumerate(ends)
+    )
+    timeout = ("--distributed.init_timeout_seconds", "2")
+    with (
+        launcher(tmp_path / "0", "wait", *timeout, **first) as alone,
+        launcher(tmp_path / "1", "wait", **second) as stopped,
+    ):
+        stopped.wait_for("node 1 of 2: waiting for the others at localhost:")
+        assert alone.wait() == 1
+        meeting = f"RDZV_ENDPOINT={ends[0]} within 2 s"
+        assert f"error: did not meet the other nodes at {meeting}" in alone.printed()
+        stopped.process.send_signal(signal.SIGINT)
+        assert stopped.wait() == 130
+        assert "Traceback" not in alone.printed() + stopped.printed()
+
+
+@pytest.mark.parametrize(
+    ("workers", "inside", "signals", "code"),
+    [
+        (1, [], [signal.SIGHUP], 129),
+        (2, [], [signal.SIGINT], 130),
+        (1, ["nohup"], [signal.SIGHUP, signal.SIGTERM], 143),  # the first one is ignored
+    ],
+)
+def test_a_stop_signal_lets_every_rank_finish(
+    tmp_path: Path, workers: int, inside: list[str], signals: list[signal.Signals], code: int
+) -> None:
+    with launcher(tmp_path / "console", "wait", workers=workers, inside=inside) as run:
+        run.wait_for("waiting", times=workers)
+        for number in signals:
+            os.killpg(run.process.pid, number)  # as a terminal does
+        assert run.wait() == code
+        # torch sends SIGTERM if the signal comes while it starts processes.
+        assert len(re.findall(r"finished .* count=1\n", run.printed())) == workers
+        assert "Traceback" not in run.printed()
+        run.wait_until_ranks_are_gone()
+
+
+def test_a_second_signal_kills(tmp_path: Path) -> None:
+    with launcher(tmp_path / "console", "hang", workers=1) as run:
+        run.wait_for("hanging")
+        run.process.send_signal(signal.SIGINT)
+        run.process.send_signal(signal.SIGINT)  # an immediate repetition is the same one
+        run.wait_for("a second signal kills it")
+        time.sleep(1)
+        assert run.process.poll() is None
+        run.process.send_signal(signal.SIGINT)
+        assert run.wait() == 130
+        assert run.printed().endswith("killed by a second signal\n")
+        run.wait_until_ranks_are_gone()
+
+
+def test_a_mistake_after_a_stop_signal_is_not_a_second_one(tmp_path: Path) -> None:
+    """Such as a disk that is full in the last save."""
+    with launcher(tmp_path / "console", "wait,crash:2:9", workers=1) as run:
+        run.wait_for("waiting")
+        run.process.send_signal(signal.SIGTERM)
+        assert run.wait() == 2, run.printed()
+        assert run.printed().endswith("error: stand-in failed on rank 0\n")
+
+
+@pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGKILL])
+def test_ranks_that_do_not_stop_are_killed(tmp_path: Path, by: signal.Signals) -> None:
+    """After some time, and at once if the launcher itself was killed."""
+    if by == signal.SIGKILL and sys.platform != "linux":
+        pytest.skip("needs prctl")
+    variables = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "1"}
+    with launcher(tmp_path / "console", "hang", workers=1, **variables) as run:
+        run.wait_for("hanging")
+        run.process.send_signal(by)
+        assert run.wait() == 128 + by
+        run.wait_until_ranks_are_gone()
+
+
+@pytest.mark.parametrize(
+    ("does", "workers", "code", "last"),
+    [
+        ("crash:-9:9", 1, 137, "error: rank 0 was ended by SIGKILL (often by the system, when"),
+        ("crash:7:9", 2, 7, "error: rank 1 failed with exit code 7"),
+        ("crash:2:9", 2, 2, "error: stand-in failed on rank 1"),  # a mistake of the user
+        ("crash:4:9", 2, 4, "error: stand-in failed on rank 1"),  # an island's slot was taken
+    ],
+)
+def test_a_failing_rank_is_named_and_ends_the_others(
+    tmp_path: Path, does: str, workers: int, code: int, last: str
+) -> None:
+    options = ("--run.restarts", "3" if code in NOT_AGAIN else "0")
+    with launcher(tmp_path / "console", does, *options, workers=workers) as run:
+        assert run.wait() == code
+        run.wait_until_ranks_are_gone()
+    assert run.printed().count("started ") == workers
+    assert run.printed().splitlines()[-1].startswith(last), run.printed()
+
+
+def test_a_crashed_run_keeps_its_id_which_names_its_folder(tmp_path: Path) -> None:
+    with launcher(tmp_path / "console", "crash:-9:2,meet") as run:
+        assert run.wait() == 0, run.printed()
+    assert run.printed().count("of 2 sum=1") == 2
+    ids = re.findall(r" run=(20\d{6}-\d{6}-[0-9a-f]{4})\n", run.printed())
+    assert len(ids) >= 4, "a rank may be ended before it prints"
+    assert len(set(ids)) == 1
+    run.wait_until_ranks_are_gone()
+
+
+def test_a_machine_with_only_the_loopback_interface(tmp_path: Path) -> None:
+    """The run is in a network namespace of its own, whose host name nothing resolves."""
+    unshare = shutil.which("unshare")
+    if unshare is None or subprocess.run([unshare, "-nu", "true"], capture_output=True).returncode:
+        pytest.skip("needs the right to make a network namespace (root on Linux)")
+    inside = [unshare, "-nu", sys.executable, "-c", ONLY_LOOPBACK]
+    with launcher(tmp_path / "console", "meet", inside=inside) as run:
+        assert run.wait() == 0, run.printed()
+    assert run.printed().count("sum=1") == 2

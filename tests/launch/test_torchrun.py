@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 
 from tests.conftest import REPOSITORY
 from tests.islands.servers import free_port
-from tests.launch.running import LAUNCHER_VARIABLES, PATIENCE_SECONDS, Running
+from tests.launch.running import PATIENCE_SECONDS, Running, start
 
 SMALL = """
     --run.device cpu --config debug --training.steps 40 --training.global_batch_size 16
@@ -50,21 +49,6 @@ def started() -> Iterator[list[Running]]:
         run.kill()
 
 
-def start(folder: Path, words: list[str], node: int, variables: dict[str, str]) -> Running:
-    usual = {key: one for key, one in os.environ.items() if not LAUNCHER_VARIABLES.fullmatch(key)}
-    console = folder / f"console-{node}.txt"
-    with console.open("wb") as stream:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "torch.distributed.run", *words],
-            cwd=folder,
-            env=usual | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"} | variables,
-            stdout=stream,
-            stderr=stream,
-            process_group=0,
-        )
-    return Running(process, console)
-
-
 @pytest.mark.parametrize("way", ["static", "c10d", "variables"])
 def test_two_nodes(text: Path, tmp_path: Path, started: list[Running], way: str) -> None:
     """A worker that is killed is started again on both, from the checkpoint of step 10."""
@@ -81,7 +65,9 @@ def test_two_nodes(text: Path, tmp_path: Path, started: list[Running], way: str)
                 "PET_MASTER_ADDR": "localhost",
                 "PET_MASTER_PORT": str(port),
             }
-        started.append(start(tmp_path, options(command, port, text), node, variables))
+        program = [sys.executable, "-m", "torch.distributed.run", *options(command, port, text)]
+        variables |= {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+        started.append(start(tmp_path / f"console-{node}", program, variables, tmp_path))
     if way == "static":
         started[0].wait_for("checkpoint of step 10")
         agent = started[1].pid

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.processes import ProcessPool
-from torchtitan_diloco.components.summary import all_reduce_bytes
+from torchtitan_diloco.components.metrics import all_reduce_bytes
 from torchtitan_diloco.diloco.codecs import build_codec
 from torchtitan_diloco.diloco.config import (
     Beginning,

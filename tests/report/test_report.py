@@ -11,8 +11,7 @@ import pytest
 from tests.conftest import REPOSITORY
 from tests.report.synthetic import FRAGMENTS, exchanges, round_records, step_records, write_run
 from tests.test_trainer import LOSS
-from torchtitan_diloco.components.metrics import METRICS
-from torchtitan_diloco.components.summary import all_reduce_bytes
+from torchtitan_diloco.components.metrics import METRICS, all_reduce_bytes
 from torchtitan_diloco.report.__main__ import main
 from torchtitan_diloco.report.figures import Figure, figures
 from torchtitan_diloco.report.page import (

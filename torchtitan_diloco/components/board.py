@@ -10,7 +10,7 @@ from torch.utils.tensorboard import FileWriter
 from torch.utils.tensorboard.summary import text as text_summary
 
 from torchtitan_diloco.components.metrics import described
-from torchtitan_diloco.log import UserError, install_command
+from torchtitan_diloco.log import UserError
 
 
 class TensorBoard:
@@ -43,11 +43,8 @@ class WeightsAndBiases:
     """Run in a project of Weights & Biases, which a resumed run continues."""
 
     def __init__(self, project: str, folder: Path, step: int, settings: Mapping[str, Any]) -> None:
-        try:
-            import wandb
-        except ImportError as error:
-            reason = f'metrics.wandb = "{project}" needs the package wandb'
-            raise UserError(f"{reason}: {install_command('wandb')}") from error
+        import wandb
+
         named = folder / "wandb" / "run-id"
         known = named.read_text() if step and named.exists() else None
         try:

@@ -19,7 +19,7 @@ import re
 import shutil
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -28,6 +28,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -115,7 +116,49 @@ def fingerprint(path: Path) -> tuple[int, int]:
     return size, crc
 
 
+class DamagedError(UserError):
+    """A file of the checkpoint is missing or has changed since the save."""
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Return the manifest of the checkpoint `path`, or raise DamagedError."""
+    file = path / MANIFEST
+    try:
+        values = json.loads(file.read_bytes())
+        if not isinstance(values, dict) or values.pop("crc", None) != crc_of(values):
+            raise UserError("its CRC-32 differs")
+        if values.get("version") == VERSION:
+            return msgspec.convert(values, Manifest)
+    except FileNotFoundError:
+        raise DamagedError(f"{file} is missing") from None
+    except (ValueError, RecursionError, msgspec.ValidationError) as error:
+        raise DamagedError(f"{file} cannot be used ({error})") from None
+    raise UserError(
+        f"{path} was saved in version {values.get('version')} of the schema, and this program "
+        f"reads version {VERSION}: resume it with the version of torchtitan_diloco that saved it"
+    )
+
+
+def check_files(path: Path, manifest: Manifest, names: Iterable[str]) -> None:
+    """Raise DamagedError if one of the files is damaged."""
+    for name in names:
+        (size, crc), file = manifest.files[name], path / name
+        try:
+            found = fingerprint(file)
+        except FileNotFoundError:
+            raise DamagedError(f"{file} is missing") from None
+        if found[0] != size:
+            raise DamagedError(f"{file} has {found[0]:,} bytes instead of {size:,}")
+        if found[1] != crc:
+            raise DamagedError(f"{file} has other content than was saved (its CRC-32 differs)")
+
+
 # --- folders --------------------------------------------------------------------------------------
+
+
+def folder_of_worker(run: Path, worker: int) -> Path:
+    """Return where a worker has its checkpoints, records and TensorBoard."""
+    return run / f"worker-{worker}"
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:

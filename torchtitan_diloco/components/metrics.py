@@ -125,3 +125,8 @@ def time_shares(totals: Mapping[str, float]) -> dict[str, float]:
         "exposed communication": percent(exposed + agreement, wall) if known else math.nan,
         "other": percent(wall - steps - agreement, wall),
     }
+
+
+def all_reduce_bytes(parameters: float, workers: int) -> float:
+    """Return the bytes that one worker sends in a ring all-reduce of all gradients in bf16."""
+    return 2 * (workers - 1) / workers * 2 * parameters

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 from torch.optim import AdamW
@@ -71,16 +70,6 @@ def set_lr(optimizer: torch.optim.Optimizer, factor: float) -> None:
     """Set every group to this share of its peak learning rate."""
     for group in optimizer.param_groups:
         group["lr"] = group["initial_lr"] * factor
-
-
-def reduce_over_workers(model: nn.Module, enabled: bool) -> None:
-    """Turn the reduction of gradients over workers on or off, in data parallelism.
-
-    It is on only for the last micro-batch, as links between workers are slow. Inside a worker,
-    every micro-batch is reduced, so that gradients stay sharded.
-    """
-    if isinstance(model, FSDPModule):
-        model.set_requires_all_reduce(enabled)
 
 
 @torch.no_grad()

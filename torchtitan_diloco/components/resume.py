@@ -1,14 +1,20 @@
-"""Finding the checkpoint that a run starts from, and loading it, also on another layout."""
+"""The folder of a run: which checkpoint it starts from, its lock, and loading on any layout.
 
-import json
+RUN/config.toml    the settings
+    worker-0/ ...  checkpoints, records and TensorBoard of each worker, which may be on other disks
+"""
+
+import fcntl
+import os
+import socket
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
-import msgspec
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
@@ -16,20 +22,22 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from torchtitan_diloco.components.checkpoint import (
-    MANIFEST,
     MODEL,
     OPTIMIZER,
     RANDOM,
-    VERSION,
+    DamagedError,
     Manifest,
+    RunState,
+    check_files,
     complete_checkpoints,
-    crc_of,
-    fingerprint,
+    folder_of_worker,
     inner_tensors,
     random_states,
     rank_file,
+    read_manifest,
+    set_aside,
+    step_of,
 )
-from torchtitan_diloco.components.run_folder import Start, folder_of_worker
 from torchtitan_diloco.config.schema import flatten
 from torchtitan_diloco.diloco.fragments import local_of, shard_rows
 from torchtitan_diloco.diloco.meeting import gather_objects
@@ -47,32 +55,7 @@ from torchtitan_diloco.log import UserError, logger
 
 Shapes = dict[str, tuple[int, ...]]
 NOT_COMPARED = ("run.folder", "run.name", "checkpoint.", "metrics.", "profiling.")
-
-
-# --- read -----------------------------------------------------------------------------------------
-
-
-class DamagedError(UserError):
-    """A file of the checkpoint is missing or has changed since the save."""
-
-
-def read_manifest(path: Path) -> Manifest:
-    """Return the manifest of the checkpoint `path`, or raise DamagedError."""
-    file = path / MANIFEST
-    try:
-        values = json.loads(file.read_bytes())
-        if not isinstance(values, dict) or values.pop("crc", None) != crc_of(values):
-            raise UserError("its CRC-32 differs")
-        if values.get("version") == VERSION:
-            return msgspec.convert(values, Manifest)
-    except FileNotFoundError:
-        raise DamagedError(f"{file} is missing") from None
-    except (ValueError, RecursionError, msgspec.ValidationError) as error:
-        raise DamagedError(f"{file} cannot be used ({error})") from None
-    raise UserError(
-        f"{path} was saved in version {values.get('version')} of the schema, and this program "
-        f"reads version {VERSION}: resume it with the version of torchtitan_diloco that saved it"
-    )
+LOCK = "run.lock"
 
 
 def check_tokenizer(manifest: Manifest | None, name: str, fingerprint: str) -> None:
@@ -82,20 +65,6 @@ def check_tokenizer(manifest: Manifest | None, name: str, fingerprint: str) -> N
             f'the checkpoint was trained with another tokenizer than data.tokenizer = "{name}" '
             f"(fingerprint {manifest.tokenizer} there, {fingerprint} here): set that one"
         )
-
-
-def check_files(path: Path, manifest: Manifest, names: Iterable[str]) -> None:
-    """Raise DamagedError if one of the files is damaged."""
-    for name in names:
-        (size, crc), file = manifest.files[name], path / name
-        try:
-            found = fingerprint(file)
-        except FileNotFoundError:
-            raise DamagedError(f"{file} is missing") from None
-        if found[0] != size:
-            raise DamagedError(f"{file} has {found[0]:,} bytes instead of {size:,}")
-        if found[1] != crc:
-            raise DamagedError(f"{file} has other content than was saved (its CRC-32 differs)")
 
 
 class SavedTensors:
@@ -142,6 +111,26 @@ class SavedTensors:
 
 
 @dataclass(frozen=True)
+class Start:
+    """The checkpoint that a run starts from."""
+
+    goes_on: bool = False
+    """Whether the checkpoint is of this run: false for a new run."""
+    manifest: Manifest | None = None
+    """None for a run from the beginning. That of another worker if this one has no checkpoint."""
+    checkpoint: Path | None = None
+    """That of this worker, if it has one."""
+    holders: list[int] = field(default_factory=list)
+    """Workers that have the checkpoint."""
+    own: list[Path] = field(default_factory=list)
+    """All complete checkpoints of this worker in `run.folder`, in the order of their steps."""
+
+    @property
+    def state(self) -> RunState:
+        return RunState() if self.manifest is None else self.manifest.state
+
+
+@dataclass(frozen=True)
 class Answer:
     """Result of a rank's check of a step: the manifest, or what is wrong with it."""
 
@@ -159,7 +148,8 @@ def find_start(world: World, resume: str, run_folder: str) -> Start:
     group, ranks, run = world.control, world.ranks_per_worker, Path(run_folder).expanduser()
     own = {one.name: one for one in complete_checkpoints(folder_of_worker(run, world.worker))}
     goes_on = any(gather_objects(bool(own), group))
-    if goes_on and Path(resume).expanduser().resolve().parent.parent == run.resolve():
+    source = Path(resume).expanduser().resolve()
+    if goes_on and resume != "auto" and source.parent.parent == run.resolve():
         reason = "is of the run in run.folder, which goes on from its newest: choose another folder"
         raise UserError(f'checkpoint.resume = "{resume}" {reason} for a new run')
     found = own if goes_on or resume == "auto" else _checkpoints_of(world, resume)
@@ -206,7 +196,7 @@ def _checkpoints_of(world: World, resume: str) -> dict[str, Path]:
 
 
 def _verify(world: World, own: Mapping[str, Path], name: str) -> Answer:
-    """Check this rank's share of a worker's files."""
+    """Check this rank's share of the files of a step."""
     if name not in own:
         return Answer(problem=f"worker {world.worker} has no {name}" if own else "")
     try:
@@ -235,6 +225,74 @@ def judge(answers: Sequence[Answer], ranks: int) -> tuple[list[int], str]:
     return holders, next(iter(problems), "")
 
 
+# --- claim ----------------------------------------------------------------------------------------
+
+
+def claim_run_folder(world: World, path: Path, start: Start, toml: str) -> TextIO | None:
+    """Create the folder of a run and write the configuration `toml` into it.
+
+    Return, on the first rank of a worker, the lock of its folder, held until it is closed.
+    """
+    is_first = world.rank_in_worker == 0
+    lock = on_all_ranks(
+        world.control, lambda: _claim(path, world.worker, start) if is_first else None
+    )
+    # Only now, as another run may hold the folder of another worker.
+    on_all_ranks(world.control, lambda: _begin(path, start, toml) if is_first else None)
+    return lock
+
+
+@contextmanager
+def _explaining_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"run.folder = {path} cannot be written ({error}): choose another"
+        ) from None
+
+
+def _claim(path: Path, worker: int, start: Start) -> TextIO:
+    own = folder_of_worker(path, worker)
+    with _explaining_errors(path):
+        own.mkdir(parents=True, exist_ok=True)
+        lock = lock_folder(own)
+        if complete_checkpoints(own) != start.own:
+            raise UserError(f"run.folder = {path}: another run has just ended there: start again")
+    return lock
+
+
+def _begin(path: Path, start: Start, toml: str) -> None:
+    """Set checkpoints aside that are not resumed, and write the configuration."""
+    step = start.state.step if start.goes_on else 0
+    with _explaining_errors(path):
+        for newer in start.own:
+            if step_of(newer) > step:
+                logger.warning(f"{newer} is kept as {set_aside(newer)}")
+        config = f"config-from-step-{step}.toml" if step else "config.toml"
+        (path / config).write_text(toml, encoding="utf-8")
+
+
+def lock_folder(path: Path) -> TextIO:
+    """Lock a folder until the returned file is closed or the process ends. Otherwise two runs could
+    overwrite each other's files."""
+    lock = (path / LOCK).open("a+", encoding="utf-8")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.seek(0)
+        raise UserError(
+            f"{path} is in use by another run ({lock.read().strip()}): wait for its end, or choose "
+            "another run.folder"
+        ) from None
+    except OSError:
+        pass  # a file system without locks
+    lock.truncate(0)
+    lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    lock.flush()
+    return lock
+
+
 # --- load -----------------------------------------------------------------------------------------
 
 
@@ -255,7 +313,9 @@ def restore(
     readers = start.holders if streaming else start.holders[:1]
     reads = world.worker in readers
     files = SavedTensors(start.checkpoint, manifest) if reads and start.checkpoint else None
-    shapes = _shapes_of_first({} if files is None else files.shapes, world, readers)
+    shapes = {} if files is None else files.shapes
+    of_first = gather_objects(shapes, world.control)[readers[0] * world.ranks_per_worker]
+    shapes = shapes or {name: tuple(shape) for name, shape in of_first.items()}
     _check_model(start, shapes, model)
     inner = inner_tensors(model, optimizer)
     facts = manifest.outer if reads or not manifest.outer else facts_for_new_worker(manifest.outer)
@@ -280,23 +340,15 @@ def restore(
     return notes + _changed_workers(manifest.workers, world.workers, readers) * streaming
 
 
-def _shapes_of_first(shapes: Shapes, world: World, readers: Sequence[int]) -> Shapes:
-    """Return the shapes of all saved tensors, also on workers that have not read them."""
-    if len(readers) == world.workers:
-        return shapes
-    first = readers[0] * world.ranks_per_worker
-    sent = gather_objects(shapes if world.rank == first else {}, world.control)[first]
-    return {name: tuple(shape) for name, shape in sent.items()}
-
-
 def _check_model(start: Start, shapes: Shapes, model: nn.Module) -> None:
     theirs = {name.removeprefix(MODEL): shapes[name] for name in shapes if name.startswith(MODEL)}
     mine = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     if found := differences(mine, theirs):
+        more = f", and {len(found) - 1} more differ" if len(found) > 1 else ""
         raise UserError(
-            f"{start.checkpoint or 'the checkpoint'} is of another model: {found[0]}, and "
-            f"{len(found) - 1} more differ. Set the [model] section, the tokenizer and "
-            "training.sequence_length as in the run's config.toml"
+            f"{start.checkpoint or 'the checkpoint'} is of another model: {found[0]}{more}. Set "
+            "the [model] section, the tokenizer and training.sequence_length as in the run's "
+            "config.toml"
         )
 
 

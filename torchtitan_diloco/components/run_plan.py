@@ -9,11 +9,11 @@ from typing import NamedTuple
 import torch
 
 from torchtitan_diloco import __version__
-from torchtitan_diloco.config.schema import Checkpoint, Metrics, Training, Validation
+from torchtitan_diloco.config.loader import run_warnings
+from torchtitan_diloco.config.schema import Config, Training
 from torchtitan_diloco.diloco.config import DiLoCoConfig
 from torchtitan_diloco.diloco.outer_state import state_bytes
-from torchtitan_diloco.distributed.collectives import on_all_ranks
-from torchtitan_diloco.distributed.stop import Requests
+from torchtitan_diloco.distributed.collectives import Requests, on_all_ranks
 from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.hardware import (
     GIB,
@@ -92,31 +92,23 @@ class AfterStep(NamedTuple):
         return self.validate or self.save or self.stop
 
 
-def after_step(
-    step: int,
-    finished: bool,
-    requests: Requests,
-    training: Training,
-    checkpoint: Checkpoint,
-    metrics: Metrics,
-    validation: Validation,
-) -> AfterStep:
-    paused = step == training.stop_after and not finished
+def after_step(config: Config, step: int, requests: Requests, *, finished: bool) -> AfterStep:
+    paused = step == config.training.stop_after and not finished
     stop = finished or paused or requests.stop
-    scheduled = checkpoint.every > 0 and step % checkpoint.every == 0
-    save = requests.save or scheduled or paused or (stop and checkpoint.at_end)
-    log = stop or save or step % metrics.log_every == 0 or step == 1
+    save_every, validate_every = config.checkpoint.every, config.validation.every
+    scheduled = save_every > 0 and step % save_every == 0
+    save = requests.save or scheduled or paused or (stop and config.checkpoint.at_end)
+    log = stop or save or step % config.metrics.log_every == 0 or step == 1
     # Whoever sent a signal is waiting.
-    due = validation.every > 0 and step % validation.every == 0 and not requests.stop
-    validate = due or (validation.every > 0 and finished)
+    due = validate_every > 0 and step % validate_every == 0 and not requests.stop
+    validate = due or (validate_every > 0 and finished)
     return AfterStep(log, validate, save, stop)
 
 
-def log_plan(
-    plan: RunPlan, training: Training, world: World, model_line: str, data_line: str
-) -> None:
-    """Log how the numbers of the run are derived, one line each."""
-    ranks, start = world.ranks_per_worker, plan.start_step
+def log_plan(plan: RunPlan, config: Config, world: World, model: str, data: str) -> None:
+    """Log how the numbers of the run are derived, one line each, and warnings. Raise if it does not
+    fit into memory."""
+    training, ranks, start = config.training, world.ranks_per_worker, plan.start_step
     workers = plan.ranks // ranks
     here = f", of which {world.size} ranks here" if plan.ranks > world.size else ""
     gib = plan.inner_bytes * plan.parameters / ranks / GIB
@@ -126,9 +118,9 @@ def log_plan(
     lines = {
         "version": f"torchtitan_diloco {__version__}, torch {torch.__version__}, "
         f"{describe_device(world.device)}",
-        "model": f"{model_line}: {plan.parameters:,} parameters, {plan.embedding_parameters:,} of "
+        "model": f"{model}: {plan.parameters:,} parameters, {plan.embedding_parameters:,} of "
         "them embedding",
-        "data": data_line,
+        "data": data,
         "step": f"{workers} workers x {ranks} ranks x {plan.accumulation} micro-batches x "
         f"{training.batch_size} sequences x {training.sequence_length:,} tokens = {each} tokens"
         f"{here}",
@@ -139,6 +131,9 @@ def log_plan(
     }
     for name, text in lines.items():
         logger.info(f"{name:<10} {text}")
+    check_memory(plan, world, config.diloco)
+    for warning in run_warnings(config, plan.total_steps) if world.is_first else ():
+        logger.warning(warning)
 
 
 def check_memory(plan: RunPlan, world: World, diloco: DiLoCoConfig) -> None:
@@ -163,22 +158,16 @@ def check_memory(plan: RunPlan, world: World, diloco: DiLoCoConfig) -> None:
 
 
 def log_early_end(
-    plan: RunPlan,
-    step: int,
-    training: Training,
-    checkpoint: Checkpoint,
-    folder: Path,
-    *,
-    island: bool = False,
+    config: Config, folder: Path, step: int, total_steps: int, *, island: bool
 ) -> None:
     """Log why a run stopped before its last step, or this island left it, and how to resume."""
-    folder = Path(os.environ.get(LOCAL_ISLANDS, folder))
-    paused = 0 < training.stop_after <= step
-    reason = f"training.stop_after = {training.stop_after}" if paused else "a signal"
+    folder, stop_after = Path(os.environ.get(LOCAL_ISLANDS, folder)), config.training.stop_after
+    paused = 0 < stop_after <= step
+    reason = f"training.stop_after = {stop_after}" if paused else "a signal"
     command = "with a later one or none, the same command" if paused else "the same command"
-    saved = paused or checkpoint.at_end
+    saved = paused or config.checkpoint.at_end
     hint = f"; {command} with --run.folder {folder} resumes it" if saved else ""
     if island:
         logger.info(f"left the run after own step {step}{hint}")
     else:
-        logger.info(f"stopped after step {step} of {plan.total_steps}, as asked by {reason}{hint}")
+        logger.info(f"stopped after step {step} of {total_steps}, as asked by {reason}{hint}")

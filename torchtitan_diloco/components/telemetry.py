@@ -1,40 +1,46 @@
-"""Telemetry of a run: measures its steps, logs a line, and writes the records of this worker.
+"""Telemetry of a run: measures its steps, logs lines, and writes the records of this worker.
 
-Every rank counts. At a logged step, one small sum over all ranks is started (distributed/stop.py):
-loss, tokens and bytes. It is read after a later step, when it is there. Then the first rank of the
-run logs a line, and the first rank of each worker writes the records of the step and of the rounds
+Every rank counts. At a logged step, one small sum over all ranks is started (`StopRequest`): loss,
+tokens and bytes. It is read after a later step, when it is there. Then the first rank of the run
+logs a line, and the first rank of each worker writes the records of the step and of the rounds
 since the last one. All other numbers are its own.
 """
 
 import math
+import os
+import shlex
 import statistics
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile, schedule
 
+from torchtitan_diloco.components.checkpoint import folder_of_worker
 from torchtitan_diloco.components.metrics import (
     Record,
     add_totals,
+    all_reduce_bytes,
     hidden_percent,
     percent,
     totals_of,
+    utilisation_percent,
 )
 from torchtitan_diloco.components.records import RecordFiles, RoundRecord, Start, round_record
-from torchtitan_diloco.components.run_folder import folder_of_worker
 from torchtitan_diloco.components.run_plan import RunPlan
-from torchtitan_diloco.config.schema import Metrics
+from torchtitan_diloco.config.schema import Metrics, Profiling
 from torchtitan_diloco.diloco.round import Round
 from torchtitan_diloco.diloco.streaming import OuterLoop
 from torchtitan_diloco.diloco.vitals import Vitals
 from torchtitan_diloco.distributed.collectives import PendingSum
 from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.hardware import GIB, crowded, peak_flops, peak_memory_bytes
-from torchtitan_diloco.log import clock, logger
+from torchtitan_diloco.log import LOCAL_ISLANDS, clock, command_line, logger
 
 Batch = tuple[Tensor, Tensor]
 RECENT = 16
@@ -110,12 +116,11 @@ class Telemetry:
         )
         kept = self.files.kept
         self._started -= max((one.get("worker/elapsed_seconds", 0) for one in kept), default=0)
-        self.fragments = len(outer.fragments)
         self.totals = totals_of(kept, streaming=bool(outer.fragments))
         """Sums over the records of this worker, including those before a resume."""
-        now = time.time()
-        start = Start(step, now, workers=self.workers, parameters=plan.parameters, run=run)
-        self.files.write(start)
+        self.files.write(
+            Start(step, time.time(), workers=self.workers, parameters=plan.parameters, run=run)
+        )
         self._done: float | None = None
         self.loss: float | None = None
         """Of the latest logged step that was published."""
@@ -278,11 +283,67 @@ class Telemetry:
             self.files.write(record)
             logger.info(line.format(loss=loss))
 
-    # --- other records ----------------------------------------------------------------------------
+    # --- other records, and the end ---------------------------------------------------------------
 
     def write(self, step: int, record: Record) -> None:
         """Write a record of other numbers, such as those of a validation."""
         self.files.write({"step": step, "time": time.time()} | record)
+
+    def log_summary(
+        self,
+        folder: Path,
+        step: int,
+        validated: tuple[int, float, float] | None,
+        *,
+        has_control: bool,
+    ) -> None:
+        """Log the table at the end of a run, with the times of the first worker.
+
+        `has_control`: a run with data parallelism and the same settings sees the same data.
+        """
+        rows = {}
+        if validated is not None:
+            after, loss, bits = validated
+            rows["loss of the shared model"] = (
+                f"{loss:.4f} nats per held-out token, {bits:.4f} bits per byte, after step {after}"
+            )
+        if self.workers > 1:
+            rows |= self._bytes_sent(step)
+            if has_control and "worker/sent_bytes" in self.totals:
+                config = shlex.quote(str(folder / "config.toml"))
+                control = f"{command_line('train')} --config {config} --diloco.method none"
+                rows["its loss at equal tokens"] = control
+            if exchange := self.totals.get("worker/exchange_seconds"):
+                waited = self.totals["worker/exposed_waiting_seconds"]
+                rows["communication hidden"] = (
+                    f"{hidden_percent(self.totals):.1f} % (exchanges took {exchange:.2f} s, "
+                    f"training waited {waited:.2f} s, first worker)"
+                )
+            if "worker/exposed_seconds" in self.totals:
+                share = f"{utilisation_percent(self.totals):.1f} % of the training steps"
+                rows["time spent computing"] = share
+        whole = os.environ.get(LOCAL_ISLANDS, str(folder))
+        rows["see where the time went"] = f"{command_line('report')} {shlex.quote(whole)}"
+        for name, text in rows.items():
+            logger.info(f"{name:<28} {text}")
+        logger.info(f"took {clock(self.elapsed_seconds)}; the run is in {folder}")
+
+    def _bytes_sent(self, step: int) -> dict[str, str]:
+        """Return what each worker has sent, and would send with data parallelism."""
+        steps = round(self.totals.get("worker/steps", 0))
+        by_each = "MB by each worker" + (f" after step {step - steps}" if steps < step else "")
+        expected = steps * all_reduce_bytes(self.plan.parameters, self.workers)
+        would_send = f"{expected / 1e6:,.1f}"
+        gradients = "(bf16 gradients, every step)"
+        if (sent := self.totals.get("worker/sent_bytes")) is None:
+            return {"sent between workers": f"about {would_send} {by_each} {gradients}"}
+        cycle = len(self._outer.fragments)
+        whole = self.totals.get("worker/fragments_applied", 0) >= cycle
+        ratio = f", {expected / sent:,.1f} times as much" if sent and whole else ""
+        return {
+            "sent between workers": f"{sent / 1e6:,.1f} {by_each}, as counted",
+            "data parallelism would send": f"{would_send} MB {gradients}{ratio}",
+        }
 
     def __enter__(self) -> Self:
         return self
@@ -304,4 +365,28 @@ def _console_line(record: Record, progress: str, steps_left: float) -> str:
         f"{'' if hidden is None else f'  hidden {hidden:.0f} %'}"
         f"  memory {record['train/memory_gib']:.2f} GiB"
         f"  ETA {clock(steps_left * record['speed/seconds_per_step'])}"
+    )
+
+
+def build_profiler(
+    config: Profiling, folder: Path, world: World
+) -> AbstractContextManager[profile | None]:
+    """Return a profiler that writes a trace into folder/traces, or a context that yields None."""
+    if config.start == 0 or world.rank_in_worker:
+        return nullcontext()
+    traces = folder / "traces"
+    traces.mkdir(parents=True, exist_ok=True)
+
+    def save(profiler: profile) -> None:
+        path = traces / f"rank{world.rank}-step{profiler.step_num}.json.gz"
+        profiler.export_chrome_trace(str(path))
+        logger.info(f"profile of {config.steps} steps: {path}")
+
+    gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+    skip, steps = config.start - 1, config.steps
+    return profile(
+        activities=[ProfilerActivity.CPU, *gpu],
+        schedule=schedule(skip_first=skip, wait=0, warmup=1, active=steps, repeat=1),
+        on_trace_ready=save,
+        record_shapes=True,
     )

@@ -1,4 +1,4 @@
-"""TOML files and command line to Config, and back to TOML.
+"""TOML files and command line to Config, with checks across settings, and back to TOML.
 
 Precedence: command line > TOML file > the files that it extends > defaults.
 """
@@ -7,7 +7,7 @@ import contextlib
 import os
 import sys
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args, get_origin
@@ -16,9 +16,10 @@ import msgspec
 import tomli
 import tomli_w
 
-from torchtitan_diloco.config.checks import BEGINNING, RUN_LENGTH, WARMUP, config_mistakes
 from torchtitan_diloco.config.schema import Config, flat_settings, flatten, format_value
+from torchtitan_diloco.diloco.config import Mistakes, advice, diloco_mistakes
 from torchtitan_diloco.diloco.fields import convert, nearest, setting_types
+from torchtitan_diloco.islands.config import Islands, islands_mistakes
 from torchtitan_diloco.log import UserError, command_line
 
 CONFIGS_FOLDER = Path(__file__).parents[1] / "train_configs"
@@ -27,6 +28,23 @@ COMMAND_LINE = "command line"
 TYPES = setting_types(Config)
 SECRET = "islands.join"
 """Setting that contains a password, which errors do not show."""
+
+RUN_LENGTH = ("training.steps", "training.tokens", "training.tokens_per_parameter")
+"""Exactly one of these settings is not 0."""
+WARMUP = ("lr_schedule.warmup_steps", "lr_schedule.warmup_fraction")
+BEGINNING = ("diloco.beginning.steps", "diloco.beginning.fraction")
+"""At most one of these settings is not 0, as of WARMUP."""
+
+READ_WITH: dict[tuple[str, tuple[str, ...]], tuple[str, ...]] = {
+    ("optimizer.name", ("muon",)): ("matrix_lr", "momentum"),
+    ("lr_schedule.decay", ("wsd",)): ("decay_fraction",),
+    ("lr_schedule.decay", ("cosine", "linear", "wsd")): ("floor",),
+    ("activation_checkpoint.mode", ("every_nth",)): ("every",),
+    ("diloco.fragments.pattern", ("strided", "sequential")): ("layers_per_fragment", "blocks"),
+    ("diloco.outer_optimizer.name", ("nesterov", "momentum", "adam")): ("momentum",),
+    ("diloco.outer_optimizer.name", ("adam",)): ("beta2", "epsilon"),
+}
+"""A setting and some of its values, and the settings of the section that only these values use."""
 
 
 class ConfigError(UserError):
@@ -39,15 +57,13 @@ class ConfigError(UserError):
 
 def load_config(name_or_path: str, overrides: Mapping[str, str] | None = None) -> Config:
     """Load a TOML file (a path, or a name in train_configs/) with command-line settings on top."""
-    path, settings = find_config(name_or_path), _Settings()
-    settings.add_file(path)
-    settings.add(overrides or {}, COMMAND_LINE)
-    if not settings.values.get("run.name"):
-        settings.values["run.name"] = path.stem
-    config = settings.build()
-    values = flat_settings(config)
+    path = find_config(name_or_path)
+    values, origins = _merge(_read_file(path) | {COMMAND_LINE: overrides or {}})
+    values["run.name"] = values.get("run.name") or path.stem
+    config = _build(values)
+    chosen = flat_settings(config)
     mistakes = [
-        _mistake(settings.origins.get(key, "default"), key, values[key], reason)
+        _mistake(origins.get(key, "default"), key, chosen[key], reason)
         for key, reason in config_mistakes(config)
     ]
     if mistakes:
@@ -57,9 +73,7 @@ def load_config(name_or_path: str, overrides: Mapping[str, str] | None = None) -
 
 def parse_config(toml_text: str, origin: str) -> Config:
     """Parse the output of `to_toml`. Missing settings have their defaults."""
-    settings = _Settings()
-    settings.add(_parse_toml(toml_text, origin), origin)
-    return settings.build()
+    return _build(_merge({origin: _parse_toml(toml_text, origin)})[0])
 
 
 def to_toml(config: Config) -> str:
@@ -69,55 +83,53 @@ def to_toml(config: Config) -> str:
     )
 
 
-class _Settings:
-    """Values of settings with their origins. Those added later replace earlier ones."""
+def _read_file(path: Path, children: tuple[Path, ...] = ()) -> dict[str, Mapping[str, Any]]:
+    """Return the table of a TOML file by its path, after those of the files that it extends."""
+    try:
+        table = _parse_toml(path.read_text(encoding="utf-8"), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError([f"{path}: cannot be read as a TOML file: {error}"]) from None
+    if (parent := table.pop("extends", None)) is None:
+        return {str(path): table}
+    found = find_config(parent, path) if isinstance(parent, str) else None
+    if found is None or found.resolve() == path.resolve() or found.resolve() in children:
+        reason = "must be the name of one other TOML file, which does not extend this one"
+        raise ConfigError([_mistake(str(path), "extends", parent, reason)])
+    return _read_file(found, (*children, path.resolve())) | {str(path): table}
 
-    def __init__(self) -> None:
-        self.values: dict[str, Any] = {}
-        self.origins: dict[str, str] = {}
-        self.mistakes: list[str] = []
 
-    def add_file(self, path: Path, children: tuple[Path, ...] = ()) -> None:
-        """Add the settings of a TOML file, after those of the file that it extends."""
-        try:
-            table = _parse_toml(path.read_text(encoding="utf-8"), str(path))
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError([f"{path}: cannot be read as a TOML file: {error}"]) from None
-        if (parent := table.pop("extends", None)) is not None:
-            found = find_config(parent, path) if isinstance(parent, str) else None
-            if found is None or found.resolve() == path.resolve() or found.resolve() in children:
-                reason = "must be the name of one other TOML file, which does not extend this one"
-                raise ConfigError([_mistake(str(path), "extends", parent, reason)])
-            self.add_file(found, (*children, path.resolve()))
-        self.add(table, str(path))
-
-    def add(self, table: Mapping[str, Any], origin: str) -> None:
-        """Add the valid settings of a table. Note what is wrong with the others."""
+def _merge(tables: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the values of settings, and where each comes from. Later tables, which have their
+    origins as keys, replace earlier ones."""
+    values, origins, mistakes = dict[str, Any](), dict[str, str](), list[str]()
+    for origin, table in tables.items():
         found = {}
         for key, value in flatten(table).items():
             try:
                 found[key] = _convert(key, value, is_word=origin == COMMAND_LINE)
             except ValueError as error:
-                self.mistakes.append(_mistake(origin, key, value, str(error)))
+                mistakes.append(_mistake(origin, key, value, str(error)))
         if any(found.get(key) for key in RUN_LENGTH):  # so that `--training.steps 9` shortens any
-            self.values |= dict.fromkeys(RUN_LENGTH, 0)
+            values |= dict.fromkeys(RUN_LENGTH, 0)
         for either in (WARMUP, BEGINNING):
             if not found.keys().isdisjoint(either):
-                self.values |= dict.fromkeys(either, 0)
-        self.values |= found
-        self.origins |= dict.fromkeys(found, origin)
+                values |= dict.fromkeys(either, 0)
+        values |= found
+        origins |= dict.fromkeys(found, origin)
+    if mistakes:
+        raise ConfigError(mistakes)
+    return values, origins
 
-    def build(self) -> Config:
-        if self.mistakes:
-            raise ConfigError(self.mistakes)
-        tables: dict[str, Any] = {}
-        for key, value in self.values.items():
-            *sections, name = key.split(".")
-            table = tables
-            for section in sections:
-                table = table.setdefault(section, {})
-            table[name] = value
-        return msgspec.convert(tables, Config)
+
+def _build(values: Mapping[str, Any]) -> Config:
+    tables: dict[str, Any] = {}
+    for key, value in values.items():
+        *sections, name = key.split(".")
+        table = tables
+        for section in sections:
+            table = table.setdefault(section, {})
+        table[name] = value
+    return msgspec.convert(tables, Config)
 
 
 def _convert(key: str, value: Any, *, is_word: bool) -> Any:
@@ -170,6 +182,67 @@ def find_config(name_or_path: str, child: Path | None = None) -> Path:
 def shipped_configs() -> list[str]:
     """Return the names of the files in train_configs/."""
     return sorted(path.stem for path in CONFIGS_FOLDER.glob("*.toml"))
+
+
+# --- checks across settings -----------------------------------------------------------------------
+
+
+def config_mistakes(config: Config) -> Mistakes:
+    """Yield a (key, reason and remedy) pair for each contradiction between settings."""
+    training = config.training
+    lengths = [key for key in RUN_LENGTH if getattr(training, key.removeprefix("training."))]
+    if not lengths:
+        yield RUN_LENGTH[0], f"the run has no length: set one of {', '.join(RUN_LENGTH)}"
+    elif len(lengths) > 1:
+        yield lengths[1], f"{lengths[0]} already sets the length of the run: set one of them to 0"
+    if config.lr_schedule.warmup_steps and config.lr_schedule.warmup_fraction:
+        yield WARMUP[1], f"{WARMUP[0]} already sets the length of the warm-up: give one of them"
+    islands = bool(config.islands.join or config.islands.local)
+    if islands or config.diloco.method != "none":
+        yield from diloco_mistakes(config.diloco, islands=islands)
+    if islands:
+        yield from islands_mistakes(config.islands, config.workers)
+    else:
+        for key, default in flat_settings(Islands()).items():
+            if getattr(config.islands, key) != default:
+                reason = "is only read with islands.join (or islands.local): give it, or neither"
+                yield f"islands.{key}", reason
+    if "/" in config.run.name or "\\" in config.run.name:
+        yield "run.name", "must not contain slashes: set run.folder to choose another folder"
+    if config.data.shard_by != "none" and (config.workers == 1 or config.diloco.method == "none"):
+        yield (
+            "data.shard_by",
+            "needs several workers that train independently "
+            '(diloco.workers > 1, diloco.method = "streaming"): leave it out',
+        )
+
+
+def unused_settings(config: Config) -> Iterator[str]:
+    """Yield a line for each changed setting that has no effect."""
+    defaults, chosen = flat_settings(Config()), flat_settings(config)
+    for (decider, values), names in READ_WITH.items():
+        section = decider.rpartition(".")[0]
+        if section.startswith("diloco") and config.diloco.method == "none":
+            continue
+        for key in (f"{section}.{name}" for name in names):
+            if chosen[key] != defaults[key] and chosen[decider] not in values:
+                yield (
+                    f"{key} = {format_value(chosen[key])} has no effect with "
+                    f"{decider} = {format_value(chosen[decider])}: it is for "
+                    + " and ".join(map(format_value, values))
+                )
+
+
+def run_warnings(config: Config, total_steps: int) -> list[str]:
+    """Return warnings about valid settings that are unlikely to be intended."""
+    found = [*advice(config.diloco, total_steps), *unused_settings(config)]
+    warmup_steps = config.lr_schedule.warmup(total_steps)
+    if warmup_steps > total_steps:
+        found.append(
+            f"lr_schedule.warmup_steps = {warmup_steps} is longer than the run of {total_steps} "
+            "steps, so the peak learning rate is never reached: shorten it"
+        )
+    return found
 
 
 # --- command line ---------------------------------------------------------------------------------

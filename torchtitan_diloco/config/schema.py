@@ -2,7 +2,7 @@
 
 The docstring of a field is its text in `--help`. A setting that is None is "not set", and is left
 out of TOML files, which have no null. To add a setting, add a field with type, range, default and
-docstring. If another setting decides whether it is read, name both in `READ_WITH` of checks.py.
+docstring. If another setting decides whether it is read, name both in `READ_WITH` of loader.py.
 """
 
 import json

@@ -1,18 +1,27 @@
-"""Collectives between all ranks for bookkeeping: agreement, small sums, and lost ranks."""
+"""What all ranks agree on: errors, small sums, and the step after which they stop or save."""
 
+import os
+import signal
+import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import NamedTuple, Self, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from torchtitan_diloco.diloco.config import DiLoCoConfig
 from torchtitan_diloco.diloco.meeting import gather_objects
 from torchtitan_diloco.diloco.transport import WorkerLostError
 from torchtitan_diloco.distributed.world import World
-from torchtitan_diloco.log import UserError, cause_of
+from torchtitan_diloco.log import SAME_SIGNAL_SECONDS, STOP_SIGNALS, UserError, cause_of, logger
 
 Value = TypeVar("Value")
+ASK_EVERY = 2
+"""Steps between two questions of workers that train on their own. Each takes time on the links."""
+STEPS_APART = 6
+"""Steps that workers that train on their own may be apart before they wait for an answer."""
 
 
 def on_all_ranks(group: dist.ProcessGroup | None, task: Callable[[], Value]) -> Value:
@@ -78,3 +87,90 @@ def naming_lost_ranks(world: World, where: str) -> Iterator[None]:
             f"{' and '.join(lost) or 'some rank'} left or did not answer in time {where} "
             f"({cause_of(error)})"
         ) from error
+
+
+# --- stopping and saving --------------------------------------------------------------------------
+
+
+def answer_lag(world: World, diloco: DiLoCoConfig) -> int:
+    """Return the steps between a question to the other ranks and reading the answer, for which
+    workers that train on their own should not have to wait."""
+    if world.control is None:
+        return 0
+    if diloco.method == "none" or world.workers == 1:
+        return 1
+    return max(STEPS_APART, diloco.overlap.delay)
+
+
+class Requests(NamedTuple):
+    """Requests that all ranks have agreed on after a step."""
+
+    stop: bool
+    save: bool
+
+
+class StopRequest:
+    """Agreement of all ranks to stop on SIGINT, SIGTERM or SIGHUP, or to save, after the same step.
+
+    Signals reach ranks at different moments, and a rank that stops alone leaves the others waiting
+    in a collective. So the ranks ask each other in the background and read the answer `lag` steps
+    later. The same small sum carries the numbers of the log line. A second signal ends the process
+    at once.
+    """
+
+    def __init__(self, world: World, lag: int = 1) -> None:
+        self._world, self._lag = world, lag
+        self._every = 1 if lag <= 1 else ASK_EVERY
+        self.waited_seconds = 0.0  # of the training thread, for answers
+        self._save, self._announced = False, False
+        self._received: float | None = None  # time of the first signal
+        self._questions: deque[tuple[int, PendingSum]] = deque()  # open ones, by their step
+        self._latest: tuple[int, PendingSum] | None = None
+        # nohup and background jobs of scripts ignore some signals on purpose.
+        handled = [one for one in STOP_SIGNALS if signal.getsignal(one) is not signal.SIG_IGN]
+        self._previous = {number: signal.signal(number, self._handle) for number in handled}
+
+    def _handle(self, number: int, _frame: object) -> None:
+        now = time.monotonic()
+        if self._received is None:
+            self._received = now
+        elif now - self._received > SAME_SIGNAL_SECONDS:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    def agreed(self, step: int, numbers: Sequence[float] = (), *, save: bool = False) -> Requests:
+        """Return what all ranks do after this step; `save` asks them to save soon. Every rank calls
+        it once after each step. `numbers`: as in `ask`."""
+        self._save |= save
+        if step % self._every == 0:
+            self.ask(step, numbers)
+        if not self._questions or self._questions[0][0] + self._lag > step:
+            return Requests(stop=False, save=False)
+        started = time.perf_counter()
+        stop, saves, *_ = self._questions.popleft()[1].result()
+        self.waited_seconds += time.perf_counter() - started
+        return Requests(stop=stop > 0, save=saves > 0)
+
+    def ask(self, step: int, numbers: Sequence[float]) -> PendingSum:
+        """Return the sum over all ranks of both wishes and the numbers after this step, which may
+        have been asked for already."""
+        if self._latest is None or self._latest[0] != step:
+            stop = self._received is not None
+            values = [float(stop), float(self._save), *numbers]
+            self._latest = step, PendingSum(self._world, values, f"up to step {step}")
+            self._questions.append(self._latest)
+            if stop and not self._announced and self._lag:
+                logger.info(f"signal received: the run stops after step {step + self._lag}")
+            self._save, self._announced = False, stop
+        return self._latest[1]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *details: object) -> None:
+        """Restore the signal handlers, and wait for open questions unless the run has failed."""
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        if error is None:
+            for _, question in self._questions:
+                question.result()

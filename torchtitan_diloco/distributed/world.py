@@ -1,12 +1,16 @@
-"""The ranks of a run: the (worker, fsdp) grid, its process groups, and the device of a rank."""
+"""The ranks of a run: the (worker, fsdp) grid, its process groups and links, and the devices."""
 
+import math
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
+from itertools import combinations
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,10 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_diloco.config.schema import Distributed
 from torchtitan_diloco.diloco.config import Link
+from torchtitan_diloco.diloco.link import MOST_STREAMS, Sender, Speed, listen, measure
 from torchtitan_diloco.diloco.liveness import Liveness
 from torchtitan_diloco.diloco.meeting import gather_objects, store_of_attempt, store_of_job
-from torchtitan_diloco.distributed.links import GLOO_INTERFACE, pick_streams
-from torchtitan_diloco.hardware import available_cores
+from torchtitan_diloco.hardware import available_cores, interfaces
 from torchtitan_diloco.log import UserError, logger
 
 WORKER, FSDP = "worker", "fsdp"
@@ -26,6 +30,11 @@ LONGER_THAN_LINK_SECONDS = 60
 would give up first, and the error would not name the lost worker."""
 SAVING_TIMEOUT_SECONDS = 7200
 """For which ranks wait for each other in a save. Disks may be slow."""
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+LOOPBACK = "127."
+LEAST_STREAMS = 4
+"""In a measurement of a link. With many workers each has few, as all links are measured at once."""
+Facts = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -149,7 +158,8 @@ def join_world(
     inner_backend = "nccl" if chosen.type == "cuda" else "gloo"
     outer_backend = "gloo" if outer_loop else inner_backend
     worker, column = divmod(rank, ranks_per_worker)
-    with _groups_over(link.interface, nccl=not outer_loop):
+    _check_interface(link.interface, for_nccl=not outer_loop)
+    with _gloo_over(link.interface):
         # Eager communicators of NCCL are made below, and none for all ranks, over slow links.
         dist.init_process_group(
             "gloo",
@@ -211,38 +221,27 @@ def world_of_one(device: torch.device, backend: str) -> World:
 
 
 @contextmanager
-def _groups_over(name: str, *, nccl: bool) -> Iterator[None]:
-    """Let the gloo groups that are made in the body use this network interface, if it has a name.
+def _gloo_over(interfaces: str) -> Iterator[None]:
+    """Let the gloo groups that are made in the body use these network interfaces, if any."""
+    before = os.environ.get(GLOO_INTERFACE)
+    if interfaces:
+        os.environ[GLOO_INTERFACE] = interfaces
+    yield
+    os.environ.pop(GLOO_INTERFACE, None)
+    if before is not None:
+        os.environ[GLOO_INTERFACE] = before
 
-    NCCL uses one interface for all groups of a process, which is then this one.
-    """
-    if not name:
-        yield
-        return
+
+def _check_interface(name: str, *, for_nccl: bool) -> None:
+    """Raise if this machine has no such interface. NCCL uses one for all groups of a process."""
     present = [known for _, known in socket.if_nameindex()]
-    if name not in present:
+    if name and name not in present:
         raise UserError(
             f'diloco.link.interface = "{name}" is no network interface of this machine: '
             f"choose one of {', '.join(present)}, or leave it empty"
         )
-    if nccl:
+    if name and for_nccl:
         os.environ["NCCL_SOCKET_IFNAME"] = name
-    with _gloo_over(name):
-        yield
-
-
-@contextmanager
-def _gloo_over(interfaces: str) -> Iterator[None]:
-    """Let the gloo groups that are made in the body use these interfaces, if there are any."""
-    if not interfaces:
-        yield
-        return
-    before = os.environ.get(GLOO_INTERFACE)
-    os.environ[GLOO_INTERFACE] = interfaces
-    yield
-    del os.environ[GLOO_INTERFACE]
-    if before is not None:
-        os.environ[GLOO_INTERFACE] = before
 
 
 def _own_group(
@@ -266,3 +265,105 @@ def leave_world(world: World) -> None:
     world.liveness.close()
     if world.mesh is not None:
         dist.destroy_process_group()
+
+
+# --- TCP streams between workers ------------------------------------------------------------------
+
+
+def pick_streams(link: Link, rank: int, ranks_per_worker: int) -> tuple[int, str]:
+    """Return the streams from this rank to each other worker, and the interfaces for gloo.
+
+    Collective over all ranks. Gloo has a connection for every entry of its list of interfaces. An
+    empty list leaves the choice to gloo.
+    """
+    me, name, listener = rank // ranks_per_worker, "", None
+    mine: Facts = {"streams": link.streams, "host": "", "port": 0, "problem": ""}
+    mine["local"] = int(os.environ.get("LOCAL_WORLD_SIZE", ranks_per_worker))
+    try:
+        name, mine["host"] = interface_and_address(link.interface)
+        if rank % ranks_per_worker == 0 and not link.streams:
+            listener = listen(mine["host"])
+            mine["port"] = listener.server_address[1]
+    except OSError as error:
+        mine["problem"] = f"worker {me}: {error}"
+    all_ranks = gather_objects(mine, dist.group.WORLD)
+    problem = next((one["problem"] for one in all_ranks if one["problem"]), "")
+    if len({one["streams"] for one in all_ranks}) > 1:
+        shown = ", ".join(f"{one['streams']} on rank {n}" for n, one in enumerate(all_ranks))
+        raise UserError(f"diloco.link.streams = {shown}: give all ranks the same")
+    if link.streams > 1 and problem:
+        raise UserError(
+            f"diloco.link.streams = {link.streams} needs the network interface between workers "
+            f"({problem}): set diloco.link.interface"
+        )
+    streams = link.streams or 1
+    if not link.streams and not all(one["host"].startswith(LOOPBACK) for one in all_ranks):
+        found = {"": problem}
+        if listener is not None and not problem:
+            found = _measure(all_ranks[::ranks_per_worker], me)
+        tables = gather_objects(found, dist.group.WORLD)[::ranks_per_worker]
+        sharing = min(ranks_per_worker, *(one["local"] for one in all_ranks))
+        streams = _streams_of(tables, sharing, name, says=rank == 0)
+    if listener is not None:
+        listener.shutdown()
+        listener.server_close()
+    return streams, ",".join([name] * streams) if streams > 1 else ""
+
+
+def _measure(firsts: list[Facts], me: int) -> Facts:
+    """Return the speed to each other worker as [round trip, rate], and what failed as "".
+
+    All links are measured at once, as they are used at once.
+    """
+    others = [worker for worker in range(len(firsts)) if worker != me]
+    each = max(LEAST_STREAMS, MOST_STREAMS // len(others))
+    found: Facts = {"": ""}
+
+    def ask(worker: int) -> None:
+        place = firsts[worker]
+        try:
+            found[str(worker)] = list(measure(partial(Sender, place["host"], place["port"]), each))
+        except OSError as error:
+            found[""] = f"worker {me} to worker {worker}: {error}"
+
+    with ThreadPoolExecutor(len(others)) as pool:
+        list(pool.map(ask, others))
+    return found
+
+
+def _streams_of(tables: list[Facts], sharing: int, name: str, *, says: bool) -> int:
+    """Return the streams that `sharing` ranks need each, and say what each link has."""
+    if problem := next((table[""] for table in tables if table[""]), ""):
+        if says:
+            logger.warning(
+                f"the links between workers could not be measured ({problem}): each rank uses 1 "
+                "stream; set diloco.link.streams if the links are long"
+            )
+        return 1
+    links: dict[tuple[int, int], Speed] = {}
+    for first, second in combinations(range(len(tables)), 2):
+        both = Speed(*tables[first][str(second)]), Speed(*tables[second][str(first)])
+        rates = [one.bits_per_second for one in both if not math.isnan(one.bits_per_second)]
+        slower = min(rates, default=math.nan)
+        links[first, second] = Speed(min(one.round_trip for one in both), slower)
+    streams = math.ceil(max(speed.streams for speed in links.values()) / sharing)
+    count = f"{streams} stream{'s' * (streams > 1)}{' a rank' * (sharing > 1)}"
+    for (first, second), speed in links.items() if says else ():
+        logger.info(f"worker {first} - worker {second}: {speed}, {count} over {name}")
+    return streams
+
+
+def interface_and_address(name: str) -> tuple[str, str]:
+    """Return the network interface that gloo uses if its setting is `name`, and its address."""
+    found = interfaces()
+    if name := name or os.environ.get(GLOO_INTERFACE, "").partition(",")[0]:
+        if name not in found:
+            raise OSError(f"{name} has no IPv4 address")
+        return name, found[name]
+    address = "127.0.0.1"
+    with suppress(OSError):
+        address = socket.gethostbyname(socket.gethostname())
+    for one, own in found.items():
+        if own == address or own[:4] == address[:4] == LOOPBACK:
+            return one, address
+    raise OSError(f"no network interface has the address {address} of this machine's name")

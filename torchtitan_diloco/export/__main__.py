@@ -19,8 +19,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from torchtitan_diloco import __version__
+from torchtitan_diloco.components.loss import count_text_bytes, validate
 from torchtitan_diloco.components.optimizer import compute_dtype
-from torchtitan_diloco.components.validation import count_text_bytes, validate
 from torchtitan_diloco.config import to_toml
 from torchtitan_diloco.data.corpus import open_split
 from torchtitan_diloco.data.loader import ValidationBatches

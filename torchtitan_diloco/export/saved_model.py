@@ -10,16 +10,13 @@ from pathlib import Path
 from torchtitan_diloco.components.checkpoint import (
     MANIFEST,
     MODEL,
+    DamagedError,
+    check_files,
     complete_checkpoints,
+    read_manifest,
     step_of,
 )
-from torchtitan_diloco.components.resume import (
-    DamagedError,
-    SavedTensors,
-    check_files,
-    check_tokenizer,
-    read_manifest,
-)
+from torchtitan_diloco.components.resume import SavedTensors, check_tokenizer
 from torchtitan_diloco.config import Config, parse_config
 from torchtitan_diloco.data.tokenizer import Tokenizer, build_tokenizer
 from torchtitan_diloco.diloco.state_dict import shared_parameter_name

@@ -19,8 +19,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from torchtitan_diloco.components.metrics import all_reduce_bytes
 from torchtitan_diloco.components.run_plan import RunPlan, plan_run
-from torchtitan_diloco.components.summary import all_reduce_bytes
 from torchtitan_diloco.config.schema import Config
 from torchtitan_diloco.diloco.codecs import build_codec
 from torchtitan_diloco.diloco.config import Beginning, DiLoCoConfig, Fragments, Quantization

@@ -12,7 +12,7 @@ import numpy as np
 import tomli
 from numpy.typing import NDArray
 
-from torchtitan_diloco.components.metrics import Record, Totals, totals_of
+from torchtitan_diloco.components.metrics import Record, Totals, all_reduce_bytes, totals_of
 from torchtitan_diloco.components.records import (
     METRICS_FILE,
     RoundRecord,
@@ -22,7 +22,6 @@ from torchtitan_diloco.components.records import (
     number,
     read_json_lines,
 )
-from torchtitan_diloco.components.summary import all_reduce_bytes
 from torchtitan_diloco.config.schema import flatten
 from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.overview import History, Stay, headline
