@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from torchtitan_diloco.islands.config import Join
-from torchtitan_diloco.islands.connection import Connection
-from torchtitan_diloco.islands.inbox import LogRecord
+from torchtitan_diloco.islands.connection import Connection, LogRecord
 from torchtitan_diloco.islands.server import Server, open_folder
 from torchtitan_diloco.islands.server_folder import find_server
 

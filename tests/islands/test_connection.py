@@ -30,9 +30,8 @@ from torchtitan_diloco.islands import server as server_module
 from torchtitan_diloco.islands.bulk import ClosedError, CorruptError, GoneError
 from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.connection import Connection
-from torchtitan_diloco.islands.inbox import Leave, SnapshotWanted
 from torchtitan_diloco.islands.members import Hint
-from torchtitan_diloco.islands.records import AnotherLogError, digest
+from torchtitan_diloco.islands.records import AnotherLogError, Leave, SnapshotWanted, digest
 from torchtitan_diloco.islands.server import Server
 from torchtitan_diloco.islands.session import GapError, RequestError, TrimmedError, open_session
 from torchtitan_diloco.islands.wire import ServerError

@@ -345,7 +345,7 @@ def test_islands_on_this_machine(tmp_path: Path) -> None:
     code = f"""
 import os, signal, sys, threading, time
 from pathlib import Path
-from torchtitan_diloco.islands.local import run_islands
+from torchtitan_diloco.islands.server import run_islands
 def stop():
     while len(list(Path({str(tmp_path)!r}).glob("island-*/ready"))) < 2:
         time.sleep(0.05)

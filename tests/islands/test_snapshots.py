@@ -15,8 +15,7 @@ from torchtitan_diloco.islands import joining
 from torchtitan_diloco.islands.bulk import GivenUpError
 from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.connection import Connection
-from torchtitan_diloco.islands.inbox import AnyMessage, Snapshot, SnapshotWanted
-from torchtitan_diloco.islands.records import name_of
+from torchtitan_diloco.islands.records import AnyMessage, Snapshot, SnapshotWanted, name_of
 
 need_server()
 

@@ -17,10 +17,12 @@ from collections.abc import Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import msgspec
 
+from torchtitan_diloco.diloco.link import BLOCK, measure
 from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.records import Chunk, digest
 from torchtitan_diloco.islands.session import NO_MESSAGE, stream_of, subject_of
@@ -332,3 +334,35 @@ def read_answer(job: Job, status: int, raw: bytes) -> Answer:
 
 def corrupt(job: Job) -> CorruptError:
     return CorruptError(f"chunk {job.sequence} of {job.bulk} is not the one recorded")
+
+
+# --- how many streams the link needs --------------------------------------------------------------
+
+
+class Probe:
+    """A connection with messages to nobody, with which to measure the link."""
+
+    def __init__(self, join: Join) -> None:
+        self._wire = Wire(join, join.addresses[0], "probe")
+        self.wait, self.close = self._wire.wait, self._wire.close
+        self._subject = subject_of(join.run, "probe")
+
+    def send(self, size: int) -> None:
+        for start in range(0, size, len(BLOCK)):
+            self._wire.publish(self._subject, BLOCK[: size - start])
+        self._wire.ask()
+
+
+def streams_to_server(join: Join) -> int:
+    """Measure the link to the server, say what was found, and return the streams that it needs."""
+    try:
+        speed = measure(partial(Probe, join))
+    except (OSError, ValueError) as error:
+        logger.warning(
+            f"the link to the server could not be measured ({error}): 1 stream; set "
+            "diloco.link.streams if the link is long"
+        )
+        return 1
+    plural = "s" * (speed.streams > 1)
+    logger.info(f"link to the server: {speed}, {speed.streams} stream{plural}")
+    return speed.streams

@@ -18,7 +18,6 @@ from torchtitan_diloco.islands.bulk import CorruptError, GivenUpError, GoneError
 from torchtitan_diloco.islands.changes import CHANGEABLE, settings_of
 from torchtitan_diloco.islands.connection import Connection
 from torchtitan_diloco.islands.copies import Copies
-from torchtitan_diloco.islands.inbox import Snapshot, SnapshotWanted
 from torchtitan_diloco.islands.log import State
 from torchtitan_diloco.islands.machine import RETRY
 from torchtitan_diloco.islands.members import IslandFailedError
@@ -27,6 +26,8 @@ from torchtitan_diloco.islands.records import (
     AnyRecord,
     Close,
     Facts,
+    Snapshot,
+    SnapshotWanted,
     VoidError,
     decode,
     digest,

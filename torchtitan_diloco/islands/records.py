@@ -234,6 +234,39 @@ class Close(SlotRecord, frozen=True):
 AnyRecord: TypeAlias = Facts | Change | Take | Give | Evict | Done | End | Open | Part | Close
 
 
+# --- messages between islands ---------------------------------------------------------------------
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Message from one island to another."""
+
+    sender: str
+
+
+class Leave(Message, frozen=True):
+    """Leave the run."""
+
+
+class SnapshotWanted(Message, frozen=True):
+    fragment: Count
+
+
+class Snapshot(Message, frozen=True):
+    fragment: Count
+    version: Count
+    head: str
+    """Hash of the entry that made the version."""
+    chunks: tuple[Chunk, ...] = ()
+    problem: str = ""
+    """Why there are no chunks."""
+
+
+AnyMessage: TypeAlias = Leave | SnapshotWanted | Snapshot
+
+
+# --- encoding -------------------------------------------------------------------------------------
+
+
 def attempt_of(record: Record) -> tuple[object, ...]:
     """Return a key that is equal for records that ask for the same, even with newer values."""
     names = "slot", "replaces", "fragment", "version", "number", "after", "target"

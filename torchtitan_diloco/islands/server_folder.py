@@ -77,7 +77,10 @@ def read_settings(folder: Path) -> Settings:
 
 
 def save(folder: Path, settings: Settings) -> None:
+    """Write the settings, and the join string of each site to a file."""
     write_secret(folder / "run.json", msgspec.json.encode(settings).decode())
+    for site, join in joins_of(folder, settings).items():
+        write_secret(join_file(folder, site), f"{join}\n")
 
 
 def write_secret(path: Path, text: str) -> None:
@@ -143,12 +146,6 @@ def joins_of(folder: Path, settings: Settings) -> dict[str, Join]:
     }
 
 
-def write_joins(folder: Path, joins: Mapping[str, Join]) -> None:
-    """Write each join string to a file."""
-    for site, join in joins.items():
-        write_secret(join_file(folder, site), f"{join}\n")
-
-
 def change_site(folder: Path, site: str, change: SiteChange = "add") -> Join | None:
     """Add a login for a site, or change its password, or remove it. Return its new join string."""
     settings = read_settings(folder)
@@ -172,9 +169,7 @@ def change_site(folder: Path, site: str, change: SiteChange = "add") -> Join | N
     else:
         settings.sites[site] = secrets.token_urlsafe(24)
     save(folder, settings)
-    joins = joins_of(folder, settings)
-    write_joins(folder, joins)
-    return joins.get(site)
+    return joins_of(folder, settings).get(site)
 
 
 # --- a new folder ---------------------------------------------------------------------------------
