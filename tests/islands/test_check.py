@@ -30,21 +30,21 @@ def test_check_reads_the_log_of_a_folder(
         for number, raw in enumerate(records, start=1):
             listener.connection.append(raw)
             listener.read_to(number)
-        assert main(["check", str(server.folder)]) == USER_ERROR
+        assert main(["check", str(server.path)]) == USER_ERROR
         assert "a server is running in it already" in capsys.readouterr().err
-    settings = (server.folder / "run.json").read_bytes()
-    code, printed = check(server.folder, capsys)
+    settings = (server.path / "run.json").read_bytes()
+    code, printed = check(server.path, capsys)
     assert code == 0, printed
     assert "log: 14 records, from 1 to 14" in printed
     assert "to record 14: versions 3, 0; tokens merged: 50 of 100" in printed
     assert "damaged or foreign, and skipped by all islands: 13 to 14\n" in printed
-    assert settings == (server.folder / "run.json").read_bytes()
-    (block,) = server.folder.glob("store/jetstream/*/streams/islands-test-log/msgs/1.blk")
+    assert settings == (server.path / "run.json").read_bytes()
+    (block,) = server.path.glob("store/jetstream/*/streams/islands-test-log/msgs/1.blk")
     content = block.read_bytes()
     for lost in (7, 14):  # nats-server starts without a word
         at = content.index(records[lost - 1]) + 3
         block.write_bytes(content[:at] + b"x" + content[at + 1 :])
-        code, printed = check(server.folder, capsys)
+        code, printed = check(server.path, capsys)
         assert code == 1
         assert f"to record {lost - 1}: versions" in printed
         assert f"PROBLEM: records are missing: {lost}\n" in printed
@@ -72,6 +72,6 @@ def test_check_names_a_chain_that_is_broken(
         for number, raw in enumerate(records, start=1):
             listener.connection.append(raw)
             listener.read_to(number)
-    code, printed = check(server.folder, capsys)
+    code, printed = check(server.path, capsys)
     assert code == 1
     assert f"PROBLEM: record {len(records)} continues a version that the log does not" in printed

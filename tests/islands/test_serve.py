@@ -140,9 +140,9 @@ def test_a_folder_that_cannot_be_made_is_one_line(
         assert line.startswith(f"error: --folder {folder}: ")
     with running_server(tmp_path / "known") as server:
         pass
-    (server.folder / "certificate.pem").unlink()
+    (server.path / "certificate.pem").unlink()
     with pytest.raises(ValueError, match=r"--folder .*/known: .*certificate\.pem: No such file"):
-        open_folder(server.folder)
+        open_folder(server.path)
 
 
 @pytest.mark.parametrize("host", ["::1", "::"])

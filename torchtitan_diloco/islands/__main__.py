@@ -18,8 +18,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-import msgspec
-
 from torchtitan_diloco.islands.changes import CHANGEABLE, parse_change, parse_value, settings_of
 from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.connection import Connection
@@ -29,15 +27,7 @@ from torchtitan_diloco.islands.page import PageServer
 from torchtitan_diloco.islands.reader import open_reader, print_status
 from torchtitan_diloco.islands.records import Close, Leave, encode, name_of
 from torchtitan_diloco.islands.server import Server, free_port, make_streams, open_folder
-from torchtitan_diloco.islands.server_folder import (
-    ISLAND,
-    LOOPBACK,
-    SiteChange,
-    change_site,
-    files_of,
-    join_file,
-    read_settings,
-)
+from torchtitan_diloco.islands.server_folder import ISLAND, LOOPBACK, Folder
 from torchtitan_diloco.islands.session import REMEDY, GapError, TrimmedError
 from torchtitan_diloco.log import STOP_SIGNALS, USER_ERROR, Parser, UserError, command_line
 
@@ -124,7 +114,7 @@ def _serve(options: argparse.Namespace) -> None:
             print(server.join)
             print(
                 f"Give this line, which contains a password, to each island: --islands.join '...', "
-                f"or the path of a file with it, such as {server.join_file}. Islands dial "
+                f"or the path of a file with it, such as {server.join_file()}. Islands dial "
                 f"{server.join.addresses[0]}. Ctrl-C ends the server."
             )
         say(f"sites with a login: {', '.join(server.joins) or 'none'}")
@@ -142,27 +132,23 @@ def _serve(options: argparse.Namespace) -> None:
 
 
 def _change_site(options: argparse.Namespace) -> None:
-    folder, site = options.folder.absolute(), options.name
-    change: SiteChange = options.change or "add"
-    with files_of(folder):
-        join = change_site(folder, site, change)
+    folder, site = Folder(options.folder), options.name
+    join = folder.change_site(site, options.change or "add")
     if join is None:
         print(f"{site} has no login any more; a running `serve` disconnects it")
     else:
         print(join)
         print(
             f"Give this line, which contains a password, to the islands of {site} only, or the "
-            f"file {join_file(folder, site)}."
+            f"file {folder.join_file(site)}."
         )
 
 
 def _check(options: argparse.Namespace) -> bool:
     """Check the log of a folder, whose server is not running."""
-    folder = options.folder.absolute()
-    private = msgspec.structs.replace(read_settings(folder), host=LOOPBACK, port=free_port())
-    server = Server(folder, private, say)
-    with files_of(folder):
-        server.launch()
+    server = Server(options.folder, say)
+    server.settings.host, server.settings.port = LOOPBACK, free_port()
+    server.launch()
     try:
         return _print_check(server.admin)
     finally:

@@ -171,7 +171,7 @@ class PageServer(ThreadingHTTPServer):
         host = host.strip("[]") or LOOPBACK
         if not port.isdecimal() or not int(port) < 65536:
             raise UserError(f"--http {address}: give a port, or HOST:PORT")
-        self._settings, self.watcher = of.settings, Watcher(of.admin)
+        self._run, self.watcher = of, Watcher(of.admin)
         try:
             super().__init__((host, int(port)), _Handler)
         except OSError as error:
@@ -181,7 +181,7 @@ class PageServer(ThreadingHTTPServer):
         self.url = f"http://{host}:{self.server_port}"
         if not is_loopback(host):  # the password must not be read on the way
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-            context.load_cert_chain(of.folder / "certificate.pem", of.folder / "key.pem")
+            context.load_cert_chain(of.path / "certificate.pem", of.path / "key.pem")
             options: Any = {"server_side": True, "do_handshake_on_connect": False}
             self.socket = context.wrap_socket(self.socket, **options)
             self.url = self.url.replace("http:", "https:")
@@ -199,7 +199,7 @@ class PageServer(ThreadingHTTPServer):
             user, _, password = base64.b64decode(encoded, validate=True).decode().partition(":")
         except ValueError:
             return False
-        expected = self._settings.sites.get(user, "")
+        expected = self._run.settings.sites.get(user, "")
         same = hmac.compare_digest(password.encode(), expected.encode())
         return kind.lower() == "basic" and bool(expected) and same
 

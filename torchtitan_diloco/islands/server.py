@@ -14,27 +14,22 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import IO, NoReturn
+from typing import IO, Any, NoReturn
+
+import msgspec
 
 from torchtitan_diloco.hardware import end_with_parent
 from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.server_folder import (
     ADMIN,
-    ANY_IPV4,
-    ANY_IPV6,
     ISLAND,
     LOOPBACK,
-    Settings,
+    Folder,
     files_of,
     find_server,
     in_brackets,
-    join_file,
-    join_of,
-    joins_of,
     lock,
-    open_settings,
-    read_settings,
-    save,
+    make_folder,
     write_secret,
 )
 from torchtitan_diloco.islands.session import (
@@ -63,21 +58,17 @@ LOOK_SECONDS, LONGEST_PAUSE = 1.0, 30.0
 """Seconds between looks at nats-server and the sites, and the longest pause before it is started
 again."""
 LOCAL_GB = 1
-PORTS_TRIED = 3
 
 
-class Server:
+class Server(Folder):
     """A folder, and the nats-server that runs in it."""
 
-    def __init__(self, folder: Path, settings: Settings, say: Callable[[str], object]) -> None:
+    def __init__(self, path: Path, say: Callable[[str], object]) -> None:
         """`say`: receives the warnings and errors of nats-server."""
-        self.folder, self.settings, self._say = folder, settings, say
+        super().__init__(path)
+        self._say = say
         self.process: subprocess.Popen[str] | None = None
         self._lock: IO[str] | None = None
-        host = {ANY_IPV4: LOOPBACK, ANY_IPV6: "::1"}.get(settings.host, settings.host)
-        self.admin = join_of(folder, settings, ADMIN, settings.admin_password, in_brackets(host))
-        self.joins = joins_of(folder, settings)
-        self.join_file = join_file(folder, ISLAND)
 
     @property
     def join(self) -> Join:
@@ -86,16 +77,14 @@ class Server:
 
     def start(self) -> None:
         """Start nats-server, and make the streams, or update them to the settings."""
-        with files_of(self.folder):
-            self._check_disk()
-            self.launch()
+        self._check_disk()
+        self.launch()
         try:
             if self.settings.made:
                 self._check_log()
             make_streams(self.admin, self.settings.keep_gb)
             self.settings.made = True
-            with files_of(self.folder):
-                save(self.folder, self.settings)
+            self.save()
         except BaseException:
             self.stop()
             raise
@@ -103,7 +92,8 @@ class Server:
     def launch(self) -> None:
         """Start nats-server on what is in the folder."""
         self.stop()  # of this object: it holds the lock also if nats-server has died
-        self._lock = lock(self.folder)
+        with files_of(self.path):
+            self._lock = lock(self.path)
         try:
             self.process = subprocess.Popen(
                 [find_server(), "--config", str(self._write_configuration())],
@@ -144,7 +134,7 @@ class Server:
     def _take_up_sites(self) -> None:
         """Reload the logins if `islands site` has changed them."""
         assert self.process is not None
-        sites = read_settings(self.folder).sites
+        sites = self.read().sites
         if sites != self.settings.sites:
             self.settings.sites = sites
             self._write_configuration()
@@ -182,13 +172,13 @@ class Server:
                 elif not full:  # nats-server logs this for each stream and record, in three forms
                     full = True
                     self._say(
-                        f"{self.folder}: the disk is full, and nothing more is stored: free some "
+                        f"{self.path}: the disk is full, and nothing more is stored: free some "
                         "space, then stop this server and start it again"
                     )
 
     def _write_configuration(self) -> Path:
         """Write the configuration of nats-server, which has passwords, and return its path."""
-        settings, path = self.settings, self.folder / "nats-server.json"
+        settings, path = self.settings, self.path / "nats-server.json"
         users = [
             {"user": site, "password": password, "permissions": ISLAND_MAY}
             for site, password in settings.sites.items()
@@ -198,27 +188,28 @@ class Server:
             "listen": f"{in_brackets(settings.host)}:{settings.port}",
             "write_deadline": "60s",  # do not drop an island on a slow link
             "jetstream": {
-                "store_dir": str(self.folder / "store"),
+                "store_dir": str(self.path / "store"),
                 "max_memory_store": 2**26,
                 "max_file_store": int(3e9 * settings.keep_gb) + 2**33,
                 "sync_interval": "always",
             },
             "tls": {
-                "cert_file": str(self.folder / "certificate.pem"),
-                "key_file": str(self.folder / "key.pem"),
+                "cert_file": str(self.path / "certificate.pem"),
+                "key_file": str(self.path / "key.pem"),
                 "handshake_first": True,
             },
             "authorization": {"users": users},
         }
-        write_secret(path, json.dumps(configuration, indent=1))
+        with files_of(self.path):
+            write_secret(path, json.dumps(configuration, indent=1))
         return path
 
     def _check_disk(self) -> None:
-        free = shutil.disk_usage(self.folder).free / 1e9
+        free = shutil.disk_usage(self.path).free / 1e9
         needed = 0.1 if self.settings.made else 2 * self.settings.keep_gb + 0.1
         if free < needed:
             raise UserError(
-                f"{self.folder}: the disk has {free:.1f} GB left, and the server needs "
+                f"{self.path}: the disk has {free:.1f} GB left, and the server needs "
                 f"{needed:.1f}: free some, or give a lower --keep-gb for a new folder"
             )
 
@@ -229,7 +220,7 @@ class Server:
                 session.state_of("log")
             except RequestError as error:
                 raise UserError(
-                    f"{self.folder}: the log of the run {self.settings.run} is gone; begin a new "
+                    f"{self.path}: the log of the run {self.settings.run} is gone; begin a new "
                     "run in a new folder"
                 ) from error
 
@@ -262,16 +253,19 @@ def make_streams(admin: Join, keep_gb: float, replicas: int = 1) -> None:
 
 
 def open_folder(
-    folder: Path, *, say: Callable[[str], object] = logger.debug, **chosen: str | float | None
+    path: Path, *, say: Callable[[str], object] = logger.debug, **chosen: str | float | None
 ) -> Server:
     """Return the server of a folder, which is made if it is new.
 
-    `chosen`: see `open_settings`. In an existing folder, None keeps a setting.
+    `chosen`: `run`, `keep_gb`, `host`, `port`, `address`. None: that of the folder, or the default.
     """
-    folder = folder.absolute()
-    changes = {key: value for key, value in chosen.items() if value is not None}
-    with files_of(folder):
-        return Server(folder, open_settings(folder, changes), say)
+    changes: dict[str, Any] = {key: value for key, value in chosen.items() if value is not None}
+    make_folder(path, changes)
+    server = Server(path, say)
+    if changes.get("run", run := server.settings.run) != run:
+        raise UserError(f"--run {changes['run']}: {path} was made with {run}; give a new folder")
+    server.settings = msgspec.structs.replace(server.settings, **changes)
+    return server
 
 
 def _message(line: str) -> str:
@@ -290,15 +284,9 @@ def free_port() -> int:
 @contextmanager
 def local_server(folder: Path) -> Iterator[Server]:
     """Run a server for islands on this machine."""
-    for attempt in range(1, PORTS_TRIED + 1):
-        where = {"host": LOOPBACK, "port": free_port(), "address": LOOPBACK}
-        server = open_folder(folder, keep_gb=LOCAL_GB, **where)
-        try:
-            server.start()
-            break
-        except ValueError as error:  # another process may have taken the port by now
-            if "address already in use" not in str(error).lower() or attempt == PORTS_TRIED:
-                raise
+    where = {"host": LOOPBACK, "port": free_port(), "address": LOOPBACK}
+    server = open_folder(folder, keep_gb=LOCAL_GB, **where)
+    server.start()
     try:
         yield server
     finally:
@@ -313,12 +301,14 @@ def run_islands(command: Sequence[str], count: int, folder: Path) -> int:
     """
     with ExitStack() as stack:
         server = stack.enter_context(local_server(folder / "server"))
-        print(f"all islands: {command_line('islands')} watch --join {server.join_file}", flush=True)
+        print(
+            f"all islands: {command_line('islands')} watch --join {server.join_file()}", flush=True
+        )
         islands = list[subprocess.Popen[bytes]]()
         for own in [folder / f"island-{number}" for number in range(1, count + 1)]:
             own.mkdir(parents=True, exist_ok=True)
             output = stack.enter_context((own / "output.txt").open("ab")) if islands else None
-            flags = ["--islands.join", str(server.join_file), "--islands.name", own.name]
+            flags = ["--islands.join", join_file, "--islands.name", own.name]
             islands.append(
                 subprocess.Popen(
                     [*command, *flags, "--run.folder", str(own)],
