@@ -284,8 +284,9 @@ def free_port() -> int:
 @contextmanager
 def local_server(folder: Path) -> Iterator[Server]:
     """Run a server for islands on this machine."""
-    where = {"host": LOOPBACK, "port": free_port(), "address": LOOPBACK}
-    server = open_folder(folder, keep_gb=LOCAL_GB, **where)
+    server = open_folder(
+        folder, host=LOOPBACK, port=free_port(), address=LOOPBACK, keep_gb=LOCAL_GB
+    )
     server.start()
     try:
         yield server
@@ -301,9 +302,8 @@ def run_islands(command: Sequence[str], count: int, folder: Path) -> int:
     """
     with ExitStack() as stack:
         server = stack.enter_context(local_server(folder / "server"))
-        print(
-            f"all islands: {command_line('islands')} watch --join {server.join_file()}", flush=True
-        )
+        join_file = str(server.join_file())
+        print(f"all islands: {command_line('islands')} watch --join {join_file}", flush=True)
         islands = list[subprocess.Popen[bytes]]()
         for own in [folder / f"island-{number}" for number in range(1, count + 1)]:
             own.mkdir(parents=True, exist_ok=True)
