@@ -81,14 +81,11 @@ def test_a_server_and_its_run(examine: Examine, server: Join, tmp_path: Path) ->
         assert failure.partition(": ")[2].startswith("its arithmetic is another") == (number == 2)
 
 
-def test_a_clock_that_is_wrong_stops_nothing_else(
+def test_a_wrong_clock_and_a_wrong_password(
     examine: Examine, server: Join, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(doctor, "MOST_APART", -1.0)
     assert "s from the server's: set it" in examine(ISLANDS, "--join", str(server))
-
-
-def test_a_wrong_password(examine: Examine, server: Join) -> None:
     wrong = dataclasses.replace(server, password="wrong")
     failure = examine(ISLANDS[:4], "--join", str(wrong))
     assert "refuses the user or the password" in failure
