@@ -27,7 +27,7 @@ from tests.islands.servers import (
 from torchtitan_diloco.diloco import link
 from torchtitan_diloco.islands import connection as module
 from torchtitan_diloco.islands import server as server_module
-from torchtitan_diloco.islands.bulk import ClosedError, CorruptError, GoneError
+from torchtitan_diloco.islands.bulk import ChunkError, ClosedError
 from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.connection import Connection
 from torchtitan_diloco.islands.members import Hint
@@ -107,13 +107,13 @@ def test_payloads_come_back_or_it_is_said_what_is_wrong(
     whole, other, gone = stored[0]
     wrong = msgspec.structs.replace
     for bad in (wrong(whole, sha256=other.sha256), wrong(whole, size=11)):
-        with pytest.raises(CorruptError, match=f"chunk {whole.sequence} of parts"):
+        with pytest.raises(ChunkError, match=f"chunk {whole.sequence} of parts"):
             second.fetch([other, bad], "parts")
-    with pytest.raises(CorruptError, match="claims 1000000000000 bytes"):
+    with pytest.raises(ChunkError, match="claims 1000000000000 bytes"):
         second.fetch([wrong(whole, size=10**12)], "parts")
     call(server.admin, "MSG.DELETE.islands-test-parts", seq=gone.sequence)
     for sequence in (gone.sequence, 10**6):
-        with pytest.raises(GoneError, match="not kept"):
+        with pytest.raises(ChunkError, match="not kept"):
             second.fetch([other, wrong(gone, sequence=sequence)], "parts")
     assert second.fetch([other, whole], "parts")[-1_000_000:] == payload[:1_000_000]
 

@@ -18,14 +18,18 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, TypeAlias
-
-import msgspec
+from typing import Literal, TypeAlias
 
 from torchtitan_diloco.diloco.link import BLOCK, measure
 from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.records import Chunk, digest
-from torchtitan_diloco.islands.session import NO_MESSAGE, stream_of, subject_of
+from torchtitan_diloco.islands.session import (
+    NO_MESSAGE,
+    RequestError,
+    read_answer,
+    stream_of,
+    subject_of,
+)
 from torchtitan_diloco.islands.wire import ServerError, Wire
 from torchtitan_diloco.log import logger
 
@@ -52,24 +56,9 @@ class ClosedError(RuntimeError):
     """The connection is closed."""
 
 
-class GoneError(ValueError):
-    """A chunk is not kept any more, or never was in the stream."""
-
-
-class GivenUpError(ValueError):
-    """The server did not take or give a chunk for some time."""
-
-
-class CorruptError(ValueError):
-    """A chunk does not have the size or the hash in its record."""
-
-
-class Answer(msgspec.Struct):
-    """Answer to a chunk that is stored, or read from the leader of its stream."""
-
-    seq: int = 0
-    error: dict[str, Any] = {}
-    message: dict[str, Any] = {}
+class ChunkError(ValueError):
+    """A chunk is not kept any more, does not have the size or the hash in its record, or the server
+    does not take or give it for some time."""
 
 
 @dataclass(eq=False)
@@ -102,6 +91,30 @@ class Job:
         """Its place in the queue."""
         return URGENCY[self.bulk], self.number, self
 
+    @property
+    def corrupt(self) -> ChunkError:
+        return ChunkError(f"chunk {self.sequence} of {self.bulk} is not the one recorded")
+
+    def request(self, run: str) -> tuple[str, bytes | memoryview]:
+        """Return the subject and the content of a message that stores or asks for the chunk."""
+        if not self.sequence:
+            return subject_of(run, self.kind), self.content
+        call = "DIRECT.GET" if self.is_direct else "STREAM.MSG.GET"
+        wanted = json.dumps({"seq": self.sequence}).encode()
+        return f"$JS.API.{call}.{stream_of(run, self.bulk)}", wanted
+
+    def read(self, status: int, raw: bytes) -> int:
+        """Read an answer that is not the wanted chunk itself. Return the chunk's number."""
+        if self.is_direct and not status:
+            raise self.corrupt
+        answer = read_answer(status, raw)
+        if self.sequence:
+            content = base64.b64decode(answer["message"].get("data", ""))
+            if len(content) != len(self.content):
+                raise self.corrupt
+            self.content[:] = content
+        return self.sequence or int(answer["seq"])
+
     def fail(self, error: Exception) -> None:
         with suppress(InvalidStateError):  # another thread was faster
             self.done.set_exception(error)
@@ -133,7 +146,7 @@ class Streams:
     def store(self, payload: bytes | memoryview, bulk: Bulk, kind: str = "") -> tuple[Chunk, ...]:
         """Store a payload in chunks and wait until all are acknowledged.
 
-        `kind`: subject, by default that of the stream. Raises GivenUpError, but not for parts.
+        `kind`: subject, by default that of the stream. Raises ChunkError, but not for parts.
         """
         view = memoryview(payload).cast("B")
         pieces = [view[at : at + CHUNK_BYTES] for at in range(0, len(view), CHUNK_BYTES)]
@@ -145,11 +158,10 @@ class Streams:
         )
 
     def fetch(self, chunks: Sequence[Chunk], bulk: Bulk) -> bytearray:
-        """Return the payload in chunks. Raises GoneError, CorruptError or, but not for parts,
-        GivenUpError."""
+        """Return the payload in chunks. Raises ChunkError."""
         for chunk in chunks:
             if chunk.size > CHUNK_BYTES:
-                raise CorruptError(f"chunk {chunk.sequence} of {bulk} claims {chunk.size} bytes")
+                raise ChunkError(f"chunk {chunk.sequence} of {bulk} claims {chunk.size} bytes")
         payload, end, jobs = bytearray(sum(chunk.size for chunk in chunks)), 0, list[Job]()
         for chunk in chunks:
             room = memoryview(payload)[end : (end := end + chunk.size)]
@@ -157,7 +169,7 @@ class Streams:
         for job, chunk in zip(jobs, chunks, strict=True):
             job.done.result()
             if digest(job.content) != chunk.sha256:  # while others arrive
-                raise corrupt(job)
+                raise job.corrupt
         return payload
 
     def _add(self, bulk: Bulk, content: memoryview, kind: str, sequence: int = 0) -> Job:
@@ -214,8 +226,9 @@ class _Stream(threading.Thread):
                 while self._streams.failure is None:
                     self._ask()
                     self._hear()
-            except (OSError, ValueError) as error:  # ValueError: no message of NATS
-                if isinstance(error, TimeoutError | ServerError) and self._under_way:
+            except Exception as error:  # a damaged server may send anything
+                is_away = isinstance(error, OSError) and not isinstance(error, TimeoutError)
+                if self._under_way and (not is_away or isinstance(error, ServerError)):
                     self._streams.warn(f"the server does not take or give a chunk: {error}")
             if self._wire is not None:
                 self._wire.close()
@@ -259,81 +272,52 @@ class _Stream(threading.Thread):
             if job.done.done():
                 continue
             self._under_way[number] = job
-            subject, content = request(job, self._streams.join.run)
+            subject, content = job.request(self._streams.join.run)
             self._wire.publish(subject, content, number)
 
     def _hear(self) -> None:
-        """Read the next answer."""
+        """Read the next answer. Finish its job, or put it into the queue again."""
         if not self._under_way:
             return
         assert self._wire is not None
         answer = self._wire.next_answer()
         job = self._under_way[answer.number]
-        if job.is_direct and not answer.status and answer.size == len(job.content):
+        is_whole = job.is_direct and not answer.status and answer.size == len(job.content)
+        if is_whole:
             self._wire.read(job.content)
             self._wire.read_end()
-            found = Answer(seq=job.sequence)
-        else:
-            found = read_answer(job, answer.status, self._wire.content(answer))
+        raw = b"" if is_whole else self._wire.content(answer)
         del self._under_way[answer.number]
-        self._finish(job, found)
-
-    def _finish(self, job: Job, answer: Answer) -> None:
-        if not answer.error:
+        try:
+            sequence = job.sequence if is_whole else job.read(answer.status, raw)
+        except ChunkError as error:
+            job.fail(error)
+        except RequestError as error:
+            self._repeat(job, error)
+        else:
             self._pause = PAUSE
             self._streams.warn("")
             if not job.sequence:
                 self._streams.stored = time.monotonic()
             with suppress(InvalidStateError):
-                job.done.set_result(answer.seq)
-        elif answer.error.get("err_code") == NO_MESSAGE:
-            if job.is_direct:
-                job.asks_leader = True
-                self._streams.jobs.put(job.place)
-            else:
-                chunk = f"chunk {job.sequence} of {job.bulk}"
-                job.fail(GoneError(f"{chunk} is not kept any more"))
+                job.done.set_result(sequence)
+
+    def _repeat(self, job: Job, error: RequestError) -> None:
+        """Repeat a job that the server has refused, or give it up."""
+        if error.code == NO_MESSAGE and not job.is_direct:
+            job.fail(ChunkError(f"chunk {job.sequence} of {job.bulk} is not kept any more"))
+            return
+        if error.code == NO_MESSAGE:
+            job.asks_leader = True
         else:
-            reason = answer.error.get("description", "no stream answers")
-            text = f"{job.bulk}: the server does not take or give a chunk: {reason}"
+            text = f"{job.bulk}: the server does not take or give a chunk: {error}"
             self._streams.warn(text)
             job.failing_since = min(job.failing_since, time.monotonic())
             if time.monotonic() - job.failing_since > GIVE_UP_SECONDS[job.bulk]:
-                job.fail(GivenUpError(text))
-            else:
-                self._wait()
-                self._streams.jobs.put(job.place)
-
-
-def request(job: Job, run: str) -> tuple[str, bytes | memoryview]:
-    """Return the subject and the content of a message that stores or asks for a chunk."""
-    if not job.sequence:
-        return subject_of(run, job.kind), job.content
-    call = "DIRECT.GET" if job.is_direct else "STREAM.MSG.GET"
-    wanted = json.dumps({"seq": job.sequence}).encode()
-    return f"$JS.API.{call}.{stream_of(run, job.bulk)}", wanted
-
-
-def read_answer(job: Job, status: int, raw: bytes) -> Answer:
-    """Return an answer that is not the wanted chunk itself. Write what it contains of the chunk."""
-    if job.is_direct and not status:
-        job.fail(corrupt(job))
-        return Answer()
-    if status:  # 404: no such message; 503: nobody answers
-        code = NO_MESSAGE if status == 404 else status
-        return Answer(error={"err_code": code, "description": f"status {status}"})
-    answer = msgspec.json.decode(raw, type=Answer)
-    if answer.message:
-        content = base64.b64decode(answer.message.get("data", ""))
-        if len(content) == len(job.content):
-            job.content[:] = content
-        else:
-            job.fail(corrupt(job))
-    return answer
-
-
-def corrupt(job: Job) -> CorruptError:
-    return CorruptError(f"chunk {job.sequence} of {job.bulk} is not the one recorded")
+                job.fail(ChunkError(text))
+                return
+            self._wait()
+        self._streams.jobs.put(job.place)
 
 
 # --- how many streams the link needs --------------------------------------------------------------

@@ -257,7 +257,13 @@ class Connection:
                     self._connected.set_exception(ClosedError("the connection was closed"))
                 return
             if first and (isinstance(failure, RefusedError) or time.monotonic() > give_up):
-                self._connected.set_exception(_first_error(failure, patience))
+                if not isinstance(failure, ValueError):
+                    failure = UserError(
+                        f"islands.join: no connection within {patience:g} s ({failure}): check "
+                        "that the server runs, and that its address and port can be reached from "
+                        "here"
+                    )
+                self._connected.set_exception(failure)
                 return
             if isinstance(failure, FINAL):
                 self.failure = failure
@@ -384,12 +390,3 @@ class Connection:
 def ask_subject(run: str, incarnation: str) -> str:
     # A name may contain special characters of subjects.
     return subject_of(run, f"ask.{digest(incarnation.encode())[:32]}")
-
-
-def _first_error(failure: Exception, patience: float) -> Exception:
-    if isinstance(failure, ValueError):
-        return failure
-    return UserError(
-        f"islands.join: no connection within {patience:g} s ({failure}): check "
-        "that the server runs, and that its address and port can be reached from here"
-    )

@@ -65,6 +65,16 @@ class RequestError(ConnectionError):
         self.code = code
 
 
+def read_answer(status: int, raw: bytes) -> dict[str, Any]:
+    """Return JetStream's answer to a request. Raises a RequestError."""
+    if status:  # 404: no such message; 503: nobody answers
+        raise RequestError(f"no stream answers, status {status}", NO_MESSAGE * (status == 404))
+    answer: dict[str, Any] = json.loads(raw)
+    if error := answer.get("error"):
+        raise RequestError(error.get("description", ""), error.get("err_code", 0))
+    return answer
+
+
 def subject_of(run: str, kind: str) -> str:
     return f"islands.{run}.{kind}"
 
@@ -93,13 +103,7 @@ class Session(Wire):
             self.content(message)
             if time.monotonic() > end:
                 raise TimeoutError(f"the server does not answer {request}")
-        raw = self.content(message)
-        if message.status:
-            raise RequestError(f"the server has no streams, status {message.status}")
-        answer: dict[str, Any] = json.loads(raw)
-        if error := answer.get("error"):
-            raise RequestError(error.get("description", ""), error.get("err_code", 0))
-        return answer
+        return read_answer(message.status, self.content(message))
 
     def state_of(self, kind: str) -> dict[str, Any]:
         """Return the state of a stream of the run, such as its `first_seq` and `last_seq`."""
