@@ -33,7 +33,7 @@ from torchtitan_diloco.islands.connection import Connection
 from torchtitan_diloco.islands.members import Hint
 from torchtitan_diloco.islands.records import AnotherLogError, Leave, SnapshotWanted, digest
 from torchtitan_diloco.islands.server import Server
-from torchtitan_diloco.islands.session import GapError, RequestError, TrimmedError, open_session
+from torchtitan_diloco.islands.session import RequestError, TrimmedError, open_session
 from torchtitan_diloco.islands.wire import ServerError
 
 need_server()
@@ -143,20 +143,18 @@ def test_streams_follow_from_the_link_to_the_server(
     monkeypatch.setattr(logging.getLogger("torchtitan_diloco"), "level", logging.INFO)
 
     def count(streams: int = 0) -> int:
-        caplog.clear()
         connection = Connection(server.join, "a/1", streams=streams)
         connection.connect()
         connection.close()
         return len(connection.streams._threads)
 
-    assert (count(), count(3)) == (1, 3)
+    assert count(3) == 3
     assert not caplog.messages, "a given number is not measured"
     assert count() == 1
     assert re.search("link to the server: .* ms, 1 stream\n", caplog.text)
     monkeypatch.setattr(link, "SHORT_SECONDS", 0.0)
     found = count()
-    assert re.search(f"link to the server: .* ms, .* Gbit/s, {found} stream", caplog.text)
-    assert ", 0 Gbit/s" not in caplog.text
+    assert re.search(f"link to the server: .* ms, .*[1-9].* Gbit/s, {found} stream", caplog.text)
     monkeypatch.setattr(link, "PATIENCE", 0.0)
     assert count() == 1
     assert "could not be measured (32 connections at a time cannot be made)" in caplog.text
@@ -208,22 +206,6 @@ def test_a_log_that_was_trimmed_names_its_first_record(
         wait_until(lambda: connection.received == 10, "the log")
         assert [record.sequence for record in connection.records] == list(range(first, 11))
         connection.close()
-
-
-def test_a_record_that_is_missing_is_named(tmp_path: Path) -> None:
-    with running_server(tmp_path / "server") as server:
-        call(server.admin, f"DELETE.{LOG}")
-        settings = {"name": LOG, "subjects": ["islands.test.log"], "allow_direct": True}
-        call(server.admin, f"CREATE.{LOG}", **settings)
-        with Listener(server.join, "a/1") as listener:
-            for number in range(4):
-                listener.connection.append(b"%d" % number)
-            listener.read_to(4)
-            call(server.admin, f"MSG.DELETE.{LOG}", seq=3)
-            with Listener(server.join, "b/1") as other:
-                with pytest.raises(GapError, match="record 3 of the log is missing"):
-                    other.connection.receive_log()
-                assert [record.sequence for record in other.records] == [1, 2]
 
 
 def test_headers_of_a_record_change_nothing(pair: tuple[Listener, Listener]) -> None:
@@ -379,19 +361,14 @@ def test_an_island_that_has_been_in_the_run_waits_for_its_server(
 
 
 def test_an_island_may_neither_delete_nor_make_a_consumer(server: Server) -> None:
-    requests = ["DELETE", "PURGE", "UPDATE", "MSG.DELETE"]
-    subjects = [f"STREAM.{request}.{LOG}" for request in requests]
-    subjects += [
-        f"CONSUMER.{request}.{LOG}{name}"
-        for request in ("CREATE", "DURABLE.CREATE")
-        for name in ("", ".name", ".name.islands.test.log")
-    ]
-    for subject in subjects:
-        with (
-            open_session(server.join, "test") as session,
-            pytest.raises(ServerError, match="Permissions Violation for Publish"),
-        ):
-            session.call(subject)
+    subjects = [f"STREAM.{request}" for request in ("DELETE", "PURGE", "UPDATE", "MSG.DELETE")]
+    for subject in (*subjects, "CONSUMER.CREATE", "CONSUMER.DURABLE.CREATE"):
+        for name in ("", ".name", ".name.islands.test.log"):
+            with (
+                open_session(server.join, "test") as session,
+                pytest.raises(ServerError, match="Permissions Violation for Publish"),
+            ):
+                session.call(f"{subject}.{LOG}{name}")
     for request, which in ("PURGE", {}), ("MSG.DELETE", {"seq": 1}):
         with pytest.raises(RequestError, match="not permitted"):
             call(server.admin, f"{request}.{LOG}", **which)
