@@ -39,8 +39,7 @@ from torchtitan_diloco.log import USER_ERROR, Parser, UserError, command_line
 
 PATIENCE = 5.0
 PACKET, PINGS = 2**16, 5
-MOST_APART = 60.0
-"""Seconds between two clocks, which put the records of a run in one order."""
+MOST_APART = 60.0  # seconds between two clocks, which put the records of a run in one order
 NOT_ARRIVING = (
     "packets of 64 KB do not arrive, and small ones do: lower the MTU (ip link set DEVICE mtu 1280)"
 )

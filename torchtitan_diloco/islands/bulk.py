@@ -34,22 +34,17 @@ from torchtitan_diloco.islands.wire import ServerError, Wire
 from torchtitan_diloco.log import logger
 
 Bulk: TypeAlias = Literal["parts", "snapshots", "states"]
-CHUNK_BYTES = 1_000_000
-"""By default, a server accepts messages of at most 1 MiB."""
-UNDER_WAY = 8
-"""Chunks that a stream has sent or asked for at a time: more than a TCP window holds."""
-IDLE_SECONDS = 30.0
-"""Seconds between two pings of a stream without chunks."""
+CHUNK_BYTES = 1_000_000  # by default, a server accepts messages of at most 1 MiB
+UNDER_WAY = 8  # chunks that a stream has sent or asked for at a time: more than a TCP window holds
+IDLE_SECONDS = 30.0  # seconds between two pings of a stream without chunks
 SILENT_SECONDS = 2.0
 """Seconds without a packet after which a stream is not waited for, once another one is made."""
 GIVE_UP_SECONDS: dict[Bulk, float] = {"parts": math.inf, "snapshots": 120.0, "states": 120.0}
 """Seconds of refusals by the server after which a chunk is given up. Another island may have a
 snapshot, but nobody else has the parts."""
-PAUSE, LONGEST_PAUSE = 0.1, 1.0
-"""Seconds between attempts."""
+PAUSE, LONGEST_PAUSE = 0.1, 1.0  # seconds between attempts
 URGENCY: dict[Bulk, int] = {"parts": 0, "states": 1, "snapshots": 2}
-WAKE = (-1, 0, None)
-"""In the queue of jobs: look whether to end."""
+WAKE = (-1, 0, None)  # in the queue of jobs: look whether to end
 
 
 class ClosedError(RuntimeError):
@@ -65,21 +60,16 @@ class ChunkError(ValueError):
 class Job:
     """Store or fetch a chunk."""
 
-    number: int
-    """The end of the subject of the answer, and the order of equally urgent jobs."""
+    number: int  # the end of the subject of the answer, and the order of equally urgent jobs
     bulk: Bulk
-    content: memoryview
-    """What to store, or where to write what is fetched."""
-    kind: str
-    """Subject in which it is stored."""
-    sequence: int = 0
-    """Number of a chunk to fetch, 0 to store one."""
+    content: memoryview  # what to store, or where to write what is fetched
+    kind: str  # subject in which it is stored
+    sequence: int = 0  # number of a chunk to fetch, 0 to store one
     asks_leader: bool = False
     """Any replica answers the first request, which is fast. Only the leader of the stream knows
     that a message is gone."""
     failing_since: float = math.inf
-    done: Future[int] = field(default_factory=Future)
-    """Sequence number of the chunk."""
+    done: Future[int] = field(default_factory=Future)  # sequence number of the chunk
 
     @property
     def is_direct(self) -> bool:
@@ -127,13 +117,11 @@ class Streams:
         self.join, self._name = join, name
         self.jobs = queue.PriorityQueue[tuple[int, int, Job | None]]()
         self._numbers = itertools.count()
-        self._lock = threading.Lock()
-        """Guards all below, so that no job is added after the end."""
+        self._lock = threading.Lock()  # guards all below, so that no job is added after the end
         self._open = weakref.WeakSet[Job]()
         self.failure: Exception | None = None
         self._threads = list[_Stream]()
-        self._warned, self.stored = "", -math.inf
-        """When a chunk was last stored."""
+        self._warned, self.stored = "", -math.inf  # when a chunk was last stored
         self.grow(count)
 
     def grow(self, count: int) -> None:

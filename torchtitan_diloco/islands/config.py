@@ -116,8 +116,7 @@ _FILE = re.compile(r"[^:@#]+")
 there is such a file."""
 HOST_PATTERN = r"\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+"
 _ADDRESS = re.compile(rf"(?P<host>{HOST_PATTERN}):(?P<port>[0-9]{{1,5}})")
-_NO_CHECK_TIME = 0x200000
-"""OpenSSL's X509_V_FLAG_NO_CHECK_TIME, which Python does not name."""
+_NO_CHECK_TIME = 0x200000  # OpenSSL's X509_V_FLAG_NO_CHECK_TIME, which Python does not name
 
 
 class RefusedError(UserError):
@@ -132,8 +131,7 @@ class LoginError(RefusedError):
 class Join:
     """Address and login of a server. It contains a password: never log its text."""
 
-    addresses: tuple[str, ...]
-    """HOST:PORT of the server, or of the servers of a cluster."""
+    addresses: tuple[str, ...]  # HOST:PORT of the server, or of the servers of a cluster
     run: str
     user: str = ""
     password: str = field(default="", repr=False)

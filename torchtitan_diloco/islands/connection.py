@@ -43,18 +43,14 @@ from torchtitan_diloco.islands.session import (
 from torchtitan_diloco.log import UserError, logger
 
 T = TypeVar("T")
-RECORD_BYTES = 1_000_000
-"""By default, a server accepts messages of at most 1 MiB."""
+RECORD_BYTES = 1_000_000  # by default, a server accepts messages of at most 1 MiB
 FIRST_CONNECTION_SECONDS, SERVER_IS_BACK_SECONDS = 10.0, 600.0
 """Time to connect for a new island, and for one that was in the run: a server may reboot."""
 LOG_PATIENCE, PING = 3.0, 0.5
 """Seconds without a byte of the server until a connection is lost, and between pings."""
-PAUSE, LONGEST_PAUSE = 0.1, 1.0
-"""Seconds between attempts."""
-TICK = 0.1
-"""Longest wait in `receive`, in seconds."""
-EXPIRY = 5.0
-"""Seconds without a heartbeat until an island counts as gone."""
+PAUSE, LONGEST_PAUSE = 0.1, 1.0  # seconds between attempts
+TICK = 0.1  # longest wait in `receive`, in seconds
+EXPIRY = 5.0  # seconds without a heartbeat until an island counts as gone
 SUBJECTS = "log", "beat"
 FINAL = AnotherLogError, TrimmedError, GapError, LoginError
 """Errors that another connection would meet, too."""
@@ -63,8 +59,7 @@ FINAL = AnotherLogError, TrimmedError, GapError, LoginError
 class LogRecord(NamedTuple):
     sequence: int
     raw: bytes
-    at: float
-    """`time.monotonic()` when it arrived."""
+    at: float  # `time.monotonic()` when it arrived
     stored: str = ""
     """Time of the server when it was stored, in ISO format. Empty: not known."""
 
@@ -83,25 +78,18 @@ class Connection:
     ) -> None:
         """`name`: the incarnation. `slot_seconds`: see `islands`; `streams`: see `diloco.link`."""
         self._join, self._name, self.site = join, name, join.user
-        self.members = Members(EXPIRY, slot_seconds)
-        """Heartbeats of the other islands."""
-        self.records = deque[LogRecord]()
-        """Records not read yet."""
-        self.messages = deque[SnapshotWanted | Snapshot]()
-        """Messages to this island not read yet."""
-        self.leaving = False
-        """This island was asked to leave the run."""
+        self.members = Members(EXPIRY, slot_seconds)  # heartbeats of the other islands
+        self.records = deque[LogRecord]()  # records not read yet
+        self.messages = deque[SnapshotWanted | Snapshot]()  # messages to this island not read yet
+        self.leaving = False  # this island was asked to leave the run
         self.received, self.newest = 0, ""
         """Sequence number and `digest` of the last record received."""
         self.first, self.last = 1, -1
         """Sequence numbers of the first and the last record in the log when the connection was
         made. `last` is 0 if the log is empty, and -1 without a connection."""
-        self.problem = ""
-        """Why there is no connection."""
-        self.failure: UserError | None = None
-        """Why there will be none again."""
-        self.round_trip: float | None = None
-        """Seconds to the server and back, as measured last."""
+        self.problem = ""  # why there is no connection
+        self.failure: UserError | None = None  # why there will be none again
+        self.round_trip: float | None = None  # seconds to the server and back, as measured last
         self.streams, self._count = Streams(join, f"{name} chunks", 0), streams
         """They begin with the first connection."""
         self._log_subject, self._beat_subject = (subject_of(join.run, one) for one in SUBJECTS)

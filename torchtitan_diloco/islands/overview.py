@@ -57,8 +57,7 @@ class Stay:
     """One start of an island, as its records show it. Times are in seconds since 1970."""
 
     name: str
-    spans: list[list[float]]
-    """Beginnings and ends of the times in which it gave signs of life."""
+    spans: list[list[float]]  # beginnings and ends of the times in which it gave signs of life
     ended: str = ""  # how, empty while it takes part
     parts: int = 0  # in entries
     late: list[float] = field(default_factory=list)

@@ -32,8 +32,7 @@ GAUGES: dict[str, tuple[str, ...]] = {
     "fragment": ("version", "merged_seconds_ago", "open", "open_seconds", "waiting"),
 }
 """Keys of an overview that are metrics, by what they belong to."""
-TEMPLATES = Path(__file__).parent
-"""Folder of the templates."""
+TEMPLATES = Path(__file__).parent  # folder of the templates
 
 
 class Lanes(NamedTuple):

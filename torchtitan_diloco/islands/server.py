@@ -52,8 +52,7 @@ SNAPSHOT_SECONDS = 6 * 3600
 """Age at which snapshots are deleted. They are made on request."""
 LOG_BYTES, STATES_BYTES = 2**28, 2**26
 """Size of the log, and messages with states of the run, above which the oldest are deleted."""
-OTHER_STREAM = 10058
-"""Error code of the server: the stream is there with other settings."""
+OTHER_STREAM = 10058  # error code of the server: the stream is there with other settings
 LOOK_SECONDS, LONGEST_PAUSE = 1.0, 30.0
 """Seconds between looks at nats-server and the sites, and the longest pause before it is started
 again."""

@@ -29,15 +29,13 @@ class Settings(msgspec.Struct, forbid_unknown_fields=True):
     """Settings of a folder, in its `run.json`. They contain passwords."""
 
     run: str
-    sites: dict[str, str]
-    """Password of each site."""
+    sites: dict[str, str]  # password of each site
     admin_password: str
     address: str
     host: str = ANY_IPV4
     port: Annotated[int, Meta(ge=1, le=65535)] = 4222
     keep_gb: Annotated[float, Meta(gt=0, le=1e6)] = 20.0
-    made: bool = False
-    """Whether the streams have been made."""
+    made: bool = False  # whether the streams have been made
 
 
 class Folder:

@@ -14,12 +14,10 @@ from torchtitan_diloco.islands.records import AnotherLogError, Chunk, digest
 from torchtitan_diloco.islands.wire import Message, Wire
 from torchtitan_diloco.log import UserError
 
-PATIENCE = 10.0
-"""Seconds without a byte of an answer."""
+PATIENCE = 10.0  # seconds without a byte of an answer
 STATE_INDEX = "state"
 """Subject of the message that lists the chunks of a stored state, in the stream of states."""
-NO_MESSAGE, NO_STREAM = 10037, 10059
-"""Error codes of the server: no message, and no stream found."""
+NO_MESSAGE, NO_STREAM = 10037, 10059  # error codes of the server: no message, and no stream found
 LAG_SECONDS, LOOK = 10.0, 0.1
 """Time in which the new leader of a cluster has applied all records, also on a busy machine, and
 between two looks."""
