@@ -16,7 +16,7 @@ from msgspec import Meta
 
 from torchtitan_diloco.diloco.config import DiLoCoConfig, Mistakes, NotNegative, diloco_mistakes
 from torchtitan_diloco.diloco.fields import Section, check_class, convert, raise_mistakes
-from torchtitan_diloco.islands.records import Positive
+from torchtitan_diloco.islands.records import LARGEST, Positive
 from torchtitan_diloco.log import UserError, command_line
 
 
@@ -97,6 +97,8 @@ def change_commands(islands: Islands, settings: Mapping[str, object]) -> str:
 
 def checked_count(name: str, value: Any) -> int:
     """Return a number of tokens or samples as an integer: users write 1e9."""
+    if isinstance(value, int | float) and value > LARGEST:
+        raise UserError(f"{name} = {value!r}: give at most {LARGEST:.3g}, all that a log can count")
     try:
         return convert(value, Positive)  # type: ignore[no-any-return]
     except ValueError as error:
