@@ -34,7 +34,7 @@ from torchtitan_diloco.islands.members import Hint
 from torchtitan_diloco.islands.records import AnotherLogError, Leave, SnapshotWanted, digest
 from torchtitan_diloco.islands.server import Server
 from torchtitan_diloco.islands.session import RequestError, TrimmedError, open_session
-from torchtitan_diloco.islands.wire import ServerError
+from torchtitan_diloco.islands.wire import Message, ServerError, Wire
 
 need_server()
 
@@ -118,8 +118,10 @@ def test_payloads_come_back_or_it_is_said_what_is_wrong(
     assert second.fetch([other, whole], "parts")[-1_000_000:] == payload[:1_000_000]
 
 
-def test_a_stream_that_dies_loses_nothing(pair: tuple[Listener, Listener]) -> None:
-    """The others go on, and it connects again."""
+def test_a_stream_that_dies_loses_nothing(
+    pair: tuple[Listener, Listener], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others go on, and it connects again, also after an answer that nobody can read."""
     first, second = (listener.connection for listener in pair)
     payload, streams = os.urandom(60_000_000), first.streams
     streams.grow(3)
@@ -134,6 +136,14 @@ def test_a_stream_that_dies_loses_nothing(pair: tuple[Listener, Listener]) -> No
         chunks = storing.result(PATIENCE)
     assert second.fetch(chunks, "parts") == payload
     wait_until(lambda: dying._wire not in (None, wire), "another connection")
+    damaged, read = iter([KeyError(7)]), Wire.next_answer
+
+    def next_answer(wire: Wire) -> Message:
+        for error in damaged:
+            raise error
+        return read(wire)
+
+    monkeypatch.setattr(Wire, "next_answer", next_answer)
     assert first.fetch(chunks[:3], "parts") == payload[:3_000_000]
 
 
