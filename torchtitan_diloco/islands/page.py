@@ -45,13 +45,13 @@ class Lanes(NamedTuple):
 
 
 def lanes_of(stays: Iterable[Stay], end: float = 0.0) -> Lanes:
-    """`end`: of the lanes, by default that of the last stay. Seconds since 1970."""
+    """`end`: of the lanes, at least that of the last stay. Seconds since 1970."""
     by_name = dict[str, list[Stay]]()
     for stay in stays:
         by_name.setdefault(stay.name, []).append(stay)
     spans = [span for own in by_name.values() for stay in own for span in stay.spans]
     begin = min((start for start, _ in spans), default=end)
-    end = end or max((last for _, last in spans), default=0.0)
+    end = max([end, *(last for _, last in spans)])  # clocks of machines differ
     share, rows = 100 / ((end - begin) or 1.0), []
     for name, own in by_name.items():
         bars = [
