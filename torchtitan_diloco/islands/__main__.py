@@ -182,7 +182,10 @@ def _print_check(admin: Join) -> bool:
             void.append(sequence)
         elif continues_another(outcome, state):
             problem = problem or f"record {sequence} continues a version that is not made: {REMEDY}"
-    say(f"log: {connection.last:,} records, read from {begun_at + 1:,} to {state.sequence:,}")
+    place = (
+        f"read from {begun_at + 1:,} to {state.sequence:,}" if connection.last else "it is empty"
+    )
+    say(f"log: {connection.last:,} records, {place}")
     if state.facts is not None:
         versions = ", ".join(str(fragment.version) for fragment in state.fragments)
         merged, total = max(state.clocks, default=0), state.facts.total_tokens

@@ -113,7 +113,8 @@ class Job:
 class Streams:
     """TCP streams to the server. Any thread may call the public methods, which wait."""
 
-    def __init__(self, join: Join, name: str, count: int = 1) -> None:
+    def __init__(self, join: Join, name: str) -> None:
+        """There are none before `grow`."""
         self.join, self._name = join, name
         self.jobs = queue.PriorityQueue[tuple[int, int, Job | None]]()
         self._numbers = itertools.count()
@@ -122,7 +123,6 @@ class Streams:
         self.failure: Exception | None = None
         self._threads = list[_Stream]()
         self._warned, self.stored = "", -math.inf  # when a chunk was last stored
-        self.grow(count)
 
     def grow(self, count: int) -> None:
         """Use this many streams from now on, if there are fewer."""

@@ -90,8 +90,7 @@ class Connection:
         self.problem = ""  # why there is no connection
         self.failure: UserError | None = None  # why there will be none again
         self.round_trip: float | None = None  # seconds to the server and back, as measured last
-        self.streams, self._count = Streams(join, f"{name} chunks", 0), streams
-        """They begin with the first connection."""
+        self.streams, self._count = Streams(join, f"{name} chunks"), streams
         self._log_subject, self._beat_subject = (subject_of(join.run, one) for one in SUBJECTS)
         self._known, self._connected = False, Future[None]()
         self._outgoing = deque[tuple[str, bytes]]()
@@ -233,10 +232,9 @@ class Connection:
             failure: Exception
             try:
                 self._stay_connected(address)
-            except UserError as error:
-                failure = error
             except Exception as error:  # a damaged server may send anything
-                failure = explain(error, address, self._join)
+                is_said = isinstance(error, UserError)
+                failure = error if is_said else explain(error, address, self._join)
             if self._is_there:
                 self._is_there, pause, reason = False, PAUSE, ""
             first = not self._connected.done()
