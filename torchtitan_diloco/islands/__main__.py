@@ -31,7 +31,7 @@ from torchtitan_diloco.islands.server_folder import ISLAND, LOOPBACK, Folder
 from torchtitan_diloco.islands.session import REMEDY, GapError, TrimmedError
 from torchtitan_diloco.log import STOP_SIGNALS, USER_ERROR, Parser, UserError, command_line
 
-LEAVE_SECONDS, CHANGE_SECONDS = 60.0, 10.0
+LEAVE_SECONDS, CHANGE_SECONDS, CHECK_SECONDS = 60.0, 10.0, 600.0
 say = partial(print, flush=True)
 
 
@@ -165,7 +165,7 @@ def _print_check(admin: Join) -> bool:
             problem = f"an island has read {stored.sequence} records: {REMEDY}"
         state = stored if connection.first > 1 else state
         connection.follow(state.sequence)
-        connection.receive_log()
+        connection.receive_log(CHECK_SECONDS)
     except TrimmedError as error:
         problem = f"records 1 to {error.first - 1} are missing: {REMEDY}"
     except GapError as error:
@@ -182,10 +182,8 @@ def _print_check(admin: Join) -> bool:
             void.append(sequence)
         elif continues_another(outcome, state):
             problem = problem or f"record {sequence} continues a version that is not made: {REMEDY}"
-    place = (
-        f"read from {begun_at + 1:,} to {state.sequence:,}" if connection.last else "it is empty"
-    )
-    say(f"log: {connection.last:,} records, {place}")
+    what = f"read from {begun_at + 1:,} to {state.sequence:,}" if state.sequence else "it is empty"
+    say(f"log: {connection.last:,} records, {what}")
     if state.facts is not None:
         versions = ", ".join(str(fragment.version) for fragment in state.fragments)
         merged, total = max(state.clocks, default=0), state.facts.total_tokens
