@@ -41,7 +41,7 @@ from torchtitan_diloco.diloco.fragments import build_fragments
 from torchtitan_diloco.diloco.outer_state import OuterState
 from torchtitan_diloco.distributed.world import WORKER, World, join_world
 from torchtitan_diloco.islands import IslandPeers, Islands
-from torchtitan_diloco.islands.local import local_server
+from torchtitan_diloco.islands.server import local_server
 from torchtitan_diloco.models.decoder import Decoder
 
 WORKERS = 2

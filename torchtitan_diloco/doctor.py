@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing, suppress
+from dataclasses import replace
 from datetime import datetime, timedelta
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -30,16 +31,15 @@ from torchtitan_diloco import __version__
 from torchtitan_diloco.diloco import arithmetic
 from torchtitan_diloco.diloco.link import Sender, Stream, listen, measure
 from torchtitan_diloco.hardware import GIB, available_cores, available_memory_bytes, interfaces
+from torchtitan_diloco.islands.bulk import Probe
 from torchtitan_diloco.islands.config import Join, explain
-from torchtitan_diloco.islands.probe import Probe
-from torchtitan_diloco.islands.records import Facts, decode
-from torchtitan_diloco.islands.session import Session, stream_of
+from torchtitan_diloco.islands.log import State
+from torchtitan_diloco.islands.session import open_session, stream_of
 from torchtitan_diloco.log import USER_ERROR, Parser, UserError, command_line
 
 PATIENCE = 5.0
 PACKET, PINGS = 2**16, 5
-MOST_APART = 60.0
-"""Seconds between two clocks, which put the records of a run in one order."""
+MOST_APART = 60.0  # seconds between two clocks, which put the records of a run in one order
 NOT_ARRIVING = (
     "packets of 64 KB do not arrive, and small ones do: lower the MTU (ip link set DEVICE mtu 1280)"
 )
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.join:
             join = Join.parse(options.join)
             for address in join.addresses:
-                good &= Server(join, address, options.streams).examine()
+                good &= examine_server(replace(join, addresses=(address,)), options.streams)
         if endpoint:
             way = chain(address_hops(*endpoint), endpoint_hops(*endpoint, options.streams))
             good &= run_hops(way)
@@ -90,7 +90,8 @@ def run_hops(hops: Iterable[Hop]) -> bool:
 
 def run_each(hops: Iterable[Hop]) -> bool:
     """Print a line for each hop. They do not depend on each other."""
-    return not [name for name, check in hops if not run_hops([(name, check)])]
+    results = [run_hops([hop]) for hop in hops]
+    return all(results)
 
 
 def _split(address: str) -> tuple[str, int]:
@@ -285,57 +286,51 @@ def _listen(endpoint: tuple[str, int] | None) -> int:
 # --- a server of islands --------------------------------------------------------------------------
 
 
-class Server:
-    """Checks of a server of islands."""
+def examine_server(join: Join, streams: int) -> bool:
+    """`join`: with one address."""
+    way = address_hops(*_split(join.addresses[0]))
+    connect = partial(Probe, join)
+    return run_hops([*way, ("TLS and password", lambda: _login(join))]) and run_each(
+        [
+            ("clock", lambda: _clock(join)),
+            ("packets", lambda: _packets(connect)),
+            ("rate", lambda: _rates(connect, streams)),
+            (f"run {join.run}", lambda: _run(join)),
+        ]
+    )
 
-    def __init__(self, join: Join, address: str, streams: int) -> None:
-        self._join, self._address, self._streams = join, address, streams
-        self._host_and_port = _split(address)
 
-    def examine(self) -> bool:
-        probe = partial(Probe, self._join, self._address)
-        way = address_hops(*self._host_and_port)
-        login = ("TLS and password", self._login)
-        return run_hops([*way, login]) and run_each(
-            [
-                ("clock", self._clock),
-                ("packets", lambda: _packets(probe)),
-                ("rate", lambda: _rates(probe, self._streams)),
-                (f"run {self._join.run}", self._run),
-            ]
-        )
+def _login(join: Join) -> str:
+    try:
+        with open_session(join, "doctor") as session:
+            kind = "encrypted" if join.tls else "in plain text"
+            return f"nats-server {session.server.get('version')} takes the password, {kind}"
+    except (OSError, ValueError) as error:
+        raise explain(error, join.addresses[0], join) from error
 
-    def _login(self) -> str:
-        try:
-            with self._session() as session:
-                kind = "encrypted" if self._join.tls else "in plain text"
-                return f"nats-server {session.server.get('version')} takes the password, {kind}"
-        except (OSError, ValueError) as error:
-            raise explain(error, self._address, self._join) from error
 
-    def _session(self) -> closing[Session]:
-        return closing(Session(self._join, self._address, "doctor"))
+def _clock(join: Join) -> str:
+    before = time.time()
+    with open_session(join, "doctor") as session:
+        answer = session.call(f"STREAM.INFO.{stream_of(join.run, 'log')}")
+    if "ts" not in answer:
+        return "not known, as the server does not say its time"
+    apart = (before + time.time()) / 2 - datetime.fromisoformat(answer["ts"]).timestamp()
+    if abs(apart) > MOST_APART:
+        raise UserError(f"{apart:+.0f} s from the server's: set it, or start a client of NTP")
+    return f"{apart:+.1f} s from the server's"
 
-    def _clock(self) -> str:
-        before = time.time()
-        with self._session() as session:
-            answer = session.call(f"STREAM.INFO.{stream_of(self._join.run, 'log')}")
-        if "ts" not in answer:
-            return "not known, as the server does not say its time"
-        apart = (before + time.time()) / 2 - datetime.fromisoformat(answer["ts"]).timestamp()
-        if abs(apart) > MOST_APART:
-            raise UserError(f"{apart:+.0f} s from the server's: set it, or start a client of NTP")
-        return f"{apart:+.1f} s from the server's"
 
-    def _run(self) -> str:
-        with self._session() as session:
-            if (first := session.get("log", seq=1)) is None:
-                return "its first record is not there, so no island has begun it"
-        facts = decode(first)
-        assert isinstance(facts, Facts)
-        if (theirs := facts.fingerprints.get("arithmetic")) != arithmetic.IDENTITY:
-            raise UserError(f"its arithmetic is {theirs}: install the version of its islands")
-        return f"{facts.slots} slots; its islands have the same arithmetic"
+def _run(join: Join) -> str:
+    with open_session(join, "doctor") as session:
+        state = State.decode(session.newest_state() or b"{}")  # the first records may be deleted
+        if state.facts is None and (first := session.get("log", seq=1)):
+            state.read(1, first)
+    if state.facts is None:
+        return "no island has begun it"
+    if (theirs := state.facts.fingerprints.get("arithmetic")) != arithmetic.IDENTITY:
+        raise UserError(f"its arithmetic is {theirs}: install the version of its islands")
+    return f"{state.facts.slots} slots; its islands have the same arithmetic"
 
 
 if __name__ == "__main__":

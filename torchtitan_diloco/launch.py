@@ -104,7 +104,7 @@ def _say_what_is_missing(arguments: list[str]) -> None:
 
 def run_local_islands(config: Config, arguments: list[str]) -> int:
     """Start a server and islands on this machine, each as if by hand."""
-    from torchtitan_diloco.islands.local import run_islands
+    from torchtitan_diloco.islands.server import run_islands
 
     count = config.islands.local
     _share_cores(count)

@@ -7,7 +7,7 @@ import pytest
 
 from tests.islands.servers import PATIENCE
 from torchtitan_diloco.islands.config import Join
-from torchtitan_diloco.islands.local import local_server
+from torchtitan_diloco.islands.server import local_server
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """A nats-server for tests, and a connection that records what it receives."""
 
 import shutil
-import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from torchtitan_diloco.islands.config import Join
-from torchtitan_diloco.islands.connection import Connection
-from torchtitan_diloco.islands.inbox import LogRecord
+from torchtitan_diloco.islands.connection import Connection, LogRecord
 from torchtitan_diloco.islands.server import Server, open_folder
+from torchtitan_diloco.islands.server import free_port as free_port
 from torchtitan_diloco.islands.server_folder import find_server
 
 PATIENCE = 150
@@ -27,11 +26,6 @@ def need_server() -> None:
         pytest.skip(str(error), allow_module_level=True)
     if shutil.which("openssl") is None:
         pytest.skip("needs the openssl command", allow_module_level=True)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return int(found.getsockname()[1])
 
 
 @contextmanager

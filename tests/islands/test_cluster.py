@@ -78,15 +78,6 @@ def find_leader(admin: Join) -> str:
         return str(session.call("STREAM.INFO.islands-test-log")["cluster"]["leader"])
 
 
-def test_a_new_leader_that_lags_has_no_gap(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may apply a record between the request for it and that for the state of its log."""
-    found = iter([None, None, b"record"])
-    monkeypatch.setattr(Session, "__init__", lambda _: None)
-    monkeypatch.setattr(Session, "get", lambda *_, **__: next(found))
-    monkeypatch.setattr(Session, "state_of", lambda *_: {"first_seq": 1, "last_seq": 3})
-    assert Session().find_record(3) == b"record"  # type: ignore[call-arg]
-
-
 def test_messages_of_others_do_not_lengthen_the_wait_for_an_answer(server: Join) -> None:
     with closing(Session(server, server.addresses[0], "a", 0.5)) as session:
         session.subscribe("islands.test.beat")

@@ -20,10 +20,9 @@ from torchtitan_diloco.islands import IslandFencedError, connection, machine
 from torchtitan_diloco.islands.bulk import Bulk
 from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.connection import Connection
-from torchtitan_diloco.islands.inbox import SnapshotWanted
 from torchtitan_diloco.islands.joining import Joiner
 from torchtitan_diloco.islands.leader import Leader
-from torchtitan_diloco.islands.records import Chunk, name_of
+from torchtitan_diloco.islands.records import Chunk, SnapshotWanted, name_of
 
 need_server()
 

@@ -27,15 +27,14 @@ from tests.islands.servers import (
 from torchtitan_diloco.diloco import link
 from torchtitan_diloco.islands import connection as module
 from torchtitan_diloco.islands import server as server_module
-from torchtitan_diloco.islands.bulk import ClosedError, CorruptError, GoneError
+from torchtitan_diloco.islands.bulk import ChunkError, ClosedError
 from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.connection import Connection
-from torchtitan_diloco.islands.inbox import Leave, SnapshotWanted
 from torchtitan_diloco.islands.members import Hint
-from torchtitan_diloco.islands.records import AnotherLogError, digest
+from torchtitan_diloco.islands.records import AnotherLogError, Leave, SnapshotWanted, digest
 from torchtitan_diloco.islands.server import Server
-from torchtitan_diloco.islands.session import GapError, RequestError, TrimmedError, open_session
-from torchtitan_diloco.islands.wire import ServerError
+from torchtitan_diloco.islands.session import RequestError, TrimmedError, open_session
+from torchtitan_diloco.islands.wire import Message, ServerError, Wire
 
 need_server()
 
@@ -108,19 +107,21 @@ def test_payloads_come_back_or_it_is_said_what_is_wrong(
     whole, other, gone = stored[0]
     wrong = msgspec.structs.replace
     for bad in (wrong(whole, sha256=other.sha256), wrong(whole, size=11)):
-        with pytest.raises(CorruptError, match=f"chunk {whole.sequence} of parts"):
+        with pytest.raises(ChunkError, match=f"chunk {whole.sequence} of parts"):
             second.fetch([other, bad], "parts")
-    with pytest.raises(CorruptError, match="claims 1000000000000 bytes"):
+    with pytest.raises(ChunkError, match="claims 1000000000000 bytes"):
         second.fetch([wrong(whole, size=10**12)], "parts")
     call(server.admin, "MSG.DELETE.islands-test-parts", seq=gone.sequence)
     for sequence in (gone.sequence, 10**6):
-        with pytest.raises(GoneError, match="not kept"):
+        with pytest.raises(ChunkError, match="not kept"):
             second.fetch([other, wrong(gone, sequence=sequence)], "parts")
     assert second.fetch([other, whole], "parts")[-1_000_000:] == payload[:1_000_000]
 
 
-def test_a_stream_that_dies_loses_nothing(pair: tuple[Listener, Listener]) -> None:
-    """The others go on, and it connects again."""
+def test_a_stream_that_dies_loses_nothing(
+    pair: tuple[Listener, Listener], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others go on, and it connects again, also after an answer that nobody can read."""
     first, second = (listener.connection for listener in pair)
     payload, streams = os.urandom(60_000_000), first.streams
     streams.grow(3)
@@ -135,7 +136,16 @@ def test_a_stream_that_dies_loses_nothing(pair: tuple[Listener, Listener]) -> No
         chunks = storing.result(PATIENCE)
     assert second.fetch(chunks, "parts") == payload
     wait_until(lambda: dying._wire not in (None, wire), "another connection")
+    damaged, read = [KeyError(7)], Wire.next_answer
+
+    def next_answer(wire: Wire) -> Message:
+        if type(wire) is Wire and damaged:  # of chunks
+            raise damaged.pop()
+        return read(wire)
+
+    monkeypatch.setattr(Wire, "next_answer", next_answer)
     assert first.fetch(chunks[:3], "parts") == payload[:3_000_000]
+    assert not damaged
 
 
 def test_streams_follow_from_the_link_to_the_server(
@@ -144,20 +154,18 @@ def test_streams_follow_from_the_link_to_the_server(
     monkeypatch.setattr(logging.getLogger("torchtitan_diloco"), "level", logging.INFO)
 
     def count(streams: int = 0) -> int:
-        caplog.clear()
         connection = Connection(server.join, "a/1", streams=streams)
         connection.connect()
         connection.close()
         return len(connection.streams._threads)
 
-    assert (count(), count(3)) == (1, 3)
+    assert count(3) == 3
     assert not caplog.messages, "a given number is not measured"
     assert count() == 1
     assert re.search("link to the server: .* ms, 1 stream\n", caplog.text)
     monkeypatch.setattr(link, "SHORT_SECONDS", 0.0)
     found = count()
-    assert re.search(f"link to the server: .* ms, .* Gbit/s, {found} stream", caplog.text)
-    assert ", 0 Gbit/s" not in caplog.text
+    assert re.search(f"link to the server: .* ms, .*[1-9].* Gbit/s, {found} stream", caplog.text)
     monkeypatch.setattr(link, "PATIENCE", 0.0)
     assert count() == 1
     assert "could not be measured (32 connections at a time cannot be made)" in caplog.text
@@ -170,22 +178,19 @@ def test_the_newest_state_is_there_before_the_log_is_followed(server: Server) ->
     connection = Connection(server.join, "a/1")
     connection.connect()
     assert connection.newest_state() is None
-    first, second = b"first", b"second" * 400_000  # of several chunks
-    connection.store_state(first)
-    assert connection.newest_state() == first
-    connection.store_state(second)
-    assert connection.newest_state() == second
+    for state in (b"first", b"second" * 400_000):  # the second one in several chunks
+        connection.store_state(state)
+        assert connection.newest_state() == state
     connection.append(b"1")
-    last = max(connection.last, 0)
-    with Listener(server.join, "b/1", after=last) as listener:
-        listener.read_to(last + 1)
-        with pytest.raises(AnotherLogError, match=f"its record {last + 1} is another one"):
-            connection.follow(last + 1, digest(b"2"))
-        connection.follow(last + 1, digest(b"1"))
+    last = max(connection.last, 0) + 1
+    with Listener(server.join, "b/1", after=last - 1) as listener:
+        listener.read_to(last)
+        with pytest.raises(AnotherLogError, match=f"its record {last} is another one"):
+            connection.follow(last, digest(b"2"))
+        connection.follow(last, digest(b"1"))
         listener.connection.append(b"2")
         wait_until(lambda: connection.records, "a record")
-    assert connection.records[0][:2] == (last + 2, b"2")
-    assert connection.records[0].at <= time.monotonic()
+    assert connection.records[0][:2] == (last + 1, b"2")
     connection.close()
 
 
@@ -209,22 +214,6 @@ def test_a_log_that_was_trimmed_names_its_first_record(
         wait_until(lambda: connection.received == 10, "the log")
         assert [record.sequence for record in connection.records] == list(range(first, 11))
         connection.close()
-
-
-def test_a_record_that_is_missing_is_named(tmp_path: Path) -> None:
-    with running_server(tmp_path / "server") as server:
-        call(server.admin, f"DELETE.{LOG}")
-        settings = {"name": LOG, "subjects": ["islands.test.log"], "allow_direct": True}
-        call(server.admin, f"CREATE.{LOG}", **settings)
-        with Listener(server.join, "a/1") as listener:
-            for number in range(4):
-                listener.connection.append(b"%d" % number)
-            listener.read_to(4)
-            call(server.admin, f"MSG.DELETE.{LOG}", seq=3)
-            with Listener(server.join, "b/1") as other:
-                with pytest.raises(GapError, match="record 3 of the log is missing"):
-                    other.connection.receive_log()
-                assert [record.sequence for record in other.records] == [1, 2]
 
 
 def test_headers_of_a_record_change_nothing(pair: tuple[Listener, Listener]) -> None:
@@ -380,19 +369,14 @@ def test_an_island_that_has_been_in_the_run_waits_for_its_server(
 
 
 def test_an_island_may_neither_delete_nor_make_a_consumer(server: Server) -> None:
-    requests = ["DELETE", "PURGE", "UPDATE", "MSG.DELETE"]
-    subjects = [f"STREAM.{request}.{LOG}" for request in requests]
-    subjects += [
-        f"CONSUMER.{request}.{LOG}{name}"
-        for request in ("CREATE", "DURABLE.CREATE")
-        for name in ("", ".name", ".name.islands.test.log")
-    ]
-    for subject in subjects:
-        with (
-            open_session(server.join, "test") as session,
-            pytest.raises(ServerError, match="Permissions Violation for Publish"),
-        ):
-            session.call(subject)
+    subjects = [f"STREAM.{request}" for request in ("DELETE", "PURGE", "UPDATE", "MSG.DELETE")]
+    for subject in (*subjects, "CONSUMER.CREATE", "CONSUMER.DURABLE.CREATE"):
+        for name in ("", ".name", ".name.islands.test.log"):
+            with (
+                open_session(server.join, "test") as session,
+                pytest.raises(ServerError, match="Permissions Violation for Publish"),
+            ):
+                session.call(f"{subject}.{LOG}{name}")
     for request, which in ("PURGE", {}), ("MSG.DELETE", {"seq": 1}):
         with pytest.raises(RequestError, match="not permitted"):
             call(server.admin, f"{request}.{LOG}", **which)

@@ -110,6 +110,11 @@ def test_what_islands_do_and_whom_rounds_wait_for() -> None:
     assert found["fragments"][0]["waits_for"] == ["b"]
     assert found["fragments"][1]["waits_for"] == []
     assert found["eta_seconds"] == 100 / 800
+    soon = Members(5.0, 60.0)
+    soon.connect(10.0)
+    soon.hear(island("a"), 10.0)
+    found = overview(log.state, soon, history, 10.5, 100.0)
+    assert found["fragments"][1]["waits_for"] == found["fragments"][0]["waits_for"] == []
     still = overview(log.state, members, history, 14.9, 100.0)
     assert still["fragments"][0]["waits_for"] == ["b"]
     members.hear(msgspec.structs.replace(island(), leaving=True), 15.0)

@@ -52,7 +52,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
 
 @pytest.fixture
 def page(server: Server) -> Iterator[PageServer]:
-    found = server.open_page("0")
+    found = PageServer(server, "0")
     yield found
     found.close()
 
@@ -106,28 +106,17 @@ def test_serve_with_a_page_ends_without_a_word(tmp_path: Path) -> None:
         assert found.wait() == (0, "")
 
 
-def test_many_requests_build_a_page_once_a_second(
-    server: Server, page: PageServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    login = f"island:{server.settings.sites['island']}"
-    wait_until(lambda: b"oslo" in get(page, "/", login)[2], "the heartbeat")
-    monkeypatch.setattr("torchtitan_diloco.islands.page.CACHE_SECONDS", 1e9)
-    first = get(page, "/", login)[2]
-    found = [get(page, "/", login)[2] for _ in range(50)]
-    assert set(found) == {first}
-
-
 def test_a_port_that_is_taken_is_one_line(server: Server, page: PageServer) -> None:
     port = page.server_port
     with pytest.raises(UserError, match=f"--http {port}: Address already in use; give another"):
-        server.open_page(str(port))
+        PageServer(server, str(port))
     for address in ("x", "1:", "99999"):
         with pytest.raises(UserError, match=f"--http {address}: give a port, or HOST:PORT"):
-            server.open_page(address)
+            PageServer(server, address)
 
 
 def test_other_machines_get_it_encrypted(server: Server) -> None:
-    page = server.open_page("0.0.0.0:0")
+    page = PageServer(server, "0.0.0.0:0")
     try:
         assert page.url.startswith("https://0.0.0.0:")
         request = f"https://127.0.0.1:{page.server_port}/"
@@ -146,7 +135,7 @@ def test_the_server_says_when_a_round_was_merged(server: Server) -> None:
 
 
 def test_a_report_of_the_join_file_is_of_the_run(server: Server) -> None:
-    (run,) = open_runs([server.join_file])
+    (run,) = open_runs([server.join_file()])
     assert run.islands == "2 islands"
     text = report_page([run])
     for shown in ("40 of 100 (40.0%)", "2.2500 at 40 tokens", "2 islands", "Islands of test"):

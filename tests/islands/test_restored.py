@@ -23,7 +23,7 @@ def copy_folder(server: Server, copy: Path, *connected: Listener) -> None:
     server.stop()
     for listener in connected:
         listener.wait_disconnected()
-    shutil.copytree(server.folder, copy)
+    shutil.copytree(server.path, copy)
     server.start()
     for listener in connected:
         listener.wait_connected()
@@ -31,13 +31,13 @@ def copy_folder(server: Server, copy: Path, *connected: Listener) -> None:
 
 def restore_folder(server: Server, copy: Path) -> None:
     server.stop()
-    shutil.rmtree(server.folder)
-    shutil.copytree(copy, server.folder)
+    shutil.rmtree(server.path)
+    shutil.copytree(copy, server.path)
 
 
 def append_elsewhere(server: Server, *records: bytes) -> None:
     """Append to the log where no island of the run connects."""
-    elsewhere = open_folder(server.folder, port=free_port())
+    elsewhere = open_folder(server.path, port=free_port())
     elsewhere.start()
     try:
         with Listener(elsewhere.join, "other/1") as listener:

@@ -12,14 +12,13 @@ from tests.islands.test_coming_and_going import at, die, hold, save_in
 from torchtitan_diloco.diloco.state_dict import SavedState
 from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.connection import Connection
-from torchtitan_diloco.islands.inbox import SnapshotWanted
 from torchtitan_diloco.islands.leader import Leader
 from torchtitan_diloco.islands.ledger import Outcome
 from torchtitan_diloco.islands.log import State
 from torchtitan_diloco.islands.members import IslandFailedError
 from torchtitan_diloco.islands.parts import Parts
 from torchtitan_diloco.islands.reader import open_reader
-from torchtitan_diloco.islands.records import Close
+from torchtitan_diloco.islands.records import Close, SnapshotWanted
 
 need_server()
 pytestmark = pytest.mark.usefixtures("soon_gone")

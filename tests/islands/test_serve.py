@@ -26,9 +26,9 @@ from torchtitan_diloco.islands.__main__ import main
 from torchtitan_diloco.islands.config import Join, LoginError
 from torchtitan_diloco.islands.members import Hint
 from torchtitan_diloco.islands.records import Give, encode
-from torchtitan_diloco.islands.server import Server, make_streams, open_folder
+from torchtitan_diloco.islands.server import make_streams, open_folder
 from torchtitan_diloco.islands.session import open_session
-from torchtitan_diloco.log import USER_ERROR
+from torchtitan_diloco.log import USER_ERROR, UserError
 
 need_server()
 
@@ -97,52 +97,45 @@ def test_a_server_that_is_started_again_goes_on_with_its_run(tmp_path: Path) -> 
         assert "nats-server ended with code -9; starting it again in 1 s" in printed
 
 
-def test_what_cannot_be_served_is_said(tmp_path: Path) -> None:
-    known, used, broken = (tmp_path / name for name in ("known", "used", "broken"))
+def test_what_cannot_be_served_is_said_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    known, used, broken, new = (tmp_path / name for name in ("known", "used", "broken", "new"))
     with running_server(known):
         pass
     for path in (used / "file", broken / "run.json"):
         path.parent.mkdir()
         path.touch()
-    bad: list[dict[str, Any]] = [{"port": 99999}, {"keep_gb": math.nan}, {"address": ""}]
-    bad += [{"host": "[::]"}]
-    for chosen in bad:
-        with pytest.raises(ValueError, match=r"^--(port 99999|keep-gb nan|address ''|host '\[)"):
-            open_folder(tmp_path / "new", **chosen)
-    assert not (tmp_path / "new").exists()
-    with pytest.raises(ValueError, match=r"--run 'a\.b': use at most 64 letters"):
-        open_folder(tmp_path / "new", run="a.b")
-    with pytest.raises(ValueError, match="has files, but no run"):
-        open_folder(used)
-    with pytest.raises(ValueError, match=r"run\.json is damaged"):
-        open_folder(broken)
-    with pytest.raises(ValueError, match=r"--run other: .* was made with test"):
-        open_folder(known, run="other")
-    with pytest.raises(ValueError, match=r"--host 2001:db8::1 .*; give a free port, and an"):
-        open_folder(tmp_path / "elsewhere", host="2001:db8::1", port=free_port()).start()
-    with pytest.raises(ValueError, match=r"the disk has .* GB left, and the server needs 2000"):
-        open_folder(tmp_path / "large", keep_gb=1e6, port=free_port()).start()
+    away: dict[str, Any] = {"host": "2001:db8::1", "port": free_port()}
+    wrong: list[tuple[Path, dict[str, Any], str]] = [
+        (new, {"port": 99999}, "^--port 99999: expected"),
+        (new, {"keep_gb": math.nan}, "^--keep-gb nan: expected"),
+        (new, {"address": ""}, "^--address '': give a name"),
+        (new, {"host": "[::]"}, r"^--host '\[::\]': give an address of this machine"),
+        (new, {"run": "a.b"}, r"^--run 'a\.b': use at most 64 letters"),
+        (used, {}, "it has files, but no run"),
+        (used / "file/x", {}, f"^--folder {used}/file/x: "),
+        (broken, {}, r"run\.json is damaged"),
+        (known, {"run": "other"}, "was made with test"),
+        (tmp_path / "away", away, "--host 2001:db8::1 .*; give a free port, and an address"),
+        (tmp_path / "large", {"keep_gb": 1e6}, "GB left, and the server needs 2000"),
+    ]
+    for folder, chosen, problem in wrong:
+        with pytest.raises(UserError, match=problem):
+            open_folder(folder, **chosen).start()
+    assert main(["serve", "--folder", "/proc/x"]) == USER_ERROR
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: --folder /proc/x: ")
+    assert not new.exists()
     (known / "store").rename(known / "lost")
     with pytest.raises(ValueError, match="the log of the run test is gone"):
         open_folder(known).start()
     (known / "key.pem").write_text("damaged")
     with pytest.raises(ValueError, match=r"nats-server did not start: .*key"):
         open_folder(known).start()
-
-
-def test_a_folder_that_cannot_be_made_is_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (file := tmp_path / "file").touch()
-    for folder in (file / "x", Path("/proc/x")):
-        assert main(["serve", "--folder", str(folder)]) == USER_ERROR
-        (line,) = capsys.readouterr().err.splitlines()
-        assert line.startswith(f"error: --folder {folder}: ")
-    with running_server(tmp_path / "known") as server:
-        pass
-    (server.folder / "certificate.pem").unlink()
+    (known / "certificate.pem").unlink()
     with pytest.raises(ValueError, match=r"--folder .*/known: .*certificate\.pem: No such file"):
-        open_folder(server.folder)
+        open_folder(known)
 
 
 @pytest.mark.parametrize("host", ["::1", "::"])
@@ -182,24 +175,16 @@ def test_help_imports_neither_torch_nor_nats() -> None:
 
 
 def test_keep_gb_changes_the_streams_of_a_folder(tmp_path: Path) -> None:
-    said: list[str] = []
-    folder, port = tmp_path / "server", free_port()
+    port = free_port()
     for keep_gb in (0.1, 0.3, 0.2, None):
-        server = open_folder(folder, say=said.append, run="test", port=port, keep_gb=keep_gb)
+        server = open_folder(tmp_path / "server", run="test", port=port, keep_gb=keep_gb)
         server.start()
         try:
-            kept = max_bytes(server)
+            with open_session(server.admin, "test") as session:
+                found = session.call("STREAM.INFO.islands-test-parts")["config"]["max_bytes"]
         finally:
             server.stop()
-        assert kept == int(1e9 * (keep_gb or 0.2))
-    assert said == [
-        "--keep-gb 0.2 is less than before (0.3): the oldest parts and snapshots are deleted"
-    ]
-
-
-def max_bytes(server: Server) -> int:
-    with open_session(server.admin, "test") as session:
-        return session.call("STREAM.INFO.islands-test-parts")["config"]["max_bytes"]  # type: ignore[no-any-return]
+        assert found == int(1e9 * (keep_gb or 0.2))
 
 
 def test_streams_that_cannot_be_made_are_said(tmp_path: Path) -> None:
@@ -264,12 +249,11 @@ def test_each_site_has_a_login_that_can_be_revoked(
 
 
 @pytest.fixture
-def island(tmp_path: Path) -> Iterator[Listener]:
+def island(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Listener]:
     """An island, with the log of a run."""
+    monkeypatch.setattr(reader, "LISTEN_SECONDS", 2.0)
     log = Log()
-    log.part(0, 10)
-    log.open()
-    log.write(log.build(*log.state.fragments[0].waiting))
+    log.round(10)
     log.part(1, 30)
     with running_server(tmp_path / "server") as server, Listener(server.join, "a") as listener:
         for raw in log.raw:
@@ -278,10 +262,7 @@ def island(tmp_path: Path) -> Iterator[Listener]:
         yield listener
 
 
-def test_status_and_leave(
-    island: Listener, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(reader, "LISTEN_SECONDS", 2.0)
+def test_status_and_leave(island: Listener, capsys: pytest.CaptureFixture[str]) -> None:
     join = ["--join", str(island.join)]
 
     def live() -> None:
@@ -295,35 +276,28 @@ def test_status_and_leave(
     thread.start()
     assert main(["status", *join, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert main(["status", *join]) == 0
-    text = capsys.readouterr().out
     assert main(["leave", "a", *join]) == 0
     thread.join()
     assert "a has left" in capsys.readouterr().out
     assert main(["leave", "a", *join]) == USER_ERROR
     assert "no island 'a' is in the run; there are: b" in capsys.readouterr().err
-    assert main(["status", "--join", "nats://host:1#run"]) == USER_ERROR
-    assert len(capsys.readouterr().err.splitlines()) == 1
+    assert main(["status", *join]) == 0
+    assert "tokens merged: 10 of 100 (10.0%)" in capsys.readouterr().out
     assert (found["run"], found["phase"], found["tokens_merged"]) == ("test", "running", 10)
     first, second = found["islands"]
     assert (first["incarnation"], first["slot"], first["step"]) == ("a", 0, 5)
     assert first["tokens_per_second"] == 400
     assert (second["incarnation"], second["heard_seconds_ago"]) == ("b", None)
-    round_ = found["fragments"][0]
-    assert round_.pop("merged_seconds_ago") < TIMEOUT
-    assert round_ == {"fragment": 0, "version": 1, "open": False, "waiting": 1} | {
+    fragment, (slot, other) = found["fragments"][0], found["slots"]
+    assert fragment.pop("merged_seconds_ago") < TIMEOUT
+    assert fragment == {"fragment": 0, "version": 1, "open": False, "waiting": 1} | {
         "open_seconds": None,
         "waits_for": [],
     }
-    assert (found["last_merged"]["fragment"], found["last_merged"]["version"]) == (0, 1)
-    half = {"merged": 0, "lost": 0, "waiting": 0, "read_twice": 0}  # of two fragments, one has it
-    assert found["slots"] == [
-        {"slot": 0, "owner": "a", **half, "merged": 5}
-        | {"part_in_rounds": 1.0, "rounds_since_last_part": 0},
-        {"slot": 1, "owner": "b", **half, "waiting": 15}
-        | {"part_in_rounds": 0.0, "rounds_since_last_part": 1},
-    ]
-    assert "tokens merged: 10 of 100 (10.0%)" in text
+    means = {"merged": 5, "lost": 0, "waiting": 0, "read_twice": 0}  # over two fragments
+    share = {"part_in_rounds": 1.0, "rounds_since_last_part": 0}
+    assert slot == {"slot": 0, "owner": "a"} | means | share
+    assert (other["waiting"], other["rounds_since_last_part"]) == (15, 1)
 
 
 # --- several islands on this machine --------------------------------------------------------------
@@ -345,7 +319,7 @@ def test_islands_on_this_machine(tmp_path: Path) -> None:
     code = f"""
 import os, signal, sys, threading, time
 from pathlib import Path
-from torchtitan_diloco.islands.local import run_islands
+from torchtitan_diloco.islands.server import run_islands
 def stop():
     while len(list(Path({str(tmp_path)!r}).glob("island-*/ready"))) < 2:
         time.sleep(0.05)

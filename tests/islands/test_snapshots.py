@@ -12,11 +12,10 @@ from tests.islands.test_coming_and_going import hold
 from tests.islands.test_connection import call
 from torchtitan_diloco.islands import bulk as bulk_module
 from torchtitan_diloco.islands import joining
-from torchtitan_diloco.islands.bulk import GivenUpError
+from torchtitan_diloco.islands.bulk import ChunkError
 from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.connection import Connection
-from torchtitan_diloco.islands.inbox import AnyMessage, Snapshot, SnapshotWanted
-from torchtitan_diloco.islands.records import name_of
+from torchtitan_diloco.islands.records import AnyMessage, Snapshot, SnapshotWanted, name_of
 
 need_server()
 
@@ -28,9 +27,9 @@ def test_a_snapshot_that_the_server_does_not_take_is_given_up(
     with running_server(tmp_path / "server") as server, Listener(server.join, "a/1") as listener:
         stored = listener.connection.store(b"x", "snapshots")
         call(server.admin, "DELETE.islands-test-snapshots")
-        with pytest.raises(GivenUpError, match="the server does not take or give a chunk"):
+        with pytest.raises(ChunkError, match="the server does not take or give a chunk"):
             listener.connection.store(bytes(3_000_000), "snapshots")
-        with pytest.raises(GivenUpError):
+        with pytest.raises(ChunkError):
             listener.connection.fetch(stored, "snapshots")
         assert len(listener.connection.store(b"x", "parts")) == 1
 
@@ -58,7 +57,7 @@ def test_a_joiner_asks_another_island_when_its_donor_cannot_store(
         if bulk == "snapshots":
             failing.append(found._name)
             if found._name == failing[0]:
-                raise GivenUpError("no space")
+                raise ChunkError("no space")
         return store(found, payload, bulk)
 
     monkeypatch.setattr(Connection, "store", fail_or_store)

@@ -11,108 +11,86 @@
 
 import argparse
 import signal
-import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
-
-import msgspec
 
 from torchtitan_diloco.islands.changes import CHANGEABLE, parse_change, parse_value, settings_of
-from torchtitan_diloco.islands.check import check_log
 from torchtitan_diloco.islands.config import Join
-from torchtitan_diloco.islands.inbox import Leave
+from torchtitan_diloco.islands.connection import Connection
 from torchtitan_diloco.islands.ledger import Outcome
+from torchtitan_diloco.islands.log import State
 from torchtitan_diloco.islands.page import PageServer
 from torchtitan_diloco.islands.reader import open_reader, print_status
-from torchtitan_diloco.islands.records import encode, name_of
-from torchtitan_diloco.islands.server import Server, make_streams, open_folder
-from torchtitan_diloco.islands.server_folder import (
-    ISLAND,
-    LOOPBACK,
-    SiteChange,
-    change_site,
-    files_of,
-    join_file,
-    read_settings,
-)
+from torchtitan_diloco.islands.records import Close, Leave, encode, name_of
+from torchtitan_diloco.islands.server import Server, free_port, make_streams, open_folder
+from torchtitan_diloco.islands.server_folder import ISLAND, LOOPBACK, Folder
+from torchtitan_diloco.islands.session import REMEDY, GapError, TrimmedError
 from torchtitan_diloco.log import STOP_SIGNALS, USER_ERROR, Parser, UserError, command_line
 
-LEAVE_SECONDS, CHANGE_SECONDS = 60.0, 10.0
+LEAVE_SECONDS, CHANGE_SECONDS, CHECK_SECONDS = 60.0, 10.0, 600.0
+say = partial(print, flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
-        if options.command == "serve":
-            _serve(options)
-        elif options.command == "check":
-            return _check(options.folder)
-        elif options.command == "site":
-            _change_site(options)
-        else:
-            _use_join(options)
+        if "join" in options:
+            options.join = Join.parse(options.join)
+        is_good = options.act(options)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return USER_ERROR
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    return 0
-
-
-def _use_join(options: argparse.Namespace) -> None:
-    join = Join.parse(options.join)
-    if options.command in ("status", "watch"):
-        repeat = options.command == "watch"
-        print_status(join, as_json=not repeat and options.json, repeat=repeat)
-    elif options.command == "leave":
-        ask_to_leave(join, options.name)
-    elif options.command == "change":
-        change(join, options.key, options.value)
-    else:
-        make_streams(join, options.keep_gb, options.replicas)
-        print(f"the streams of the run {join.run} are there")
+    return 1 if is_good is False else 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    keep = "GB of parts, and as much of snapshots, that the server keeps on its disk"
+    keep = "GB of parts, and as much of snapshots, that the server keeps on its disk (default: 20)"
     parser = Parser(prog=command_line("islands"), description=(__doc__ or "").splitlines()[0])
-    commands = parser.add_subparsers(dest="command", required=True)
-    serve = commands.add_parser("serve", help="run a server, and print the join string of its run")
+    commands = parser.add_subparsers(required=True)
+
+    def add(name: str, act: Callable[[argparse.Namespace], object], text: str) -> Parser:
+        command: Parser = commands.add_parser(name, help=text)
+        command.set_defaults(act=act)
+        return command
+
+    serve = add("serve", _serve, "run a server, and print the join string of its run")
     serve.add_argument("--folder", type=Path, required=True, help="new, or that of the same run")
     serve.add_argument("--run", help="name of the run (default: a random one)")
     serve.add_argument("--host", help="address to listen on (default: 0.0.0.0; :: for IPv6, too)")
     serve.add_argument("--port", type=int, help="default: 4222")
     serve.add_argument("--address", help="name or address that islands dial (default: this host's)")
-    serve.add_argument("--keep-gb", type=float, help=f"{keep} (default: 20)")
+    serve.add_argument("--keep-gb", type=float, help=keep)
     where = "(default: of this machine only, without TLS)"
     serve.add_argument(
         "--http", metavar="[HOST:]PORT", help=f"serve a page of the run, and /metrics {where}"
     )
-    site = commands.add_parser("site", help="give a site a login of its own, or take it away")
+    site = add("site", _change_site, "give a site a login of its own, or take it away")
     site.add_argument("name")
     site.add_argument("--folder", type=Path, required=True, help="that of `serve`")
     action = site.add_mutually_exclusive_group()
-    action.add_argument("--renew", action="store_true", help="give it another password")
-    action.add_argument("--revoke", action="store_true", help="remove its login")
-    check = commands.add_parser("check", help="read the whole log of a folder, such as a backup")
+    for flag, text in (("renew", "give it another password"), ("revoke", "remove its login")):
+        action.add_argument(f"--{flag}", action="store_const", const=flag, dest="change", help=text)
+    check = add("check", _check, "read the whole log of a folder, such as a backup")
     check.add_argument("folder", type=Path, help="folder of a server that is not running")
-    status = commands.add_parser("status", help="print islands, rounds and what became of samples")
+    status = add("status", _show, "print islands, rounds and what became of samples")
     status.add_argument("--json", action="store_true")
-    watch = commands.add_parser("watch", help="show the same, refreshed every second")
-    leave = commands.add_parser("leave", help="ask an island to send its work and to leave")
+    watch = add("watch", _show, "show the same, refreshed every second")
+    watch.set_defaults(json=False, repeat=True)
+    leave = add("leave", _ask_to_leave, "ask an island to send its work and to leave")
     leave.add_argument("name", help="islands.name of the island")
-    change = commands.add_parser("change", help="change a setting of the run while it goes on")
+    change = add("change", _change, "change a setting of the run while it goes on")
     change.add_argument("key", help=f"one of {', '.join(CHANGEABLE)}")
     change.add_argument("value")
-    make = commands.add_parser("make", help="make the streams of a run on servers of your own")
+    make = add("make", _make, "make the streams of a run on servers of your own")
     replicas = "servers that have each stream"
     make.add_argument("--replicas", type=int, choices=range(1, 6), default=1, help=replicas)
-    make.add_argument("--keep-gb", type=float, default=20.0, help=f"{keep} (default: 20)")
+    make.add_argument("--keep-gb", type=float, default=20.0, help=keep)
     for command in (status, watch, leave, change, make):
         command.add_argument(
             "--join", required=True, help="join string of `serve`, or a file with it"
@@ -120,13 +98,15 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _serve(options: argparse.Namespace) -> NoReturn:
+# --- the server and its folder --------------------------------------------------------------------
+
+
+def _serve(options: argparse.Namespace) -> None:
     for number in STOP_SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
             signal.signal(number, lambda *_: sys.exit())
     names = "run", "host", "port", "address", "keep_gb"
-    chosen = {name: getattr(options, name) for name in names}
-    server = open_folder(options.folder, say=partial(print, flush=True), **chosen)
+    server = open_folder(options.folder, say=say, **{name: vars(options)[name] for name in names})
     page: PageServer | None = None
     try:
         server.start()
@@ -134,14 +114,14 @@ def _serve(options: argparse.Namespace) -> NoReturn:
             print(server.join)
             print(
                 f"Give this line, which contains a password, to each island: --islands.join '...', "
-                f"or the path of a file with it, such as {server.join_file}. Islands dial "
+                f"or the path of a file with it, such as {server.join_file()}. Islands dial "
                 f"{server.join.addresses[0]}. Ctrl-C ends the server."
             )
-        print(f"sites with a login: {', '.join(server.joins) or 'none'}", flush=True)
+        say(f"sites with a login: {', '.join(server.joins) or 'none'}")
         if options.http:
-            page = server.open_page(options.http)
-            print(f"page of the run: {page.url}, for these logins and their passwords", flush=True)
-        threading.Thread(target=_print_check, args=(server,), daemon=True).start()
+            page = PageServer(server, options.http)
+            say(f"page of the run: {page.url}, for these logins and their passwords")
+        threading.Thread(target=_print_check, args=(server.admin,), daemon=True).start()
         server.keep_running()
     finally:
         for number in STOP_SIGNALS:
@@ -151,54 +131,95 @@ def _serve(options: argparse.Namespace) -> NoReturn:
         server.stop()
 
 
-def _print_check(server: Server) -> bool:
-    """Check the log of a running server. Return whether it is whole."""
-    try:
-        found = check_log(server.admin)
-    except Exception as error:  # the server may have ended
-        print(f"the log could not be checked: {error}", flush=True)
-        return False
-    print("\n".join(found.lines()), flush=True)
-    return not found.problems
-
-
-def _check(folder: Path) -> int:
-    """Check the log of a folder, whose server is not running."""
-    folder = folder.absolute()
-    settings = read_settings(folder)
-    with socket.create_server((LOOPBACK, 0)) as free:
-        port = free.getsockname()[1]
-    private = msgspec.structs.replace(settings, host=LOOPBACK, port=port)
-    server = Server(folder, private, partial(print, flush=True))
-    with files_of(folder):
-        server.launch()
-    try:
-        return 0 if _print_check(server) else 1
-    finally:
-        server.stop()
-
-
 def _change_site(options: argparse.Namespace) -> None:
-    folder, site = options.folder.absolute(), options.name
-    change: SiteChange = "revoke" if options.revoke else "renew" if options.renew else "add"
-    with files_of(folder):
-        join = change_site(folder, site, change)
+    folder, site = Folder(options.folder), options.name
+    join = folder.change_site(site, options.change or "add")
     if join is None:
         print(f"{site} has no login any more; a running `serve` disconnects it")
     else:
         print(join)
         print(
             f"Give this line, which contains a password, to the islands of {site} only, or the "
-            f"file {join_file(folder, site)}."
+            f"file {folder.join_file(site)}."
         )
+
+
+def _check(options: argparse.Namespace) -> bool:
+    """Check the log of a folder, whose server is not running."""
+    server = Server(options.folder, say)
+    server.settings.host, server.settings.port = LOOPBACK, free_port()
+    server.launch()
+    try:
+        return _print_check(server.admin)
+    finally:
+        server.stop()
+
+
+def _print_check(admin: Join) -> bool:
+    """Read the whole log of a running server, and say what it has. Return whether it is whole."""
+    connection, state, problem = Connection(admin, "check/1"), State(), ""
+    try:
+        connection.connect()
+        stored = State.decode(connection.newest_state() or b"{}")
+        if stored.sequence > connection.last:
+            problem = f"an island has read {stored.sequence} records: {REMEDY}"
+        state = stored if connection.first > 1 else state
+        connection.follow(state.sequence)
+        connection.receive_log(CHECK_SECONDS)
+    except TrimmedError as error:
+        problem = f"records 1 to {error.first - 1} are missing: {REMEDY}"
+    except GapError as error:
+        problem = str(error)
+    except Exception as error:  # the server may have ended
+        say(f"the log could not be checked: {error}")
+        return False
+    finally:
+        connection.close()
+    state.verifies, begun_at, void = False, state.sequence, list[int]()
+    for sequence, raw, *_ in connection.records:
+        outcome = state.read(sequence, raw)
+        if outcome.record is None:
+            void.append(sequence)
+        elif continues_another(outcome, state):
+            problem = problem or f"record {sequence} continues a version that is not made: {REMEDY}"
+    what = f"read from {begun_at + 1:,} to {state.sequence:,}" if state.sequence else "it is empty"
+    say(f"log: {connection.last:,} records, {what}")
+    if state.facts is not None:
+        versions = ", ".join(str(fragment.version) for fragment in state.fragments)
+        merged, total = max(state.clocks, default=0), state.facts.total_tokens
+        say(f"versions {versions}; tokens merged: {merged:,} of {total:,}")
+    if void:
+        say(f"{len(void)} damaged or foreign, which islands skip, such as record {void[0]}")
+    if problem:
+        say(f"PROBLEM: {problem}")
+    return not problem
+
+
+def continues_another(outcome: Outcome, state: State) -> bool:
+    """Return whether a close is void as it is for a version that the log does not make."""
+    close = outcome.record
+    if not isinstance(close, Close) or not outcome.void or close.fragment >= len(state.fragments):
+        return False
+    fragment = state.fragments[close.fragment]
+    return close.version > fragment.version and close.previous != fragment.head
 
 
 # --- requests to a run ----------------------------------------------------------------------------
 
 
-def ask_to_leave(join: Join, name: str) -> None:
+def _make(options: argparse.Namespace) -> None:
+    make_streams(options.join, options.keep_gb, options.replicas)
+    print(f"the streams of the run {options.join.run} are there")
+
+
+def _show(options: argparse.Namespace) -> None:
+    print_status(options.join, as_json=options.json, repeat="repeat" in options)
+
+
+def _ask_to_leave(options: argparse.Namespace) -> None:
     """Ask an island to leave and wait until its slot is free."""
-    with open_reader(join) as reader:
+    name = options.name
+    with open_reader(options.join) as reader:
         owners = reader.state.owners().values()
         asked = {owner for owner in owners if name_of(owner) == name}
         if not asked:
@@ -206,7 +227,7 @@ def ask_to_leave(join: Join, name: str) -> None:
             raise UserError(f"no island {name!r} is in the run; there are: {names}")
         for incarnation in asked:
             reader.connection.ask(incarnation, Leave(sender="status"))
-        print(f"{name} has been asked to leave", flush=True)
+        say(f"{name} has been asked to leave")
         end = time.monotonic() + LEAVE_SECONDS
         while asked.intersection(reader.state.owners().values()):
             if time.monotonic() > end:
@@ -218,11 +239,12 @@ def ask_to_leave(join: Join, name: str) -> None:
         print(f"{name} has left")
 
 
-def change(join: Join, key: str, value: str) -> None:
+def _change(options: argparse.Namespace) -> None:
     """Append a change, and wait until it is read back."""
+    key, value = options.key, options.value
     parse_value(key, value)  # refuses a mistake without a connection
     outcomes = list[Outcome]()
-    with open_reader(join, outcomes.append) as reader:
+    with open_reader(options.join, outcomes.append) as reader:
         if (facts := reader.state.facts) is None:
             raise UserError("the run has not begun, so islands still set their own settings")
         record, before = parse_change(facts, key, value), settings_of(facts).get(key)

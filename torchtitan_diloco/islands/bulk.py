@@ -17,78 +17,59 @@ from collections.abc import Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from functools import partial
+from typing import Literal, TypeAlias
 
-import msgspec
-
+from torchtitan_diloco.diloco.link import BLOCK, measure
 from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.records import Chunk, digest
-from torchtitan_diloco.islands.session import NO_MESSAGE, stream_of, subject_of
+from torchtitan_diloco.islands.session import (
+    NO_MESSAGE,
+    RequestError,
+    read_answer,
+    stream_of,
+    subject_of,
+)
 from torchtitan_diloco.islands.wire import ServerError, Wire
 from torchtitan_diloco.log import logger
 
 Bulk: TypeAlias = Literal["parts", "snapshots", "states"]
-CHUNK_BYTES = 1_000_000
-"""By default, a server accepts messages of at most 1 MiB."""
-UNDER_WAY = 8
-"""Chunks that a stream has sent or asked for at a time: more than a TCP window holds."""
-IDLE_SECONDS = 30.0
-"""Seconds between two pings of a stream without chunks."""
+CHUNK_BYTES = 1_000_000  # by default, a server accepts messages of at most 1 MiB
+UNDER_WAY = 8  # chunks that a stream has sent or asked for at a time: more than a TCP window holds
+IDLE_SECONDS = 30.0  # seconds between two pings of a stream without chunks
 SILENT_SECONDS = 2.0
 """Seconds without a packet after which a stream is not waited for, once another one is made."""
 GIVE_UP_SECONDS: dict[Bulk, float] = {"parts": math.inf, "snapshots": 120.0, "states": 120.0}
 """Seconds of refusals by the server after which a chunk is given up. Another island may have a
 snapshot, but nobody else has the parts."""
-PAUSE, LONGEST_PAUSE = 0.1, 1.0
-"""Seconds between attempts."""
+PAUSE, LONGEST_PAUSE = 0.1, 1.0  # seconds between attempts
 URGENCY: dict[Bulk, int] = {"parts": 0, "states": 1, "snapshots": 2}
-WAKE = (-1, 0, None)
-"""In the queue of jobs: look whether to end."""
+WAKE = (-1, 0, None)  # in the queue of jobs: look whether to end
 
 
 class ClosedError(RuntimeError):
     """The connection is closed."""
 
 
-class GoneError(ValueError):
-    """A chunk is not kept any more, or never was in the stream."""
-
-
-class GivenUpError(ValueError):
-    """The server did not take or give a chunk for some time."""
-
-
-class CorruptError(ValueError):
-    """A chunk does not have the size or the hash in its record."""
-
-
-class Answer(msgspec.Struct):
-    """Answer to a chunk that is stored, or read from the leader of its stream."""
-
-    seq: int = 0
-    error: dict[str, Any] = {}
-    message: dict[str, Any] = {}
+class ChunkError(ValueError):
+    """A chunk is not kept any more, does not have the size or the hash in its record, or the server
+    does not take or give it for some time."""
 
 
 @dataclass(eq=False)
 class Job:
     """Store or fetch a chunk."""
 
-    number: int
-    """The end of the subject of the answer, and the order of equally urgent jobs."""
+    number: int  # the end of the subject of the answer, and the order of equally urgent jobs
     bulk: Bulk
-    content: memoryview
-    """What to store, or where to write what is fetched."""
-    kind: str
-    """Subject in which it is stored."""
-    sequence: int = 0
-    """Number of a chunk to fetch, 0 to store one."""
+    content: memoryview  # what to store, or where to write what is fetched
+    kind: str  # subject in which it is stored
+    sequence: int = 0  # number of a chunk to fetch, 0 to store one
     asks_leader: bool = False
     """Any replica answers the first request, which is fast. Only the leader of the stream knows
     that a message is gone."""
     failing_since: float = math.inf
-    done: Future[int] = field(default_factory=Future)
-    """Sequence number of the chunk."""
+    done: Future[int] = field(default_factory=Future)  # sequence number of the chunk
 
     @property
     def is_direct(self) -> bool:
@@ -100,6 +81,30 @@ class Job:
         """Its place in the queue."""
         return URGENCY[self.bulk], self.number, self
 
+    @property
+    def corrupt(self) -> ChunkError:
+        return ChunkError(f"chunk {self.sequence} of {self.bulk} is not the one recorded")
+
+    def request(self, run: str) -> tuple[str, bytes | memoryview]:
+        """Return the subject and the content of a message that stores or asks for the chunk."""
+        if not self.sequence:
+            return subject_of(run, self.kind), self.content
+        call = "DIRECT.GET" if self.is_direct else "STREAM.MSG.GET"
+        wanted = json.dumps({"seq": self.sequence}).encode()
+        return f"$JS.API.{call}.{stream_of(run, self.bulk)}", wanted
+
+    def read(self, status: int, raw: bytes) -> int:
+        """Read an answer that is not the wanted chunk itself. Return the chunk's number."""
+        if self.is_direct and not status:
+            raise self.corrupt
+        answer = read_answer(status, raw)
+        if self.sequence:
+            content = base64.b64decode(answer["message"].get("data", ""))
+            if len(content) != len(self.content):
+                raise self.corrupt
+            self.content[:] = content
+        return self.sequence or int(answer["seq"])
+
     def fail(self, error: Exception) -> None:
         with suppress(InvalidStateError):  # another thread was faster
             self.done.set_exception(error)
@@ -108,18 +113,16 @@ class Job:
 class Streams:
     """TCP streams to the server. Any thread may call the public methods, which wait."""
 
-    def __init__(self, join: Join, name: str, count: int = 1) -> None:
+    def __init__(self, join: Join, name: str) -> None:
+        """There are none before `grow`."""
         self.join, self._name = join, name
         self.jobs = queue.PriorityQueue[tuple[int, int, Job | None]]()
         self._numbers = itertools.count()
-        self._lock = threading.Lock()
-        """Guards all below, so that no job is added after the end."""
+        self._lock = threading.Lock()  # guards all below, so that no job is added after the end
         self._open = weakref.WeakSet[Job]()
         self.failure: Exception | None = None
         self._threads = list[_Stream]()
-        self._warned, self.stored = "", -math.inf
-        """When a chunk was last stored."""
-        self.grow(count)
+        self._warned, self.stored = "", -math.inf  # when a chunk was last stored
 
     def grow(self, count: int) -> None:
         """Use this many streams from now on, if there are fewer."""
@@ -131,7 +134,7 @@ class Streams:
     def store(self, payload: bytes | memoryview, bulk: Bulk, kind: str = "") -> tuple[Chunk, ...]:
         """Store a payload in chunks and wait until all are acknowledged.
 
-        `kind`: subject, by default that of the stream. Raises GivenUpError, but not for parts.
+        `kind`: subject, by default that of the stream. Raises ChunkError, but not for parts.
         """
         view = memoryview(payload).cast("B")
         pieces = [view[at : at + CHUNK_BYTES] for at in range(0, len(view), CHUNK_BYTES)]
@@ -143,11 +146,10 @@ class Streams:
         )
 
     def fetch(self, chunks: Sequence[Chunk], bulk: Bulk) -> bytearray:
-        """Return the payload in chunks. Raises GoneError, CorruptError or, but not for parts,
-        GivenUpError."""
+        """Return the payload in chunks. Raises ChunkError."""
         for chunk in chunks:
             if chunk.size > CHUNK_BYTES:
-                raise CorruptError(f"chunk {chunk.sequence} of {bulk} claims {chunk.size} bytes")
+                raise ChunkError(f"chunk {chunk.sequence} of {bulk} claims {chunk.size} bytes")
         payload, end, jobs = bytearray(sum(chunk.size for chunk in chunks)), 0, list[Job]()
         for chunk in chunks:
             room = memoryview(payload)[end : (end := end + chunk.size)]
@@ -155,7 +157,7 @@ class Streams:
         for job, chunk in zip(jobs, chunks, strict=True):
             job.done.result()
             if digest(job.content) != chunk.sha256:  # while others arrive
-                raise corrupt(job)
+                raise job.corrupt
         return payload
 
     def _add(self, bulk: Bulk, content: memoryview, kind: str, sequence: int = 0) -> Job:
@@ -212,8 +214,9 @@ class _Stream(threading.Thread):
                 while self._streams.failure is None:
                     self._ask()
                     self._hear()
-            except (OSError, ValueError) as error:  # ValueError: no message of NATS
-                if isinstance(error, TimeoutError | ServerError) and self._under_way:
+            except Exception as error:  # a damaged server may send anything
+                is_away = isinstance(error, OSError) and not isinstance(error, TimeoutError)
+                if self._under_way and (not is_away or isinstance(error, ServerError)):
                     self._streams.warn(f"the server does not take or give a chunk: {error}")
             if self._wire is not None:
                 self._wire.close()
@@ -257,78 +260,81 @@ class _Stream(threading.Thread):
             if job.done.done():
                 continue
             self._under_way[number] = job
-            subject, content = request(job, self._streams.join.run)
+            subject, content = job.request(self._streams.join.run)
             self._wire.publish(subject, content, number)
 
     def _hear(self) -> None:
-        """Read the next answer."""
+        """Read the next answer. Finish its job, or put it into the queue again."""
         if not self._under_way:
             return
         assert self._wire is not None
         answer = self._wire.next_answer()
         job = self._under_way[answer.number]
-        if job.is_direct and not answer.status and answer.size == len(job.content):
+        is_whole = job.is_direct and not answer.status and answer.size == len(job.content)
+        if is_whole:
             self._wire.read(job.content)
             self._wire.read_end()
-            found = Answer(seq=job.sequence)
-        else:
-            found = read_answer(job, answer.status, self._wire.content(answer))
+        raw = b"" if is_whole else self._wire.content(answer)
         del self._under_way[answer.number]
-        self._finish(job, found)
-
-    def _finish(self, job: Job, answer: Answer) -> None:
-        if not answer.error:
+        try:
+            sequence = job.sequence if is_whole else job.read(answer.status, raw)
+        except ChunkError as error:
+            job.fail(error)
+        except RequestError as error:
+            self._repeat(job, error)
+        else:
             self._pause = PAUSE
             self._streams.warn("")
             if not job.sequence:
                 self._streams.stored = time.monotonic()
             with suppress(InvalidStateError):
-                job.done.set_result(answer.seq)
-        elif answer.error.get("err_code") == NO_MESSAGE:
-            if job.is_direct:
-                job.asks_leader = True
-                self._streams.jobs.put(job.place)
-            else:
-                chunk = f"chunk {job.sequence} of {job.bulk}"
-                job.fail(GoneError(f"{chunk} is not kept any more"))
+                job.done.set_result(sequence)
+
+    def _repeat(self, job: Job, error: RequestError) -> None:
+        """Repeat a job that the server has refused, or give it up."""
+        if error.code == NO_MESSAGE and not job.is_direct:
+            job.fail(ChunkError(f"chunk {job.sequence} of {job.bulk} is not kept any more"))
+            return
+        if error.code == NO_MESSAGE:
+            job.asks_leader = True
         else:
-            reason = answer.error.get("description", "no stream answers")
-            text = f"{job.bulk}: the server does not take or give a chunk: {reason}"
+            text = f"{job.bulk}: the server does not take or give a chunk: {error}"
             self._streams.warn(text)
             job.failing_since = min(job.failing_since, time.monotonic())
             if time.monotonic() - job.failing_since > GIVE_UP_SECONDS[job.bulk]:
-                job.fail(GivenUpError(text))
-            else:
-                self._wait()
-                self._streams.jobs.put(job.place)
+                job.fail(ChunkError(text))
+                return
+            self._wait()
+        self._streams.jobs.put(job.place)
 
 
-def request(job: Job, run: str) -> tuple[str, bytes | memoryview]:
-    """Return the subject and the content of a message that stores or asks for a chunk."""
-    if not job.sequence:
-        return subject_of(run, job.kind), job.content
-    call = "DIRECT.GET" if job.is_direct else "STREAM.MSG.GET"
-    wanted = json.dumps({"seq": job.sequence}).encode()
-    return f"$JS.API.{call}.{stream_of(run, job.bulk)}", wanted
+# --- how many streams the link needs --------------------------------------------------------------
 
 
-def read_answer(job: Job, status: int, raw: bytes) -> Answer:
-    """Return an answer that is not the wanted chunk itself. Write what it contains of the chunk."""
-    if job.is_direct and not status:
-        job.fail(corrupt(job))
-        return Answer()
-    if status:  # 404: no such message; 503: nobody answers
-        code = NO_MESSAGE if status == 404 else status
-        return Answer(error={"err_code": code, "description": f"status {status}"})
-    answer = msgspec.json.decode(raw, type=Answer)
-    if answer.message:
-        content = base64.b64decode(answer.message.get("data", ""))
-        if len(content) == len(job.content):
-            job.content[:] = content
-        else:
-            job.fail(corrupt(job))
-    return answer
+class Probe:
+    """A connection with messages to nobody, with which to measure the link."""
+
+    def __init__(self, join: Join) -> None:
+        self._wire = Wire(join, join.addresses[0], "probe")
+        self.wait, self.close = self._wire.wait, self._wire.close
+        self._subject = subject_of(join.run, "probe")
+
+    def send(self, size: int) -> None:
+        for start in range(0, size, len(BLOCK)):
+            self._wire.publish(self._subject, BLOCK[: size - start])
+        self._wire.ask()
 
 
-def corrupt(job: Job) -> CorruptError:
-    return CorruptError(f"chunk {job.sequence} of {job.bulk} is not the one recorded")
+def streams_to_server(join: Join) -> int:
+    """Measure the link to the server, say what was found, and return the streams that it needs."""
+    try:
+        speed = measure(partial(Probe, join))
+    except (OSError, ValueError) as error:
+        logger.warning(
+            f"the link to the server could not be measured ({error}): 1 stream; set "
+            "diloco.link.streams if the link is long"
+        )
+        return 1
+    plural = "s" * (speed.streams > 1)
+    logger.info(f"link to the server: {speed}, {speed.streams} stream{plural}")
+    return speed.streams

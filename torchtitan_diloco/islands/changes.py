@@ -69,9 +69,7 @@ def changed(facts: Facts, change: Change) -> Facts:
     if str(value) != change.value:
         raise VoidError(f"{change.value} is not written as {value}")
     settings = {**facts.fingerprints, key: change.value}
-    every, delay = (
-        int(settings.get(one, facts.fingerprints.get(one, 0))) for one in (EVERY, DELAY)
-    )
+    every, delay = (int(settings.get(one, 0)) for one in (EVERY, DELAY))
     if key in (EVERY, DELAY) and delay >= every:
         raise VoidError(f"{DELAY} = {delay} must be smaller than {EVERY} = {every}")
     if key == QUORUM and value > facts.slots:

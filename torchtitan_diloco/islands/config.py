@@ -14,15 +14,9 @@ from urllib.parse import quote, unquote
 
 from msgspec import Meta
 
-from torchtitan_diloco.diloco.config import (
-    DiLoCoConfig,
-    Mistakes,
-    NotNegative,
-    Positive,
-    diloco_mistakes,
-)
+from torchtitan_diloco.diloco.config import DiLoCoConfig, Mistakes, NotNegative, diloco_mistakes
 from torchtitan_diloco.diloco.fields import Section, check_class, convert, raise_mistakes
-from torchtitan_diloco.islands.records import LARGEST
+from torchtitan_diloco.islands.records import LARGEST, Positive
 from torchtitan_diloco.log import UserError, command_line
 
 
@@ -77,23 +71,17 @@ def islands_mistakes(islands: Islands, begin: int) -> Mistakes:
         yield "islands.name", "names this island in the run: give a name, such as that of its site"
 
 
-def own_loop_mistakes(islands: Islands) -> Mistakes:
-    """Check settings that the trainer handles itself, for a loop without the trainer."""
-    if not islands.join:
-        yield "islands.join", "is empty: give the join string that `serve` prints, or its file"
-    if islands.local:
-        yield (
-            "islands.local",
-            "starts no server in a loop of your own: run `serve`, and leave it out",
-        )
-
-
 def own_loop_settings(islands: Islands, config: DiLoCoConfig) -> tuple[Islands, DiLoCoConfig]:
-    """Check the settings of an island, and return those to train with."""
+    """Check the settings of an island in a loop without the trainer, and return those to use."""
     check_class(config, "diloco", DiLoCoConfig)
-    begin = islands.begin or config.workers
-    mistakes = *own_loop_mistakes(islands), *islands_mistakes(islands, begin)
-    mistakes += tuple(diloco_mistakes(config, islands=True))
+    begin, mistakes = islands.begin or config.workers, list[tuple[str, str]]()
+    if not islands.join:
+        text = "is empty: give the join string that `serve` prints, or its file"
+        mistakes.append(("islands.join", text))
+    if islands.local:
+        text = "starts no server in a loop of your own: run `serve`, and leave it out"
+        mistakes.append(("islands.local", text))
+    mistakes += [*islands_mistakes(islands, begin), *diloco_mistakes(config, islands=True)]
     raise_mistakes(mistakes, islands=replace(islands, join=""), diloco=config)
     config = replace(config, workers=1, link=replace(config.link, outer_state="device"))
     return replace(islands, begin=begin, slots=islands.slots or begin), config
@@ -130,8 +118,7 @@ _FILE = re.compile(r"[^:@#]+")
 there is such a file."""
 HOST_PATTERN = r"\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+"
 _ADDRESS = re.compile(rf"(?P<host>{HOST_PATTERN}):(?P<port>[0-9]{{1,5}})")
-_NO_CHECK_TIME = 0x200000
-"""OpenSSL's X509_V_FLAG_NO_CHECK_TIME, which Python does not name."""
+_NO_CHECK_TIME = 0x200000  # OpenSSL's X509_V_FLAG_NO_CHECK_TIME, which Python does not name
 
 
 class RefusedError(UserError):
@@ -146,8 +133,7 @@ class LoginError(RefusedError):
 class Join:
     """Address and login of a server. It contains a password: never log its text."""
 
-    addresses: tuple[str, ...]
-    """HOST:PORT of the server, or of the servers of a cluster."""
+    addresses: tuple[str, ...]  # HOST:PORT of the server, or of the servers of a cluster
     run: str
     user: str = ""
     password: str = field(default="", repr=False)
@@ -159,18 +145,7 @@ class Join:
     def parse(cls, text: str) -> "Join":
         """Parse a join string, or a file that contains one."""
         if _is_file(text):
-            try:
-                content = Path(text).read_text()
-                is_whole = _JOIN.fullmatch(content.strip())
-                problem = "" if is_whole else "it holds no join string, or not all of it"
-            except (OSError, ValueError) as error:
-                problem = error.strerror or "" if isinstance(error, OSError) else "it is no text"
-            if problem:
-                raise UserError(
-                    f"islands.join = {text!r}: {problem}; give the join string that "
-                    f"`{command_line('islands')} serve` prints, or a file that holds it"
-                )
-            text = content
+            text = _read_file(text)
         found = _JOIN.fullmatch(text.strip())
         if found is None:
             raise _error(text, f"is not of the form {FORM}")
@@ -221,6 +196,24 @@ def _is_file(text: str) -> bool:
     with suppress(OSError):  # a join string is too long for a name
         return Path(text).is_file()
     return False
+
+
+def _read_file(path: str) -> str:
+    problem = ""
+    try:
+        text = Path(path).read_text()
+        if not _JOIN.fullmatch(text.strip()):
+            problem = "it holds no join string, or not all of it"
+    except OSError as error:
+        problem = str(error.strerror)
+    except ValueError:
+        problem = "it is no text"
+    if problem:
+        raise UserError(
+            f"islands.join = {path!r}: {problem}; give the join string that "
+            f"`{command_line('islands')} serve` prints, or a file that holds it"
+        )
+    return text
 
 
 def is_loopback(host: str) -> bool:

@@ -14,73 +14,93 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import closing, suppress
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from torchtitan_diloco.islands.bulk import Bulk, ClosedError, Streams
+from torchtitan_diloco.islands.bulk import Bulk, ClosedError, Streams, streams_to_server
 from torchtitan_diloco.islands.config import Join, LoginError, RefusedError, explain
-from torchtitan_diloco.islands.inbox import AnyMessage, Inbox
-from torchtitan_diloco.islands.members import Hint
-from torchtitan_diloco.islands.probe import streams_to_server
-from torchtitan_diloco.islands.records import AnotherLogError, Chunk, digest
+from torchtitan_diloco.islands.members import Hint, Members
+from torchtitan_diloco.islands.records import (
+    AnotherLogError,
+    AnyMessage,
+    Chunk,
+    Leave,
+    Snapshot,
+    SnapshotWanted,
+    digest,
+)
 from torchtitan_diloco.islands.session import (
     NO_STREAM,
-    PATIENCE,
     STATE_INDEX,
     GapError,
+    LogReader,
     RequestError,
     Session,
     TrimmedError,
-    sequence_of,
     subject_of,
 )
-from torchtitan_diloco.islands.wire import Message
 from torchtitan_diloco.log import UserError, logger
 
 T = TypeVar("T")
-RECORD_BYTES = 1_000_000
-"""By default, a server accepts messages of at most 1 MiB."""
+RECORD_BYTES = 1_000_000  # by default, a server accepts messages of at most 1 MiB
 FIRST_CONNECTION_SECONDS, SERVER_IS_BACK_SECONDS = 10.0, 600.0
 """Time to connect for a new island, and for one that was in the run: a server may reboot."""
 LOG_PATIENCE, PING = 3.0, 0.5
 """Seconds without a byte of the server until a connection is lost, and between pings."""
-PAUSE, LONGEST_PAUSE = 0.1, 1.0
-"""Seconds between attempts."""
-QUICK, POLL = 0.001, 0.5
-"""Seconds until the log is read again: after an append, which is announced before it is stored, and
-at most. The pause doubles while there is no new record."""
-EXPIRY = 5.0
-"""Seconds without a heartbeat until an island counts as gone."""
+PAUSE, LONGEST_PAUSE = 0.1, 1.0  # seconds between attempts
+TICK = 0.1  # longest wait in `receive`, in seconds
+EXPIRY = 5.0  # seconds without a heartbeat until an island counts as gone
 SUBJECTS = "log", "beat"
 FINAL = AnotherLogError, TrimmedError, GapError, LoginError
 """Errors that another connection would meet, too."""
 
 
-class Connection(Inbox):
-    """Connection that is restored whenever it is lost. Its `Inbox` holds what was received.
+class LogRecord(NamedTuple):
+    sequence: int
+    raw: bytes
+    at: float  # `time.monotonic()` when it arrived
+    stored: str = ""
+    """Time of the server when it was stored, in ISO format. Empty: not known."""
 
-    Any thread may call the public methods. The connection's thread alone uses `Session`s that last.
+
+class Connection:
+    """Connection that is restored whenever it is lost, and what it has received.
+
+    Any thread may call the public methods. Only one at a time takes `records` and `messages` and
+    calls `receive`: first the caller of `Leader.join`, then the leader's own thread. No lock is
+    needed, as each attribute has one writer, which appends to it or replaces it as a whole. The
+    connection's thread alone uses `Session`s that last.
     """
 
     def __init__(
         self, join: Join, name: str, slot_seconds: float = 0.0, *, streams: int = 1
     ) -> None:
         """`name`: the incarnation. `slot_seconds`: see `islands`; `streams`: see `diloco.link`."""
-        super().__init__(EXPIRY, slot_seconds)
         self._join, self._name, self.site = join, name, join.user
+        self.members = Members(EXPIRY, slot_seconds)  # heartbeats of the other islands
+        self.records = deque[LogRecord]()  # records not read yet
+        self.messages = deque[SnapshotWanted | Snapshot]()  # messages to this island not read yet
+        self.leaving = False  # this island was asked to leave the run
+        self.received, self.newest = 0, ""
+        """Sequence number and `digest` of the last record received."""
+        self.first, self.last = 1, -1
+        """Sequence numbers of the first and the last record in the log when the connection was
+        made. `last` is 0 if the log is empty, and -1 without a connection."""
+        self.problem = ""  # why there is no connection
+        self.failure: UserError | None = None  # why there will be none again
+        self.round_trip: float | None = None  # seconds to the server and back, as measured last
+        self.streams, self._count = Streams(join, f"{name} chunks"), streams
         self._log_subject, self._beat_subject = (subject_of(join.run, one) for one in SUBJECTS)
-        self._own_subject = ask_subject(join.run, name)
         self._known, self._connected = False, Future[None]()
         self._outgoing = deque[tuple[str, bytes]]()
         self._is_there = self._follows = self._closed = False
+        self._away_since, self._news = math.inf, threading.Event()
         self._alarm, self._alarmed = socket.socketpair()
         """A byte in the first one ends a wait of the thread for the other."""
         for one in (self._alarm, self._alarmed):
             one.setblocking(False)
         self._thread = threading.Thread(target=self._keep_connected, name=name, daemon=True)
-        self.streams, self._count = Streams(join, f"{name} chunks", 0), streams
-        """They begin with the first connection."""
 
     def connect(self, *, known: bool = False) -> None:
         """Connect.
@@ -150,6 +170,35 @@ class Connection(Inbox):
         """Return the state that was stored last, or None if there is none."""
         return self._ask_server(Session.newest_state)
 
+    # --- what was received ------------------------------------------------------------------------
+
+    def receive(self, seconds: float = TICK) -> None:
+        """Wait until something arrives, at most for this time. Raises `failure`."""
+        self.members.tick(time.monotonic())
+        self._news.wait(seconds)
+        self._news.clear()  # before the caller reads, so that nothing is missed
+        if self.failure is not None:
+            raise self.failure
+        self.members.tick(time.monotonic())
+
+    def wake(self) -> None:
+        """End a wait in `receive`. Any thread may call this."""
+        self._news.set()
+
+    def receive_log(self, patience: float = math.inf) -> None:
+        """Wait for all records that the log had when the connection was made."""
+        end = time.monotonic() + patience
+        while self.last < 0 or self.received < self.last:
+            self.receive()
+            if time.monotonic() > end:
+                raise UserError(f"the server does not send its log {self.problem}".strip())
+
+    def seconds_away(self) -> float:
+        """Return the time since the connection was lost, at most 0 if there is one."""
+        return time.monotonic() - self._away_since
+
+    # --- any thread -------------------------------------------------------------------------------
+
     def _send(self, subject: str, raw: bytes) -> None:
         """Publish if there is a connection."""
         if self._is_there and not self._closed:
@@ -183,10 +232,9 @@ class Connection(Inbox):
             failure: Exception
             try:
                 self._stay_connected(address)
-            except UserError as error:
-                failure = error
             except Exception as error:  # a damaged server may send anything
-                failure = explain(error, address, self._join)
+                is_said = isinstance(error, UserError)
+                failure = error if is_said else explain(error, address, self._join)
             if self._is_there:
                 self._is_there, pause, reason = False, PAUSE, ""
             first = not self._connected.done()
@@ -195,10 +243,17 @@ class Connection(Inbox):
                     self._connected.set_exception(ClosedError("the connection was closed"))
                 return
             if first and (isinstance(failure, RefusedError) or time.monotonic() > give_up):
-                self._connected.set_exception(_first_error(failure, patience))
+                if not isinstance(failure, ValueError):
+                    failure = UserError(
+                        f"islands.join: no connection within {patience:g} s ({failure}): check "
+                        "that the server runs, and that its address and port can be reached from "
+                        "here"
+                    )
+                self._connected.set_exception(failure)
                 return
             if isinstance(failure, FINAL):
-                self.note_failure(failure)
+                self.failure = failure
+                self.wake()
                 self.streams.fail(failure)
                 return
             if str(failure) != reason and (self._known or not first):
@@ -206,21 +261,22 @@ class Connection(Inbox):
                 if first:
                     logger.warning(f"waiting for the server of the islands: {reason}")
                 else:
-                    self.note_loss(reason)
+                    self._note_loss(reason)
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
 
     def _stay_connected(self, address: str) -> None:
         """Connect, and receive until `close`. Raises an error once the connection is lost."""
         with closing(Session(self._join, address, self._name, LOG_PATIENCE)) as session:
-            for subject in (self._log_subject, self._beat_subject, self._own_subject):
+            own = ask_subject(self._join.run, self._name)
+            for subject in (self._log_subject, self._beat_subject, own):
                 session.subscribe(subject)
             first, last = self._ends_of_log(session)
             if self._follows:  # before anything is sent
                 session.compare_log(self.received, self.newest)
             self._outgoing.clear()
             self._is_there = True
-            self.note_connection(first, last)
+            self._note_connection(first, last)
             if self._connected.done():
                 self.streams.renew()
             else:
@@ -242,7 +298,7 @@ class Connection(Inbox):
 
     def _converse(self, session: Session) -> None:
         """Send what is to be sent, and pass on what arrives, until `close`."""
-        log, pings = _LogReader(self, session), deque[float]()
+        log, pings = LogReader(session), deque[float]()
         pinged, heard, pongs = -math.inf, -math.inf, session.pongs
         while True:
             with suppress(BlockingIOError):
@@ -263,8 +319,8 @@ class Connection(Inbox):
                 pinged = now
                 pings.append(now)
             if self._follows:
-                log.look(now)
-            if not session.is_readable(log.seconds_until_look(now), self._alarmed):
+                log.look(self.received, now)
+            if not session.is_readable(min(log.seconds_until_look(now), PING), self._alarmed):
                 if now > heard + LOG_PATIENCE:
                     raise TimeoutError("the server does not answer")
                 continue
@@ -274,71 +330,49 @@ class Connection(Inbox):
             if message is None:
                 continue
             if message.subject.startswith(session.inbox):
-                log.read(message, session.content(message))
+                raw = session.content(message)
+                self._note_record(*log.read(message, raw, self.received, self.last))
             elif message.subject == self._log_subject:
                 session.content(message)
                 log.look_soon()
             else:
                 kind: Any = Hint if message.subject == self._beat_subject else AnyMessage
                 with suppress(msgspec.DecodeError):  # garbage
-                    self.note_message(msgspec.msgpack.decode(session.content(message), type=kind))
+                    self._note(msgspec.msgpack.decode(session.content(message), type=kind))
 
+    def _note_connection(self, first: int, last: int) -> None:
+        if self.problem:
+            logger.info("the server of the islands is there again")
+        self.problem, self._away_since = "", math.inf
+        self.members.connect(time.monotonic())
+        self.first = first
+        self.last = last  # after this, `receive_log` may return
 
-class _LogReader:
-    """Reads the log in order and without gaps, a batch of records after the other."""
+    def _note_loss(self, reason: str) -> None:
+        self._away_since = min(self._away_since, time.monotonic())
+        self.members.disconnect()
+        self.problem = reason
+        logger.warning(f"no connection to the server of the islands: {reason}")
+        self.wake()
 
-    def __init__(self, inbox: Inbox, session: Session) -> None:
-        self._inbox, self._session = inbox, session
-        self._pause, self._look_at, self._known = QUICK, 0.0, -1
-        self._answers_until = 0.0
-        """When an answer is late. 0: none is awaited."""
+    def _note(self, message: Hint | AnyMessage) -> None:
+        if isinstance(message, Hint):
+            self.members.hear(message, time.monotonic())
+        elif isinstance(message, Leave):
+            logger.info("this island was asked to leave the run")
+            self.leaving = True
+        else:
+            self.messages.append(message)
+            self.wake()
 
-    def look_soon(self) -> None:
-        """Look at the log: a record was appended, which the server may not have stored yet."""
-        self._pause = QUICK
-        self._look_at = min(self._look_at, time.monotonic() + QUICK)
-
-    def look(self, now: float) -> None:
-        """Ask for the next records if it is time."""
-        if self._answers_until:
-            if now > self._answers_until:
-                raise TimeoutError("the server does not give its log")
-        elif now >= self._look_at:
-            self._known, self._answers_until = self._inbox.received, now + PATIENCE
-            self._session.ask_records(self._known)
-
-    def seconds_until_look(self, now: float) -> float:
-        wait = PING if self._answers_until else self._look_at - now
-        return max(0.0, min(wait, PING))
-
-    def read(self, message: Message, content: bytes) -> None:
-        """Read an answer."""
-        inbox, headers, now = self._inbox, message.headers, time.monotonic()
-        if sequence := sequence_of(message):
-            self._answers_until = now + PATIENCE
-            if sequence == inbox.received + 1:
-                inbox.note_record(sequence, content, headers.get("Nats-Time-Stamp", ""))
-            return
-        seen = int(headers.get("Nats-Last-Sequence", 0))
-        if seen > inbox.received or inbox.received == self._known < inbox.last:
-            sequence = inbox.received + 1
-            inbox.note_record(sequence, self._session.find_record(sequence))
-        if inbox.received > self._known:
-            self._pause = QUICK
-        more = inbox.received > self._known and headers.get("Nats-Num-Pending") != "0"
-        self._answers_until, self._look_at = 0.0, now + (0.0 if more else self._pause)
-        self._pause = min(2 * self._pause, POLL)
+    def _note_record(self, sequence: int, raw: bytes, stored: str) -> None:
+        """`sequence`: 0 if there is none."""
+        if sequence:
+            self.records.append(LogRecord(sequence, raw, time.monotonic(), stored))
+            self.received, self.newest = sequence, digest(raw)
+            self.wake()
 
 
 def ask_subject(run: str, incarnation: str) -> str:
     # A name may contain special characters of subjects.
     return subject_of(run, f"ask.{digest(incarnation.encode())[:32]}")
-
-
-def _first_error(failure: Exception, patience: float) -> Exception:
-    if isinstance(failure, ValueError):
-        return failure
-    return UserError(
-        f"islands.join: no connection within {patience:g} s ({failure}): check "
-        "that the server runs, and that its address and port can be reached from here"
-    )

@@ -14,11 +14,10 @@ from torch import Tensor
 
 from torchtitan_diloco.diloco.background import BackgroundThread
 from torchtitan_diloco.diloco.meeting import find_differences
-from torchtitan_diloco.islands.bulk import CorruptError, GivenUpError, GoneError
+from torchtitan_diloco.islands.bulk import ChunkError
 from torchtitan_diloco.islands.changes import CHANGEABLE, settings_of
 from torchtitan_diloco.islands.connection import Connection
 from torchtitan_diloco.islands.copies import Copies
-from torchtitan_diloco.islands.inbox import Snapshot, SnapshotWanted
 from torchtitan_diloco.islands.log import State
 from torchtitan_diloco.islands.machine import RETRY
 from torchtitan_diloco.islands.members import IslandFailedError
@@ -27,6 +26,8 @@ from torchtitan_diloco.islands.records import (
     AnyRecord,
     Close,
     Facts,
+    Snapshot,
+    SnapshotWanted,
     VoidError,
     decode,
     digest,
@@ -224,7 +225,7 @@ class Joiner:
             return "it is older than the stored state of the log"
         try:
             content = as_tensor(self._connection.fetch(answer.chunks, "snapshots"))
-        except (GoneError, CorruptError, GivenUpError) as error:
+        except ChunkError as error:
             return str(error)
         if content.numel() != self._copies.snapshot_bytes(fragment):
             return f"it has {content.numel()} bytes"
@@ -308,7 +309,7 @@ class Giver:
         def store() -> None:
             try:
                 self._connection.store_state(state)
-            except GivenUpError as error:
+            except ChunkError as error:
                 logger.warning(f"joiners have to read more of the log: {error}")
 
         self._thread.submit(store)
@@ -331,7 +332,7 @@ class Giver:
             try:
                 chunks = self._connection.store(as_buffer(content), "snapshots")
                 answer = msgspec.structs.replace(snapshot, chunks=chunks)
-            except GivenUpError as error:
+            except ChunkError as error:
                 logger.warning(
                     f"island {name_of(wanted.sender)} gets no shared copy of fragment "
                     f"{wanted.fragment} from this one: {error}"

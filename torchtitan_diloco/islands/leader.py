@@ -15,15 +15,24 @@ from torch import Tensor
 from torchtitan_diloco.diloco.transport import STILL_RATIO, STILL_SECONDS
 from torchtitan_diloco.diloco.vitals import STUCK, Action, Report
 from torchtitan_diloco.islands.bulk import CHUNK_BYTES, UNDER_WAY, ClosedError
-from torchtitan_diloco.islands.connection import Connection
+from torchtitan_diloco.islands.connection import Connection, LogRecord
 from torchtitan_diloco.islands.copies import Copies
-from torchtitan_diloco.islands.inbox import LogRecord, Snapshot, SnapshotWanted
 from torchtitan_diloco.islands.joining import STATE_EVERY, Giver, Joiner, StaleError
 from torchtitan_diloco.islands.log import State
 from torchtitan_diloco.islands.machine import Boundary, Machine
 from torchtitan_diloco.islands.members import Gauges, IslandFailedError, Lags
 from torchtitan_diloco.islands.parts import PartGoneError, Parts, as_buffer
-from torchtitan_diloco.islands.records import Close, Facts, Part, VoidError, decode, encode, name_of
+from torchtitan_diloco.islands.records import (
+    Close,
+    Facts,
+    Part,
+    Snapshot,
+    SnapshotWanted,
+    VoidError,
+    decode,
+    encode,
+    name_of,
+)
 from torchtitan_diloco.islands.rounds import Timing
 from torchtitan_diloco.log import logger
 

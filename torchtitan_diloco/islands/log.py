@@ -42,8 +42,7 @@ VERSIONS_KNOWN = 2 * VERSIONS_LATE
 """Latest versions of a fragment whose checksums are known, to compare them with other islands."""
 MOST_SAMPLES = 2**32
 """Samples of a part. After a false record with more, the next sample might have no valid number."""
-LATEST_NORMS = 32
-"""Norms of merged parts with which later parts of the fragment are compared."""
+LATEST_NORMS = 32  # norms of merged parts with which later parts of the fragment are compared
 
 
 class State(msgspec.Struct):
@@ -54,8 +53,7 @@ class State(msgspec.Struct):
     """
 
     sequence: int = 0
-    newest: str = ""
-    """Hash of the last record."""
+    newest: str = ""  # hash of the last record
     verifies: bool = True
     """Whether checksums are compared. False: for a reader without parameters."""
     facts: Facts | None = None

@@ -57,8 +57,7 @@ class Stay:
     """One start of an island, as its records show it. Times are in seconds since 1970."""
 
     name: str
-    spans: list[list[float]]
-    """Beginnings and ends of the times in which it gave signs of life."""
+    spans: list[list[float]]  # beginnings and ends of the times in which it gave signs of life
     ended: str = ""  # how, empty while it takes part
     parts: int = 0  # in entries
     late: list[float] = field(default_factory=list)
@@ -194,14 +193,11 @@ class _Moment:
             return "makes no step", _ago(self.now, member.moved)
         return "trains", None
 
-    def fragment(self, number: int) -> dict[str, Any]:
+    def fragment(self, number: int, islands: list[dict[str, Any]]) -> dict[str, Any]:
         fragment, opened = self.state.fragments[number], self.history.opened.get(number)
         merged, is_open = self.history.merged.get(number), fragment.open is not None
-        waits = [
-            name_of(owner)
-            for slot, owner in self.state.owners().items()
-            if is_open and fragment.waiting_of(slot) is None and self._is_ready(slot, owner)
-        ]
+        there = [row for row in islands if is_open and row["doing"] in ("trains", "leaves")]
+        waits = [row["island"] for row in there if fragment.waiting_of(row["slot"]) is None]
         return {
             "fragment": number,
             "version": fragment.version,
@@ -211,11 +207,6 @@ class _Moment:
             "waits_for": waits,
             "waiting": len(fragment.waiting),
         }
-
-    def _is_ready(self, slot: int, owner: str) -> bool:
-        member, done = self.members.heard.get(owner), self.state.slots[slot].done
-        seconds = member.hint.step_seconds if member else 0.0
-        return not done and self.members.is_ready(owner, self.now, seconds)
 
     def whole(self, islands: list[dict[str, Any]], slots: list[dict[str, Any]]) -> dict[str, Any]:
         """Return the numbers of the run."""
@@ -261,7 +252,7 @@ def overview(
     return {
         **moment.whole(islands, slots),
         "islands": islands,
-        "fragments": [moment.fragment(number) for number in range(len(state.fragments))],
+        "fragments": [moment.fragment(number, islands) for number in range(len(state.fragments))],
         "slots": slots,
         "news": [{"time": when, "text": text} for when, text in history.news],
     }

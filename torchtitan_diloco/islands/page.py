@@ -5,7 +5,7 @@ import hmac
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -17,6 +17,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from torchtitan_diloco.islands.config import Join, is_loopback
 from torchtitan_diloco.islands.overview import TABLES, History, Stay, headline, table
 from torchtitan_diloco.islands.reader import Reader, open_reader
+from torchtitan_diloco.islands.server import Server
+from torchtitan_diloco.islands.server_folder import LOOPBACK
 from torchtitan_diloco.log import UserError
 
 CACHE_SECONDS = 1.0
@@ -30,8 +32,7 @@ GAUGES: dict[str, tuple[str, ...]] = {
     "fragment": ("version", "merged_seconds_ago", "open", "open_seconds", "waiting"),
 }
 """Keys of an overview that are metrics, by what they belong to."""
-TEMPLATES = Path(__file__).parent
-"""Folder of the templates."""
+TEMPLATES = Path(__file__).parent  # folder of the templates
 
 
 class Lanes(NamedTuple):
@@ -44,13 +45,13 @@ class Lanes(NamedTuple):
 
 
 def lanes_of(stays: Iterable[Stay], end: float = 0.0) -> Lanes:
-    """`end`: of the lanes, by default that of the last stay. Seconds since 1970."""
+    """`end`: of the lanes, at least that of the last stay. Seconds since 1970."""
     by_name = dict[str, list[Stay]]()
     for stay in stays:
         by_name.setdefault(stay.name, []).append(stay)
     spans = [span for own in by_name.values() for stay in own for span in stay.spans]
     begin = min((start for start, _ in spans), default=end)
-    end = end or max((last for _, last in spans), default=0.0)
+    end = max([end, *(last for _, last in spans)])  # clocks of machines differ
     share, rows = 100 / ((end - begin) or 1.0), []
     for name, own in by_name.items():
         bars = [
@@ -137,8 +138,8 @@ class Watcher:
     def _build(self) -> dict[str, tuple[str, bytes]]:
         if self._reader is None:
             return {"/": ("text/plain", self._problem.encode())}
-        found, at = self._reader.overview(), time.time()
-        html = html_page(found, self._reader.history, at)
+        found = self._reader.overview()
+        html = html_page(found, self._reader.history, time.time())
         return {
             "/": ("text/html", html.encode()),
             "/metrics": ("text/plain; version=0.0.4", metrics(found).encode()),
@@ -163,20 +164,13 @@ class PageServer(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(
-        self, address: str, join: Join, users: Callable[[], Mapping[str, str]], tls: tuple[str, str]
-    ) -> None:
-        """
-        Args:
-            address: [HOST:]PORT, by default on this machine only.
-            users: returns the passwords by user.
-            tls: paths of certificate and key, for other hosts than this machine.
-        """
+    def __init__(self, of: Server, address: str) -> None:
+        """`address`: [HOST:]PORT, by default on this machine only."""
         host, _, port = address.rpartition(":")
-        host = host.strip("[]") or "127.0.0.1"
+        host = host.strip("[]") or LOOPBACK
         if not port.isdecimal() or not int(port) < 65536:
             raise UserError(f"--http {address}: give a port, or HOST:PORT")
-        self.users, self.watcher = users, Watcher(join)
+        self._run, self.watcher = of, Watcher(of.admin)
         try:
             super().__init__((host, int(port)), _Handler)
         except OSError as error:
@@ -186,7 +180,7 @@ class PageServer(ThreadingHTTPServer):
         self.url = f"http://{host}:{self.server_port}"
         if not is_loopback(host):  # the password must not be read on the way
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-            context.load_cert_chain(*tls)
+            context.load_cert_chain(of.path / "certificate.pem", of.path / "key.pem")
             options: Any = {"server_side": True, "do_handshake_on_connect": False}
             self.socket = context.wrap_socket(self.socket, **options)
             self.url = self.url.replace("http:", "https:")
@@ -204,7 +198,7 @@ class PageServer(ThreadingHTTPServer):
             user, _, password = base64.b64decode(encoded, validate=True).decode().partition(":")
         except ValueError:
             return False
-        expected = self.users().get(user, "")
+        expected = self._run.settings.sites.get(user, "")
         same = hmac.compare_digest(password.encode(), expected.encode())
         return kind.lower() == "basic" and bool(expected) and same
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torchtitan_diloco.diloco.background import BackgroundThread
 from torchtitan_diloco.diloco.codecs import CODECS
-from torchtitan_diloco.islands.bulk import CorruptError, GoneError
+from torchtitan_diloco.islands.bulk import ChunkError
 from torchtitan_diloco.islands.connection import Connection
 from torchtitan_diloco.islands.copies import Copies
 from torchtitan_diloco.islands.log import State
@@ -81,7 +81,7 @@ class Parts:
             started = time.monotonic()
             try:
                 payload = as_tensor(self._connection.fetch(part.chunks, "parts"))
-            except (CorruptError, GoneError) as error:
+            except ChunkError as error:
                 return Checked(str(error)), NOTHING
             self._gauges.download_bytes_per_second = wanted / (time.monotonic() - started)
         norm = self._copies.norm(part.fragment, payload, part.ranks, part.codec)

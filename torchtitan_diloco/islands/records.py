@@ -31,10 +31,8 @@ class AnotherLogError(UserError):
 
 PROTOCOL = 5
 """Version of records, their rules, chunks and heartbeats. Islands with another one cannot join."""
-LARGEST = 2**53
-"""Largest number in a record: all JSON readers keep it exactly."""
-LARGEST_NORM = 1e18
-"""A part with a larger norm counts as one that is not finite."""
+LARGEST = 2**53  # largest number in a record: all JSON readers keep it exactly
+LARGEST_NORM = 1e18  # a part with a larger norm counts as one that is not finite
 Count = Annotated[int, Meta(ge=0, le=LARGEST)]
 Positive = Annotated[int, Meta(ge=1, le=LARGEST)]
 Name = Annotated[str, Meta(pattern=r"^[\x21-\x7e]{1,128}\Z")]
@@ -61,30 +59,24 @@ class Facts(Record, frozen=True):
 
     slots: Annotated[int, Meta(ge=1, le=MOST_SLOTS)]
     """Data streams of the run, each read by one island at a time."""
-    begin: Positive
-    """Islands that start together."""
+    begin: Positive  # islands that start together
     total_tokens: Positive
-    cycle: Positive
-    """Tokens that the islands that start together train on in H steps."""
+    cycle: Positive  # tokens that the islands that start together train on in H steps
     outer_lr: Annotated[float, Meta(gt=0, le=1e6)]
     """Largest outer learning rate of a close."""
-    checksums: tuple[Name, ...]
-    """Checksum of version 0 of each fragment."""
+    checksums: tuple[Name, ...]  # checksum of version 0 of each fragment
     fingerprints: dict[Name, Name]
     """Fingerprints of the settings, layout, data, tokenizer and arithmetic."""
-    quorum: Positive = 1
-    """Parts that a round needs after its grace."""
+    quorum: Positive = 1  # parts that a round needs after its grace
     protocol: Positive = PROTOCOL
     code: Name = "unknown"
     """Hash of the source. Other code is allowed, as bug fixes have to enter a run."""
-    block: Positive = 1
-    """Consecutive samples of a slot in the order of all samples."""
+    block: Positive = 1  # consecutive samples of a slot in the order of all samples
     streams: Count = 0
     """Slots that take turns in this order. Slots added later have orders of their own. 0: all."""
     clocks: tuple[Count, ...] = ()
     """Tokens that each fragment had merged in the log that this one continues. Empty: in none."""
-    positions: tuple[Count, ...] = ()
-    """First sample of each slot that no fragment had taken there."""
+    positions: tuple[Count, ...] = ()  # first sample of each slot that no fragment had taken there
 
     @property
     def codec(self) -> str:
@@ -115,8 +107,7 @@ class SlotRecord(Record, frozen=True):
     """Record of an island about the slot that it owns or takes."""
 
     slot: Count
-    incarnation: Name
-    """Unique name of one start of an island."""
+    incarnation: Name  # unique name of one start of an island
 
 
 class Take(SlotRecord, frozen=True):
@@ -131,8 +122,7 @@ class Give(SlotRecord, frozen=True):
 class Evict(SlotRecord, frozen=True):
     """Vote to take the slot of another island, which is sick, as if it had left."""
 
-    target: Name
-    """Its incarnation."""
+    target: Name  # its incarnation
     reason: Annotated[str, Meta(max_length=100)]
 
 
@@ -143,10 +133,8 @@ class Done(SlotRecord, frozen=True):
 class End(SlotRecord, frozen=True):
     """End the run. The shared copies are final."""
 
-    absent: tuple[Name, ...]
-    """Owners that are not done but gone."""
-    heads: tuple[str, ...]
-    """Hash of the last entry of each fragment."""
+    absent: tuple[Name, ...]  # owners that are not done but gone
+    heads: tuple[str, ...]  # hash of the last entry of each fragment
 
 
 class Open(SlotRecord, frozen=True):
@@ -172,13 +160,10 @@ class Part(SlotRecord, frozen=True):
     fragment: Count
     number: Positive
     """Grows with each part of a fragment that an incarnation sends, to detect repeated ones."""
-    base: Count
-    """Version of the shared copy from which the delta is computed."""
-    checksum: Name
-    """Checksum of that version."""
+    base: Count  # version of the shared copy from which the delta is computed
+    checksum: Name  # checksum of that version
     start: Count
-    end: Positive
-    """Range of the slot's samples that the delta was trained on, `end` excluded."""
+    end: Positive  # range of the slot's samples that the delta was trained on, `end` excluded
     weight: Count
     """Weight in the mean: the tokens of the range, without skipped steps, but at most
     `Facts.most_weight`."""
@@ -186,8 +171,7 @@ class Part(SlotRecord, frozen=True):
     """False: the delta was not usable. The island takes the shared copy, and its work is lost."""
     ranks: Annotated[int, Meta(ge=1, le=MOST_RANKS)] = 1
     """Ranks of the island. The payload is their encoded shards, in order."""
-    codec: Name = "fp32"
-    """Wire format of the payload, which can change while the run goes on."""
+    codec: Name = "fp32"  # wire format of the payload, which can change while the run goes on
     chunks: tuple[Chunk, ...] = ()
 
     @property
@@ -214,24 +198,51 @@ class Close(SlotRecord, frozen=True):
     after: Count
     """Sequence number of the fragment's last valid record, as read by the writer. The close is void
     if there is a later one, so its writer has seen every part before it."""
-    previous: str
-    """Hash of the last entry of the fragment."""
-    checksum: Name
-    """Checksum of the version before."""
+    previous: str  # hash of the last entry of the fragment
+    checksum: Name  # checksum of the version before
     parts: tuple[Positive, ...]
     """Sequence numbers of the parts in the order of their slots, the order of the mean."""
     weights: tuple[Count, ...]
     norms: tuple[Annotated[float, Meta(ge=0, le=LARGEST_NORM)], ...]
     """Norm of each part for H steps, as computed by the writer. Later parts are judged by these."""
-    refused: tuple[Refusal, ...]
-    """Unusable parts, which are given up."""
-    clock: Count
-    """Tokens that the fragment has merged, these included."""
+    refused: tuple[Refusal, ...]  # unusable parts, which are given up
+    clock: Count  # tokens that the fragment has merged, these included
     lr: Annotated[float, Meta(ge=0)]
     """Outer learning rate."""
 
 
 AnyRecord: TypeAlias = Facts | Change | Take | Give | Evict | Done | End | Open | Part | Close
+
+
+# --- messages between islands ---------------------------------------------------------------------
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Message from one island to another."""
+
+    sender: str
+
+
+class Leave(Message, frozen=True):
+    """Leave the run."""
+
+
+class SnapshotWanted(Message, frozen=True):
+    fragment: Count
+
+
+class Snapshot(Message, frozen=True):
+    fragment: Count
+    version: Count
+    head: str  # hash of the entry that made the version
+    chunks: tuple[Chunk, ...] = ()
+    problem: str = ""  # why there are no chunks
+
+
+AnyMessage: TypeAlias = Leave | SnapshotWanted | Snapshot
+
+
+# --- encoding -------------------------------------------------------------------------------------
 
 
 def attempt_of(record: Record) -> tuple[object, ...]:

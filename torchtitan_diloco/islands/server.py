@@ -1,38 +1,35 @@
-"""Server of a run: nats-server with a certificate, logins and streams in a folder."""
+"""Server of a run, which is nats-server with a certificate, logins and streams in a folder, and
+islands on this machine to try it."""
 
 import json
+import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
+import msgspec
+
 from torchtitan_diloco.hardware import end_with_parent
 from torchtitan_diloco.islands.config import Join
-from torchtitan_diloco.islands.page import PageServer
 from torchtitan_diloco.islands.server_folder import (
     ADMIN,
-    ANY_IPV4,
-    ANY_IPV6,
     ISLAND,
-    Settings,
+    LOOPBACK,
+    Folder,
     files_of,
     find_server,
     in_brackets,
-    join_file,
-    join_of,
-    joins_of,
     lock,
-    open_settings,
-    read_settings,
-    save,
-    write_joins,
+    make_folder,
     write_secret,
 )
 from torchtitan_diloco.islands.session import (
@@ -42,7 +39,7 @@ from torchtitan_diloco.islands.session import (
     stream_of,
     subject_of,
 )
-from torchtitan_diloco.log import UserError, logger
+from torchtitan_diloco.log import LOCAL_ISLANDS, STOP_SIGNALS, UserError, command_line, logger
 
 ISLAND_MAY = {
     "publish": [
@@ -55,25 +52,22 @@ SNAPSHOT_SECONDS = 6 * 3600
 """Age at which snapshots are deleted. They are made on request."""
 LOG_BYTES, STATES_BYTES = 2**28, 2**26
 """Size of the log, and messages with states of the run, above which the oldest are deleted."""
-OTHER_STREAM = 10058
-"""Error code of the server: the stream is there with other settings."""
+OTHER_STREAM = 10058  # error code of the server: the stream is there with other settings
 LOOK_SECONDS, LONGEST_PAUSE = 1.0, 30.0
 """Seconds between looks at nats-server and the sites, and the longest pause before it is started
 again."""
+LOCAL_GB = 1
 
 
-class Server:
+class Server(Folder):
     """A folder, and the nats-server that runs in it."""
 
-    def __init__(self, folder: Path, settings: Settings, say: Callable[[str], object]) -> None:
+    def __init__(self, path: Path, say: Callable[[str], object]) -> None:
         """`say`: receives the warnings and errors of nats-server."""
-        self.folder, self.settings, self._say = folder, settings, say
+        super().__init__(path)
+        self._say = say
         self.process: subprocess.Popen[str] | None = None
         self._lock: IO[str] | None = None
-        host = {ANY_IPV4: "127.0.0.1", ANY_IPV6: "::1"}.get(settings.host, settings.host)
-        self.admin = join_of(folder, settings, ADMIN, settings.admin_password, in_brackets(host))
-        self.joins = joins_of(folder, settings)
-        self.join_file = join_file(folder, ISLAND)
 
     @property
     def join(self) -> Join:
@@ -82,33 +76,26 @@ class Server:
 
     def start(self) -> None:
         """Start nats-server, and make the streams, or update them to the settings."""
-        with files_of(self.folder):
-            self._check_disk()
-            kept = read_settings(self.folder).keep_gb
-            self.launch()
-        if self.settings.keep_gb < kept:
-            self._say(
-                f"--keep-gb {self.settings.keep_gb:g} is less than before ({kept:g}): the oldest "
-                "parts and snapshots are deleted"
-            )
+        self._check_disk()
+        self.launch()
         try:
-            with files_of(self.folder):
-                save(self.folder, self.settings)
-                write_joins(self.folder, self.joins)
-            self._make_streams()
+            if self.settings.made:
+                self._check_log()
+            make_streams(self.admin, self.settings.keep_gb)
+            self.settings.made = True
+            self.save()
         except BaseException:
             self.stop()
             raise
 
     def launch(self) -> None:
         """Start nats-server on what is in the folder."""
-        program, path = find_server(), self.folder / "nats-server.json"
         self.stop()  # of this object: it holds the lock also if nats-server has died
-        self._lock = lock(self.folder)
+        with files_of(self.path):
+            self._lock = lock(self.path)
         try:
-            write_secret(path, json.dumps(self._configuration(), indent=1))
             self.process = subprocess.Popen(
-                [program, "--config", str(path)],
+                [find_server(), "--config", str(self._write_configuration())],
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 text=True,
@@ -143,19 +130,13 @@ class Server:
             with suppress(ValueError, OSError):  # run.json is being restored
                 self._take_up_sites()
 
-    def open_page(self, address: str) -> PageServer:
-        """Serve the page of the run, until this process ends. `address`: [HOST:]PORT."""
-        files = str(self.folder / "certificate.pem"), str(self.folder / "key.pem")
-        return PageServer(address, self.admin, lambda: self.settings.sites, files)
-
     def _take_up_sites(self) -> None:
         """Reload the logins if `islands site` has changed them."""
         assert self.process is not None
-        sites = read_settings(self.folder).sites
+        sites = self.read().sites
         if sites != self.settings.sites:
             self.settings.sites = sites
-            path = self.folder / "nats-server.json"
-            write_secret(path, json.dumps(self._configuration(), indent=1))
+            self._write_configuration()
             self.process.send_signal(signal.SIGHUP)
             self._say(f"sites with a login: {', '.join(sites) or 'none'}")
 
@@ -190,56 +171,57 @@ class Server:
                 elif not full:  # nats-server logs this for each stream and record, in three forms
                     full = True
                     self._say(
-                        f"{self.folder}: the disk is full, and nothing more is stored: free some "
+                        f"{self.path}: the disk is full, and nothing more is stored: free some "
                         "space, then stop this server and start it again"
                     )
 
-    def _configuration(self) -> dict[str, Any]:
-        settings = self.settings
+    def _write_configuration(self) -> Path:
+        """Write the configuration of nats-server, which has passwords, and return its path."""
+        settings, path = self.settings, self.path / "nats-server.json"
         users = [
             {"user": site, "password": password, "permissions": ISLAND_MAY}
             for site, password in settings.sites.items()
         ]
         users.append({"user": ADMIN, "password": settings.admin_password})
-        return {
+        configuration = {
             "listen": f"{in_brackets(settings.host)}:{settings.port}",
             "write_deadline": "60s",  # do not drop an island on a slow link
             "jetstream": {
-                "store_dir": str(self.folder / "store"),
+                "store_dir": str(self.path / "store"),
                 "max_memory_store": 2**26,
                 "max_file_store": int(3e9 * settings.keep_gb) + 2**33,
                 "sync_interval": "always",
             },
             "tls": {
-                "cert_file": str(self.folder / "certificate.pem"),
-                "key_file": str(self.folder / "key.pem"),
+                "cert_file": str(self.path / "certificate.pem"),
+                "key_file": str(self.path / "key.pem"),
                 "handshake_first": True,
             },
             "authorization": {"users": users},
         }
+        with files_of(self.path):
+            write_secret(path, json.dumps(configuration, indent=1))
+        return path
 
     def _check_disk(self) -> None:
-        free = shutil.disk_usage(self.folder).free / 1e9
+        free = shutil.disk_usage(self.path).free / 1e9
         needed = 0.1 if self.settings.made else 2 * self.settings.keep_gb + 0.1
         if free < needed:
             raise UserError(
-                f"{self.folder}: the disk has {free:.1f} GB left, and the server needs "
+                f"{self.path}: the disk has {free:.1f} GB left, and the server needs "
                 f"{needed:.1f}: free some, or give a lower --keep-gb for a new folder"
             )
 
-    def _make_streams(self) -> None:
-        if self.settings.made:
-            with open_session(self.admin, "serve") as session:
-                try:
-                    session.state_of("log")
-                except RequestError as error:
-                    raise UserError(
-                        f"{self.folder}: the log of the run {self.settings.run} is gone; begin a "
-                        "new run in a new folder"
-                    ) from error
-        make_streams(self.admin, self.settings.keep_gb)
-        self.settings.made = True
-        save(self.folder, self.settings)
+    def _check_log(self) -> None:
+        """Raise a UserError if the log that was made is gone: a new one would be another run."""
+        with open_session(self.admin, "serve") as session:
+            try:
+                session.state_of("log")
+            except RequestError as error:
+                raise UserError(
+                    f"{self.path}: the log of the run {self.settings.run} is gone; begin a new "
+                    "run in a new folder"
+                ) from error
 
 
 def make_streams(admin: Join, keep_gb: float, replicas: int = 1) -> None:
@@ -270,18 +252,86 @@ def make_streams(admin: Join, keep_gb: float, replicas: int = 1) -> None:
 
 
 def open_folder(
-    folder: Path, *, say: Callable[[str], object] = logger.debug, **chosen: str | float | None
+    path: Path, *, say: Callable[[str], object] = logger.debug, **chosen: str | float | None
 ) -> Server:
     """Return the server of a folder, which is made if it is new.
 
-    `chosen`: see `open_settings`. In an existing folder, None keeps a setting.
+    `chosen`: `run`, `keep_gb`, `host`, `port`, `address`. None: that of the folder, or the default.
     """
-    folder = folder.absolute()
-    changes = {key: value for key, value in chosen.items() if value is not None}
-    with files_of(folder):
-        return Server(folder, open_settings(folder, changes), say)
+    changes: dict[str, Any] = {key: value for key, value in chosen.items() if value is not None}
+    make_folder(path, changes)
+    server = Server(path, say)
+    if changes.get("run", run := server.settings.run) != run:
+        raise UserError(f"--run {changes['run']}: {path} was made with {run}; give a new folder")
+    server.settings = msgspec.structs.replace(server.settings, **changes)
+    return server
 
 
 def _message(line: str) -> str:
     """Strip process number and time from a line of nats-server's log."""
     return re.sub(r"^\[\d+\] \S+ \S+ ", "", line).strip()
+
+
+# --- on this machine ------------------------------------------------------------------------------
+
+
+def free_port() -> int:
+    with socket.create_server((LOOPBACK, 0)) as found:
+        return int(found.getsockname()[1])
+
+
+@contextmanager
+def local_server(folder: Path) -> Iterator[Server]:
+    """Run a server for islands on this machine."""
+    server = open_folder(
+        folder, host=LOOPBACK, port=free_port(), address=LOOPBACK, keep_gb=LOCAL_GB
+    )
+    server.start()
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+def run_islands(command: Sequence[str], count: int, folder: Path) -> int:
+    """Run a training command as several islands, each in its own folder, until all have ended.
+
+    The first island writes to the output of this process, the others to `output.txt` in their
+    folders. All receive the signals of this process. Return the first exit code that is not 0.
+    """
+    with ExitStack() as stack:
+        server = stack.enter_context(local_server(folder / "server"))
+        join_file = str(server.join_file())
+        print(f"all islands: {command_line('islands')} watch --join {join_file}", flush=True)
+        islands = list[subprocess.Popen[bytes]]()
+        for own in [folder / f"island-{number}" for number in range(1, count + 1)]:
+            own.mkdir(parents=True, exist_ok=True)
+            output = stack.enter_context((own / "output.txt").open("ab")) if islands else None
+            flags = ["--islands.join", join_file, "--islands.name", own.name]
+            islands.append(
+                subprocess.Popen(
+                    [*command, *flags, "--run.folder", str(own)],
+                    stdout=output,
+                    stderr=output and subprocess.STDOUT,
+                    env=os.environ | {LOCAL_ISLANDS: str(folder)},
+                    preexec_fn=end_with_parent,
+                    process_group=0,  # they receive signals of the terminal only from here
+                )
+            )
+
+        def pass_on(number: int, _frame: object) -> None:
+            for island in islands:
+                island.send_signal(number)  # does nothing if it has ended
+
+        for number in STOP_SIGNALS:
+            before = signal.getsignal(number)
+            if before is not signal.SIG_IGN:  # as under nohup
+                signal.signal(number, pass_on)
+                stack.callback(signal.signal, number, before)
+        codes = [island.wait() for island in islands]
+        print(
+            f"islands and server are in {folder}; the same command with --run.folder {folder} "
+            "continues a run that was stopped",
+            flush=True,
+        )
+        return next((128 - code if code < 0 else code for code in codes if code), 0)

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Annotated, Any, Literal, TypeAlias
+from typing import IO, Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -24,59 +24,98 @@ ANY_IPV4, ANY_IPV6, LOOPBACK = "0.0.0.0", "::", "127.0.0.1"
 ISLAND, ADMIN = "island", "admin"
 """The login that a new folder has for sites, and that of the server itself."""
 
-SiteChange: TypeAlias = Literal["add", "renew", "revoke"]
-
 
 class Settings(msgspec.Struct, forbid_unknown_fields=True):
     """Settings of a folder, in its `run.json`. They contain passwords."""
 
     run: str
-    sites: dict[str, str]
-    """Password of each site."""
+    sites: dict[str, str]  # password of each site
     admin_password: str
     address: str
     host: str = ANY_IPV4
     port: Annotated[int, Meta(ge=1, le=65535)] = 4222
     keep_gb: Annotated[float, Meta(gt=0, le=1e6)] = 20.0
-    made: bool = False
-    """Whether the streams have been made."""
+    made: bool = False  # whether the streams have been made
 
 
-def open_settings(folder: Path, chosen: Mapping[str, Any]) -> Settings:
-    """Return the settings of a folder, which is made if it is new.
+class Folder:
+    """The folder of a run."""
 
-    `chosen`: `run`, `keep_gb`, `host`, `port`, `address`. In an existing folder, `run` cannot
-    change.
-    """
-    _check_options(chosen)
-    if folder.is_file():
-        raise UserError(f"--folder {folder}: it is a file; give a new folder")
-    if not (folder / "run.json").exists():
-        if folder.exists() and any(folder.iterdir()):
-            raise UserError(f"--folder {folder}: it has files, but no run; give a new folder")
-        _make_folder(folder, chosen)
-    settings = read_settings(folder)
-    if chosen.get("run", settings.run) != settings.run:
-        raise UserError(
-            f"--run {chosen['run']}: {folder} was made with {settings.run}; give a new folder"
-        )
-    return msgspec.structs.replace(settings, **chosen)
+    def __init__(self, path: Path) -> None:
+        self.path = path.absolute()
+        self.settings = self.read()
+        with files_of(self.path):
+            text = (self.path / "certificate.pem").read_text()
+        self._certificate = ssl.PEM_cert_to_DER_cert(text)
+
+    def read(self) -> Settings:
+        """Return the settings that are in the folder now."""
+        path = self.path / "run.json"
+        try:
+            with files_of(self.path):
+                if not path.exists():
+                    reason = "it has no run; give the folder of `serve`"
+                    raise UserError(f"--folder {self.path}: {reason}")
+                return msgspec.json.decode(path.read_bytes(), type=Settings)
+        except msgspec.DecodeError as error:
+            raise UserError(
+                f"{path} is damaged ({error}); restore this file, and no other of the folder, or "
+                "begin a new run in a new one"
+            ) from error
+
+    def save(self) -> None:
+        """Write the settings, and the join string of each site to a file."""
+        with files_of(self.path):
+            _write_settings(self.path, self.settings)
+            for site, join in self.joins.items():
+                write_secret(self.join_file(site), f"{join}\n")
+
+    @property
+    def joins(self) -> dict[str, Join]:
+        """The join string of each site."""
+        address, sites = self.settings.address, self.settings.sites
+        return {site: self._join(site, password, address) for site, password in sites.items()}
+
+    @property
+    def admin(self) -> Join:
+        """The join string of the server itself."""
+        host = {ANY_IPV4: LOOPBACK, ANY_IPV6: "::1"}.get(self.settings.host, self.settings.host)
+        return self._join(ADMIN, self.settings.admin_password, in_brackets(host))
+
+    def _join(self, user: str, password: str, host: str) -> Join:
+        address = f"{host}:{self.settings.port}"
+        run, certificate = self.settings.run, self._certificate
+        return Join((address,), run, user, password, certificate=certificate)
+
+    def join_file(self, site: str = ISLAND) -> Path:
+        return self.path / ("join.txt" if site == ISLAND else f"join-{site}.txt")
+
+    def change_site(self, site: str, change: Literal["add", "renew", "revoke"]) -> Join | None:
+        """Add a login for a site, or change its password, or remove it. Return its new join
+        string."""
+        sites = self.settings.sites
+        if site == ADMIN or not re.fullmatch(NAME, site):
+            raise UserError(
+                f"site {site!r}: give a name other than {ADMIN}, of at most 60 of the characters "
+                'A-Z, a-z, 0-9, ".", "-" and "_"'
+            )
+        if change == "add" and site in sites:
+            raise UserError(
+                f"site {site} has a login: {self.join_file(site)} holds its join string, --renew "
+                "gives it another password, and --revoke removes it"
+            )
+        if change != "add" and site not in sites:
+            raise UserError(f"there is no site {site}; there are: {', '.join(sites) or 'none'}")
+        if change == "revoke":
+            del sites[site]
+            self.join_file(site).unlink(missing_ok=True)
+        else:
+            sites[site] = secrets.token_urlsafe(24)
+        self.save()
+        return self.joins.get(site)
 
 
-def read_settings(folder: Path) -> Settings:
-    path = folder / "run.json"
-    if not path.exists():
-        raise UserError(f"--folder {folder}: it has no run; give the folder of `serve`")
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=Settings)
-    except msgspec.DecodeError as error:
-        raise UserError(
-            f"{path} is damaged ({error}); restore this file, and no other of the folder, or begin "
-            "a new run in a new one"
-        ) from error
-
-
-def save(folder: Path, settings: Settings) -> None:
+def _write_settings(folder: Path, settings: Settings) -> None:
     write_secret(folder / "run.json", msgspec.json.encode(settings).decode())
 
 
@@ -122,65 +161,11 @@ def find_server() -> str:
     return found
 
 
-# --- sites ----------------------------------------------------------------------------------------
-
-
-def join_file(folder: Path, site: str) -> Path:
-    return folder / ("join.txt" if site == ISLAND else f"join-{site}.txt")
-
-
-def join_of(folder: Path, settings: Settings, user: str, password: str, host: str) -> Join:
-    certificate = ssl.PEM_cert_to_DER_cert((folder / "certificate.pem").read_text())
-    address = f"{host}:{settings.port}"
-    return Join((address,), settings.run, user, password, certificate=certificate)
-
-
-def joins_of(folder: Path, settings: Settings) -> dict[str, Join]:
-    """Return the join string of each site."""
-    return {
-        site: join_of(folder, settings, site, password, settings.address)
-        for site, password in settings.sites.items()
-    }
-
-
-def write_joins(folder: Path, joins: Mapping[str, Join]) -> None:
-    """Write each join string to a file."""
-    for site, join in joins.items():
-        write_secret(join_file(folder, site), f"{join}\n")
-
-
-def change_site(folder: Path, site: str, change: SiteChange = "add") -> Join | None:
-    """Add a login for a site, or change its password, or remove it. Return its new join string."""
-    settings = read_settings(folder)
-    if site == ADMIN or not re.fullmatch(NAME, site):
-        raise UserError(
-            f"site {site!r}: give a name other than {ADMIN}, of at most 60 of the characters A-Z, "
-            'a-z, 0-9, ".", "-" and "_"'
-        )
-    if change == "add" and site in settings.sites:
-        raise UserError(
-            f"site {site} has a login: {join_file(folder, site)} holds its join string, --renew "
-            "gives it another password, and --revoke removes it"
-        )
-    if change != "add" and site not in settings.sites:
-        raise UserError(
-            f"there is no site {site}; there are: {', '.join(settings.sites) or 'none'}"
-        )
-    if change == "revoke":
-        del settings.sites[site]
-        join_file(folder, site).unlink(missing_ok=True)
-    else:
-        settings.sites[site] = secrets.token_urlsafe(24)
-    save(folder, settings)
-    joins = joins_of(folder, settings)
-    write_joins(folder, joins)
-    return joins.get(site)
-
-
 # --- a new folder ---------------------------------------------------------------------------------
 
 
-def _check_options(chosen: Mapping[str, Any]) -> None:
+def make_folder(folder: Path, chosen: Mapping[str, Any]) -> None:
+    """Check the settings that were chosen, and make the folder if it is new."""
     kinds = setting_types(Settings)
     for key, value in chosen.items():
         try:
@@ -197,13 +182,19 @@ def _check_options(chosen: Mapping[str, Any]) -> None:
             f"--host {host!r}: give an address of this machine, such as {ANY_IPV4} or {ANY_IPV6} "
             "for all of them"
         )
+    with files_of(folder):
+        if folder.is_file():
+            raise UserError(f"--folder {folder}: it is a file; give a new folder")
+        if not (folder / "run.json").exists():
+            if folder.exists() and any(folder.iterdir()):
+                raise UserError(f"--folder {folder}: it has files, but no run; give a new folder")
+            _fill_folder(folder, {"run": f"run-{secrets.token_hex(4)}", **chosen})
 
 
-def _make_folder(folder: Path, chosen: Mapping[str, Any]) -> None:
-    made = {"run": f"run-{secrets.token_hex(4)}", **chosen}
-    made.setdefault("address", _own_address(chosen.get("host", ANY_IPV4)))
+def _fill_folder(folder: Path, chosen: dict[str, Any]) -> None:
+    chosen.setdefault("address", _own_address(chosen.get("host", ANY_IPV4)))
     password, admin_password = secrets.token_urlsafe(24), secrets.token_urlsafe(24)
-    settings = Settings(sites={ISLAND: password}, admin_password=admin_password, **made)
+    settings = Settings(sites={ISLAND: password}, admin_password=admin_password, **chosen)
     if not re.fullmatch(RUN_PATTERN, settings.run):
         raise UserError(f"--run {settings.run!r}: use at most 64 letters, digits, - and _")
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -217,7 +208,7 @@ def _make_folder(folder: Path, chosen: Mapping[str, Any]) -> None:
     except subprocess.CalledProcessError as error:
         raise UserError(f"openssl cannot make a certificate: {error.stderr[-300:]}") from error
     (folder / "key.pem").chmod(0o600)
-    save(folder, settings)
+    _write_settings(folder, settings)
 
 
 def _own_address(host: str) -> str:

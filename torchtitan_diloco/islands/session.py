@@ -2,8 +2,8 @@
 
 import base64
 import json
+import math
 import time
-from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
 
@@ -14,15 +14,21 @@ from torchtitan_diloco.islands.records import AnotherLogError, Chunk, digest
 from torchtitan_diloco.islands.wire import Message, Wire
 from torchtitan_diloco.log import UserError
 
-PATIENCE = 10.0
-"""Seconds without a byte of an answer."""
+PATIENCE = 10.0  # seconds without a byte of an answer
 STATE_INDEX = "state"
 """Subject of the message that lists the chunks of a stored state, in the stream of states."""
-NO_MESSAGE, NO_STREAM = 10037, 10059
-"""Error codes of the server: no message, and no stream found."""
+NO_MESSAGE, NO_STREAM = 10037, 10059  # error codes of the server: no message, and no stream found
 LAG_SECONDS, LOOK = 10.0, 0.1
 """Time in which the new leader of a cluster has applied all records, also on a busy machine, and
 between two looks."""
+QUICK, POLL = 0.001, 0.5
+"""Seconds until the log is read again: after an append, which is announced before it is stored, and
+at most. The pause doubles while there is no new record."""
+NO_RECORD = 0, b"", ""
+REMEDY = (
+    "the run cannot be continued from this log; start `serve` on a newer copy of its folder, or in "
+    "an empty folder, where islands begin with the model in their checkpoints"
+)
 BATCH = {"batch": 10_000, "max_bytes": 2**18, "next_by_subj": ">"}
 """Records to get at a time, from the next one that there is."""
 
@@ -45,9 +51,7 @@ class GapError(UserError):
     def __init__(self, sequence: int) -> None:
         super().__init__(
             f"record {sequence} of the log is missing, and later ones are there: the disk of the "
-            "server has lost it, and the run cannot be continued from this log; start `serve` on a "
-            "newer copy of its folder, or in an empty folder, where islands begin with the model "
-            "in their checkpoints"
+            f"server has lost it, and {REMEDY}"
         )
 
 
@@ -57,6 +61,16 @@ class RequestError(ConnectionError):
     def __init__(self, reason: str, code: int = 0) -> None:
         super().__init__(reason)
         self.code = code
+
+
+def read_answer(status: int, raw: bytes) -> dict[str, Any]:
+    """Return JetStream's answer to a request. Raises a RequestError."""
+    if status:  # 404: no such message; 503: nobody answers
+        raise RequestError(f"no stream answers, status {status}", NO_MESSAGE * (status == 404))
+    answer: dict[str, Any] = json.loads(raw)
+    if error := answer.get("error"):
+        raise RequestError(error.get("description", ""), error.get("err_code", 0))
+    return answer
 
 
 def subject_of(run: str, kind: str) -> str:
@@ -87,13 +101,7 @@ class Session(Wire):
             self.content(message)
             if time.monotonic() > end:
                 raise TimeoutError(f"the server does not answer {request}")
-        raw = self.content(message)
-        if message.status:
-            raise RequestError(f"the server has no streams, status {message.status}")
-        answer: dict[str, Any] = json.loads(raw)
-        if error := answer.get("error"):
-            raise RequestError(error.get("description", ""), error.get("err_code", 0))
-        return answer
+        return read_answer(message.status, self.content(message))
 
     def state_of(self, kind: str) -> dict[str, Any]:
         """Return the state of a stream of the run, such as its `first_seq` and `last_seq`."""
@@ -146,30 +154,58 @@ class Session(Wire):
             if newest and digest(found) != newest:
                 raise AnotherLogError(f"its record {after} is another one")
 
-    def ask_records(self, after: int) -> None:
-        """Ask for some records, which `record_in` reads from the answers. Any replica answers,
-        also one that still lacks the newest records."""
-        wanted = json.dumps(BATCH | {"seq": after + 1}).encode()
-        self.publish(f"$JS.API.DIRECT.GET.{stream_of(self.run, 'log')}", wanted, 0)
 
-    def read_log(self, after: int, last: int) -> Iterator[tuple[int, bytes]]:
-        """Yield the records that are there after one, up to another, with their numbers."""
-        while after < last:
-            before = after
-            self.ask_records(after)
-            while sequence := sequence_of(message := self.next_answer()):
-                after = sequence
-                yield sequence, self.content(message)
-            self.content(message)
-            if after == before:
-                return
+class LogReader:
+    """Reads the log in order and without gaps, a batch of records after the other."""
 
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._pause, self._look_at, self._asked = QUICK, 0.0, -1
+        self._answers_until = 0.0
+        """When an answer is late. 0: none is awaited."""
 
-def sequence_of(message: Message) -> int:
-    """Return the number of the record in an answer, 0 in the last one."""
-    if message.status not in (0, 204, 404):
-        raise RequestError(f"the server does not give its log: status {message.status}")
-    return 0 if message.status else int(message.headers.get("Nats-Sequence", 0))
+    def look_soon(self) -> None:
+        """Look at the log: a record was appended, which the server may not have stored yet."""
+        self._pause = QUICK
+        self._look_at = min(self._look_at, time.monotonic() + QUICK)
+
+    def look(self, after: int, now: float) -> None:
+        """Ask for the records after this one if it is time. Any replica answers, also one that
+        still lacks the newest."""
+        if self._answers_until:
+            if now > self._answers_until:
+                raise TimeoutError("the server does not give its log")
+        elif now >= self._look_at:
+            self._asked, self._answers_until = after, now + PATIENCE
+            wanted = json.dumps(BATCH | {"seq": after + 1}).encode()
+            stream = stream_of(self._session.run, "log")
+            self._session.publish(f"$JS.API.DIRECT.GET.{stream}", wanted, 0)
+
+    def seconds_until_look(self, now: float) -> float:
+        return math.inf if self._answers_until else max(0.0, self._look_at - now)
+
+    def read(self, answer: Message, raw: bytes, after: int, last: int) -> tuple[int, bytes, str]:
+        """Return sequence number, content and time of the record in an answer, or (0, b"", "").
+
+        `after`: the record read last. `last`: one that the log is known to have.
+        """
+        if answer.status not in (0, 204, 404):
+            raise RequestError(f"the server does not give its log: status {answer.status}")
+        headers, now, found = answer.headers, time.monotonic(), NO_RECORD
+        sequence = 0 if answer.status else int(headers.get("Nats-Sequence", 0))
+        if sequence:
+            self._answers_until = now + PATIENCE
+            is_next = sequence == after + 1
+            return (sequence, raw, headers.get("Nats-Time-Stamp", "")) if is_next else NO_RECORD
+        if int(headers.get("Nats-Last-Sequence", 0)) > after or after == self._asked < last:
+            after += 1
+            found = after, self._session.find_record(after), ""
+        if after > self._asked:
+            self._pause = QUICK
+        more = after > self._asked and headers.get("Nats-Num-Pending") != "0"
+        self._answers_until, self._look_at = 0.0, now + (0.0 if more else self._pause)
+        self._pause = min(2 * self._pause, POLL)
+        return found
 
 
 def open_session(join: Join, name: str) -> closing[Session]:

@@ -33,10 +33,8 @@ class Message(NamedTuple):
     """The head of a message. Its content is read next."""
 
     subject: str
-    size: int
-    """Bytes of the content."""
-    status: int = 0
-    """Status of an answer, 0 if it has none."""
+    size: int  # bytes of the content
+    status: int = 0  # status of an answer, 0 if it has none
     headers: dict[str, str] = {}
 
     @property
