@@ -169,10 +169,9 @@ def test_all_work_is_merged_in_time(
         fastest_cycle = plan.sync_every * (min(steps) - 0.01)
         assert len(closes) <= world.now / fastest_cycle, "rounds come no faster than that"
         for number, slot in enumerate(state.slots):
-            island = islands[[one.island.slot for one in islands if one.island].index(number)]
-            assert island.island is not None
+            island = islands[[one.machine.slot for one in islands].index(number)]
             assert not slot.ledgers[fragment].lost
-            left = island.island.position - slot.ledgers[fragment].taken_to
+            left = island.machine.position - slot.ledgers[fragment].taken_to
             assert left <= 2 * (plan.sync_every + 1) * plan.batch, "two cycles before the end"
 
 
@@ -183,8 +182,6 @@ def test_a_fast_island_is_hardly_idle_beside_a_slow_one(delay: int) -> None:
     fast, slow = (world.start(f"i{step}", Nature(step=step)) for step in (0.1, 0.4))
     world.run()
     state, _ = check(world)
-    assert fast.island is not None
-    assert slow.island is not None
-    ledgers = state.slots[slow.island.slot].ledgers
-    assert min(ledger.taken_to for ledger in ledgers) >= 0.9 * slow.island.position
-    assert fast.idle < 0.1 * fast.island.step * 0.1 * (10 if delay == 0 else 1), fast.idle
+    ledgers = state.slots[slow.machine.slot].ledgers
+    assert min(ledger.taken_to for ledger in ledgers) >= 0.9 * slow.machine.position
+    assert fast.idle < 0.1 * fast.machine.step * 0.1 * (10 if delay == 0 else 1), fast.idle

@@ -41,7 +41,7 @@ from tests.islands import toy
 from tests.islands.plan import Nature, Plan
 from tests.islands.process import Process
 from tests.islands.simulation import World, check
-from torchtitan_diloco.islands import actions
+from torchtitan_diloco.islands import actions, ledger
 from torchtitan_diloco.islands.ledger import Entry
 from torchtitan_diloco.islands.records import Change, Evict, Part
 
@@ -77,8 +77,7 @@ def test_lockstep_is_one_world(plan: Plan, jitter: float, seed: int) -> None:
     expected = toy.one_world(plan.schedule, plan.begin, plan.steps, plan.alpha, plan.batch)
     for island in islands:
         assert [island.copies.newest(p) for p in range(plan.fragments)] == expected
-        assert island.island is not None
-        assert island.island.step == plan.steps
+        assert island.machine.step == plan.steps
 
 
 @pytest.mark.parametrize("later", [0.15, 0.35, 1.75, 2.55])
@@ -180,7 +179,10 @@ def test_any_faults(
         world.start(f"i{number}", nature, at=rng.uniform(0, 1))
     for at, fault in faults:
         world.after(at, lambda fault=fault: inject(world, fault, rng))  # type: ignore[misc]
-    with patch.object(actions, "WITHOUT_WORK", without_work):
+    with (
+        patch.object(actions, "WITHOUT_WORK", without_work),
+        patch.object(ledger, "WITHOUT_WORK", without_work),
+    ):
         world.run()
         check(world)
 
@@ -228,23 +230,22 @@ def test_an_island_that_leaves_sends_all_its_work(
     """Also what it has trained since a part that waits for the other one's, and also if another
     island takes the slot at once."""
     world = World(Plan(delay=delay, steps=60, slots=2, begin=2), seed)
-    leaver, other = world.start("leaver"), world.start("other", Nature(upload=upload))
+    leaver = world.start("leaver")
+    world.start("other", Nature(upload=upload))
     world.after(leaves_at, lambda: setattr(leaver, "leaving", True))
     if is_replaced:
         world.start("next", at=leaves_at)
     world.run()
     state, entries = check(world)
-    assert leaver.island is not None
-    slot = state.slots[leaver.island.slot]
-    assert other.island is not None
+    slot = state.slots[leaver.machine.slot]
     assert state.ended
     assert is_replaced or slot.owner is None
-    for fragment, ledger in enumerate(slot.ledgers):
+    for fragment, found in enumerate(slot.ledgers):
         parts = [one for entry in entries for one in entry.parts if one.fragment == fragment]
         ends = [one.end for one in parts if one.incarnation == leaver.incarnation]
-        assert max(ends) == leaver.island.position
-        assert not ledger.lost
-        assert is_replaced or ledger.taken_to == leaver.island.position
+        assert max(ends) == leaver.machine.position
+        assert not found.lost
+        assert is_replaced or found.taken_to == leaver.machine.position
 
 
 def entries_between(world: World, begin: float, end: float) -> list[Entry]:
@@ -263,7 +264,7 @@ def test_an_outage_longer_than_the_keys_live() -> None:
     after = entries_between(world, 9.1, 12.0)
     assert {entry.close.fragment for entry in after} == {0, 1}
     assert {len(entry.parts) for entry in after} == {3}
-    assert all(island.island is not None and island.idle < 2.0 for island in islands)
+    assert all(island.idle < 2.0 for island in islands)
 
 
 def test_a_paused_island_goes_on_and_the_others_do_not_wait() -> None:
@@ -316,8 +317,7 @@ def test_settings_change_and_a_run_grows_after_its_end() -> None:
     late, turns = world.start("i2", at=6.0), set[int]()
 
     def look() -> None:
-        assert islands[0].island is not None
-        turns.update(rounds.turn for rounds in islands[0].island.rounds)
+        turns.update(rounds.turn for rounds in islands[0].machine.rounds)
 
     world.after(4.05, look)
     world.run()

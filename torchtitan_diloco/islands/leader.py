@@ -21,7 +21,7 @@ from torchtitan_diloco.islands.inbox import LogRecord, Snapshot, SnapshotWanted
 from torchtitan_diloco.islands.joining import STATE_EVERY, Giver, Joiner, StaleError
 from torchtitan_diloco.islands.log import State
 from torchtitan_diloco.islands.machine import Boundary, Machine
-from torchtitan_diloco.islands.members import Gauges, IslandFailedError, Lags
+from torchtitan_diloco.islands.members import Gauges, IslandFailedError
 from torchtitan_diloco.islands.parts import PartGoneError, Parts, as_buffer
 from torchtitan_diloco.islands.records import Close, Facts, Part, VoidError, decode, encode, name_of
 from torchtitan_diloco.islands.rounds import Timing
@@ -75,7 +75,7 @@ class Leader:
         """Guards the machine, and is notified after every change."""
         self.machine = Machine(name, connection.members, timing, copies.outer_lr)
         self._giver, self._gauges = Giver(connection), gauges
-        self._reported, self._awaits_parts = 0.0, False
+        self._reported = 0.0
         self._uploads = math.inf, 0
         """Since when, and how many bytes."""
         self._failure: Exception | None = None
@@ -101,26 +101,24 @@ class Leader:
             # Before its first record: the others call an owner silent that they have not heard.
             self._connection.beat(machine.hint(caught_up=False))
             self._beats.start()
-            while machine.island is None:
+            while not machine.joined:
                 self._work()
-                if machine.disputes.is_outvoted(time.monotonic()):
+                if machine.others.disputes.is_outvoted(time.monotonic()):
                     raise StaleError("most islands have other bits than its checkpoint")
-                if machine.island is None and (text := machine.waits_for(time.monotonic())):
-                    self._report(text)
+                self._say_what_it_waits_for()
         except PartGoneError as error:
             raise StaleError(f"the parts since its checkpoint are not kept: {error}") from error
-        island, facts = machine.island, self.state.facts
-        assert facts is not None
+        facts = machine.facts
         self._thread.start()
         return Seat(
-            slot=island.slot,
+            slot=machine.slot,
             slots=facts.slots,
             streams=facts.streams or facts.slots,
             block=facts.block,
-            position=island.position,
+            position=machine.position,
             total_tokens=facts.total_tokens,
-            clock=island.clock,
-            versions=[rounds.applied for rounds in island.rounds],
+            clock=machine.clock,
+            versions=[rounds.applied for rounds in machine.rounds],
         )
 
     def catch_up(self, saved: State | None) -> None:
@@ -130,11 +128,13 @@ class Leader:
         while self._connection.records:
             self._read(self._connection.records.popleft())
 
-    def _report(self, line: str) -> None:
-        if time.monotonic() - self._reported > REPORT:
-            say = logger.warning if self._reported else logger.info  # shown without logging set-up
-            self._reported = time.monotonic()
-            say(line)
+    def _say_what_it_waits_for(self) -> None:
+        machine, now = self.machine, time.monotonic()
+        text = machine.members.waits_for(machine.state, machine.incarnation, now)
+        if text and not machine.joined and now - self._reported > REPORT:
+            # A warning is shown without logging set-up.
+            (logger.warning if self._reported else logger.info)(text)
+            self._reported = now
 
     # --- the training thread ----------------------------------------------------------------------
 
@@ -142,11 +142,11 @@ class Leader:
         with self.changed:
             leaving = self._connection.leaving
             self.machine.finish_step(samples, weight, seconds, leaving=leaving)
-            self._gauges.finish_step(self.machine.joined.tokens, time.monotonic())
+            self._gauges.finish_step(self.machine.tokens, time.monotonic())
 
     def stop(self) -> None:
         with self.changed:
-            if self.machine.island is not None:
+            if self.machine.joined:
                 self.machine.stop()
 
     def decide(self) -> Boundary:
@@ -198,18 +198,19 @@ class Leader:
 
     def _report_of(self, owner: str, now: float) -> Report:
         members, gauges = self._connection.members, self._gauges
+        flags = self.machine.others.flags.get(owner, 0)
         if owner != self.machine.incarnation:
             report, member = members.report(owner, now), members.heard.get(owner)
             says = () if member is None or report.absent else member.hint.numbers.says
             is_stuck = f"{name_of(owner)}: {STUCK}" in says
             if is_stuck:
                 return report._replace(absent=STUCK, evidence="it says so")
-            return report._replace(flags=self.machine.flags_of(owner))
+            return report._replace(flags=flags)
         (since, size), rate = self._uploads, gauges.bytes_per_second or 0.0
         still = now - max(since, self._connection.streams.stored)
         usual = min(size, UNDER_WAY * CHUNK_BYTES) / rate if rate else math.inf
         if still < max(STILL_SECONDS, STILL_RATIO * usual) or members.is_new(now):
-            return Report(gauges.read_vitals(), self.machine.flags_of(owner))
+            return Report(gauges.read_vitals(), flags)
         text = f"of its upload nothing was stored for {still:.0f} s"
         return Report(gauges.read_vitals(), absent=STUCK, evidence=text)
 
@@ -256,7 +257,7 @@ class Leader:
             raise ClosedError("the island was closed")
         self._connection.receive()
         records = self._connection.records
-        while records and not ((island := self.machine.island) and island.left):
+        while records and not self.machine.left:
             self._read(records.popleft())
         while self._connection.messages:
             message = self._connection.messages.popleft()
@@ -272,11 +273,11 @@ class Leader:
         with self.changed:
             self.machine.read(record.sequence, record.raw, time.monotonic())
             self._parts.fetch_waiting(self.state)
-            skipped = self.machine.take_skipped()
             self.changed.notify_all()
-        for fragment, version in skipped:
-            self._copies.run(self._copies.drop, fragment, version)
-        if record.sequence % STATE_EVERY == 0 and self.machine.island is not None:
+        for fragment, rounds in enumerate(self.machine.rounds):
+            while rounds.skipped:
+                self._copies.run(self._copies.drop, fragment, rounds.skipped.pop())
+        if record.sequence % STATE_EVERY == 0 and self.machine.joined:
             self._giver.store_state(self.state.encode())
 
     def _advance(self, record: LogRecord) -> None:
@@ -293,19 +294,15 @@ class Leader:
             return
         close = entry.close
         named = zip(close.parts, entry.parts, strict=True)
-        joining = self.machine.island is None
         try:
-            self._awaits_parts = True
             counted = [(part, self._parts.payload(number)) for number, part in named if part.weight]
         except PartGoneError as error:
-            if joining:
+            if not self.machine.joined:
                 raise
             raise IslandFailedError(
                 f"{error}; an island that is started again takes the shared copies of another one, "
                 "if one is running"
             ) from error
-        finally:
-            self._awaits_parts = False
         checksum = self._copies.run(
             self._copies.advance,
             close.fragment,
@@ -314,7 +311,7 @@ class Leader:
             [part.weight for part, _ in counted],
             [part.ranks for part, _ in counted],
             [part.codec for part, _ in counted],
-            joining,  # older versions will not be applied
+            not self.machine.joined,  # older versions will not be applied
             content=[
                 self._copies.shards(close.fragment, payload, part.ranks, part.codec)
                 for part, payload in counted
@@ -335,18 +332,15 @@ class Leader:
 
     def _beat(self) -> None:
         """Send heartbeats, in a thread of their own as the reading thread may be busy."""
-        members, lags = self._connection.members, Lags(self._connection.members.expiry)
         while not self._closed.wait(BEAT):
             unread = next(iter(self._connection.records.copy()), None)
             lag = 0.0 if unread is None else time.monotonic() - unread.at
-            awaits_parts = self._awaits_parts and self.machine.island is not None
-            if lags.is_new(lag, awaits_parts, members.connected, time.monotonic()):
-                self.machine.note_lag(lag)
             # Also after a connection is made, as there is more to read then.
-            caught_up = lag <= members.expiry and 0 <= self._connection.last <= self.state.sequence
+            is_soon = lag <= self._connection.members.expiry
+            caught_up = is_soon and 0 <= self._connection.last <= self.state.sequence
             hint = self.machine.hint(caught_up=caught_up)
             numbers = self._gauges.read(self._connection.site, self._connection.round_trip)
-            says = (*self.machine.standing(), *numbers.says)
+            says = (*self.machine.others.standing(), *numbers.says)
             numbers = msgspec.structs.replace(numbers, says=says)
             self._connection.beat(msgspec.structs.replace(hint, numbers=numbers))
 
