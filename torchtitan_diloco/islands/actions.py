@@ -193,14 +193,13 @@ class Disputes:
 
     def differs(self, incarnation: str) -> bool:
         """Return whether an island has other bits of a fragment than most others."""
-        votes = map(self._votes, self._fragments)
+        votes = self._votes()
         return any(incarnation in others and len(others) <= same for same, others in votes)
 
     def is_outvoted(self, now: float) -> bool:
         """Return whether more islands have other bits of a fragment than have the same."""
         self._hear(now)
-        votes = map(self._votes, self._fragments)
-        return any(len(others) > same + 1 for same, others in votes)
+        return any(len(others) > same + 1 for same, others in self._votes())
 
     def settle(self, now: float) -> list[str]:
         """Return a warning for each island that begins to differ from most others.
@@ -209,8 +208,7 @@ class Disputes:
         """
         self._hear(now)
         found = list[str]()
-        for fragment in self._fragments:
-            same, others = self._votes(fragment)
+        for fragment, (same, others) in enumerate(self._votes()):
             names = ", ".join(sorted(map(name_of, others)))
             what = f"fragment {fragment} has other bits on island {names} than on this one"
             cause = "one of them has a memory fault, or computes differently"
@@ -231,26 +229,21 @@ class Disputes:
                 )
         return found
 
-    @property
-    def _fragments(self) -> range:
-        return range(len(self._state.fragments))
-
-    def _votes(self, fragment: int) -> tuple[int, set[str]]:
-        """Return how many other islands have the same bits, and which have others."""
+    def _votes(self) -> Iterator[tuple[int, set[str]]]:
+        """Yield how many others have the same bits of each fragment, and which have others."""
         owners = set(self._state.owners().values()) - {self._incarnation}
-        known = {owner: self._same.get((fragment, owner)) for owner in owners}
-        return sum(one is True for one in known.values()), {
-            owner for owner, one in known.items() if one is False
-        }
+        for fragment in range(len(self._state.fragments)):
+            known = {owner: self._same.get((fragment, owner)) for owner in owners}
+            others = {owner for owner, one in known.items() if one is False}
+            yield sum(one is True for one in known.values()), others
 
     def _hear(self, now: float) -> None:
         """Compare the checksums in the latest heartbeats, and forget islands that are silent."""
         for incarnation, member in self._members.heard.copy().items():
             silent = self._members.is_silent(incarnation, now)
-            for fragment, (version, checksum) in enumerate(
-                member.hint.copies[: len(self._fragments)]
-            ):
-                own = self._state.fragments[fragment].checksums.get(version)
+            pairs = zip(member.hint.copies, self._state.fragments, strict=False)
+            for fragment, ((version, checksum), shared) in enumerate(pairs):
+                own = shared.checksums.get(version)
                 if silent:
                     self._same.pop((fragment, incarnation), None)
                 elif own is not None:

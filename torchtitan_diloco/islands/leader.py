@@ -19,8 +19,9 @@ from torchtitan_diloco.islands.connection import Connection
 from torchtitan_diloco.islands.copies import Copies
 from torchtitan_diloco.islands.inbox import LogRecord, Snapshot, SnapshotWanted
 from torchtitan_diloco.islands.joining import STATE_EVERY, Giver, Joiner, StaleError
+from torchtitan_diloco.islands.ledger import Boundary
 from torchtitan_diloco.islands.log import State
-from torchtitan_diloco.islands.machine import Boundary, Machine
+from torchtitan_diloco.islands.machine import Machine
 from torchtitan_diloco.islands.members import Gauges, IslandFailedError
 from torchtitan_diloco.islands.parts import PartGoneError, Parts, as_buffer
 from torchtitan_diloco.islands.records import Close, Facts, Part, VoidError, decode, encode, name_of
@@ -73,7 +74,9 @@ class Leader:
         self._parts = Parts(connection, copies, gauges)
         self.changed = threading.Condition()
         """Guards the machine, and is notified after every change."""
-        self.machine = Machine(name, connection.members, timing, copies.outer_lr)
+        self.machine = Machine(
+            name, connection.members, timing, copies.outer_lr, ranks=copies.ranks.size
+        )
         self._giver, self._gauges = Giver(connection), gauges
         self._reported = 0.0
         self._uploads = math.inf, 0
@@ -166,11 +169,8 @@ class Leader:
             self._react()  # at once, as the step of an opening counts
         self._gauges.waited += waited * (now - started)
         if waited and due.applied:
-            first = msgspec.structs.replace(due.applied[0], waited=now - started)
-            due = msgspec.structs.replace(due, applied=[first, *due.applied[1:]])
-        ranks = self._copies.ranks.size
-        sent = [msgspec.structs.replace(part, ranks=ranks) for part in due.sent]
-        return msgspec.structs.replace(due, sent=sent)
+            due.applied[0].waited = now - started
+        return due
 
     def store(self, part: Part, payload: Tensor) -> int:
         """Store the chunks of an own part and append the part. Return the bytes sent."""
@@ -219,10 +219,6 @@ class Leader:
         with self.changed:
             taken, self.machine.actions = self.machine.actions, []
         return taken
-
-    def state_to_save(self) -> str:
-        """Return the state for a checkpoint of the newest copies."""
-        return self.state.encode().decode()
 
     def check(self) -> None:
         """Raise an error of the reading thread."""
@@ -290,9 +286,11 @@ class Leader:
         except VoidError:
             return
         entry = self.state.preview(close) if isinstance(close, Close) else None
-        if entry is None or entry.close.version != self._copies.newest(entry.close.fragment) + 1:
+        if entry is None:
             return
         close = entry.close
+        if close.version != self._copies.fragments[close.fragment].newest + 1:
+            return
         named = zip(close.parts, entry.parts, strict=True)
         try:
             counted = [(part, self._parts.payload(number)) for number, part in named if part.weight]

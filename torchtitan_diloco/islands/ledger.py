@@ -183,3 +183,22 @@ class Due(msgspec.Struct):
     mode: Mode = Mode.ADD
     waited: float = 0.0
     """Seconds for which training has waited."""
+
+
+class Boundary(msgspec.Struct, frozen=True):
+    """What to do between two steps, on all ranks: apply, then take the deltas of the parts."""
+
+    clock: int
+    stopped: bool = False
+    may_train_on: bool = False
+    """Stopped until it is known whether the run has merged its tokens."""
+    leaving: bool = False
+    """Before the end of the run."""
+    over: bool = False
+    """Nothing is left to send or apply."""
+    applied: list[Due] = []
+    sent: list[Part] = []
+    waits_until: float | None = None
+    """Training waits: ask again when something has happened, or at this time."""
+    settings: dict[str, str] = {}
+    """Settings of the run."""

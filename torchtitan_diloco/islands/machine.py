@@ -14,12 +14,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-import msgspec
-
 from torchtitan_diloco.diloco.vitals import Action
 from torchtitan_diloco.islands.actions import Others
 from torchtitan_diloco.islands.changes import DELAY, EVERY, settings_of
-from torchtitan_diloco.islands.ledger import Due, Entry, Outcome, Slot
+from torchtitan_diloco.islands.ledger import Boundary, Due, Entry, Outcome, Slot
 from torchtitan_diloco.islands.log import State
 from torchtitan_diloco.islands.members import (
     Habits,
@@ -53,33 +51,19 @@ AWAY = 10.0
 """Seconds without a connection after which a leaving island gives up sending its work."""
 
 
-class Boundary(msgspec.Struct, frozen=True):
-    """What to do between two steps, on all ranks: apply, then take the deltas of the parts."""
-
-    clock: int
-    stopped: bool = False
-    may_train_on: bool = False
-    """Stopped until it is known whether the run has merged its tokens."""
-    leaving: bool = False
-    """Before the end of the run."""
-    over: bool = False
-    """Nothing is left to send or apply."""
-    applied: list[Due] = []
-    sent: list[Part] = []
-    waits_until: float | None = None
-    """Training waits: ask again when something has happened, or at this time."""
-    settings: dict[str, str] = {}
-    """Settings of the run."""
-
-
 class Machine:
     slot: int
     """Number of the slot of this island, once it has joined."""
     own: Slot
+    who: dict[str, Any]
+    """Fields of its records."""
 
-    def __init__(self, incarnation: str, members: Members, timing: Timing, lr: float) -> None:
+    def __init__(
+        self, incarnation: str, members: Members, timing: Timing, lr: float, *, ranks: int = 1
+    ) -> None:
         """`lr`: outer."""
         self.incarnation, self.members, self.timing = incarnation, members, timing
+        self.ranks = ranks
         self.begin(State())
         self.joined = False
         """Whether the run has begun and this island has a slot. Then it takes part in rounds."""
@@ -111,6 +95,7 @@ class Machine:
         """Begin to take part. The parameters are the newest shared copies of the log."""
         state = self.state
         self.slot, self.own, self.position = slot, state.slots[slot], state.slots[slot].start
+        self.who = {"run": state.run, "slot": slot, "incarnation": self.incarnation}
         self._use_facts()
         newest = max(fragment.clock for fragment in state.fragments)
         self._clock_base = newest, 0, max(self.facts.begin, len(state.owners()))
@@ -133,11 +118,6 @@ class Machine:
     def facts(self) -> Facts:
         assert self.state.facts is not None
         return self.state.facts
-
-    @property
-    def who(self) -> dict[str, Any]:
-        """Fields of the records of this island."""
-        return {"run": self.facts.run, "slot": self.slot, "incarnation": self.incarnation}
 
     @property
     def fenced(self) -> bool:
@@ -376,7 +356,10 @@ class Machine:
             self.stopped = self.state.is_complete or self.step >= self._trains_until
             self._stopped_at = now
         elif not self.state.is_complete:
-            busy = any(rounds.is_busy(now) for rounds in self.rounds)
+            busy = any(
+                rounds.is_pending or rounds.unapplied or rounds.send_is_due(now)
+                for rounds in self.rounds
+            )
             if not busy or now > self._stopped_at + 2 * self.members.expiry:
                 self._trains_until = self.step + self.timing.schedule.sync_every
                 self.stopped = False

@@ -168,10 +168,6 @@ class Rounds:
         """Whether a part of this slot is on its way or waiting."""
         return self.under_way or self.shared.waiting_of(self._island.slot) is not None
 
-    def is_busy(self, now: float) -> bool:
-        """Return whether own work is under way to a version, or a version to the parameters."""
-        return bool(self.is_pending or self.unapplied or self.send_is_due(now))
-
     @property
     def _grace(self) -> float:
         """Time from the opening to this island's apply, at least the floor."""
@@ -238,6 +234,7 @@ class Rounds:
             start=self._ledger.taken_to,
             end=island.position,
             weight=tokens,
+            ranks=island.ranks,
             codec=island.facts.codec,
         )
         self.is_stored = False
@@ -341,30 +338,22 @@ class Rounds:
 
     # --- entries ----------------------------------------------------------------------------------
 
-    def next_mode(self) -> Mode | None:
-        """Return how to apply the first unapplied entry between these steps, None if not yet."""
-        if not self.unapplied:
-            return None
-        entry = self.unapplied[0]
-        if entry.own is None:
-            return Mode.ADD
-        late = self._island.step - self.sent_step - self._delay
-        own_round = entry.own.base == entry.version - 1
-        if own_round and late < 0 and not self._island.stopped:
-            return None
-        if entry.is_lost:
-            return Mode.RESET
-        return Mode.MIX if own_round and late <= 0 else Mode.MIX_LATE
-
     def take_due(self, now: float) -> Due | None:
         """Return the first unapplied entry if it is to be applied now, and mark it as applied."""
-        if (mode := self.next_mode()) is None:
+        if not self.unapplied:
             return None
-        entry, tokens = self.unapplied.popleft(), self._island.tokens
-        entry.mode = mode
-        self.applied = entry.version
+        entry, tokens = self.unapplied[0], self._island.tokens
         if entry.own is not None:
+            late = self._island.step - self.sent_step - self._delay
+            own_round = entry.own.base == entry.version - 1
+            if own_round and late < 0 and not self._island.stopped:
+                return None
+            entry.mode = Mode.MIX if own_round and late <= 0 else Mode.MIX_LATE
+            if entry.is_lost:
+                entry.mode = Mode.RESET
             tokens = self._tokens_taken = self._tokens_sent
+        self.unapplied.popleft()
+        self.applied = entry.version
         self._island.set_clock(entry.clock, tokens, now)
         return entry
 
