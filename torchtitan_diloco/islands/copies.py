@@ -201,9 +201,10 @@ class Copies:
             copy.state.write_model()
 
     def drop(self, fragment: int, version: int) -> None:
-        """Drop a version that no rank will apply."""
+        """Drop a version that no rank will apply, unless training has passed it already."""
         copy = self.fragments[fragment]
-        copy.recycle(copy.versions.pop(version))
+        if (dropped := copy.versions.pop(version, None)) is not None:
+            copy.recycle(dropped)
 
     def payload_sizes(self, fragment: int, ranks: int, codec: str) -> list[int]:
         """Return the encoded bytes of each rank's shard of a fragment, for so many ranks."""
