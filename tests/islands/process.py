@@ -63,8 +63,6 @@ class Process:
         self.poisoned = set[int]()
         """Fragments whose parameters are not finite."""
         self.idle = self.blocked_since = 0.0
-        self.waits: list[int] = []
-        """For each own part: steps from when its entry was due until it was applied."""
         self.leaving = self.has_begun = False
         self.is_flipped = self.failed = False
         """Whether a copy has a wrong bit, and whether it has ended for that."""
@@ -323,7 +321,6 @@ class Process:
         theta = self.theta[fragment]
         self.theta[fragment] = toy.apply(due.mode, theta, old, new, self.plan.alpha)
         if (part := due.own) is not None:
-            self.waits.append(late)
             in_time = late <= 0 and part.base == due.version - 1
             share = self.plan.alpha if in_time else max(self.plan.alpha, 0.5)
             change = toy.combine((1, new), (-1, old))
