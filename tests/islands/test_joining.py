@@ -2,14 +2,17 @@
 
 import os
 import signal
+import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 
 from tests.islands.running import Island, same, started
-from tests.islands.servers import PATIENCE, Listener, need_server, running_server
+from tests.islands.servers import PATIENCE, Listener, need_server, running_server, wait_until
 from tests.islands.test_coming_and_going import hold
 from tests.islands.test_connection import call
 from tests.processes import ProcessPool
@@ -19,8 +22,10 @@ from torchtitan_diloco.islands.bulk import Bulk, GivenUpError
 from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.connection import Connection
 from torchtitan_diloco.islands.inbox import AnyMessage, Snapshot, SnapshotWanted
-from torchtitan_diloco.islands.joining import Joiner
+from torchtitan_diloco.islands.joining import Giver, Joiner
 from torchtitan_diloco.islands.leader import Leader
+from torchtitan_diloco.islands.ledger import Fragment
+from torchtitan_diloco.islands.log import State
 from torchtitan_diloco.islands.members import IslandFailedError
 from torchtitan_diloco.islands.records import name_of
 
@@ -89,22 +94,22 @@ def test_a_joiner_asks_another_island_when_its_donor_fails(
     fault: str, server: Join, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     islands, failed = two_and_a_joiner(server), list[str]()
-    give, store = Leader._give_snapshot, Connection.store
+    give, store = Giver.give, Connection.store
 
-    def die_or_give(found: Leader, wanted: SnapshotWanted) -> None:
-        name = name_of(found.machine.incarnation)
+    def die_or_give(found: Giver, wanted: SnapshotWanted, state: State) -> None:
+        name = name_of(found._incarnation)
         failed.append(name)
         if fault == "dies" and name == failed[0]:
             islands[name].died.set()
         else:
-            give(found, wanted)
+            give(found, wanted, state)
 
     def fail_or_store(found: Connection, payload: Any, bulk: Bulk) -> Any:
         if fault == "cannot store" and bulk == "snapshots" and name_of(found._name) == failed[0]:
             raise GivenUpError("no space")
         return store(found, payload, bulk)
 
-    monkeypatch.setattr(Leader, "_give_snapshot", die_or_give)
+    monkeypatch.setattr(Giver, "give", die_or_give)
     monkeypatch.setattr(Connection, "store", fail_or_store)
     join_late(islands)
     assert {*failed} == {"a", "b"}
@@ -145,15 +150,15 @@ def test_a_joiner_does_not_begin_with_half_of_a_snapshot(
     """Its donor dies after it has given some fragments, and no other island is there."""
     first = Island(server, "a", steps=60, begin=1, slots=2, grace=0.2, step_seconds=0.02)
     late = Island(server, "b", steps=60, begin=1, slots=2, grace=0.2)
-    give = Leader._give_snapshot
+    give = Giver.give
 
-    def give_or_die(found: Leader, wanted: SnapshotWanted) -> None:
+    def give_or_die(found: Giver, wanted: SnapshotWanted, state: State) -> None:
         if wanted.fragment == 0:
-            give(found, wanted)
+            give(found, wanted, state)
         else:
             first.died.set()
 
-    monkeypatch.setattr(Leader, "_give_snapshot", give_or_die)
+    monkeypatch.setattr(Giver, "give", give_or_die)
     first.each_step = hold(40, lambda: False)
     with started(first):
         first.wait_for_step(40)
@@ -173,3 +178,19 @@ def test_a_snapshot_that_the_server_does_not_take_is_given_up(
         with pytest.raises(GivenUpError):
             listener.connection.fetch(stored, "snapshots")
         assert len(listener.connection.store(b"x", "parts")) == 1
+
+
+def test_a_snapshot_is_stored_once_while_two_joiners_ask_again() -> None:
+    """They send no heartbeats before they have it."""
+    connection, copies, released = mock.Mock(), mock.Mock(), threading.Event()
+    connection.members.is_silent.return_value = True
+    connection.store.side_effect = lambda *_: released.wait(PATIENCE) and ()
+    copies.fragments, copies.run.return_value = [mock.Mock(newest=0)], torch.zeros(2)
+    giver, state = Giver(connection, copies, "donor/1"), State(fragments=[Fragment("head", {})])
+    for _ in range(3):
+        for name in "ab":
+            giver.give(SnapshotWanted(sender=f"{name}/1", fragment=0), state)
+    released.set()
+    wait_until(lambda: connection.ask.call_count == 2, "the answers")
+    giver.close()
+    assert copies.run.call_count == connection.store.call_count == 2

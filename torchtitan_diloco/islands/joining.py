@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator
 
 import msgspec
-from torch import Tensor
 
 from torchtitan_diloco.diloco.background import BackgroundThread
 from torchtitan_diloco.diloco.meeting import find_differences
@@ -283,10 +282,10 @@ def check_facts(facts: Facts, mine: Facts) -> None:
 class Giver:
     """Stores states and snapshots in the background, and answers the islands that have asked."""
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
+    def __init__(self, connection: Connection, copies: Copies, incarnation: str) -> None:
+        self._connection, self._copies, self._incarnation = connection, copies, incarnation
         self._answers: dict[SnapshotWanted, Snapshot | None] = {}
-        """Answer to each question of an island that is alive, None until it is known."""
+        """Answer to each question of the latest joiners, None until it is known."""
         self._thread = BackgroundThread("islands-snapshots")
 
     def store_state(self, state: bytes) -> None:
@@ -300,19 +299,24 @@ class Giver:
 
         self._thread.submit(store)
 
-    def is_new(self, wanted: SnapshotWanted) -> bool:
-        """Return whether this is a new question. If not, repeat the answer: it may be lost."""
-        if answer := self._answers.get(wanted):
-            self._connection.ask(wanted.sender, answer)
-        return wanted not in self._answers
-
-    def give(self, wanted: SnapshotWanted, snapshot: Snapshot, content: Tensor) -> None:
-        """Store the content and answer. `snapshot`: the answer, without chunks."""
+    def give(self, wanted: SnapshotWanted, state: State) -> None:
+        """Store a snapshot and answer. Repeat an answer, as it may be lost."""
+        if wanted in self._answers:
+            if answer := self._answers[wanted]:
+                self._connection.ask(wanted.sender, answer)
+            return
         members, now = self._connection.members, time.monotonic()
-        for known in self._answers.copy():
-            if members.is_silent(known.sender, now):
+        for known, answer in self._answers.copy().items():
+            if answer is not None and members.is_silent(known.sender, now):
                 del self._answers[known]
         self._answers[wanted] = None
+        content = self._copies.run(self._copies.collect, wanted.fragment)
+        snapshot = Snapshot(
+            sender=self._incarnation,
+            fragment=wanted.fragment,
+            version=self._copies.fragments[wanted.fragment].newest,
+            head=state.fragments[wanted.fragment].head,
+        )
 
         def store() -> None:
             try:

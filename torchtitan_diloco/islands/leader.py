@@ -17,7 +17,7 @@ from torchtitan_diloco.diloco.vitals import STUCK, Action, Report
 from torchtitan_diloco.islands.bulk import CHUNK_BYTES, UNDER_WAY, ClosedError
 from torchtitan_diloco.islands.connection import Connection
 from torchtitan_diloco.islands.copies import Copies
-from torchtitan_diloco.islands.inbox import LogRecord, Snapshot, SnapshotWanted
+from torchtitan_diloco.islands.inbox import LogRecord, SnapshotWanted
 from torchtitan_diloco.islands.joining import STATE_EVERY, Giver, Joiner, StaleError
 from torchtitan_diloco.islands.ledger import Boundary
 from torchtitan_diloco.islands.log import State
@@ -77,7 +77,7 @@ class Leader:
         self.machine = Machine(
             name, connection.members, timing, copies.outer_lr, ranks=copies.ranks.size
         )
-        self._giver, self._gauges = Giver(connection), gauges
+        self._giver, self._gauges = Giver(connection, copies, name), gauges
         self._reported = 0.0
         self._uploads = math.inf, 0
         """Since when, and how many bytes."""
@@ -258,7 +258,7 @@ class Leader:
         while self._connection.messages:
             message = self._connection.messages.popleft()
             if isinstance(message, SnapshotWanted) and message.fragment < len(self.state.fragments):
-                self._give_snapshot(message)
+                self._giver.give(message, self.state)
         while not self._copies.saves.empty():
             self._copies.run(self._copies.save)
         with self.changed:
@@ -341,16 +341,3 @@ class Leader:
             says = (*self.machine.others.standing(), *numbers.says)
             numbers = msgspec.structs.replace(numbers, says=says)
             self._connection.beat(msgspec.structs.replace(hint, numbers=numbers))
-
-    def _give_snapshot(self, wanted: SnapshotWanted) -> None:
-        fragment, copy = wanted.fragment, self._copies.fragments[wanted.fragment]
-        if not self._giver.is_new(wanted):
-            return
-        whole = self._copies.run(self._copies.collect, fragment)
-        snapshot = Snapshot(
-            sender=self.machine.incarnation,
-            fragment=fragment,
-            version=copy.newest,
-            head=self.state.fragments[fragment].head,
-        )
-        self._giver.give(wanted, snapshot, whole)
