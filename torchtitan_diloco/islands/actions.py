@@ -126,7 +126,11 @@ class Others:
         elif isinstance(record, Take) and name_of(record.incarnation) in self._evicted:
             self._evicted.remove(name_of(record.incarnation))
             yield Action(name_of(record.incarnation), EVICTED, "it is back", over=True)
-        for slot, owner in self._state.owners().items() if entry is not None else ():
+        if entry is not None:
+            yield from self._note_entry(entry, ready)
+
+    def _note_entry(self, entry: Entry, ready: set[int]) -> Iterator[Action]:
+        for slot, owner in self._state.owners().items():
             seen, part = look_at(entry, owner, self._incarnation), entry.part_of(owner)
             if seen is None:
                 continue
