@@ -289,7 +289,9 @@ class Rounds:
             return None
         missing = ready - {waiting[number].slot for number in known}
         norms = {number: norm / self._turns(waiting[number]) for number, norm in good.items()}
-        outliers = self._outliers(norms, alone=ready <= {island.slot})
+        judged = {number: norm for number, norm in norms.items() if waiting[number].finite}
+        limit, alone = island.timing.norm_limit, ready <= {island.slot}
+        outliers = find_outliers(judged, self.shared.norms, limit, alone=alone) if limit else {}
         bad += [
             Refusal(number, f"its norm is {times:.3g} times the usual one", outlier=True)
             for number, times in outliers.items()
@@ -298,12 +300,6 @@ class Rounds:
         lr *= self._share(taken, missing)
         by = island.slot, island.incarnation
         return island.state.build_close(self._fragment, by, taken, tuple(bad), lr)
-
-    def _outliers(self, norms: Mapping[int, float], *, alone: bool) -> dict[int, float]:
-        waiting = self.shared.waiting
-        judged = {number: norm for number, norm in norms.items() if waiting[number].finite}
-        limit = self._island.timing.norm_limit
-        return find_outliers(judged, self.shared.norms, limit, alone=alone) if limit else {}
 
     def _turns(self, part: Part) -> float:
         """Return the steps of a part in units of H, at least 1.
