@@ -28,7 +28,6 @@ from torchtitan_diloco.islands.records import (
     digest,
 )
 from torchtitan_diloco.islands.rounds import Checked
-from torchtitan_diloco.islands.rules import Island
 from torchtitan_diloco.log import UserError
 
 if TYPE_CHECKING:
@@ -64,8 +63,6 @@ class Process:
         self.poisoned = set[int]()
         """Fragments whose parameters are not finite."""
         self.idle = self.blocked_since = 0.0
-        self.waits: list[int] = []
-        """For each own part: steps from when its entry was due until it was applied."""
         self.leaving = self.has_begun = False
         self.is_flipped = self.failed = False
         """Whether a copy has a wrong bit, and whether it has ended for that."""
@@ -85,9 +82,8 @@ class Process:
     def state(self) -> State:
         return self.machine.state
 
-    @property
-    def island(self) -> Island | None:
-        return self.machine.island
+    def waits_for(self) -> str:
+        return self.members.waits_for(self.state, self.incarnation, self.now)
 
     # --- faults -----------------------------------------------------------------------------------
 
@@ -230,15 +226,16 @@ class Process:
     def react(self) -> None:
         if self.state.ended and self.cursor == len(self.world.log):
             self.finished = True
-        if self.finished or (not self.members.connected and self.island is None):
+        joined = self.machine.joined
+        if self.finished or (not self.members.connected and not joined):
             return
-        if self.island is None and (not self.state.facts or self.cursor < len(self.world.log)):
+        if not joined and (not self.state.facts or self.cursor < len(self.world.log)):
             return
         if self.decide() is None:
             return
-        if self.island is not None and not self.training:
-            self.begin_training(self.island.position)
-        elif self.island is not None and (self.blocked or self.island.stopped):
+        if self.machine.joined and not self.training:
+            self.begin_training(self.machine.position)
+        elif self.machine.joined and (self.blocked or self.machine.stopped):
             self.boundary()
 
     def decide(self) -> list[Record] | None:
@@ -266,20 +263,19 @@ class Process:
     # --- training ---------------------------------------------------------------------------------
 
     def next_step(self) -> None:
-        if self.island is not None and self.island.step == self.nature.hangs_at:
+        if self.machine.step == self.nature.hangs_at:
             return
         jitter = self.world.random.uniform(-self.nature.jitter, self.nature.jitter)
         self.world.after(max(0.001, self.nature.step + jitter), self.step, self)
 
     def step(self) -> None:
-        island = self.island
-        assert island is not None
+        island = self.machine
         if self.finished:
             return
         for sample in range(island.position, island.position + self.plan.batch):
             toy.train(self.theta, island.slot, sample)
         weight, seconds = self.plan.batch * toy.TOKENS, self.nature.step
-        self.machine.finish_step(self.plan.batch, weight, seconds, leaving=self.leaving)
+        island.finish_step(self.plan.batch, weight, seconds, leaving=self.leaving)
         sick = 0 <= self.nature.never_finite_from <= island.step
         if sick or island.step == self.nature.not_finite_at:
             self.poisoned = set(range(self.plan.fragments))
@@ -287,15 +283,14 @@ class Process:
 
     def boundary(self) -> None:
         """Do what is due between two steps. While blocked, this is called again at each event."""
-        island, began = self.island, self.world.now
-        assert island is not None
+        island, began = self.machine, self.world.now
         if not self.blocked:
             self.blocked_since = began
         self.blocked = True
         while self.blocked:
             before = [rounds.applied for rounds in island.rounds]
             sent = [rounds.sent_step for rounds in island.rounds]
-            due = self.machine.boundary(self.now)
+            due = island.boundary(self.now)
             for one in due.applied:
                 late = island.step - sent[one.fragment] - self.plan.delay
                 self.apply(one, before[one.fragment], late)
@@ -319,15 +314,13 @@ class Process:
             before: version in the parameters.
             late: steps since the last part of the fragment should have been applied.
         """
-        island, fragment = self.island, due.fragment
-        assert island is not None
+        island, fragment = self.machine, due.fragment
         old, new = (
             self.copies.shared[fragment][version].theta for version in (before, due.version)
         )
         theta = self.theta[fragment]
         self.theta[fragment] = toy.apply(due.mode, theta, old, new, self.plan.alpha)
         if (part := due.own) is not None:
-            self.waits.append(late)
             in_time = late <= 0 and part.base == due.version - 1
             share = self.plan.alpha if in_time else max(self.plan.alpha, 0.5)
             change = toy.combine((1, new), (-1, old))
@@ -351,7 +344,7 @@ class Process:
             return
         number = len(self.world.payloads) + 1
         self.have_effect(partial(self.world.payloads.__setitem__, number, delta))
-        sick = 0 <= self.nature.sick_at <= self.island.step if self.island else False
+        sick = 0 <= self.nature.sick_at <= self.machine.step
         self.world.norms[number] = 100.0 if sick else 1.0
         if not self.alive:
             return

@@ -1,28 +1,22 @@
 """Islands that join, die, lag, leave and return."""
 
-import os
-import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.islands.running import FP4, TOKENS, Island, same, started
+from tests.islands.running import FP4, Island, same, started
 from tests.islands.servers import PATIENCE, need_server, running_server, wait_until
-from tests.processes import ProcessPool
 from torchtitan_diloco.diloco.state_dict import SavedState
-from torchtitan_diloco.islands import IslandFencedError, connection, machine
+from torchtitan_diloco.islands import IslandFencedError, machine
 from torchtitan_diloco.islands.bulk import Bulk
 from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.connection import Connection
-from torchtitan_diloco.islands.joining import Joiner
-from torchtitan_diloco.islands.leader import Leader
-from torchtitan_diloco.islands.records import Chunk, SnapshotWanted, name_of
+from torchtitan_diloco.islands.records import Chunk
 
 need_server()
 
@@ -84,90 +78,6 @@ def test_islands_join_and_leave(server: Join) -> None:
     for ledger in slot.ledgers:
         assert not ledger.lost
         assert ledger.taken_to == 2 * left.steps, "it has sent all its work"
-
-
-def test_an_island_dies_and_returns_under_its_name(server: Join) -> None:
-    """The other one continues alone, and both reach the end of the run."""
-    first, second, again = (
-        Island(server, name, steps=80, grace=0.2, step_seconds=0.02) for name in "abb"
-    )
-    second.each_step = at(30, die)
-    first.each_step = hold(60, lambda: again.step)
-    with started(first, second):
-        second.join(PATIENCE)
-        first.wait_for_step(45)
-        again.start()
-        results = [first.finish(), again.finish()]
-    assert same(results[0].shared, results[1].shared)
-    assert 1 in {round_.participants for round_ in results[0].rounds}
-    assert again.peers.seat.slot == second.peers.seat.slot
-    assert again.peers.seat.position > 0, "it does not read merged samples again"
-    assert results[0].peers.clock >= 80 * 2 * TOKENS
-
-
-def test_a_joiner_asks_another_island_when_its_donor_dies(
-    server: Join, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    islands = {name: Island(server, name, steps=80, slots=3, grace=0.2) for name in "abc"}
-    give, dead = Leader._give_snapshot, list[Island]()
-
-    def die_or_give(found: Leader, wanted: SnapshotWanted) -> None:
-        island = islands[name_of(found.machine.incarnation)]
-        if not dead:
-            dead.append(island)
-            island.died.set()
-        elif island not in dead:
-            give(found, wanted)
-
-    monkeypatch.setattr(Leader, "_give_snapshot", die_or_give)
-    for island in islands.values():
-        island.step_seconds = 0.02
-        island.each_step = hold(30, lambda: islands["c"].step)
-    with started(islands["a"], islands["b"]):
-        for name in "ab":
-            islands[name].wait_for_step(20)
-        islands["c"].start()
-        result = islands["c"].finish()
-        (survivor,) = {islands["a"], islands["b"]} - set(dead)
-        assert same(survivor.finish().shared, result.shared)
-
-
-STATES = [
-    (Connection, "receive_log"),
-    (Joiner, "_ask"),
-    (Joiner, "_take_snapshot"),  # it has the first of its copies
-    (Connection, "append"),  # to take a slot
-    (Leader, "join"),
-    (Connection, "store"),  # of a part that is not in the log
-]
-
-
-def _die_after(server: Join, owner: type, method: str) -> None:
-    """Join, and die after the first return of this method."""
-    original = getattr(owner, method)
-
-    def die(*arguments: Any, **named: Any) -> None:
-        original(*arguments, **named)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    setattr(owner, method, die)
-    connection.EXPIRY, connection.FIRST_CONNECTION_SECONDS = 3.0, PATIENCE
-    Island(server, "c", steps=100, slots=3, grace=0.2)._train()
-
-
-def test_a_joiner_may_die_at_any_time(processes: ProcessPool, server: Join) -> None:
-    islands = [Island(server, name, steps=100, slots=3, grace=0.2) for name in ("a", "b", "c")]
-    for island in islands[:2]:
-        island.step_seconds = 0.02
-        island.each_step = hold(20, lambda: islands[2].step)
-    with started(*islands[:2]):
-        islands[0].wait_for_step(20)
-        for owner, method in STATES:
-            processes.run(_die_after, 1, server, owner, method, dying={0})
-        islands[2].start()
-        results = [island.finish() for island in islands]
-    assert same(results[0].shared, results[1].shared)
-    assert same(results[0].shared, results[2].shared)
 
 
 def test_an_old_start_that_wakes_up_ends_without_harm(

@@ -132,6 +132,17 @@ def test_parts_are_read_by_islands_with_other_ranks(senders: int, readers: int, 
         assert math.isnan(copies.norm(0, torch.full_like(part, 0xFF), senders, codec))
 
 
+def test_a_version_is_dropped_by_the_thread_that_is_first() -> None:
+    """The training thread may apply a later one before the reading thread drops it."""
+    config = DiLoCoConfig(fragments=Fragments(layers_per_fragment=0))
+    copies, _ = copies_of(nn.Linear(3, 2), config)
+    for version in (1, 2):
+        copies.run(copies.advance, 0, version, 0.7, [], [], [])
+    copies.fragments[0].drop_before(2)
+    copies.run(copies.drop, 0, 1)
+    assert [*copies.fragments[0].versions] == [2]
+
+
 # --- arithmetic -----------------------------------------------------------------------------------
 
 OPTIMIZERS = ["nesterov", "sgd", "adam"]

@@ -1,4 +1,4 @@
-"""The end of simulated runs, sick islands, false records, and work that must not be lost."""
+"""The end of simulated runs, sick islands, false records, and parts that come late."""
 
 import msgspec
 import pytest
@@ -169,10 +169,9 @@ def test_all_work_is_merged_in_time(
         fastest_cycle = plan.sync_every * (min(steps) - 0.01)
         assert len(closes) <= world.now / fastest_cycle, "rounds come no faster than that"
         for number, slot in enumerate(state.slots):
-            island = islands[[one.island.slot for one in islands if one.island].index(number)]
-            assert island.island is not None
+            island = islands[[one.machine.slot for one in islands].index(number)]
             assert not slot.ledgers[fragment].lost
-            left = island.island.position - slot.ledgers[fragment].taken_to
+            left = island.machine.position - slot.ledgers[fragment].taken_to
             assert left <= 2 * (plan.sync_every + 1) * plan.batch, "two cycles before the end"
 
 
@@ -183,8 +182,52 @@ def test_a_fast_island_is_hardly_idle_beside_a_slow_one(delay: int) -> None:
     fast, slow = (world.start(f"i{step}", Nature(step=step)) for step in (0.1, 0.4))
     world.run()
     state, _ = check(world)
-    assert fast.island is not None
-    assert slow.island is not None
-    ledgers = state.slots[slow.island.slot].ledgers
-    assert min(ledger.taken_to for ledger in ledgers) >= 0.9 * slow.island.position
-    assert fast.idle < 0.1 * fast.island.step * 0.1 * (10 if delay == 0 else 1), fast.idle
+    ledgers = state.slots[slow.machine.slot].ledgers
+    assert min(ledger.taken_to for ledger in ledgers) >= 0.9 * slow.machine.position
+    assert fast.idle < 0.1 * fast.machine.step * 0.1 * (10 if delay == 0 else 1), fast.idle
+
+
+# --- parts that come later than the grace ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("delay", [1, 5])
+def test_a_round_stays_open_for_parts_that_usually_come_late(delay: int) -> None:
+    """The grace ends before any exchange can. Nobody stops training for longer than it."""
+    plan = Plan(sync_every=20, delay=delay, steps=300, slots=2, begin=2, floor=0.05)
+    world = World(plan)
+    islands = [world.start(f"i{number}", Nature(upload=0.6)) for number in range(2)]
+    world.run()
+    check(world)
+    assert {len(entry.parts) for _, entry in world.entries} == {2}
+    assert {entry.close.lr for _, entry in world.entries} == {1.0}
+    assert all(island.idle <= 1.0 for island in islands)
+
+
+def test_who_uploads_for_most_of_a_cycle_sends_earlier() -> None:
+    """Nobody waits so long for it. After some rounds its parts are there when the others open."""
+    plan = Plan(sync_every=20, steps=300, slots=2, begin=2, floor=0.05)
+    world = World(plan)
+    islands = world.start("fast"), world.start("slow", Nature(upload=1.2))
+    world.run()
+    check(world)
+    assert all(island.idle <= 1.0 for island in islands)
+    for entry in (entry for at, entry in world.entries if 8.0 < at < 25.0):
+        assert [part.base for part in entry.parts] == [entry.close.version - 1] * 2
+
+
+@pytest.mark.parametrize("quorum", [1, 2])
+def test_an_entry_without_a_ready_island_takes_a_share_of_an_outer_step(quorum: int) -> None:
+    """With a quorum of two there is none: the round waits."""
+    plan = Plan(sync_every=20, steps=300, slots=2, begin=2, floor=0.05, quorum=quorum, expiry=4.0)
+    world = World(plan)
+    fast, slow = world.start("fast"), world.start("slow", Nature(step=0.2))
+    world.after(12.0, lambda: slow.pause(1.8))
+    world.run()
+    check(world)
+    usual = [entry for at, entry in world.entries if 5.0 < at < 25.0]
+    alone = [entry for entry in usual if len(entry.parts) == 1]
+    assert bool(alone) == (quorum == 1)
+    assert {entry.parts[0].incarnation for entry in alone} <= {fast.incarnation}
+    for entry in usual:
+        expected = 2 / 3 if entry in alone else 1.0  # it is twice as fast
+        assert entry.close.lr == pytest.approx(expected, abs=0.05)

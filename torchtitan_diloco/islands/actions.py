@@ -1,21 +1,21 @@
-"""What islands do about one that is late or wrong again and again: from a note to its eviction.
+"""What an island does about others that are late, wrong, or have other bits than most.
 
-Not to wait for an island is a decision of each island, from the entries that it reads: `Conduct`.
-An eviction is in the log, and needs the votes of several islands: `count_vote`. All islands check
-there that nothing of the evicted one was merged for long, so nobody can evict a healthy one.
+Not to wait for one is a decision of each island, from the entries that it reads: `Conduct`. An
+eviction is in the log, and needs the votes of several islands (ledger.py).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 
-from torchtitan_diloco.islands.ledger import Entry, Fragment, Slot
-from torchtitan_diloco.islands.records import Evict, VoidError
+from torchtitan_diloco.diloco.vitals import NOT_FINITE, OUTLIER, Action
+from torchtitan_diloco.islands.ledger import WITHOUT_WORK, Entry, works
+from torchtitan_diloco.islands.log import State
+from torchtitan_diloco.islands.members import IslandFailedError, Members
+from torchtitan_diloco.islands.records import AnyRecord, Evict, Take, name_of
 
-IN_A_ROW, WITHOUT_WORK = 8, 16
-"""Versions of all fragments until an island is not waited for, and until it may be evicted."""
-FEWEST_VOTES = 2
-"""One island, which may be the sick one, evicts nobody."""
+IN_A_ROW = 8
+"""Versions of all fragments until an island is not waited for."""
 HUNG = 10
 """An island hangs if it makes no step for this multiple of `islands.slot_seconds`."""
 EVICTED = "evicted"
@@ -103,38 +103,152 @@ class Conduct:
         return self.wrong >= WITHOUT_WORK * self.fragments
 
 
-def standing(conduct: Mapping[str, Conduct]) -> list[str]:
-    """Describe the islands above NOTE, for the others."""
-    return [f"{name}: {one.level}" for name, one in conduct.items() if one.level]
+class Others:
+    """The other islands, as this one sees them."""
+
+    def __init__(self, state: State, members: Members, incarnation: str, action: str) -> None:
+        """`action`: see `Islands`."""
+        self._state, self._members, self._incarnation = state, members, incarnation
+        self.disputes, self._action = Disputes(state, members, incarnation), action
+        self.flags: dict[str, int] = {}
+        """Of the latest part of each owner, as far as this island may judge it."""
+        self._conduct: dict[str, Conduct] = {}  # by name
+        self._evicted = set[str]()
+
+    def note(self, record: AnyRecord, entry: Entry | None, ready: set[int]) -> Iterator[Action]:
+        """Note a valid record. Yield what is done from it on, or no more.
+
+        `ready`: slots that rounds wait for.
+        """
+        if isinstance(record, Evict) and record.target in self._state.evicted:
+            self._evicted.add(name_of(record.target))
+            yield Action(name_of(record.target), EVICTED, f"it {record.reason}")
+        elif isinstance(record, Take) and name_of(record.incarnation) in self._evicted:
+            self._evicted.remove(name_of(record.incarnation))
+            yield Action(name_of(record.incarnation), EVICTED, "it is back", over=True)
+        if entry is not None:
+            yield from self._note_entry(entry, ready)
+
+    def _note_entry(self, entry: Entry, ready: set[int]) -> Iterator[Action]:
+        for slot, owner in self._state.owners().items():
+            seen, part = look_at(entry, owner, self._incarnation), entry.part_of(owner)
+            if seen is None:
+                continue
+            if part is not None:
+                flag = OUTLIER if part.finite else NOT_FINITE
+                self.flags[owner] = flag if seen is Seen.WRONG else 0
+            is_awaited = owner != self._incarnation and (part is not None or slot in ready)
+            if self._action == "note" or not is_awaited:
+                continue
+            one = self._conduct.setdefault(name_of(owner), Conduct(len(self._state.fragments)))
+            before = one.level
+            if one.note(seen, entry.close.version):
+                what = max(before, one.level)
+                yield Action(name_of(owner), str(what), what.evidence, over=not one.level)
+
+    def standing(self) -> list[str]:
+        """Describe the islands above NOTE, for the others. Any thread may call this."""
+        found = self._conduct.copy().items()
+        return [f"{name}: {one.level}" for name, one in found if one.level]
+
+    def awaited(self, ready: set[int]) -> set[int]:
+        """Return those of the ready slots without whose parts no round closes early."""
+        owners = self._state.owners()
+        levels = {name: one.level for name, one in self._conduct.items()}
+        return {slot for slot in ready if not levels.get(name_of(owners[slot]))}
+
+    def to_evict(self, now: float) -> Iterator[tuple[str, str]]:
+        """Yield islands that are sick and of which nothing was merged for long, and the reason."""
+        for slot in self._state.slots if self._action == "evict" else ():
+            owner, voted = slot.owner, self._incarnation in slot.votes
+            if owner is None or slot.done or voted or owner == self._incarnation:
+                continue
+            conduct = self._conduct.get(name_of(owner))
+            reason = "has wrong numbers" if conduct is not None and conduct.is_wrong else ""
+            if self.disputes.differs(owner):
+                reason = "has other bits"
+            elif self._members.hangs(owner, HUNG, now):
+                reason = "makes no step"
+            if reason and not works(slot, self._state.fragments):
+                yield owner, reason
 
 
-# --- evictions ------------------------------------------------------------------------------------
+class Disputes:
+    """Compares this island's checksums with those in records and heartbeats of the others.
 
-
-def works(slot: Slot, fragments: Sequence[Fragment]) -> bool:
-    """Return whether work of the owner was merged lately, or the owner is new."""
-    pairs = zip(fragments, slot.ledgers, strict=True)
-    last = (one.version - max(ledger.good_in, ledger.since) for one, ledger in pairs)
-    return min(last) < WITHOUT_WORK
-
-
-def count_vote(vote: Evict, slots: Sequence[Slot], fragments: Sequence[Fragment]) -> bool:
-    """Count a vote, and return whether it evicts. Raises a VoidError if it is not valid.
-
-    An eviction needs the votes of two islands, and of most of those whose work is merged. It is
-    like leaving: parts of the evicted island that wait still count, if they can be merged.
+    Their records with other checksums are void here, and this island's are void there. An island
+    that differs from most others fails, and takes their copies when it is started again. If half of
+    them differ, nobody knows who is right: all are silent, fail, and replay the log.
     """
-    slot = next((one for one in slots if one.owner == vote.target and not one.done), None)
-    if slot is None or vote.target == vote.incarnation:
-        raise VoidError(f"{vote.target} cannot be evicted by it")
-    if works(slot, fragments):
-        raise VoidError(f"work of {vote.target} was merged lately")
-    able = {one.owner for one in slots if one.owner and works(one, fragments)}
-    if vote.incarnation not in able:
-        raise VoidError("no work of its writer was merged lately")
-    slot.votes = sorted({*slot.votes, vote.incarnation})
-    votes = len(able.intersection(slot.votes))
-    if votes < FEWEST_VOTES or 2 * votes <= len(able):
-        return False
-    slot.owner = None
-    return True
+
+    def __init__(self, state: State, members: Members, incarnation: str) -> None:
+        self._state, self._members, self._incarnation = state, members, incarnation
+        self._same: dict[tuple[int, str], bool] = {}
+        """Whether an island had the same bits of a fragment when they were compared last."""
+        self._undecided: dict[int, float] = {}
+        """Fragments of which half of the islands have other bits, and since when."""
+        self._warned = set[tuple[int, str]]()
+
+    def note(self, fragment: int, incarnation: str, *, same: bool) -> None:
+        self._same[fragment, incarnation] = same
+
+    def is_undecided(self, fragment: int) -> bool:
+        return fragment in self._undecided
+
+    def differs(self, incarnation: str) -> bool:
+        """Return whether an island has other bits of a fragment than most others."""
+        votes = self._votes()
+        return any(incarnation in others and len(others) <= same for same, others in votes)
+
+    def is_outvoted(self, now: float) -> bool:
+        """Return whether more islands have other bits of a fragment than have the same."""
+        self._hear(now)
+        return any(len(others) > same + 1 for same, others in self._votes())
+
+    def settle(self, now: float) -> list[str]:
+        """Return a warning for each island that begins to differ from most others.
+
+        Raises an IslandFailedError if this island has to begin again from the log.
+        """
+        self._hear(now)
+        found = list[str]()
+        for fragment, (same, others) in enumerate(self._votes()):
+            names = ", ".join(sorted(map(name_of, others)))
+            what = f"fragment {fragment} has other bits on island {names} than on this one"
+            cause = "one of them has a memory fault, or computes differently"
+            if len(others) <= same:
+                self._undecided.pop(fragment, None)
+                news = {(fragment, other) for other in others} - self._warned
+                found += [f"{what} and {same} more, which go on: {cause}"] if news else []
+                self._warned |= news
+            elif len(others) > same + 1:
+                raise IslandFailedError(
+                    f"{what}; {same} have the same, so this one ends: {cause}. Started again, it "
+                    "takes the shared copies of the others"
+                )
+            elif now > self._undecided.setdefault(fragment, now) + self._members.expiry:
+                raise IslandFailedError(
+                    f"{what}, and nobody knows who is right, so both end: {cause}. Started again, "
+                    "they replay the log"
+                )
+        return found
+
+    def _votes(self) -> Iterator[tuple[int, set[str]]]:
+        """Yield how many others have the same bits of each fragment, and which have others."""
+        owners = set(self._state.owners().values()) - {self._incarnation}
+        for fragment in range(len(self._state.fragments)):
+            known = {owner: self._same.get((fragment, owner)) for owner in owners}
+            others = {owner for owner, one in known.items() if one is False}
+            yield sum(one is True for one in known.values()), others
+
+    def _hear(self, now: float) -> None:
+        """Compare the checksums in the latest heartbeats, and forget islands that are silent."""
+        for incarnation, member in self._members.heard.copy().items():
+            silent = self._members.is_silent(incarnation, now)
+            pairs = zip(member.hint.copies, self._state.fragments, strict=False)
+            for fragment, ((version, checksum), shared) in enumerate(pairs):
+                own = shared.checksums.get(version)
+                if silent:
+                    self._same.pop((fragment, incarnation), None)
+                elif own is not None:
+                    self.note(fragment, incarnation, same=checksum == own)

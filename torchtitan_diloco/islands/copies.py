@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan_diloco.diloco.arithmetic import BLOCK, IDENTITY, check_arithmetic, outer_step
+from torchtitan_diloco.diloco.arithmetic import IDENTITY, check_arithmetic, outer_step
 from torchtitan_diloco.diloco.codecs import Codec, add_to_mean, build_codec
 from torchtitan_diloco.diloco.config import CodecName, DiLoCoConfig
-from torchtitan_diloco.diloco.exchange import PIECE
+from torchtitan_diloco.diloco.exchange import GPU_CHUNK, PIECE
 from torchtitan_diloco.diloco.fields import flat_settings
 from torchtitan_diloco.diloco.fragments import describe_layout
 from torchtitan_diloco.diloco.meeting import broadcast_object
@@ -165,12 +165,9 @@ class Copies:
         return future
 
     def save(self) -> None:
-        """Run the next task in `saves`."""
+        """Run the next task in `saves`. An error ends the thread, which all others notice."""
         future, task = self.saves.get()
-        try:
-            future.set_result(task())
-        except BaseException as error:
-            future.set_exception(error)
+        future.set_result(task())
 
     def declare(self, fragment: int, version: int, fresh: bool = False) -> str:
         """Declare the outer state to be this version, and return its checksum.
@@ -203,12 +200,10 @@ class Copies:
             copy.state.write_model()
 
     def drop(self, fragment: int, version: int) -> None:
-        """Drop a version that no rank will apply."""
+        """Drop a version that no rank will apply, unless training has passed it already."""
         copy = self.fragments[fragment]
-        copy.recycle(copy.versions.pop(version))
-
-    def newest(self, fragment: int) -> int:
-        return self.fragments[fragment].newest
+        if (dropped := copy.versions.pop(version, None)) is not None:
+            copy.recycle(dropped)
 
     def payload_sizes(self, fragment: int, ranks: int, codec: str) -> list[int]:
         """Return the encoded bytes of each rank's shard of a fragment, for so many ranks."""
@@ -254,44 +249,20 @@ class Copies:
         with copy.state.background(copy.state.moment()):
             theta, optimizer = copy.versions[copy.newest], replace(self._optimizer, lr=lr)
             new = copy.free_buffer()
-            if any(weights):
-                self._average(fragment, weights, ranks, codecs, out=new)
-                block = BLOCK if new.device.type == "cpu" else max(1, new.numel())
-                buffers = (one.split(block) for one in (theta, new, *copy.state.slots))
-                for before, mean, *slots in zip(*buffers, strict=True):
-                    outer_step(optimizer, before, mean, slots, version)
-            else:
+            if not weights:
                 new.copy_(theta)
+            named = enumerate(zip(self._content, ranks, codecs, strict=True))
+            parts = [self.decode(fragment, *part, out=None if n else new) for n, part in named]
+            is_sparse = any(self._decoder(codec).is_sparse for codec in codecs)
+            buffers = [one.split(piece_of(new)) for one in (theta, new, *copy.state.slots)]
+            for before, mean, *slots in zip(*buffers, strict=True) if weights else ():
+                _average(parts, weights, is_sparse, out=mean)
+                outer_step(optimizer, before, mean, slots, version)
             copy.versions[version] = new
             copy.newest = version
             if only_newest:
                 copy.drop_before(version)
             return self._checksum(copy)
-
-    def _average(
-        self,
-        fragment: int,
-        weights: list[int],
-        ranks: list[int],
-        codecs: list[str],
-        *,
-        out: Tensor,
-    ) -> None:
-        """Write the weighted mean of the parts in the content to `out`, with the bits of
-        `Codec.average`: a mean of sparse parts leaves out those that do not send a value."""
-        is_sparse = any(self._decoder(codec).is_sparse for codec in codecs)
-        totals = torch.zeros_like(out) if is_sparse else None
-        parts, total = zip(self._content, ranks, codecs, strict=True), 0
-        for part, weight in zip(parts, weights, strict=True):
-            is_first, total, start = total == 0, total + weight, 0
-            for values in self.decode(fragment, *part, out=out if is_first else None):
-                piece = slice(start, start := start + values.numel())
-                share: float | Tensor = weight / total
-                if totals is not None:
-                    sent = (values != 0).float().mul_(weight)
-                    share = (sent / totals[piece].add_(sent)).nan_to_num_(0.0)
-                if not is_first:
-                    add_to_mean(out[piece], values, share)
 
     def decode(
         self, fragment: int, payload: Tensor, ranks: int, codec: str, *, out: Tensor | None = None
@@ -314,7 +285,7 @@ class Copies:
                 decoded = torch.cat([piece.clone() for piece in pieces])
                 for source, target in slices:
                     values[target].copy_(decoded[source])
-        yield from values.split(PIECE)
+        yield from values.split(piece_of(values))
 
     def collect(self, fragment: int) -> Tensor:
         """Return a whole copy and its optimizer state on the first rank."""
@@ -331,17 +302,40 @@ class Copies:
         return torch.cat(wholes)
 
 
+def piece_of(values: Tensor) -> int:
+    """Return how many values are processed at once."""
+    return PIECE if values.device.type == "cpu" else GPU_CHUNK
+
+
 def _decoded_pieces(
     decoder: Codec, payload: Tensor, size: int, out: Tensor | None = None
 ) -> Iterator[Tensor]:
     """Yield the decoded values of a rank's payload, a piece at a time, in `out` or in the same
     memory."""
-    room = torch.empty(min(size, PIECE), device=payload.device) if out is None else out
-    for number, encoded in enumerate(payload.split(decoder.wire_bytes(PIECE))):
-        start = number * PIECE
-        values = room[: size - start] if out is None else out[start:][:PIECE]
+    piece = piece_of(payload)
+    room = torch.empty(min(size, piece), device=payload.device) if out is None else out
+    for number, encoded in enumerate(payload.split(decoder.wire_bytes(piece))):
+        start = number * piece
+        values = room[: size - start] if out is None else out[start:][:piece]
         decoder.decode(encoded, values)
         yield values
+
+
+def _average(
+    parts: Sequence[Iterator[Tensor]], weights: list[int], is_sparse: bool, *, out: Tensor
+) -> None:
+    """Write the weighted mean of the next piece of all parts to `out`, where the first one is
+    decoded, with the bits of `Codec.average`: a mean of sparse parts leaves out those that do not
+    send a value."""
+    total, totals = 0, torch.zeros_like(out) if is_sparse else None
+    for part, weight in zip(parts, weights, strict=True):
+        is_first, total, values = total == 0, total + weight, next(part)
+        share: float | Tensor = weight / total
+        if totals is not None:
+            sent = (values != 0).float().mul_(weight)
+            share = (sent / totals.add_(sent)).nan_to_num_(0.0)
+        if not is_first:
+            add_to_mean(out, values, share)
 
 
 @torch.no_grad()
@@ -353,8 +347,8 @@ def encode_delta(codec: Codec, delta: Tensor) -> Tensor:
     if codec.is_fp32:
         return delta.view(torch.uint8).cpu()
     payload = torch.empty(codec.wire_bytes(delta.numel()), dtype=torch.uint8, device=delta.device)
-    pieces = payload.split(codec.wire_bytes(PIECE))
-    for values, encoded in zip(delta.split(PIECE), pieces, strict=True):
+    pieces = payload.split(codec.wire_bytes(piece_of(delta)))
+    for values, encoded in zip(delta.split(piece_of(delta)), pieces, strict=True):
         codec.encode(values, encoded)
     return payload.cpu()
 

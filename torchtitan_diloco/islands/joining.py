@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator
 
 import msgspec
-from torch import Tensor
 
 from torchtitan_diloco.diloco.background import BackgroundThread
 from torchtitan_diloco.diloco.meeting import find_differences
@@ -24,13 +23,11 @@ from torchtitan_diloco.islands.members import IslandFailedError
 from torchtitan_diloco.islands.parts import as_buffer, as_tensor
 from torchtitan_diloco.islands.records import (
     AnyRecord,
-    Close,
     Facts,
     Snapshot,
     SnapshotWanted,
     VoidError,
     decode,
-    digest,
     encode,
     name_of,
 )
@@ -91,7 +88,7 @@ class Joiner:
             )
         if saved is not None:
             self._declare_saved(state)
-        elif self._begins_with(ahead.facts) and not self._has_begun(ahead):
+        elif self._begins_with(ahead.facts) and not any(one.version for one in ahead.fragments):
             self._declare_first(ahead.facts)
         elif not self._take_snapshots(state):
             if not from_first_record or not self._begins_with(ahead.facts):
@@ -177,10 +174,6 @@ class Joiner:
         same = facts.clocks == self._mine.clocks and facts.positions == self._mine.positions
         return same and facts.checksums == self._mine.checksums
 
-    @staticmethod
-    def _has_begun(ahead: State) -> bool:
-        return any(fragment.version for fragment in ahead.fragments)
-
     # --- copies -----------------------------------------------------------------------------------
 
     def _declare_saved(self, state: State) -> None:
@@ -216,7 +209,7 @@ class Joiner:
 
     def _take_snapshot(self, state: State, donor: str, fragment: int) -> str:
         """Load a fragment from another island. Return the problem, or ""."""
-        answer = self._ask(donor, fragment, state)
+        answer = self._ask(donor, fragment)
         if answer is None:
             return "it does not answer"
         if answer.problem:
@@ -231,16 +224,19 @@ class Joiner:
             return f"it has {content.numel()} bytes"
         declare = self._copies.declare
         checksum = self._copies.run(declare, fragment, answer.version, content=[[content]])
-        snapshot = answer.version, answer.head, checksum
-        return "" if state.adopt(fragment, snapshot, self._unread()) else "it is of another log"
+        snapshot, until = (answer.version, answer.head, checksum), time.monotonic() + ASK_SECONDS
+        while not state.adopt(fragment, snapshot, self._unread()):
+            if time.monotonic() > until:
+                return "it is of another log"
+            self._connection.receive()  # its entry may arrive later
+        return ""
 
-    def _ask(self, donor: str, fragment: int, state: State) -> Snapshot | None:
-        """Ask, and return the answer once the log has been received up to its entry."""
+    def _ask(self, donor: str, fragment: int) -> Snapshot | None:
         wanted = SnapshotWanted(sender=self._incarnation, fragment=fragment)
-        begin, asked, answer = time.monotonic(), -math.inf, None
+        begin, asked = time.monotonic(), -math.inf
         messages, members = self._connection.messages, self._connection.members
         while (now := time.monotonic()) < begin + SNAPSHOT_SECONDS:
-            if answer is None and now > asked + ASK_SECONDS:
+            if now > asked + ASK_SECONDS:
                 if asked > 0:
                     logger.warning(f"waiting for the shared copy of fragment {fragment}")
                 self._connection.ask(donor, wanted)
@@ -248,27 +244,23 @@ class Joiner:
             self._connection.receive()
             while messages:
                 message = messages.popleft()
-                if isinstance(message, Snapshot) and message.sender == donor:
-                    answer = message if message.fragment == fragment else answer
-            if answer is not None and (answer.problem or self._is_received(answer, state)):
-                return answer
+                place = message.sender, message.fragment
+                if isinstance(message, Snapshot) and place == (donor, fragment):
+                    return message
             if members.is_silent(donor, time.monotonic()):
                 break
         return None
 
-    def _is_received(self, answer: Snapshot, state: State) -> bool:
-        known = state.fragments[answer.fragment]
-        if answer.head == known.head or answer.version < known.version:
-            return True
-        closes = (record for record in self._unread() if isinstance(record, Close))
-        return any(digest(encode(close)) == answer.head for close in closes)
-
 
 def check_facts(facts: Facts, mine: Facts) -> None:
     """Raise a UserError if this island does not fit the run. Warn where the run decides."""
-    both = {"in the run": _fixed(facts), "in this island": _fixed(mine)}
-    differences = find_differences(both)
-    if differences:
+    both = {"in the run": facts, "in this island": mine}
+    fixed = {
+        who: {key: value for key, value in one.fingerprints.items() if key not in CHANGEABLE}
+        | {"protocol": str(one.protocol)}
+        for who, one in both.items()
+    }
+    if differences := find_differences(fixed):
         raise UserError(
             "this island does not fit the run: start it with the same settings, data and "
             "model:\n  " + "\n  ".join(differences)
@@ -288,19 +280,13 @@ def check_facts(facts: Facts, mine: Facts) -> None:
         )
 
 
-def _fixed(facts: Facts) -> dict[str, str]:
-    """Return what must be equal on all islands."""
-    fixed = {key: value for key, value in facts.fingerprints.items() if key not in CHANGEABLE}
-    return fixed | {"protocol": str(facts.protocol)}
-
-
 class Giver:
     """Stores states and snapshots in the background, and answers the islands that have asked."""
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
+    def __init__(self, connection: Connection, copies: Copies, incarnation: str) -> None:
+        self._connection, self._copies, self._incarnation = connection, copies, incarnation
         self._answers: dict[SnapshotWanted, Snapshot | None] = {}
-        """Answer to each question of an island that is alive, None until it is known."""
+        """Answer to each question of the latest joiners, None until it is known."""
         self._thread = BackgroundThread("islands-snapshots")
 
     def store_state(self, state: bytes) -> None:
@@ -314,19 +300,24 @@ class Giver:
 
         self._thread.submit(store)
 
-    def is_new(self, wanted: SnapshotWanted) -> bool:
-        """Return whether this is a new question. If not, repeat the answer: it may be lost."""
-        if answer := self._answers.get(wanted):
-            self._connection.ask(wanted.sender, answer)
-        return wanted not in self._answers
-
-    def give(self, wanted: SnapshotWanted, snapshot: Snapshot, content: Tensor) -> None:
-        """Store the content and answer. `snapshot`: the answer, without chunks."""
+    def give(self, wanted: SnapshotWanted, state: State) -> None:
+        """Store a snapshot and answer. Repeat an answer, as it may be lost."""
+        if wanted in self._answers:
+            if answer := self._answers[wanted]:
+                self._connection.ask(wanted.sender, answer)
+            return
         members, now = self._connection.members, time.monotonic()
-        for known in self._answers.copy():
-            if members.is_silent(known.sender, now):
+        for known, answer in self._answers.copy().items():
+            if answer is not None and members.is_silent(known.sender, now):
                 del self._answers[known]
         self._answers[wanted] = None
+        content = self._copies.run(self._copies.collect, wanted.fragment)
+        snapshot = Snapshot(
+            sender=self._incarnation,
+            fragment=wanted.fragment,
+            version=self._copies.fragments[wanted.fragment].newest,
+            head=state.fragments[wanted.fragment].head,
+        )
 
         def store() -> None:
             try:

@@ -18,15 +18,15 @@ from torchtitan_diloco.islands.bulk import CHUNK_BYTES, UNDER_WAY, ClosedError
 from torchtitan_diloco.islands.connection import Connection, LogRecord
 from torchtitan_diloco.islands.copies import Copies
 from torchtitan_diloco.islands.joining import STATE_EVERY, Giver, Joiner, StaleError
+from torchtitan_diloco.islands.ledger import Boundary
 from torchtitan_diloco.islands.log import State
-from torchtitan_diloco.islands.machine import Boundary, Machine
-from torchtitan_diloco.islands.members import Gauges, IslandFailedError, Lags
+from torchtitan_diloco.islands.machine import Machine
+from torchtitan_diloco.islands.members import Gauges, IslandFailedError
 from torchtitan_diloco.islands.parts import PartGoneError, Parts, as_buffer
 from torchtitan_diloco.islands.records import (
     Close,
     Facts,
     Part,
-    Snapshot,
     SnapshotWanted,
     VoidError,
     decode,
@@ -82,9 +82,11 @@ class Leader:
         self._parts = Parts(connection, copies, gauges)
         self.changed = threading.Condition()
         """Guards the machine, and is notified after every change."""
-        self.machine = Machine(name, connection.members, timing, copies.outer_lr)
-        self._giver, self._gauges = Giver(connection), gauges
-        self._reported, self._awaits_parts = 0.0, False
+        self.machine = Machine(
+            name, connection.members, timing, copies.outer_lr, ranks=copies.ranks.size
+        )
+        self._giver, self._gauges = Giver(connection, copies, name), gauges
+        self._reported = 0.0
         self._uploads = math.inf, 0
         """Since when, and how many bytes."""
         self._failure: Exception | None = None
@@ -110,26 +112,24 @@ class Leader:
             # Before its first record: the others call an owner silent that they have not heard.
             self._connection.beat(machine.hint(caught_up=False))
             self._beats.start()
-            while machine.island is None:
+            while not machine.joined:
                 self._work()
-                if machine.disputes.is_outvoted(time.monotonic()):
+                if machine.others.disputes.is_outvoted(time.monotonic()):
                     raise StaleError("most islands have other bits than its checkpoint")
-                if machine.island is None and (text := machine.waits_for(time.monotonic())):
-                    self._report(text)
+                self._say_what_it_waits_for()
         except PartGoneError as error:
             raise StaleError(f"the parts since its checkpoint are not kept: {error}") from error
-        island, facts = machine.island, self.state.facts
-        assert facts is not None
+        facts = machine.facts
         self._thread.start()
         return Seat(
-            slot=island.slot,
+            slot=machine.slot,
             slots=facts.slots,
             streams=facts.streams or facts.slots,
             block=facts.block,
-            position=island.position,
+            position=machine.position,
             total_tokens=facts.total_tokens,
-            clock=island.clock,
-            versions=[rounds.applied for rounds in island.rounds],
+            clock=machine.clock,
+            versions=[rounds.applied for rounds in machine.rounds],
         )
 
     def catch_up(self, saved: State | None) -> None:
@@ -139,11 +139,13 @@ class Leader:
         while self._connection.records:
             self._read(self._connection.records.popleft())
 
-    def _report(self, line: str) -> None:
-        if time.monotonic() - self._reported > REPORT:
-            say = logger.warning if self._reported else logger.info  # shown without logging set-up
-            self._reported = time.monotonic()
-            say(line)
+    def _say_what_it_waits_for(self) -> None:
+        machine, now = self.machine, time.monotonic()
+        text = machine.members.waits_for(machine.state, machine.incarnation, now)
+        if text and not machine.joined and now - self._reported > REPORT:
+            # A warning is shown without logging set-up.
+            (logger.warning if self._reported else logger.info)(text)
+            self._reported = now
 
     # --- the training thread ----------------------------------------------------------------------
 
@@ -151,11 +153,11 @@ class Leader:
         with self.changed:
             leaving = self._connection.leaving
             self.machine.finish_step(samples, weight, seconds, leaving=leaving)
-            self._gauges.finish_step(self.machine.joined.tokens, time.monotonic())
+            self._gauges.finish_step(self.machine.tokens, time.monotonic())
 
     def stop(self) -> None:
         with self.changed:
-            if self.machine.island is not None:
+            if self.machine.joined:
                 self.machine.stop()
 
     def decide(self) -> Boundary:
@@ -175,11 +177,8 @@ class Leader:
             self._react()  # at once, as the step of an opening counts
         self._gauges.waited += waited * (now - started)
         if waited and due.applied:
-            first = msgspec.structs.replace(due.applied[0], waited=now - started)
-            due = msgspec.structs.replace(due, applied=[first, *due.applied[1:]])
-        ranks = self._copies.ranks.size
-        sent = [msgspec.structs.replace(part, ranks=ranks) for part in due.sent]
-        return msgspec.structs.replace(due, sent=sent)
+            due.applied[0].waited = now - started
+        return due
 
     def store(self, part: Part, payload: Tensor) -> int:
         """Store the chunks of an own part and append the part. Return the bytes sent."""
@@ -207,18 +206,19 @@ class Leader:
 
     def _report_of(self, owner: str, now: float) -> Report:
         members, gauges = self._connection.members, self._gauges
+        flags = self.machine.others.flags.get(owner, 0)
         if owner != self.machine.incarnation:
             report, member = members.report(owner, now), members.heard.get(owner)
             says = () if member is None or report.absent else member.hint.numbers.says
             is_stuck = f"{name_of(owner)}: {STUCK}" in says
             if is_stuck:
                 return report._replace(absent=STUCK, evidence="it says so")
-            return report._replace(flags=self.machine.flags_of(owner))
+            return report._replace(flags=flags)
         (since, size), rate = self._uploads, gauges.bytes_per_second or 0.0
         still = now - max(since, self._connection.streams.stored)
         usual = min(size, UNDER_WAY * CHUNK_BYTES) / rate if rate else math.inf
         if still < max(STILL_SECONDS, STILL_RATIO * usual) or members.is_new(now):
-            return Report(gauges.read_vitals(), self.machine.flags_of(owner))
+            return Report(gauges.read_vitals(), flags)
         text = f"of its upload nothing was stored for {still:.0f} s"
         return Report(gauges.read_vitals(), absent=STUCK, evidence=text)
 
@@ -227,10 +227,6 @@ class Leader:
         with self.changed:
             taken, self.machine.actions = self.machine.actions, []
         return taken
-
-    def state_to_save(self) -> str:
-        """Return the state for a checkpoint of the newest copies."""
-        return self.state.encode().decode()
 
     def check(self) -> None:
         """Raise an error of the reading thread."""
@@ -265,12 +261,12 @@ class Leader:
             raise ClosedError("the island was closed")
         self._connection.receive()
         records = self._connection.records
-        while records and not ((island := self.machine.island) and island.left):
+        while records and not self.machine.left:
             self._read(records.popleft())
         while self._connection.messages:
             message = self._connection.messages.popleft()
             if isinstance(message, SnapshotWanted) and message.fragment < len(self.state.fragments):
-                self._give_snapshot(message)
+                self._giver.give(message, self.state)
         while not self._copies.saves.empty():
             self._copies.run(self._copies.save)
         with self.changed:
@@ -281,11 +277,11 @@ class Leader:
         with self.changed:
             self.machine.read(record.sequence, record.raw, time.monotonic())
             self._parts.fetch_waiting(self.state)
-            skipped = self.machine.take_skipped()
             self.changed.notify_all()
-        for fragment, version in skipped:
-            self._copies.run(self._copies.drop, fragment, version)
-        if record.sequence % STATE_EVERY == 0 and self.machine.island is not None:
+        for fragment, rounds in enumerate(self.machine.rounds):
+            while rounds.skipped:
+                self._copies.run(self._copies.drop, fragment, rounds.skipped.pop())
+        if record.sequence % STATE_EVERY == 0 and self.machine.joined:
             self._giver.store_state(self.state.encode())
 
     def _advance(self, record: LogRecord) -> None:
@@ -298,23 +294,21 @@ class Leader:
         except VoidError:
             return
         entry = self.state.preview(close) if isinstance(close, Close) else None
-        if entry is None or entry.close.version != self._copies.newest(entry.close.fragment) + 1:
+        if entry is None:
             return
         close = entry.close
+        if close.version != self._copies.fragments[close.fragment].newest + 1:
+            return
         named = zip(close.parts, entry.parts, strict=True)
-        joining = self.machine.island is None
         try:
-            self._awaits_parts = True
             counted = [(part, self._parts.payload(number)) for number, part in named if part.weight]
         except PartGoneError as error:
-            if joining:
+            if not self.machine.joined:
                 raise
             raise IslandFailedError(
                 f"{error}; an island that is started again takes the shared copies of another one, "
                 "if one is running"
             ) from error
-        finally:
-            self._awaits_parts = False
         checksum = self._copies.run(
             self._copies.advance,
             close.fragment,
@@ -323,7 +317,7 @@ class Leader:
             [part.weight for part, _ in counted],
             [part.ranks for part, _ in counted],
             [part.codec for part, _ in counted],
-            joining,  # older versions will not be applied
+            not self.machine.joined,  # older versions will not be applied
             content=[
                 self._copies.shards(close.fragment, payload, part.ranks, part.codec)
                 for part, payload in counted
@@ -344,30 +338,14 @@ class Leader:
 
     def _beat(self) -> None:
         """Send heartbeats, in a thread of their own as the reading thread may be busy."""
-        members, lags = self._connection.members, Lags(self._connection.members.expiry)
         while not self._closed.wait(BEAT):
             unread = next(iter(self._connection.records.copy()), None)
             lag = 0.0 if unread is None else time.monotonic() - unread.at
-            awaits_parts = self._awaits_parts and self.machine.island is not None
-            if lags.is_new(lag, awaits_parts, members.connected, time.monotonic()):
-                self.machine.note_lag(lag)
             # Also after a connection is made, as there is more to read then.
-            caught_up = lag <= members.expiry and 0 <= self._connection.last <= self.state.sequence
+            is_soon = lag <= self._connection.members.expiry
+            caught_up = is_soon and 0 <= self._connection.last <= self.state.sequence
             hint = self.machine.hint(caught_up=caught_up)
             numbers = self._gauges.read(self._connection.site, self._connection.round_trip)
-            says = (*self.machine.standing(), *numbers.says)
+            says = (*self.machine.others.standing(), *numbers.says)
             numbers = msgspec.structs.replace(numbers, says=says)
             self._connection.beat(msgspec.structs.replace(hint, numbers=numbers))
-
-    def _give_snapshot(self, wanted: SnapshotWanted) -> None:
-        fragment, copy = wanted.fragment, self._copies.fragments[wanted.fragment]
-        if not self._giver.is_new(wanted):
-            return
-        whole = self._copies.run(self._copies.collect, fragment)
-        snapshot = Snapshot(
-            sender=self.machine.incarnation,
-            fragment=fragment,
-            version=copy.newest,
-            head=self.state.fragments[fragment].head,
-        )
-        self._giver.give(wanted, snapshot, whole)

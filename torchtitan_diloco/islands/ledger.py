@@ -1,11 +1,25 @@
 """What the state of a run is made of: slots with their ledgers, fragments, and their entries."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 import msgspec
 
-from torchtitan_diloco.islands.records import AnyRecord, Close, Open, Part
+from torchtitan_diloco.islands.records import (
+    AnyRecord,
+    Close,
+    Evict,
+    Open,
+    Part,
+    VoidError,
+    name_of,
+)
+
+WITHOUT_WORK = 16
+"""Versions of all fragments without work of an island until it may be evicted."""
+FEWEST_VOTES = 2
+"""One island, which may be the sick one, evicts nobody."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +38,19 @@ class Entry:
     def is_lost(self, part: Part) -> bool:
         """Return whether the work in a part of this entry is lost."""
         return part in self.outliers or not part.finite
+
+    def left_out(self) -> Iterator[str]:
+        """Describe the parts that it leaves out."""
+        where = f"fragment {self.close.fragment}, version {self.close.version}"
+        for refusal in self.close.refused:
+            yield f"{where}: record {refusal.part} was left out: {refusal.reason}"
+        for part in (*self.parts, *self.outliers):
+            if self.is_lost(part):
+                reason = "is too large" if part.finite else "is not finite"
+                yield (
+                    f"{where}: the delta of island {name_of(part.incarnation)} {reason}; it is "
+                    "left out, and the island takes the shared parameters"
+                )
 
 
 @dataclass(frozen=True)
@@ -88,6 +115,38 @@ class Fragment(msgspec.Struct):
         return next((part for part in self.waiting.values() if part.slot == slot), None)
 
 
+def works(slot: Slot, fragments: Sequence[Fragment]) -> bool:
+    """Return whether work of the owner was merged lately, or the owner is new."""
+    pairs = zip(fragments, slot.ledgers, strict=True)
+    last = (one.version - max(ledger.good_in, ledger.since) for one, ledger in pairs)
+    return min(last) < WITHOUT_WORK
+
+
+def count_vote(vote: Evict, slots: Sequence[Slot], fragments: Sequence[Fragment]) -> bool:
+    """Count a vote, and return whether it evicts. Raises a VoidError if it is not valid.
+
+    An eviction needs the votes of two islands, and of most of those whose work is merged. As
+    nothing of the evicted one was merged for long, nobody can evict a healthy one. It is like
+    leaving: its parts that wait still count, if they can be merged.
+    """
+    slot = next((one for one in slots if one.owner == vote.target and not one.done), None)
+    if slot is None or vote.target == vote.incarnation:
+        raise VoidError(f"{vote.target} cannot be evicted by it")
+    if works(slot, fragments):
+        raise VoidError(f"work of {vote.target} was merged lately")
+    able = {one.owner for one in slots if one.owner and works(one, fragments)}
+    if vote.incarnation not in able:
+        raise VoidError("no work of its writer was merged lately")
+    slot.votes = sorted({*slot.votes, vote.incarnation})
+    votes = len(able.intersection(slot.votes))
+    if votes < FEWEST_VOTES or 2 * votes <= len(able):
+        return False
+    slot.owner = None
+    return True
+
+
+# --- what is due ----------------------------------------------------------------------------------
+
 LATE_MIXING = 0.5
 """Minimum share of the local parameters when a part was late."""
 
@@ -124,3 +183,22 @@ class Due(msgspec.Struct):
     mode: Mode = Mode.ADD
     waited: float = 0.0
     """Seconds for which training has waited."""
+
+
+class Boundary(msgspec.Struct, frozen=True):
+    """What to do between two steps, on all ranks: apply, then take the deltas of the parts."""
+
+    clock: int
+    stopped: bool = False
+    may_train_on: bool = False
+    """Stopped until it is known whether the run has merged its tokens."""
+    leaving: bool = False
+    """Before the end of the run."""
+    over: bool = False
+    """Nothing is left to send or apply."""
+    applied: list[Due] = []
+    sent: list[Part] = []
+    waits_until: float | None = None
+    """Training waits: ask again when something has happened, or at this time."""
+    settings: dict[str, str] = {}
+    """Settings of the run."""

@@ -9,9 +9,8 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from torchtitan_diloco.islands.actions import count_vote
 from torchtitan_diloco.islands.changes import changed
-from torchtitan_diloco.islands.ledger import Entry, Fragment, Ledger, Outcome, Slot
+from torchtitan_diloco.islands.ledger import Entry, Fragment, Ledger, Outcome, Slot, count_vote
 from torchtitan_diloco.islands.records import (
     LARGEST,
     AnyRecord,

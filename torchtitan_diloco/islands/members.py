@@ -1,4 +1,4 @@
-"""Heartbeats of the other islands, and how long their parts usually take."""
+"""Heartbeats of the other islands: who is there, and whose slot is free."""
 
 import math
 import statistics
@@ -9,6 +9,7 @@ from typing import Annotated
 import msgspec
 
 from torchtitan_diloco.diloco.vitals import Report, Vitals
+from torchtitan_diloco.islands.changes import SLOTS
 from torchtitan_diloco.islands.log import State
 from torchtitan_diloco.islands.records import Count, Name, Seconds, name_of
 from torchtitan_diloco.log import UserError
@@ -135,24 +136,6 @@ class Gauges:
         return self.vitals._replace(upload=upload, download=download)
 
 
-class Lags:
-    """Tells when an island falls behind the log because its downlink is slow."""
-
-    def __init__(self, longest: float) -> None:
-        self._longest, self._known = longest, False
-        self._behind, self._before = True, math.inf
-
-    def is_new(self, lag: float, awaits_parts: bool, connected: bool, now: float) -> bool:
-        """`lag`: seconds for which the oldest unread record has waited. Call this often."""
-        if now - self._before > self._longest / 2 or not connected:
-            self._behind = True  # after a pause, there is much to read with any downlink
-        self._behind, self._before = self._behind and lag > 0, now
-        is_late = lag > self._longest
-        is_new = is_late and awaits_parts and not self._behind and not self._known
-        self._known = is_late and (self._known or is_new)
-        return is_new
-
-
 class Members:
     """Heartbeats of the other islands. They decide about waiting, not about validity.
 
@@ -225,12 +208,6 @@ class Members:
         silent, heard = (sorted(map(name_of, found)) for found in both)
         return silent, heard
 
-    def is_gone(self, incarnation: str, now: float) -> bool:
-        """Return whether another island may take its slot."""
-        member = self.heard.get(incarnation)
-        since = self._began if member is None else member.heard
-        return since is not None and not self.is_new(now) and now - since >= self._patience
-
     def seconds_until_gone(self, incarnation: str, now: float) -> float:
         """Return the time until another island may take its slot, if it stays silent."""
         member = self.heard.get(incarnation)
@@ -254,12 +231,6 @@ class Members:
         still = now - member.moved >= times * self._patience
         return still and not self.is_new(now) and not self.is_silent(incarnation, now)
 
-    def probation(self, evictions: int, now: float) -> float:
-        """Return for how long an island that was evicted so often takes no slot. This doubles each
-        time, and counts from the start of the process."""
-        began = now if self._began is None else self._began
-        return began + self._patience * 2.0 ** (evictions - 1) - now
-
     def is_ready(self, incarnation: str, now: float, step_seconds: float) -> bool:
         """Return whether a round waits for it. `step_seconds`: time of this island's steps."""
         if self.is_new(now):
@@ -267,6 +238,8 @@ class Members:
         if not self.has_caught_up(incarnation) or self.is_silent(incarnation, now):
             return False
         return now - self.heard[incarnation].moved < max(self.expiry, 3 * step_seconds)
+
+    # --- slots ------------------------------------------------------------------------------------
 
     def slot_to_take(self, state: State, own: str, now: float) -> tuple[int, str | None] | None:
         """Return a slot for the incarnation `own` to take, and the owner that it replaces.
@@ -285,7 +258,40 @@ class Members:
                     f"an island with the name {name_of(own)} is running already: give this one "
                     "another islands.name, or end the other one"
                 )
+        if self._probation(state, own, now) > 0:
+            return None
         for slot, owner in sorted(owners, key=lambda pair: pair[1] is not None):
-            if owner is None or self.is_gone(owner, now):
+            if owner is None or not (self.is_new(now) or self.seconds_until_gone(owner, now)):
                 return slot, owner
         return None
+
+    def _probation(self, state: State, own: str, now: float) -> float:
+        """Return for how long an island whose last start was evicted takes no slot, if others are
+        there. This doubles each time, and counts from the start of the process."""
+        name = name_of(own)
+        last = [one for one in state.incarnations if name_of(one) == name][-1:]
+        if not state.owners() or not set(last).intersection(state.evicted):
+            return 0.0
+        evictions = sum(name_of(one) == name for one in state.evicted)
+        began = now if self._began is None else self._began
+        return began + self._patience * 2.0 ** (evictions - 1) - now
+
+    def waits_for(self, state: State, own: str, now: float) -> str:
+        """Return what the incarnation `own`, which is not in the run yet, waits for, or ""."""
+        owners = state.owners().values()
+        if state.facts is not None and own in owners and not state.begun:
+            here = ", ".join(map(name_of, owners))
+            return f"waiting until {state.facts.begin} islands are there; here are {here}"
+        if (seconds := self._probation(state, own, now)) > 0:
+            return f"the others have evicted this island: it takes part again in {seconds:.0f} s"
+        restarts = name_of(own) in map(name_of, owners)  # it takes its slot
+        if len(owners) < len(state.slots) or restarts or self.is_new(now):
+            return ""
+        silent = [owner for owner in owners if self.is_silent(owner, now)]
+        times = sorted((self.seconds_until_gone(one, now), name_of(one)) for one in silent)
+        free = "".join(f"; that of {name}, which is silent, in {s:.0f} s" for s, name in times)
+        return (
+            f"waiting for a free slot{free}. All {len(owners)} have an owner: `islands leave NAME` "
+            f"asks one to leave ({', '.join(sorted(map(name_of, owners)))}), and `islands change "
+            f"{SLOTS} {len(owners) + 1}` adds a slot"
+        )

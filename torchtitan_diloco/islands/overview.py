@@ -14,7 +14,6 @@ import msgspec
 
 from torchtitan_diloco.islands.ledger import Outcome
 from torchtitan_diloco.islands.log import State
-from torchtitan_diloco.islands.machine import left_out
 from torchtitan_diloco.islands.members import Members
 from torchtitan_diloco.islands.records import (
     Change,
@@ -110,7 +109,7 @@ class History:
                         stay.parts += 1
                         if part.base < record.version - 1:
                             append_thinned(stay.late, at)
-                self.news += [(at, text) for text in left_out(outcome.entry)]
+                self.news += [(at, text) for text in outcome.entry.left_out()]
             case Evict():
                 vote = f"votes to evict {name_of(record.target)}, as it {record.reason}"
                 self.news.append((at, f"{name_of(record.incarnation)} {vote}"))

@@ -42,7 +42,8 @@ class Parts:
         """Fetch and check waiting parts in the background, and drop all others."""
         waiting = dict[int, Part]()
         for number, fragment in enumerate(state.fragments):
-            if fragment.version >= self._copies.newest(number):  # else the copy contains them
+            copy = self._copies.fragments[number]
+            if fragment.version >= copy.newest:  # else the copy contains them
                 waiting |= fragment.waiting
         self._wanted = waiting.keys()
         for sequence in self._fetched.keys() - waiting.keys():

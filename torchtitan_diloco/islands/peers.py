@@ -43,9 +43,8 @@ from torchtitan_diloco.islands.connection import Connection
 from torchtitan_diloco.islands.copies import Copies, encode_delta, fingerprints
 from torchtitan_diloco.islands.joining import StaleError
 from torchtitan_diloco.islands.leader import Leader, Seat
-from torchtitan_diloco.islands.ledger import Due, Mode
+from torchtitan_diloco.islands.ledger import Boundary, Due, Mode
 from torchtitan_diloco.islands.log import State
-from torchtitan_diloco.islands.machine import Boundary
 from torchtitan_diloco.islands.members import Gauges
 from torchtitan_diloco.islands.records import Facts, Part
 from torchtitan_diloco.islands.rounds import Timing
@@ -373,7 +372,7 @@ class IslandPeers(Peers):
         own = {"weight": 0.0, "delta_norms": []}
         facts["fragments"] = [own | {"outer_steps": copy.newest} for copy in copies]
         if self._leader is not None:
-            facts["island"] = self._leader.state_to_save()
+            facts["island"] = self._leader.state.encode().decode()
         for copy in copies:  # sgd has no slots
             for kind, buffer in zip((SHARED, *SLOTS), copy.buffers(), strict=False):
                 tensors |= saving.named(kind, copy.state, buffer.to("cpu", copy=True), mesh)

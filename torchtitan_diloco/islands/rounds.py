@@ -13,7 +13,7 @@ from torchtitan_diloco.islands.log import VERSIONS_LATE
 from torchtitan_diloco.islands.records import MOST_GRACE, Close, Open, Part, Refusal
 
 if TYPE_CHECKING:
-    from torchtitan_diloco.islands.rules import Island
+    from torchtitan_diloco.islands.machine import Machine
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def find_outliers(
 class Rounds:
     """Rounds of a fragment, and this island's parts in them."""
 
-    def __init__(self, island: "Island", fragment: int, now: float) -> None:
+    def __init__(self, island: "Machine", fragment: int, now: float) -> None:
         self._island, self._fragment = island, fragment
         self.turn = island.timing.schedule.first_send(fragment)  # own step of the next send
         if any(one.version for one in island.state.fragments):  # the run has begun
@@ -83,7 +83,6 @@ class Rounds:
         self.sent_step, self._sent_at = 0, 0.0
         self.under_way = False
         """The last part sent was not read back yet. It is appended until it is."""
-        self.part_bytes = 0  # of the part of any island that was read last
         self._returned_step = 0  # own step when it was read back
         self._tokens_sent = self._tokens_taken = 0
         """Own tokens when the last part was sent, and when the last one in an entry was sent, from
@@ -115,7 +114,7 @@ class Rounds:
 
     @property
     def _ledger(self) -> Ledger:
-        return self._island.ledgers[self._fragment]
+        return self._island.own.ledgers[self._fragment]
 
     def read(self, record: Open | Part | Close, outcome: Outcome, now: float) -> None:
         own = record.incarnation == self._island.incarnation
@@ -124,10 +123,9 @@ class Rounds:
                 self._read_open(record, now)
             return
         if not own and (outcome.disputed or not outcome.void):
-            same = not outcome.disputed
-            self._island.disputes.note(self._fragment, record.incarnation, same=same)
+            disputes = self._island.others.disputes
+            disputes.note(self._fragment, record.incarnation, same=not outcome.disputed)
         if isinstance(record, Part):
-            self.part_bytes = record.size or self.part_bytes
             if record == self.sent:
                 self.under_way, self._returned_step = False, self._island.step
             if not outcome.void:
@@ -144,9 +142,7 @@ class Rounds:
             own=own,
             is_lost=own is not None and entry.is_lost(own),
             participants=sum(weight > 0 for weight in entry.close.weights),
-            received=sum(
-                one.size for part in entry.parts if part is not own for one in part.chunks
-            ),
+            received=sum(part.size for part in entry.parts if part is not own),
         )
         last = self.unapplied[-1] if self.unapplied else None
         if last is not None and last.own is None and own is None:
@@ -168,20 +164,9 @@ class Rounds:
             self.turn += max(0, opened - self.sent_step - lead)
 
     @property
-    def is_uploading(self) -> bool:
-        return self.under_way and not self.is_stored
-
-    def upload_seconds(self, now: float) -> float:
-        return now - self._sent_at
-
-    @property
     def is_pending(self) -> bool:
         """Whether a part of this slot is on its way or waiting."""
         return self.under_way or self.shared.waiting_of(self._island.slot) is not None
-
-    def is_busy(self, now: float) -> bool:
-        """Return whether own work is under way to a version, or a version to the parameters."""
-        return bool(self.is_pending or self.unapplied or self.send_is_due(now))
 
     @property
     def _grace(self) -> float:
@@ -202,7 +187,7 @@ class Rounds:
     @property
     def _may_write(self) -> bool:
         island = self._island
-        undecided = island.disputes.is_undecided(self._fragment)
+        undecided = island.others.disputes.is_undecided(self._fragment)
         return not (island.fenced or island.state.ended or undecided)
 
     # --- send, open, close ------------------------------------------------------------------------
@@ -213,7 +198,7 @@ class Rounds:
         oldest = max(self._ledger.merged_in, self.shared.version - VERSIONS_LATE)
         behind = self.applied < oldest
         has_data = island.position > self._ledger.taken_to
-        if self.is_pending or behind or not has_data or not self._may_write or island.done:
+        if self.is_pending or behind or not has_data or not self._may_write or island.own.done:
             return False
         if island.leaving or (island.step >= self.turn and not self._has_all):
             return True
@@ -228,7 +213,7 @@ class Rounds:
         """Return whether a leaving island waits for its last part to be merged, to send the work
         since then. It waits only some seconds, as there may be no quorum or nobody to open."""
         island, sent = self._island, self.sent
-        if sent is None or island.position == sent.end or island.done or not self._may_write:
+        if sent is None or island.position == sent.end or island.own.done or not self._may_write:
             return False
         patience, since = island.members.expiry, self._sent_at
         if self.shared.open is not None:
@@ -249,6 +234,7 @@ class Rounds:
             start=self._ledger.taken_to,
             end=island.position,
             weight=tokens,
+            ranks=island.ranks,
             codec=island.facts.codec,
         )
         self.is_stored = False
@@ -267,7 +253,7 @@ class Rounds:
         due = due or (island.stopped and island.state.is_short(self.shared))
         if self.shared.open is not None or not self.is_pending or not due:
             return None
-        if self._has_all or not self._may_write or island.done:
+        if self._has_all or not self._may_write or island.own.done:
             return None
         version = self.shared.version + 1
         if self._attempt[0] != version:
@@ -289,7 +275,7 @@ class Rounds:
         good = {number: one.norm for number, one in known.items() if not one.reason}
         bad = [Refusal(number, one.reason) for number, one in known.items() if one.reason]
         ready, arrived = island.ready_slots(now), {part.slot for part in waiting.values()}
-        awaited, is_quorate = island.awaited(ready), len(good) >= island.facts.quorum
+        awaited, is_quorate = island.others.awaited(ready), len(good) >= island.facts.quorum
         complete = ready <= arrived or (awaited <= arrived and is_quorate)
         complete = complete and len(good) + len(bad) == len(waiting)
         # Waiting delays only the version. After half a cycle it would be too late for the next
@@ -303,7 +289,9 @@ class Rounds:
             return None
         missing = ready - {waiting[number].slot for number in known}
         norms = {number: norm / self._turns(waiting[number]) for number, norm in good.items()}
-        outliers = self._outliers(norms, alone=ready <= {island.slot})
+        judged = {number: norm for number, norm in norms.items() if waiting[number].finite}
+        limit, alone = island.timing.norm_limit, ready <= {island.slot}
+        outliers = find_outliers(judged, self.shared.norms, limit, alone=alone) if limit else {}
         bad += [
             Refusal(number, f"its norm is {times:.3g} times the usual one", outlier=True)
             for number, times in outliers.items()
@@ -312,12 +300,6 @@ class Rounds:
         lr *= self._share(taken, missing)
         by = island.slot, island.incarnation
         return island.state.build_close(self._fragment, by, taken, tuple(bad), lr)
-
-    def _outliers(self, norms: Mapping[int, float], *, alone: bool) -> dict[int, float]:
-        waiting = self.shared.waiting
-        judged = {number: norm for number, norm in norms.items() if waiting[number].finite}
-        limit = self._island.timing.norm_limit
-        return find_outliers(judged, self.shared.norms, limit, alone=alone) if limit else {}
 
     def _turns(self, part: Part) -> float:
         """Return the steps of a part in units of H, at least 1.
@@ -352,30 +334,22 @@ class Rounds:
 
     # --- entries ----------------------------------------------------------------------------------
 
-    def next_mode(self) -> Mode | None:
-        """Return how to apply the first unapplied entry between these steps, None if not yet."""
-        if not self.unapplied:
-            return None
-        entry = self.unapplied[0]
-        if entry.own is None:
-            return Mode.ADD
-        late = self._island.step - self.sent_step - self._delay
-        own_round = entry.own.base == entry.version - 1
-        if own_round and late < 0 and not self._island.stopped:
-            return None
-        if entry.is_lost:
-            return Mode.RESET
-        return Mode.MIX if own_round and late <= 0 else Mode.MIX_LATE
-
     def take_due(self, now: float) -> Due | None:
         """Return the first unapplied entry if it is to be applied now, and mark it as applied."""
-        if (mode := self.next_mode()) is None:
+        if not self.unapplied:
             return None
-        entry, tokens = self.unapplied.popleft(), self._island.tokens
-        entry.mode = mode
-        self.applied = entry.version
+        entry, tokens = self.unapplied[0], self._island.tokens
         if entry.own is not None:
+            late = self._island.step - self.sent_step - self._delay
+            own_round = entry.own.base == entry.version - 1
+            if own_round and late < 0 and not self._island.stopped:
+                return None
+            entry.mode = Mode.MIX if own_round and late <= 0 else Mode.MIX_LATE
+            if entry.is_lost:
+                entry.mode = Mode.RESET
             tokens = self._tokens_taken = self._tokens_sent
+        self.unapplied.popleft()
+        self.applied = entry.version
         self._island.set_clock(entry.clock, tokens, now)
         return entry
 

@@ -163,7 +163,7 @@ class World:
         """Return steps that are in no entry and will be in none, as mean over fragments."""
         state, lost = self.processes[0].machine.state, float(self.all_steps())
         for process in self.processes:
-            island = process.machine.joined
+            island = process.machine
             ledgers = state.slots[island.slot].ledgers
             kept = sum(one.merged + island.position - one.taken_to for one in ledgers)
             lost -= kept / len(ledgers)
@@ -248,7 +248,7 @@ class Process:
         self._is_woken = False
         for record in self.machine.records(self._checked, self.world.now):
             self.world.append(record)
-        if self.machine.island is not None and not self._trains:
+        if self.machine.joined and not self._trains:
             self._trains = True
             self._train()
         elif self._waits_since >= 0:
