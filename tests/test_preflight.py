@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 
 from torchtitan_diloco.config import Config, load_config
-from torchtitan_diloco.data.train_tokenizer import main as train_tokenizer
+from torchtitan_diloco.data.tokenizer import main as train_tokenizer
 from torchtitan_diloco.launch import main
 from torchtitan_diloco.log import UserError
 from torchtitan_diloco.preflight import check_inputs, missing

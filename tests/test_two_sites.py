@@ -20,7 +20,7 @@ from tests.conftest import REPOSITORY
 from tests.islands.servers import need_server
 from tests.network import Sites, built, enter
 from tests.processes import FORKS
-from torchtitan_diloco.export.saved_model import open_saved
+from torchtitan_diloco.export.weights import open_saved
 
 PATIENCE = 400
 STEPS = 900

@@ -16,8 +16,7 @@ from tests.test_trainer import VALIDATION, curve, records
 from torchtitan_diloco.config import load_config
 from torchtitan_diloco.diloco.state_dict import shared_parameter_name
 from torchtitan_diloco.export import __main__ as commands
-from torchtitan_diloco.export.saved_model import open_saved
-from torchtitan_diloco.export.weights import load_initial_weights
+from torchtitan_diloco.export.weights import load_initial_weights, open_saved
 from torchtitan_diloco.models import build_model
 
 COMMANDS = "generate", "validate", "export"

@@ -15,7 +15,7 @@ from torchtitan_diloco.config import load_config
 from torchtitan_diloco.config.schema import Model
 from torchtitan_diloco.diloco.config import Fragments
 from torchtitan_diloco.export import __main__ as commands
-from torchtitan_diloco.export.saved_model import open_saved
+from torchtitan_diloco.export.weights import open_saved
 from torchtitan_diloco.models import MODELS, LanguageModel
 from torchtitan_diloco.models.base import Head
 from torchtitan_diloco.planner.prediction import Workload

@@ -23,14 +23,11 @@ from torchtitan_diloco.planner.failures import (
     Fleet,
     best_interval,
     c4_outlooks,
-    c4_text,
     elastic,
     islands,
     job_goodput,
     one_job,
-    published_fleet,
     published_outlooks,
-    published_text,
 )
 
 FLEET = Fleet(chips=20_000, mtbf=YEAR, detect=30, restart=120, rejoin=60, save=10)
@@ -158,13 +155,6 @@ def test_the_published_goodput_of_decoupled_diloco() -> None:
     assert all(2 < miss < 4 for miss in (two, four, eight, sixteen))
 
 
-def test_twice_the_published_chips() -> None:
-    """The paper's goodput of 2.4M chips: 18 % not elastic, 40 % elastic."""
-    twice = replace(published_fleet(), chips=2_400_000)
-    assert 100 * one_job(twice).goodput == pytest.approx(18, abs=2.5)
-    assert 100 * elastic(twice).goodput == pytest.approx(40, abs=1)
-
-
 @pytest.mark.parametrize("parts", C4_PARTS.values(), ids=C4_PARTS)
 def test_the_published_downtime_of_c4(parts: failures.Downtime) -> None:
     """The paper's 31.19 and 1.16 % from their parts."""
@@ -179,21 +169,19 @@ def test_the_published_downtime_of_c4(parts: failures.Downtime) -> None:
 KNOWN = ["--failures", "--chips", "512", "--mtbf", "3y", "--islands", "4"]
 
 
-def test_the_documented_answer_is_what_the_command_prints(
+def test_the_documented_answers_are_what_the_command_prints(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plot = tmp_path / "failures.svg"
+    plot, docs = tmp_path / "failures.svg", (REPOSITORY / "docs/report-and-plan.md").read_text()
     assert main([*KNOWN, "8", "16", "--plot", str(plot)]) == 0
     answer = capsys.readouterr().out.removesuffix(f"\nwrote {plot}\n")
-    assert answer in (REPOSITORY / "docs/report-and-plan.md").read_text()
+    assert answer in docs
     assert "16 islands" in plot.read_text()
-
-
-def test_the_papers_goodput_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--failures", "--table"]) == 0
-    printed = capsys.readouterr().out
-    assert published_text() in printed
-    assert c4_text() in printed
+    for line in capsys.readouterr().out.splitlines():
+        name, *percents = [cell.strip() for cell in line.split("|")[1:-1]] or [""]
+        if name.endswith("islands") or "model" in name or "published" in name:
+            assert all(one in docs for one in percents), line
 
 
 @pytest.mark.parametrize(

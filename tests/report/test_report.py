@@ -5,7 +5,6 @@ from html import unescape
 from pathlib import Path
 from shutil import copytree
 
-import numpy as np
 import pytest
 
 from tests.conftest import REPOSITORY
@@ -13,16 +12,10 @@ from tests.report.synthetic import FRAGMENTS, exchanges, round_records, step_rec
 from tests.test_trainer import LOSS
 from torchtitan_diloco.components.metrics import METRICS
 from torchtitan_diloco.components.summary import all_reduce_bytes
-from torchtitan_diloco.report.__main__ import main
+from torchtitan_diloco.report.charts import PHASES, phases, timeline_svg
 from torchtitan_diloco.report.figures import Figure, figures
-from torchtitan_diloco.report.page import (
-    describe,
-    detail_tables,
-    facts_table,
-    html_page,
-)
+from torchtitan_diloco.report.page import describe, detail_tables, facts_table, html_page, main
 from torchtitan_diloco.report.run_records import Run, open_runs
-from torchtitan_diloco.report.timeline import PHASES, draw_timeline, phases
 
 
 def opened(folder: Path) -> Run:
@@ -152,6 +145,18 @@ def test_runs_that_lack_something(runs: Path, tmp_path: Path) -> None:
     assert "no readable config.toml" in html_page([new])
 
 
+def test_a_first_worker_whose_records_begin_later_does_not_stop_a_report(tmp_path: Path) -> None:
+    """Its folder was lost, and it took a copy of a checkpoint from another one."""
+    folder = write_run(tmp_path / "run", step_records(200), round_records(200))
+    file = folder / "worker-0/metrics.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join([lines[0], *lines[11:]]))
+    run = opened(folder)
+    assert len(run.workers[0].steps) < len(run.source.steps) == 20
+    sent = by_title(run)["Bytes sent by each worker"]
+    assert [key.name for key in sent.legend] == ["sent", "data parallelism would send"]
+
+
 def test_islands_are_workers_in_other_places(tmp_path: Path) -> None:
     """Two began, and a third one came. They know no arrivals, and each has its own loss."""
     folders = []
@@ -257,7 +262,7 @@ def test_records_that_are_damaged_hostile_or_not_finite(tmp_path: Path) -> None:
     run = opened(folder)
     assert (run.last_step, run.size) == (150, 3)
     assert len(run.curve(LOSS)[0]) == 14, "null is not a value"
-    assert np.isnan(run.of_workers("waited_seconds")[0]).tolist() == [False, False, True]
+    assert [one is None for one in run.exchanges[0]] == [False, False, True]
     page = html_page([run])
     assert "left out 4 line(s) of metrics.jsonl" in page
     assert "worker 1 was left out of 2 recorded round(s), outlier." in page
@@ -292,14 +297,12 @@ def test_runs_side_by_side(runs: Path, tmp_path: Path) -> None:
 
 def test_the_timeline_shows_all_phases_of_the_first_eight_workers() -> None:
     found = phases(exchanges(round_records(100, workers=10))[-2:])
-    figure, drawn = draw_timeline(found, [f"worker {number}" for number in range(10)])
-    (axes,) = figure.axes
-    label = r"seconds, from 01:47:2.* 2 more workers are not shown.*"
-    assert re.fullmatch(label, axes.get_xlabel())
-    rows = [label.get_text() for label in axes.get_yticklabels()]
-    assert rows == [text for n in range(8) for text in (f"worker {n}", "exchange")]
-    assert len(drawn) == 8 * 2 * len(PHASES)
-    assert len(axes.patches) == len(drawn) + 8
+    drawn = timeline_svg("Exchanges", found, [f"worker {number}" for number in range(10)])
+    assert re.search(r"seconds, from 01:47:2.* 2 more workers are not shown", drawn)
+    tooltips = re.findall(r"<title>(worker \d): ([a-z ]+) \d", drawn)
+    expected = [(f"worker {n}", name) for n in range(8) for name in PHASES] * 2
+    assert sorted(tooltips) == sorted(expected)
+    assert drawn.count(">exchange<") == 8
 
 
 @pytest.mark.parametrize(

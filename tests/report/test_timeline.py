@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchtitan_diloco.components.records import RoundRecord
-from torchtitan_diloco.report.timeline import PHASES, Phase, last_to_arrive, phases
+from torchtitan_diloco.report.charts import PHASES, Phase, phases
+from torchtitan_diloco.report.page import last_to_arrive
 
 
 def record(at_seconds: dict[str, float], heard_after: float | None = None) -> RoundRecord:

@@ -92,26 +92,23 @@ class World:
 
     def __init__(self, rules: Rules) -> None:
         self.rules, self.now = rules, 0.0
-        self.log = list[bytes]()
-        self._queue = list[tuple[float, int, Process, Callable[[], None]]]()
-        self._number = count()
-        self.append(
-            Facts(
-                run="simulated",
-                slots=rules.islands,
-                begin=rules.islands,
-                total_tokens=2**40,
-                cycle=rules.islands * rules.schedule.sync_every,
-                outer_lr=1.0,
-                checksums=(CHECKSUM,) * rules.schedule.fragments,
-                fingerprints={},
-                quorum=rules.quorum,
-            )
+        facts = Facts(
+            run="simulated",
+            slots=rules.islands,
+            begin=rules.islands,
+            total_tokens=2**40,
+            cycle=rules.islands * rules.schedule.sync_every,
+            outer_lr=1.0,
+            checksums=(CHECKSUM,) * rules.schedule.fragments,
+            fingerprints={},
+            quorum=rules.quorum,
         )
+        self.log = [encode(facts)]
+        self._queue = list[tuple[float, int, Process, Callable[[], None]]]()
+        self._number, self._ended_steps = count(), 0
         self.processes = [Process(self, f"island-{one}") for one in range(rules.islands)]
         for process in self.processes:
             process.connect()
-        self._ended_steps = 0
 
     def after(self, seconds: float, process: "Process", action: Callable[[], None]) -> None:
         heapq.heappush(self._queue, (self.now + seconds, next(self._number), process, action))
@@ -128,7 +125,7 @@ class World:
 
     def append(self, record: Record) -> None:
         self.log.append(encode(record))
-        for process in self.processes if len(self.log) > 1 else ():
+        for process in self.processes:
             self.after(MESSAGE_SECONDS, process, process.receive)
 
     def leave(self, number: int, *, dies: bool) -> None:
@@ -198,7 +195,6 @@ class Process:
             self._read()
         for fragment in self.machine.state.fragments:
             self._checked |= dict.fromkeys(fragment.waiting, Checked())
-        self.tick()
         self.beat()
 
     def _read(self) -> Outcome:
@@ -231,6 +227,7 @@ class Process:
             self.world.after(0.0, self, self.react)
 
     def beat(self) -> None:
+        self.react()
         hint = self.machine.hint(caught_up=True)
         for other in self.world.processes:
             if other is not self:
@@ -240,22 +237,15 @@ class Process:
     def hear(self, hint: Hint) -> None:
         self.members.hear(hint, self.world.now)
 
-    def tick(self) -> None:
-        self.react()
-        self.world.after(BEAT, self, self.tick)
-
     def react(self) -> None:
         self._is_woken = False
         for record in self.machine.records(self._checked, self.world.now):
             self.world.append(record)
         if self.machine.island is not None and not self._trains:
             self._trains = True
-            self._train()
+            self.world.after(self.rules.step_seconds, self, self._step)
         elif self._waits_since >= 0:
             self._boundary()
-
-    def _train(self) -> None:
-        self.world.after(self.rules.step_seconds, self, self._step)
 
     def _step(self) -> None:
         self.steps += 1
@@ -276,7 +266,7 @@ class Process:
             return
         self.waited += now - self._waits_since
         self._waits_since = -1.0
-        self._train()
+        self.world.after(self.rules.step_seconds, self, self._step)
         self.react()
 
     def _store(self, part: Part) -> None:

@@ -100,7 +100,7 @@ class IslandsLog:
 
 @dataclass(frozen=True)
 class Run:
-    """Records of the workers of a run. Those of the first one have the curves of the run."""
+    """Records of the workers of a run."""
 
     name: str
     """Unique among the runs of a report."""
@@ -110,17 +110,18 @@ class Run:
     """Dotted key -> value. Empty without a config.toml."""
     log: IslandsLog | None = None
 
-    def curve(self, key: str, source: Worker | None = None) -> tuple[Array, Array]:
-        """Return the steps that have a value of this key, and the values.
+    @property
+    def source(self) -> Worker:
+        """The worker that has the curves of the run: the first, or another one whose records begin
+        earlier."""
+        if self.is_of_islands:
+            return self.workers[0]
+        return max(self.workers, key=lambda worker: len(worker.steps))
 
-        By default, they are those of the first worker, or of another one whose records begin
-        earlier.
-        """
-        if source is None:
-            source = self.workers[0]
-            if not self.is_of_islands:
-                source = max(self.workers, key=lambda worker: len(worker.steps))
-        known = [record for record in source.steps if record.get(key) is not None]
+    def curve(self, key: str, source: Worker | None = None) -> tuple[Array, Array]:
+        """Return the steps that have a value of this key, and the values. Default: of the run."""
+        records = (source or self.source).steps
+        known = [record for record in records if record.get(key) is not None]
         steps, values = ([number(record[name]) for record in known] for name in ("step", key))
         return np.array(steps, dtype=float), np.array(values, dtype=float)
 
@@ -160,17 +161,6 @@ class Run:
                 turn = record.outer_round if self.is_of_islands else record.sent_step
                 found[turn, record.fragment][place] = record
         return list(found.values())
-
-    def of_workers(self, field: str) -> Array:
-        """Return a field of the rounds as [exchanges, workers]."""
-        rows = [
-            [np.nan if one is None else getattr(one, field) for one in exchange]
-            for exchange in self.exchanges
-        ]
-        return np.array(rows, dtype=float).reshape(len(rows), len(self.workers))
-
-    def of_exchanges(self, field: str) -> Array:
-        return np.array([of_known(np.max, own) for own in self.of_workers(field)])
 
     @property
     def worker_names(self) -> list[str]:
@@ -212,17 +202,6 @@ class Run:
             end = max((number(one.get("time")) for one in worker.steps), default=np.nan)
             found += [(one, max(one.time, end)) for one in standing.values()]
         return sorted(found, key=lambda pair: pair[0].time)
-
-    @property
-    def headline(self) -> Mapping[str, str]:
-        return self.log.headline if self.log else {}
-
-    @property
-    def islands(self) -> str:
-        """How many islands there are, and of how many there are records."""
-        if self.log is not None:
-            return f"{len({stay.name for stay in self.stays})} islands"
-        return f"{len(self.workers)} of {self.size} islands"
 
     @property
     def tokens_per_second(self) -> float:
@@ -297,7 +276,7 @@ def _read_log(join_file: Path) -> IslandsLog:
 
 def _read_run(folder: Path) -> Run:
     """Read a folder of workers, or of islands, each of which is a worker of its own."""
-    files = sorted(folder.glob(f"worker-*/{METRICS_FILE}"), key=_number_of)
+    files = sorted(folder.glob(f"worker-*/{METRICS_FILE}"), key=lambda one: (len(str(one)), one))
     files = files or sorted(folder.glob(f"*/worker-0/{METRICS_FILE}"))
     if not files:
         problem = f"has no worker-0/{METRICS_FILE}" if folder.is_dir() else "is not a folder"
@@ -308,11 +287,6 @@ def _read_run(folder: Path) -> Run:
         name = _read_settings(file.parents[1]).get("islands.name")
         workers.append(_read_worker(file, name or file.parent.name.replace("-", " ")))
     return Run(folder.name, folder, workers, settings)
-
-
-def _number_of(file: Path) -> int:
-    number = file.parent.name.removeprefix("worker-")
-    return int(number) if number.isdecimal() else 0
 
 
 def _read_worker(file: Path, name: str) -> Worker:
