@@ -11,6 +11,7 @@ import pytest
 from hypothesis import settings
 
 from tests.processes import ProcessPool
+from torchtitan_diloco.data.tokenizer import train_tokenizer
 from torchtitan_diloco.log import STOP_SIGNALS, logger
 
 REPOSITORY = Path(__file__).parents[1]
@@ -66,19 +67,8 @@ def write_text(folder: Path) -> Path:
 
 def save_tokenizer(path: Path, vocab_size: int) -> str:
     """Train a byte-level BPE on the README, and save its `tokenizer.json`."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    tokenizer, alphabet = Tokenizer(models.BPE()), pre_tokenizers.ByteLevel.alphabet()
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=["<|endoftext|>"],
-        initial_alphabet=alphabet,
-        show_progress=False,
-    )
-    tokenizer.train([str(REPOSITORY / "README.md")], trainer)
-    tokenizer.save(str(path))
+    content, _ = train_tokenizer([(REPOSITORY / "README.md").read_text()], vocab_size)
+    path.write_text(content)
     return str(path)
 
 

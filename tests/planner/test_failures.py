@@ -138,7 +138,7 @@ def test_the_prediction_is_that_of_islands_that_fail_at_random() -> None:
         if not leaves:
             world.come_back(number)
     world.run(2 * EXPIRY)
-    kept = (world.all_steps() - world.lost_steps()) * rules.step_seconds / (3 * world.now)
+    kept = (world.steps - world.lost_steps()) * rules.step_seconds / (3 * world.now)
     assert 20 < deaths < 40
     observed = replace(fleet, mtbf=3 * world.now / deaths - fleet.restart - EXPIRY)
     assert islands(observed, rules).goodput == pytest.approx(kept, abs=0.015)

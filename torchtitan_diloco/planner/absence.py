@@ -6,7 +6,6 @@ Here are only a log, a network and steps that take time.
 """
 
 import heapq
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
@@ -105,7 +104,7 @@ class World:
         )
         self.log = [encode(facts)]
         self._queue = list[tuple[float, int, Process, Callable[[], None]]]()
-        self._number, self._ended_steps = count(), 0
+        self._number, self.steps = count(), 0
         self.processes = [Process(self, f"island-{one}") for one in range(rules.islands)]
         for process in self.processes:
             process.connect()
@@ -117,9 +116,9 @@ class World:
         end = self.now + seconds
         while self._queue[0][0] <= end:
             self.now, _, process, action = heapq.heappop(self._queue)
-            if self.now < process.away_until:
+            if process.is_paused:
                 process.delayed.append(action)
-            elif process.alive:
+            elif process.is_alive:
                 action()
         self.now = end
 
@@ -130,35 +129,26 @@ class World:
 
     def leave(self, number: int, *, dies: bool) -> None:
         process = self.processes[number]
-        if dies:
-            process.alive = False
-            self._ended_steps += process.steps
-        else:
-            process.away_until = math.inf
+        process.is_alive, process.is_paused = not dies, not dies
 
     def come_back(self, number: int) -> None:
         process = self.processes[number]
         process.returned, process.stepped = self.now, 0.0
-        if not process.alive:
+        if not process.is_alive:
             self.processes[number] = process = Process(self, process.name)
             process.connect()
-            return
-        process.away_until = self.now
-        for action in process.delayed:
-            self.after(0.0, process, action)
-        process.delayed.clear()
+        process.is_paused = False
+        while process.delayed:
+            self.after(0.0, process, process.delayed.pop(0))
 
     def others(self) -> tuple[float, int]:
         """Return the seconds waited and the steps of all but the last island."""
         others = self.processes[:-1]
         return sum(one.waited for one in others), sum(one.steps for one in others)
 
-    def all_steps(self) -> int:
-        return self._ended_steps + sum(process.steps for process in self.processes)
-
     def lost_steps(self) -> float:
         """Return steps that are in no entry and will be in none, as mean over fragments."""
-        state, lost = self.processes[0].machine.state, float(self.all_steps())
+        state, lost = self.processes[0].machine.state, float(self.steps)
         for process in self.processes:
             island = process.machine.joined
             ledgers = state.slots[island.slot].ledgers
@@ -175,9 +165,9 @@ class Process:
         self.members = Members(EXPIRY, SLOT_SECONDS)
         timing = Timing(self.rules.schedule, self.rules.grace_seconds)
         self.machine = Machine(f"{name}/{len(world.log)}", self.members, timing, lr=1.0)
-        self.alive, self.away_until = True, 0.0
+        self.is_alive, self.is_paused = True, False
         self.delayed = list[Callable[[], None]]()
-        """What happened while it was away."""
+        """What happened while it was paused."""
         self.steps, self.waited = 0, 0.0
         self.returned, self.stepped = world.now, 0.0
         """When it started or came back, and made its first step since then."""
@@ -249,6 +239,7 @@ class Process:
 
     def _step(self) -> None:
         self.steps += 1
+        self.world.steps += 1
         self.stepped = self.stepped or self.world.now
         self.machine.finish_step(1, 1, self.rules.step_seconds, leaving=False)
         self._boundary()

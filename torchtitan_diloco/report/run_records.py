@@ -1,5 +1,6 @@
 """Read runs: records (docs/report-and-plan.md) and settings of their folders, logs of islands."""
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -31,8 +32,6 @@ from torchtitan_diloco.log import UserError
 
 Array = NDArray[np.float64]
 ELAPSED_SECONDS = "worker/elapsed_seconds"
-LATEST = 1e11
-"""A later time is damaged."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ class Worker:
         found = [start.time for start in self.starts]
         found += [number(one.get("time")) for one in self.steps]
         found += [one.at_seconds.get("applied", np.nan) for one in self.rounds]
-        times = sorted(at for at in found if 0 <= at < LATEST) or [0.0]
+        times = sorted(filter(math.isfinite, found)) or [0.0]
         stay, missed = Stay(self.name, [times[:1] * 2]), defaultdict[int, int](int)
         for at in times:
             stay.see(at)
@@ -70,7 +69,7 @@ class Worker:
                 continue
             stay.parts += 1
             at = one.at_seconds.get("applied", np.nan)
-            if missed[one.fragment] > one.sent_step and 0 <= at < LATEST:
+            if missed[one.fragment] > one.sent_step and math.isfinite(at):
                 stay.late.append(at)
         return stay
 
@@ -129,7 +128,7 @@ class Run:
         """Return the seconds from the start of the run to that of a worker's kept records."""
         names = "time", ELAPSED_SECONDS
         found = (number(one.get(names[0])) - number(one.get(names[1])) for one in worker.steps)
-        begin = next((one for one in found if 0 <= one < LATEST), 0.0)
+        begin = next(filter(math.isfinite, found), 0.0)
         starts = [start.time for one in self.workers for start in one.starts]
         return max(0.0, begin - min(starts, default=np.inf))
 
