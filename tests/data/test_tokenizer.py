@@ -5,7 +5,7 @@ import tiktoken
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tests.conftest import REPOSITORY, save_tokenizer
+from tests.conftest import save_tokenizer
 from torchtitan_diloco.data.tokenizer import Tokenizer, build_tokenizer, main
 
 BYTES = build_tokenizer("bytes")
@@ -43,11 +43,9 @@ def test_a_file_encodes_as_its_package_does(own: Tokenizer, file: Path, text: st
     assert own.end_of_document not in ids
 
 
-def test_a_file_compresses_and_its_fingerprint_is_of_its_content(
+def test_the_fingerprint_of_a_file_is_of_its_content(
     own: Tokenizer, file: Path, tmp_path: Path
 ) -> None:
-    text = (REPOSITORY / "README.md").read_text()
-    assert len(own.encode(text)) < 0.7 * len(text.encode())
     assert (own.vocab_size, own.end_of_document, own.begin_of_document) == (400, 0, None)
     copied = tmp_path / "copy.json"
     copied.write_bytes(file.read_bytes())
