@@ -37,8 +37,6 @@ NOTICE_SECONDS = 2.0
 
 
 class Shard(msgspec.Struct, frozen=True):
-    """One file of tokens."""
-
     file: str
     tokens: int
     checksum: int
@@ -48,8 +46,6 @@ class Shard(msgspec.Struct, frozen=True):
 
 
 class SplitIndex(msgspec.Struct):
-    """Shards of one split."""
-
     tokens: int = 0
     documents: int = 0
     shards: list[Shard] = []

@@ -87,8 +87,6 @@ def absence(rules: Rules, seconds: float, *, dies: bool) -> Absence:
 
 
 class World:
-    """The log, the clock, and the islands."""
-
     def __init__(self, rules: Rules) -> None:
         self.rules, self.now = rules, 0.0
         facts = Facts(

@@ -155,7 +155,6 @@ def _loss(runs: Sequence[Run], title: str, x: Axis) -> Figure | None:
 
 
 def _lanes(run: Run) -> Figure | None:
-    """Show when each island was there."""
     if not run.stays:
         return None
     source = "the server's clock" if run.log else "the islands' clocks"

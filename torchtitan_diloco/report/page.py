@@ -49,7 +49,6 @@ class Table(NamedTuple):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command. Return its exit status."""
     about = "Write a report about one or several runs, finished or still going on."
     parser = Parser(prog=command_line("report"), description=about)
     run_help = "folder of a run or of an island, or join file of a run of islands"
