@@ -143,10 +143,10 @@ def test_proposed_settings_fit_and_islands_can_change_to_them(
     ("given", "fragments", "transfers", "delay", "codec", "every"),
     [
         (config(50, "fp32"), 5, 60.0, 4, "int8", None),
-        (config(50, "fp32"), 5, 2000.0, 80, "fp4_e3m0", 400),
+        (config(50, "fp32"), 5, 2000.0, 62, "fp4_e3m0", 400),
         (config(50, "fp32"), 5, 2e6, None, None, 2_400_000),
-        (config(10, "topk"), 1, 30.0, None, None, 40),
-        (config(10, "fp4_e3m0"), 1, 30.0, None, None, 40),
+        (config(10, "topk"), 1, 30.0, 36, None, 40),
+        (config(10, "fp4_e3m0"), 1, 30.0, 36, None, 40),
     ],
 )
 def test_tau_rises_first_then_bits_fall_then_h_rises(
