@@ -61,14 +61,6 @@ def flat(loader: TrainLoader, batches: int) -> list[int]:
     return list(itertools.chain(*take(loader, batches)))
 
 
-def test_the_next_epoch_and_another_seed_have_another_order(shards: TokenShards) -> None:
-    assert flat(build(shards, shuffle=False), 60) == [*range(99), *range(21)]
-    order = flat(build(shards), 99)
-    assert sorted(order[:99]) == sorted(order[99:]) == list(range(99))
-    assert order[:99] != order[99:]
-    assert order != flat(build(shards, seed=1), 99)
-
-
 @pytest.mark.parametrize(
     ("ranks", "accumulation", "batch_size"), [(4, 1, 3), (1, 12, 1), (3, 2, 2)]
 )

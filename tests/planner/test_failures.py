@@ -32,8 +32,6 @@ from torchtitan_diloco.planner.failures import (
 
 FLEET = Fleet(chips=20_000, mtbf=YEAR, detect=30, restart=120, rejoin=60, save=10)
 RULES = Rules(2, Schedule(12, 3, 1), step_seconds=1.0)
-rates = st.floats(1e-7, 1e-2)
-times = st.floats(1.0, 3000.0)
 
 
 def simulated_job(rate: float, pause: float, interval: float, save: float) -> float:
@@ -52,18 +50,7 @@ def test_the_closed_form_is_that_of_simulated_failures(interval: float) -> None:
     assert job_goodput(*case) == pytest.approx(simulated_job(*case), rel=0.1, abs=0.01)
 
 
-@given(rates, times, times, times)
-def test_goodput_falls_with_all_that_failures_cost(
-    rate: float, pause: float, interval: float, save: float
-) -> None:
-    known = job_goodput(rate, pause, interval, save)
-    assert 0 < known < 1
-    assert job_goodput(1.1 * rate, pause, interval, save) < known
-    assert job_goodput(rate, 2 * pause, interval, save) < known
-    assert job_goodput(rate, pause, interval, 2 * save) < known
-
-
-@given(rates, st.floats(1.0, 100.0))
+@given(st.floats(1e-7, 1e-2), st.floats(1.0, 100.0))
 def test_no_other_interval_is_better(rate: float, save: float) -> None:
     best = best_interval(rate, save)
     known = job_goodput(rate, 0, best, save)

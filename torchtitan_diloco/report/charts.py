@@ -67,8 +67,6 @@ FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Noto Sans', 'Liberation S
 LINE_CHART_SIZE = (430.0, 226.0)
 """Small, so that texts are readable on a telephone."""
 MAX_DOTS = 80
-LARGEST = 1e100
-"""Larger values are not drawn: an axis cannot be computed for all floating-point numbers."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +129,7 @@ def line_chart(
 
 def _plot(axes: Axes, curve: Curve, log: bool) -> None:
     """Draw a curve, with gaps for values that cannot be shown, and dots for lone points."""
-    shown = (np.abs(curve.y) < LARGEST) & ((curve.y > 0) | (not log))
+    shown = np.isfinite(curve.y) & ((curve.y > 0) | (not log))
     padded = np.pad(shown, 1)
     alone = shown & ~padded[:-2] & ~padded[2:]
     dots = shown if curve.dots and shown.size <= MAX_DOTS else alone
@@ -180,13 +178,13 @@ def svg(figure: Figure, title: str, tooltips: Sequence[str] = ()) -> str:
     body = buffer.getvalue().partition("</defs>")[2]
 
     for number, tooltip in enumerate(tooltips):
-        body = body.replace(f'<g id="tip-{number}">', f"<g><title>{_escape(tooltip)}</title>")
+        body = body.replace(f'<g id="tip-{number}">', f"<g><title>{escape(tooltip)}</title>")
     body = re.sub(r'(?<=<g) id="[^"]*"|; font-family:[^;"]*|<!--.*?-->', "", body)
     body = re.sub(r" transform=\"rotate\(-0 [^\"]*\"|(?<=\.\d\d)\d{4}(?=[ \"\n])", "", body)
     for name, colour in LIGHT.items():
         body = body.replace(colour, f"var(--{name})")
     opening = (
-        f'<svg class="chart" role="img" aria-label="{_escape(title)}" '
+        f'<svg class="chart" role="img" aria-label="{escape(title)}" '
         f'viewBox="0 0 {width:g} {height:g}" xmlns:xlink="http://www.w3.org/1999/xlink"'
     )
     return f"{opening}>{body}"
@@ -195,11 +193,6 @@ def svg(figure: Figure, title: str, tooltips: Sequence[str] = ()) -> str:
 def short_number(value: float, _: object = None) -> str:
     """Return a number as an axis shows it: `1.5M`, `35k`, `0.25`."""
     return EngFormatter(sep="")(value) if abs(value) >= 1000 else f"{value:.6g}"
-
-
-def _escape(text: str) -> str:
-    """Escape text for XML, which cannot hold most control characters."""
-    return escape("".join(c if c.isprintable() or c == "\n" else "?" for c in text))
 
 
 # --- timeline -------------------------------------------------------------------------------------
