@@ -260,7 +260,7 @@ def _rounds(run: Run, title: str, unit: str, caption: str, field: str) -> Figure
         names[first.fragment] = first.fragment_name
         if math.isfinite(mean := of_known(np.mean, values)):
             size = math.sqrt(first.values) if field == DRIFT else 1.0
-            points[first.fragment].append((first.step, mean / size))
+            points[first.fragment].append((max(one.step for one in known), mean / size))
     curves = []
     for place, fragment in enumerate(sorted(points)[:MAX_FRAGMENTS]):
         steps, means = np.array(points[fragment]).T
