@@ -130,8 +130,16 @@ def test_proposed_settings_fit_and_islands_can_change_to_them(
         "diloco.overlap.delay": str(before.overlap.delay),
         "diloco.quantization.codec": codec,
     }
-    sizes = {"slots": 2, "begin": 2, "total_tokens": 10**9, "cycle": 1000}
-    facts = Facts(run="r", **sizes, outer_lr=1.0, checksums=("v0",), fingerprints=fingerprints)
+    facts = Facts(
+        run="r",
+        slots=2,
+        begin=2,
+        total_tokens=10**9,
+        cycle=1000,
+        outer_lr=1.0,
+        checksums=("v0",),
+        fingerprints=fingerprints,
+    )
     for key, value in found.items():
         facts = changed(facts, parse_change(facts, key, str(value)))
     new = with_settings(before, facts.fingerprints)
