@@ -25,7 +25,7 @@ from torchtitan_diloco.components.metrics import all_reduce_bytes, totals_of
 from torchtitan_diloco.components.records import read_json_lines
 from torchtitan_diloco.config import Config, from_command_line
 from torchtitan_diloco.config.schema import Model
-from torchtitan_diloco.data import corpus, train_tokenizer
+from torchtitan_diloco.data import corpus, tokenizer
 from torchtitan_diloco.data.shards import INDEX_NAME, read_index
 from torchtitan_diloco.data.text import open_corpus, standard_library
 from torchtitan_diloco.data.tokenizer import build_tokenizer
@@ -268,7 +268,7 @@ def prepare_text(out: Path, source: str, vocabulary: int) -> Text:
         open_corpus(source)  # raises an error of one line
         if vocabulary and not Path(text.tokenizer).exists():
             size = ["--vocab-size", str(vocabulary), "--pieces", "2000"]
-            train_tokenizer.main(["--source", source, *size, "--out", text.tokenizer])
+            tokenizer.main(["--source", source, *size, "--out", text.tokenizer])
         corpus.main(["--source", source, "--tokenizer", text.tokenizer, "--out", text.corpus])
     return text
 

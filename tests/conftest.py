@@ -11,6 +11,7 @@ import pytest
 from hypothesis import settings
 
 from tests.processes import ProcessPool
+from torchtitan_diloco.data.tokenizer import train_tokenizer
 from torchtitan_diloco.log import STOP_SIGNALS, logger
 
 REPOSITORY = Path(__file__).parents[1]
@@ -65,11 +66,9 @@ def write_text(folder: Path) -> Path:
 
 
 def save_tokenizer(path: Path, vocab_size: int) -> str:
-    """Train a tokenizer on the README, and return the path of its `tokenizer.json`."""
-    from torchtitan_diloco.data.train_tokenizer import main
-
-    words = f"--source {REPOSITORY}/README.md --vocab-size {vocab_size} --out {path}"
-    main(words.split())
+    """Train a byte-level BPE on the README, and save its `tokenizer.json`."""
+    content, _ = train_tokenizer([(REPOSITORY / "README.md").read_text()], vocab_size)
+    path.write_text(content)
     return str(path)
 
 

@@ -58,6 +58,22 @@ def test_the_papers_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert paper_table() in output(capsys, "--table")
 
 
+def test_what_a_preset_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = output(capsys, "--presets", "--gpus", "4", "--mfu", "0.5").splitlines()
+    rows = [[cell.strip() for cell in line.split("|")] for line in lines if "|" in line]
+    cells = {row[1]: row[2:-1] for row in rows}
+    parameters, tokens, gpus, memory, time, disk, sent = cells["1b"]
+    assert (parameters, tokens, gpus) == ("1,280M", "25.6B", "2 x 4")
+    assert float(memory) == 8.3, "(16 + 12) bytes x 1.28e9 / 4 GPUs in GiB"
+    hours = 6 * 1.28e9 * 25.6e9 / (8 * 989e12 * 0.5) / 3600  # and some more for attention
+    assert hours < int(time.split(":")[0]) < 1.3 * hours
+    assert float(disk) == 51.2, "two bytes a token"
+    exchanged = 65_098 / 30 * 4.125 / 8 * 1.28  # GB
+    assert 0.99 * exchanged < float(sent.replace(",", "")) < 1.01 * exchanged
+    assert "debug" not in cells, "which trains on CPUs"
+    assert float(cells["llama-8b"][5]) == 40.0, "four bytes a token"
+
+
 def test_the_plan_is_written_as_a_config(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

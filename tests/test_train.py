@@ -22,7 +22,7 @@ from torchtitan_diloco.components import run_plan
 from torchtitan_diloco.components.run_plan import check_memory, log_early_end, plan_run
 from torchtitan_diloco.config import Config, load_config
 from torchtitan_diloco.config.schema import Training
-from torchtitan_diloco.data.train_tokenizer import main as train_tokenizer
+from torchtitan_diloco.data.tokenizer import main as train_tokenizer
 from torchtitan_diloco.diloco.config import DiLoCoConfig, OuterOptimizer
 from torchtitan_diloco.distributed.collectives import RanksLostError
 from torchtitan_diloco.distributed.world import World

@@ -20,7 +20,7 @@ from tests.conftest import REPOSITORY
 from tests.islands.servers import need_server
 from tests.network import Sites, built, enter
 from tests.processes import FORKS
-from torchtitan_diloco.export.saved_model import open_saved
+from torchtitan_diloco.export.weights import open_saved
 
 PATIENCE = 400
 STEPS = 900
@@ -134,7 +134,7 @@ def test_islands(sites: Sites, tmp_path: Path) -> None:
     consoles = []
     for site in ("a", "b"):
         console = Console(sites, f"site-{site}", tmp_path / site)
-        shutil.copy(server.path / "islands/join.txt", console.folder)
+        shutil.copy(server.folder / "islands/join.txt", console.folder)
         (train,) = commands(f"site-{site}$", *ISLANDS)
         console.start(train, training__steps=STEPS, checkpoint__every=20)
         consoles.append(console)

@@ -12,13 +12,13 @@ from torchtitan_diloco.log import STARTED_BY, command_line
 COMMANDS = {
     "train": ("launch", "train, on one machine or several"),
     "plan": ("plan", "find settings that fit a link"),
-    "report": ("report", "one page about a run"),
+    "report": ("report.page", "one page about a run"),
     "generate": ("export generate", "continue a text with a trained model"),
     "validate": ("export validate", "loss of a trained model on held-out text"),
     "export": ("export export", "write the weights for other programs"),
     "islands": ("islands", "serve and watch a run of islands"),
     "doctor": ("doctor", "check this machine, and that machines see each other"),
-    "tokenizer": ("data.train_tokenizer", "train a tokenizer on a corpus"),
+    "tokenizer": ("data.tokenizer", "train a tokenizer on a corpus"),
     "prepare": ("data.corpus", "tokenise a corpus"),
 }
 """Module, with its first argument if any, and description of each command."""

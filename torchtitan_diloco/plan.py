@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(paper_table())
             return 0
         if options.presets:
-            from torchtitan_diloco.planner.presets import presets_table
+            from torchtitan_diloco.planner.prediction import presets_table
 
             print(presets_table(options.gpus, options.mfu))
             return 0
@@ -193,7 +193,7 @@ def _plan(options: argparse.Namespace, config: Config) -> None:
     link = f"{quantity(conditions.bits_per_second, 'bit/s')}, latency "
     link += f"{quantity(conditions.latency_seconds, 's')} one way, steps of "
     link += quantity(max(conditions.step_seconds), "s")
-    size = f"{load.plan.parameters:,} parameters, {load.layers} layers"
+    size = f"{load.plan.parameters:,} parameters, {len(load.model.blocks)} layers"
     print(f"{config.run.name}: {size}, {load.workers} workers x {load.ranks} ranks; {link}\n")
     print(ladder_text(load, conditions, tried, best, options.utilisation))
     if conditions.bytes_in_flight > STREAM_BYTES:
@@ -241,6 +241,7 @@ def server_text(parameters: int, diloco: "DiLoCoConfig", step_seconds: float) ->
 
 def _conditions(options: argparse.Namespace, workers: int) -> "Conditions":
     """Return the given conditions, and measured ones where none are given."""
+    from torchtitan_diloco.planner.observed import observed_conditions
     from torchtitan_diloco.planner.prediction import Conditions
 
     given = {"bits_per_second": options.bandwidth, "latency_seconds": options.latency}
@@ -248,29 +249,12 @@ def _conditions(options: argparse.Namespace, workers: int) -> "Conditions":
         given |= {"step_seconds": (options.step_time,) * workers, "jitter": 0.0}
     given = {key: value for key, value in given.items() if value is not None}
     if options.run is not None:
-        measured = conditions_of_run(options.run)
-        if measured.workers != workers:
-            raise UserError(
-                f"--run {options.run} has the records of {measured.workers} workers: give a run of "
-                f"{workers}, with the folders of all"
-            )
-        return replace(measured, **given)
+        return replace(observed_conditions(options.run, workers), **given)
     if options.bandwidth is None or options.step_time is None:
         raise UserError(
             "give --bandwidth, as in 200Mbit/s, and --step-time, as in 500ms, or a finished --run"
         )
     return Conditions(**given)
-
-
-def conditions_of_run(folder: Path) -> "Conditions":
-    """Return what the workers of a run measured."""
-    from torchtitan_diloco.planner.observed import observed_conditions
-    from torchtitan_diloco.report.run_records import open_runs
-
-    (run,) = open_runs([folder])
-    if (observed := observed_conditions(run)) is None:
-        raise UserError(f"--run {folder} has measured no links: give a finished run of one job")
-    return observed
 
 
 def write_variant(path: Path, config_name: str, wanted: Config, comment: str) -> None:

@@ -38,7 +38,7 @@ from torchtitan_diloco.components.checkpoint import (
 )
 from torchtitan_diloco.components.resume import SavedTensors
 from torchtitan_diloco.config import load_config
-from torchtitan_diloco.export.saved_model import open_saved
+from torchtitan_diloco.export.weights import open_saved
 from torchtitan_diloco.launch import LOOPBACK
 from torchtitan_diloco.train import set_determinism
 from torchtitan_diloco.trainer import Trainer

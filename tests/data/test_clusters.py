@@ -32,7 +32,10 @@ def corpus(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def folder(corpus: Path, tmp_path: Path) -> Path:
+def folder(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """It is read in many portions."""
+    monkeypatch.setattr(clusters_module, "_TOKENS_AT_ONCE", 1000)
+    monkeypatch.setattr(clusters_module, "_DOCUMENTS_AT_ONCE", 7)
     folder = tmp_path / "shards"
     options = ["--source", corpus, "--out", folder, "--shard-tokens", 1000]
     main([*map(str, options), "--validation-fraction", "0"])
@@ -69,22 +72,6 @@ def test_documents_of_a_part_are_alike(folder: Path, clusters: int) -> None:
     tokens = TokenShards(folder, "train", BYTES)
     kinds = [set(b"".join(documents(ClusterDocuments(tokens, part, 4)))) for part in range(4)]
     assert sorted(map(sorted, kinds)) == sorted(sorted(kind.encode()) for kind in KINDS)
-
-
-def test_clusters_are_the_same_in_any_portions(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found: list[object] = []
-    for at_once in (2**22, 1, 1000):
-        monkeypatch.setattr(clusters_module, "_TOKENS_AT_ONCE", at_once)
-        monkeypatch.setattr(clusters_module, "_DOCUMENTS_AT_ONCE", at_once)
-        found.append(add_clusters(folder, BYTES, 5))
-        (file,) = folder.glob("*.clusters")
-        found.append(file.read_bytes())
-        file.unlink()
-        index = json.loads((folder / "corpus.json").read_text()) | {"clusters": []}
-        (folder / "corpus.json").write_text(json.dumps(index))
-    assert found == found[:2] * 3
 
 
 def test_a_sample_of_the_documents_suffices(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ from torchtitan_diloco.config import load_config
 from torchtitan_diloco.diagnosis import verdicts, watch
 from torchtitan_diloco.diagnosis.watch import Stacks
 from torchtitan_diloco.diloco import liveness
+from torchtitan_diloco.diloco.streaming import StreamingDiLoCo
 from torchtitan_diloco.diloco.transport import WorkerLostError
 from torchtitan_diloco.diloco.vitals import NOT_FINITE, STUCK, Action, Report, Vitals
 from torchtitan_diloco.islands import leader
@@ -32,19 +33,28 @@ from torchtitan_diloco.islands.connection import Connection
 from torchtitan_diloco.trainer import Trainer
 
 SLOW = 0.1
+SHORT = {"diloco.method": "streaming", "diloco.workers": 2, "diloco.sync_every": 4}
+SHORT |= {"training.global_batch_size": 12, "validation.every": 0}
 
 
-def _train(chosen: Mapping[str, str]) -> Path:
+def _train(chosen: Mapping[str, str], pauses: bool) -> Path:
+    """Train while worker 1 is slow for 30 steps, or pauses once."""
     config = load_config("debug", dict(chosen))
     world = join(config)
     trainer = Trainer(config, world)
     step = trainer.train_step
 
+    def seconds() -> float:
+        if pauses:
+            return 2.0 if (world.worker, trainer.step) == (1, 20) else 0.0
+        return SLOW if world.worker == 1 and 20 <= trainer.step < 50 else 0.02
+
     def train_step(batches: Any) -> Any:
-        time.sleep(SLOW if world.worker == 1 and 20 <= trainer.step < 50 else 0.02)
+        time.sleep(seconds())
         return step(batches)
 
     with (
+        patch.object(liveness, "LATE_SECONDS", 0.3 if pauses else liveness.LATE_SECONDS),
         patch.dict(verdicts.SETTLED, clear=True),  # rounds are short,
         patch.object(verdicts, "FLOOR", 0.5),  # and other programs may run beside
         patch.object(trainer, "train_step", train_step),
@@ -53,9 +63,8 @@ def _train(chosen: Mapping[str, str]) -> Path:
 
 
 def test_a_slow_worker_is_recorded_until_it_is_well(text: Path, processes: ProcessPool) -> None:
-    changes = {"diloco.method": "streaming", "diloco.workers": 2, "training.steps": 100}
-    changes |= {"diloco.sync_every": 4, "training.global_batch_size": 12, "validation.every": 0}
-    folder, _ = processes.run(_train, 2, settings(text, **changes))
+    chosen = settings(text, **SHORT | {"training.steps": 100})
+    folder, _ = processes.run(_train, 2, chosen, False)
     for worker in range(2):
         found = records(folder, "verdict", worker)
         mine = [one for one in found if (one["what"], one["culprit"]) == SLOW_ONE]
@@ -67,27 +76,11 @@ def test_a_slow_worker_is_recorded_until_it_is_well(text: Path, processes: Proce
 SLOW_ONE = ("slow compute", "worker 1")
 
 
-def _train_with_a_pause(chosen: Mapping[str, str]) -> Path:
-    liveness.LATE_SECONDS = 0.3
-    config = load_config("debug", dict(chosen))
-    world = join(config)
-    trainer = Trainer(config, world)
-    step = trainer.train_step
-
-    def train_step(batches: Any) -> Any:
-        time.sleep(2.0 if (world.worker, trainer.step) == (1, 20) else 0.0)
-        return step(batches)
-
-    with patch.object(trainer, "train_step", train_step):
-        return trainer.run()
-
-
 def test_a_worker_that_is_waited_for_is_recorded_until_it_goes_on(
     text: Path, processes: ProcessPool
 ) -> None:
-    changes = {"diloco.method": "streaming", "diloco.workers": 2, "training.steps": 60}
-    changes |= {"diloco.sync_every": 4, "training.global_batch_size": 12, "validation.every": 0}
-    folder, _ = processes.run(_train_with_a_pause, 2, settings(text, **changes))
+    chosen = settings(text, **SHORT | {"training.steps": 60})
+    folder, _ = processes.run(_train, 2, chosen, True)
     stopped = [one for one in records(folder, "verdict") if one["what"] == "stopped"]
     assert [(one["culprit"], one["over"]) for one in stopped[:2]] == [
         ("worker 1", False),
@@ -150,12 +143,17 @@ def test_islands_say_how_they_are_and_who_is_gone(
         first.stop.set()
 
 
-def test_an_error_says_who_was_slow(capsys: pytest.CaptureFixture[str]) -> None:
-    """So the log of a restart does, too."""
+def watching() -> tuple[StreamingDiLoCo, watch.Diagnosis, mock.Mock]:
+    """Return a loop in which each step ends a round, what watches it, and its telemetry."""
     outer, _, _ = alone(config())
     telemetry = mock.Mock(applied=[1], vitals=lambda: Vitals(compute=0.25))
+    return outer, watch.Diagnosis(outer, mock.Mock(rank_in_worker=0), telemetry), telemetry
+
+
+def test_an_error_says_who_was_slow(capsys: pytest.CaptureFixture[str]) -> None:
+    """So the log of a restart does, too."""
+    outer, diagnosis, _ = watching()
     said = {"worker 0": Report(Vitals(0.25)), "worker 1": Report(flags=NOT_FINITE)}
-    diagnosis = watch.Diagnosis(outer, mock.Mock(rank_in_worker=0), telemetry)
     with patch.object(outer.peers, "reports", lambda: said):
         for step in range(3):
             diagnosis.after_step(step)
@@ -169,9 +167,7 @@ def test_an_error_says_who_was_slow(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_actions_are_recorded_like_verdicts() -> None:
-    outer, _, _ = alone(config())
-    telemetry = mock.Mock(applied=[1], vitals=lambda: Vitals(compute=0.25))
-    diagnosis = watch.Diagnosis(outer, mock.Mock(rank_in_worker=0), telemetry)
+    outer, diagnosis, telemetry = watching()
     actions = [[Action("b", "not waited for", "late")], [Action("b", "not waited for", "", True)]]
     with patch.object(outer.peers, "take_actions", lambda: actions.pop(0)):
         diagnosis.after_step(4)
@@ -187,9 +183,7 @@ def test_actions_are_recorded_like_verdicts() -> None:
 def test_transfers_that_take_longer_than_a_cycle_are_named_once(
     transfer: float, fits: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    outer, _, _ = alone(config())
-    telemetry = mock.Mock(applied=[1], vitals=lambda: Vitals(compute=0.25))
-    diagnosis = watch.Diagnosis(outer, mock.Mock(rank_in_worker=0), telemetry)
+    outer, diagnosis, _ = watching()
     said = {"worker 0": Report(Vitals(0.25, transfer=transfer, fastest_transfer=transfer))}
     with patch.object(outer.peers, "reports", lambda: said):
         for step in range(3):

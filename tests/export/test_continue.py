@@ -21,8 +21,7 @@ from torchtitan_diloco.export.hugging_face import (
     settings_of_config,
     transformers_names,
 )
-from torchtitan_diloco.export.saved_model import open_saved
-from torchtitan_diloco.export.weights import load_initial_weights, weights_fingerprint
+from torchtitan_diloco.export.weights import load_initial_weights, open_saved, weights_fingerprint
 from torchtitan_diloco.models import build_model
 
 pytest.importorskip("transformers", reason="the conversion is compared with transformers")

@@ -9,7 +9,7 @@ import torch
 from torchtitan_diloco.config.schema import Model
 from torchtitan_diloco.diloco.fields import setting_types
 from torchtitan_diloco.models import MODELS, build_model
-from torchtitan_diloco.models.decoder import SIZES, Decoder, rotary_table, rotate
+from torchtitan_diloco.models.decoder import SIZES, Decoder
 
 MILLIONS = {
     "paper-35m": 35.3,
@@ -88,18 +88,6 @@ def test_a_decoder_reads_the_past_in_order_and_every_parameter_learns(config: Mo
         assert parameter.grad is not None, name
         assert parameter.grad.abs().sum() > 0, name
         assert not name.endswith("bias")
-
-
-def test_rotary_attention_depends_on_distance_only() -> None:
-    generator = torch.Generator().manual_seed(0)
-    query, key = torch.randn(2, 1, 1, 1, 8, generator=generator, dtype=torch.float64)
-    table = rotary_table(64, 10_000.0 ** -(torch.arange(0, 8, 2) / 8))
-    turned_q = rotate(query.expand(1, 1, 64, 8), table)
-    turned_k = rotate(key.expand(1, 1, 64, 8), table)
-    scores = (turned_q @ turned_k.transpose(-1, -2))[0, 0]
-    for distance in (0, 3, 17):
-        diagonal = scores.diagonal(-distance)
-        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), rtol=1e-5, atol=1e-5)
 
 
 def test_a_shape_that_cannot_be_built_is_refused() -> None:

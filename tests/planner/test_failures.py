@@ -23,20 +23,15 @@ from torchtitan_diloco.planner.failures import (
     Fleet,
     best_interval,
     c4_outlooks,
-    c4_text,
     elastic,
     islands,
     job_goodput,
     one_job,
-    published_fleet,
     published_outlooks,
-    published_text,
 )
 
 FLEET = Fleet(chips=20_000, mtbf=YEAR, detect=30, restart=120, rejoin=60, save=10)
 RULES = Rules(2, Schedule(12, 3, 1), step_seconds=1.0)
-rates = st.floats(1e-7, 1e-2)
-times = st.floats(1.0, 3000.0)
 
 
 def simulated_job(rate: float, pause: float, interval: float, save: float) -> float:
@@ -55,18 +50,7 @@ def test_the_closed_form_is_that_of_simulated_failures(interval: float) -> None:
     assert job_goodput(*case) == pytest.approx(simulated_job(*case), rel=0.1, abs=0.01)
 
 
-@given(rates, times, times, times)
-def test_goodput_falls_with_all_that_failures_cost(
-    rate: float, pause: float, interval: float, save: float
-) -> None:
-    known = job_goodput(rate, pause, interval, save)
-    assert 0 < known < 1
-    assert job_goodput(1.1 * rate, pause, interval, save) < known
-    assert job_goodput(rate, 2 * pause, interval, save) < known
-    assert job_goodput(rate, pause, interval, 2 * save) < known
-
-
-@given(rates, st.floats(1.0, 100.0))
+@given(st.floats(1e-7, 1e-2), st.floats(1.0, 100.0))
 def test_no_other_interval_is_better(rate: float, save: float) -> None:
     best = best_interval(rate, save)
     known = job_goodput(rate, 0, best, save)
@@ -141,7 +125,7 @@ def test_the_prediction_is_that_of_islands_that_fail_at_random() -> None:
         if not leaves:
             world.come_back(number)
     world.run(2 * EXPIRY)
-    kept = (world.all_steps() - world.lost_steps()) * rules.step_seconds / (3 * world.now)
+    kept = (world.steps - world.lost_steps()) * rules.step_seconds / (3 * world.now)
     assert 20 < deaths < 40
     observed = replace(fleet, mtbf=3 * world.now / deaths - fleet.restart - EXPIRY)
     assert islands(observed, rules).goodput == pytest.approx(kept, abs=0.015)
@@ -158,13 +142,6 @@ def test_the_published_goodput_of_decoupled_diloco() -> None:
     assert all(2 < miss < 4 for miss in (two, four, eight, sixteen))
 
 
-def test_twice_the_published_chips() -> None:
-    """The paper's goodput of 2.4M chips: 18 % not elastic, 40 % elastic."""
-    twice = replace(published_fleet(), chips=2_400_000)
-    assert 100 * one_job(twice).goodput == pytest.approx(18, abs=2.5)
-    assert 100 * elastic(twice).goodput == pytest.approx(40, abs=1)
-
-
 @pytest.mark.parametrize("parts", C4_PARTS.values(), ids=C4_PARTS)
 def test_the_published_downtime_of_c4(parts: failures.Downtime) -> None:
     """The paper's 31.19 and 1.16 % from their parts."""
@@ -179,21 +156,19 @@ def test_the_published_downtime_of_c4(parts: failures.Downtime) -> None:
 KNOWN = ["--failures", "--chips", "512", "--mtbf", "3y", "--islands", "4"]
 
 
-def test_the_documented_answer_is_what_the_command_prints(
+def test_the_documented_answers_are_what_the_command_prints(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plot = tmp_path / "failures.svg"
+    plot, docs = tmp_path / "failures.svg", (REPOSITORY / "docs/report-and-plan.md").read_text()
     assert main([*KNOWN, "8", "16", "--plot", str(plot)]) == 0
     answer = capsys.readouterr().out.removesuffix(f"\nwrote {plot}\n")
-    assert answer in (REPOSITORY / "docs/report-and-plan.md").read_text()
+    assert answer in docs
     assert "16 islands" in plot.read_text()
-
-
-def test_the_papers_goodput_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--failures", "--table"]) == 0
-    printed = capsys.readouterr().out
-    assert published_text() in printed
-    assert c4_text() in printed
+    for line in capsys.readouterr().out.splitlines():
+        name, *percents = [cell.strip() for cell in line.split("|")[1:-1]] or [""]
+        if name.endswith("islands") or "model" in name or "published" in name:
+            assert all(one in docs for one in percents), line
 
 
 @pytest.mark.parametrize(

@@ -1,19 +1,26 @@
-"""Rungs, and the one that is chosen."""
+"""Rungs, the one that is chosen, and settings that a run proposes while it goes on."""
 
 from dataclasses import replace
 from functools import cache
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from torchtitan_diloco.config.loader import load_config
+from torchtitan_diloco.diloco.codecs import bits_per_parameter, build_codec
 from torchtitan_diloco.diloco.config import (
+    CodecName,
     DiLoCoConfig,
     OuterOptimizer,
     Overlap,
     Quantization,
     diloco_mistakes,
 )
-from torchtitan_diloco.planner.ladder import climb, ladder_text, rungs
+from torchtitan_diloco.islands.changes import changed, parse_change, with_settings
+from torchtitan_diloco.islands.config import Islands, change_commands
+from torchtitan_diloco.islands.records import Facts
+from torchtitan_diloco.planner.ladder import MARGIN, climb, ladder_text, rungs, settings_that_fit
 from torchtitan_diloco.planner.prediction import Conditions, Workload
 
 GIVEN = replace(load_config("35m").diloco, quantization=Quantization(codec="fp32"))
@@ -90,3 +97,85 @@ def test_the_first_rung_that_reaches_the_target_is_chosen_or_the_best(
         result = "none reaches 95 %; * comes closest"
     assert (text.count("\n| "), text.count("| * ")) == (len(tried) + 2, 1)
     assert result in text
+
+
+# --- settings that fit ----------------------------------------------------------------------------
+
+
+def config(every: int, codec: CodecName, delay: int = 1) -> DiLoCoConfig:
+    overlap, wire = Overlap(delay=min(delay, every - 1)), Quantization(codec=codec)
+    return DiLoCoConfig(sync_every=every, overlap=overlap, quantization=wire)
+
+
+def bits(one: DiLoCoConfig) -> float:
+    return bits_per_parameter(build_codec(one.quantization))
+
+
+@given(
+    every=st.integers(2, 400),
+    delay=st.integers(0, 5),
+    codec=st.sampled_from(["fp32", "int8", "fp4_e3m0", "topk"]),
+    fragments=st.integers(1, 24),
+    cycles=st.floats(1.0, 300.0, exclude_min=True),
+    step=st.floats(0.01, 10.0),
+)
+def test_proposed_settings_fit_and_islands_can_change_to_them(
+    every: int, delay: int, codec: CodecName, fragments: int, cycles: float, step: float
+) -> None:
+    before, transfers = config(every, codec, delay), cycles * every * step
+    found = settings_that_fit(before, fragments, transfers, step)
+    assert found
+    fingerprints = {
+        "diloco.sync_every": str(every),
+        "diloco.overlap.delay": str(before.overlap.delay),
+        "diloco.quantization.codec": codec,
+    }
+    facts = Facts(
+        run="r",
+        slots=2,
+        begin=2,
+        total_tokens=10**9,
+        cycle=1000,
+        outer_lr=1.0,
+        checksums=("v0",),
+        fingerprints=fingerprints,
+    )
+    for key, value in found.items():
+        facts = changed(facts, parse_change(facts, key, str(value)))
+    new = with_settings(before, facts.fingerprints)
+    seconds = transfers * bits(new) / bits(before)
+    assert MARGIN * seconds <= new.sync_every * step * 1.0001
+
+
+@pytest.mark.parametrize(
+    ("given", "fragments", "transfers", "delay", "codec", "every"),
+    [
+        (config(50, "fp32"), 5, 60.0, 4, "int8", None),
+        (config(50, "fp32"), 5, 2000.0, 62, "fp4_e3m0", 400),
+        (config(50, "fp32"), 5, 2e6, None, None, 2_400_000),
+        (config(10, "topk"), 1, 30.0, 36, None, 40),
+        (config(10, "fp4_e3m0"), 1, 30.0, 36, None, 40),
+    ],
+)
+def test_tau_rises_first_then_bits_fall_then_h_rises(
+    given: DiLoCoConfig,
+    fragments: int,
+    transfers: float,
+    delay: int | None,
+    codec: str | None,
+    every: int | None,
+) -> None:
+    names = "diloco.sync_every", "diloco.overlap.delay", "diloco.quantization.codec"
+    expected = dict(zip(names, (every, delay, codec), strict=True))
+    found = settings_that_fit(given, fragments, transfers, 1.0)
+    assert found == {name: value for name, value in expected.items() if value is not None}
+
+
+def test_commands_show_no_password() -> None:
+    secret = "nats+tls://island:secret@host:4222#run"
+    found = change_commands(Islands(join=secret), {"diloco.sync_every": 80, "slots": 3})
+    assert "secret" not in found
+    one, other = found.split(" && ")
+    assert one.endswith("islands change diloco.sync_every 80 --join join.txt")
+    assert other.endswith("islands change slots 3 --join join.txt")
+    assert change_commands(Islands(join="runs/my.txt"), {"slots": 3}).endswith("--join runs/my.txt")

@@ -1,19 +1,11 @@
 """The paper's model against its printed Table 4 (arXiv 2501.18512)."""
 
-import numpy as np
-import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-
 from torchtitan_diloco.planner.paper import (
-    GRID,
+    PAPER_METHODS,
     PAPER_MODELS,
     TARGETS,
-    PaperModel,
     bandwidths,
-    paper_methods,
     paper_table,
-    utilisation,
 )
 
 PRINTED = {
@@ -39,7 +31,7 @@ def test_every_cell_of_the_papers_table() -> None:
     off = [
         (model.name, method.name, target, ours, printed)
         for model in PAPER_MODELS
-        for method in paper_methods()
+        for method in PAPER_METHODS
         for target, printed, ours in zip(
             TARGETS, PRINTED[model.name][method.name], bandwidths(model, method), strict=True
         )
@@ -51,18 +43,3 @@ def test_every_cell_of_the_papers_table() -> None:
         (ten, "streaming overlapped", 0.5, 1.4, 1.7),
     ]
     assert f"| {ten} | streaming overlapped     | 1.4   | 3.6   |" in paper_table()
-
-
-@given(st.integers(1, 12), st.integers(2, 120), st.floats(1e6, 1e11), st.floats(0.01, 10.0))
-def test_bandwidth_overlap_and_fewer_bits_never_hurt(
-    layers: int, sync_every: int, parameters: float, seconds: float
-) -> None:
-    model = PaperModel("any", layers, parameters, seconds)
-    rates = np.array([*(GRID[::7] * 1e9), 1e30])
-    found = [utilisation(model, method, rates) for method in paper_methods(sync_every)]
-    for reached in found:
-        assert (np.diff(reached) >= 0).all()
-        assert 0 < reached[0] <= reached[-1] == pytest.approx(1.0)
-    _, _, streaming, overlapped, four_bits = found
-    assert (overlapped >= streaming - 1e-9).all()
-    assert (four_bits >= overlapped - 1e-9).all()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from torchtitan_diloco.report.__main__ import main
+from torchtitan_diloco.report.page import main
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 PHONE, DESKTOP = (390, 844), (1280, 900)

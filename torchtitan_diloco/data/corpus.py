@@ -36,6 +36,7 @@ from torchtitan_diloco.data.shards import (
 from torchtitan_diloco.data.text import (
     HUGGING_FACE_PREFIX,
     PIECE_CHARACTERS,
+    SOURCES,
     STDLIB,
     TEXT_FIELD,
     Corpus,
@@ -43,6 +44,7 @@ from torchtitan_diloco.data.text import (
     is_held_out,
     open_corpus,
     text_kind,
+    whole_number,
 )
 from torchtitan_diloco.data.tokenizer import BEGINS, Tokenizer, build_tokenizer
 from torchtitan_diloco.hardware import available_cores
@@ -235,14 +237,6 @@ def _tokenised(
 # --- the command ---
 
 
-def whole_number(text: str) -> int:
-    """Parse 1000000, 1_000_000 or 1e6."""
-    value = float(text)
-    if value < 1 or not value.is_integer():
-        raise argparse.ArgumentTypeError(f"{text} is no whole number such as 1000000 or 1e6")
-    return int(value)
-
-
 def share(text: str) -> float:
     if not 0 <= (value := float(text)) <= 0.5:
         raise argparse.ArgumentTypeError(f"{text} is not between 0 and 0.5")
@@ -256,8 +250,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    sources = "stdlib; files, folders, globs with commas; or hf:NAME[/SUBSET][:SPLIT]"
-    add("--source", help=f"{sources}; not needed to add clusters to finished shards")
+    add("--source", help=f"{SOURCES}; not needed to add clusters to finished shards")
     tokenizers = "bytes, an encoding of tiktoken such as gpt2, or a tokenizer.json"
     add("--tokenizer", default="bytes", help=tokenizers)
     add("--out", required=True, type=Path, help="folder of the shards")

@@ -10,7 +10,6 @@ import fcntl
 import functools
 import hashlib
 import os
-import threading
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +21,7 @@ import numpy.typing as npt
 
 from torchtitan_diloco.data.tokenizer import Tokenizer
 from torchtitan_diloco.hardware import write_whole
-from torchtitan_diloco.log import UserError, logger
+from torchtitan_diloco.log import UserError
 
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, ...] = ("train", "validation")
@@ -32,13 +31,9 @@ INDEX_NAME = "corpus.json"
 STARTED_NAME = "prepare.json"
 """Index of a folder that is not finished: of its finished shards."""
 FORMAT_VERSION = 3
-NOTICE_SECONDS = 2.0
-"""Seconds of waiting for another process after which the log says so."""
 
 
 class Shard(msgspec.Struct, frozen=True):
-    """One file of tokens."""
-
     file: str
     tokens: int
     checksum: int
@@ -48,8 +43,6 @@ class Shard(msgspec.Struct, frozen=True):
 
 
 class SplitIndex(msgspec.Struct):
-    """Shards of one split."""
-
     tokens: int = 0
     documents: int = 0
     shards: list[Shard] = []
@@ -127,18 +120,9 @@ def only_writer(folder: Path, *, wait: bool) -> Iterator[None]:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             file = stack.enter_context((folder / ".lock").open("a"))
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if not wait:
-                    raise UserError(f"another process is writing {folder.absolute()}") from None
-                text = f"waiting for another process that is writing {folder}"
-                notice = threading.Timer(NOTICE_SECONDS, logger.info, [text])
-                notice.start()
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX)
-                finally:
-                    notice.cancel()
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            raise UserError(f"another process is writing {folder.absolute()}") from None
         except OSError as error:
             raise UserError(
                 f"cannot write into {folder.absolute()}: {error}; choose a folder that you may "

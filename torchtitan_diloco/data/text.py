@@ -1,5 +1,6 @@
 """Read a corpus in pieces of text: the standard library, files, or a Hugging Face dataset."""
 
+import argparse
 import glob
 import gzip
 import hashlib
@@ -25,6 +26,8 @@ HUGGING_FACE_PREFIX = "hf:"
 TEXT_SUFFIXES = (".txt", ".md", ".py", ".jsonl")
 COMPRESSED_SUFFIX = ".gz"
 PIECE_CHARACTERS = 32 * 1024
+SOURCES = "stdlib; files, folders, globs with commas; or hf:NAME[/SUBSET][:SPLIT]"
+"""Help of the option `--source`."""
 
 _KINDS = f"{' '.join(TEXT_SUFFIXES)}, each also with {COMPRESSED_SUFFIX}"
 _NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
@@ -76,6 +79,14 @@ def open_corpus(spec: str, field: str = TEXT_FIELD) -> Corpus:
     if not patterns:
         raise UserError(f'the corpus "{spec}" names no file: give files, folders or globs')
     return _corpus_of_files(spec, [path for each in patterns for path in _find_files(each)], field)
+
+
+def whole_number(text: str) -> int:
+    """Parse an option: 1000000, 1_000_000 or 1e6."""
+    value = float(text)
+    if value < 1 or not value.is_integer():
+        raise argparse.ArgumentTypeError(f"{text} is no whole number such as 1000000 or 1e6")
+    return int(value)
 
 
 def is_held_out(piece: int, fraction: float) -> bool:

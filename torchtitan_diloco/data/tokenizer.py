@@ -1,20 +1,29 @@
-"""Text to tokens and back: bytes, an encoding of tiktoken, or a `tokenizer.json`."""
+"""Text to tokens and back: bytes, an encoding of tiktoken, or a `tokenizer.json`.
+
+Train one of these on the beginning of a corpus, as byte-level BPE like GPT-2's:
+
+.venv/bin/torchtitan-diloco tokenizer --source stdlib --vocab-size 2048 --out outputs/own.json
+"""
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import tiktoken
 
-from torchtitan_diloco.log import UserError, installed
+from torchtitan_diloco.data.text import SOURCES, TEXT_FIELD, open_corpus, whole_number
+from torchtitan_diloco.log import Parser, UserError, command_line, installed
 
 END_OF_DOCUMENT = "<|endoftext|>"
 ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "<|eot_id|>", "</s>", "<eos>", "<|im_end|>")
 BEGINS = ("<|begin_of_text|>", "<s>", "<bos>")
+FEWEST = 257
+"""Smallest vocabulary to train."""
 
 Ids = npt.NDArray[np.uint32]
 
@@ -149,3 +158,54 @@ def _from_file(spec: str) -> Tokenizer:
         encode=encode,
         decode=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False)),
     )
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = Parser(prog=command_line("tokenizer"), description="Train a tokenizer on a corpus.")
+    add = parser.add_argument
+    add("--source", required=True, help=SOURCES)
+    add("--out", required=True, type=Path, help="tokenizer.json to write")
+    add("--vocab-size", type=whole_number, default=32_000, help="default 32000")
+    pieces = "read so many pieces of at most 32,768 characters (default 1e6)"
+    add("--pieces", type=whole_number, default=1_000_000, help=pieces)
+    field = f"field of the text in JSON lines and data sets (default {TEXT_FIELD})"
+    add("--text-field", default=TEXT_FIELD, metavar="NAME", help=field)
+    options = parser.parse_args(arguments)
+    try:
+        if options.vocab_size < FEWEST:
+            reason = f"give at least {FEWEST}, the bytes and {END_OF_DOCUMENT}"
+            raise UserError(f"--vocab-size {options.vocab_size}: {reason}")
+        corpus = open_corpus(options.source, options.text_field)
+        texts = (piece.text for piece in islice(corpus.pieces(), options.pieces))
+        content, size = train_tokenizer(texts, options.vocab_size)
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(content, encoding="utf-8")
+    except UserError as error:
+        parser.exit(2, f"error: {error}\n")
+    except OSError as error:
+        parser.exit(2, f"error: --out {options.out} cannot be written: {error}\n")
+    print(f"wrote {options.out}: {size:,} tokens")
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> tuple[str, int]:
+    """Return a tokenizer.json, and the size of its vocabulary."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_DOCUMENT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer.to_str(pretty=True), tokenizer.get_vocab_size()
+
+
+if __name__ == "__main__":
+    main()

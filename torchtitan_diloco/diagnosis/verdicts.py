@@ -69,9 +69,8 @@ REMEDY = {
     Kind.NUMBERS: "its work is left out; lower its learning rate, or test its memory",
     Kind.EVERYBODY: "look for what all share: storage, power, cooling, a larger batch",
 }
-
-
-STEPS = {Kind.COMPUTE, Kind.DATA, Kind.SAVE}
+STEPS = {Kind.COMPUTE: "compute", Kind.DATA: "data", Kind.SAVE: "save"}
+"""Slowness in a part of a step, with its field in the vitals."""
 SETTLED = dict.fromkeys((*STEPS, Kind.LINK, Kind.SENDING, Kind.RECEIVING), 5.0)
 SETTLED[Kind.EVERYBODY] = 10.0
 """Seconds for which it also has to last, as two rounds of a small model are soon over."""
@@ -137,10 +136,8 @@ class Judge:
         """
         found, changed = dict(self._suspects(seen, cycle)), list[Verdict]()
         for cause, text in found.items():
-            new = Suspicion(Verdict(cause, text, step), first=now, last=now)
-            one = self._suspicions.setdefault(cause, new)
-            one.verdict = replace(one.verdict, evidence=text)
-            one.last, one.rounds, one.missed = now, one.rounds + 1, 0
+            one = self._suspect(Verdict(cause, text, step), now)
+            one.rounds += 1
             # What comes and goes has to last longer each time.
             seconds = SETTLED.get(cause.kind, 0.0) * 2 ** min(self._ended[cause], MOST_DOUBLED)
             settled = now - one.first >= seconds
@@ -162,25 +159,29 @@ class Judge:
         """Return verdicts about workers for which training waits long. They end in `note`."""
         changed = list[Verdict]()
         for name, report in missing.items():
-            new = Verdict(Cause(Kind(report.absent), name), report.evidence, step)
-            one = self._suspicions.setdefault(new.cause, Suspicion(new, first=now, last=now))
-            one.verdict = replace(one.verdict, evidence=report.evidence)
-            one.last, one.missed = now, 0
+            cause = Cause(Kind(report.absent), name)
+            one = self._suspect(Verdict(cause, report.evidence, step), now)
             if not one.stands:
                 one.stands = True
                 changed.append(one.verdict)
         return changed
+
+    def _suspect(self, verdict: Verdict, now: float) -> Suspicion:
+        new = Suspicion(verdict, first=now, last=now)
+        one = self._suspicions.setdefault(verdict.cause, new)
+        one.verdict = replace(one.verdict, evidence=verdict.evidence)
+        one.last, one.missed = now, 0
+        return one
 
     def _suspects(self, seen: Mapping[str, Report], cycle: float) -> Iterator[tuple[Cause, str]]:
         here = {name: one.vitals for name, one in seen.items() if not one.absent}
         for name, one in seen.items():
             if one.absent:
                 yield Cause(Kind(one.absent), name), one.evidence or "it takes no part in rounds"
-            elif one.flags & (NOT_FINITE | OUTLIER):
-                reason = (
-                    "is not finite" if one.flags & NOT_FINITE else "is far above its usual norm"
-                )
-                yield Cause(Kind.NUMBERS, name), f"its delta {reason}"
+            elif one.flags & NOT_FINITE:
+                yield Cause(Kind.NUMBERS, name), "its delta is not finite"
+            elif one.flags & OUTLIER:
+                yield Cause(Kind.NUMBERS, name), "its delta is far above its usual norm"
         steps = list(self._slow_steps(here))
         yield from steps
         # The others have exchanged before a late worker comes, so its transfers alone share links.
@@ -193,29 +194,21 @@ class Judge:
 
     def _slow_steps(self, here: Mapping[str, Vitals]) -> Iterator[tuple[Cause, str]]:
         known = {name: one for name, one in here.items() if one.step > 0}
+        if len(known) < 2:
+            return
         for name, one in known.items():
             others = [other for key, other in known.items() if key != name]
-            if not others:
-                return
             step = statistics.median(other.step for other in others)
-            for kind, field in (
-                (Kind.COMPUTE, "compute"),
-                (Kind.DATA, "data"),
-                (Kind.SAVE, "save"),
-            ):
+            for kind, field in STEPS.items():
                 mine = getattr(one, field)
                 usual = statistics.median(getattr(other, field) for other in others)
                 cause = Cause(kind, name)
                 if self._stands_out(cause, (mine - usual) / step):
                     rest = "the others take" if len(others) > 1 else "the other takes"
                     yield cause, f"{mine:.3g} s a step, where {rest} {usual:.3g}"
-        step = statistics.median(one.step for one in known.values()) if known else 0.0
+        step = statistics.median(one.step for one in known.values())
         before = self._before("step", step)
-        if (
-            before
-            and step > EVERYBODY_RATIO * before
-            and min(one.step for one in known.values()) > EVERYBODY_RATIO * before
-        ):
+        if before and min(one.step for one in known.values()) > EVERYBODY_RATIO * before:
             text = f"steps take {step:.3g} s, and took {before:.3g} before"
             yield Cause(Kind.EVERYBODY, "all"), text
 
@@ -247,7 +240,7 @@ class Judge:
             for name, seconds in known.items():
                 others = [other for key, other in known.items() if key != name]
                 usual = statistics.median(others) if others else math.inf
-                if seconds > LINK_RATIO * usual and seconds - usual > FLOOR * cycle:
+                if _is_slow(seconds, usual, cycle):
                     text = f"the {field}s of a cycle take {seconds:.3g} s, of others {usual:.3g}"
                     yield Cause(kind, name), text
         yield from self._slow_transfers(here, cycle)
@@ -263,22 +256,18 @@ class Judge:
         fastest = [one.fastest_transfer for one in known.values()]
         usual = statistics.median_low(fastest)  # of two directions, one may be the slow one
         before = self._before("transfer", usual)
-        if before and usual > LINK_RATIO * before and usual - before > FLOOR * cycle:
+        if before and _is_slow(usual, before, cycle):
             culprit = " - ".join(names) if len(names) == 2 else "all"
             text = f"a transfer takes {usual:.3g} s, and took {before:.3g} before"
             yield Cause(Kind.LINK if len(names) == 2 else Kind.EVERYBODY, culprit), text
             return
-
-        def is_slow(seconds: float, usual: float) -> bool:
-            return seconds > LINK_RATIO * usual and seconds - usual > FLOOR * cycle
-
         # The slowest transfers share the links of receivers, also if nothing is wrong.
-        slow = {name: one for name, one in known.items() if is_slow(one.transfer, least)}
+        slow = {name: one for name, one in known.items() if _is_slow(one.transfer, least, cycle)}
         receiving = [
             name
             for name, one in slow.items()
-            if is_slow(one.fastest_transfer, usual)
-            and not is_slow(one.transfer, one.fastest_transfer)  # they share its downlink
+            if _is_slow(one.fastest_transfer, usual, cycle)
+            and not _is_slow(one.transfer, one.fastest_transfer, cycle)  # they share its downlink
         ]
         senders = [names[one.slowest % len(names)] for one in slow.values()]
         for name, one in slow.items():
@@ -308,3 +297,7 @@ class Judge:
             download=min(downloads),
             slowest=statistics.mode(senders),
         )
+
+
+def _is_slow(seconds: float, usual: float, cycle: float) -> bool:
+    return seconds > LINK_RATIO * usual and seconds - usual > FLOOR * cycle

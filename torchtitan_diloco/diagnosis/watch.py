@@ -10,7 +10,6 @@ from typing import IO, Self
 
 from torchtitan_diloco.components.records import VerdictRecord
 from torchtitan_diloco.components.telemetry import Telemetry
-from torchtitan_diloco.diagnosis.admission import settings_that_fit
 from torchtitan_diloco.diagnosis.verdicts import Judge, Kind, Verdict
 from torchtitan_diloco.diloco.config import DiLoCoConfig
 from torchtitan_diloco.diloco.peers import Peers
@@ -18,6 +17,7 @@ from torchtitan_diloco.diloco.streaming import OuterLoop, StreamingDiLoCo
 from torchtitan_diloco.diloco.vitals import Report
 from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.log import logger
+from torchtitan_diloco.planner.ladder import settings_that_fit
 
 REPEAT_SECONDS, QUIET_SECONDS = 60.0, 10.0
 """Between two lines about a verdict, and without a round until it is asked who is missing."""

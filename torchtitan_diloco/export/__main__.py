@@ -24,9 +24,10 @@ from torchtitan_diloco.components.optimizer import compute_dtype
 from torchtitan_diloco.config import to_toml
 from torchtitan_diloco.data.corpus import open_split
 from torchtitan_diloco.data.loader import ValidationBatches
+from torchtitan_diloco.data.text import whole_number
 from torchtitan_diloco.distributed.world import World, pick_device
 from torchtitan_diloco.export.hugging_face import TOKENIZER_NAME, WEIGHTS_NAME, save_hugging_face
-from torchtitan_diloco.export.saved_model import SavedModel, open_saved
+from torchtitan_diloco.export.weights import SavedModel, open_saved
 from torchtitan_diloco.log import Parser, UserError, command_line
 from torchtitan_diloco.models import LanguageModel
 
@@ -43,13 +44,13 @@ def main(arguments: Sequence[str]) -> int:
     add("--step", type=int, metavar="N", help="step of the checkpoint (default: the latest)")
     if name == "generate":
         add("--prompt", default="", help="text to continue (default: the beginning of a document)")
-        add("--tokens", type=positive, default=100, metavar="N", help="at most N (default 100)")
+        add("--tokens", type=whole_number, default=100, metavar="N", help="at most N (default 100)")
         add("--temperature", type=float, default=0.8, help="default 0.8; 0: the most likely token")
         add("--seed", type=int, default=0, help="the same seed gives the same text (default 0)")
     elif name == "validate":
         add("--corpus", help="as data.validation_corpus (default: what the run held out)")
-        add("--sequences", type=positive, help="the first N (default: as many as the run)")
-        add("--batch-size", type=positive, help="sequences per batch (default: the run's)")
+        add("--sequences", type=whole_number, help="the first N (default: as many as the run)")
+        add("--batch-size", type=whole_number, help="sequences per batch (default: the run's)")
     else:
         formats = "safetensors: for another run (default); hf: for transformers"
         add("--format", choices=("safetensors", "hf"), default="safetensors", help=formats)
@@ -64,12 +65,6 @@ def main(arguments: Sequence[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
-
-
-def positive(text: str) -> int:
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: give a whole number from 1 up")
-    return value
 
 
 # --- generate -------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ Here are only a log, a network and steps that take time.
 """
 
 import heapq
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
@@ -88,30 +87,25 @@ def absence(rules: Rules, seconds: float, *, dies: bool) -> Absence:
 
 
 class World:
-    """The log, the clock, and the islands."""
-
     def __init__(self, rules: Rules) -> None:
         self.rules, self.now = rules, 0.0
-        self.log = list[bytes]()
-        self._queue = list[tuple[float, int, Process, Callable[[], None]]]()
-        self._number = count()
-        self.append(
-            Facts(
-                run="simulated",
-                slots=rules.islands,
-                begin=rules.islands,
-                total_tokens=2**40,
-                cycle=rules.islands * rules.schedule.sync_every,
-                outer_lr=1.0,
-                checksums=(CHECKSUM,) * rules.schedule.fragments,
-                fingerprints={},
-                quorum=rules.quorum,
-            )
+        facts = Facts(
+            run="simulated",
+            slots=rules.islands,
+            begin=rules.islands,
+            total_tokens=2**40,
+            cycle=rules.islands * rules.schedule.sync_every,
+            outer_lr=1.0,
+            checksums=(CHECKSUM,) * rules.schedule.fragments,
+            fingerprints={},
+            quorum=rules.quorum,
         )
+        self.log = [encode(facts)]
+        self._queue = list[tuple[float, int, Process, Callable[[], None]]]()
+        self._number, self.steps = count(), 0
         self.processes = [Process(self, f"island-{one}") for one in range(rules.islands)]
         for process in self.processes:
             process.connect()
-        self._ended_steps = 0
 
     def after(self, seconds: float, process: "Process", action: Callable[[], None]) -> None:
         heapq.heappush(self._queue, (self.now + seconds, next(self._number), process, action))
@@ -120,48 +114,39 @@ class World:
         end = self.now + seconds
         while self._queue[0][0] <= end:
             self.now, _, process, action = heapq.heappop(self._queue)
-            if self.now < process.away_until:
+            if process.is_paused:
                 process.delayed.append(action)
-            elif process.alive:
+            elif process.is_alive:
                 action()
         self.now = end
 
     def append(self, record: Record) -> None:
         self.log.append(encode(record))
-        for process in self.processes if len(self.log) > 1 else ():
+        for process in self.processes:
             self.after(MESSAGE_SECONDS, process, process.receive)
 
     def leave(self, number: int, *, dies: bool) -> None:
         process = self.processes[number]
-        if dies:
-            process.alive = False
-            self._ended_steps += process.steps
-        else:
-            process.away_until = math.inf
+        process.is_alive, process.is_paused = not dies, not dies
 
     def come_back(self, number: int) -> None:
         process = self.processes[number]
         process.returned, process.stepped = self.now, 0.0
-        if not process.alive:
+        if not process.is_alive:
             self.processes[number] = process = Process(self, process.name)
             process.connect()
-            return
-        process.away_until = self.now
-        for action in process.delayed:
-            self.after(0.0, process, action)
-        process.delayed.clear()
+        process.is_paused = False
+        while process.delayed:
+            self.after(0.0, process, process.delayed.pop(0))
 
     def others(self) -> tuple[float, int]:
         """Return the seconds waited and the steps of all but the last island."""
         others = self.processes[:-1]
         return sum(one.waited for one in others), sum(one.steps for one in others)
 
-    def all_steps(self) -> int:
-        return self._ended_steps + sum(process.steps for process in self.processes)
-
     def lost_steps(self) -> float:
         """Return steps that are in no entry and will be in none, as mean over fragments."""
-        state, lost = self.processes[0].machine.state, float(self.all_steps())
+        state, lost = self.processes[0].machine.state, float(self.steps)
         for process in self.processes:
             island = process.machine
             ledgers = state.slots[island.slot].ledgers
@@ -178,9 +163,9 @@ class Process:
         self.members = Members(EXPIRY, SLOT_SECONDS)
         timing = Timing(self.rules.schedule, self.rules.grace_seconds)
         self.machine = Machine(f"{name}/{len(world.log)}", self.members, timing, lr=1.0)
-        self.alive, self.away_until = True, 0.0
+        self.is_alive, self.is_paused = True, False
         self.delayed = list[Callable[[], None]]()
-        """What happened while it was away."""
+        """What happened while it was paused."""
         self.steps, self.waited = 0, 0.0
         self.returned, self.stepped = world.now, 0.0
         """When it started or came back, and made its first step since then."""
@@ -198,7 +183,6 @@ class Process:
             self._read()
         for fragment in self.machine.state.fragments:
             self._checked |= dict.fromkeys(fragment.waiting, Checked())
-        self.tick()
         self.beat()
 
     def _read(self) -> Outcome:
@@ -231,6 +215,7 @@ class Process:
             self.world.after(0.0, self, self.react)
 
     def beat(self) -> None:
+        self.react()
         hint = self.machine.hint(caught_up=True)
         for other in self.world.processes:
             if other is not self:
@@ -240,25 +225,19 @@ class Process:
     def hear(self, hint: Hint) -> None:
         self.members.hear(hint, self.world.now)
 
-    def tick(self) -> None:
-        self.react()
-        self.world.after(BEAT, self, self.tick)
-
     def react(self) -> None:
         self._is_woken = False
         for record in self.machine.records(self._checked, self.world.now):
             self.world.append(record)
         if self.machine.joined and not self._trains:
             self._trains = True
-            self._train()
+            self.world.after(self.rules.step_seconds, self, self._step)
         elif self._waits_since >= 0:
             self._boundary()
 
-    def _train(self) -> None:
-        self.world.after(self.rules.step_seconds, self, self._step)
-
     def _step(self) -> None:
         self.steps += 1
+        self.world.steps += 1
         self.stepped = self.stepped or self.world.now
         self.machine.finish_step(1, 1, self.rules.step_seconds, leaving=False)
         self._boundary()
@@ -276,7 +255,7 @@ class Process:
             return
         self.waited += now - self._waits_since
         self._waits_since = -1.0
-        self._train()
+        self.world.after(self.rules.step_seconds, self, self._step)
         self.react()
 
     def _store(self, part: Part) -> None:

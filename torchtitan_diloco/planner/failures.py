@@ -67,16 +67,16 @@ class Fleet:
 
 
 class Outlook(NamedTuple):
-    """Prediction for a way to train."""
+    """Prediction for a way to train. Times are in seconds."""
 
     name: str
     goodput: float
     rate: float
     """Failures in a second that stop the same chips together."""
     pause: float
-    """Seconds for which they stop then, without repeated work."""
+    """For which they stop then, without repeated work."""
     interval: float
-    """Seconds from one checkpoint to the next."""
+    """From one checkpoint to the next."""
 
 
 def job_goodput(rate: float, pause: float, interval: float, save: float = 0.0) -> float:
@@ -257,13 +257,12 @@ def published_text() -> str:
 
 
 class Downtime(NamedTuple):
-    """Parts of the downtime of one job, in percent of a month."""
+    """Parts of the downtime of one job, in percent of a month: repeated work, detection, isolation
+    of the machine that failed, restart."""
 
     repeats: float
-    """Work since the last checkpoint."""
     detects: float
     isolates: float
-    """Until the failed machine is found and replaced."""
     restarts: float
 
 

@@ -16,6 +16,9 @@ from torchtitan_diloco.planner.prediction import Conditions, Prediction, Workloa
 DELAYS = (1, 2, 5, 10)
 CODECS: tuple[CodecName, ...] = ("int8", "fp4_e3m0")
 LARGEST_SYNC_EVERY = 500
+MARGIN = 1.2
+SPARSE = "topk"
+"""It needs the outer sgd, and other formats momentum, which a run cannot change."""
 Tried = dict[DiLoCoConfig, Prediction]
 
 
@@ -38,6 +41,35 @@ def rungs(given: DiLoCoConfig, total_steps: int) -> Iterator[DiLoCoConfig]:
     while 2 * now.sync_every <= min(LARGEST_SYNC_EVERY, total_steps // FEW_ROUNDS):
         now = replace(now, sync_every=2 * now.sync_every)
         yield now
+
+
+def settings_that_fit(
+    given: DiLoCoConfig, fragments: int, transfers: float, step: float
+) -> dict[str, object]:
+    """Return the settings to change so that the transfers of a cycle fit into its steps: those of
+    the first rung that fits.
+
+    Fragments take turns on a link, so each has tau steps for its own transfer. If no rung fits, H
+    becomes as long as it has to be.
+
+    Args:
+        given: the settings in force.
+        transfers: seconds of all transfers of a cycle, with these settings.
+        step: seconds of a step.
+    """
+    before = given.sync_every, given.overlap.delay, given.quantization.codec
+    found = math.ceil(MARGIN * transfers / step), given.overlap.delay, given.quantization.codec
+    for one in rungs(given, LARGEST_SYNC_EVERY * FEW_ROUNDS):
+        if given.quantization.codec == SPARSE != one.quantization.codec:
+            continue
+        seconds = MARGIN * transfers * _bits(one.quantization) / _bits(given.quantization)
+        delay = max(given.overlap.delay, math.ceil(seconds / fragments / step))
+        if seconds <= one.sync_every * step and delay < one.sync_every:
+            found = one.sync_every, delay, one.quantization.codec
+            break
+    names = "diloco.sync_every", "diloco.overlap.delay", "diloco.quantization.codec"
+    changed = zip(names, before, found, strict=True)  # H first, as tau stays below it
+    return {name: value for name, old, value in changed if value != old}
 
 
 def _bits(wire: Quantization) -> float:

@@ -47,16 +47,14 @@ PAPER_MODELS = (
 )
 
 
-def paper_methods(sync_every: int = SYNC_EVERY) -> tuple[PaperMethod, ...]:
-    """Return the rows of the table. Data parallelism exchanges everything after every step."""
-    streaming = PaperMethod("streaming", sync_every, layers_per_fragment=3)
-    return (
-        PaperMethod("data parallel", 1),
-        PaperMethod("DiLoCo", sync_every),
-        streaming,
-        streaming._replace(name="streaming overlapped", delay=1),
-        streaming._replace(name="streaming overlapped FP4", delay=1, bits=4.0),
-    )
+STREAMING = PaperMethod("streaming", SYNC_EVERY, layers_per_fragment=3)
+PAPER_METHODS = (
+    PaperMethod("data parallel", 1),  # which exchanges everything after every step
+    PaperMethod("DiLoCo", SYNC_EVERY),
+    STREAMING,
+    STREAMING._replace(name="streaming overlapped", delay=1),
+    STREAMING._replace(name="streaming overlapped FP4", delay=1, bits=4.0),
+)
 
 
 def utilisation(model: PaperModel, method: PaperMethod, rates: Array) -> Array:
@@ -96,6 +94,6 @@ def paper_table() -> str:
     rows = [
         [model.name, method.name, *(f"{gbits:.1f}" for gbits in bandwidths(model, method))]
         for model in PAPER_MODELS
-        for method in paper_methods()
+        for method in PAPER_METHODS
     ]
     return markdown_table(columns, rows)

@@ -21,19 +21,20 @@ from numpy.typing import NDArray
 
 from torchtitan_diloco.components.metrics import all_reduce_bytes
 from torchtitan_diloco.components.run_plan import RunPlan, plan_run
+from torchtitan_diloco.config.loader import load_config, shipped_configs
 from torchtitan_diloco.config.schema import Config
 from torchtitan_diloco.diloco.codecs import build_codec
 from torchtitan_diloco.diloco.config import Beginning, DiLoCoConfig, Fragments, Quantization
 from torchtitan_diloco.diloco.exchange import chunk_and_window, slice_owners
 from torchtitan_diloco.diloco.fragments import build_fragments
 from torchtitan_diloco.diloco.link import STREAM_BYTES, streams_needed
-from torchtitan_diloco.diloco.schedule import Schedule, build_schedule
+from torchtitan_diloco.diloco.outer_state import state_bytes
+from torchtitan_diloco.diloco.schedule import build_schedule
 from torchtitan_diloco.diloco.transport import HEADER_BYTES
-from torchtitan_diloco.log import UserError
+from torchtitan_diloco.hardware import GIB, PEAK_BF16_FLOPS
+from torchtitan_diloco.log import UserError, clock, markdown_table
 from torchtitan_diloco.models import LanguageModel, build_model
 
-APPLY, SEND, APPLY_AT_ONCE = range(3)
-"""Order of events after a step. With no delay and at the end a send is applied at once."""
 STEADY_ROUNDS = 30
 """Simulated rounds of every fragment in the steady state."""
 JITTERED_STEPS = 2000
@@ -116,34 +117,37 @@ def predict(
     share the link of a worker.
     """
     beginning = Beginning() if steps is None else diloco.beginning.in_steps(steps)
-    diloco = replace(diloco, beginning=beginning)
-    schedule = build_schedule(diloco, len(fragments))
-    total_steps = STEADY_ROUNDS * schedule.sync_every if steps is None else steps
+    schedule = build_schedule(replace(diloco, beginning=beginning), len(fragments))
+    streams = conditions.streams(diloco.link.streams, ranks)
     exchanges = [
-        predict_exchange(
-            values,
-            max(fragments),
-            diloco.quantization,
-            conditions,
-            ranks,
-            conditions.streams(diloco.link.streams, ranks),
-        )
+        predict_exchange(values, max(fragments), diloco.quantization, conditions, ranks, streams)
         for values in fragments
     ]
-    events = _events(schedule, steps)
-    last_step = events[-1][0] if events else 0
+    if steps is None:
+        total_steps = STEADY_ROUNDS * schedule.sync_every
+        last_send = total_steps + schedule.sync_every - 1
+        last_step = last_send + schedule.delay
+    else:
+        total_steps = last_send = last_step = steps
     computed = draw_steps(conditions, last_step).cumsum(axis=0)
     waited = np.zeros(conditions.workers)
     thread_free, sent_bytes = 0.0, 0
-    ready: dict[int, float] = {}
-    for step, kind, fragment in events:
-        now = computed[step - 1] + waited
-        if kind == SEND:
-            sent, seconds = exchanges[fragment]
-            thread_free = ready[fragment] = max(thread_free, float(now.max())) + seconds
-            sent_bytes += sent
-        else:
-            waited += np.maximum(0.0, ready.pop(fragment) - now)
+    due = dict[int, float]()
+    """Step -> when the last exchange that is applied after it is done."""
+    for step in range(1, last_step + 1):
+        sent = schedule.sent_at(step) if step <= last_send else []
+        if not (sent or step in due):
+            continue
+        waited = np.maximum(waited, due.pop(step, 0.0) - computed[step - 1])
+        for fragment in sent:
+            sent_here, seconds = exchanges[fragment]
+            thread_free = max(thread_free, float((computed[step - 1] + waited).max())) + seconds
+            sent_bytes += sent_here
+        if sent:
+            delay = 0 if schedule.is_average(step) else schedule.delay
+            due[min(step + delay, last_step)] = thread_free
+        if step in due:  # without a delay, and at the end
+            waited = np.maximum(waited, due.pop(step) - computed[step - 1])
     return Prediction(
         compute_seconds_per_step=fmean(conditions.step_seconds),
         exposed_seconds_per_step=float(waited.mean()) / total_steps,
@@ -157,21 +161,6 @@ def draw_steps(conditions: Conditions, steps: int) -> NDArray[np.float64]:
         return np.tile(conditions.step_seconds, (steps, 1))
     noise = np.random.default_rng(0).standard_normal((steps, conditions.workers))
     return np.asarray(conditions.step_seconds * (1 + conditions.jitter * noise).clip(min=0.1))
-
-
-@cache
-def _events(schedule: Schedule, steps: int | None) -> list[tuple[int, int, int]]:
-    """Return (inner step, kind, fragment) of all sends and applies, in order."""
-    found = []
-    last = (STEADY_ROUNDS + 1) * schedule.sync_every - 1 if steps is None else steps
-    for sent in range(1, last + 1):
-        delay = 0 if schedule.is_average(sent) else schedule.delay
-        due = sent + delay
-        applied = due if steps is None else min(due, steps)
-        kind = APPLY if delay and applied == due else APPLY_AT_ONCE
-        for fragment in schedule.sent_at(sent):
-            found += [(sent, SEND, fragment), (applied, kind, fragment)]
-    return sorted(found)
 
 
 def predict_exchange(
@@ -249,19 +238,17 @@ class Workload:
     model: LanguageModel
     """On the meta device."""
     plan: RunPlan
-    layers: int
     workers: int
     ranks: int
     """Ranks of one worker, over which FSDP2 shards it."""
 
     @staticmethod
     def of(config: Config, vocabulary: int) -> "Workload":
-        length, workers = config.training.sequence_length, config.diloco.workers
-        ranks = max(1, config.parallel.fsdp)
-        model = build_model(config.model, vocabulary, length)
+        workers, ranks = config.diloco.workers, max(1, config.parallel.fsdp)
+        model = build_model(config.model, vocabulary, config.training.sequence_length)
         counts = model.parameter_counts()
         plan = plan_run(config.training, workers * ranks, counts["total"], counts["embedding"])
-        return Workload(model, plan, len(model.blocks), workers, ranks)
+        return Workload(model, plan, workers, ranks)
 
     def fragments(self, config: Fragments) -> tuple[int, ...]:
         """Return the parameters of each fragment, in the order in which fragments are sent."""
@@ -276,3 +263,44 @@ class Workload:
         begins = diloco.beginning.steps or diloco.beginning.fraction
         steps = self.plan.total_steps if begins else None
         return predict(fragments, diloco, conditions, ranks=self.ranks, steps=steps)
+
+
+# --- presets --------------------------------------------------------------------------------------
+
+GPU = "H100"
+SMALL_TOKENS = 2**16
+"""Vocabulary up to which a token takes two bytes of a shard."""
+
+
+def presets_table(gpus: int, mfu: float) -> str:
+    """Return what the presets need, for workers of so many GPUs, at a share `mfu` of the peak."""
+    rows = []
+    for name in shipped_configs():
+        config = load_config(name)
+        if config.run.device == "cpu" or config.diloco.method == "none":
+            continue
+        vocabulary = config.model.vocab_size or 0
+        load = Workload.of(config, vocabulary)
+        plan, workers = load.plan, load.workers
+        each = plan.inner_bytes + state_bytes(config.diloco)
+        tokens = plan.total_steps * plan.tokens_per_step
+        flops = load.model.flops_per_token(config.training.sequence_length) * tokens
+        seconds = flops / (workers * gpus * PEAK_BF16_FLOPS[GPU] * mfu)
+        sent = load.predict(config.diloco, Conditions(math.inf, (1.0,) * workers))
+        cells = [
+            name,
+            f"{plan.parameters / 1e6:,.0f}M",
+            f"{tokens / 1e9:,.1f}B",
+            f"{workers} x {gpus}",
+            f"{each * plan.parameters / gpus / GIB:.1f}",
+            clock(seconds),
+            f"{tokens * (2 if vocabulary <= SMALL_TOKENS else 4) / 1e9:,.1f}",
+            f"{sent.sent_bytes_per_step * plan.total_steps / 1e9:,.0f}",
+        ]
+        rows.append((plan.parameters, cells))
+    columns = "preset, parameters, tokens, GPUs, GiB a GPU, time, GB on disk, GB sent by a worker"
+    return (
+        f"{markdown_table(columns.split(', '), [cells for _, cells in sorted(rows)])}\n\n"
+        f"{gpus} GPUs a worker, time at {mfu:.0%} of an {GPU}'s peak; GiB without activations, "
+        "with outer state (on the host if it is large); 1 GB = 10^9 bytes"
+    )

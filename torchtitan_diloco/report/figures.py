@@ -1,5 +1,7 @@
 """The figures of a page with their captions."""
 
+import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -10,9 +12,17 @@ from torchtitan_diloco.components.metrics import time_shares
 from torchtitan_diloco.components.records import number
 from torchtitan_diloco.islands.overview import Stay
 from torchtitan_diloco.islands.page import Lanes, lanes_of
-from torchtitan_diloco.report.charts import SERIES, Curve, heat_map, line_chart, series_colour
+from torchtitan_diloco.report.charts import (
+    PHASE_COLOURS,
+    SERIES,
+    Curve,
+    heat_map,
+    line_chart,
+    phases,
+    series_colour,
+    timeline_svg,
+)
 from torchtitan_diloco.report.run_records import ELAPSED_SECONDS, Array, Run, Worker, of_known
-from torchtitan_diloco.report.timeline import PHASE_COLOURS, phases, timeline_svg
 
 TOKENS = "train/tokens"
 SHARE_COLOURS = {
@@ -145,7 +155,6 @@ def _loss(runs: Sequence[Run], title: str, x: Axis) -> Figure | None:
 
 
 def _lanes(run: Run) -> Figure | None:
-    """Show when each island was there."""
     if not run.stays:
         return None
     source = "the server's clock" if run.log else "the islands' clocks"
@@ -201,7 +210,7 @@ def _sent(runs: Sequence[Run], x: Axis) -> Figure | None:
     for series, run in enumerate(runs):
         times, sent = x.curve(run, "worker/sent_bytes")
         if np.nansum(sent):
-            counted = [one for one in run.workers[0].steps if "worker/sent_bytes" in one]
+            counted = [one for one in run.source.steps if one.get("worker/sent_bytes") is not None]
             steps = np.cumsum([number(one.get("worker/steps")) for one in counted])
             expected = run.data_parallel_bytes(steps)
             curves.append(Curve("sent", times, np.nancumsum(sent), series))
@@ -244,14 +253,17 @@ def _timelines(runs: Sequence[Run]) -> list[Figure]:
 
 def _rounds(run: Run, title: str, unit: str, caption: str, field: str) -> Figure | None:
     """Draw the mean of a field over the workers, by fragment."""
-    values = np.array([of_known(np.mean, own) for own in run.of_workers(field)])
-    if field == DRIFT:
-        values = values / np.sqrt(run.of_exchanges("values"))
-    steps, fragments = run.of_exchanges("step"), run.of_exchanges("fragment")
-    names = {one.fragment: one.fragment_name for worker in run.workers for one in worker.rounds}
+    names, points = dict[int, str](), defaultdict[int, list[tuple[int, float]]](list)
+    for exchange in run.exchanges:
+        known = [one for one in exchange if one is not None]
+        first, values = known[0], np.array([getattr(one, field) for one in known])
+        names[first.fragment] = first.fragment_name
+        if math.isfinite(mean := of_known(np.mean, values)):
+            size = math.sqrt(first.values) if field == DRIFT else 1.0
+            points[first.fragment].append((max(one.step for one in known), mean / size))
     curves = []
-    for place, fragment in enumerate(sorted(names)[:MAX_FRAGMENTS]):
-        own = (fragments == fragment) & np.isfinite(values)
+    for place, fragment in enumerate(sorted(points)[:MAX_FRAGMENTS]):
+        steps, means = np.array(points[fragment]).T
         name, dashed = f"{fragment}: {names[fragment]}", place >= SERIES
-        curves.append(Curve(name, steps[own], values[own], place, dashed=dashed))
+        curves.append(Curve(name, steps, means, place, dashed=dashed))
     return _line_figure([run], title, f"{caption} Mean over workers.", unit, curves, x_label="step")

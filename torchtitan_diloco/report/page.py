@@ -1,7 +1,12 @@
-"""The report as one HTML page."""
+"""Write a report about one or several runs as one HTML page.
+
+.venv/bin/torchtitan-diloco report outputs/RUN [outputs/RUN ...]
+.venv/bin/torchtitan-diloco report join.txt
+"""
 
 import json
 import math
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
@@ -13,13 +18,13 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from matplotlib.ticker import EngFormatter
 
 from torchtitan_diloco.components.metrics import hidden_percent, time_shares, utilisation_percent
+from torchtitan_diloco.components.records import NAN
 from torchtitan_diloco.islands.overview import LEAST_GAP
 from torchtitan_diloco.islands.page import TEMPLATES, time_text
-from torchtitan_diloco.log import brief, clock
-from torchtitan_diloco.report.charts import css_variables
+from torchtitan_diloco.log import Parser, UserError, brief, clock, command_line
+from torchtitan_diloco.report.charts import Exchange, css_variables
 from torchtitan_diloco.report.figures import figures
-from torchtitan_diloco.report.run_records import Run, of_known
-from torchtitan_diloco.report.timeline import last_to_arrive
+from torchtitan_diloco.report.run_records import Run, Worker, of_known, open_runs
 
 METHODS = {"streaming": "Streaming DiLoCo", "none": "data parallelism"}
 ABSENT = "–"  # noqa: RUF001 - a dash for an empty cell
@@ -41,6 +46,34 @@ class Table(NamedTuple):
     columns: Sequence[str]
     rows: Sequence[Sequence[Cell]]
     """The first cell of a row is its name."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    about = "Write a report about one or several runs, finished or still going on."
+    parser = Parser(prog=command_line("report"), description=about)
+    run_help = "folder of a run or of an island, or join file of a run of islands"
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help=run_help)
+    out_help = "file to write (default: report.html in the folder of the first run)"
+    parser.add_argument("--out", type=Path, metavar="FILE", help=out_help)
+    options = parser.parse_args(arguments)
+    target: Path | None = options.out
+    try:
+        runs = open_runs(options.runs)
+        for run in runs:
+            there = len(run.workers)
+            if there < run.size and not run.is_of_islands:
+                text = f"warning: {run.folder} has the records of {there} of {run.size} workers"
+                print(text, file=sys.stderr)
+        target = target or runs[0].folder / "report.html"
+        target.write_text(html_page(runs), encoding="utf-8", errors="replace")
+    except OSError as error:
+        print(f"error: {target} cannot be written: {error.strerror}", file=sys.stderr)
+        return 2
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(target)
+    return 0
 
 
 def html_page(runs: Sequence[Run]) -> str:
@@ -67,8 +100,10 @@ def html_page(runs: Sequence[Run]) -> str:
 
 def describe(run: Run) -> str:
     workers = f"{run.size} worker{'s' * (run.size > 1)}" if run.size else ""
-    if run.is_of_islands:
-        workers = run.islands
+    if run.log is not None:
+        workers = f"{len({stay.name for stay in run.stays})} islands"
+    elif run.is_of_islands:
+        workers = f"{len(run.workers)} of {run.size} islands"
     method = METHODS.get(run.settings.get("diloco.method", ""), "")
     setup = ", ".join(filter(None, (workers, method)))
     return "; ".join(filter(None, (str(run.settings.get("run.description", "")), setup)))
@@ -132,13 +167,13 @@ def _facts(run: Run) -> dict[str, Cell]:
     tokens, elapsed = run.last("train/tokens")[1], run.last("worker/elapsed_seconds")[1]
     days = "days, " if elapsed >= 86_400 else ""
     totals, exposed = run.totals, time_shares(run.totals)["exposed communication"]
-    of_log = {name: Cell(text, "by its log") for name, text in run.headline.items()}
+    headline = run.log.headline if run.log else {}
     return {
         "loss of the shared model": _cell(shared_loss, _loss, validation_note),
         "in bits per byte": _cell(run.last("loss/bits_per_byte")[1], _loss, byte_note),
         "training loss": _cell(loss, _loss, f"nats per token, {owner}, step {trained:,}"),
         "tokens": _cell(tokens, _count, f"of the run, {run.last_step:,} steps{steps_of}"),
-        **of_log,
+        **{name: Cell(text, "by its log") for name, text in headline.items()},
         "time": _cell(elapsed, clock, f"{days}h:mm:ss, with validations"),
         "tokens/s": _cell(run.tokens_per_second, _count, f"{scope}, median"),
         **_sent_bytes(run, whose),
@@ -168,11 +203,22 @@ def _sent_bytes(run: Run, whose: str) -> dict[str, Cell]:
     return {"sent by each worker": counted, "data parallelism would send": compared}
 
 
+def last_to_arrive(exchange: Exchange) -> tuple[int | None, float]:
+    """Return the worker that held up an exchange, None if it is not known, and for how long.
+
+    This needs no common clock: the last worker waits the shortest time for the others' headers.
+    """
+    waited = [NAN if one is None else one.waited_for_headers for one in exchange]
+    if len(shortest := sorted(filter(math.isfinite, waited))) < 2:
+        return None, NAN
+    return waited.index(shortest[0]), shortest[1] - shortest[0]
+
+
 def _workers_table(run: Run) -> Table:
     """Return who arrives last and who waits. The worker that was last most often is first."""
     arrivals = list(map(last_to_arrive, run.exchanges))
     last = np.array([np.nan if worker is None else worker for worker, _ in arrivals])
-    late, waited = np.array([by for _, by in arrivals]), run.of_workers("waited_seconds")
+    late = np.array([by for _, by in arrivals])
     known = np.isfinite(last).sum()
     workers = sorted(range(len(run.workers)), key=lambda worker: -(last == worker).sum())
     rows = [
@@ -182,12 +228,16 @@ def _workers_table(run: Run) -> Table:
             _cell(of_known(np.median, late[last == worker]), brief, "median, where it was last"),
             _cell(of_known(np.max, late[last == worker]), brief, "maximum"),
             # The median would mostly be zero.
-            _cell(of_known(np.mean, waited[:, worker]), brief, "for an exchange, mean"),
+            _cell(_mean_wait(run.workers[worker]), brief, "for an exchange, mean"),
         ]
         for worker in workers
     ]
     columns = ["worker", "last to arrive", "late by", "at most", "training waited"]
     return Table("Workers", columns, rows if arrivals else [])
+
+
+def _mean_wait(worker: Worker) -> float:
+    return of_known(np.mean, np.array([one.waited_seconds for one in worker.rounds]))
 
 
 def _islands_table(run: Run) -> Table:
@@ -199,10 +249,8 @@ def _islands_table(run: Run) -> Table:
         spans = [*(span for stay in own for span in stay.spans), [end, end]]
         gaps = [(one[1], two[0] - one[1]) for one, two in pairwise(spans)]
         away = [f"{time_text(at)} for {clock(gap)}" for at, gap in gaps if gap > LEAST_GAP]
-        worker = workers.get(name, run.workers[0])
-        known = name in workers
-        waited = [one.waited_seconds for one in worker.rounds] if known else []
-        loss = run.curve("loss/train", worker)[1] if known else np.array([])
+        worker = workers.get(name, Worker(name, [], [], [], 0))
+        loss = run.curve("loss/train", worker)[1]
         rows.append(
             [
                 Cell(name),
@@ -210,8 +258,8 @@ def _islands_table(run: Run) -> Table:
                 Cell("; ".join(away) or "never", own[-1].ended),
                 Cell(f"{sum(stay.parts for stay in own):,}", "merged"),
                 Cell(f"{sum(len(stay.late) for stay in own):,}", "one or more versions late"),
-                _cell(of_known(np.mean, np.array(waited)), brief, "own, for an exchange, mean"),
-                _cell(float(loss[-1]) if loss.size else math.nan, _loss, "own, last"),
+                _cell(_mean_wait(worker), brief, "own, for an exchange, mean"),
+                _cell(float(loss[-1]) if loss.size else NAN, _loss, "own, last"),
             ]
         )
     columns = ["island", "came", "gone", "parts", "late", "training waited", "training loss"]
@@ -268,3 +316,7 @@ def _cell(value: float, form: Callable[[float], str], note: str = "") -> Cell:
 def setting_text(value: object) -> str:
     """Return a setting as in TOML, which is the same as JSON for the types of settings."""
     return json.dumps(value, ensure_ascii=False, default=str)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,5 +1,6 @@
 """Read runs: records (docs/report-and-plan.md) and settings of their folders, logs of islands."""
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,8 +31,6 @@ from torchtitan_diloco.log import UserError
 
 Array = NDArray[np.float64]
 ELAPSED_SECONDS = "worker/elapsed_seconds"
-LATEST = 1e11
-"""A later time is damaged."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ class Worker:
         found = [start.time for start in self.starts]
         found += [number(one.get("time")) for one in self.steps]
         found += [one.at_seconds.get("applied", np.nan) for one in self.rounds]
-        times = sorted(at for at in found if 0 <= at < LATEST) or [0.0]
+        times = sorted(filter(math.isfinite, found)) or [0.0]
         stay, missed = Stay(self.name, [times[:1] * 2]), defaultdict[int, int](int)
         for at in times:
             stay.see(at)
@@ -69,7 +68,7 @@ class Worker:
                 continue
             stay.parts += 1
             at = one.at_seconds.get("applied", np.nan)
-            if missed[one.fragment] > one.sent_step and 0 <= at < LATEST:
+            if missed[one.fragment] > one.sent_step and math.isfinite(at):
                 stay.late.append(at)
         return stay
 
@@ -99,7 +98,7 @@ class IslandsLog:
 
 @dataclass(frozen=True)
 class Run:
-    """Records of the workers of a run. Those of the first one have the curves of the run."""
+    """Records of the workers of a run."""
 
     name: str
     """Unique among the runs of a report."""
@@ -109,17 +108,18 @@ class Run:
     """Dotted key -> value. Empty without a config.toml."""
     log: IslandsLog | None = None
 
-    def curve(self, key: str, source: Worker | None = None) -> tuple[Array, Array]:
-        """Return the steps that have a value of this key, and the values.
+    @property
+    def source(self) -> Worker:
+        """The worker that has the curves of the run: the first, or another one whose records begin
+        earlier."""
+        if self.is_of_islands:
+            return self.workers[0]
+        return max(self.workers, key=lambda worker: len(worker.steps))
 
-        By default, they are those of the first worker, or of another one whose records begin
-        earlier.
-        """
-        if source is None:
-            source = self.workers[0]
-            if not self.is_of_islands:
-                source = max(self.workers, key=lambda worker: len(worker.steps))
-        known = [record for record in source.steps if record.get(key) is not None]
+    def curve(self, key: str, source: Worker | None = None) -> tuple[Array, Array]:
+        """Return the steps that have a value of this key, and the values. Default: of the run."""
+        records = (source or self.source).steps
+        known = [record for record in records if record.get(key) is not None]
         steps, values = ([number(record[name]) for record in known] for name in ("step", key))
         return np.array(steps, dtype=float), np.array(values, dtype=float)
 
@@ -127,7 +127,7 @@ class Run:
         """Return the seconds from the start of the run to that of a worker's kept records."""
         names = "time", ELAPSED_SECONDS
         found = (number(one.get(names[0])) - number(one.get(names[1])) for one in worker.steps)
-        begin = next((one for one in found if 0 <= one < LATEST), 0.0)
+        begin = next(filter(math.isfinite, found), 0.0)
         starts = [start.time for one in self.workers for start in one.starts]
         return max(0.0, begin - min(starts, default=np.inf))
 
@@ -159,17 +159,6 @@ class Run:
                 turn = record.outer_round if self.is_of_islands else record.sent_step
                 found[turn, record.fragment][place] = record
         return list(found.values())
-
-    def of_workers(self, field: str) -> Array:
-        """Return a field of the rounds as [exchanges, workers]."""
-        rows = [
-            [np.nan if one is None else getattr(one, field) for one in exchange]
-            for exchange in self.exchanges
-        ]
-        return np.array(rows, dtype=float).reshape(len(rows), len(self.workers))
-
-    def of_exchanges(self, field: str) -> Array:
-        return np.array([of_known(np.max, own) for own in self.of_workers(field)])
 
     @property
     def worker_names(self) -> list[str]:
@@ -211,17 +200,6 @@ class Run:
             end = max((number(one.get("time")) for one in worker.steps), default=np.nan)
             found += [(one, max(one.time, end)) for one in standing.values()]
         return sorted(found, key=lambda pair: pair[0].time)
-
-    @property
-    def headline(self) -> Mapping[str, str]:
-        return self.log.headline if self.log else {}
-
-    @property
-    def islands(self) -> str:
-        """How many islands there are, and of how many there are records."""
-        if self.log is not None:
-            return f"{len({stay.name for stay in self.stays})} islands"
-        return f"{len(self.workers)} of {self.size} islands"
 
     @property
     def tokens_per_second(self) -> float:
@@ -296,7 +274,7 @@ def _read_log(join_file: Path) -> IslandsLog:
 
 def _read_run(folder: Path) -> Run:
     """Read a folder of workers, or of islands, each of which is a worker of its own."""
-    files = sorted(folder.glob(f"worker-*/{METRICS_FILE}"), key=_number_of)
+    files = sorted(folder.glob(f"worker-*/{METRICS_FILE}"), key=lambda one: (len(str(one)), one))
     files = files or sorted(folder.glob(f"*/worker-0/{METRICS_FILE}"))
     if not files:
         problem = f"has no worker-0/{METRICS_FILE}" if folder.is_dir() else "is not a folder"
@@ -307,11 +285,6 @@ def _read_run(folder: Path) -> Run:
         name = _read_settings(file.parents[1]).get("islands.name")
         workers.append(_read_worker(file, name or file.parent.name.replace("-", " ")))
     return Run(folder.name, folder, workers, settings)
-
-
-def _number_of(file: Path) -> int:
-    number = file.parent.name.removeprefix("worker-")
-    return int(number) if number.isdecimal() else 0
 
 
 def _read_worker(file: Path, name: str) -> Worker:
