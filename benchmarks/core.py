@@ -5,17 +5,14 @@ import hashlib
 import json
 import math
 import os
-import random
 import re
 import shutil
 import statistics
 import subprocess
 import sys
-import sysconfig
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -25,18 +22,14 @@ from torchtitan_diloco.components.metrics import totals_of
 from torchtitan_diloco.components.records import read_json_lines
 from torchtitan_diloco.components.summary import all_reduce_bytes
 from torchtitan_diloco.config import Config, from_command_line
-from torchtitan_diloco.config.schema import Model
-from torchtitan_diloco.data import corpus, train_tokenizer
-from torchtitan_diloco.data.shards import INDEX_NAME, read_index
-from torchtitan_diloco.data.text import open_corpus, standard_library
-from torchtitan_diloco.data.tokenizer import build_tokenizer
 from torchtitan_diloco.log import USER_ERROR, UserError, markdown_table
-from torchtitan_diloco.models import vocabulary_rows
 
 Settings = dict[str, str]
 """Settings of the trainer: dotted key -> value."""
 Record = dict[str, Any]
 CPU = torch.device("cpu")
+FINISHED = "finished.json"
+"""File of the result of a run, in its folder."""
 Result = TypeVar("Result")
 Item = TypeVar("Item")
 Key = TypeVar("Key")
@@ -170,12 +163,12 @@ def train_kept(folder: Path, settings: Settings, *, seconds: float = math.inf) -
     """Return the losses, speed and bytes of a run, which are kept in `folder`."""
 
     def measure() -> Record:
-        started = time.monotonic()
-        workers = settings.get("diloco.workers", "1")
+        started, workers = time.monotonic(), settings.get("diloco.workers", "1")
         records = train(folder / "run", settings, seconds=seconds, NPROC=workers)
         for checkpoint in folder.glob("run/worker-*/step-*"):
             shutil.rmtree(checkpoint)
         steps = [one for one in steps_of(records) if "speed/tokens_per_second" in one]
+        speeds = [one["speed/tokens_per_second"] for one in steps]
         end = [one for one in records if "loss/val" in one][-1]
         start = next(one for one in records if one.get("kind") == "start")
         sent = totals_of(records, streaming=True).get("worker/sent_bytes", 0.0)
@@ -186,9 +179,7 @@ def train_kept(folder: Path, settings: Settings, *, seconds: float = math.inf) -
             "parameters": start["parameters"],
             "tokens": steps[-1]["train/tokens"],
             # The first steps are slower.
-            "tokens_per_second": statistics.median(
-                one["speed/tokens_per_second"] for one in steps[len(steps) // 2 :]
-            ),
+            "tokens_per_second": statistics.median(speeds[len(speeds) // 2 :]),
             "seconds": time.monotonic() - started,
             "saving": expected / sent if sent else 0.0,
         }
@@ -221,57 +212,6 @@ def train_all(
     with ThreadPoolExecutor(jobs) as pool:
         results = dict(zip(runs, pool.map(train_one, runs), strict=True))
     return {key: result for key, result in results.items() if result is not None}
-
-
-# --- text -----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Text:
-    """Token shards, and how they were made."""
-
-    corpus: str
-    tokenizer: str
-
-    @property
-    def settings(self) -> Settings:
-        return {"data.corpus": self.corpus, "data.tokenizer": self.tokenizer}
-
-    @property
-    def rows(self) -> int:
-        return vocabulary_rows(Model(), build_tokenizer(self.tokenizer).vocab_size)
-
-
-def write_sources(path: Path) -> None:
-    """Write the source of Python and its packages, a file in a line, in random order."""
-    files = standard_library(Path(sysconfig.get_path("stdlib")))
-    for folder in {sysconfig.get_path(kind) for kind in ("purelib", "platlib")}:
-        files += sorted(Path(folder).rglob("*.py"))
-    random.Random(0).shuffle(files)
-    seen = set[str]()  # packages have copies of others, of which none may be held out
-    with path.open("w", encoding="utf-8") as lines:
-        for file in files:
-            source = file.read_text(encoding="utf-8", errors="replace")
-            if source not in seen:
-                seen.add(source)
-                lines.write(json.dumps({"text": source}) + "\n")
-
-
-def prepare_text(out: Path, source: str, vocabulary: int) -> Text:
-    """Return the shards of a run, which are made in `out` unless `source` has some."""
-    if (Path(source) / INDEX_NAME).exists():
-        return Text(source, str(read_index(Path(source) / INDEX_NAME).settings["tokenizer"]))
-    text = Text(str(out / "tokens"), str(out / "tokenizer.json") if vocabulary else "bytes")
-    if not (out / "tokens" / INDEX_NAME).exists():
-        if not source:
-            source = str(out / "sources.jsonl")
-            write_sources(Path(source))
-        open_corpus(source)  # raises an error of one line
-        if vocabulary and not Path(text.tokenizer).exists():
-            size = ["--vocab-size", str(vocabulary), "--pieces", "2000"]
-            train_tokenizer.main(["--source", source, *size, "--out", text.tokenizer])
-        corpus.main(["--source", source, "--tokenizer", text.tokenizer, "--out", text.corpus])
-    return text
 
 
 # --- measuring ------------------------------------------------------------------------------------
@@ -312,7 +252,7 @@ def timed(task: Callable[[], object], device: torch.device = CPU) -> Seconds:
 
 def kept(folder: Path, settings: Mapping[str, Any], measure: Callable[[], Record]) -> Record:
     """Return the result of `measure`, or the one that a finished run has saved in `folder`."""
-    path = folder / "finished.json"
+    path = folder / FINISHED
     if not path.exists():
         result = measure()
         folder.mkdir(parents=True, exist_ok=True)

@@ -23,13 +23,14 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 from itertools import product
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import torch
 
-from benchmarks import core
-from benchmarks.diagnosis_worker import BEGIN, HISTORY, REACHED
-from benchmarks.network import INTERFACE, Network, NoNetworkError, Program, wait_until
+from benchmarks import core, diagnosis_worker
+from benchmarks.diagnosis_worker import BEGIN, REACHED
+from benchmarks.network import INTERFACE, Network, NoNetworkError, wait_until
 from torchtitan_diloco.components.records import read_json_lines
 
 MOST_SECONDS, AFTER_SECONDS = 60.0, 3.0
@@ -173,89 +174,95 @@ def verdicts_in(text: str) -> list[tuple[str, str]]:
     return list(dict.fromkeys(found))
 
 
-def start(case: Case, network: Network, folder: Path) -> list[Program]:
+def start(case: Case, network: Network, folder: Path) -> list[BaseProcess]:
     """Start the workers, and before them the server of islands."""
-    programs, settings = list[Program](), SETTINGS | {"diloco.workers": str(case.workers)}
-    settings |= {"training.steps": str(BEGIN + WATCHED), "run.folder": str(folder / "run")}
+    settings = SETTINGS | {
+        "diloco.workers": str(case.workers),
+        "training.steps": str(BEGIN + WATCHED),
+        "run.folder": str(folder / "run"),
+    }
     if case.islands:
-        words = ["-m", "torchtitan_diloco", "islands", "serve", "--folder", str(folder / "server")]
-        words += ["--keep-gb", "1", "--address", network.address(case.workers)]
-        log = folder / "server.txt"
-        server = network.launch(case.workers, [sys.executable, *words], log)
-        wait_until(lambda: "nats+tls://" in server.printed(), "the server", log)
-        (folder / "join").write_text(server.printed().splitlines()[0])
-        settings["islands.join"] = str(folder / "join")
+        server = case.workers, folder / "server", "--keep-gb", "1"
+        settings["islands.join"] = network.serve_islands(*server)[1]
+    processes = []
     for worker in range(case.workers):
-        env = {HISTORY: str(folder / f"history-{worker}.jsonl")}
+        variables = network.rank_variables(worker) | {"WORLD_SIZE": str(case.workers)}
         if case.islands:
-            env |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": network.address(worker)}
+            variables |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": network.address(worker)}
             settings["islands.name"] = f"worker-{worker}"
             settings["run.folder"] = str(folder / f"run-{worker}")
-        mine = case.fault.inside if case.fault.by_all or worker == case.victim else {}
-        command = [sys.executable, "-m", "benchmarks.diagnosis_worker", json.dumps(mine)]
-        log, words = folder / f"log-{worker}.txt", core.command_line(settings)
-        programs.append(network.launch(worker, [*command, *words], log, **env))
-    return programs
+        fault = case.fault.inside if case.fault.by_all or worker == case.victim else {}
+        given = fault, folder / f"history-{worker}.jsonl", core.command_line(settings)
+        log, task = folder / f"log-{worker}.txt", diagnosis_worker.run
+        processes.append(network.fork(worker, task, log, *given, variables=variables))
+    return processes
 
 
-def inject(case: Case, network: Network, victim: Program) -> None:
+def inject(case: Case, network: Network, pid: int) -> None:
     """Begin a fault from outside of the victim's process."""
-    fault, rate = case.fault, case.rate
+    fault, rate, victim = case.fault, case.rate, case.victim
     if fault.signal:
-        os.kill(victim.pid, fault.signal)
+        os.kill(pid, fault.signal)
     if fault.up < 1 or fault.down < 1:
-        network.set_rate(case.victim, up=rate * fault.up, down=rate * fault.down)
+        network.set_rate(victim, up=rate * fault.up, down=rate * fault.down)
     if fault.pair < 1:
-        network.set_rate_to(case.victim, (case.victim + 1) % case.workers, rate * fault.pair)
+        network.set_rate_to(victim, (victim + 1) % case.workers, rate * fault.pair)
     if fault.cut:
-        network.cut(case.victim, closed=True)
+        network.cut(victim, closed=True)
     if fault.lossy:
-        network.lose_large(case.victim)
+        network.lose_large(victim)
 
 
 def measure(case: Case, folder: Path) -> Outcome:
     fault, victim = case.fault, case.victim
+    logs = [folder / f"log-{worker}.txt" for worker in range(case.workers)]
+    # The first rank judges; anybody says whom it waits for; who heals itself says so.
+    unable = fault.signal or fault.cut or fault.lossy
+    numbers = [one for one in range(case.workers) if one != victim] if unable else [0]
+    witnesses = [victim] if "nan" in fault.inside else numbers
+
+    def printed(*workers: int) -> str:
+        return "".join(logs[one].read_text(errors="replace") for one in workers)
+
     folder.mkdir(parents=True)
     with Network(case.workers + case.islands, up=case.rate, down=case.rate) as network:
         if case.islands:  # the server's link is not what limits them
             rate = case.workers**2 * case.rate
             network.set_rate(case.workers, up=rate, down=rate)
-        programs = start(case, network, folder)
-        first = programs[0]
-        wait_until(
-            lambda: first.line(REACHED) != "" or not first.running, "the fault", first.log, 240
-        )
-        if not first.line(REACHED):
-            raise SystemExit(first.printed())
-        # The first rank judges; anybody says whom it waits for; who heals itself says so.
-        unable = fault.signal or fault.cut or fault.lossy
-        numbers = [one for one in range(case.workers) if one != victim] if unable else [0]
-        witnesses = [programs[one] for one in ([victim] if "nan" in fault.inside else numbers)]
-
-        def said() -> list[tuple[str, str]]:
-            return verdicts_in("".join(one.printed() for one in witnesses))
-
-        before, began, seconds = said(), time.monotonic(), math.nan
-        inject(case, network, programs[victim])
-        end = began + MOST_SECONDS
-        while time.monotonic() < end and all(one.running for one in witnesses):
-            if math.isnan(seconds) and set(said()) - set(before):
-                seconds = time.monotonic() - began
-                end = min(end, time.monotonic() + AFTER_SECONDS if fault.kind else math.inf)
-            if time.monotonic() > began + fault.lasts:
-                os.kill(programs[victim].pid, signal.SIGCONT)
-            time.sleep(0.05)
-        found = said()
-        number = next((one for one in numbers if verdicts_in(programs[one].printed())), 0)
-        if fault.signal == signal.SIGSTOP:
-            os.kill(programs[victim].pid, signal.SIGCONT)
+        processes = start(case, network, folder)
+        first, pid = processes[0], processes[victim].pid
+        assert pid is not None
+        try:
+            wait_until(
+                lambda: logs[0].exists() and (REACHED in printed(0) or not first.is_alive()),
+                "the fault",
+                logs[0],
+                240,
+            )
+            if REACHED not in printed(0):
+                raise SystemExit(printed(0))
+            before, began, seconds = verdicts_in(printed(*witnesses)), time.monotonic(), math.nan
+            inject(case, network, pid)
+            end = began + MOST_SECONDS
+            while time.monotonic() < end and all(processes[one].is_alive() for one in witnesses):
+                if math.isnan(seconds) and set(verdicts_in(printed(*witnesses))) - set(before):
+                    seconds = time.monotonic() - began
+                    end = min(end, time.monotonic() + AFTER_SECONDS if fault.kind else math.inf)
+                if time.monotonic() > began + fault.lasts:
+                    os.kill(pid, signal.SIGCONT)
+                time.sleep(0.05)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+    number = next((one for one in numbers if verdicts_in(printed(one))), 0)
     history = read_json_lines(folder / f"history-{number}.jsonl")[0]
     run = (f"run-{number}", 0) if case.islands else ("run", number)
     records = core.read_records(folder / run[0], worker=run[1])
-    verdicts = [one["step"] for one in records if one.get("kind") == "verdict"]
-    until = min((step for step in verdicts if step >= BEGIN), default=0)
+    steps = [one["step"] for one in records if one.get("kind") == "verdict"]
+    until = min((step for step in steps if step >= BEGIN), default=0)
     rounds = sum(BEGIN <= int(one["step"]) <= until for one in history) if until else math.nan
-    return Outcome(case, found, rounds, seconds, history)
+    return Outcome(case, verdicts_in(printed(*witnesses)), rounds, seconds, history)
 
 
 def write_history(folder: Path, outcome: Outcome) -> None:

@@ -1,14 +1,7 @@
-"""A worker of `benchmarks.diagnosis`: the trainer, with a fault in its process.
-
-    .venv/bin/python -m benchmarks.diagnosis_worker FAULT --section.key value ...
-
-FAULT is a JSON object of names and amounts. What the judge of this worker is told is written to the
-file in the variable BENCHMARK_HISTORY.
-"""
+"""A worker of `benchmarks.diagnosis`: the trainer, with a fault in its process."""
 
 import errno
 import json
-import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -31,7 +24,6 @@ STEP_SECONDS, SAVE_EVERY = 0.06, 20
 REACHED = "here the faults begin"
 BEGIN = 120
 """Step at which a fault begins."""
-HISTORY = "BENCHMARK_HISTORY"
 Seen = Mapping[str, Report]
 
 
@@ -119,13 +111,9 @@ def record_inputs(path: Path) -> None:
     setattr(Judge, "miss", missed)  # noqa: B010
 
 
-def main() -> int:
-    fault, *words = sys.argv[1:]
-    Victim.fault = json.loads(fault)
-    record_inputs(Path(os.environ[HISTORY]))
+def run(fault: Mapping[str, float], history: Path, words: list[str]) -> None:
+    """Train with a fault, and write what the judge of this worker is told to `history`."""
+    Victim.fault = fault
+    record_inputs(history)
     setattr(train, "Trainer", Victim)  # noqa: B010 - the program of a user, with a fault
-    return train.main(words)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(train.main(words))

@@ -165,8 +165,7 @@ def codec(scale: Scale, _: Path) -> Iterator[Check]:
     for megabytes, name in product(scale.megabytes, ("fp32", "bf16", "int8", "fp4_e3m0")):
         values = torch.randn(round(megabytes * 1e6 / 4), device=scale.device)
         made = build_codec(Quantization(name))  # type: ignore[arg-type]
-        stream = torch.cuda.stream(background_stream(scale.device)) if scale.on_gpu else None
-        with stream or nullcontext():
+        with torch.cuda.stream(background_stream(scale.device)) if scale.on_gpu else nullcontext():
             found = sync.measure_codec(made, values, scale.rounds)
         share = statistics.median(sync.share_of_copy(found))
         # With 2 MB, kernel launches take longer than the kernels.
@@ -300,9 +299,9 @@ PARTS: dict[str, tuple[Callable[[Scale, Path], Iterator[Check]], int]] = {
 
 
 def run_part(name: str, seconds: float, out: Path, more: list[str]) -> list[Check]:
-    """Run a part in a new process group, and return its checks, or one that says how it failed."""
+    """Run a part in a process of its own. Return its checks, or one that says how it failed."""
     command = [sys.executable, "-m", "benchmarks.gpu", "--out", str(out), "--part", name, *more]
-    printed, result = out / f"{name}.txt", out / f"{name}.json"
+    printed = out / f"{name}.txt"
     with printed.open("wb") as output:
         process = subprocess.Popen(
             command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
@@ -316,7 +315,8 @@ def run_part(name: str, seconds: float, out: Path, more: list[str]) -> list[Chec
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
     if process.returncode == 0:
-        return [Check(**check) for check in json.loads(result.read_text())]
+        found = json.loads((out / f"{name}.json").read_text())
+        return [Check(**check) for check in found]
     last = printed.read_text(errors="replace").strip().splitlines()[-1:]
     return [Check("the whole part", "exit code 0", ": ".join([end, *last]), passed=False)]
 

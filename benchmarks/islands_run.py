@@ -8,26 +8,24 @@ import statistics
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import pairwise
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from benchmarks import core
-from benchmarks.network import Network, wait_until
+from benchmarks.network import Network, Program, wait_until
 from benchmarks.parity import read_tables
-from tests.network import enter
+from tests.islands.simulation import check_ledger
 from tests.processes import FORKS
 from torchtitan_diloco import train
 from torchtitan_diloco.components.records import read_json_lines
 from torchtitan_diloco.diloco import StreamingDiLoCo
 from torchtitan_diloco.islands import IslandPeers, connection, leader
 from torchtitan_diloco.islands.config import Join
-from torchtitan_diloco.islands.ledger import Entry, Outcome
-from torchtitan_diloco.islands.log import State
+from torchtitan_diloco.islands.ledger import Outcome
 from torchtitan_diloco.islands.reader import open_reader
 from torchtitan_diloco.trainer import Trainer
 
@@ -68,20 +66,12 @@ class Job:
     """Tokens of the run so far."""
 
 
-def in_namespace(holder: int, log: Path, task: Any, *arguments: Any) -> None:
-    """Run a task in this forked process, in the network of the process `holder`."""
-    enter(holder)
-    for stream in (1, 2):
-        os.dup2(os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND), stream)
-    task(*arguments)
-
-
 def train_island(job: Job) -> None:
     """Run the trainer, and note each step."""
     if job.hasty:
         connection.EXPIRY, leader.BEAT = 2.0, 0.1
     step, outer_step, upload = Trainer.train_step, StreamingDiLoCo.step, IslandPeers._upload
-    seconds, exposed, joined = deque[float](maxlen=32), [0.0], list[int]()
+    seconds, exposed, joined = deque[float](maxlen=32), [0.0], set[int]()
     file = job.notes.open("a", buffering=1)
 
     def usual() -> float:
@@ -93,22 +83,20 @@ def train_island(job: Job) -> None:
     def observed_step(trainer: Trainer, batches: Any) -> Any:
         assert trainer.island is not None
         peers, started = trainer.island.peers, time.time()
-        state, slot = peers._leader.state, peers.seat.slot  # type: ignore[union-attr]
+        fragments, slot = peers._leader.state.fragments, peers.seat.slot  # type: ignore[union-attr]
         if not joined:
-            joined.extend(one.version for one in state.fragments)
+            joined.add(slot)
             note(event="joined", slot=slot)
         time.sleep(job.sleep + (job.slow - 1) * usual())
         begun, before = time.time(), exposed[0]
         result = step(trainer, batches)
         seconds.append(time.time() - begun)
-        ledgers = state.slots[slot].ledgers
         note(
             step=trainer.step,
             seconds=time.time() - started,
             exposed=exposed[0] - before,
-            merged=max(one.clock for one in state.fragments),
-            rounds=sum(one.version for one in state.fragments),
-            own=sum(one.merged_in > at for one, at in zip(ledgers, joined, strict=True)),
+            merged=max(one.clock for one in fragments),
+            rounds=sum(one.version for one in fragments),
         )
         job.clock.value = max(job.clock.value, peers.clock)
         return result
@@ -136,41 +124,29 @@ def audit(join: str, path: Path) -> None:
     with open_reader(Join.parse(join), outcomes.append, whole=True) as reader:
         state = reader.state
     entries = [one.entry for one in outcomes if one.entry is not None]
-    fragments = len(state.fragments)
+    problems = [] if state.ended else ["it has not ended"]
+    problems += [
+        f"{part.incarnation}: {part.weight} tokens in {part.start, part.end}"
+        for part in (part for entry in entries for part in entry.parts)
+        if part.finite and part.weight != (part.end - part.start) * LENGTH
+    ]
+    try:
+        check_ledger(state, entries)
+    except AssertionError as error:
+        problems.append(f"the ledgers do not fit the entries: {error}")
 
     def samples(fate: str) -> list[float]:
-        """Return the samples of each slot with this fate."""
-        return [sum(getattr(one, fate) for one in slot.ledgers) / fragments for slot in state.slots]
+        """Return the samples of each slot with this fate, as the mean over fragments."""
+        return [statistics.mean(getattr(one, fate) for one in slot.ledgers) for slot in state.slots]
 
     found = {
-        "problems": [*_problems(state, entries), *([] if state.ended else ["it has not ended"])],
-        "merged_tokens": sum(one.clock for one in state.fragments) / fragments,
+        "problems": problems,
+        "merged_tokens": statistics.mean(one.clock for one in state.fragments),
         "merged_samples": samples("merged"),
         "lost_samples": samples("lost"),
         "read_twice": [slot.read_twice for slot in state.slots],
-        "participants": [len(entry.parts) for entry in entries],
-        "late": [entry.close.version - 1 - part.base for entry in entries for part in entry.parts],
     }
     path.write_text(json.dumps(found))
-
-
-def _problems(state: State, entries: Sequence[Entry]) -> Iterator[str]:
-    """Check what was merged by recomputing it from the entries."""
-    merged = dict[tuple[int, int], list[tuple[int, int]]]()
-    for number, made in enumerate(state.fragments):
-        closes = [entry.close for entry in entries if entry.close.fragment == number]
-        if made.clock != sum(sum(close.weights) for close in closes):
-            yield f"fragment {number}: its clock is not the sum of the weights"
-    for part in (part for entry in entries for part in entry.parts):
-        merged.setdefault((part.slot, part.fragment), []).append((part.start, part.end))
-        if part.finite and part.weight != (part.end - part.start) * LENGTH:
-            yield f"{part.incarnation}: {part.weight} tokens in {part.start, part.end}"
-    for (slot, fragment), ranges in merged.items():
-        if any(one[1] > other[0] for one, other in pairwise(sorted(ranges))):
-            yield f"slot {slot}, fragment {fragment}: a range is merged twice"
-        known = state.slots[slot].ledgers[fragment].merged
-        if known != sum(end - start for start, end in ranges):
-            yield f"slot {slot}, fragment {fragment}: the ledger has {known} samples merged"
 
 
 # --- the run --------------------------------------------------------------------------------------
@@ -179,23 +155,31 @@ def _problems(state: State, entries: Sequence[Entry]) -> Iterator[str]:
 class Run:
     """A server and islands in a network, whose last worker runs the server."""
 
-    def __init__(self, folder: Path, network: Network, job: Job) -> None:
-        folder.mkdir(parents=True)
-        self.folder, self.network, self.job = folder, network, job
-        self.server_place, self.join = network.workers - 1, ""
+    def __init__(self, folder: Path, islands: int, job: Job, rate: float = math.inf) -> None:
+        """`rate`: of each link, in Mbit/s."""
+        self.folder, self.job = folder, job
+        self.network = Network(islands + 1, up=rate, down=rate)
+        self.server_place, self.join = islands, ""
+        self.server: Program
         self.living = dict[int, BaseProcess]()
         """Islands that are expected to reach the end."""
+
+    def __enter__(self) -> Self:
+        self.folder.mkdir(parents=True)
+        self.network.__enter__()
         self.serve()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for worker in [*self.living]:
+            self.kill(worker)
+        self.network.close()
 
     def serve(self) -> None:
         """Start or restart the server, and wait until it is ready."""
-        words = ["-m", "torchtitan_diloco", "islands", "serve", "--folder"]
-        words += [str(self.folder / "server"), *([] if self.join else ["--keep-gb", "1"])]
-        words += ["--address", self.network.address(self.server_place)]
-        out = self.folder / f"server-{time.time():.1f}.txt"
-        self.server = self.network.launch(self.server_place, [sys.executable, *words], out)
-        wait_until(lambda: "nats+tls://" in self.server.printed(), "the server", out)
-        self.join = self.server.printed().splitlines()[0]
+        more = [] if self.join else ["--keep-gb", "1"]
+        folder = self.folder / "server"
+        self.server, self.join = self.network.serve_islands(self.server_place, folder, *more)
 
     def kill_server(self) -> None:
         """Kill `serve`, which would start nats-server again, and nats-server."""
@@ -210,14 +194,9 @@ class Run:
         run = self.folder / f"run-{worker}-{time.time():.2f}"
         own = {"run.folder": str(run), "islands.join": self.join}
         settings = self.job.settings | own | {"islands.name": f"island-{worker}"}
-        job = Job(
-            **vars(self.job) | handicaps | {"settings": settings, "notes": self.notes(worker)}
-        )
-        holder = self.network.namespace(worker).pid
-        self.living[worker] = FORKS.Process(
-            target=in_namespace, args=(holder, self.log(worker), train_island, job), daemon=True
-        )
-        self.living[worker].start()
+        more = {"settings": settings, "notes": self.notes(worker)}
+        job = Job(**vars(self.job) | handicaps | more)
+        self.living[worker] = self.network.fork(worker, train_island, self.log(worker), job)
 
     def start_all(self, workers: int, steps: int) -> None:
         """Start islands, and wait until each has taken `steps` steps."""
@@ -230,10 +209,6 @@ class Run:
         process = self.living.pop(worker)
         process.kill()
         process.join()
-
-    def close(self) -> None:
-        for worker in [*self.living]:
-            self.kill(worker)
 
     def reach(self, worker: int, step: int) -> None:
         process = self.living[worker]
@@ -248,16 +223,12 @@ class Run:
     def finish(self) -> dict[str, Any]:
         """Wait until all living islands have ended, and check copies and ledgers."""
         while any(process.is_alive() for process in self.living.values()):
-            if time.time() - max(self.notes(one).stat().st_mtime for one in self.living) > (
-                STUCK_SECONDS
-            ):
+            latest = max(self.notes(one).stat().st_mtime for one in self.living)
+            if time.time() - latest > STUCK_SECONDS:
                 break
             time.sleep(0.1)
-        path = self.folder / "audit.json"
-        given = self.network.namespace(self.server_place).pid, self.folder / "audit.txt"
-        auditor = FORKS.Process(target=in_namespace, args=(*given, audit, self.join, path))
-        auditor.start()
-        auditor.join()
+        path, log = self.folder / "audit.json", self.folder / "audit.txt"
+        self.network.fork(self.server_place, audit, log, self.join, path).join()
         found: dict[str, Any] = json.loads(path.read_text())
         problems = found["problems"] + [
             f"island-{worker} ended with {process.exitcode}"
@@ -311,23 +282,19 @@ class Run:
 
     def next_round(self, workers: Iterable[int], since: float) -> float:
         """Return the seconds until all these islands have read the close of another round."""
-        found = []
-        for worker in workers:
+
+        def wait(worker: int) -> float:
             before = max((one["rounds"] for one in self.steps(worker, until=since)), default=0)
             later = [one["time"] for one in self.steps(worker, since) if one["rounds"] > before]
-            found.append(min(later, default=math.inf) - since)
-        return max(found)
+            return min(later, default=math.inf) - since
+
+        return max(map(wait, workers))
 
     def losses(self, audit: dict[str, Any], workers: Iterable[int]) -> Found:
         """Return the number of steps that are lost or were repeated, and of problems."""
         slots = [int(self.event(worker, "joined")["slot"]) for worker in workers]
-        return {
-            "steps lost": sum(
-                audit["lost_samples"][one] + audit["read_twice"][one] for one in slots
-            ),
-            "most versions late": max(audit["late"]),
-            "problems": len(audit["problems"]),
-        }
+        lost = sum(audit["lost_samples"][one] + audit["read_twice"][one] for one in slots)
+        return {"steps lost": lost, "problems": len(audit["problems"])}
 
     def trained(self, workers: int) -> Counter[int]:
         """Return the steps that the owners of each slot have taken."""
