@@ -7,6 +7,7 @@ import math
 import os
 import re
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -28,6 +29,8 @@ Settings = dict[str, str]
 """Settings of the trainer: dotted key -> value."""
 Record = dict[str, Any]
 CPU = torch.device("cpu")
+STOP_SECONDS = 60.0
+"""For which a program may save, before it is killed."""
 FINISHED = "finished.json"
 """File of the result of a run, in its folder."""
 Result = TypeVar("Result")
@@ -115,33 +118,47 @@ class CutError(Exception):
     """The time of a run is over. The same command continues it from its last checkpoint."""
 
 
+def run_program(
+    words: Sequence[str], log: Path, seconds: float = math.inf, **environment: str
+) -> int:
+    """Run a Python program to its end, with its output in `log`, and return its exit code.
+
+    After so many seconds it is asked to save and stop, which raises CutError.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, *words],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=os.environ | environment,
+            start_new_session=True,
+        )
+    try:
+        return process.wait(None if seconds == math.inf else max(0.0, seconds))
+    except subprocess.TimeoutExpired:
+        raise CutError from None
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGTERM)
+            try:
+                process.wait(STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
 def train(
     folder: Path, settings: Settings, *, seconds: float = math.inf, **environment: str
 ) -> list[Record]:
     """Run the trainer in `folder` to its end, and return its records.
 
-    It continues from a checkpoint in `folder`, if there is one. After so many seconds it is asked
-    to save and stop, which raises CutError.
+    It continues from a checkpoint in `folder`, if there is one.
     """
-    if seconds <= 0:
-        raise CutError
     words = command_line(settings | {"run.folder": str(folder)})
-    command = [sys.executable, "-m", "torchtitan_diloco", "train", *words]
-    with subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=os.environ | environment,
-    ) as process:
-        try:
-            said, _ = process.communicate(timeout=None if seconds == math.inf else seconds)
-        except subprocess.TimeoutExpired:
-            process.terminate()
-            process.communicate()
-            raise CutError from None
-    if process.returncode:
-        raise SystemExit(f"{' '.join(command)} failed:\n{said[-4000:]}")
+    command, log = ["-m", "torchtitan_diloco", "train", *words], folder.with_suffix(".txt")
+    if run_program(command, log, seconds, **environment):
+        raise SystemExit(f"{' '.join(command)} failed:\n{log.read_text()[-4000:]}")
     return read_records(folder)
 
 
@@ -200,9 +217,9 @@ def train_all(
     end = time.monotonic() + seconds
 
     def train_one(key: Key) -> Record | None:
-        folder, left = run_folder(out, key, runs[key]), end - time.monotonic()
         try:
-            result = train_kept(folder, runs[key], seconds=max(0.0, left))
+            folder = run_folder(out, key, runs[key])
+            result = train_kept(folder, runs[key], seconds=end - time.monotonic())
         except CutError:
             print(f"{key}: cut", flush=True)
             return None

@@ -23,31 +23,34 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 from itertools import product
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import torch
 
-from benchmarks import core, diagnosis_worker
-from benchmarks.diagnosis_worker import BEGIN, REACHED
-from benchmarks.network import INTERFACE, Network, NoNetworkError, wait_until
+from benchmarks import core
+from benchmarks.network import INTERFACE, NoNetworkError
+from benchmarks.workers import BEGIN, Job, Run
 from torchtitan_diloco.components.records import read_json_lines
 
+STEP_SECONDS = 0.06
 MOST_SECONDS, AFTER_SECONDS = 60.0, 3.0
 """For which a verdict is waited for, and after it for others."""
 WATCHED = 260
 """Steps after the fault began until a run without a verdict ends."""
 BEFORE, AFTER = 12, 40
 """Rounds before and after the beginning of a fault that are recorded."""
-SAID = re.compile(
-    r"^(?:.*warning: )?(?P<culprit>\S.*?): (?P<kind>[a-z ]+?)(?: \([A-Z_]+\))? since "
-)
-LOST = re.compile(r"worker (?P<culprit>\d+) left or did not answer")
-BITS = (
-    re.compile(r"other bits on some workers .*: (?P<culprit>worker \d+) differs"),
-    re.compile(r"other bits on island (?P<culprit>worker-\d+) than on this one and"),
-)
-WRONG = re.compile(r"worker (?P<culprit>\d+)(: fragments .* are| .*is) not finite")
+SAID = {
+    re.compile(r"worker (?P<culprit>\d+)(: fragments .* are| .*is) not finite"): "wrong numbers",
+    re.compile(r"other bits on some workers .*: (?P<culprit>worker \d+) differs"): "wrong numbers",
+    re.compile(r"other bits on island (?P<culprit>worker-\d+) than on this one and"): (
+        "wrong numbers"
+    ),
+    re.compile(r"worker (?P<culprit>\d+) left or did not answer"): "lost",
+    re.compile(
+        r"^(?:.*warning: )?(?P<culprit>\S.*?): (?P<kind>[a-z ]+?)(?: \([A-Z_]+\))? since "
+    ): "",
+}
+"""What logs say, and what kind of verdict it is, if the line does not name it."""
 HEADER = "injected | at | named rightly | named otherwise | rounds | seconds | other verdicts | n"
 
 
@@ -99,12 +102,14 @@ FAULTS = {
     "large-packets-lost": Fault("hung in communication", lossy=True),
 }
 SETTINGS = {
+    "training.steps": str(BEGIN + WATCHED),
     "model.layers": "4",
     "model.width": "128",
     "model.heads": "4",
     "training.sequence_length": "32",
     "training.batch_size": "1",
     "validation.every": "0",
+    "checkpoint.every": "20",
     "checkpoint.every_minutes": "0",
     "checkpoint.at_end": "false",
     "metrics.tensorboard": "false",
@@ -163,46 +168,19 @@ def verdicts_in(text: str) -> list[tuple[str, str]]:
     for line in text.splitlines():
         if line.endswith("is over") or "waiting since" in line:
             continue
-        if one := WRONG.search(line):
-            found.append(("wrong numbers", f"worker {one['culprit']}"))
-        elif one := next(filter(None, (pattern.search(line) for pattern in BITS)), None):
-            found.append(("wrong numbers", one["culprit"].replace("worker-", "worker ")))
-        elif one := LOST.search(line):
-            found.append(("lost", f"worker {one['culprit']}"))
-        elif one := SAID.search(line):
-            found.append((one["kind"], one["culprit"].replace("worker-", "worker ")))
+        for pattern, kind in SAID.items():
+            if one := pattern.search(line):
+                culprit = re.sub(r"^(?=\d)|worker-", "worker ", one["culprit"])
+                found.append((kind or one["kind"], culprit))
+                break
     return list(dict.fromkeys(found))
 
 
-def start(case: Case, network: Network, folder: Path) -> list[BaseProcess]:
-    """Start the workers, and before them the server of islands."""
-    settings = SETTINGS | {
-        "diloco.workers": str(case.workers),
-        "training.steps": str(BEGIN + WATCHED),
-        "run.folder": str(folder / "run"),
-    }
-    if case.islands:
-        server = case.workers, folder / "server", "--keep-gb", "1"
-        settings["islands.join"] = network.serve_islands(*server)[1]
-    processes = []
-    for worker in range(case.workers):
-        variables = network.rank_variables(worker) | {"WORLD_SIZE": str(case.workers)}
-        if case.islands:
-            variables |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": network.address(worker)}
-            settings["islands.name"] = f"worker-{worker}"
-            settings["run.folder"] = str(folder / f"run-{worker}")
-        fault = case.fault.inside if case.fault.by_all or worker == case.victim else {}
-        given = fault, folder / f"history-{worker}.jsonl", core.command_line(settings)
-        log, task = folder / f"log-{worker}.txt", diagnosis_worker.run
-        processes.append(network.fork(worker, task, log, *given, variables=variables))
-    return processes
-
-
-def inject(case: Case, network: Network, pid: int) -> None:
+def inject(case: Case, run: Run) -> None:
     """Begin a fault from outside of the victim's process."""
-    fault, rate, victim = case.fault, case.rate, case.victim
+    fault, network, victim, rate = case.fault, run.network, case.victim, case.rate
     if fault.signal:
-        os.kill(pid, fault.signal)
+        run.signal(victim, fault.signal)
     if fault.up < 1 or fault.down < 1:
         network.set_rate(victim, up=rate * fault.up, down=rate * fault.down)
     if fault.pair < 1:
@@ -215,54 +193,35 @@ def inject(case: Case, network: Network, pid: int) -> None:
 
 def measure(case: Case, folder: Path) -> Outcome:
     fault, victim = case.fault, case.victim
-    logs = [folder / f"log-{worker}.txt" for worker in range(case.workers)]
     # The first rank judges; anybody says whom it waits for; who heals itself says so.
     unable = fault.signal or fault.cut or fault.lossy
     numbers = [one for one in range(case.workers) if one != victim] if unable else [0]
     witnesses = [victim] if "nan" in fault.inside else numbers
-
-    def printed(*workers: int) -> str:
-        return "".join(logs[one].read_text(errors="replace") for one in workers)
-
-    folder.mkdir(parents=True)
-    with Network(case.workers + case.islands, up=case.rate, down=case.rate) as network:
+    settings = SETTINGS | {"diloco.workers": str(case.workers)}
+    job = Job(settings, sleep=STEP_SECONDS, recorded=True)
+    with Run(folder, case.workers, job, islands=case.islands, rate=case.rate) as run:
         if case.islands:  # the server's link is not what limits them
             rate = case.workers**2 * case.rate
-            network.set_rate(case.workers, up=rate, down=rate)
-        processes = start(case, network, folder)
-        first, pid = processes[0], processes[victim].pid
-        assert pid is not None
-        try:
-            wait_until(
-                lambda: logs[0].exists() and (REACHED in printed(0) or not first.is_alive()),
-                "the fault",
-                logs[0],
-                240,
-            )
-            if REACHED not in printed(0):
-                raise SystemExit(printed(0))
-            before, began, seconds = verdicts_in(printed(*witnesses)), time.monotonic(), math.nan
-            inject(case, network, pid)
-            end = began + MOST_SECONDS
-            while time.monotonic() < end and all(processes[one].is_alive() for one in witnesses):
-                if math.isnan(seconds) and set(verdicts_in(printed(*witnesses))) - set(before):
-                    seconds = time.monotonic() - began
-                    end = min(end, time.monotonic() + AFTER_SECONDS if fault.kind else math.inf)
-                if time.monotonic() > began + fault.lasts:
-                    os.kill(pid, signal.SIGCONT)
-                time.sleep(0.05)
-        finally:
-            for process in processes:
-                process.kill()
-                process.join()
-    number = next((one for one in numbers if verdicts_in(printed(one))), 0)
-    history = read_json_lines(folder / f"history-{number}.jsonl")[0]
-    run = (f"run-{number}", 0) if case.islands else ("run", number)
-    records = core.read_records(folder / run[0], worker=run[1])
-    steps = [one["step"] for one in records if one.get("kind") == "verdict"]
+            run.network.set_rate(case.workers, up=rate, down=rate)
+        for worker in range(case.workers):
+            run.start(worker, fault=fault.inside if fault.by_all or worker == victim else {})
+        run.reach(0, BEGIN, seconds=240)
+        before, began, seconds = verdicts_in(run.printed(*witnesses)), time.monotonic(), math.nan
+        inject(case, run)
+        end = began + MOST_SECONDS
+        while time.monotonic() < end and all(run.living[one].is_alive() for one in witnesses):
+            if math.isnan(seconds) and set(verdicts_in(run.printed(*witnesses))) - set(before):
+                seconds = time.monotonic() - began
+                end = min(end, time.monotonic() + AFTER_SECONDS if fault.kind else math.inf)
+            if time.monotonic() > began + fault.lasts:
+                run.signal(victim, signal.SIGCONT)
+            time.sleep(0.05)
+    number = next((one for one in numbers if verdicts_in(run.printed(one))), 0)
+    history = read_json_lines(run.history(number))[0]
+    steps = [one["step"] for one in run.records(number) if one.get("kind") == "verdict"]
     until = min((step for step in steps if step >= BEGIN), default=0)
     rounds = sum(BEGIN <= int(one["step"]) <= until for one in history) if until else math.nan
-    return Outcome(case, verdicts_in(printed(*witnesses)), rounds, seconds, history)
+    return Outcome(case, verdicts_in(run.printed(*witnesses)), rounds, seconds, history)
 
 
 def write_history(folder: Path, outcome: Outcome) -> None:

@@ -9,8 +9,6 @@ works. Its figures mean nothing.
 """
 
 import json
-import os
-import signal
 import statistics
 import subprocess
 import sys
@@ -300,21 +298,14 @@ PARTS: dict[str, tuple[Callable[[Scale, Path], Iterator[Check]], int]] = {
 
 def run_part(name: str, seconds: float, out: Path, more: list[str]) -> list[Check]:
     """Run a part in a process of its own. Return its checks, or one that says how it failed."""
-    command = [sys.executable, "-m", "benchmarks.gpu", "--out", str(out), "--part", name, *more]
+    words = ["-m", "benchmarks.gpu", "--out", str(out), "--part", name, *more]
     printed = out / f"{name}.txt"
-    with printed.open("wb") as output:
-        process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        try:
-            end = f"exit code {process.wait(seconds)}"
-        except subprocess.TimeoutExpired:
-            end = f"not done in {seconds:.0f} s"
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-    if process.returncode == 0:
+    try:
+        code = core.run_program(words, printed, seconds)
+        end = f"exit code {code}"
+    except core.CutError:
+        code, end = 1, f"not done in {seconds:.0f} s"
+    if code == 0:
         found = json.loads((out / f"{name}.json").read_text())
         return [Check(**check) for check in found]
     last = printed.read_text(errors="replace").strip().splitlines()[-1:]

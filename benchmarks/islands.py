@@ -35,8 +35,9 @@ from itertools import product
 from pathlib import Path
 
 from benchmarks import core
-from benchmarks.islands_run import LENGTH, Found, Job, Run, island_settings
+from benchmarks.islands_run import LENGTH, Found, IslandsRun, island_settings
 from benchmarks.network import wait_until
+from benchmarks.workers import Job
 
 # --- faults ---------------------------------------------------------------------------------------
 
@@ -77,7 +78,7 @@ def run_of(
     rate: float = math.inf,
     begin: int = 0,
     settings: core.Settings | None = None,
-) -> Run:
+) -> IslandsRun:
     """Return a run with as many tokens as its first islands train in `seconds`."""
     begin = begin or islands
     own = {
@@ -87,14 +88,13 @@ def run_of(
         "islands.slots": str(islands),
         "islands.grace_seconds": str(5 * STEP),
     }
-    job = Job(SETTINGS | own | (settings or {}), folder, sleep=STEP)
-    return Run(folder, islands, job, rate)
+    job = Job(SETTINGS | own | (settings or {}), sleep=STEP)
+    return IslandsRun(folder, islands, job, rate)
 
 
-def strike(run: Run, fault: str, worker: int) -> None:
+def strike(run: IslandsRun, fault: str, worker: int) -> None:
     """Inject a fault at a worker, and return when it is over."""
-    network, pid = run.network, run.living[worker].pid
-    assert pid is not None
+    network = run.network
     match fault:
         case "killed":
             run.kill(worker)
@@ -104,9 +104,9 @@ def strike(run: Run, fault: str, worker: int) -> None:
             wait_until(lambda: network.counters(worker)[0] > sent + 100_000, "an upload")
             run.kill(worker)
         case "stopped for 8 s":
-            os.kill(pid, signal.SIGSTOP)
+            run.signal(worker, signal.SIGSTOP)
             time.sleep(8)
-            os.kill(pid, signal.SIGCONT)
+            run.signal(worker, signal.SIGCONT)
         case "link cut for 10 s":
             network.cut(worker, closed=True)
             time.sleep(10)
@@ -155,14 +155,13 @@ def donor_dies(folder: Path) -> Found:
         return joined(run, time.time())
 
 
-def joined(run: Run, since: float) -> Found:
+def joined(run: IslandsRun, since: float) -> Found:
     """Wait until island 2 has joined, and return what was measured until its first cycle ended."""
     run.reach(2, 50)
-    audit, moment = run.finish(), run.event(2, "joined")["time"]
-    until = run.steps(2, moment)[int(SETTINGS["diloco.sync_every"])]["time"]
+    audit, until = run.finish(), run.steps(2)[int(SETTINGS["diloco.sync_every"])]["time"]
     others = [worker for worker in run.living if worker != 2]
     found = run.seen(others, since, until) | run.losses(audit, others)
-    return found | {"start until joined, s": moment - run.event(2, "started")["time"]}
+    return found | {"start until joined, s": run.noted(2, "slot")[0]["time"] - run.started[2]}
 
 
 def fast_and_slow(folder: Path) -> Found:
@@ -278,7 +277,7 @@ QUALITY = {
 """All phases of a case take equally long if all islands are equally fast."""
 
 
-def come_and_go(run: Run, case: Case, tokens: int) -> None:
+def come_and_go(run: IslandsRun, case: Case, tokens: int) -> None:
     """Start and stop islands as a case says, until the first has reached the end."""
     died, clock = 0, run.job.clock
     while not any(process.exitcode == 0 for process in run.living.values()):
@@ -313,10 +312,10 @@ def train_case(case: Case, tokens: int, seed: int, folder: Path) -> core.Record:
         "islands.grace_seconds": str(case.grace),
     }
     folder /= f"{time.time():.0f}"
-    with Run(folder, most, Job(settings, folder, hasty=True)) as run:
+    with IslandsRun(folder, most, Job(settings, hasty=True)) as run:
         come_and_go(run, case, tokens)
         found = run.finish()
-    trained = run.trained(most)
+    trained = run.trained()
     return {
         "loss": found["loss"],
         "merged": min(found["merged_samples"][one] / SAMPLES / trained[one] for one in trained),

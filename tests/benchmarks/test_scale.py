@@ -47,7 +47,9 @@ def test_with_time_for_all_nothing_is_cut_and_without_any_all_is() -> None:
     nothing = plan(ROWS, cost, 1.0, {})
     assert nothing == {}
     assert len(scale.describe_cuts(ROWS, nothing, {})) == len(SIZES)
-    cuts = scale.describe_cuts(ROWS, {SIZES[0]: 5.0}, dict.fromkeys(runs_of(SIZES[0], ROWS), {}))
+    cuts = scale.describe_cuts(
+        ROWS, {SIZES[0]: 5.0}, {run: results[run] for run in runs_of(SIZES[0], ROWS)}
+    )
     assert cuts == ["1M: 5 tokens a parameter instead of 20", "4M: not begun", "15M: not begun"]
 
 

@@ -15,8 +15,9 @@ from tests.islands.servers import wait_until
 from tests.test_trainer import LOSS, records
 from torchtitan_diloco.components import telemetry as module
 from torchtitan_diloco.components.metrics import METRICS, time_shares
+from torchtitan_diloco.components.records import to_line
 from torchtitan_diloco.components.run_plan import RunPlan
-from torchtitan_diloco.components.summary import all_reduce_bytes, log_summary
+from torchtitan_diloco.components.summary import _goodput, all_reduce_bytes, log_summary
 from torchtitan_diloco.components.telemetry import RunProgress, StepResult, Telemetry
 from torchtitan_diloco.config.schema import Metrics
 from torchtitan_diloco.diloco.outer_loop import OuterLoop
@@ -144,6 +145,25 @@ def test_the_summary_counts_islands_that_came_later(
     expected = 8 * all_reduce_bytes(PLAN.parameters, 2) / 1e6
     assert f"{expected:,.1f} MB (bf16 gradients, every step)" in caplog.text
     assert "by each worker after step 2, as counted" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("starts", "steps", "expected"),
+    [
+        ([0.0], {100.0: 100.0}, ""),
+        ([0.0, 200.0], {100.0: 100.0, 400.0: 200.0}, "75.0 % of the run, 75.0 % of the last hour"),
+        ([0.0], {3600.0: 3000.0, 7200.0: 1800.0}, "66.7 % of the run, 50.0 % of the last hour"),
+    ],
+)
+def test_goodput_is_the_share_of_the_time_in_steps_that_are_kept(
+    starts: list[float], steps: dict[float, float], expected: str, tmp_path: Path
+) -> None:
+    lines: list[dict[str, object]] = [{"kind": "start", "time": one, "step": 0} for one in starts]
+    lines += [{"step": 1, "time": at, "worker/step_seconds": took} for at, took in steps.items()]
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(map(to_line, lines)))
+    assert _goodput(path).get("goodput", "").endswith(f"{expected}, first worker" * bool(expected))
+    assert bool(_goodput(path)) == bool(expected)
 
 
 def test_pauses_are_left_out_and_earlier_sessions_count(

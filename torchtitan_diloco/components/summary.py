@@ -4,9 +4,18 @@ import os
 import shlex
 from pathlib import Path
 
-from torchtitan_diloco.components.metrics import Totals, hidden_percent, utilisation_percent
+from torchtitan_diloco.components.metrics import (
+    Totals,
+    hidden_percent,
+    percent,
+    utilisation_percent,
+)
+from torchtitan_diloco.components.records import METRICS_FILE, read_json_lines
+from torchtitan_diloco.components.run_folder import folder_of_worker
 from torchtitan_diloco.components.telemetry import Telemetry
 from torchtitan_diloco.log import LOCAL_ISLANDS, clock, command_line, logger
+
+HOUR = 3600.0
 
 
 def log_summary(
@@ -34,6 +43,8 @@ def log_summary(
             control = f"{command_line('train')} --config {config} --diloco.method none"
             rows["its loss at equal tokens"] = control
         rows |= _times(totals)
+    if telemetry.world.is_first:
+        rows |= _goodput(folder_of_worker(folder, 0) / METRICS_FILE)
     whole = os.environ.get(LOCAL_ISLANDS, str(folder))
     rows["see where the time went"] = f"{command_line('report')} {shlex.quote(whole)}"
     for name, text in rows.items():
@@ -67,6 +78,24 @@ def _times(totals: Totals) -> dict[str, str]:
     if "worker/exposed_seconds" in totals:
         rows["time spent computing"] = f"{utilisation_percent(totals):.1f} % of the training steps"
     return rows
+
+
+def _goodput(path: Path) -> dict[str, str]:
+    """Return the goodput of a run that was started several times, or took more than an hour."""
+    records = read_json_lines(path)[0] if path.exists() else []
+    starts = [one["time"] for one in records if one.get("kind") == "start"]
+    steps = [one for one in records if "worker/step_seconds" in one]  # repeated ones are dropped
+    if not starts or not steps:
+        return {}
+    now = steps[-1]["time"]
+    shares = {"run": now - starts[0], "last hour": min(HOUR, now - starts[0])}
+    if len(starts) < 2 and shares["run"] < HOUR:
+        return {}
+    for name, seconds in shares.items():
+        own = (one["worker/step_seconds"] for one in steps if one["time"] > now - seconds)
+        shares[name] = percent(sum(own), seconds)
+    texts = (f"{share:.1f} % of the {name}" for name, share in shares.items())
+    return {"goodput": f"steps that count took {', '.join(texts)}, first worker"}
 
 
 def all_reduce_bytes(parameters: float, workers: int) -> float:
