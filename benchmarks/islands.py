@@ -350,7 +350,6 @@ def measure_quality(names: list[str], seeds: int, tokens: int, out: Path) -> Non
 
 def main() -> None:
     parser = core.build_parser(__doc__)
-    cases, known = "; ".join(CASES), [*CASES, *QUALITY]
     known = core.one_of([*CASES, *QUALITY], ";")
     parser.add_argument("--cases", type=known, default="", help=f"default: {'; '.join(CASES)}")
     parser.add_argument("--repeats", type=core.positive, default=3)

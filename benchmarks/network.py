@@ -39,8 +39,11 @@ HOLDER = "import socket, sys; socket.sethostname(sys.argv[1]); print(flush=True)
 parent was killed. The host name is an address that programs in the namespace can look up."""
 
 
-class NoNetworkError(RuntimeError):
-    """Network namespaces are not available to this user."""
+class NoNetworkError(SystemExit):
+    """Network namespaces are not available to this user. It ends a benchmark with its text."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"links of a benchmark need network namespaces: {reason}")
 
 
 def run_command(command: Sequence[str]) -> str:
@@ -174,10 +177,6 @@ class Network:
         server = self.launch(worker, [sys.executable, *words], log)
         wait_until(lambda: "nats+tls://" in server.printed(), "the server", log)
         return server, server.printed().splitlines()[0]
-
-    def run(self, worker: int, command: Sequence[str]) -> str:
-        """Run a command as a worker to its end, and return what it prints."""
-        return run_command([*self.inside(self.namespace(worker)), *command])
 
     def address(self, worker: int) -> str:
         return f"10.0.0.{worker + 1}"

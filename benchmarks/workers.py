@@ -231,9 +231,8 @@ class Run:
 
     def serve(self) -> None:
         """Start or restart the server, and wait until it is ready."""
-        more = [] if self.join else ["--keep-gb", "1"]
-        given = self.workers, self.folder / "server", *more
-        self.server, self.join = self.network.serve_islands(*given)
+        more, folder = [] if self.join else ["--keep-gb", "1"], self.folder / "server"
+        self.server, self.join = self.network.serve_islands(self.workers, folder, *more)
 
     def kill_server(self) -> None:
         """Kill `serve`, which would start nats-server again, and nats-server."""

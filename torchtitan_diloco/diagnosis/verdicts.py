@@ -278,7 +278,8 @@ class Judge:
             name
             for name, one in slow.items()
             if is_slow(one.fastest_transfer, usual)
-            and not is_slow(one.transfer, one.fastest_transfer)  # they share its downlink
+            # They share its downlink: all are slower by more than they differ.
+            and one.fastest_transfer**2 > usual * one.transfer
         ]
         senders = [names[one.slowest % len(names)] for one in slow.values()]
         for name, one in slow.items():
