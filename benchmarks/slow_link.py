@@ -16,16 +16,15 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from itertools import pairwise, product
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 
 import torch
 
 from benchmarks import core, torchft_loop
 from benchmarks.network import Network
-from torchtitan_diloco.distributed.stop import STEPS_APART
 from torchtitan_diloco.log import install_command
 
 SYNC_EVERY, DELAY = 100, 5
@@ -66,8 +65,6 @@ RESERVED = {"run.folder", "training.steps", "metrics.log_every", "diloco.workers
     key for method in METHODS.values() for key in ("diloco.sync_every", *method)
 }
 """Settings that the benchmark sets itself."""
-LATE = STEPS_APART + 1
-"""Steps until our trainer has written the record of a step, plus one to be safe."""
 SAMPLE_SECONDS = 0.05
 """Time between two samples of the counters."""
 HEADER = "Mbit/s | method | tokens/s | utilisation % | not exposed % | sent kB a step | n (steps)"
@@ -94,19 +91,6 @@ Runs = Mapping[tuple[float, str], list[Measured]]
 """Runs by rate in Mbit/s and method, one for each repeat."""
 
 
-@dataclass
-class Samples:
-    """Records of logged steps, and the bytes that all workers had sent when each was found."""
-
-    records: list[core.Record] = field(default_factory=list)
-    sent: list[int] = field(default_factory=list)
-
-    def take(self, network: Network, folder: Path) -> None:
-        sent = sum(network.counters(worker)[0] for worker in range(network.workers))
-        self.records = core.steps_of(core.read_records(folder))
-        self.sent += [sent] * (len(self.records) - len(self.sent))
-
-
 def cycle_of(method: str, rate: float) -> int:
     """Return the steps of a cycle. With data parallelism all are alike, and long on slow links."""
     if method != DATA_PARALLEL:
@@ -116,51 +100,58 @@ def cycle_of(method: str, rate: float) -> int:
 
 def run_length(cycle: int) -> core.Settings:
     """Return the length of a run: a cycle to begin with, and one that is measured."""
-    steps = 2 * cycle + max(DELAY, LATE) + 1
+    steps = 2 * cycle + min(cycle, DELAY) + 1
     return {"training.steps": str(steps), "metrics.log_every": str(cycle // 2)}
 
 
-def watch(method: str, rate: float, settings: core.Settings, folder: Path) -> Samples:
+Samples = list[tuple[float, int]]
+"""Moments in seconds since 1970, and the bytes that all workers had sent until then."""
+
+
+def run_workers(method: str, rate: float, settings: core.Settings, folder: Path) -> Samples:
     """Run the workers until they end."""
     shutil.rmtree(folder, ignore_errors=True)  # left by an interrupted run
     folder.mkdir(parents=True)
     program = "benchmarks.torchft_loop" if method == TORCHFT else "torchtitan_diloco.train"
     words = core.command_line(settings | {"run.folder": str(folder)})
     command, log = [sys.executable, "-m", program, *words], folder / "log.txt"
-    samples, workers, running = Samples(), int(settings["diloco.workers"]), True
-    with Network(workers, up=rate, down=rate) as network:
+    samples, workers = Samples(), range(int(settings["diloco.workers"]))
+    with Network(len(workers), up=rate, down=rate) as network:
         programs = [
             network.launch(worker, command, log, WORKER_ADDRESS=network.address(worker))
-            for worker in range(workers)
+            for worker in workers
         ]
-        while running:
-            running = any(program.running for program in programs)
-            samples.take(network, folder)
+        while any(program.running for program in programs):
+            samples.append((time.time(), sum(network.counters(worker)[0] for worker in workers)))
+            time.sleep(SAMPLE_SECONDS)
             if any(program.process.returncode for program in programs):
                 raise SystemExit(f"{' '.join(command)} failed:\n{log.read_text()[-3000:]}")
-            time.sleep(SAMPLE_SECONDS)
     return samples
 
 
-def summarise(samples: Samples, workers: int, cycle: int) -> Measured:
-    """Measure the second cycle."""
-    steps = [int(record["step"]) for record in samples.records]
-    first, last = steps.index(cycle), steps.index(2 * cycle)
-    records = samples.records[first + 1 : last + 1]
-    counts = [now - before for before, now in pairwise(steps[first : last + 1])]
-    key = "worker/exposed_seconds"
-    seconds = math.fsum(
-        number * record["speed/seconds_per_step"]
-        for number, record in zip(counts, records, strict=True)
+def summarise(
+    records: Sequence[core.Record], samples: Samples, workers: int, cycle: int
+) -> Measured:
+    """Measure the second cycle. `records`: of logged steps, two a cycle."""
+    begin, middle, end = (
+        next(one for one in records if one["step"] == step)
+        for step in (cycle, 3 * cycle // 2, 2 * cycle)
     )
-    tokens = records[0]["speed/tokens_per_second"] * records[0]["speed/seconds_per_step"]
-    exposed = [record[key] for record in records if key in record]
+
+    def mean(key: str) -> float:
+        return (middle[key] + end[key]) / 2
+
+    def sent_until(moment: float) -> int:
+        return max(sent for at, sent in samples if at <= moment)
+
+    tokens = end["speed/tokens_per_second"] * end["speed/seconds_per_step"]
+    exposed = "worker/exposed_seconds"  # sums of half a cycle
     return Measured(
         steps=cycle,
-        seconds_per_step=seconds / cycle,
-        tokens_per_second=tokens * cycle / seconds,
-        exposed_seconds=math.fsum(exposed) / cycle if exposed else None,
-        sent_per_step=(samples.sent[last] - samples.sent[first]) / workers / cycle,
+        seconds_per_step=mean("speed/seconds_per_step"),
+        tokens_per_second=tokens / mean("speed/seconds_per_step"),
+        exposed_seconds=2 * mean(exposed) / cycle if exposed in end else None,
+        sent_per_step=(sent_until(end["time"]) - sent_until(begin["time"])) / workers / cycle,
     )
 
 
@@ -168,9 +159,10 @@ def measure(method: str, rate: float, settings: core.Settings, folder: Path) -> 
     """Measure a run, unless `folder` has its result."""
 
     def run() -> core.Record:
-        samples = watch(method, rate, settings, folder)
-        workers = int(settings["diloco.workers"])
-        return asdict(summarise(samples, workers, cycle_of(method, rate)))
+        samples = run_workers(method, rate, settings, folder)
+        records = core.steps_of(core.read_records(folder))
+        workers, cycle = int(settings["diloco.workers"]), cycle_of(method, rate)
+        return asdict(summarise(records, samples, workers, cycle))
 
     return Measured(**core.kept(folder, settings, run))
 
