@@ -29,7 +29,7 @@ Settings = dict[str, str]
 """Settings of the trainer: dotted key -> value."""
 Record = dict[str, Any]
 CPU = torch.device("cpu")
-STOP_SECONDS = 60.0
+STOP_SECONDS = 30.0
 """For which a program may save, before it is killed."""
 FINISHED = "finished.json"
 """File of the result of a run, in its folder."""

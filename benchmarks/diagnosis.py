@@ -232,7 +232,8 @@ def write_history(folder: Path, outcome: Outcome) -> None:
     lines = [about, *history[max(0, split - BEFORE) : split + AFTER]]
     folder.mkdir(parents=True, exist_ok=True)
     kind = "islands" if case.islands else "job"
-    path = folder / f"{kind}-{case.name.replace('/', '-of-')}-{case.victim}.jsonl"
+    name = f"{kind}-{case.name.replace('/', '-of-')}-{case.victim}-of-{case.workers}"
+    path = folder / f"{name}.jsonl"
     path.write_text("".join(json.dumps(one, separators=(",", ":")) + "\n" for one in lines))
 
 

@@ -9,6 +9,7 @@ works. Its figures mean nothing.
 """
 
 import json
+import signal
 import statistics
 import subprocess
 import sys
@@ -330,6 +331,7 @@ def main() -> None:
     options = parser.parse_args()
     scale, out = MINIATURE if options.miniature else GPU, options.out.resolve()
     if options.part:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # also ends its trainers
         found = [asdict(check) for check in PARTS[options.part][0](scale, out)]
         (out / f"{options.part}.json").write_text(json.dumps(found))
         return
