@@ -106,7 +106,9 @@ def test_a_slow_link_is_told_from_a_slow_side(
             factor if (a, b) == (victim, other) else 1.0
         ),
         Cause(Kind.SENDING, f"worker {victim}"): lambda a, _: factor if a == victim else 1.0,
-        Cause(Kind.RECEIVING, f"worker {victim}"): lambda _, b: factor if b == victim else 1.0,
+        Cause(Kind.RECEIVING, f"worker {victim}"): lambda a, b: (
+            factor * (1.5 if a == other else 1.0) if b == victim else 1.0  # not shared evenly
+        ),
     }
     for cause, slow in faults.items():
         histories = [
