@@ -139,7 +139,7 @@ def summarise(
     )
 
     def mean(key: str) -> float:
-        return (middle[key] + end[key]) / 2
+        return float(middle[key] + end[key]) / 2
 
     def sent_until(moment: float) -> int:
         return max(sent for at, sent in samples if at <= moment)
