@@ -12,6 +12,7 @@ from torchtitan_diloco.diagnosis.verdicts import IN_A_ROW, MEASURED, Cause, Judg
 from torchtitan_diloco.diloco.vitals import NOT_FINITE, Report, Vitals
 
 CYCLE, ROUND = 5.0, 6.0
+OTHER_WAY = {"upload": "download", "download": "upload"}
 SEEDED = st.integers(0, 2**32).map(random.Random)
 
 
@@ -136,6 +137,8 @@ def test_a_slow_link_to_a_server_is_named_by_its_direction(
             seconds = 0.8 * rng.uniform(0.95, 1.05) * shared
             sick = one == victim and number >= 6
             named: dict[str, Any] = {field: seconds * factor if sick else seconds}
+            # Acknowledgements of the other direction wait, too.
+            named[OTHER_WAY[field]] = 0.8 * rng.uniform(0.95, 1.05) * (factor / 2 if sick else 1)
             said.append(Vitals(compute=0.5)._replace(**named))
         histories.append(said)
     judge, sick_from = Judge(), 6
