@@ -51,6 +51,11 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
         check_inputs(settings(run__folder=f"{file}/run"))
 
 
+def test_a_join_file_that_is_not_there() -> None:
+    with pytest.raises(UserError, match=r"islands.join = 'no.txt': No such file"):
+        check_inputs(settings(islands__join="no.txt", islands__name="a"))
+
+
 def settings(**changed: str) -> Config:
     changed = {key.replace("__", "."): value for key, value in changed.items()}
     return load_config("debug", changed)
