@@ -225,9 +225,7 @@ def draw_losses() -> None:
         axes.text(-0.75, y, name, ha="right", va="center")
     axes.axvline(0, color=GREY, lw=1)
     axes.set(yticks=[], xlim=(-0.7, 4.9), ylim=(-0.6, len(rows) - 0.4))
-    label = (
-        f"loss against data parallelism, % (mean and range of three seeds; {MODEL}, 4.6M tokens)"
-    )
+    label = f"loss against data parallelism, % (mean, range of three seeds; {MODEL}, 4.6M tokens)"
     axes.set_xlabel(label, x=0.35)
     for side in ("left", "right", "top"):
         axes.spines[side].set_visible(False)
@@ -236,18 +234,14 @@ def draw_losses() -> None:
 
 
 def draw_bytes() -> None:
-    """The runs of 3,000 steps in docs/algorithm.md and docs/measurements.md, by method."""
-    deciding, more = (
-        (HERE.parent / name).read_text(encoding="utf-8")
-        for name in ("algorithm.md", "measurements.md")
-    )
-    short = deciding[deciding.index("| 3,000 |") : deciding.index("| 9,000 |")]
-    more = more[more.index("## Loss over bytes") : more.index("**Other settings.**")]
-    dense, sparse = more.split("**Sparse deltas**")
+    """The runs of 3,000 steps in docs/measurements.md, by method."""
+    page = (HERE.parent / "measurements.md").read_text(encoding="utf-8")
+    dense = page[page.index("| 3,000 |") : page.index("| 9,000 |")]
+    sparse = page[page.index("**Sparse deltas**") : page.index("**Other settings.**")]
     # The last column is against AdamW's data parallelism.
     share, last = r"(1|1/[\d,]+)", r"(?:.*\|)? ([+-][\d.]+)[^|]*"
     pattern = rf"^\|.*?((?:AdamW|Muon), [^|:]+?) \| {share} \|{last}\|[ |]*$"
-    rows = re.findall(pattern, short + dense, re.M)
+    rows = re.findall(pattern, dense, re.M)
     run = r"(AdamW, topk \d+, H = \d+|Muon, topk \d+, H = \d+), against AdamW's"
     rows += re.findall(rf"^\| {run} \| {share} \| ([+-][\d.]+)", sparse, re.M)
     curves: dict[str, list[tuple[float, float]]] = {}
