@@ -142,7 +142,7 @@ def check_the_first_run(output: str) -> None:
 
 
 def test_all_commands_that_do_not_run_here_are_listed() -> None:
-    of_a_command = r"^(\S*[$#] \w|\./|\.venv/|\w+=\S+ \.)"
+    of_a_command = r"^(\S*[$#] [\w.(]|\./|\.venv/|\w+=\S+ \.)"
     there = [
         (page.name, block)
         for page in PAGES
