@@ -120,6 +120,8 @@ def test_what_cannot_be_served_is_said(tmp_path: Path) -> None:
         open_folder(known, run="other")
     with pytest.raises(ValueError, match=r"--host 2001:db8::1 .*; give a free port, and an"):
         open_folder(tmp_path / "elsewhere", host="2001:db8::1", port=free_port()).start()
+    again = open_folder(tmp_path / "elsewhere").settings
+    assert (again.host, again.port) == ("0.0.0.0", 4222), "what failed is not kept"
     with pytest.raises(ValueError, match=r"the disk has .* GB left, and the server needs 2000"):
         open_folder(tmp_path / "large", keep_gb=1e6, port=free_port()).start()
     (known / "store").rename(known / "lost")

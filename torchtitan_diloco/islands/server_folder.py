@@ -34,7 +34,7 @@ class Settings(msgspec.Struct, forbid_unknown_fields=True):
     sites: dict[str, str]
     """Password of each site."""
     admin_password: str
-    address: str
+    address: str = ""
     host: str = ANY_IPV4
     port: Annotated[int, Meta(ge=1, le=65535)] = 4222
     keep_gb: Annotated[float, Meta(gt=0, le=1e6)] = 20.0
@@ -60,7 +60,9 @@ def open_settings(folder: Path, chosen: Mapping[str, Any]) -> Settings:
         raise UserError(
             f"--run {chosen['run']}: {folder} was made with {settings.run}; give a new folder"
         )
-    return msgspec.structs.replace(settings, **chosen)
+    settings = msgspec.structs.replace(settings, **chosen)
+    settings.address = settings.address or _own_address(settings.host)
+    return settings
 
 
 def read_settings(folder: Path) -> Settings:
@@ -201,7 +203,8 @@ def _check_options(chosen: Mapping[str, Any]) -> None:
 
 def _make_folder(folder: Path, chosen: Mapping[str, Any]) -> None:
     made = {"run": f"run-{secrets.token_hex(4)}", **chosen}
-    made.setdefault("address", _own_address(chosen.get("host", ANY_IPV4)))
+    for key in ("host", "port", "address"):
+        made.pop(key, None)  # they are stored once the server has started with them
     password, admin_password = secrets.token_urlsafe(24), secrets.token_urlsafe(24)
     settings = Settings(sites={ISLAND: password}, admin_password=admin_password, **made)
     if not re.fullmatch(RUN_PATTERN, settings.run):
