@@ -88,12 +88,12 @@ def test_a_joiner_may_die_at_any_time(processes: ProcessPool, server: Join) -> N
     assert all(same(first.shared, other.shared) for other in others)
 
 
-@pytest.mark.parametrize("fault", ["dies", "cannot store"])
+@pytest.mark.parametrize("fault", ["dies", "cannot store", "claims too much"])
 def test_a_joiner_asks_another_island_when_its_donor_fails(
     fault: str, server: Join, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     islands, failed = two_and_a_joiner(server), list[str]()
-    give, store = Giver.give, Connection.store
+    give, store, fetch = Giver.give, Connection.store, Connection.fetch
 
     def die_or_give(found: Giver, wanted: SnapshotWanted, state: State) -> None:
         name = name_of(found._incarnation)
@@ -106,8 +106,16 @@ def test_a_joiner_asks_another_island_when_its_donor_fails(
     def fail_or_store(found: Connection, payload: Any, bulk: Bulk) -> Any:
         if fault == "cannot store" and bulk == "snapshots" and name_of(found._name) == failed[0]:
             raise ChunkError("no space")
-        return store(found, payload, bulk)
+        much = fault == "claims too much" and bulk == "snapshots"
+        return store(found, payload, bulk) * (
+            100 if much and name_of(found._name) == failed[0] else 1
+        )
 
+    def fetch_little(found: Connection, chunks: Any, bulk: Bulk) -> Any:
+        assert len(chunks) < 100, "there may be no room for so much"
+        return fetch(found, chunks, bulk)
+
+    monkeypatch.setattr(Connection, "fetch", fetch_little)
     monkeypatch.setattr(Giver, "give", die_or_give)
     monkeypatch.setattr(Connection, "store", fail_or_store)
     join_late(islands)
@@ -115,6 +123,8 @@ def test_a_joiner_asks_another_island_when_its_donor_fails(
     if fault == "cannot store":
         assert "island c gets no shared copy of fragment 0 from this one: no space" in caplog.text
         assert f"no snapshot of island {failed[0]}: no space" in caplog.text
+    if fault == "claims too much":
+        assert f"no snapshot of island {failed[0]}: it has" in caplog.text
 
 
 def test_a_joiner_asks_again_when_a_question_or_an_answer_is_lost(

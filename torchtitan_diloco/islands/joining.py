@@ -216,12 +216,14 @@ class Joiner:
             return answer.problem
         if answer.version < state.fragments[fragment].version:
             return "it is older than the stored state of the log"
+        if (size := sum(one.size for one in answer.chunks)) != self._copies.snapshot_bytes(
+            fragment
+        ):
+            return f"it has {size} bytes"
         try:
             content = as_tensor(self._connection.fetch(answer.chunks, "snapshots"))
         except ChunkError as error:
             return str(error)
-        if content.numel() != self._copies.snapshot_bytes(fragment):
-            return f"it has {content.numel()} bytes"
         declare = self._copies.declare
         checksum = self._copies.run(declare, fragment, answer.version, content=[[content]])
         snapshot, until = (answer.version, answer.head, checksum), time.monotonic() + ASK_SECONDS
