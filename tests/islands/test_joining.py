@@ -106,10 +106,9 @@ def test_a_joiner_asks_another_island_when_its_donor_fails(
     def fail_or_store(found: Connection, payload: Any, bulk: Bulk) -> Any:
         if fault == "cannot store" and bulk == "snapshots" and name_of(found._name) == failed[0]:
             raise ChunkError("no space")
-        much = fault == "claims too much" and bulk == "snapshots"
-        return store(found, payload, bulk) * (
-            100 if much and name_of(found._name) == failed[0] else 1
-        )
+        is_more = fault == "claims too much" and bulk == "snapshots"
+        times = 100 if is_more and name_of(found._name) == failed[0] else 1
+        return store(found, payload, bulk) * times
 
     def fetch_little(found: Connection, chunks: Any, bulk: Bulk) -> Any:
         assert len(chunks) < 100, "there may be no room for so much"

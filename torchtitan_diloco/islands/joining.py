@@ -216,9 +216,8 @@ class Joiner:
             return answer.problem
         if answer.version < state.fragments[fragment].version:
             return "it is older than the stored state of the log"
-        if (size := sum(one.size for one in answer.chunks)) != self._copies.snapshot_bytes(
-            fragment
-        ):
+        size = sum(chunk.size for chunk in answer.chunks)
+        if size != self._copies.snapshot_bytes(fragment):
             return f"it has {size} bytes"
         try:
             content = as_tensor(self._connection.fetch(answer.chunks, "snapshots"))
