@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -142,7 +143,7 @@ def test_a_node_that_no_other_node_meets(tmp_path: Path) -> None:
     """Ctrl-C ends it as well: torch waits in C++ then, where no Python signal handler runs."""
     ends = [f"localhost:{free_port()}" for _ in range(2)]
     first, second = (
-        {"NNODES": "2", "NPROC": "1", "NODE_RANK": str(rank), "RDZV_ENDPOINT": end}
+        dict[str, Any](NNODES="2", NPROC="1", NODE_RANK=str(rank), RDZV_ENDPOINT=end)
         for rank, end in enumerate(ends)
     )
     timeout = ("--distributed.init_timeout_seconds", "2")
