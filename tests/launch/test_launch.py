@@ -49,6 +49,8 @@ def test_several_nodes_need_all_variables(variables: dict[str, str]) -> None:
     needed = "several nodes need NNODES .*, NODE_RANK .* and RDZV_ENDPOINT"
     with pytest.raises(ValueError, match=needed):
         read_nodes(variables)
+    with pytest.raises(ValueError, match="h:99999 must be host:port"):
+        read_nodes(SECOND | {"RDZV_ENDPOINT": "h:99999"})
 
 
 def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
