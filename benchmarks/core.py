@@ -5,17 +5,15 @@ import hashlib
 import json
 import math
 import os
-import random
 import re
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
-import sysconfig
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -24,18 +22,16 @@ import torch
 from torchtitan_diloco.components.metrics import all_reduce_bytes, totals_of
 from torchtitan_diloco.components.records import read_json_lines
 from torchtitan_diloco.config import Config, from_command_line
-from torchtitan_diloco.config.schema import Model
-from torchtitan_diloco.data import corpus, tokenizer
-from torchtitan_diloco.data.shards import INDEX_NAME, read_index
-from torchtitan_diloco.data.text import open_corpus, standard_library
-from torchtitan_diloco.data.tokenizer import build_tokenizer
 from torchtitan_diloco.log import USER_ERROR, UserError, markdown_table
-from torchtitan_diloco.models import vocabulary_rows
 
 Settings = dict[str, str]
 """Settings of the trainer: dotted key -> value."""
 Record = dict[str, Any]
 CPU = torch.device("cpu")
+STOP_SECONDS = 30.0
+"""For which a program may save, before it is killed."""
+FINISHED = "finished.json"
+"""File of the result of a run, in its folder."""
 Result = TypeVar("Result")
 Item = TypeVar("Item")
 Key = TypeVar("Key")
@@ -121,33 +117,47 @@ class CutError(Exception):
     """The time of a run is over. The same command continues it from its last checkpoint."""
 
 
+def run_program(
+    words: Sequence[str], log: Path, seconds: float = math.inf, **environment: str
+) -> int:
+    """Run a Python program to its end, with its output in `log`, and return its exit code.
+
+    After so many seconds it is asked to save and stop, which raises CutError.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, *words],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=os.environ | environment,
+            start_new_session=True,
+        )
+    try:
+        return process.wait(None if seconds == math.inf else max(0.0, seconds))
+    except subprocess.TimeoutExpired:
+        raise CutError from None
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
 def train(
     folder: Path, settings: Settings, *, seconds: float = math.inf, **environment: str
 ) -> list[Record]:
     """Run the trainer in `folder` to its end, and return its records.
 
-    It continues from a checkpoint in `folder`, if there is one. After so many seconds it is asked
-    to save and stop, which raises CutError.
+    It continues from a checkpoint in `folder`, if there is one.
     """
-    if seconds <= 0:
-        raise CutError
     words = command_line(settings | {"run.folder": str(folder)})
-    command = [sys.executable, "-m", "torchtitan_diloco", "train", *words]
-    with subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=os.environ | environment,
-    ) as process:
-        try:
-            said, _ = process.communicate(timeout=None if seconds == math.inf else seconds)
-        except subprocess.TimeoutExpired:
-            process.terminate()
-            process.communicate()
-            raise CutError from None
-    if process.returncode:
-        raise SystemExit(f"{' '.join(command)} failed:\n{said[-4000:]}")
+    command, log = ["-m", "torchtitan_diloco", "train", *words], folder.with_suffix(".txt")
+    if run_program(command, log, seconds, **environment):
+        raise SystemExit(f"{' '.join(command)} failed:\n{log.read_text()[-4000:]}")
     return read_records(folder)
 
 
@@ -169,12 +179,12 @@ def train_kept(folder: Path, settings: Settings, *, seconds: float = math.inf) -
     """Return the losses, speed and bytes of a run, which are kept in `folder`."""
 
     def measure() -> Record:
-        started = time.monotonic()
-        workers = settings.get("diloco.workers", "1")
+        started, workers = time.monotonic(), settings.get("diloco.workers", "1")
         records = train(folder / "run", settings, seconds=seconds, NPROC=workers)
         for checkpoint in folder.glob("run/worker-*/step-*"):
             shutil.rmtree(checkpoint)
         steps = [one for one in steps_of(records) if "speed/tokens_per_second" in one]
+        speeds = [one["speed/tokens_per_second"] for one in steps]
         end = [one for one in records if "loss/val" in one][-1]
         start = next(one for one in records if one.get("kind") == "start")
         sent = totals_of(records, streaming=True).get("worker/sent_bytes", 0.0)
@@ -185,9 +195,7 @@ def train_kept(folder: Path, settings: Settings, *, seconds: float = math.inf) -
             "parameters": start["parameters"],
             "tokens": steps[-1]["train/tokens"],
             # The first steps are slower.
-            "tokens_per_second": statistics.median(
-                one["speed/tokens_per_second"] for one in steps[len(steps) // 2 :]
-            ),
+            "tokens_per_second": statistics.median(speeds[len(speeds) // 2 :]),
             "seconds": time.monotonic() - started,
             "saving": expected / sent if sent else 0.0,
         }
@@ -208,9 +216,9 @@ def train_all(
     end = time.monotonic() + seconds
 
     def train_one(key: Key) -> Record | None:
-        folder, left = run_folder(out, key, runs[key]), end - time.monotonic()
         try:
-            result = train_kept(folder, runs[key], seconds=max(0.0, left))
+            folder = run_folder(out, key, runs[key])
+            result = train_kept(folder, runs[key], seconds=end - time.monotonic())
         except CutError:
             print(f"{key}: cut", flush=True)
             return None
@@ -220,57 +228,6 @@ def train_all(
     with ThreadPoolExecutor(jobs) as pool:
         results = dict(zip(runs, pool.map(train_one, runs), strict=True))
     return {key: result for key, result in results.items() if result is not None}
-
-
-# --- text -----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Text:
-    """Token shards, and how they were made."""
-
-    corpus: str
-    tokenizer: str
-
-    @property
-    def settings(self) -> Settings:
-        return {"data.corpus": self.corpus, "data.tokenizer": self.tokenizer}
-
-    @property
-    def rows(self) -> int:
-        return vocabulary_rows(Model(), build_tokenizer(self.tokenizer).vocab_size)
-
-
-def write_sources(path: Path) -> None:
-    """Write the source of Python and its packages, a file in a line, in random order."""
-    files = standard_library(Path(sysconfig.get_path("stdlib")))
-    for folder in {sysconfig.get_path(kind) for kind in ("purelib", "platlib")}:
-        files += sorted(Path(folder).rglob("*.py"))
-    random.Random(0).shuffle(files)
-    seen = set[str]()  # packages have copies of others, of which none may be held out
-    with path.open("w", encoding="utf-8") as lines:
-        for file in files:
-            source = file.read_text(encoding="utf-8", errors="replace")
-            if source not in seen:
-                seen.add(source)
-                lines.write(json.dumps({"text": source}) + "\n")
-
-
-def prepare_text(out: Path, source: str, vocabulary: int) -> Text:
-    """Return the shards of a run, which are made in `out` unless `source` has some."""
-    if (Path(source) / INDEX_NAME).exists():
-        return Text(source, str(read_index(Path(source) / INDEX_NAME).settings["tokenizer"]))
-    text = Text(str(out / "tokens"), str(out / "tokenizer.json") if vocabulary else "bytes")
-    if not (out / "tokens" / INDEX_NAME).exists():
-        if not source:
-            source = str(out / "sources.jsonl")
-            write_sources(Path(source))
-        open_corpus(source)  # raises an error of one line
-        if vocabulary and not Path(text.tokenizer).exists():
-            size = ["--vocab-size", str(vocabulary), "--pieces", "2000"]
-            tokenizer.main(["--source", source, *size, "--out", text.tokenizer])
-        corpus.main(["--source", source, "--tokenizer", text.tokenizer, "--out", text.corpus])
-    return text
 
 
 # --- measuring ------------------------------------------------------------------------------------
@@ -311,7 +268,7 @@ def timed(task: Callable[[], object], device: torch.device = CPU) -> Seconds:
 
 def kept(folder: Path, settings: Mapping[str, Any], measure: Callable[[], Record]) -> Record:
     """Return the result of `measure`, or the one that a finished run has saved in `folder`."""
-    path = folder / "finished.json"
+    path = folder / FINISHED
     if not path.exists():
         result = measure()
         folder.mkdir(parents=True, exist_ok=True)

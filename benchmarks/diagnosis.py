@@ -28,25 +28,29 @@ from pathlib import Path
 import torch
 
 from benchmarks import core
-from benchmarks.diagnosis_worker import BEGIN, HISTORY, REACHED
-from benchmarks.network import INTERFACE, Network, NoNetworkError, Program, wait_until
+from benchmarks.network import INTERFACE
+from benchmarks.workers import BEGIN, Job, Run
 from torchtitan_diloco.components.records import read_json_lines
 
+STEP_SECONDS = 0.06
 MOST_SECONDS, AFTER_SECONDS = 60.0, 3.0
 """For which a verdict is waited for, and after it for others."""
 WATCHED = 260
 """Steps after the fault began until a run without a verdict ends."""
 BEFORE, AFTER = 12, 40
 """Rounds before and after the beginning of a fault that are recorded."""
-SAID = re.compile(
-    r"^(?:.*warning: )?(?P<culprit>\S.*?): (?P<kind>[a-z ]+?)(?: \([A-Z_]+\))? since "
-)
-LOST = re.compile(r"worker (?P<culprit>\d+) left or did not answer")
-BITS = (
-    re.compile(r"other bits on some workers .*: (?P<culprit>worker \d+) differs"),
-    re.compile(r"other bits on island (?P<culprit>worker-\d+) than on this one and"),
-)
-WRONG = re.compile(r"worker (?P<culprit>\d+)(: fragments .* are| .*is) not finite")
+SAID = {
+    re.compile(r"worker (?P<culprit>\d+)(: fragments .* are| .*is) not finite"): "wrong numbers",
+    re.compile(r"other bits on some workers .*: (?P<culprit>worker \d+) differs"): "wrong numbers",
+    re.compile(r"other bits on island (?P<culprit>worker-\d+) than on this one and"): (
+        "wrong numbers"
+    ),
+    re.compile(r"worker (?P<culprit>\d+) left or did not answer"): "lost",
+    re.compile(
+        r"^(?:.*warning: )?(?P<culprit>\S.*?): (?P<kind>[a-z ]+?)(?: \([A-Z_]+\))? since "
+    ): "",
+}
+"""What logs say, and what kind of verdict it is, if the line does not name it."""
 HEADER = "injected | at | named rightly | named otherwise | rounds | seconds | other verdicts | n"
 
 
@@ -98,12 +102,14 @@ FAULTS = {
     "large-packets-lost": Fault("hung in communication", lossy=True),
 }
 SETTINGS = {
+    "training.steps": str(BEGIN + WATCHED),
     "model.layers": "4",
     "model.width": "128",
     "model.heads": "4",
     "training.sequence_length": "32",
     "training.batch_size": "1",
     "validation.every": "0",
+    "checkpoint.every": "20",
     "checkpoint.every_minutes": "0",
     "checkpoint.at_end": "false",
     "metrics.tensorboard": "false",
@@ -162,100 +168,60 @@ def verdicts_in(text: str) -> list[tuple[str, str]]:
     for line in text.splitlines():
         if line.endswith("is over") or "waiting since" in line:
             continue
-        if one := WRONG.search(line):
-            found.append(("wrong numbers", f"worker {one['culprit']}"))
-        elif one := next(filter(None, (pattern.search(line) for pattern in BITS)), None):
-            found.append(("wrong numbers", one["culprit"].replace("worker-", "worker ")))
-        elif one := LOST.search(line):
-            found.append(("lost", f"worker {one['culprit']}"))
-        elif one := SAID.search(line):
-            found.append((one["kind"], one["culprit"].replace("worker-", "worker ")))
+        for pattern, kind in SAID.items():
+            if one := pattern.search(line):
+                culprit = re.sub(r"^(?=\d)|worker-", "worker ", one["culprit"])
+                found.append((kind or one["kind"], culprit))
+                break
     return list(dict.fromkeys(found))
 
 
-def start(case: Case, network: Network, folder: Path) -> list[Program]:
-    """Start the workers, and before them the server of islands."""
-    programs, settings = list[Program](), SETTINGS | {"diloco.workers": str(case.workers)}
-    settings |= {"training.steps": str(BEGIN + WATCHED), "run.folder": str(folder / "run")}
-    if case.islands:
-        words = ["-m", "torchtitan_diloco", "islands", "serve", "--folder", str(folder / "server")]
-        words += ["--keep-gb", "1", "--address", network.address(case.workers)]
-        log = folder / "server.txt"
-        server = network.launch(case.workers, [sys.executable, *words], log)
-        wait_until(lambda: "nats+tls://" in server.printed(), "the server", log)
-        (folder / "join").write_text(server.printed().splitlines()[0])
-        settings["islands.join"] = str(folder / "join")
-    for worker in range(case.workers):
-        env = {HISTORY: str(folder / f"history-{worker}.jsonl")}
-        if case.islands:
-            env |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": network.address(worker)}
-            settings["islands.name"] = f"worker-{worker}"
-            settings["run.folder"] = str(folder / f"run-{worker}")
-        mine = case.fault.inside if case.fault.by_all or worker == case.victim else {}
-        command = [sys.executable, "-m", "benchmarks.diagnosis_worker", json.dumps(mine)]
-        log, words = folder / f"log-{worker}.txt", core.command_line(settings)
-        programs.append(network.launch(worker, [*command, *words], log, **env))
-    return programs
-
-
-def inject(case: Case, network: Network, victim: Program) -> None:
+def inject(case: Case, run: Run) -> None:
     """Begin a fault from outside of the victim's process."""
-    fault, rate = case.fault, case.rate
+    fault, network, victim, rate = case.fault, run.network, case.victim, case.rate
     if fault.signal:
-        os.kill(victim.pid, fault.signal)
+        run.signal(victim, fault.signal)
     if fault.up < 1 or fault.down < 1:
-        network.set_rate(case.victim, up=rate * fault.up, down=rate * fault.down)
+        network.set_rate(victim, up=rate * fault.up, down=rate * fault.down)
     if fault.pair < 1:
-        network.set_rate_to(case.victim, (case.victim + 1) % case.workers, rate * fault.pair)
+        network.set_rate_to(victim, (victim + 1) % case.workers, rate * fault.pair)
     if fault.cut:
-        network.cut(case.victim, closed=True)
+        network.cut(victim, closed=True)
     if fault.lossy:
-        network.lose_large(case.victim)
+        network.lose_large(victim)
 
 
 def measure(case: Case, folder: Path) -> Outcome:
     fault, victim = case.fault, case.victim
-    folder.mkdir(parents=True)
-    with Network(case.workers + case.islands, up=case.rate, down=case.rate) as network:
+    # The first rank judges; anybody says whom it waits for; who heals itself says so.
+    unable = fault.signal or fault.cut or fault.lossy
+    numbers = [one for one in range(case.workers) if one != victim] if unable else [0]
+    witnesses = [victim] if "nan" in fault.inside else numbers
+    settings = SETTINGS | {"diloco.workers": str(case.workers)}
+    job = Job(settings, sleep=STEP_SECONDS, recorded=True)
+    with Run(folder, case.workers, job, islands=case.islands, rate=case.rate) as run:
         if case.islands:  # the server's link is not what limits them
             rate = case.workers**2 * case.rate
-            network.set_rate(case.workers, up=rate, down=rate)
-        programs = start(case, network, folder)
-        first = programs[0]
-        wait_until(
-            lambda: first.line(REACHED) != "" or not first.running, "the fault", first.log, 240
-        )
-        if not first.line(REACHED):
-            raise SystemExit(first.printed())
-        # The first rank judges; anybody says whom it waits for; who heals itself says so.
-        unable = fault.signal or fault.cut or fault.lossy
-        numbers = [one for one in range(case.workers) if one != victim] if unable else [0]
-        witnesses = [programs[one] for one in ([victim] if "nan" in fault.inside else numbers)]
-
-        def said() -> list[tuple[str, str]]:
-            return verdicts_in("".join(one.printed() for one in witnesses))
-
-        before, began, seconds = said(), time.monotonic(), math.nan
-        inject(case, network, programs[victim])
+            run.network.set_rate(case.workers, up=rate, down=rate)
+        for worker in range(case.workers):
+            run.start(worker, fault=fault.inside if fault.by_all or worker == victim else {})
+        run.reach(0, BEGIN, seconds=240)
+        before, began, seconds = verdicts_in(run.printed(*witnesses)), time.monotonic(), math.nan
+        inject(case, run)
         end = began + MOST_SECONDS
-        while time.monotonic() < end and all(one.running for one in witnesses):
-            if math.isnan(seconds) and set(said()) - set(before):
+        while time.monotonic() < end and all(run.living[one].is_alive() for one in witnesses):
+            if math.isnan(seconds) and set(verdicts_in(run.printed(*witnesses))) - set(before):
                 seconds = time.monotonic() - began
                 end = min(end, time.monotonic() + AFTER_SECONDS if fault.kind else math.inf)
             if time.monotonic() > began + fault.lasts:
-                os.kill(programs[victim].pid, signal.SIGCONT)
+                run.signal(victim, signal.SIGCONT)
             time.sleep(0.05)
-        found = said()
-        number = next((one for one in numbers if verdicts_in(programs[one].printed())), 0)
-        if fault.signal == signal.SIGSTOP:
-            os.kill(programs[victim].pid, signal.SIGCONT)
-    history = read_json_lines(folder / f"history-{number}.jsonl")[0]
-    run = (f"run-{number}", 0) if case.islands else ("run", number)
-    records = core.read_records(folder / run[0], worker=run[1])
-    verdicts = [one["step"] for one in records if one.get("kind") == "verdict"]
-    until = min((step for step in verdicts if step >= BEGIN), default=0)
+    number = next((one for one in numbers if verdicts_in(run.printed(one))), 0)
+    history = read_json_lines(run.history(number))[0]
+    steps = [one["step"] for one in run.records(number) if one.get("kind") == "verdict"]
+    until = min((step for step in steps if step >= BEGIN), default=0)
     rounds = sum(BEGIN <= int(one["step"]) <= until for one in history) if until else math.nan
-    return Outcome(case, found, rounds, seconds, history)
+    return Outcome(case, verdicts_in(run.printed(*witnesses)), rounds, seconds, history)
 
 
 def write_history(folder: Path, outcome: Outcome) -> None:
@@ -266,7 +232,8 @@ def write_history(folder: Path, outcome: Outcome) -> None:
     lines = [about, *history[max(0, split - BEFORE) : split + AFTER]]
     folder.mkdir(parents=True, exist_ok=True)
     kind = "islands" if case.islands else "job"
-    path = folder / f"{kind}-{case.name.replace('/', '-of-')}-{case.victim}.jsonl"
+    name = f"{kind}-{case.name.replace('/', '-of-')}-{case.victim}-of-{case.workers}"
+    path = folder / f"{name}.jsonl"
     path.write_text("".join(json.dumps(one, separators=(",", ":")) + "\n" for one in lines))
 
 
@@ -320,10 +287,7 @@ def main() -> None:
         for repeat in range(options.repeats):
             case = Case(name, workers, (repeat + 1) % workers, options.rate, options.islands)
             with tempfile.TemporaryDirectory() as folder:
-                try:
-                    found = measure(case, Path(folder, "case"))
-                except NoNetworkError as error:
-                    parser.error(f"needs network namespaces: {error}")
+                found = measure(case, Path(folder, "case"))
             if options.record is not None and case.fault.judged:
                 write_history(options.record, found)
             outcomes.append(found)

@@ -9,7 +9,6 @@ works. Its figures mean nothing.
 """
 
 import json
-import os
 import signal
 import statistics
 import subprocess
@@ -165,8 +164,7 @@ def codec(scale: Scale, _: Path) -> Iterator[Check]:
     for megabytes, name in product(scale.megabytes, ("fp32", "bf16", "int8", "fp4_e3m0")):
         values = torch.randn(round(megabytes * 1e6 / 4), device=scale.device)
         made = build_codec(Quantization(name))  # type: ignore[arg-type]
-        stream = torch.cuda.stream(background_stream(scale.device)) if scale.on_gpu else None
-        with stream or nullcontext():
+        with torch.cuda.stream(background_stream(scale.device)) if scale.on_gpu else nullcontext():
             found = sync.measure_codec(made, values, scale.rounds)
         share = statistics.median(sync.share_of_copy(found))
         # With 2 MB, kernel launches take longer than the kernels.
@@ -300,23 +298,17 @@ PARTS: dict[str, tuple[Callable[[Scale, Path], Iterator[Check]], int]] = {
 
 
 def run_part(name: str, seconds: float, out: Path, more: list[str]) -> list[Check]:
-    """Run a part in a new process group, and return its checks, or one that says how it failed."""
-    command = [sys.executable, "-m", "benchmarks.gpu", "--out", str(out), "--part", name, *more]
-    printed, result = out / f"{name}.txt", out / f"{name}.json"
-    with printed.open("wb") as output:
-        process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        try:
-            end = f"exit code {process.wait(seconds)}"
-        except subprocess.TimeoutExpired:
-            end = f"not done in {seconds:.0f} s"
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-    if process.returncode == 0:
-        return [Check(**check) for check in json.loads(result.read_text())]
+    """Run a part in a process of its own. Return its checks, or one that says how it failed."""
+    words = ["-m", "benchmarks.gpu", "--out", str(out), "--part", name, *more]
+    printed = out / f"{name}.txt"
+    try:
+        code = core.run_program(words, printed, seconds)
+        end = f"exit code {code}"
+    except core.CutError:
+        code, end = 1, f"not done in {seconds:.0f} s"
+    if code == 0:
+        found = json.loads((out / f"{name}.json").read_text())
+        return [Check(**check) for check in found]
     last = printed.read_text(errors="replace").strip().splitlines()[-1:]
     return [Check("the whole part", "exit code 0", ": ".join([end, *last]), passed=False)]
 
@@ -339,6 +331,7 @@ def main() -> None:
     options = parser.parse_args()
     scale, out = MINIATURE if options.miniature else GPU, options.out.resolve()
     if options.part:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # also ends its trainers
         found = [asdict(check) for check in PARTS[options.part][0](scale, out)]
         (out / f"{options.part}.json").write_text(json.dumps(found))
         return

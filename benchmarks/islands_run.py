@@ -1,40 +1,23 @@
-"""A run of `benchmarks.islands`: a server and islands in a network, and what they have noted."""
+"""A run of `benchmarks.islands`, and what its islands and its log show at the end."""
 
 import json
 import math
-import os
-import signal
 import statistics
-import sys
-import time
-from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
-from itertools import pairwise
-from multiprocessing.process import BaseProcess
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from benchmarks import core
-from benchmarks.network import Network, wait_until
 from benchmarks.parity import read_tables
-from tests.network import enter
-from tests.processes import FORKS
-from torchtitan_diloco import train
-from torchtitan_diloco.components.records import read_json_lines
-from torchtitan_diloco.diloco import StreamingDiLoCo
-from torchtitan_diloco.islands import IslandPeers, connection, leader
+from benchmarks.workers import Job, Run
+from tests.islands.simulation import check_ledger
 from torchtitan_diloco.islands.config import Join
-from torchtitan_diloco.islands.ledger import Entry, Outcome
-from torchtitan_diloco.islands.log import State
+from torchtitan_diloco.islands.ledger import Outcome
 from torchtitan_diloco.islands.reader import open_reader
-from torchtitan_diloco.trainer import Trainer
 
 LENGTH = 64
 """Tokens of a sample."""
-STUCK_SECONDS = 150
-"""Time without a step of any island after which a run is considered stuck."""
 Found = dict[str, float]
 
 
@@ -47,220 +30,49 @@ def island_settings(samples: int) -> core.Settings:
     return settings | {"training.batch_size": str(samples)}
 
 
-# --- in an island's process -----------------------------------------------------------------------
-
-
-@dataclass
-class Job:
-    """Settings and handicaps of an island, and the file of its notes, one of JSON in a line."""
-
-    settings: core.Settings
-    notes: Path
-    sleep: float = 0.0
-    """Seconds that a step takes longer."""
-    slow: float = 1.0
-    """Length of its steps / that of the others."""
-    late: int = 0
-    """Steps that an upload takes longer."""
-    hasty: bool = False
-    """Islands are missed and lead sooner than by default, for runs of short steps."""
-    clock: Any = field(default_factory=lambda: FORKS.Value("d", 0.0))
-    """Tokens of the run so far."""
-
-
-def in_namespace(holder: int, log: Path, task: Any, *arguments: Any) -> None:
-    """Run a task in this forked process, in the network of the process `holder`."""
-    enter(holder)
-    for stream in (1, 2):
-        os.dup2(os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND), stream)
-    task(*arguments)
-
-
-def train_island(job: Job) -> None:
-    """Run the trainer, and note each step."""
-    if job.hasty:
-        connection.EXPIRY, leader.BEAT = 2.0, 0.1
-    step, outer_step, upload = Trainer.train_step, StreamingDiLoCo.step, IslandPeers._upload
-    seconds, exposed, joined = deque[float](maxlen=32), [0.0], list[int]()
-    file = job.notes.open("a", buffering=1)
-
-    def usual() -> float:
-        return statistics.median(seconds or [0.0])
-
-    def note(**facts: Any) -> None:
-        file.write(json.dumps({"time": time.time(), **facts}) + "\n")
-
-    def observed_step(trainer: Trainer, batches: Any) -> Any:
-        assert trainer.island is not None
-        peers, started = trainer.island.peers, time.time()
-        state, slot = peers._leader.state, peers.seat.slot  # type: ignore[union-attr]
-        if not joined:
-            joined.extend(one.version for one in state.fragments)
-            note(event="joined", slot=slot)
-        time.sleep(job.sleep + (job.slow - 1) * usual())
-        begun, before = time.time(), exposed[0]
-        result = step(trainer, batches)
-        seconds.append(time.time() - begun)
-        ledgers = state.slots[slot].ledgers
-        note(
-            step=trainer.step,
-            seconds=time.time() - started,
-            exposed=exposed[0] - before,
-            merged=max(one.clock for one in state.fragments),
-            rounds=sum(one.version for one in state.fragments),
-            own=sum(one.merged_in > at for one, at in zip(ledgers, joined, strict=True)),
-        )
-        job.clock.value = max(job.clock.value, peers.clock)
-        return result
-
-    def timed_step(outer: StreamingDiLoCo, weight: float = 1.0) -> None:
-        exposed[0] += core.timed(lambda: outer_step(outer, weight)).wall
-
-    def late_upload(*part: Any) -> None:
-        time.sleep(job.late * usual())
-        upload(*part)
-
-    note(event="started")
-    for owner, name, replaced in (
-        (Trainer, "train_step", observed_step),
-        (StreamingDiLoCo, "step", timed_step),
-        (IslandPeers, "_upload", late_upload),
-    ):
-        setattr(owner, name, replaced)
-    sys.exit(train.main(core.command_line(job.settings)))
-
-
 def audit(join: str, path: Path) -> None:
     """Write statistics and inconsistencies of the log of a run."""
     outcomes: list[Outcome] = []
     with open_reader(Join.parse(join), outcomes.append, whole=True) as reader:
         state = reader.state
     entries = [one.entry for one in outcomes if one.entry is not None]
-    fragments = len(state.fragments)
+    problems = [] if state.ended else ["it has not ended"]
+    problems += [
+        f"{part.incarnation}: {part.weight} tokens in {part.start, part.end}"
+        for part in (part for entry in entries for part in entry.parts)
+        if part.finite and part.weight != (part.end - part.start) * LENGTH
+    ]
+    try:
+        check_ledger(state, entries)
+    except AssertionError as error:
+        problems.append(f"the ledgers do not fit the entries: {error}")
 
     def samples(fate: str) -> list[float]:
-        """Return the samples of each slot with this fate."""
-        return [sum(getattr(one, fate) for one in slot.ledgers) / fragments for slot in state.slots]
+        """Return the samples of each slot with this fate, as the mean over fragments."""
+        return [statistics.mean(getattr(one, fate) for one in slot.ledgers) for slot in state.slots]
 
     found = {
-        "problems": [*_problems(state, entries), *([] if state.ended else ["it has not ended"])],
-        "merged_tokens": sum(one.clock for one in state.fragments) / fragments,
+        "problems": problems,
+        "merged_tokens": statistics.mean(one.clock for one in state.fragments),
         "merged_samples": samples("merged"),
         "lost_samples": samples("lost"),
         "read_twice": [slot.read_twice for slot in state.slots],
-        "participants": [len(entry.parts) for entry in entries],
-        "late": [entry.close.version - 1 - part.base for entry in entries for part in entry.parts],
     }
     path.write_text(json.dumps(found))
 
 
-def _problems(state: State, entries: Sequence[Entry]) -> Iterator[str]:
-    """Check what was merged by recomputing it from the entries."""
-    merged = dict[tuple[int, int], list[tuple[int, int]]]()
-    for number, made in enumerate(state.fragments):
-        closes = [entry.close for entry in entries if entry.close.fragment == number]
-        if made.clock != sum(sum(close.weights) for close in closes):
-            yield f"fragment {number}: its clock is not the sum of the weights"
-    for part in (part for entry in entries for part in entry.parts):
-        merged.setdefault((part.slot, part.fragment), []).append((part.start, part.end))
-        if part.finite and part.weight != (part.end - part.start) * LENGTH:
-            yield f"{part.incarnation}: {part.weight} tokens in {part.start, part.end}"
-    for (slot, fragment), ranges in merged.items():
-        if any(one[1] > other[0] for one, other in pairwise(sorted(ranges))):
-            yield f"slot {slot}, fragment {fragment}: a range is merged twice"
-        known = state.slots[slot].ledgers[fragment].merged
-        if known != sum(end - start for start, end in ranges):
-            yield f"slot {slot}, fragment {fragment}: the ledger has {known} samples merged"
-
-
-# --- the run --------------------------------------------------------------------------------------
-
-
-class Run:
-    """A server and islands in a network, whose last worker runs the server."""
-
-    def __init__(self, folder: Path, network: Network, job: Job) -> None:
-        folder.mkdir(parents=True)
-        self.folder, self.network, self.job = folder, network, job
-        self.server_place, self.join = network.workers - 1, ""
-        self.living = dict[int, BaseProcess]()
-        """Islands that are expected to reach the end."""
-        self.serve()
-
-    def serve(self) -> None:
-        """Start or restart the server, and wait until it is ready."""
-        words = ["-m", "torchtitan_diloco", "islands", "serve", "--folder"]
-        words += [str(self.folder / "server"), *([] if self.join else ["--keep-gb", "1"])]
-        words += ["--address", self.network.address(self.server_place)]
-        out = self.folder / f"server-{time.time():.1f}.txt"
-        self.server = self.network.launch(self.server_place, [sys.executable, *words], out)
-        wait_until(lambda: "nats+tls://" in self.server.printed(), "the server", out)
-        self.join = self.server.printed().splitlines()[0]
-
-    def kill_server(self) -> None:
-        """Kill `serve`, which would start nats-server again, and nats-server."""
-        children = Path(f"/proc/{self.server.pid}/task/{self.server.pid}/children").read_text()
-        for pid in (self.server.pid, *map(int, children.split())):
-            with suppress(ProcessLookupError):  # it ends with `serve`
-                os.kill(pid, signal.SIGKILL)
-        self.server.wait()
-
-    def start(self, worker: int, **handicaps: float) -> None:
-        """Start an island in the namespace of a worker."""
-        run = self.folder / f"run-{worker}-{time.time():.2f}"
-        own = {"run.folder": str(run), "islands.join": self.join}
-        settings = self.job.settings | own | {"islands.name": f"island-{worker}"}
-        job = Job(
-            **vars(self.job) | handicaps | {"settings": settings, "notes": self.notes(worker)}
-        )
-        holder = self.network.namespace(worker).pid
-        self.living[worker] = FORKS.Process(
-            target=in_namespace, args=(holder, self.log(worker), train_island, job), daemon=True
-        )
-        self.living[worker].start()
-
-    def start_all(self, workers: int, steps: int) -> None:
-        """Start islands, and wait until each has taken `steps` steps."""
-        for worker in range(workers):
-            self.start(worker)
-        for worker in range(workers):
-            self.reach(worker, steps)
-
-    def kill(self, worker: int) -> None:
-        process = self.living.pop(worker)
-        process.kill()
-        process.join()
-
-    def close(self) -> None:
-        for worker in [*self.living]:
-            self.kill(worker)
-
-    def reach(self, worker: int, step: int) -> None:
-        process = self.living[worker]
-        wait_until(
-            lambda: len(self.steps(worker)) >= step or not process.is_alive(),
-            f"step {step} of island-{worker}",
-            self.log(worker),
-        )
-        if len(self.steps(worker)) < step:
-            raise SystemExit(self.log(worker).read_text()[-2000:])
+class IslandsRun(Run):
+    def __init__(self, folder: Path, islands: int, job: Job, rate: float = math.inf) -> None:
+        super().__init__(folder, islands, job, islands=True, rate=rate)
 
     def finish(self) -> dict[str, Any]:
         """Wait until all living islands have ended, and check copies and ledgers."""
-        while any(process.is_alive() for process in self.living.values()):
-            if time.time() - max(self.notes(one).stat().st_mtime for one in self.living) > (
-                STUCK_SECONDS
-            ):
-                break
-            time.sleep(0.1)
-        path = self.folder / "audit.json"
-        given = self.network.namespace(self.server_place).pid, self.folder / "audit.txt"
-        auditor = FORKS.Process(target=in_namespace, args=(*given, audit, self.join, path))
-        auditor.start()
-        auditor.join()
+        self.wait()
+        path, log = self.folder / "audit.json", self.folder / "audit.txt"
+        self.network.fork(self.workers, audit, log, self.join, path).join()
         found: dict[str, Any] = json.loads(path.read_text())
         problems = found["problems"] + [
-            f"island-{worker} ended with {process.exitcode}"
+            f"island {worker} ended with {process.exitcode}"
             for worker, process in self.living.items()
             if process.exitcode != 0
         ]
@@ -271,30 +83,10 @@ class Run:
             print(f"PROBLEM in {self.folder}: {problem}", flush=True)
         return found | {"problems": problems, "loss": losses.pop()}
 
-    # --- what they have written ---------------------------------------------------------------
-
-    def notes(self, worker: int) -> Path:
-        return self.folder / f"island-{worker}.jsonl"
-
-    def log(self, worker: int) -> Path:
-        return self.folder / f"island-{worker}.txt"
-
-    def read_notes(self, worker: int) -> list[core.Record]:
-        path = self.notes(worker)
-        return read_json_lines(path)[0] if path.exists() else []
-
     def final_loss(self, worker: int) -> float | None:
         """Return the last loss of the shared parameters in the last life of an island."""
-        records = core.read_records(max(self.folder.glob(f"run-{worker}-*")))
-        return next((one["loss/val"] for one in reversed(records) if "loss/val" in one), None)
-
-    def steps(self, worker: int, since: float = 0, until: float = math.inf) -> list[core.Record]:
-        notes = self.read_notes(worker)
-        return [one for one in notes if "step" in one and since <= one["time"] <= until]
-
-    def event(self, worker: int, kind: str) -> core.Record:
-        """Return the last event of this kind."""
-        return [one for one in self.read_notes(worker) if one.get("event") == kind][-1]
+        losses = [one["loss/val"] for one in self.records(worker) if "loss/val" in one]
+        return losses[-1] if losses else None
 
     def usual(self, worker: int) -> float:
         return float(statistics.median(one["seconds"] for one in self.steps(worker)))
@@ -311,28 +103,24 @@ class Run:
 
     def next_round(self, workers: Iterable[int], since: float) -> float:
         """Return the seconds until all these islands have read the close of another round."""
-        found = []
-        for worker in workers:
+
+        def wait(worker: int) -> float:
             before = max((one["rounds"] for one in self.steps(worker, until=since)), default=0)
             later = [one["time"] for one in self.steps(worker, since) if one["rounds"] > before]
-            found.append(min(later, default=math.inf) - since)
-        return max(found)
+            return min(later, default=math.inf) - since
+
+        return max(map(wait, workers))
 
     def losses(self, audit: dict[str, Any], workers: Iterable[int]) -> Found:
         """Return the number of steps that are lost or were repeated, and of problems."""
-        slots = [int(self.event(worker, "joined")["slot"]) for worker in workers]
-        return {
-            "steps lost": sum(
-                audit["lost_samples"][one] + audit["read_twice"][one] for one in slots
-            ),
-            "most versions late": max(audit["late"]),
-            "problems": len(audit["problems"]),
-        }
+        slots = [int(self.noted(worker, "slot")[-1]["slot"]) for worker in workers]
+        lost = sum(audit["lost_samples"][one] + audit["read_twice"][one] for one in slots)
+        return {"steps lost": lost, "problems": len(audit["problems"])}
 
-    def trained(self, workers: int) -> Counter[int]:
+    def trained(self) -> Counter[int]:
         """Return the steps that the owners of each slot have taken."""
         found, slot = Counter[int](), 0
-        for note in (note for worker in range(workers) for note in self.read_notes(worker)):
+        for note in (note for worker in range(self.workers) for note in self.noted(worker, "time")):
             slot = note.get("slot", slot)
             found[slot] += "step" in note
         return found

@@ -4,12 +4,14 @@
         program = network.launch(1, [sys.executable, "-m", ...], Path("log.txt"))
         sent, received = network.counters(1)
         network.set_rate(1, up=5, down=5)  # while the program runs
+        process = network.fork(2, function, Path("log.txt"), "argument")
 
 Each worker has a namespace with one interface, `eth0` at `10.0.0.<worker + 1>`, and reaches only
 the other workers. A token bucket at each end limits what it sends and receives. This needs no root
 if the kernel allows user namespaces; NoNetworkError says what is missing.
 """
 
+import ctypes
 import math
 import os
 import re
@@ -17,9 +19,12 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Self
+
+from tests.processes import FORKS
 
 INTERFACE, LOOPBACK = "eth0", "lo"
 PORT = 29500
@@ -34,8 +39,11 @@ HOLDER = "import socket, sys; socket.sethostname(sys.argv[1]); print(flush=True)
 parent was killed. The host name is an address that programs in the namespace can look up."""
 
 
-class NoNetworkError(RuntimeError):
-    """Network namespaces are not available to this user."""
+class NoNetworkError(SystemExit):
+    """Network namespaces are not available to this user. It ends a benchmark with its text."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"links of a benchmark need network namespaces: {reason}")
 
 
 def run_command(command: Sequence[str]) -> str:
@@ -144,9 +152,31 @@ class Network:
         self._programs.append(Program(process, log))
         return self._programs[-1]
 
-    def run(self, worker: int, command: Sequence[str]) -> str:
-        """Run a command as a worker to its end, and return what it prints."""
-        return run_command([*self.inside(self.namespace(worker)), *command])
+    def fork(
+        self,
+        worker: int,
+        function: Callable[..., Any],
+        log: Path,
+        *arguments: Any,
+        variables: Mapping[str, str] | None = None,
+    ) -> BaseProcess:
+        """Start a function of one thread as a worker, in a process that has imported torch already.
+
+        It appends its output to `log`, and gets no variables of a rank but these.
+        """
+        given = self.namespace(worker).pid, variables or {}, log, function, arguments
+        process = FORKS.Process(target=run_inside, args=given, daemon=True)
+        process.start()
+        return process
+
+    def serve_islands(self, worker: int, folder: Path, *more: str) -> tuple[Program, str]:
+        """Start the server of islands as a worker, and return it and its join string."""
+        words = ["-m", "torchtitan_diloco", "islands", "serve", "--folder", str(folder), *more]
+        words += ["--address", self.address(worker)]
+        log = folder.with_name(f"{folder.name}-{time.time():.1f}.txt")
+        server = self.launch(worker, [sys.executable, *words], log)
+        wait_until(lambda: "nats+tls://" in server.printed(), "the server", log)
+        return server, server.printed().splitlines()[0]
 
     def address(self, worker: int) -> str:
         return f"10.0.0.{worker + 1}"
@@ -263,6 +293,34 @@ class Network:
             waiting = max(262_144, round(0.1 * bytes_per_second))
             queue = f"tbf rate {round(rate * 1e6)}bit burst {burst} limit {burst + waiting}"
         self._run(namespace, f"tc qdisc replace dev {device} root {queue}")
+
+
+def run_inside(
+    holder: int,
+    variables: Mapping[str, str],
+    log: Path,
+    function: Callable[..., Any],
+    arguments: Sequence[Any],
+) -> None:
+    """Run a function in this forked process, in the network of the process `holder`."""
+    import torch
+
+    enter(holder)
+    torch.set_num_threads(1)
+    os.environ.update(variables)
+    with log.open("ab") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    function(*arguments)
+
+
+def enter(holder: int) -> None:
+    """Move this process into the network of another one. It must not have other threads."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    for kind in ("net", "uts") if os.geteuid() == 0 else ("user", "net", "uts"):
+        with open(f"/proc/{holder}/ns/{kind}") as namespace:
+            if libc.setns(namespace.fileno(), 0):
+                raise OSError(ctypes.get_errno(), f"setns: {kind}")
 
 
 def port_of(worker: int) -> str:

@@ -11,7 +11,7 @@ Without --corpus, the text is the source of the Python standard library.
 import os
 import statistics
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -22,11 +22,6 @@ import msgspec
 from benchmarks import core
 
 CONTROL = "data parallel"
-SCALED = {
-    "lr_schedule.warmup_steps": "lr_schedule.warmup_fraction",
-    "diloco.beginning.steps": "diloco.beginning.fraction",
-}
-"""Settings in steps of the table's length, and those that set them for any length."""
 RESERVED = {
     "run.folder",
     *("run.seed", "data.corpus", "diloco.method", "diloco.workers", "diloco.sync_every"),
@@ -54,17 +49,15 @@ class Table:
         groups = [[name for entry in group for name in expand(entry)] for group in self.groups]
         return {name: group[0] for group in groups for name in group}
 
-    def settings(self, name: str, steps: int) -> core.Settings:
-        """Return all settings of a run of so many steps."""
+    def settings(self, name: str) -> core.Settings:
+        """Return all settings of a run."""
         file, shape = read_tables(), read_tables().shapes[self.shape]
         run = file.defaults | shape | file.parse_terms(self.common) | file.parse_terms(name)
         if run["diloco.method"] == "none":  # runs that differ in other settings are the same
             run = {key: value for key, value in run.items() if not key.startswith("diloco.")}
             run |= file.terms[CONTROL]
-        for key in run.keys() & SCALED.keys():
-            run[SCALED[key]] = str(int(run.pop(key)) / self.steps)
         sequences = int(run["training.global_batch_size"]) // int(run["diloco.workers"])
-        return run | {"training.steps": str(steps), "training.batch_size": str(sequences)}
+        return run | {"training.steps": str(self.steps), "training.batch_size": str(sequences)}
 
 
 @dataclass(frozen=True)
@@ -115,7 +108,7 @@ class Run(NamedTuple):
         return f"seed {self.seed}, {self.name}"
 
 
-def print_losses(table: Table, steps: int, results: Mapping[Run, core.Record]) -> None:
+def print_losses(table: Table, results: Mapping[Run, core.Record]) -> None:
     """Compare each run with its own control and with the first run of the table."""
     losses: dict[str, dict[int, float]] = {}
     savings: dict[str, float] = {}
@@ -139,17 +132,12 @@ def print_losses(table: Table, steps: int, results: Mapping[Run, core.Record]) -
     shape = read_tables().shapes[table.shape]
     tokens = int(shape["training.global_batch_size"]) * int(shape["training.sequence_length"])
     title = (
-        f"validation loss of the shared model after {steps:,} steps = {steps * tokens / 1e6:.1f}M "
-        "tokens; n seeds, mean (min ... max); bytes against those of bf16 gradients at every step"
+        f"validation loss of the shared model after {table.steps:,} steps = "
+        f"{table.steps * tokens / 1e6:.1f}M tokens; n seeds, mean (min ... max); bytes against "
+        "those of bf16 gradients at every step"
     )
     columns = f"run | bytes | n | loss | against its control | against {first} | papers"
     core.print_table(title, columns, rows)
-
-
-def select(table: Table, names: Sequence[str]) -> list[str]:
-    """Return these runs and their controls, which are always trained."""
-    controls = table.controls
-    return [name for name in controls if name in names or name in [controls[one] for one in names]]
 
 
 def main() -> None:
@@ -157,20 +145,18 @@ def main() -> None:
     parser = core.build_parser(__doc__)
     parser.add_argument("--table", choices=tables, default="parity")
     parser.add_argument("--corpus", default="stdlib")
-    steps_help = "length of a run (default: the table's), to which warm-ups are scaled"
-    parser.add_argument("--steps", type=core.positive, help=steps_help)
     parser.add_argument("--seeds", type=core.list_of(int), default=[0, 1, 2])
     parser.add_argument("--runs", default="", help="names, separated by ';' (default: all)")
     parser.add_argument("--jobs", type=core.positive, default=1, help="runs at once")
     parser.add_argument("--out", type=Path, default=Path("outputs/parity"))
     options, words = parser.parse_known_args()
     table, extra = tables[options.table], core.parse_settings(parser, words, RESERVED)
-    asked = [name.strip() for name in options.runs.split(";") if name.strip()]
-    if unknown := set(asked) - table.controls.keys():
-        parser.error(f"--runs {unknown.pop()!r}: there are {'; '.join(table.controls)}")
-    names = select(table, asked or list(table.controls))
-    steps = options.steps or table.steps
-    runs = {name: table.settings(name, steps) | extra for name in names}
+    controls = table.controls
+    names = [name.strip() for name in options.runs.split(";") if name.strip()] or list(controls)
+    if unknown := set(names) - controls.keys():
+        parser.error(f"--runs {unknown.pop()!r}: there are {'; '.join(controls)}")
+    names = [one for one in controls if one in {*names, *(controls[name] for name in names)}]
+    runs = {name: table.settings(name) | extra for name in names}
     for run in runs.values():
         core.load(run)
     seeded = {
@@ -179,7 +165,7 @@ def main() -> None:
         for name, run in runs.items()
     }
     os.environ["OMP_NUM_THREADS"] = "1"
-    print_losses(table, steps, core.train_all(options.out, seeded, options.jobs))
+    print_losses(table, core.train_all(options.out, seeded, options.jobs))
 
 
 if __name__ == "__main__":

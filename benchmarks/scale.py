@@ -3,26 +3,27 @@
     .venv/bin/python -m benchmarks.scale --out DIR --minutes 40 [--section.key value ...]
 
 On one GPU, whose workers share it, or in miniature on a CPU. A short run of each size measures its
-speed. Then the plan chooses the tokens per parameter of each size, up to 20, and the runs that fit
+speed. Then the plan chooses the tokens per parameter of each size, up to 20, so that its runs fit
 into the minutes: the control of each optimizer with data parallelism, and streaming (fp4_e3m0,
 tau 1, alpha falling to 0) with as many tokens. DIR holds everything: the same command skips what is
-finished, continues what was cut, and plans anew with what is left.
+finished, continues what was cut, and plans the other sizes anew.
 
-The text is the source of Python and its installed packages, as bytes, or with --vocabulary by a
-tokenizer that is trained on it. --corpus: other text, or a folder of token shards. Settings of the
-trainer hold for all runs, such as `--compile.enable true`.
+The text is the source of Python and its installed packages, as bytes. --corpus: other text, or a
+folder of token shards, also of another tokenizer. Settings of the trainer hold for all runs, such
+as `--compile.enable true`.
 """
 
 import argparse
 import json
 import math
+import random
 import re
+import sysconfig
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from matplotlib import rc_context
@@ -31,10 +32,13 @@ from matplotlib.figure import Figure
 from benchmarks import core
 from benchmarks.parity import read_tables
 from torchtitan_diloco.config.schema import Model
+from torchtitan_diloco.data import corpus
 from torchtitan_diloco.data.shards import INDEX_NAME, read_index
+from torchtitan_diloco.data.text import open_corpus, standard_library
+from torchtitan_diloco.data.tokenizer import build_tokenizer
 from torchtitan_diloco.hardware import available_cores, describe_device
 from torchtitan_diloco.log import UserError, markdown_table
-from torchtitan_diloco.models.decoder import Decoder
+from torchtitan_diloco.models import vocabulary_rows
 from torchtitan_diloco.report.charts import LIGHT, STYLE, series_colour, short_number
 
 RATIOS = 20.0, 10.0, 5.0, 2.0, 1.0
@@ -57,15 +61,8 @@ COMMON = {
     "run.restarts": "0",
     "run.device": "auto",
 }
-STREAMING = {
-    "diloco.overlap.delay": "1",
-    "diloco.overlap.mixing_end": "0",
-    "diloco.quantization.codec": "fp4_e3m0",
-}
-OPTIMIZERS: dict[str, core.Settings] = {
-    "adamw": {},
-    "muon": {"optimizer.name": "muon", "optimizer.matrix_lr": "6e-3"},
-}
+STREAMING = read_tables().parse_terms("tau 1, alpha falls, fp4_e3m0")
+OPTIMIZERS: dict[str, core.Settings] = {"adamw": {}, "muon": read_tables().terms["Muon"]}
 HEADER = "size | tokens | M | H | optimizer | data parallel | streaming | gap, % | bits per byte"
 PAPERS = {"DiLoCo, M=2, H=30": "x", "streaming, M=2, H=30": "o", "streaming, M=2, H=100": "s"}
 """Runs of the papers at 35M in the tables of benchmarks.parity, and how they are drawn."""
@@ -92,11 +89,39 @@ class Run(NamedTuple):
         return f"{name_of(self.size)}, {self.optimizer}, {kind}"
 
 
-# --- models and settings --------------------------------------------------------------------------
+# --- settings -------------------------------------------------------------------------------------
 
 
-def shape_of(size: int, rows: int) -> core.Settings:
+def write_sources(path: Path) -> None:
+    """Write the source of Python and its packages, a file in a line, in random order."""
+    files = standard_library(Path(sysconfig.get_path("stdlib")))
+    for folder in {sysconfig.get_path(kind) for kind in ("purelib", "platlib")}:
+        files += sorted(Path(folder).rglob("*.py"))
+    random.Random(0).shuffle(files)
+    # Packages have copies of others, of which none may be held out.
+    sources = dict.fromkeys(file.read_text("utf-8", errors="replace") for file in files)
+    with path.open("w", encoding="utf-8") as lines:
+        lines.writelines(json.dumps({"text": source}) + "\n" for source in sources)
+
+
+def prepare_text(out: Path, source: str) -> core.Settings:
+    """Return the settings of token shards, which are made in `out` unless `source` has some."""
+    if (Path(source) / INDEX_NAME).exists():
+        tokenizer = str(read_index(Path(source) / INDEX_NAME).settings["tokenizer"])
+        return {"data.corpus": source, "data.tokenizer": tokenizer}
+    shards = out / "tokens"
+    if not (shards / INDEX_NAME).exists():
+        if not source:
+            source = str(out / "sources.jsonl")
+            write_sources(Path(source))
+        open_corpus(source)  # raises an error of one line
+        corpus.main(["--source", source, "--tokenizer", "bytes", "--out", str(shards)])
+    return {"data.corpus": str(shards), "data.tokenizer": "bytes"}
+
+
+def shape_of(size: int, tokenizer: str) -> core.Settings:
     """Return a decoder of about `size` parameters, whose width is about 64 times its depth."""
+    rows = vocabulary_rows(Model(), build_tokenizer(tokenizer).vocab_size)
 
     def mismatch(shape: tuple[int, int]) -> float:
         layers, width = shape
@@ -111,15 +136,6 @@ def shape_of(size: int, rows: int) -> core.Settings:
     return {f"model.{key}": str(value) for key, value in shape.items()}
 
 
-@cache
-def count_parameters(size: int, rows: int) -> int:
-    shape: dict[str, Any] = {
-        key.removeprefix("model."): int(value) for key, value in shape_of(size, rows).items()
-    }
-    with torch.device("meta"):
-        return Decoder(Model(**shape), rows, 1).parameter_counts()["total"]
-
-
 def batch_of(size: int) -> tuple[int, int]:
     """Return the sequences of a step, and their length."""
     tokens: int = 2 ** round(math.log2(max(512, RATIOS[0] * size / STEPS)))
@@ -127,23 +143,23 @@ def batch_of(size: int) -> tuple[int, int]:
     return tokens // length, length
 
 
-def settings_of(run: Run, text: core.Text, extra: core.Settings, ratio: float) -> core.Settings:
+def settings_of(run: Run, text: core.Settings, extra: core.Settings, ratio: float) -> core.Settings:
     """Return the settings of a run of so many tokens per parameter."""
     sequences, length = batch_of(run.size)
     at_once = max(1, min(sequences // run.workers, MOST_AT_ONCE // length))
-    tokens = ratio * count_parameters(run.size, text.rows)
     outer = STREAMING | {"diloco.sync_every": str(run.every)}
     return {
         **COMMON,
-        **text.settings,
-        **shape_of(run.size, text.rows),
+        **text,
+        **shape_of(run.size, text["data.tokenizer"]),
         **OPTIMIZERS[run.optimizer],
         **(outer if run.every else {"diloco.method": "none"}),
         "diloco.workers": str(run.workers),
         "training.sequence_length": str(length),
         "training.global_batch_size": str(sequences),
         "training.batch_size": str(at_once),
-        "training.steps": str(math.ceil(tokens / (sequences * length))),
+        "training.steps": "0",
+        "training.tokens_per_parameter": str(ratio),
         "validation.sequences": str(2**17 // length),
         **extra,
     }
@@ -153,117 +169,69 @@ def settings_of(run: Run, text: core.Text, extra: core.Settings, ratio: float) -
 
 Cost = Callable[[Run, float], float]
 """Seconds of a run of so many tokens per parameter, 0 if it is finished."""
-Plan = dict[int, tuple[float, list[Run]]]
-"""Tokens per parameter of each size, and its runs, each row after its control."""
+
+
+def runs_of(size: int, rows: Sequence[Run]) -> list[Run]:
+    """Return the rows of a size, each after its control."""
+    pairs = ((row.control, row) for row in rows if row.size == size)
+    return list(dict.fromkeys(run for pair in pairs for run in pair))
 
 
 def plan(
     rows: Sequence[Run], cost: Cost, seconds: float, begun: Mapping[int, float], jobs: int = 1
-) -> Plan:
-    """Choose what fits into the time. The tokens per parameter of `begun` sizes are known.
+) -> dict[int, float]:
+    """Choose the tokens per parameter of each size whose runs fit. Those of `begun` are known.
 
     The smallest size comes first. It may take an equal share of the time, and leaves the rest to
-    the others. More tokens come before more rows.
+    the others.
     """
-    chosen: Plan = {}
+    chosen = dict[int, float]()
     sizes = sorted({row.size for row in rows})
     for number, size in enumerate(sizes):
         share = seconds / (len(sizes) - number)
         for ratio in [begun[size]] if size in begun else RATIOS:
-            runs, taken = list[Run](), 0.0
-            for row in (row for row in rows if row.size == size):
-                more = [one for one in (row.control, row) if one not in runs]
-                costs = [cost(one, ratio) for one in more]
-                if max(*costs, taken + sum(costs) / jobs) > share:
-                    break
-                runs, taken = runs + more, taken + sum(costs) / jobs
-            if runs:
-                chosen[size], seconds = (ratio, runs), seconds - taken
+            costs = [cost(run, ratio) for run in runs_of(size, rows)]
+            taken = max(*costs, sum(costs) / jobs)
+            if taken <= share or size in begun:
+                chosen[size], seconds = ratio, seconds - taken
                 break
     return chosen
 
 
-def tokens_left(out: Path, run: Run, settings: core.Settings) -> int:
-    """Return the tokens that a run still has to train."""
-    folder, each = core.run_folder(out, run, settings), math.prod(batch_of(run.size))
-    if (folder / "finished.json").exists():
-        return 0
-    steps = core.steps_of(core.read_records(folder / "run"))
-    done = max((one.get("train/tokens", 0) for one in steps), default=0)
-    return max(each, int(settings["training.steps"]) * each - done)
-
-
-def seconds_of(run: Run, tokens: float, probes: Mapping[Run, core.Record]) -> float:
+def seconds_of(run: Run, ratio: float, probes: Mapping[Run, core.Record]) -> float:
     """Return the seconds of a run by the speed of short ones, with the start and the validation."""
     alike = (one for one in probes if one.size == run.size and bool(one.every) == bool(run.every))
     if (probe := probes.get(next(alike, run))) is None:
         return math.inf
-    speed = probe["tokens_per_second"]
+    speed, tokens = probe["tokens_per_second"], ratio * run.size
     return float(max(0.0, probe["seconds"] - probe["tokens"] / speed) + tokens / speed)
 
 
-def print_plan(chosen: Plan, text: core.Text, cost: Cost) -> None:
-    rows = [
-        [
-            name_of(size),
-            f"{count_parameters(size, text.rows):,}",
-            f"{ratio:g}",
-            f"{ratio * count_parameters(size, text.rows) / 1e6:,.1f}M",
-            f"{math.prod(batch_of(size)):,}",
-            "; ".join(str(run).partition(", ")[2] for run in runs),
-            f"{sum(cost(run, ratio) for run in runs) / 60:.1f}",
-        ]
-        for size, (ratio, runs) in chosen.items()
-    ]
-    size = read_index(Path(text.corpus) / INDEX_NAME).splits["train"].tokens
-    columns = "size | parameters | tokens each | tokens | tokens a step | runs | minutes of all"
-    core.print_table(f"plan, for a text of {size / 1e6:,.1f}M tokens", columns, rows)
+def describe_cuts(
+    rows: Sequence[Run], chosen: Mapping[int, float], results: Mapping[Run, core.Record]
+) -> list[str]:
+    """Return a line for each thing that the time did not allow."""
+    lines = []
+    for size in sorted({row.size for row in rows}):
+        if size not in chosen:
+            lines.append(f"{name_of(size)}: not begun")
+            continue
+        if chosen[size] < RATIOS[0]:
+            lines.append(f"{name_of(size)}: {chosen[size]:g} tokens a parameter instead of 20")
+        lines += [f"{run}: not finished" for run in runs_of(size, rows) if run not in results]
+    return lines
 
 
 # --- results --------------------------------------------------------------------------------------
 
 
-def gap(run: Run, results: Mapping[Run, core.Record]) -> float:
-    return float(100 * (results[run]["loss"] / results[run.control]["loss"] - 1))
-
-
-def compared(rows: Sequence[Run], results: Mapping[Run, core.Record]) -> list[Run]:
-    """Return the rows that are finished, and whose control is."""
-    return [row for row in rows if row in results and row.control in results]
-
-
-def table_rows(rows: Sequence[Run], results: Mapping[Run, core.Record]) -> list[list[str]]:
-    return [
-        [
-            f"{results[row]['parameters'] / 1e6:.2f}M",
-            f"{results[row]['tokens'] / 1e6:,.1f}M",
-            str(row.workers),
-            str(row.every),
-            row.optimizer,
-            f"{results[row.control]['loss']:.4f}",
-            f"{results[row]['loss']:.4f}",
-            f"{gap(row, results):+.2f}",
-            f"{results[row]['bits_per_byte']:.4f}",
-        ]
-        for row in compared(rows, results)
-    ]
-
-
-def describe_cuts(
-    rows: Sequence[Run],
-    chosen: Plan,
-    results: Mapping[Run, core.Record],
-) -> list[str]:
-    """Return a line for each thing that the time did not allow."""
-    lines = []
-    for size in sorted({row.size for row in rows}):
-        ratio, runs = chosen.get(size, (0.0, []))
-        if runs and ratio < RATIOS[0]:
-            lines.append(f"{name_of(size)}: {ratio:g} tokens a parameter instead of 20")
-        for row in (row for row in rows if row.size == size and row not in runs):
-            lines.append(f"{row}: not begun")
-        lines += [f"{run}: not finished" for run in runs if run not in results]
-    return lines
+def gaps(rows: Sequence[Run], results: Mapping[Run, core.Record]) -> dict[Run, float]:
+    """Return the loss of rows against that of their controls, in %, if both are finished."""
+    return {
+        row: 100 * (results[row]["loss"] / results[row.control]["loss"] - 1)
+        for row in rows
+        if row in results and row.control in results
+    }
 
 
 @rc_context(STYLE)
@@ -273,11 +241,11 @@ def draw(rows: Sequence[Run], results: Mapping[Run, core.Record], path: Path) ->
     axes = figure.add_subplot(xscale="log", xlabel="parameters")
     axes.set_ylabel("loss against data parallelism, %")
     axes.axhline(0, color=LIGHT["axis"], lw=1)
-    curves: dict[str, list[Run]] = {}
-    for row in compared(rows, results):
-        curves.setdefault(str(row).partition(", ")[2], []).append(row)
-    for number, (name, found) in enumerate(curves.items()):
-        points = [(results[row]["parameters"], gap(row, results)) for row in found]
+    curves: dict[str, list[tuple[float, float]]] = {}
+    for row, gap in gaps(rows, results).items():
+        name = str(row).partition(", ")[2]
+        curves.setdefault(name, []).append((results[row]["parameters"], gap))
+    for number, (name, points) in enumerate(curves.items()):
         colour = LIGHT[series_colour(number)]
         axes.plot(*zip(*sorted(points), strict=True), "o-", color=colour, label=name)
     for name, text in read_tables().tables["parity"].papers.items():
@@ -292,14 +260,29 @@ def write_results(
     out: Path, title: str, rows: Sequence[Run], results: Mapping[Run, core.Record], cuts: list[str]
 ) -> None:
     """Write and print the table, and write the results and the picture."""
-    table = markdown_table(HEADER.split(" | "), table_rows(rows, results))
+    found = gaps(rows, results)
+    lines = [
+        [
+            f"{results[row]['parameters'] / 1e6:.2f}M",
+            f"{results[row]['tokens'] / 1e6:,.1f}M",
+            str(row.workers),
+            str(row.every),
+            row.optimizer,
+            f"{results[row.control]['loss']:.4f}",
+            f"{results[row]['loss']:.4f}",
+            f"{gap:+.2f}",
+            f"{results[row]['bits_per_byte']:.4f}",
+        ]
+        for row, gap in found.items()
+    ]
+    table = markdown_table(HEADER.split(" | "), lines)
     listed = "".join(f"\n- {line}" for line in cuts)
     text = f"{title}\n\n{table}\n" + (f"\nCut to fit the time:\n{listed}\n" if cuts else "")
     (out / "table.md").write_text(text)
-    with (out / "results.jsonl").open("w") as lines:
+    with (out / "results.jsonl").open("w") as file:
         for run, result in results.items():
-            more = {"gap_percent": gap(run, results)} if run in compared(rows, results) else {}
-            lines.write(json.dumps({**run._asdict(), **result, **more}) + "\n")
+            more = {"gap_percent": found[run]} if run in found else {}
+            file.write(json.dumps({**run._asdict(), **result, **more}) + "\n")
     draw(rows, results, out / "gap.svg")
     print(f"\n{text}\nwrote {out}/table.md, results.jsonl and gap.svg")
 
@@ -313,27 +296,15 @@ def parse_size(text: str) -> int:
     return round(float(text[:-1]) * 1e6)
 
 
-def parse_minutes(text: str) -> float:
-    if not 0 < float(text) < math.inf:
-        raise argparse.ArgumentTypeError(f"{text}: give minutes above 0")
-    return float(text)
-
-
-def parse_workers(text: str) -> int:
-    if text not in ("2", "4", "8"):  # divide every batch
-        raise argparse.ArgumentTypeError(f"{text!r}: give 2, 4 or 8 workers")
-    return int(text)
-
-
 def build_parser() -> argparse.ArgumentParser:
     parser, on_gpu = core.build_parser(__doc__), torch.cuda.is_available()
     add, sizes = parser.add_argument, "1M,4M,15M,35M" if on_gpu else "0.1M,0.4M,1M"
     add("--out", type=Path, required=True, metavar="DIR")
-    add("--minutes", type=parse_minutes, required=True)
+    add("--minutes", type=core.positive, required=True)
     add("--corpus", default="", help="text files, or a folder of token shards")
-    add("--vocabulary", type=core.positive, help="train a tokenizer of so many entries")
     add("--sizes", type=core.list_of(parse_size), default=sizes, help=f"default here: {sizes}")
-    add("--workers", type=core.list_of(parse_workers), default=[2, 4], help="M: default 2,4")
+    workers = core.one_of(("2", "4", "8"))  # divide every batch
+    add("--workers", type=workers, default="2,4", help="M: default 2,4")
     add("--every", type=core.list_of(core.positive), default=[30, 100], help="H: default 30,100")
     add("--optimizers", type=core.one_of(OPTIMIZERS), default="", help="default: adamw,muon")
     jobs = max(1, available_cores() // 4) if on_gpu else 1
@@ -344,16 +315,16 @@ def build_parser() -> argparse.ArgumentParser:
 def main() -> None:
     parser, started = build_parser(), time.monotonic()
     options, words = parser.parse_known_args()
-    example = settings_of(Run(10**6, "muon", 2, 30), core.Text("", "bytes"), {}, 1.0)
-    own = example.keys() - COMMON.keys()
-    extra = core.parse_settings(parser, words, own | {"run.folder", "diloco.method"})
+    example = settings_of(Run(10**6, "muon", 2, 30), {"data.tokenizer": "bytes"}, {}, 1.0)
+    own = {*example, "run.folder", "data.corpus", "diloco.method"} - COMMON.keys()
+    extra = core.parse_settings(parser, words, own)
     core.load(extra)
     out = options.out.resolve()
     known = out / "plan.json"
     try:
         out.mkdir(parents=True, exist_ok=True)
         known.touch()
-        text = core.prepare_text(out, options.corpus, options.vocabulary)
+        text = prepare_text(out, options.corpus)
     except OSError as error:
         parser.error(f"--out {options.out} cannot be written ({error}): choose another folder")
     except UserError as error:
@@ -366,25 +337,31 @@ def main() -> None:
         return settings_of(run, text, extra, ratio)
 
     def cost(run: Run, ratio: float) -> float:
-        tokens = tokens_left(out / "runs", run, settings(run, ratio))
-        return seconds_of(run, tokens, probes) if tokens else 0.0
+        done = core.run_folder(out / "runs", run, settings(run, ratio)) / core.FINISHED
+        return 0.0 if done.exists() else seconds_of(run, ratio, probes)
 
     def probe(run: Run) -> core.Settings:
-        return settings(run, 1.0) | {"training.steps": str(PROBE_STEPS), "metrics.log_every": "10"}
+        return settings(run, 0.0) | {"training.steps": str(PROBE_STEPS), "metrics.log_every": "10"}
 
-    sizes, kinds = sorted(set(options.sizes)), (options.optimizers, options.workers, options.every)
-    rows = [Run(*one) for one in product(sizes, *kinds)]
-    slowest = [Run(one, kinds[0][0], max(kinds[1]), kinds[2][0]) for one in sizes]
-    measured = {run: probe(run) for row in slowest for run in (row.control, row)}
+    sizes, workers = sorted(set(options.sizes)), sorted(map(int, options.workers))
+    rows = [Run(*one) for one in product(sizes, options.optimizers, workers, options.every)]
+    slowest = [Run(size, options.optimizers[0], workers[-1], options.every[0]) for size in sizes]
     for run in rows:
         core.load(settings(run, 1.0))
     print("measuring speeds", flush=True)
+    measured = {run: probe(run) for row in slowest for run in (row.control, row)}
     probes = core.train_all(out / "speed", measured, options.parallel, PROBE_SHARE * left())
     begun = {int(size): ratio for size, ratio in json.loads(known.read_text() or "{}").items()}
     chosen = plan(rows, cost, USED * left(), begun, options.parallel)
-    known.write_text(json.dumps(begun | {size: ratio for size, (ratio, _) in chosen.items()}))
-    print_plan(chosen, text, cost)
-    runs = {run: settings(run, ratio) for ratio, runs in chosen.values() for run in runs}
+    known.write_text(json.dumps(begun | chosen))
+    tokens = read_index(Path(text["data.corpus"]) / INDEX_NAME).splits["train"].tokens
+    print(f"\nplan, for a text of {tokens / 1e6:,.1f}M tokens")
+    for size, ratio in chosen.items():
+        minutes = sum(cost(run, ratio) for run in runs_of(size, rows)) / 60
+        print(f"{name_of(size)}: {ratio:g} tokens a parameter, {minutes:.1f} minutes for all runs")
+    runs = {
+        run: settings(run, ratio) for size, ratio in chosen.items() for run in runs_of(size, rows)
+    }
     results = core.train_all(out / "runs", runs, options.parallel, left())
     where = describe_device(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     title = (

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from benchmarks import core
-from benchmarks.network import INTERFACE, NoNetworkError, enter_own_network, require, run_command
+from benchmarks.network import INTERFACE, enter_own_network, require, run_command
 from tests.processes import ProcessPool
 from torchtitan_diloco.config.schema import Distributed
 from torchtitan_diloco.diloco.codecs import build_codec
@@ -205,26 +205,25 @@ def exchange(streams: int, megabytes: float, rounds: int) -> tuple[int, list[flo
     return world.streams, rates[1:]
 
 
-def chunks(join: Join, streams: int, megabytes: float, rounds: int) -> tuple[int, Any]:
-    """Return the number of streams, and the bytes per second of each upload and download."""
+def chunks(join: Join, streams: int, megabytes: float, rounds: int) -> tuple[int, list[Any]]:
+    """Return the number of streams, and the bytes per second of all uploads and downloads."""
     connection, payload = Connection(join, "a/1", streams=streams), bytes(round(megabytes * 1e6))
     connection.connect()
-    found: list[list[float]] = [[], []]
+    up, down = list[float](), list[float]()
     for _ in range(1 + rounds):
-        moments = [time.perf_counter()]
+        started = time.perf_counter()
         stored = connection.store(payload, "parts")
-        moments.append(time.perf_counter())
+        between = time.perf_counter()
         connection.fetch(stored, "parts")
-        moments.append(time.perf_counter())
-        for rates, start, end in zip(found, moments[:-1], moments[1:], strict=True):
-            rates.append(len(payload) / (end - start))
+        up.append(len(payload) / (between - started))
+        down.append(len(payload) / (time.perf_counter() - between))
     count = len(connection.streams._threads)
     connection.close()
-    return count, [rates[1:] for rates in found]
+    return count, [up[1:], down[1:]]
 
 
-def measure(options: argparse.Namespace, latency: float, rows: list[list[str]]) -> None:
-    """Add the rows of a round trip of so many ms."""
+def measure(options: argparse.Namespace, latency: float) -> list[list[str]]:
+    """Return the rows of a round trip of so many ms."""
     found: list[tuple[str, str, list[float]]] = []
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         own = Path(folder) / "server"
@@ -233,19 +232,17 @@ def measure(options: argparse.Namespace, latency: float, rows: list[list[str]]) 
         stack.callback(server.stop)
         stack.enter_context(long_link(latency))
         for streams in options.streams:
-            pool = ProcessPool(600)
+            auto, pool = " (auto)" * (not streams), ProcessPool(600)
             (count, rates), *_ = pool.run(exchange, 2, streams, options.megabytes, options.rounds)
             pool.close()
-            name = str(count) if streams else f"{count} (auto)"
-            found.append(("gloo, each way", name, rates))
+            found.append(("gloo, each way", f"{count}{auto}", rates))
             count, both = chunks(server.join, streams, options.megabytes, options.rounds)
-            name = str(count) if streams else f"{count} (auto)"
             for way, rates in zip(("up", "down"), both, strict=True):
-                found.append((f"islands, {way}", name, rates))
-    for wire, name, rates in sorted(found, key=lambda one: one[0]):
-        megabits = core.summary(rates, ",.0f", 8e-6)
-        rows.append([wire, f"{latency:g}", name, megabits, str(len(rates))])
-        print(*rows[-1], flush=True)
+                found.append((f"islands, {way}", f"{count}{auto}", rates))
+    return [
+        [wire, f"{latency:g}", name, core.summary(rates, ",.0f", 8e-6), str(len(rates))]
+        for wire, name, rates in sorted(found, key=lambda one: one[0])
+    ]
 
 
 def main() -> None:
@@ -256,15 +253,10 @@ def main() -> None:
     add("--megabytes", type=float, default=64.0)
     add("--rounds", type=core.positive, default=5)
     options = parser.parse_args()
-    try:
-        enter_own_network("benchmarks.streams")
-        redirect()
-        start_logging()
-    except NoNetworkError as error:
-        parser.exit(1, f"a long link needs network namespaces and nftables: {error}\n")
-    rows: list[list[str]] = []
-    for latency in options.latency:
-        measure(options, latency, rows)
+    enter_own_network("benchmarks.streams")
+    redirect()
+    start_logging()
+    rows = [row for latency in options.latency for row in measure(options, latency)]
     title = f"{options.megabytes:g} MB; torch {torch.__version__}"
     core.print_table(title, HEADER, rows)
 

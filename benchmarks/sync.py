@@ -130,6 +130,7 @@ class Case:
     def config(self) -> DiLoCoConfig:
         """Exchange the whole model in every step, and wait for it."""
         return DiLoCoConfig(
+            link=Link(timeout_seconds=TIMEOUT),
             sync_every=1,
             measure_every=int(self.measured),
             fragments=Fragments(layers_per_fragment=0),
@@ -139,10 +140,6 @@ class Case:
         )
 
 
-Measured = tuple[dict[str, list[float]], float]
-"""Numbers of each sync by column, and peak memory in MB above the same loop without syncs."""
-
-
 @torch.no_grad()
 def inner_step(model: nn.Module, worker: int) -> None:
     """Move the parameters of the workers apart, as training on different data does."""
@@ -150,35 +147,20 @@ def inner_step(model: nn.Module, worker: int) -> None:
         parameter.mul_(0.999 - 0.0001 * worker)
 
 
-def measure(case: Case) -> Measured:
-    """Measure StreamingDiLoCo, an island or torchft's DiLoCo on this rank."""
-    link = Link(timeout_seconds=TIMEOUT)
+def measure(case: Case) -> tuple[list[tuple[float, ...]], float]:
+    """Measure syncs on this rank.
+
+    Return the numbers of each sync, and the peak memory in MB above the same loop without syncs.
+    """
+    link = case.config.link
     world = join_world(Distributed(), link, device="cpu", workers=WORKERS, fsdp=0)
     # Half of the values are in blocks, the rest in an embedding and a head.
     shape = Model(layers=4, width=256, heads=4, head_dim=64, feed_forward=1536, activation="gelu")
     model = Decoder(shape, 16_384, 128)
     for _ in range(3):
         inner_step(model, world.worker)
-    plain = peak_megabytes()
-    outer: StreamingDiLoCo | torchft_loop.TorchftLoop
-    step: Callable[[], object]
-    if case.through == "torchft":
-        inner = SGD(model.parameters(), lr=0.0)  # without gradients, a step only runs the hooks
-        outer = torchft_loop.TorchftLoop(
-            model,
-            inner,
-            case.config,
-            WORKERS,
-            f"replica_{world.worker}",
-            lighthouse=case.place,
-            address="localhost",
-            timeout_seconds=TIMEOUT,
-        )
-        step = inner.step
-    else:
-        outer = build_loop(model, world, case)
-        step = outer.step
-    syncs: dict[str, list[float]] = {column: [] for column in SYNCS}
+    plain, syncs = peak_megabytes(), list[tuple[float, ...]]()
+    outer, step = build_loop(model, world, case)
     for number in range(case.rounds + 1):
         inner_step(model, world.worker)
         dist.barrier()
@@ -189,24 +171,30 @@ def measure(case: Case) -> Measured:
         server = cpu_seconds(case.server) - server
         sent = outer.metrics().get("worker/sent_bytes", 0.0)
         if number:  # the first round touches all buffers for the first time
-            numbers = 1e3 * took.wall, 1e3 * took.cpu, 1e3 * server, sent / 1e6
-            for column, value in zip(SYNCS, numbers, strict=True):
-                syncs[column].append(value)
+            syncs.append((1e3 * took.wall, 1e3 * took.cpu, 1e3 * server, sent / 1e6))
     memory = peak_megabytes() - plain
     outer.close()
     return syncs, memory
 
 
-def build_loop(model: Decoder, world: World, case: Case) -> StreamingDiLoCo:
+def build_loop(
+    model: Decoder, world: World, case: Case
+) -> tuple[StreamingDiLoCo | torchft_loop.TorchftLoop, Callable[[], object]]:
+    """Return StreamingDiLoCo, an island or torchft's DiLoCo, and its step."""
+    if case.through == "torchft":
+        inner = SGD(model.parameters(), lr=0.0)  # without gradients, a step only runs the hooks
+        loop = torchft_loop.TorchftLoop(model, inner, case.config, world, lighthouse=case.place)
+        return loop, inner.step
     if case.through == "gloo":
-        return StreamingDiLoCo(model, world.group(WORKER), case.config)
+        outer = StreamingDiLoCo(model, world.group(WORKER), case.config)
+        return outer, outer.step
     model.init_weights(seed=0)
     name = f"island-{world.worker}"
     settings = Islands(case.place, name, begin=WORKERS, grace_seconds=TIMEOUT)
     island = IslandPeers(settings, total_tokens=10**9)
     outer = StreamingDiLoCo(model, island, case.config)
     island.join()
-    return outer
+    return outer, outer.step
 
 
 def cpu_seconds(process: int) -> float:
@@ -253,29 +241,26 @@ def sync_row(name: str, case: Case) -> list[str]:
     with connected(case) as case:
         syncs, memory = pool.run(measure, WORKERS, case)[0]
     pool.close()
-    columns = [
-        core.summary(syncs[column], form) if any(syncs[column]) else "-"
-        for column, form in SYNCS.items()
-    ]
-    return [name, *columns, f"{memory:+.0f}"]
+    columns = zip(zip(*syncs, strict=True), SYNCS.values(), strict=True)
+    texts = [core.summary(column, form) if any(column) else "-" for column, form in columns]
+    return [name, *texts, f"{memory:+.0f}"]
 
 
 def sync_cases(codecs: list[str], rounds: int) -> dict[str, Case]:
-    plain = Case(rounds)
-    cases = {codec: replace(plain, codec=codec) for codec in codecs}
+    cases = {codec: Case(rounds, codec) for codec in codecs}
     if "fp32" in codecs:
-        cases["fp32, measured"] = replace(plain, measured=True)
+        cases["fp32, measured"] = Case(rounds, measured=True)
     for codec in codecs:
-        cases[f"islands, {codec}"] = replace(plain, codec=codec, through="islands")
+        cases[f"islands, {codec}"] = Case(rounds, codec, through="islands")
     if torchft_loop.is_installed():
-        cases["torchft, fp32"] = replace(plain, through="torchft")
+        cases["torchft, fp32"] = Case(rounds, through="torchft")
     return cases
 
 
 def main() -> None:
     parser = core.build_parser(__doc__)
-    tables = "formats", "syncs"
-    parser.add_argument("--tables", type=core.one_of(tables), default="", help="default: both")
+    tables = core.one_of(("formats", "syncs"))
+    parser.add_argument("--tables", type=tables, default="", help="default: both")
     parser.add_argument("--codecs", type=core.one_of(CODECS), default="fp32,bf16,int8,fp4_e3m0")
     parser.add_argument("--rounds", type=core.positive, default=9)
     options = parser.parse_args()

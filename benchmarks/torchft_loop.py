@@ -11,18 +11,18 @@ import os
 import sys
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import SGD, Optimizer
 
-from benchmarks import core
+from torchtitan_diloco import train
 from torchtitan_diloco.diloco import DiLoCoConfig
 from torchtitan_diloco.diloco.fragments import build_fragments
 from torchtitan_diloco.diloco.streaming import DataParallel
-from torchtitan_diloco.distributed.world import join_world, leave_world
+from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.trainer import Trainer
 
 LIGHTHOUSE_PORT = 29510
@@ -52,20 +52,18 @@ class TorchftLoop(DataParallel):
         model: nn.Module,
         optimizer: Optimizer,
         config: DiLoCoConfig,
-        workers: int,
-        name: str,
+        world: World,
         *,
         lighthouse: str,
-        address: str,
-        timeout_seconds: int,
+        address: str = "localhost",
     ) -> None:
         """`address`: that of this worker."""
         from torchft import Manager, ProcessGroupGloo
         from torchft.local_sgd import DiLoCo
 
-        super().__init__(model, workers)
+        super().__init__(model, world.workers)
         logging.getLogger("torchft").setLevel(logging.WARNING)
-        timeout = timedelta(seconds=timeout_seconds)
+        timeout = timedelta(seconds=config.link.timeout_seconds)
         store = dist.TCPStore(  # type: ignore[attr-defined]
             address, 0, is_master=True, wait_for_workers=False
         )
@@ -73,7 +71,7 @@ class TorchftLoop(DataParallel):
             pg=ProcessGroupGloo(timeout=timeout),
             load_state_dict=lambda state: model.load_state_dict(state["model"]),
             state_dict=lambda: {"model": model.state_dict()},
-            min_replica_size=workers,
+            min_replica_size=world.workers,
             use_async_quorum=False,
             rank=0,
             world_size=1,
@@ -81,7 +79,7 @@ class TorchftLoop(DataParallel):
             store_port=store.port,
             lighthouse_addr=lighthouse,
             hostname=address,
-            replica_id=name,
+            replica_id=f"replica_{world.worker}",
             timeout=timeout,
             quorum_timeout=timeout,
             connect_timeout=timedelta(seconds=60),
@@ -126,40 +124,30 @@ class TorchftLoop(DataParallel):
 
 
 class TorchftTrainer(Trainer):
-    """Our trainer with torchft's outer loop."""
+    """Our trainer with torchft's outer loop. WORKER_ADDRESS is the address of this worker."""
 
     outer: TorchftLoop
 
     def _build_outer_loop(self) -> TorchftLoop:
+        address = f"0.0.0.0:{LIGHTHOUSE_PORT}"
+        if self.world.is_first:
+            self.lighthouse = serve_lighthouse(address, self.world.workers)
         return TorchftLoop(
             self.model,
             self.optimizer,
             self.config.diloco,
-            self.world.workers,
-            f"replica_{self.world.worker}",
+            self.world,
             lighthouse=f"http://{os.environ['MASTER_ADDR']}:{LIGHTHOUSE_PORT}",
             address=os.environ["WORKER_ADDRESS"],
-            timeout_seconds=self.config.diloco.link.timeout_seconds,
         )
 
-
-def run_trainer(settings: core.Settings) -> None:
-    """Run one rank of the trainer. WORKER_ADDRESS is the address of this worker."""
-    config = core.load(settings)
-    link, workers = config.diloco.link, config.diloco.workers
-    torch.manual_seed(config.run.seed)
-    world = join_world(config.distributed, link, device=config.run.device, workers=workers, fsdp=1)
-    lighthouse = None
-    if world.is_first:
-        lighthouse = serve_lighthouse(f"0.0.0.0:{LIGHTHOUSE_PORT}", workers)
-    trainer = TorchftTrainer(config, world)
-    trainer.run()
-    trainer.outer.close()
-    dist.barrier()  # the lighthouse has to answer until all ranks have ended
-    if lighthouse is not None:
-        lighthouse.shutdown()
-    leave_world(world)
+    def run(self) -> Path:
+        folder = super().run()
+        self.outer.close()
+        dist.barrier()  # the lighthouse has to answer until all ranks have ended
+        return folder
 
 
 if __name__ == "__main__":
-    run_trainer(core.parse_settings(core.build_parser(__doc__), sys.argv[1:]))
+    setattr(train, "Trainer", TorchftTrainer)  # noqa: B010 - the same program with another loop
+    sys.exit(train.main(sys.argv[1:]))

@@ -1,9 +1,7 @@
 """Networks for tests: network namespaces, and two sites behind routers."""
 
-import ctypes
-import os
 import subprocess
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -12,7 +10,6 @@ from typing import Any, ClassVar, TypeVar
 import pytest
 
 from benchmarks.network import LOOPBACK, Network, NoNetworkError, require, run_command, unshare
-from tests.processes import FORKS
 
 Some = TypeVar("Some", bound=Network)
 
@@ -123,42 +120,15 @@ def processes_in(
     With `loopback`, all run in the namespace of worker 0 and use its loopback interface.
     """
     found: list[BaseProcess] = []
-    for worker, log in enumerate(logs):
-        variables = network.rank_variables(worker) | {"WORLD_SIZE": str(len(logs))}
-        if loopback:
-            variables |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": LOOPBACK}
-        holder = network.namespace(0 if loopback else worker).pid
-        given = holder, variables, log, function, arguments
-        found.append(FORKS.Process(target=_run, args=given, daemon=True))
     try:
-        for process in found:
-            process.start()
+        for worker, log in enumerate(logs):
+            variables = network.rank_variables(worker) | {"WORLD_SIZE": str(len(logs))}
+            if loopback:
+                variables |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": LOOPBACK}
+            place = 0 if loopback else worker
+            found.append(network.fork(place, function, log, *arguments, variables=variables))
         yield found
     finally:
         for process in found:
             process.kill()
             process.join()
-
-
-def enter(holder: int) -> None:
-    """Move this process into the network of another one. It must not have other threads."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    for kind in ("net", "uts") if os.geteuid() == 0 else ("user", "net", "uts"):
-        with open(f"/proc/{holder}/ns/{kind}") as namespace:
-            if libc.setns(namespace.fileno(), 0):
-                raise OSError(ctypes.get_errno(), f"setns: {kind}")
-
-
-def _run(
-    holder: int,
-    variables: Mapping[str, str],
-    log: Path,
-    function: Callable[..., Any],
-    arguments: Sequence[Any],
-) -> None:
-    enter(holder)
-    os.environ.update(variables)
-    with log.open("wb") as output:
-        os.dup2(output.fileno(), 1)
-        os.dup2(output.fileno(), 2)
-    function(*arguments)

@@ -1,31 +1,21 @@
-"""Run every ```bash block of the README and of docs/, from the root of the repository.
+"""Run every command of the README and of docs/ as printed, in a new shell without an environment.
 
-One training of twelve steps serves all pages. Of every other training the settings are checked, and
-the folder that it names gets a copy of that run. Commands of `.venv/bin/` run in this process,
-which has imported torch already. `./run_tests.sh` only starts pytest. outputs/ is an empty folder.
-`.ci/walk` runs all of them as printed, in a fresh clone with nothing prepared, in some 20 minutes.
-What cannot run here (a network, many nodes) is fenced as ```text, what another test runs as
-```shell.
+The checkout has links to the files of the repository, and a `.venv` that finds the packages of this
+Python, as one that is set up. `.ci/walk` begins with nothing, and shortens nothing: 20 minutes.
 """
 
-import fcntl
-import os
 import re
-import runpy
 import shlex
-import shutil
 import subprocess
 import sys
 import tomllib
-from contextlib import redirect_stdout
+import venv
 from importlib.util import find_spec
-from io import StringIO
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import REPOSITORY
-from tests.processes import ProcessPool
 from torchtitan_diloco.cli import COMMANDS
 from torchtitan_diloco.config import from_command_line
 from torchtitan_diloco.config.loader import run_warnings
@@ -33,120 +23,148 @@ from torchtitan_diloco.diloco import transport
 
 README = REPOSITORY / "README.md"
 PAGES = [README, *sorted((REPOSITORY / "docs").glob("*.md"))]
+PROGRAMS = {"torchtitan-diloco": "torchtitan_diloco.cli", "torchrun": "torch.distributed.run"}
 SHORT = (
     "--training.steps 12 --lr_schedule.warmup_steps 1 --validation.sequences 8 "
     "--training.batch_size 2 --metrics.tensorboard false"
 )
+SHORTENED = {
+    "./run_train.sh",
+    "./run_train.sh --run.folder outputs/seen",
+    "./run_train.sh --data.corpus 'docs/*.md' --data.validation_fraction 0.2",
+    "./run_train.sh --run.folder outputs/reported",
+    "./run_train.sh --diloco.method none --run.folder outputs/control",
+}
+"""Runs of 1,000 steps, two minutes each: they get the settings of SHORT as well."""
+ELSEWHERE = {
+    ("data-and-models.md", "hf:allenai/c4"): "network, hours; its checks: tests/test_preflight.py",
+    ("data-and-models.md", "tiktoken.get_encoding"): "network; tests/data/test_tokenizer.py",
+    ("data-and-models.md", "lm_eval"): "network; tests/export/test_commands.py",
+    ("islands.md", "--islands.local 3"): "a server, 4 processes; tests/islands/test_run.py",
+    ("islands.md", "site-a$"): "three machines; tests/test_two_sites.py",
+    ("launching.md", "doctor"): "two machines; tests/test_doctor.py",
+    ("launching.md", "NNODES=3"): "three machines; two nodes: tests/launch/test_runs.py",
+    ("launching.md", "NNODES=2 NODE_RANK=0 NPROC=1"): "two consoles; tests/launch/test_runs.py",
+    ("launching.md", "sbatch"): "Slurm; tests/launch/test_slurm.py",
+    ("launching.md", "bin/torchrun"): "two machines; tests/launch/test_torchrun.py",
+    ("launching.md", "wg "): "root, two machines; tests/test_two_sites.py",
+    ("launching.md", "site-a$"): "two machines; tests/test_two_sites.py",
+    (
+        "launching.md",
+        "site-a-alone$",
+    ): "fewer workers; tests/components/test_resume.py",
+    ("measurements.md", "benchmarks.parity"): "hours; tests/benchmarks/test_parity.py",
+    ("measurements.md", "benchmarks.scale"): "a GPU; tests/benchmarks/test_scale.py",
+    ("report-and-plan.md", "tensorboard --logdir"): "a server; tests/components/test_telemetry.py",
+    ("troubleshooting.md", "nft"): "root, a firewall",
+}
+"""Blocks of commands that do not run here: a page, what a block has, why, and what runs it."""
 
 
 def blocks(page: Path, language: str = "bash") -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.M | re.S)
 
 
-def start(*command: str) -> str:
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    folder = tmp_path / "checkout"
+    folder.mkdir()
+    for path in REPOSITORY.iterdir():
+        if not path.name.startswith(".") and path.name not in ("data", "outputs", "runs"):
+            (folder / path.name).symlink_to(path)
+    environment = folder / ".venv"
+    venv.EnvBuilder(symlinks=True).create(environment)
+    (packages,) = environment.glob("lib/*/site-packages")
+    installed = [path for path in sys.path if path.endswith("-packages")]
+    (packages / "all.pth").write_text("\n".join([str(folder), *installed]))
+    for name, module in PROGRAMS.items():
+        program = environment / "bin" / name
+        lines = f"#!{environment}/bin/python", "import sys", f"from {module} import main"
+        program.write_text("\n".join([*lines, "sys.exit(main())"]))
+        program.chmod(0o755)
+    return folder
+
+
+def run(command: str, checkout: Path) -> str:
     outcome = subprocess.run(
-        command,
-        cwd=REPOSITORY,
-        env=os.environ | {"GLOO_SOCKET_IFNAME": "lo", "PATH": path},
+        ["bash", "-c", command],
+        cwd=checkout,
+        env={"HOME": str(checkout.parent), "PATH": "/usr/local/bin:/usr/bin:/bin"},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=400,
         check=False,
     )
-    assert outcome.returncode == 0, f"{shlex.join(command)}\n\n{outcome.stdout[-4000:]}"
+    assert outcome.returncode == 0, f"{command}\n\n{outcome.stdout[-4000:]}"
     return outcome.stdout
 
 
-@pytest.fixture(scope="session")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run by the first command of the README, of twelve steps, for all processes of pytest."""
-    assert blocks(README)[0] == "./run_train.sh\n"
-    parallel = "PYTEST_XDIST_WORKER" in os.environ
-    base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if parallel else base) / "docs-run"
-    with folder.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not folder.exists():
-            output = start("./run_train.sh", *SHORT.split(), "--run.folder", str(folder))
-            for expected in (
-                "each fragment every 10 steps, applied 1 steps later",
-                "step 12/12  loss ",
-                "loss of the shared model",
-                "sent between workers",
-                "data parallelism would send",
-                "its loss at equal tokens",
-                "communication hidden",
-                f"     ./run_train.sh --config {folder}/config.toml --diloco.method none\n",
-                f"torchtitan-diloco report {folder}\n",
-            ):
-                assert expected in output, output
-    return folder
-
-
-@pytest.mark.filterwarnings("ignore:.*found in sys.modules after import")
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if blocks(page)], ids=lambda page: page.name
 )
-def test_blocks_run_as_written(
-    page: Path, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One after the other, as they follow on each other: they share a folder."""
-    monkeypatch.chdir(REPOSITORY)
+def test_blocks_run_as_printed(page: Path, checkout: Path) -> None:
+    """One after the other, as they follow on each other."""
+    shown: dict[str, str] = {}
     for block in blocks(page):
-        block = re.sub(r"\boutputs/", f"{tmp_path}/", block)
-        program = re.fullmatch(r".venv/bin/python (.*) <<'END'\n(.*)END\n", block, re.S)
-        if program:
-            monkeypatch.setattr(sys, "argv", shlex.split(program[1]))
-            exec(program[2], {})
-            continue
-        for line in block.replace("\\\n", " ").splitlines():
-            words = shlex.split(line, comments=True)
-            while "=" in words[0]:  # NPROC=4 ./run_train.sh
-                words.pop(0)
-            if words[0] == "./run_train.sh":
-                config = from_command_line(words[1:])
-                if config is not None and page == README:
-                    assert run_warnings(config, config.training.steps) == [], line
-                if config is not None and config.run.folder:
-                    shutil.copytree(trained, config.run.folder, dirs_exist_ok=True)
-            elif words[0].startswith(".venv/bin/"):
-                run_module(words, monkeypatch)
-            else:
-                assert words == ["./run_tests.sh"], f"{page.name}: {line}"
-                start(*words, "--version")
+        whole = "<<" in block
+        for line in [block] if whole else block.replace("\\\n", " ").splitlines():
+            command = line if whole else line.partition(" #")[0].strip()
+            more = f" {SHORT}" if command in SHORTENED else ""
+            shown[command] = run(command + more, checkout)
+    for program in blocks(page, "python"):
+        if "outputs/" in program:
+            (checkout / "program.py").write_text(program)
+            run(".venv/bin/python program.py", checkout)
+    if page == README:
+        check_the_first_run(shown["./run_train.sh"])
+        for command in shown:
+            words = shlex.split(command)
+            config = from_command_line(words[1:]) if words[0] == "./run_train.sh" else None
+            assert config is None or run_warnings(config, config.training.steps) == [], command
 
 
-def run_module(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    program, name, *more = words
-    assert program == ".venv/bin/torchtitan-diloco"
-    file, *first = COMMANDS[name][0].split()
-    module = f"torchtitan_diloco.{file}"
-    monkeypatch.setattr(sys, "argv", [module, *first, *more])
-    code: object = None
-    try:
-        runpy.run_module(module, run_name="__main__")
-    except SystemExit as stop:
-        code = stop.code
-    assert not code, shlex.join(words)
+def check_the_first_run(output: str) -> None:
+    (folder,) = re.findall(r"took .*; the run is in (\S+)\n", output)
+    for expected in (
+        "each fragment every 10 steps, applied 1 steps later",
+        "step 12/12  loss ",
+        "loss of the shared model",
+        "sent between workers",
+        "data parallelism would send",
+        "its loss at equal tokens",
+        "communication hidden",
+        f"     ./run_train.sh --config {folder}/config.toml --diloco.method none\n",
+        f".venv/bin/torchtitan-diloco report {folder}\n",
+    ):
+        assert expected in output, output
 
 
-def _run_program(text: str) -> str:
-    with redirect_stdout(StringIO()) as output:
-        exec(text, {})
-    return output.getvalue()
+def test_all_commands_that_do_not_run_here_are_listed() -> None:
+    of_a_command = r"^(\S*[$#] [\w.(]|\./|\.venv/|\w+=\S+ \.)"
+    there = [
+        (page.name, block)
+        for page in PAGES
+        for block in [*blocks(page, "text"), *blocks(page, "shell")]
+        if re.search(of_a_command, block, re.M)
+    ]
+    for name, block in there:
+        assert [one for one in ELSEWHERE if one[0] == name and one[1] in block], block
+    for (name, part), reason in ELSEWHERE.items():
+        assert [one for one in there if one[0] == name and part in one[1]], part
+        for path in re.findall(r"tests/\S+\.py", reason):
+            assert (REPOSITORY / path).exists(), path
 
 
-def test_the_readmes_own_loop_runs_as_written(processes: ProcessPool) -> None:
+def test_the_readmes_own_loop_runs_as_printed(checkout: Path) -> None:
     (program,) = blocks(README, "python")
-    assert (
-        "start it with: .venv/bin/torchrun --standalone --nproc-per-node 2 own_loop.py" in program
-    )
-    first, second = processes.run(_run_program, 2, program)
-    assert "1.layers.0, 1.layers.2" in first
-    assert re.search(r"worker 1: loss \d+\.\d+, \d+\.\d+ MB sent", second)
+    (checkout / "own_loop.py").write_text(program)
+    (command,) = re.findall(r"start it with: (.*)", program)
+    printed = run(command, checkout)
+    assert "1.layers.0, 1.layers.2" in printed
+    for worker in (0, 1):
+        assert re.search(rf"worker {worker}: loss \d+\.\d+, \d+\.\d+ MB sent", printed)
 
 
 BARE = re.compile(

@@ -138,6 +138,11 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
         check_inputs(debug(run__folder=f"{file}/run"))
 
 
+def test_a_join_file_that_is_not_there() -> None:
+    with pytest.raises(UserError, match=r"islands.join = 'no.txt': No such file"):
+        check_inputs(debug(islands__join="no.txt", islands__name="a"))
+
+
 def debug(**changed: str) -> Config:
     return load_config("debug", {key.replace("__", "."): one for key, one in changed.items()})
 

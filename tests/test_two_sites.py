@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.network import ENVIRONMENT, Program, wait_until
+from benchmarks.network import ENVIRONMENT, Program, enter, wait_until
 from tests.conftest import REPOSITORY
 from tests.islands.servers import need_server
-from tests.network import Sites, built, enter
+from tests.network import Sites, built
 from tests.processes import FORKS
 from torchtitan_diloco.export.weights import open_saved
 

@@ -148,12 +148,17 @@ def prepare(config: Config, arguments: list[str]) -> tuple["LaunchConfig", list[
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig
 
+    from torchtitan_diloco.components.run_plan import accumulation
+    from torchtitan_diloco.distributed.world import split_world
+
     count, rank, endpoint = read_nodes(os.environ)
     is_local = endpoint.startswith(("localhost:", "127.", "[::1]:"))
     gpus = 0 if config.run.device == "cpu" else torch.cuda.device_count()
     wanted = config.workers_of_job * max(1, config.parallel.fsdp)
     by_settings = gpus if gpus and not config.parallel.fsdp else -(-wanted // count)
-    processes = whole_number(os.environ, "NPROC") or by_settings  # join_world checks the number
+    processes = whole_number(os.environ, "NPROC") or by_settings
+    split_world(processes * count, config.workers_of_job, config.parallel.fsdp)
+    accumulation(config.training, processes * count)
     rendezvous: dict[str, Any] = {"timeout": config.distributed.init_timeout_seconds}
     if count > 1:
         rendezvous["rank"] = rank
@@ -204,8 +209,12 @@ def read_nodes(environment: Mapping[str, str]) -> tuple[int, int, str]:
             f"this node's number from 0, and RDZV_ENDPOINT (now {now['RDZV_ENDPOINT']}), host:port "
             "of the first node"
         )
-    has_port = ":" in endpoint.rpartition("]")[2]
-    return count, rank, endpoint if has_port else f"{endpoint}:29500"
+    if ":" not in endpoint.rpartition("]")[2]:
+        endpoint = f"{endpoint}:29500"
+    port = endpoint.rpartition(":")[2]
+    if not port.isdecimal() or int(port) > 65535:
+        raise UserError(f"RDZV_ENDPOINT={endpoint} must be host:port, with a port up to 65535")
+    return count, rank, endpoint
 
 
 def whole_number(environment: Mapping[str, str], key: str, minimum: int = 1) -> int | None:

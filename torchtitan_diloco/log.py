@@ -106,8 +106,9 @@ def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str
 def install_command(extra: str) -> str:
     """Return the command that installs an extra of this package."""
     checkout = (REPOSITORY / "pyproject.toml").exists()
-    package = f"-e '{REPOSITORY}[{extra}]'" if checkout else f"'torchtitan_diloco[{extra}]'"
-    return f"{sys.executable} -m pip install {package}"
+    folder = "." if Path.cwd() == REPOSITORY else REPOSITORY
+    package = f"-e '{folder}[{extra}]'" if checkout else f"'torchtitan_diloco[{extra}]'"
+    return f"{_relative(sys.executable)} -m pip install {package}"
 
 
 def command_line(name: str) -> str:

@@ -9,6 +9,7 @@ from torchtitan_diloco.config import Config
 from torchtitan_diloco.data.corpus import find_corpus
 from torchtitan_diloco.data.text import HUGGING_FACE_PREFIX
 from torchtitan_diloco.data.tokenizer import build_tokenizer
+from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.server_folder import find_server
 from torchtitan_diloco.log import UserError, command_line, install_command, installed
 
@@ -39,6 +40,8 @@ def missing(config: Config) -> Iterator[str]:
             yield f"install {package}: {install_command(extra)}"
     if config.islands.local:
         yield from _tried(find_server)
+    if config.islands.join:
+        yield from _tried(Join.parse, config.islands.join)
     yield from _tried(_check_folder, config)
     yield from files
 

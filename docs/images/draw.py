@@ -21,6 +21,8 @@ HERE = Path(__file__).parent
 INK, FAINT, GREY, PAPER = "#1f2933", "#616e7c", "#9aa5b1", "#ffffff"
 TRAIN = "#dde4ec"
 FRAGMENTS = ("#2f6fb3", "#d9822b", "#2e8b6f")
+MODEL = "0.12M parameters"
+"""Of all runs in docs/measurements.md, unless they say otherwise."""
 plt.rcParams.update(
     {
         "font.family": ["DejaVu Sans", "sans-serif"],
@@ -209,7 +211,7 @@ def draw_run_folder() -> None:
 
 
 def draw_losses() -> None:
-    """The table "At 300 rounds" of docs/measurements.md, against data parallelism."""
+    """The table of 9,000 steps in docs/measurements.md."""
     page = (HERE.parent / "measurements.md").read_text(encoding="utf-8")
     table = page[page.index("| run | rounds | loss, % |") :]
     pattern = r"^\| ([^|]+?) \| \d+ \| ([+-][\d.]+) \(([+-][\d.]+) \.\.\. ([+-][\d.]+)\)"
@@ -223,7 +225,8 @@ def draw_losses() -> None:
         axes.text(-0.75, y, name, ha="right", va="center")
     axes.axvline(0, color=GREY, lw=1)
     axes.set(yticks=[], xlim=(-0.7, 4.9), ylim=(-0.6, len(rows) - 0.4))
-    axes.set_xlabel("loss against data parallelism, % (mean and range of three seeds)", x=0.4)
+    label = f"loss against data parallelism, % (mean, range of three seeds; {MODEL}, 4.6M tokens)"
+    axes.set_xlabel(label, x=0.35)
     for side in ("left", "right", "top"):
         axes.spines[side].set_visible(False)
     figure.savefig(HERE / "losses.svg", metadata={"Date": None})
@@ -231,38 +234,39 @@ def draw_losses() -> None:
 
 
 def draw_bytes() -> None:
-    """The runs of 3,000 steps in docs/algorithm.md and docs/measurements.md, by method."""
-    deciding, more = (
-        (HERE.parent / name).read_text(encoding="utf-8")
-        for name in ("algorithm.md", "measurements.md")
-    )
-    short = deciding[deciding.index("| 3,000 |") : deciding.index("| 9,000 |")]
-    more = more[more.index("## Loss over bytes") : more.index("Rows of `topk`")]
+    """The runs of 3,000 steps in docs/measurements.md, by method."""
+    page = (HERE.parent / "measurements.md").read_text(encoding="utf-8")
+    dense = page[page.index("| 3,000 |") : page.index("| 9,000 |")]
+    sparse = page[page.index("**Sparse deltas**") : page.index("**Other settings.**")]
     # The last column is against AdamW's data parallelism.
     share, last = r"(1|1/[\d,]+)", r"(?:.*\|)? ([+-][\d.]+)[^|]*"
     pattern = rf"^\|.*?((?:AdamW|Muon), [^|:]+?) \| {share} \|{last}\|[ |]*$"
+    rows = re.findall(pattern, dense, re.M)
+    run = r"(AdamW, topk \d+, H = \d+|Muon, topk \d+, H = \d+), against AdamW's"
+    rows += re.findall(rf"^\| {run} \| {share} \| ([+-][\d.]+)", sparse, re.M)
     curves: dict[str, list[tuple[float, float]]] = {}
     figure, axes = plt.subplots(figsize=(9.2, 4.2), layout="constrained")
     controls = {"AdamW, data parallel": 0.0}
-    for name, ratio, loss in re.findall(pattern, short + more, re.M):
+    for name, ratio, loss in rows:
         if name.endswith("data parallel"):
             controls[name] = float(loss)
         else:
-            method = re.sub(r", H = \d+|(?<=topk) \d+| \(one seed\)", "", name)
+            method = re.sub(r", H = \d+|(?<=topk) \d+", "", name)
             part = 1 / float(ratio[2:].replace(",", ""))
             curves.setdefault(method, []).append((part, float(loss)))
     for name, gap in controls.items():
         axes.axhline(gap, color=GREY, lw=1, ls="--")
-        axes.text(1 / 3000, gap, name, ha="left", va="bottom")
+        axes.text(1 / 1100, gap, name, ha="left", va="bottom")
     for method, points in curves.items():
-        if len(points) > 1:
+        if len(points) > 1 or "topk" in method:
             axes.plot(*zip(*sorted(points), strict=True), "o-", lw=1.4, label=method)
     axes.set(xscale="log", ylabel="loss against AdamW's data parallelism, %")
-    axes.set_xlabel("bytes a step, as a share of bf16 gradients", x=0.5)
-    ticks = [1 / 30, 1 / 100, 1 / 300, 1 / 1000, 1 / 3000]
+    axes.set_xlabel(f"bytes a step, as a share of bf16 gradients ({MODEL}, 1.5M tokens)", x=0.5)
+    ticks = [1 / 30, 1 / 100, 1 / 300, 1 / 1000]
     axes.set_xticks(ticks, [f"1/{round(1 / tick):,}" for tick in ticks])
     axes.minorticks_off()
-    axes.legend(frameon=False, fontsize=8, loc="upper right")
+    axes.set_ylim(top=7)
+    axes.legend(frameon=False, fontsize=8, loc="upper right", ncols=2)
     for side in ("right", "top"):
         axes.spines[side].set_visible(False)
     figure.savefig(HERE / "bytes.svg", metadata={"Date": None})

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import core, gpu, islands, parity, scale, slow_link, sync, train_step
+from benchmarks import core, diagnosis, gpu, islands, parity, scale, slow_link, sync, train_step
 
 
 @pytest.mark.parametrize(
@@ -12,7 +12,6 @@ from benchmarks import core, gpu, islands, parity, scale, slow_link, sync, train
     [
         (slow_link.main, "--workers 1", "as one sends nothing"),
         (slow_link.main, "--repeats 0", "give a whole number from 1 up"),
-        (slow_link.main, "--methods telepathy", "there are data parallel; DiLoCo"),
         (slow_link.main, "--diloco.quantization.codec int8", "the table sets this itself"),
         (slow_link.main, "--optimizer.lr fast", "optimizer.lr"),
         (slow_link.main, "--repeets 3", "--repeets 3: settings of the trainer look like"),
@@ -21,9 +20,10 @@ from benchmarks import core, gpu, islands, parity, scale, slow_link, sync, train
         (sync.main, "--codecs int7", "there are fp32"),
         (train_step.main, "--config debgu", "did you mean debug?"),
         (islands.main, "--cases earthquake", "there are control; killed"),
-        (scale.main, "--out x --minutes 0", "give minutes above 0"),
+        (diagnosis.main, "--faults earthquake", "there are clean, slow-compute-1.3"),
+        (scale.main, "--out x --minutes 0", "give a whole number from 1 up"),
         (scale.main, "--out x --minutes 1 --sizes big", "unknown size 'big'"),
-        (scale.main, "--out x --minutes 1 --workers 3", "give 2, 4 or 8"),
+        (scale.main, "--out x --minutes 1 --workers 3", "there are 2, 4, 8"),
         (scale.main, "--out /proc/x --minutes 1", "choose another folder"),
         (scale.main, "--out x --minutes 1 --diloco.workers 2", "the table sets this itself"),
         (gpu.main, "--out x --only all", "there are bits, nccl"),

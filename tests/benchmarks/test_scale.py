@@ -5,11 +5,13 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import core, scale
-from benchmarks.scale import RATIOS, Run, plan
+from benchmarks.scale import RATIOS, Run, plan, runs_of
+from torchtitan_diloco.models.decoder import Decoder
 
 SIZES = 1_000_000, 4_000_000, 15_000_000
 ROWS = [Run(*one) for one in product(SIZES, ("adamw", "muon"), (2, 4), (30, 100))]
@@ -20,68 +22,70 @@ def cost(run: Run, ratio: float) -> float:
 
 
 @given(seconds=st.floats(1, 1e4), jobs=st.integers(1, 8))
-def test_a_plan_fits_and_each_row_has_its_control(seconds: float, jobs: int) -> None:
-    chosen = plan(ROWS, cost, seconds, {}, jobs)
-    total = sum(cost(run, ratio) for ratio, runs in chosen.values() for run in runs)
-    assert total / jobs <= seconds * (1 + 1e-9)
+def test_a_plan_fits_and_begins_with_the_smallest(seconds: float, jobs: int) -> None:
+    chosen, spent = plan(ROWS, cost, seconds, {}, jobs), 0.0
     assert list(chosen) == sorted(chosen)
-    for size, (ratio, runs) in chosen.items():
+    for size, ratio in chosen.items():
         assert ratio in RATIOS
-        assert len(set(runs)) == len(runs)
-        rows = [run for run in runs if run.every]
-        assert rows == [row for row in ROWS if row.size == size][: len(rows)] != []
-        for number, run in enumerate(runs):
-            assert run.control in runs[: number + 1]
-            assert cost(run, ratio) <= seconds
+        costs = [cost(run, ratio) for run in runs_of(size, ROWS)]
+        spent += max(*costs, sum(costs) / jobs)
+    assert spent <= seconds * (1 + 1e-9)
+
+
+def test_each_row_comes_after_its_control() -> None:
+    runs = runs_of(SIZES[0], ROWS)
+    assert len(set(runs)) == len(runs) == 10
+    for number, run in enumerate(runs):
+        assert run.control in runs[: number + 1]
 
 
 def test_with_time_for_all_nothing_is_cut_and_without_any_all_is() -> None:
     all_of_it = plan(ROWS, cost, 1e6, {})
-    assert [ratio for ratio, _ in all_of_it.values()] == [20.0] * len(SIZES)
-    runs = [run for _, runs in all_of_it.values() for run in runs]
-    assert set(runs) == {*ROWS, *(row.control for row in ROWS)}
-    results: dict[Run, core.Record] = {run: {} for run in runs}
+    assert all_of_it == dict.fromkeys(SIZES, 20.0)
+    results: dict[Run, core.Record] = {run: {} for size in SIZES for run in runs_of(size, ROWS)}
     assert scale.describe_cuts(ROWS, all_of_it, results) == []
     nothing = plan(ROWS, cost, 1.0, {})
     assert nothing == {}
-    assert len(scale.describe_cuts(ROWS, nothing, {})) == len(ROWS)
+    assert len(scale.describe_cuts(ROWS, nothing, {})) == len(SIZES)
+    cuts = scale.describe_cuts(
+        ROWS, {SIZES[0]: 5.0}, {run: results[run] for run in runs_of(SIZES[0], ROWS)}
+    )
+    assert cuts == ["1M: 5 tokens a parameter instead of 20", "4M: not begun", "15M: not begun"]
 
 
 def test_a_begun_size_keeps_its_tokens_and_finished_runs_are_free() -> None:
-    rows = [row for row in ROWS if row.size == SIZES[0]]
+    begun = {SIZES[0]: 5.0}
+    assert plan(ROWS, cost, 1.0, begun) == begun, "cut, and continued"
 
     def left(run: Run, ratio: float) -> float:
-        return 0.0 if run in (rows[0], rows[0].control) else cost(run, ratio)
+        return 0.0 if run.size == SIZES[0] else cost(run, ratio)
 
-    (chosen,) = plan(rows, left, 1.0, {SIZES[0]: 5.0}).values()
-    assert chosen == (5.0, [rows[0].control, rows[0]])
-    assert plan(rows, left, 1e6, {SIZES[0]: 5.0})[SIZES[0]][0] == 5.0
+    assert plan(ROWS, left, 1e6, begun) == {**dict.fromkeys(SIZES, 20.0), SIZES[0]: 5.0}
 
 
-@pytest.mark.parametrize(("size", "rows"), list(product((1, 4, 15, 35, 100), (320, 8192))))
+@pytest.mark.parametrize(("size", "workers"), list(product((1, 4, 15, 35, 100), (1, 2, 4, 8))))
 def test_models_have_about_the_size_asked_for_and_workers_divide_their_batch(
-    size: int, rows: int
+    size: int, workers: int
 ) -> None:
     size *= 1_000_000
-    assert scale.count_parameters(size, rows) == pytest.approx(size, rel=0.1)
-    text = core.Text("stdlib", "bytes")
-    for workers, optimizer in product((1, 2, 4, 8), scale.OPTIMIZERS):
-        run = Run(size, optimizer, workers, 0 if workers == 1 else 30)
-        config = core.load(scale.settings_of(run, text, {}, 20.0))
-        sequences = config.training.global_batch_size
-        assert sequences is not None
-        assert sequences % (workers * config.training.batch_size) == 0
-        tokens = config.training.steps * sequences * config.training.sequence_length
-        assert tokens == pytest.approx(20 * scale.count_parameters(size, 320), rel=0.001)
+    run, text = Run(size, "muon", workers, 0 if workers == 1 else 30), {"data.tokenizer": "bytes"}
+    config = core.load(scale.settings_of(run, text, {}, 20.0))
+    sequences = config.training.global_batch_size
+    assert sequences is not None
+    assert sequences % (workers * config.training.batch_size) == 0
+    with torch.device("meta"):
+        counts = Decoder(config.model, 320, 1).parameter_counts()
+    assert counts["total"] == pytest.approx(size, rel=0.1)
+    assert config.training.tokens_per_parameter == 20.0
 
 
 def test_a_run_takes_as_long_as_the_short_ones_say() -> None:
     control, row = ROWS[0].control, ROWS[0]
     probe = {"seconds": 12.0, "tokens": 1000, "tokens_per_second": 500.0}
     probes = {control: probe, row: probe | {"tokens_per_second": 250.0}}
-    assert scale.seconds_of(control, 5000, probes) == pytest.approx(10 + 5000 / 500)
-    assert scale.seconds_of(ROWS[3], 5000, probes) == pytest.approx(8 + 5000 / 250)
-    assert scale.seconds_of(ROWS[-1], 5000, probes) == float("inf"), "not measured"
+    assert scale.seconds_of(control, 5, probes) == pytest.approx(10 + 5e6 / 500)
+    assert scale.seconds_of(ROWS[3], 5, probes) == pytest.approx(8 + 5e6 / 250)
+    assert scale.seconds_of(ROWS[-1], 5, probes) == float("inf"), "not measured"
 
 
 def test_results_are_of_rows_with_a_control(
@@ -111,10 +115,9 @@ def test_text_has_each_file_once_and_is_kept(
     for name, source in (("a", "x = 1\n" * 500), ("b", "x = 1\n" * 500), ("c", "y = 2\n" * 500)):
         (folder / f"{name}.py").write_text(source)
     monkeypatch.setattr("sysconfig.get_path", lambda _: str(folder))
-    monkeypatch.setattr(core, "standard_library", lambda _: [])
-    text = core.prepare_text(tmp_path, "", 300)
+    monkeypatch.setattr(scale, "standard_library", lambda _: [])
+    text = scale.prepare_text(tmp_path, "")
     assert len((tmp_path / "sources.jsonl").read_text().splitlines()) == 2
-    assert text.rows == 320
     (tmp_path / "sources.jsonl").unlink()
-    assert core.prepare_text(tmp_path, "", 300) == text
-    assert core.prepare_text(tmp_path / "other", text.corpus, 0) == text
+    assert scale.prepare_text(tmp_path, "") == text
+    assert scale.prepare_text(tmp_path / "other", text["data.corpus"]) == text

@@ -18,7 +18,7 @@ from tests.processes import ProcessPool
 from tests.test_trainer import LOSS, curve, records, streaming
 from tests.test_trainer import train as train_config
 from torchtitan_diloco.components import telemetry as module
-from torchtitan_diloco.components.metrics import METRICS, all_reduce_bytes, time_shares
+from torchtitan_diloco.components.metrics import METRICS, all_reduce_bytes, goodput, time_shares
 from torchtitan_diloco.components.records import (
     RoundRecord,
     drop_records_after,
@@ -157,6 +157,22 @@ def test_the_summary_counts_islands_that_came_later(
     expected = 8 * all_reduce_bytes(PLAN.parameters, 2) / 1e6
     assert f"{expected:,.1f} MB (bf16 gradients, every step)" in caplog.text
     assert "by each worker after step 2, as counted" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("starts", "steps", "expected"),
+    [
+        ([0.0], {100.0: 100.0}, {}),
+        ([0.0, 200.0], {100.0: 100.0, 400.0: 200.0}, {"run": 75.0, "last hour": 75.0}),
+        ([0.0], {3600.0: 2700.0, 7200.0: 1800.0}, {"run": 62.5, "last hour": 50.0}),
+    ],
+)
+def test_goodput_is_the_share_of_the_time_in_steps_that_are_kept(
+    starts: list[float], steps: dict[float, float], expected: dict[str, float]
+) -> None:
+    records: list[dict[str, Any]] = [{"kind": "start", "time": one} for one in starts]
+    records += [{"time": at, "worker/step_seconds": took} for at, took in steps.items()]
+    assert goodput(records) == expected
 
 
 def test_pauses_are_left_out_and_earlier_sessions_count(

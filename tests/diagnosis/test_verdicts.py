@@ -12,6 +12,7 @@ from torchtitan_diloco.diagnosis.verdicts import IN_A_ROW, MEASURED, Cause, Judg
 from torchtitan_diloco.diloco.vitals import NOT_FINITE, Report, Vitals
 
 CYCLE, ROUND = 5.0, 6.0
+OTHER_WAY = {"upload": "download", "download": "upload"}
 SEEDED = st.integers(0, 2**32).map(random.Random)
 
 
@@ -106,7 +107,9 @@ def test_a_slow_link_is_told_from_a_slow_side(
             factor if (a, b) == (victim, other) else 1.0
         ),
         Cause(Kind.SENDING, f"worker {victim}"): lambda a, _: factor if a == victim else 1.0,
-        Cause(Kind.RECEIVING, f"worker {victim}"): lambda _, b: factor if b == victim else 1.0,
+        Cause(Kind.RECEIVING, f"worker {victim}"): lambda a, b: (
+            factor * (1.5 if a == other else 1.0) if b == victim else 1.0  # not shared evenly
+        ),
     }
     for cause, slow in faults.items():
         histories = [
@@ -134,6 +137,8 @@ def test_a_slow_link_to_a_server_is_named_by_its_direction(
             seconds = 0.8 * rng.uniform(0.95, 1.05) * shared
             sick = one == victim and number >= 6
             named: dict[str, Any] = {field: seconds * factor if sick else seconds}
+            # Acknowledgements of the other direction wait, too.
+            named[OTHER_WAY[field]] = 0.8 * rng.uniform(0.95, 1.05) * (factor / 2 if sick else 1)
             said.append(Vitals(compute=0.5)._replace(**named))
         histories.append(said)
     judge, sick_from = Judge(), 6

@@ -152,6 +152,7 @@ def test_who_has_other_bits_than_most_islands_ends() -> None:
     one.read(part_of(2), now=45.0)
     [warning] = disputes.settle(45.0)
     assert "fragment 0 has other bits on island i1 than on this one and 1 more" in warning
+    assert "(version 0 is v0 here, and other on i1)" in warning
     assert disputes.settle(45.0) == []
     assert one.rounds.send_is_due(45.0)
     assert not disputes.is_outvoted(45.0)

@@ -127,6 +127,8 @@ def test_what_cannot_be_served_is_said_in_one_line(
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: --folder /proc/x: ")
     assert not new.exists()
+    again = open_folder(tmp_path / "away").settings
+    assert (again.host, again.port) == ("0.0.0.0", 4222), "what failed is not kept"
     (known / "store").rename(known / "lost")
     with pytest.raises(ValueError, match="the log of the run test is gone"):
         open_folder(known).start()

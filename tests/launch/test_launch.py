@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -48,6 +49,8 @@ def test_several_nodes_need_all_variables(variables: dict[str, str]) -> None:
     needed = "several nodes need NNODES .*, NODE_RANK .* and RDZV_ENDPOINT"
     with pytest.raises(ValueError, match=needed):
         read_nodes(variables)
+    with pytest.raises(ValueError, match="h:99999 must be host:port"):
+        read_nodes(SECOND | {"RDZV_ENDPOINT": "h:99999"})
 
 
 def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -142,7 +145,7 @@ def test_a_node_that_no_other_node_meets(tmp_path: Path) -> None:
     """Ctrl-C ends it as well: torch waits in C++ then, where no Python signal handler runs."""
     ends = [f"localhost:{free_port()}" for _ in range(2)]
     first, second = (
-        {"NNODES": "2", "NPROC": "1", "NODE_RANK": str(rank), "RDZV_ENDPOINT": end}
+        dict[str, Any](NNODES="2", NPROC="1", NODE_RANK=str(rank), RDZV_ENDPOINT=end)
         for rank, end in enumerate(ends)
     )
     timeout = ("--distributed.init_timeout_seconds", "2")

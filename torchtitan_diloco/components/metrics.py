@@ -7,10 +7,11 @@ Those under worker/ are of the steps since the last record, and can be summed up
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 Record = dict[str, Any]
+HOUR = 3600.0
 """Record of a step: values by name, None if not known."""
 RUN, JOB, WORKER = "run", "job", "worker"
 """Scopes: the run; all workers that were started together, an island being alone; one worker."""
@@ -93,6 +94,27 @@ def totals_of(records: Iterable[Record], *, streaming: bool) -> Totals:
 def percent(part: float, whole: float) -> float:
     """Return a share from 0 to 100, NaN if it is not known."""
     return min(max(100 * part / whole, 0.0), 100.0) if whole else math.nan
+
+
+def goodput(records: Sequence[Record]) -> dict[str, float]:
+    """Return the percent of the run, and of its last hour, in steps that count.
+
+    Empty if the run was started once, and took less than an hour. `records`: of one worker.
+    """
+    starts = [one["time"] for one in records if one.get("kind") == "start"]
+    steps = [one for one in records if "worker/step_seconds" in one]  # repeated ones are dropped
+    if not starts or not steps:
+        return {}
+    end = steps[-1]["time"]
+    spans = {"run": end - starts[0], "last hour": min(HOUR, end - starts[0])}
+    if len(starts) == 1 and spans["run"] < HOUR:
+        return {}
+    return {
+        name: percent(
+            sum(one["worker/step_seconds"] for one in steps if one["time"] > end - seconds), seconds
+        )
+        for name, seconds in spans.items()
+    }
 
 
 def hidden_percent(totals: Mapping[str, float]) -> float:

@@ -196,6 +196,11 @@ class RecordFiles:
             if config.wandb and of_run:
                 self._boards.append(WeightsAndBiases(config.wandb, folder, step, settings))
 
+    def read(self) -> list[Record]:
+        """Return all records, also of the run before a resume."""
+        path = None if self._folder is None else self._folder / METRICS_FILE
+        return read_json_lines(path)[0] if path is not None and path.exists() else []
+
     def write(self, record: msgspec.Struct | Record) -> None:
         """Write a line of JSON. Show the records of steps on the boards."""
         with self._tolerating_a_full_disk():

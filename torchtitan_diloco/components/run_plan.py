@@ -56,15 +56,8 @@ def plan_run(
     muon: bool = False,
 ) -> RunPlan:
     """Compute the numbers of a run. `muon` has one moment instead of two for matrices of blocks."""
-    share = ranks * training.batch_size
-    sequences = training.global_batch_size or share
-    accumulation = sequences // share
-    if sequences % share:
-        raise UserError(
-            f"training.global_batch_size = {sequences} is no multiple of {ranks} processes x "
-            f"training.batch_size = {training.batch_size}: {(accumulation + 1) * share} is"
-        )
-    tokens_per_step = sequences * training.sequence_length
+    micro_batches = accumulation(training, ranks)
+    tokens_per_step = micro_batches * ranks * training.batch_size * training.sequence_length
     tokens = (training.tokens or training.tokens_per_parameter * parameters) - start_tokens
     total_steps = training.steps or start_step + math.ceil(tokens / tokens_per_step)
     if total_steps < start_step:
@@ -72,9 +65,21 @@ def plan_run(
             f"the run has {total_steps} steps by [training], and its checkpoint is of step "
             f"{start_step}: make the run longer, or choose another run.folder"
         )
-    sizes = parameters, embedding_parameters, accumulation, tokens_per_step, total_steps
+    sizes = parameters, embedding_parameters, micro_batches, tokens_per_step, total_steps
     inner_bytes = 16 - 4 * muon * (1 - embedding_parameters / parameters)
     return RunPlan(*sizes, start_step, start_tokens, ranks, inner_bytes)
+
+
+def accumulation(training: Training, ranks: int) -> int:
+    """Return the micro-batches of one rank in one step."""
+    share = ranks * training.batch_size
+    sequences = training.global_batch_size or share
+    if sequences % share:
+        raise UserError(
+            f"training.global_batch_size = {sequences} is no multiple of {ranks} processes x "
+            f"training.batch_size = {training.batch_size}: {(sequences // share + 1) * share} is"
+        )
+    return sequences // share
 
 
 class AfterStep(NamedTuple):

@@ -26,6 +26,7 @@ from torchtitan_diloco.components.metrics import (
     Record,
     add_totals,
     all_reduce_bytes,
+    goodput,
     hidden_percent,
     percent,
     totals_of,
@@ -322,6 +323,9 @@ class Telemetry:
             if "worker/exposed_seconds" in self.totals:
                 share = f"{utilisation_percent(self.totals):.1f} % of the training steps"
                 rows["time spent computing"] = share
+        if self.world.is_first and (shares := goodput(self.files.read())):
+            texts = (f"{share:.1f} % of the {name}" for name, share in shares.items())
+            rows["goodput"] = f"steps that count took {', '.join(texts)}, first worker"
         whole = os.environ.get(LOCAL_ISLANDS, str(folder))
         rows["see where the time went"] = f"{command_line('report')} {shlex.quote(whole)}"
         for name, text in rows.items():

@@ -235,6 +235,7 @@ class Judge:
 
     def _slow_links(self, here: Mapping[str, Vitals], cycle: float) -> Iterator[tuple[Cause, str]]:
         here = {name: self._usually(name, one) for name, one in here.items()}
+        slow = dict[Cause, tuple[float, str]]()
         for kind, field in (Kind.SENDING, "upload"), (Kind.RECEIVING, "download"):
             known = {name: getattr(one, field) for name, one in here.items() if getattr(one, field)}
             for name, seconds in known.items():
@@ -242,7 +243,11 @@ class Judge:
                 usual = statistics.median(others) if others else math.inf
                 if _is_slow(seconds, usual, cycle):
                     text = f"the {field}s of a cycle take {seconds:.3g} s, of others {usual:.3g}"
-                    yield Cause(kind, name), text
+                    slow[Cause(kind, name)] = seconds / usual, text
+        for cause, (ratio, text) in slow.items():
+            both = [other for (_, name), (other, _) in slow.items() if name == cause.culprit]
+            if LINK_RATIO * ratio > max(both):  # answers wait in the queue of the slower direction
+                yield cause, text
         yield from self._slow_transfers(here, cycle)
 
     def _slow_transfers(
@@ -267,7 +272,8 @@ class Judge:
             name
             for name, one in slow.items()
             if _is_slow(one.fastest_transfer, usual, cycle)
-            and not _is_slow(one.transfer, one.fastest_transfer, cycle)  # they share its downlink
+            # They share its downlink: all are slower by more than they differ.
+            and one.fastest_transfer**2 > usual * one.transfer
         ]
         senders = [names[one.slowest % len(names)] for one in slow.values()]
         for name, one in slow.items():

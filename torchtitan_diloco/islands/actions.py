@@ -216,6 +216,7 @@ class Disputes:
             names = ", ".join(sorted(map(name_of, others)))
             what = f"fragment {fragment} has other bits on island {names} than on this one"
             cause = "one of them has a memory fault, or computes differently"
+            cause += self._hashes(fragment, others)
             if len(others) <= same:
                 self._undecided.pop(fragment, None)
                 news = {(fragment, other) for other in others} - self._warned
@@ -240,6 +241,16 @@ class Disputes:
             known = {owner: self._same.get((fragment, owner)) for owner in owners}
             others = {owner for owner, one in known.items() if one is False}
             yield sum(one is True for one in known.values()), others
+
+    def _hashes(self, fragment: int, others: set[str]) -> str:
+        """Name both hashes of a version on which heartbeats differ."""
+        known = self._state.fragments[fragment].checksums
+        for other in sorted(others & self._members.heard.keys()):
+            for version, theirs in self._members.heard[other].hint.copies[fragment : fragment + 1]:
+                if known.get(version, theirs) != theirs:
+                    where = f"version {version} is {known[version][:16]} here"
+                    return f" ({where}, and {theirs[:16]} on {name_of(other)})"
+        return ""
 
     def _hear(self, now: float) -> None:
         """Compare the checksums in the latest heartbeats, and forget islands that are silent."""

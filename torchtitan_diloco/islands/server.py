@@ -30,6 +30,7 @@ from torchtitan_diloco.islands.server_folder import (
     in_brackets,
     lock,
     make_folder,
+    own_address,
     write_secret,
 )
 from torchtitan_diloco.islands.session import (
@@ -263,7 +264,8 @@ def open_folder(
     server = Server(path, say)
     if changes.get("run", run := server.settings.run) != run:
         raise UserError(f"--run {changes['run']}: {path} was made with {run}; give a new folder")
-    server.settings = msgspec.structs.replace(server.settings, **changes)
+    server.settings = settings = msgspec.structs.replace(server.settings, **changes)
+    settings.address = settings.address or own_address(settings.host)
     return server
 
 

@@ -31,7 +31,7 @@ class Settings(msgspec.Struct, forbid_unknown_fields=True):
     run: str
     sites: dict[str, str]  # password of each site
     admin_password: str
-    address: str
+    address: str = ""
     host: str = ANY_IPV4
     port: Annotated[int, Meta(ge=1, le=65535)] = 4222
     keep_gb: Annotated[float, Meta(gt=0, le=1e6)] = 20.0
@@ -192,7 +192,8 @@ def make_folder(folder: Path, chosen: Mapping[str, Any]) -> None:
 
 
 def _fill_folder(folder: Path, chosen: dict[str, Any]) -> None:
-    chosen.setdefault("address", _own_address(chosen.get("host", ANY_IPV4)))
+    for key in ("host", "port", "address"):
+        chosen.pop(key, None)  # they are stored once the server has started with them
     password, admin_password = secrets.token_urlsafe(24), secrets.token_urlsafe(24)
     settings = Settings(sites={ISLAND: password}, admin_password=admin_password, **chosen)
     if not re.fullmatch(RUN_PATTERN, settings.run):
@@ -211,7 +212,7 @@ def _fill_folder(folder: Path, chosen: dict[str, Any]) -> None:
     _write_settings(folder, settings)
 
 
-def _own_address(host: str) -> str:
+def own_address(host: str) -> str:
     """Return `host`, or for all addresses the one towards other networks. Nothing is sent."""
     if host not in (ANY_IPV4, ANY_IPV6):
         return in_brackets(host)

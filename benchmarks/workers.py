@@ -1,0 +1,327 @@
+"""Trainers in a network, as one job or as islands beside a server: start, harm and watch them.
+
+A worker is a forked process with one rank. Each writes down its steps, a JSON object in a line.
+"""
+
+import errno
+import json
+import math
+import os
+import signal
+import statistics
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, Self
+from unittest import mock
+
+import torch
+
+from benchmarks import core
+from benchmarks.network import Network, Program, wait_until
+from tests.processes import FORKS
+from torchtitan_diloco import train
+from torchtitan_diloco.components import checkpoint
+from torchtitan_diloco.components.checkpoint import Checkpointer
+from torchtitan_diloco.components.records import read_json_lines
+from torchtitan_diloco.components.telemetry import Batch
+from torchtitan_diloco.diagnosis.verdicts import Judge, Verdict
+from torchtitan_diloco.diloco.vitals import Report
+from torchtitan_diloco.islands import IslandPeers, connection, leader
+from torchtitan_diloco.trainer import Trainer
+
+BEGIN = 120
+"""Step at which a fault begins."""
+STUCK_SECONDS = 150
+"""Time without a step of any worker after which a run is considered stuck."""
+
+
+# --- in the process of a worker -------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Job:
+    """Settings, handicaps and faults of a worker."""
+
+    settings: core.Settings
+    sleep: float = 0.0
+    """Seconds that a step sleeps, as if waiting for an accelerator."""
+    slow: float = 1.0
+    """Length of its steps / that of the others."""
+    late: int = 0
+    """Steps that the upload of an island takes longer."""
+    hasty: bool = False
+    """Islands are missed and lead sooner than by default, for runs of short steps."""
+    fault: Mapping[str, float] = field(default_factory=dict)
+    """What happens from step BEGIN on: amounts by name."""
+    recorded: bool = False
+    """Whether it also writes down what its judge is told."""
+    clock: Any = field(default_factory=lambda: FORKS.Value("d", 0.0))
+    """Tokens of a run of islands so far."""
+
+
+class Worker(Trainer):
+    """Trainer with handicaps, and with a fault from step BEGIN on."""
+
+    job: Job
+    notes: Path
+    durations = deque[float](maxlen=32)
+    """Seconds of the latest steps."""
+    exposed = 0.0
+    """Seconds in the outer loop."""
+
+    def note(self, **facts: Any) -> None:
+        with self.notes.open("a") as file:
+            file.write(json.dumps({"time": time.time(), **facts}) + "\n")
+
+    def amount(self, name: str) -> float:
+        return self.job.fault.get(name, 0.0) if self.step >= BEGIN else 0.0
+
+    def begin(self) -> None:
+        super().begin()
+        if self.island is not None:
+            self.note(slot=self.island.peers.seat.slot)
+        step = self.outer.step
+
+        def timed_step(weight: float = 1.0) -> None:
+            self.exposed += core.timed(lambda: step(weight)).wall
+
+        setattr(self.outer, "step", timed_step)  # noqa: B010 - observed
+        if "data" in self.job.fault:
+            loader = type(self.loader)
+            setattr(loader, "__iter__", self.delayed(loader.__iter__))  # noqa: B010 - a fault
+
+    def delayed(self, original: Callable[..., Iterator[Batch]]) -> Callable[..., Iterator[Batch]]:
+        def batches(loader: object) -> Iterator[Batch]:
+            for batch in original(loader):
+                time.sleep(self.job.sleep * self.amount("data"))
+                yield batch
+
+        return batches
+
+    def train_step(self, batches: Iterator[Batch]) -> Any:
+        job, started = self.job, time.time()
+        usual = statistics.median(self.durations or [0.0])
+        time.sleep(job.sleep * (1 + self.amount("compute")) + (job.slow - 1) * usual)
+        begun, exposed = time.time(), self.exposed
+        if self.step == BEGIN - 1:
+            self.break_once()
+        if self.amount("outlier"):
+            with torch.no_grad():
+                for parameter in self.model.parameters():
+                    parameter.add_(torch.randn_like(parameter))
+        result = super().train_step(batches)
+        if self.amount("nan") and self.step == BEGIN:
+            with torch.no_grad():
+                for parameter in self.model.parameters():
+                    parameter.fill_(math.nan)
+        self.durations.append(time.time() - begun)
+        facts = {"seconds": time.time() - started, "exposed": self.exposed - exposed}
+        if self.island is not None:
+            peers = self.island.peers
+            fragments = peers._leader.state.fragments  # type: ignore[union-attr]
+            facts["merged"] = max(one.clock for one in fragments)
+            facts["rounds"] = sum(one.version for one in fragments)
+            job.clock.value = max(job.clock.value, peers.clock)
+        self.note(step=self.step, **facts)
+        return result
+
+    def break_once(self) -> None:
+        fault = self.job.fault
+        if "bit" in fault:
+            peers = self.outer.peers  # type: ignore[union-attr]
+            copy = peers.states[0].outer
+            if isinstance(peers, IslandPeers):
+                fragment = peers._copies.fragments[0]
+                copy = fragment.versions[fragment.newest]
+            copy.view(torch.int32)[0] ^= 1 << 20
+        if "clock" in fault:
+            now, jump = time.time, fault["clock"]
+            setattr(time, "time", lambda: now() + jump)  # noqa: B010
+        if "disk" in fault:
+            full = OSError(errno.ENOSPC, "No space left on device")
+            setattr(checkpoint, "save_file", mock.Mock(side_effect=full))  # noqa: B010
+        if "save" in fault:
+            save, seconds = Checkpointer.save, self.job.sleep * fault["save"]
+
+            def slow_save(one: Checkpointer, manifest: Any) -> float:
+                time.sleep(seconds)
+                return seconds + save(one, manifest)
+
+            setattr(Checkpointer, "save", slow_save)  # noqa: B010
+
+
+def record_inputs(path: Path) -> None:
+    """Write all that the judge is told, a JSON object in a line."""
+    file, note, miss = path.open("w", buffering=1), Judge.note, Judge.miss
+    Seen = Mapping[str, Report]
+
+    def write(seen: Seen, step: int, now: float, **more: float) -> None:
+        told = {
+            who: [*(float(f"{v:.3g}") for v in one.vitals), *one[1:]] for who, one in seen.items()
+        }
+        file.write(json.dumps({"step": step, "now": round(now, 2), **more, "seen": told}) + "\n")
+
+    def noted(judge: Judge, seen: Seen, step: int, cycle: float, now: float) -> list[Verdict]:
+        write(seen, step, now, cycle=round(cycle, 3))
+        return note(judge, seen, step, cycle, now)
+
+    def missed(judge: Judge, seen: Seen, step: int, now: float) -> list[Verdict]:
+        write(seen, step, now)
+        return miss(judge, seen, step, now)
+
+    setattr(Judge, "note", noted)  # noqa: B010 - observed
+    setattr(Judge, "miss", missed)  # noqa: B010
+
+
+def run_worker(job: Job, notes: Path, history: Path) -> None:
+    """Train, as the program of a user does."""
+    Worker.job, Worker.notes = job, notes
+    if job.hasty:
+        connection.EXPIRY, leader.BEAT = 2.0, 0.1
+    if job.recorded:
+        record_inputs(history)
+    if job.late:
+        upload = IslandPeers._upload
+
+        def late_upload(*part: Any) -> None:
+            time.sleep(job.late * statistics.median(Worker.durations or [0.0]))
+            upload(*part)
+
+        setattr(IslandPeers, "_upload", late_upload)  # noqa: B010
+    setattr(train, "Trainer", Worker)  # noqa: B010
+    sys.exit(train.main(core.command_line(job.settings)))
+
+
+# --- the run --------------------------------------------------------------------------------------
+
+
+class Run:
+    """Workers in a network. The server of islands is in the place after them."""
+
+    def __init__(
+        self, folder: Path, workers: int, job: Job, *, islands: bool, rate: float = math.inf
+    ) -> None:
+        """`rate`: of each link, in Mbit/s."""
+        self.folder, self.workers, self.job, self.islands = folder, workers, job, islands
+        self.network = Network(workers + islands, up=rate, down=rate)
+        self.server: Program
+        self.join = ""
+        self.living = dict[int, BaseProcess]()
+        """Workers that are expected to reach the end."""
+        self.started = dict[int, float]()
+        """When each was started last."""
+
+    def __enter__(self) -> Self:
+        self.folder.mkdir(parents=True)
+        self.network.__enter__()
+        if self.islands:
+            self.serve()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for worker in [*self.living]:
+            self.kill(worker)
+        self.network.close()
+
+    def serve(self) -> None:
+        """Start or restart the server, and wait until it is ready."""
+        more, folder = [] if self.join else ["--keep-gb", "1"], self.folder / "server"
+        self.server, self.join = self.network.serve_islands(self.workers, folder, *more)
+
+    def kill_server(self) -> None:
+        """Kill `serve`, which would start nats-server again, and nats-server."""
+        children = Path(f"/proc/{self.server.pid}/task/{self.server.pid}/children").read_text()
+        for pid in (self.server.pid, *map(int, children.split())):
+            with suppress(ProcessLookupError):  # it ends with `serve`
+                os.kill(pid, signal.SIGKILL)
+        self.server.wait()
+
+    def start(self, worker: int, **changes: Any) -> None:
+        """Start a worker with changes of its job."""
+        self.started[worker] = time.time()
+        run, variables, own = "run", self.network.rank_variables(worker), core.Settings()
+        if self.islands:
+            run, variables = f"run-{worker}-{self.started[worker]:.2f}", {}
+            own = {"islands.join": self.join, "islands.name": f"worker-{worker}"}
+        own["run.folder"] = str(self.folder / run)
+        job = replace(self.job, settings=self.job.settings | own, **changes)
+        self.living[worker] = self.network.fork(
+            worker,
+            run_worker,
+            self.log(worker),
+            job,
+            self.notes(worker),
+            self.history(worker),
+            variables=variables,
+        )
+
+    def start_all(self, workers: int, steps: int) -> None:
+        """Start workers, and wait until each has taken `steps` steps."""
+        for worker in range(workers):
+            self.start(worker)
+        for worker in range(workers):
+            self.reach(worker, steps)
+
+    def reach(self, worker: int, step: int, seconds: float = 90.0) -> None:
+        process = self.living[worker]
+        wait_until(
+            lambda: len(self.steps(worker)) >= step or not process.is_alive(),
+            f"step {step} of worker {worker}",
+            self.log(worker),
+            seconds,
+        )
+        if len(self.steps(worker)) < step:
+            raise SystemExit(self.printed(worker)[-2000:])
+
+    def kill(self, worker: int) -> None:
+        process = self.living.pop(worker)
+        process.kill()
+        process.join()
+
+    def signal(self, worker: int, number: int) -> None:
+        pid = self.living[worker].pid
+        assert pid is not None
+        os.kill(pid, number)
+
+    def wait(self) -> None:
+        """Wait until all living workers have ended, or are stuck."""
+        while any(process.is_alive() for process in self.living.values()):
+            latest = max(self.notes(one).stat().st_mtime for one in self.living)
+            if time.time() - latest > STUCK_SECONDS:
+                break
+            time.sleep(0.1)
+
+    # --- what they have written ---------------------------------------------------------------
+
+    def notes(self, worker: int) -> Path:
+        return self.folder / f"notes-{worker}.jsonl"
+
+    def history(self, worker: int) -> Path:
+        return self.folder / f"history-{worker}.jsonl"
+
+    def log(self, worker: int) -> Path:
+        return self.folder / f"log-{worker}.txt"
+
+    def printed(self, *workers: int) -> str:
+        return "".join(self.log(one).read_text(errors="replace") for one in workers)
+
+    def steps(self, worker: int, since: float = 0, until: float = math.inf) -> list[core.Record]:
+        return [one for one in self.noted(worker, "step") if since <= one["time"] <= until]
+
+    def noted(self, worker: int, key: str) -> list[core.Record]:
+        """Return the notes with this key."""
+        path = self.notes(worker)
+        notes = read_json_lines(path)[0] if path.exists() else []
+        return [one for one in notes if key in one]
+
+    def records(self, worker: int) -> list[core.Record]:
+        """Return the records of a worker, of an island those of its last life."""
+        if not self.islands:
+            return core.read_records(self.folder / "run", worker)
+        return core.read_records(max(self.folder.glob(f"run-{worker}-*")))
