@@ -37,14 +37,14 @@ SHORTENED = {
 }
 """Runs of 1,000 steps, two minutes each: they get the settings of SHORT as well."""
 ELSEWHERE = {
-    ("data-and-models.md", "hf:allenai/c4"): "network, hours; its checks: tests/test_preflight.py",
+    ("data-and-models.md", "hf:allenai/c4"): "network, hours; its checks: tests/test_train.py",
     ("data-and-models.md", "tiktoken.get_encoding"): "network; tests/data/test_tokenizer.py",
     ("data-and-models.md", "lm_eval"): "network; tests/export/test_commands.py",
     ("islands.md", "--islands.local 3"): "a server, 4 processes; tests/islands/test_run.py",
     ("islands.md", "site-a$"): "three machines; tests/test_two_sites.py",
     ("launching.md", "doctor"): "two machines; tests/test_doctor.py",
-    ("launching.md", "NNODES=3"): "three machines; two nodes: tests/launch/test_runs.py",
-    ("launching.md", "NNODES=2 NODE_RANK=0 NPROC=1"): "two consoles; tests/launch/test_runs.py",
+    ("launching.md", "NNODES=3"): "three machines; two nodes: tests/launch/test_launch.py",
+    ("launching.md", "NNODES=2 NODE_RANK=0 NPROC=1"): "two consoles; tests/launch/test_launch.py",
     ("launching.md", "sbatch"): "Slurm; tests/launch/test_slurm.py",
     ("launching.md", "bin/torchrun"): "two machines; tests/launch/test_torchrun.py",
     ("launching.md", "wg "): "root, two machines; tests/test_two_sites.py",
