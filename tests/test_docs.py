@@ -23,6 +23,8 @@ from torchtitan_diloco.diloco import transport
 
 README = REPOSITORY / "README.md"
 PAGES = [README, *sorted((REPOSITORY / "docs").glob("*.md"))]
+SHELL = {"PATH": "/usr/local/bin:/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
+"""All variables but HOME. Other tests run on the same cores: more threads would wait for them."""
 PROGRAMS = {"torchtitan-diloco": "torchtitan_diloco.cli", "torchrun": "torch.distributed.run"}
 SHORT = (
     "--training.steps 12 --lr_schedule.warmup_steps 1 --validation.sequences 8 "
@@ -89,7 +91,7 @@ def run(command: str, checkout: Path) -> str:
     outcome = subprocess.run(
         ["bash", "-c", command],
         cwd=checkout,
-        env={"HOME": str(checkout.parent), "PATH": "/usr/local/bin:/usr/bin:/bin"},
+        env=SHELL | {"HOME": str(checkout.parent)},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
