@@ -23,6 +23,8 @@ from torchtitan_diloco.diloco import transport
 
 README = REPOSITORY / "README.md"
 PAGES = [README, *sorted((REPOSITORY / "docs").glob("*.md"))]
+SHELL = {"PATH": "/usr/local/bin:/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
+"""All variables but HOME. Other tests run on the same cores: more threads would wait for them."""
 PROGRAMS = {"torchtitan-diloco": "torchtitan_diloco.cli", "torchrun": "torch.distributed.run"}
 SHORT = (
     "--training.steps 12 --lr_schedule.warmup_steps 1 --validation.sequences 8 "
@@ -37,14 +39,14 @@ SHORTENED = {
 }
 """Runs of 1,000 steps, two minutes each: they get the settings of SHORT as well."""
 ELSEWHERE = {
-    ("data-and-models.md", "hf:allenai/c4"): "network, hours; its checks: tests/test_preflight.py",
+    ("data-and-models.md", "hf:allenai/c4"): "network, hours; its checks: tests/test_train.py",
     ("data-and-models.md", "tiktoken.get_encoding"): "network; tests/data/test_tokenizer.py",
     ("data-and-models.md", "lm_eval"): "network; tests/export/test_commands.py",
     ("islands.md", "--islands.local 3"): "a server, 4 processes; tests/islands/test_run.py",
     ("islands.md", "site-a$"): "three machines; tests/test_two_sites.py",
     ("launching.md", "doctor"): "two machines; tests/test_doctor.py",
-    ("launching.md", "NNODES=3"): "three machines; two nodes: tests/launch/test_runs.py",
-    ("launching.md", "NNODES=2 NODE_RANK=0 NPROC=1"): "two consoles; tests/launch/test_runs.py",
+    ("launching.md", "NNODES=3"): "three machines; two nodes: tests/launch/test_launch.py",
+    ("launching.md", "NNODES=2 NODE_RANK=0 NPROC=1"): "two consoles; tests/launch/test_launch.py",
     ("launching.md", "sbatch"): "Slurm; tests/launch/test_slurm.py",
     ("launching.md", "bin/torchrun"): "two machines; tests/launch/test_torchrun.py",
     ("launching.md", "wg "): "root, two machines; tests/test_two_sites.py",
@@ -89,7 +91,7 @@ def run(command: str, checkout: Path) -> str:
     outcome = subprocess.run(
         ["bash", "-c", command],
         cwd=checkout,
-        env={"HOME": str(checkout.parent), "PATH": "/usr/local/bin:/usr/bin:/bin"},
+        env=SHELL | {"HOME": str(checkout.parent)},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
