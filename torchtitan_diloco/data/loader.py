@@ -7,6 +7,7 @@ Neighbours share a token, so every token but the first is a target exactly once.
 import hashlib
 import itertools
 import signal
+import warnings
 from collections.abc import Iterator
 from functools import partial
 from typing import NamedTuple
@@ -15,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from torchtitan_diloco.data.clusters import ClusterDocuments
 from torchtitan_diloco.data.shards import TokenShards
@@ -94,8 +96,8 @@ class TrainLoader:
     A step takes the next ranks * accumulation * batch_size samples of one order, and rank r the
     r-th equal part of them, so the samples of a step do not depend on the number of ranks.
 
-    The state is one integer, the position in this order, which is valid for any number of ranks
-    and loader processes and any batch size.
+    The state is one integer, the position in this order. Unlike torchdata's, it is valid for any
+    number of ranks and loader processes and any batch size.
     """
 
     def __init__(
@@ -137,15 +139,18 @@ class TrainLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         """Continue where the last iterator stopped."""
-        batches = DataLoader(
-            self._reader,
-            batch_size=None,  # the reader makes whole batches
-            sampler=self._micro_batches(),
-            num_workers=self._processes,
-            pin_memory=self._pin_memory,
-            generator=torch.Generator(),  # leaves the global random state alone
-            worker_init_fn=_follow_rank,
-        )
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # in torchdata
+            batches = StatefulDataLoader(
+                self._reader,
+                batch_size=None,  # the reader makes whole batches
+                sampler=self._micro_batches(),
+                num_workers=self._processes,
+                pin_memory=self._pin_memory,
+                generator=torch.Generator(),  # leaves the global random state alone
+                snapshot_every_n_steps=None,
+                worker_init_fn=_follow_rank,
+            )
         for batch in batches:
             self._taken += 1
             yield batch
