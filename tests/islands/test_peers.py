@@ -247,6 +247,38 @@ def test_a_save_does_not_wait_for_an_upload(server: Join) -> None:
         island.finish()
 
 
+def test_a_save_that_waits_for_parts_counts_this_as_waiting(
+    server: Join, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time of a save is compared with that of others, and a lost link is no slow disk."""
+    monkeypatch.setattr(island_peers, "STILL_SECONDS", 0.2)
+    fetches, released, waited = threading.Event(), threading.Event(), list[float]()
+
+    def save(island: Island) -> None:
+        leader = island.peers._leader
+        assert leader is not None
+        if island.step == 8:  # before the first send
+            payload = leader._parts.payload
+
+            def late_payload(sequence: int) -> Tensor:
+                fetches.set()
+                released.wait(PATIENCE)
+                return payload(sequence)
+
+            monkeypatch.setattr(leader._parts, "payload", late_payload)
+        elif island.step == 12:
+            assert fetches.wait(PATIENCE)
+            island.peers.miss = lambda _: released.set()  # says who is missing, only in this wait
+            before = island.outer.exposed_seconds
+            island.outer.state_dict()
+            waited.append(island.outer.exposed_seconds - before)
+
+    island = Island(server, "a", begin=1, slots=1, grace=0.2, each_step=save)
+    with started(island):
+        island.finish()
+    assert waited[0] >= 0.2
+
+
 def test_alpha_follows_the_tokens_of_the_run(server: Join, monkeypatch: pytest.MonkeyPatch) -> None:
     shares: list[float] = []
     apply = OuterState.apply
