@@ -292,6 +292,7 @@ def test_the_timeline_shows_all_phases_of_the_first_eight_workers() -> None:
     ("words", "content", "message"),
     [
         ("nowhere", b"", "is not a folder: give the folder of a run"),
+        ("run/worker-0/metrics.jsonl", b"", "holds no join string: give the folder of a run"),
         ("run", None, "has no worker-0/metrics.jsonl"),
         ("run", b"no\nrecord\n", "has no line that is a record of a run"),
         ("run", bytes(range(256)), "has no line that is a record of a run"),

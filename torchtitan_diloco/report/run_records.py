@@ -266,7 +266,14 @@ def _join_islands(runs: Sequence[Run]) -> list[Run]:
 
 
 def _read_log(join_file: Path) -> IslandsLog:
-    with open_reader(Join.parse(str(join_file)), whole=True) as reader:
+    try:
+        join = Join.parse(str(join_file))
+    except UserError as error:
+        raise UserError(
+            f"RUN = {join_file} holds no join string: give the folder of a run "
+            "(outputs/NAME-DATE), or the file that `islands serve` wrote"
+        ) from error
+    with open_reader(join, whole=True) as reader:
         reader.read(LISTEN_SECONDS)  # to hear the loss
         found = reader.overview()
         return IslandsLog(found["run"], headline(found), reader.history)
