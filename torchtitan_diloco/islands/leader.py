@@ -22,7 +22,7 @@ from torchtitan_diloco.islands.ledger import Boundary
 from torchtitan_diloco.islands.log import State
 from torchtitan_diloco.islands.machine import Machine
 from torchtitan_diloco.islands.members import Gauges, IslandFailedError
-from torchtitan_diloco.islands.parts import PartGoneError, Parts
+from torchtitan_diloco.islands.parts import PartGoneError, Parts, as_buffer
 from torchtitan_diloco.islands.records import (
     Close,
     Facts,
@@ -185,12 +185,14 @@ class Leader:
         if part.finite:
             started = time.monotonic()
             self._uploads = started, payload.numel()
-            part = self._parts.store(part, payload)
+            chunks = self._connection.store(as_buffer(payload), "parts")
             self._uploads = math.inf, 0
             self._gauges.bytes_per_second = payload.numel() / (time.monotonic() - started)
             sent = self._gauges.sent_bytes = self._copies.cycle_bytes(part.codec)
             with self.changed:
                 self._gauges.received_bytes = sent * (len(self.state.owners()) - 1)
+            part = msgspec.structs.replace(part, chunks=chunks)
+        self._parts.keep(part, payload)
         with self.changed:  # not in the reading thread: it may wait for another island's part
             self.machine.store(part)
             self._react()

@@ -1,12 +1,10 @@
-"""Payloads of parts: stored, fetched and checked, as soon as they are in the log."""
+"""Parts of other islands: fetched and checked in the background, as soon as they are in the log."""
 
 import time
 from collections.abc import Collection
 from concurrent.futures import Future
 from functools import partial
-from typing import TypeAlias
 
-import msgspec
 import torch
 from torch import Tensor
 
@@ -23,10 +21,6 @@ from torchtitan_diloco.islands.rounds import Checked
 NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
-Found: TypeAlias = tuple[Checked, Tensor]
-"""What was found in a part, and its payload."""
-
-
 class PartGoneError(RuntimeError):
     """A part that the run has merged cannot be read any more."""
 
@@ -34,20 +28,15 @@ class PartGoneError(RuntimeError):
 class Parts:
     def __init__(self, connection: Connection, copies: Copies, gauges: Gauges) -> None:
         self._connection, self._copies, self._gauges = connection, copies, gauges
-        self._fetched: dict[int, Future[Found]] = {}
-        """Waiting parts by sequence number."""
+        self._fetched: dict[int, Future[tuple[Checked, Tensor]]] = {}
+        """Waiting parts by sequence number, and their payloads."""
         self._wanted: Collection[int] = ()
-        self._own: dict[int, tuple[Part, Future[Found]]] = {}
-        """Latest own part of each fragment, which need not be fetched."""
+        self._own: dict[int, tuple[Part, Tensor]] = {}
         self._thread = BackgroundThread("islands-fetch")
 
-    def store(self, part: Part, payload: Tensor) -> Part:
-        """Store an own part, and check it meanwhile. Return it with its chunks."""
-        found = self._thread.submit(partial(self._check, part, payload))
-        chunks = self._connection.store(as_buffer(payload), "parts")
-        part = msgspec.structs.replace(part, chunks=chunks)
-        self._own[part.fragment] = part, found
-        return part
+    def keep(self, part: Part, payload: Tensor) -> None:
+        """Keep the payload of the latest own part of a fragment, which need not be fetched."""
+        self._own[part.fragment] = part, payload
 
     def fetch_waiting(self, state: State) -> None:
         """Fetch and check waiting parts in the background, and drop all others."""
@@ -79,7 +68,7 @@ class Parts:
     def close(self) -> None:
         self._thread.close(timeout=1.0)
 
-    def _fetch(self, sequence: int, part: Part) -> Found:
+    def _fetch(self, sequence: int, part: Part) -> tuple[Checked, Tensor]:
         if part.codec not in CODECS:
             return Checked(f"its wire format {part.codec} is unknown"), NOTHING
         sizes = self._copies.payload_sizes(part.fragment, part.ranks, part.codec)
@@ -88,18 +77,14 @@ class Parts:
             return Checked(f"its chunks do not have {wanted} bytes"), NOTHING
         if sequence not in self._wanted or not part.finite:
             return Checked(), NOTHING
-        own = self._own.get(part.fragment)
-        if own is not None and own[0] == part:
-            return own[1].result()  # this thread has checked it before
-        started = time.monotonic()
-        try:
-            payload = as_tensor(self._connection.fetch(part.chunks, "parts"))
-        except ChunkError as error:
-            return Checked(str(error)), NOTHING
-        self._gauges.download_bytes_per_second = wanted / (time.monotonic() - started)
-        return self._check(part, payload)
-
-    def _check(self, part: Part, payload: Tensor) -> Found:
+        own, payload = self._own.get(part.fragment, (None, NOTHING))
+        if own != part:
+            started = time.monotonic()
+            try:
+                payload = as_tensor(self._connection.fetch(part.chunks, "parts"))
+            except ChunkError as error:
+                return Checked(str(error)), NOTHING
+            self._gauges.download_bytes_per_second = wanted / (time.monotonic() - started)
         norm = self._copies.norm(part.fragment, payload, part.ranks, part.codec)
         if not norm <= LARGEST_NORM:  # or NaN
             return Checked("its values are not finite"), NOTHING
