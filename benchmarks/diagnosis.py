@@ -50,7 +50,7 @@ SAID = {
         r"^(?:.*warning: )?(?P<culprit>\S.*?): (?P<kind>[a-z ]+?)(?: \([A-Z_]+\))? since "
     ): "",
 }
-"""What logs say, and what kind of verdict it is, if the line does not name it."""
+"""Patterns of lines in logs, and the kind of verdict of those that do not name it."""
 HEADER = "injected | at | named rightly | named otherwise | rounds | seconds | other verdicts | n"
 
 

@@ -58,7 +58,7 @@ class Job:
     hasty: bool = False
     """Islands are missed and lead sooner than by default, for runs of short steps."""
     fault: Mapping[str, float] = field(default_factory=dict)
-    """What happens from step BEGIN on: amounts by name."""
+    """Amounts of faults, by name, from step BEGIN on."""
     recorded: bool = False
     """Whether it also writes down what its judge is told."""
     clock: Any = field(default_factory=lambda: FORKS.Value("d", 0.0))

@@ -51,10 +51,7 @@ ELSEWHERE = {
     ("launching.md", "bin/torchrun"): "two machines; tests/launch/test_torchrun.py",
     ("launching.md", "wg "): "root, two machines; tests/test_two_sites.py",
     ("launching.md", "site-a$"): "two machines; tests/test_two_sites.py",
-    (
-        "launching.md",
-        "site-a-alone$",
-    ): "fewer workers; tests/components/test_resume.py",
+    ("launching.md", "site-a-alone$"): "fewer workers; tests/components/test_resume.py",
     ("measurements.md", "benchmarks.parity"): "hours; tests/benchmarks/test_parity.py",
     ("measurements.md", "benchmarks.scale"): "a GPU; tests/benchmarks/test_scale.py",
     ("report-and-plan.md", "tensorboard --logdir"): "a server; tests/components/test_telemetry.py",

@@ -1,4 +1,4 @@
-"""What a run needs is listed before it starts; how a process of it starts and ends."""
+"""Test that all a run needs is listed before it starts, and how its processes start and end."""
 
 import json
 import logging

@@ -22,7 +22,7 @@ INK, FAINT, GREY, PAPER = "#1f2933", "#616e7c", "#9aa5b1", "#ffffff"
 TRAIN = "#dde4ec"
 FRAGMENTS = ("#2f6fb3", "#d9822b", "#2e8b6f")
 MODEL = "0.12M parameters"
-"""Of all runs in docs/measurements.md, unless they say otherwise."""
+"""Size of all models in docs/measurements.md that do not name another."""
 plt.rcParams.update(
     {
         "font.family": ["DejaVu Sans", "sans-serif"],

@@ -18,16 +18,7 @@ from torch import Tensor
 
 from tests.conftest import REPOSITORY, write_text
 from tests.processes import DIED, ProcessPool
-from tests.test_trainer import (
-    LOSS,
-    VALIDATION,
-    curve,
-    join,
-    records,
-    sending,
-    settings,
-    words,
-)
+from tests.test_trainer import LOSS, VALIDATION, curve, join, records, sending, settings, words
 from torchtitan_diloco.components.checkpoint import (
     RANDOM,
     checkpoint_path,
@@ -388,8 +379,8 @@ def test_a_finished_run_has_nothing_left_and_goes_on_with_other_data_but_no_othe
     before = records(finished)
     run(chosen(text, finished))
     assert records(finished) == before
-    last_loss = curve(before, VALIDATION)[-1]
-    assert f"{last_loss:.4f} nats per held-out token" in caplog.text, "the result, once more"
+    result = f"{curve(before, VALIDATION)[-1]:.4f} nats per held-out token"
+    assert result in caplog.text, "the result, once more"
     other = {"run.seed": 1, "training.global_batch_size": "none", "training.batch_size": 12}
     run(chosen(text, finished, **other, **{"training.steps": 18}))
     for change in ("run.seed was 0, is 1", "training.global_batch_size was 12, is not set"):

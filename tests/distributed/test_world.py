@@ -174,7 +174,7 @@ def test_an_interface_is_for_groups_between_workers_only(processes: ProcessPool)
 
 
 ROUND_TRIP, RATE = 0.05, 5e8 * 8
-"""Of a link that needs nine streams."""
+"""Speed of a link that needs nine streams."""
 
 
 def _join(count: int, problem: str = "", ranks: int = 1) -> tuple[int, list[str], list[str]]:

@@ -29,7 +29,8 @@ def state_of(saved: SavedState) -> State:
 
 
 def train(join: Join, name: str, saved: SavedState | None = None, **chosen: object) -> Island:
-    return Island(join, name, begin=1, slots=3, grace=0.2, saved=saved, **chosen)  # type: ignore[arg-type]
+    more: dict[str, Any] = {"slots": 3, "grace": 0.2, **chosen}
+    return Island(join, name, begin=1, saved=saved, **more)
 
 
 def test_a_checkpoint_may_be_between_a_part_and_its_close(

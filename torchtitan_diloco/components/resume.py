@@ -119,7 +119,7 @@ class Start:
     manifest: Manifest | None = None
     """None for a run from the beginning. That of another worker if this one has no checkpoint."""
     checkpoint: Path | None = None
-    """That of this worker, if it has one."""
+    """Checkpoint of this worker, if it has one."""
     holders: list[int] = field(default_factory=list)
     """Workers that have the checkpoint."""
     own: list[Path] = field(default_factory=list)
