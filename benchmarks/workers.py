@@ -162,8 +162,12 @@ def record_inputs(path: Path) -> None:
     Seen = Mapping[str, Report]
 
     def write(seen: Seen, step: int, now: float, **more: float) -> None:
+        def short(value: float) -> float:
+            return float(f"{value:.3g}")
+
         told = {
-            who: [*(float(f"{v:.3g}") for v in one.vitals), *one[1:]] for who, one in seen.items()
+            who: [*map(short, one.vitals[:-1]), [*map(short, one.vitals.transfers)], *one[1:]]
+            for who, one in seen.items()
         }
         file.write(json.dumps({"step": step, "now": round(now, 2), **more, "seen": told}) + "\n")
 

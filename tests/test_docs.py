@@ -215,7 +215,7 @@ def test_all_bytes_of_the_header_are_documented() -> None:
     table = text[text.index("| bytes | header |") :].split("\n\n")[0]
     spans = [map(int, span) for span in re.findall(r"\b(\d+)-(\d+)\b(?=[^|]*\|)", table)]
     covered = [byte for first, last in spans for byte in range(first, last + 1)]
-    assert covered == [*range(transport.HEADER_BYTES)]
+    assert covered == [*range(transport.header_bytes(1))]
 
 
 def anchors(page: Path) -> list[str]:

@@ -114,7 +114,7 @@ class Trainer:
             build_profiler(config.profiling, folder, self.world) as profiler,
             closing(Checkpointer(config.checkpoint, own_folder, *self.parts)) as checkpointer,
             Stacks(own_folder, self.world.rank_in_worker) as stacks,
-            Diagnosis(self.outer, self.world, telemetry) as diagnosis,
+            Diagnosis(self.outer, self.world, telemetry, folder) as diagnosis,
         ):
             saved, batches = self.step, telemetry.timed(self.loader)
             while not self.finished and (not stop_after or self.step < stop_after):

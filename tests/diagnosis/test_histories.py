@@ -51,7 +51,7 @@ def replay(path: Path) -> Replay:
         step, now = line["step"], line["now"]
         size = len(Vitals._fields)
         seen = {
-            name: Report(Vitals._make([*one[: size - 1], int(one[size - 1])]), *one[size:])
+            name: Report(Vitals._make([*one[: size - 1], tuple(one[size - 1])]), *one[size:])
             for name, one in line["seen"].items()
         }
         if step >= about["begin"]:

@@ -128,11 +128,12 @@ def test_islands_say_how_they_are_and_who_is_gone(
         first.stop.set()
 
 
-def watching() -> tuple[StreamingDiLoCo, watch.Diagnosis, mock.Mock]:
+def watching(folder: Path = Path()) -> tuple[StreamingDiLoCo, watch.Diagnosis, mock.Mock]:
     """Return a loop in which each step ends a round, what watches it, and its telemetry."""
     outer, _, _ = alone(config())
     telemetry = mock.Mock(applied=[1], vitals=lambda: Vitals(compute=0.25))
-    return outer, watch.Diagnosis(outer, mock.Mock(rank_in_worker=0), telemetry), telemetry
+    world = mock.Mock(rank_in_worker=0)
+    return outer, watch.Diagnosis(outer, world, telemetry, folder), telemetry
 
 
 def test_an_error_says_who_was_slow(capsys: pytest.CaptureFixture[str]) -> None:
@@ -166,17 +167,24 @@ def test_actions_are_recorded_like_verdicts() -> None:
 
 @pytest.mark.parametrize(("transfer", "fits"), [(1.9, True), (4.0, False)])
 def test_transfers_that_take_longer_than_a_cycle_are_named_once(
-    transfer: float, fits: bool, caplog: pytest.LogCaptureFixture
+    transfer: float, fits: bool, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    outer, diagnosis, _ = watching()
-    said = {"worker 0": Report(Vitals(0.25, transfer=transfer, fastest_transfer=transfer))}
+    (tmp_path / "config.toml").write_text("training.steps = 9\ndiloco.sync_every = 8\n")
+    outer, diagnosis, _ = watching(tmp_path)
+    said = {"worker 0": Report(Vitals(0.25, transfers=(0.0, transfer)))}
     with patch.object(outer.peers, "reports", lambda: said):
         for step in range(3):
             diagnosis.after_step(step)
     assert outer.config.sync_every == 8  # of 2 s
     texts = [one for one in caplog.messages if "cannot be hidden" in one]
     assert len(texts) == (not fits)
-    assert fits or texts[0].endswith("These settings fit: --diloco.quantization.codec int8")
+    written = tmp_path / "settings-that-fit.toml"
+    assert written.exists() != fits
+    if not fits:
+        assert f"These settings fit (in {written}): " in texts[0]
+        assert texts[0].endswith(": --diloco.quantization.codec int8")
+        assert load_config(str(written)).diloco.quantization.codec == "int8"
+        assert load_config(str(written)).diloco.sync_every == 8
     outer.peers.config = replace(outer.peers.config, sync_every=4)  # islands change
     with patch.object(outer.peers, "reports", lambda: said):
         for step in range(3, 20):

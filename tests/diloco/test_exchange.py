@@ -1,6 +1,7 @@
 """Exchanges of many chunks: slots are used again, and every message has to meet its receiver."""
 
 import math
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,8 @@ from torchtitan_diloco.diloco.arithmetic import BLOCK
 from torchtitan_diloco.diloco.codecs import build_codec
 from torchtitan_diloco.diloco.config import CodecName, Quantization
 from torchtitan_diloco.diloco.exchange import Exchange, chunk_and_window
-from torchtitan_diloco.diloco.transport import HEADER_BYTES, Bytes, Header
+from torchtitan_diloco.diloco.transport import Bytes, Header, header_bytes
+from torchtitan_diloco.diloco.vitals import Vitals
 from torchtitan_diloco.distributed.world import WORKER, World
 
 SIZES = [9 * BLOCK + 17, 1, 5 * BLOCK, 11 * BLOCK + 1]
@@ -168,8 +170,10 @@ def test_encoded_bytes_by_way_of_the_host_make_the_same_mean(
 
 
 def test_headers() -> None:
-    sent = Header(3, 2**63 + 5, 7, outer_round=9, step=10**12, weight=0.1, checksum=2**64 - 1)
-    assert len(sent.pack()) == HEADER_BYTES
+    said = Vitals(0.5, 0.25, upload=1e9, transfers=(0.0, 2.0, 4.0))
+    sent = Header(3, 2**63 + 5, 7, 9, step=10**12, weight=0.1, checksum=2**64 - 1, vitals=said)
+    assert len(sent.pack()) == header_bytes(3)
+    sent = replace(sent, vitals=said._replace(upload=60_000.0))  # in 16 bits
     assert Header.unpack(sent.pack()) == sent
     with pytest.raises(ValueError, match="some worker runs other code"):
-        Header.unpack(b"\1" * HEADER_BYTES)
+        Header.unpack(b"\1" * header_bytes(3))

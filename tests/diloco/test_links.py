@@ -20,7 +20,7 @@ from tests.processes import PATIENCE
 from torchtitan_diloco.diloco import Link, Quantization, StreamingDiLoCo, WorkerLostError, liveness
 from torchtitan_diloco.diloco.codecs import build_codec
 from torchtitan_diloco.diloco.config import CodecName
-from torchtitan_diloco.diloco.transport import HEADER_BYTES
+from torchtitan_diloco.diloco.transport import header_bytes
 from torchtitan_diloco.distributed.world import WORKER, leave_world
 
 WORKERS, CULPRIT = 3, 2
@@ -78,7 +78,8 @@ def test_the_interface_counts_what_we_count(tmp_path: Path, workers: int) -> Non
         assert counted <= on_the_wire <= 1.02 * counted, codec
         fragments = 2 * (workers - 1)  # sent by all workers together
         payloads = fragments * build_codec(Quantization(codec=codec)).wire_bytes(VALUES)
-        assert counted == pytest.approx(payloads + workers * (workers - 1) * HEADER_BYTES, abs=64)
+        headers = workers * (workers - 1) * header_bytes(workers)
+        assert counted == pytest.approx(payloads + headers, abs=64)
         if codec.startswith("fp4"):
             assert 8 * counted <= 4.25 * fragments * VALUES, "with headers, scales and padding"
 

@@ -22,6 +22,8 @@ NOISE = 4.0
 """It also exceeds the usual deviation from the others by this factor."""
 LINK_RATIO, EVERYBODY_RATIO = 1.5, 1.3
 """A transfer takes this multiple of the usual time, and all steps that of the time before."""
+PATH_RATIO = 2.0
+"""The same for one path between three workers or more: they share links, never evenly."""
 IN_A_ROW = 2
 """Rounds with a cause until a verdict begins, and rounds in a row without it until it ends."""
 MOST_DOUBLED = 6
@@ -119,7 +121,7 @@ class Judge:
         """Latest deviations from the others, as shares of a step."""
         self._usual: dict[str, deque[float]] = {}
         """Latest medians over workers of what all should notice."""
-        self._transfers: dict[str, deque[tuple[float, float, float, float, int]]] = {}
+        self._transfers: dict[str, deque[tuple[float, ...]]] = {}
         self._suspicions: dict[Cause, Suspicion] = {}
         self._ended = Counter[Cause]()
 
@@ -254,56 +256,49 @@ class Judge:
         self, here: Mapping[str, Vitals], cycle: float
     ) -> Iterator[tuple[Cause, str]]:
         """Look at transfers between workers, without a server."""
-        known = {name: one for name, one in here.items() if one.transfer > 0}
-        if not known:
+        names, seconds = list(here), dict[tuple[str, str], float]()
+        for receiver, one in here.items():
+            pairs = zip(names, one.transfers, strict=False)
+            seconds |= {(sender, receiver): took for sender, took in pairs if took > 0}
+        if not seconds:
             return
-        names, least = list(here), min(one.transfer for one in known.values())
-        fastest = [one.fastest_transfer for one in known.values()]
-        usual = statistics.median_low(fastest)  # of two directions, one may be the slow one
+        usual = statistics.median_low(seconds.values())  # one of two directions may be slow
         before = self._before("transfer", usual)
         if before and _is_slow(usual, before, cycle):
             culprit = " - ".join(names) if len(names) == 2 else "all"
             text = f"a transfer takes {usual:.3g} s, and took {before:.3g} before"
             yield Cause(Kind.LINK if len(names) == 2 else Kind.EVERYBODY, culprit), text
             return
-        # The slowest transfers share the links of receivers, also if nothing is wrong.
-        slow = {name: one for name, one in known.items() if _is_slow(one.transfer, least, cycle)}
-        receiving = [
-            name
-            for name, one in slow.items()
-            if _is_slow(one.fastest_transfer, usual, cycle)
-            # They share its downlink: all are slower by more than they differ.
-            and one.fastest_transfer**2 > usual * one.transfer
-        ]
-        senders = [names[one.slowest % len(names)] for one in slow.values()]
-        for name, one in slow.items():
-            sender = names[one.slowest % len(names)]
-            cause, side = Cause(Kind.LINK, f"{sender} -> {name}"), ""
-            if len(names) == 2:
-                side = "; of two workers, it cannot be told which side is slow"
-            elif name in receiving:
-                cause = Cause(Kind.RECEIVING, name)
-            elif senders.count(sender) > 1:
-                cause = Cause(Kind.SENDING, sender)
-            yield cause, f"a transfer takes {one.transfer:.3g} s, others {least:.3g}{side}"
+        named, ratio = set[str](), LINK_RATIO if len(names) == 2 else PATH_RATIO
+        for kind, side in (Kind.SENDING, 0), (Kind.RECEIVING, 1):
+            for name in names if len(names) > 2 else ():
+                its = [took for pair, took in seconds.items() if pair[side] == name]
+                if its and _is_slow(statistics.median_low(its), usual, cycle):
+                    named.add(name)
+                    what = f"its transfers take {statistics.median_low(its):.3g} s"
+                    yield Cause(kind, name), f"{what}, others {usual:.3g}"
+        for (sender, receiver), took in seconds.items():
+            if _is_slow(took, usual, cycle, ratio) and not named & {sender, receiver}:
+                text = f"a transfer takes {took:.3g} s, others {usual:.3g}"
+                if len(names) == 2:
+                    text += "; of two workers, it cannot be told which side is slow"
+                yield Cause(Kind.LINK, f"{sender} -> {receiver}"), text
 
     def _usually(self, name: str, now: Vitals) -> Vitals:
         """Return the vitals of a worker with what is usual of its latest transfers."""
         latest = self._transfers.setdefault(name, deque(maxlen=MEASURED))
-        measured = now.transfer, now.fastest_transfer, now.upload, now.download, now.slowest
-        if any(measured[:-1]) and (not latest or measured != latest[-1]):
+        measured = now.upload, now.download, *now.transfers
+        if any(measured) and (not latest or measured != latest[-1]):
             latest.append(measured)  # an island says the same until its next transfer
         if not latest:
             return now
-        slow, fast, uploads, downloads, senders = zip(*latest, strict=True)
+        uploads, downloads, *transfers = zip(*latest, strict=True)
         return now._replace(
-            transfer=statistics.median(slow),
-            fastest_transfer=statistics.median(fast),
             upload=min(uploads),
             download=min(downloads),
-            slowest=statistics.mode(senders),
+            transfers=tuple(map(statistics.median, transfers)),
         )
 
 
-def _is_slow(seconds: float, usual: float, cycle: float) -> bool:
-    return seconds > LINK_RATIO * usual and seconds - usual > FLOOR * cycle
+def _is_slow(seconds: float, usual: float, cycle: float, ratio: float = LINK_RATIO) -> bool:
+    return seconds > ratio * usual and seconds - usual > FLOOR * cycle

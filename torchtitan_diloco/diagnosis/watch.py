@@ -10,6 +10,7 @@ from typing import IO, Self
 
 from torchtitan_diloco.components.records import VerdictRecord
 from torchtitan_diloco.components.telemetry import Telemetry
+from torchtitan_diloco.config.schema import format_value
 from torchtitan_diloco.diagnosis.verdicts import Judge, Kind, Verdict
 from torchtitan_diloco.diloco.config import DiLoCoConfig
 from torchtitan_diloco.diloco.peers import Peers
@@ -36,9 +37,10 @@ class Diagnosis:
     The first rank judges the workers. The other ranks of its worker judge what they do alone.
     """
 
-    def __init__(self, outer: OuterLoop, world: World, telemetry: Telemetry) -> None:
+    def __init__(self, outer: OuterLoop, world: World, telemetry: Telemetry, folder: Path) -> None:
+        """`folder`: of the run."""
         self._peers = outer.peers if isinstance(outer, StreamingDiLoCo) else None
-        self._telemetry, self._world = telemetry, world
+        self._telemetry, self._world, self._folder = telemetry, world, folder
         self._judge, self._said = Judge(), 0.0
         self._judged = time.monotonic()
         self._config: DiLoCoConfig | None = None
@@ -105,7 +107,7 @@ class Diagnosis:
             self._config = config
         self._rounds += 1
         said = {name: one.vitals for name, one in reports.items() if one.vitals.step > 0}
-        seconds = {name: max(one.transfer, one.upload, one.download) for name, one in said.items()}
+        seconds = {name: one.longest_transfer for name, one in said.items()}
         over = {name: took / config.sync_every / said[name].step for name, took in seconds.items()}
         name = max(over, key=over.__getitem__, default="")
         if self._rounds <= 2 * fragments or not self._fits or over.get(name, 0.0) <= 1:
@@ -114,9 +116,20 @@ class Diagnosis:
         fitting = settings_that_fit(config, fragments, seconds[name], step)
         logger.warning(
             f"the transfers of a cycle take {seconds[name]:.3g} s on {name}, and its steps "
-            f"{config.sync_every * step:.3g}: they cannot be hidden. These settings fit: "
-            f"{peers.advise(fitting)}"
+            f"{config.sync_every * step:.3g}: they cannot be hidden. These settings fit"
+            f"{self._write_settings(fitting)}: {peers.advise(fitting)}"
         )
+
+    def _write_settings(self, settings: Mapping[str, object]) -> str:
+        """Write settings as a config that extends the one of this run. Return where it is."""
+        path, configs = self._folder / "settings-that-fit.toml", self._folder.glob("config*.toml")
+        try:
+            now = max(configs, key=lambda one: one.stat().st_mtime).name
+            lines = [f"{key} = {format_value(value)}\n" for key, value in settings.items()]
+            path.write_text(f"extends = {format_value(now)}\n{''.join(lines)}", encoding="utf-8")
+        except (OSError, ValueError):  # a full disk, or no config was written
+            return ""
+        return f" (in {path})"
 
     def _say(self, verdict: Verdict, step: int | None = None) -> None:
         """Log a verdict, and write a record after the step at which it begins or ends."""

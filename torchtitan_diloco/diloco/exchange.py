@@ -29,12 +29,12 @@ from torchtitan_diloco.diloco.healing import settle_weights
 from torchtitan_diloco.diloco.link import STREAM_BYTES
 from torchtitan_diloco.diloco.round import Traffic
 from torchtitan_diloco.diloco.transport import (
-    HEADER_BYTES,
     Bytes,
     Header,
     Messages,
     Transport,
     check_headers,
+    header_bytes,
 )
 
 CHUNK, IN_FLIGHT = 8 * BLOCK, 2**23
@@ -136,7 +136,8 @@ class Exchange:
             return {one: room(size, device) for one in workers}
 
         window, whole = range(self._window), codec.wire_bytes(self._chunk)
-        self._headers = {one: torch.zeros(HEADER_BYTES, dtype=torch.uint8) for one in self._others}
+        size = header_bytes(self.workers)
+        self._headers = {one: torch.zeros(size, dtype=torch.uint8) for one in self._others}
         self._incoming = [buffers(self._others, codec.wire_bytes(part)) for _ in window]
         self._means = [buffers(averaging, codec.wire_bytes(part)) for _ in window]
         self._outgoing = [room(whole, device, is_read_in_place=codec.is_fp32) for _ in window]

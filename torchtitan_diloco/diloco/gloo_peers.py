@@ -235,7 +235,7 @@ class GlooPeers(Peers):
                 round_.sent_step,
                 round_.weight,
                 state.checksum,
-                self._last.with_transfers(self.vitals(), self._bytes),
+                self.vitals()._replace(transfers=self._last.transfers(self.workers, self._bytes)),
             )
             if self._exchanger is None:
                 headers = healing.settle_weights([header])

@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtitan_diloco.diloco.vitals import Vitals
-
 NEVER = math.nan
 LEAST_LINK_BYTES = 16_384
 """A smaller message is no measure of the link: it takes as long as a thread needs to wake up."""
@@ -53,16 +51,13 @@ class Traffic:
         size = self.link_bytes.get(worker, 0)
         return size / seconds if size >= LEAST_LINK_BYTES and seconds > 0 else NEVER
 
-    def with_transfers(self, vitals: Vitals, cycle_bytes: float) -> Vitals:
-        """Return the vitals with the transfers of this exchange.
+    def transfers(self, workers: int, cycle_bytes: float) -> tuple[float, ...]:
+        """Return the seconds of a cycle's transfers from each worker, 0 if they are not known.
 
         `cycle_bytes`: from each other worker in a cycle.
         """
-        found = [(cycle_bytes / self.rate(one), one) for one in self.link_bytes]
-        if not (known := [one for one in found if math.isfinite(one[0])]):
-            return vitals
-        (fastest, _), (transfer, slowest) = min(known), max(known)
-        return vitals._replace(transfer=transfer, fastest_transfer=fastest, slowest=slowest)
+        rates = map(self.rate, range(workers))
+        return tuple(cycle_bytes / rate if math.isfinite(rate) else 0.0 for rate in rates)
 
 
 @dataclass

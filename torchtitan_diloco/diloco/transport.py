@@ -32,12 +32,15 @@ class WorkerLostError(RuntimeError):
 
 # --- header ---------------------------------------------------------------------------------------
 
-HEADER_BYTES = 64
 MAGIC = b"SDLC"
-VERSION = 4
-_LAYOUT = struct.Struct("<4sHHQIIQdQ7eH")
+VERSION = 5
+_LAYOUT = struct.Struct("<4sHHQIIQdQ5e6x")
 MOST_SECONDS = 60_000.0  # in a float of 16 bits
 NOTHING_SAID = Vitals()
+
+
+def header_bytes(workers: int) -> int:
+    return _LAYOUT.size + 2 * workers
 
 
 @dataclass(frozen=True)
@@ -55,9 +58,9 @@ class Header:
 
     def pack(self) -> bytes:
         *fields, vitals = (getattr(self, field.name) for field in dataclasses.fields(self))
-        seconds = (min(one, MOST_SECONDS) for one in vitals[:-1])
-        content = _LAYOUT.pack(MAGIC, VERSION, *fields, *seconds, vitals.slowest)
-        return content.ljust(HEADER_BYTES, b"\0")
+        *times, transfers = vitals
+        own, links = ([min(one, MOST_SECONDS) for one in some] for some in (times, transfers))
+        return _LAYOUT.pack(MAGIC, VERSION, *fields, *own) + struct.pack(f"<{len(links)}e", *links)
 
     @staticmethod
     def unpack(data: bytes) -> "Header":
@@ -67,8 +70,9 @@ class Header:
                 f"a payload begins with {magic!r} version {version} instead of {MAGIC!r} version "
                 f"{VERSION}: some worker runs other code"
             )
-        size = len(Vitals._fields)
-        fields: list[Any] = [*values[:-size], Vitals(*values[-size:])]
+        size = len(Vitals._fields) - 1
+        links = struct.unpack_from(f"<{(len(data) - _LAYOUT.size) // 2}e", data, _LAYOUT.size)
+        fields: list[Any] = [*values[:-size], Vitals._make([*values[-size:], links])]
         return Header(*fields)
 
 

@@ -12,20 +12,21 @@ class Vitals(NamedTuple):
     """Waiting for data, of a step."""
     save: float = 0.0
     """Pauses of training for checkpoints, of a step."""
-    transfer: float = 0.0
-    """Transfers of a cycle from the slowest of the others, at the rate of the last round."""
-    fastest_transfer: float = 0.0
-    """The same from the fastest."""
     upload: float = 0.0
     """Of what it sends in a cycle to a server."""
     download: float = 0.0
     """Of what it receives in a cycle from a server."""
-    slowest: int = 0
-    """The slowest of the others."""
+    transfers: tuple[float, ...] = ()
+    """Of a cycle from each worker, without a server, at the rate of the last round."""
 
     @property
     def step(self) -> float:
         return self.compute + self.data + self.save
+
+    @property
+    def longest_transfer(self) -> float:
+        """Seconds for which the link of this worker is busy in a cycle."""
+        return max(self.upload, self.download, *self.transfers)
 
 
 STOPPED, STUCK = "stopped", "hung in communication"

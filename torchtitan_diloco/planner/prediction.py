@@ -30,7 +30,7 @@ from torchtitan_diloco.diloco.fragments import build_fragments
 from torchtitan_diloco.diloco.link import STREAM_BYTES, streams_needed
 from torchtitan_diloco.diloco.outer_state import state_bytes
 from torchtitan_diloco.diloco.schedule import build_schedule
-from torchtitan_diloco.diloco.transport import HEADER_BYTES
+from torchtitan_diloco.diloco.transport import header_bytes
 from torchtitan_diloco.hardware import GIB, PEAK_BF16_FLOPS
 from torchtitan_diloco.log import UserError, clock, markdown_table
 from torchtitan_diloco.models import LanguageModel, build_model
@@ -188,7 +188,7 @@ def predict_exchange(
     if owners > 1:
         # The others' slices of the delta, and the mean of the own slice to each other.
         hops, sent = 2, (sent + others * codec.wire_bytes(values)) // (others + 1)
-    sent += others * ranks * HEADER_BYTES
+    sent += others * ranks * header_bytes(conditions.workers)
     chunks = -(-values // (ranks * chunk))
     idle = chunks / max(1, window // hops) - 1  # a long link idles while the window is in flight
     round_trips = sent / (others * ranks * streams * STREAM_BYTES) - 1  # after the first windows
