@@ -97,7 +97,8 @@ def test_a_slow_link_is_told_from_a_slow_side(
     other = (victim + 1) % workers
     faults: dict[Cause, Callable[[int, int], float]] = {
         Cause(Kind.LINK, f"worker {victim} -> worker {other}"): lambda a, b: (
-            factor if (a, b) == (victim, other) else 1.0
+            # Acknowledgements of the other direction wait, too.
+            {(victim, other): factor, (other, victim): factor / 2}.get((a, b), 1.0)
         ),
         Cause(Kind.SENDING, f"worker {victim}"): lambda a, _: factor if a == victim else 1.0,
         Cause(Kind.RECEIVING, f"worker {victim}"): lambda a, b: (

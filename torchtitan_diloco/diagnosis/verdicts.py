@@ -278,6 +278,8 @@ class Judge:
                     what = f"its transfers take {statistics.median_low(its):.3g} s"
                     yield Cause(kind, name), f"{what}, others {usual:.3g}"
         for (sender, receiver), took in seconds.items():
+            if seconds.get((receiver, sender), 0.0) > LINK_RATIO * took:
+                continue  # its answers wait in the queue of the slower direction
             if _is_slow(took, usual, cycle, ratio) and not named & {sender, receiver}:
                 text = f"a transfer takes {took:.3g} s, others {usual:.3g}"
                 if len(names) == 2:
