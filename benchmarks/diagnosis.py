@@ -1,7 +1,7 @@
 """Inject faults into one worker of a run, and compare the verdicts with what was injected.
 
     .venv/bin/python -m benchmarks.diagnosis [--repeats 3] [--workers 3,4] [--faults slow-compute-2]
-        [--islands] [--record tests/diagnosis/histories]
+        [--islands] [--minutes 0.5] [--record tests/diagnosis/histories]
 
 Each run trains in a network of its own (benchmarks/network.py), on links of limited rate. A step
 is a sleep of 60 ms, as if waiting for an accelerator, as several processes share few cores. After
@@ -148,6 +148,8 @@ class Case:
     victim: int
     rate: float
     islands: bool
+    minutes: float
+    """Of training after a step at which nothing happens that is worth a verdict."""
 
     @property
     def fault(self) -> Fault:
@@ -221,6 +223,9 @@ def measure(case: Case, folder: Path) -> Outcome:
     witnesses = [victim] if "nan" in fault.inside else numbers
     settings = SETTINGS | (ISLANDS if case.islands else JOB)
     settings["diloco.workers"] = str(case.workers)
+    watched = MOST_SECONDS if case.expected else 60 * case.minutes
+    if not case.expected:
+        settings["training.steps"] = str(BEGIN + math.ceil(watched / STEP_SECONDS))
     job = Job(settings, sleep=STEP_SECONDS, recorded=True)
     with Run(folder, case.workers, job, islands=case.islands, rate=case.rate) as run:
         if case.islands:  # the server's link is not what limits them
@@ -231,7 +236,7 @@ def measure(case: Case, folder: Path) -> Outcome:
         run.reach(0, BEGIN, seconds=240)
         before, began, seconds = verdicts_in(run.printed(*witnesses)), time.monotonic(), math.nan
         inject(case, run)
-        end = began + MOST_SECONDS
+        end = began + watched
         while time.monotonic() < end and all(run.living[one].is_alive() for one in witnesses):
             if math.isnan(seconds) and set(verdicts_in(run.printed(*witnesses))) - set(before):
                 seconds = time.monotonic() - began
@@ -297,6 +302,8 @@ def main() -> None:
     parser.add_argument("--faults", type=core.one_of(list(FAULTS)), default="", help="default: all")
     parser.add_argument("--workers", type=core.list_of(core.positive), default=[3])
     parser.add_argument("--repeats", type=core.positive, default=3)
+    text = "of each run that has no fault, after its beginning"
+    parser.add_argument("--minutes", type=float, default=0.5, help=text)
     parser.add_argument("--islands", action="store_true", help="workers are islands")
     parser.add_argument("--record", type=Path, metavar="DIR", help="write what the judge is told")
     options = parser.parse_args()
@@ -307,7 +314,8 @@ def main() -> None:
             continue  # islands exchange through the server
         outcomes = list[Outcome]()
         for repeat in range(options.repeats):
-            case = Case(name, workers, (repeat + 1) % workers, rate, options.islands)
+            victim = (repeat + 1) % workers
+            case = Case(name, workers, victim, rate, options.islands, options.minutes)
             with tempfile.TemporaryDirectory() as folder:
                 found = measure(case, Path(folder, "case"))
             if options.record is not None and case.fault.judged:
