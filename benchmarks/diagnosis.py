@@ -134,7 +134,7 @@ ISLANDS = {
     "diloco.quantization.codec": "int8",
 }
 """Fewer bytes: an island receives the whole deltas of all others."""
-JOB_RATE, ISLANDS_RATE = 40.0, 20.0
+JOB_RATE, ISLANDS_RATE = 60.0, 20.0
 """Of each link, in Mbit/s."""
 
 
@@ -244,6 +244,9 @@ def measure(case: Case, folder: Path) -> Outcome:
             if time.monotonic() > began + fault.lasts:
                 run.signal(victim, signal.SIGCONT)
             time.sleep(0.05)
+        for one in witnesses:
+            if run.living[one].exitcode and not verdicts_in(run.printed(one)):
+                print(f"worker {one} ended: {run.printed(one)[-2000:]}", flush=True)
     number = next((one for one in numbers if verdicts_in(run.printed(one))), 0)
     history = read_json_lines(run.history(number))[0]
     steps = [one["step"] for one in run.records(number) if one.get("kind") == "verdict"]
