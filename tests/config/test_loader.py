@@ -243,15 +243,6 @@ TOPK = {"diloco.quantization.codec": "topk", "diloco.outer_optimizer.name": "sgd
         ({"run.name": "../elsewhere"}, "run.name"),
         ({"diloco.overlap.delay": "10"}, "diloco.overlap.delay"),
         ({"diloco.beginning.sync_every": "3"}, "diloco.beginning.sync_every"),
-        ({"diloco.beginning.ramp": "true"}, "diloco.beginning.ramp"),
-        (
-            {
-                "diloco.beginning.steps": "9",
-                "diloco.beginning.ramp": "true",
-                "diloco.overlap.delay": "4",
-            },
-            "diloco.overlap.delay",
-        ),
         (
             {"diloco.beginning.steps": "9", "diloco.sync_every": "1", "diloco.overlap.delay": "0"},
             "diloco.beginning.sync_every",

@@ -58,18 +58,12 @@ class ReferenceDiLoCo:
         self.t += 1
         t, P = self.t, len(self.fragments)
         H, tau = self.config.sync_every, self.config.overlap.delay
-        first, begin = self.config.beginning, 0
-        is_beginning = t <= first.steps
+        is_beginning = t <= self.config.beginning.steps
         if is_beginning:
-            H, tau = first.sync_every, 0
-        elif first.ramp:
-            H, begin = 2 * first.sync_every, first.steps
-            while t > 2 * begin and self.config.sync_every > H:
-                H, begin = 2 * H, 2 * begin
-            H = min(H, self.config.sync_every)
+            H, tau = self.config.beginning.sync_every, 0
         for p in range(P):
             t_p = p * max(1, H // P) % H
-            if t >= begin + H + t_p and (t - begin - t_p) % H == 0:  # SEND
+            if t >= H + t_p and (t - t_p) % H == 0:  # SEND
                 deltas = [self._delta(m, p) for m in range(len(self.theta))]
                 mean = self._mean_delta(p, deltas, weights or [1.0] * len(self.theta))
                 self.in_flight.append(MeanInFlight(t, p, mean, deltas))

@@ -11,10 +11,9 @@ from torchtitan_diloco.diloco.schedule import Schedule, is_dropped, is_measured
 
 @st.composite
 def schedules(draw: st.DrawFn) -> Schedule:
-    every, first, ramp = draw(st.integers(1, 40)), draw(st.integers(1, 9)), draw(st.booleans())
-    least = min(every, 2 * first) if ramp else every
-    numbers = every, draw(st.integers(1, 50)), draw(st.integers(0, least - 1))
-    return Schedule(*numbers, draw(st.integers(0, 60)), first, ramp)
+    every = draw(st.integers(1, 40))
+    beginning = draw(st.integers(0, 60)), draw(st.integers(1, 9))
+    return Schedule(every, draw(st.integers(1, 50)), draw(st.integers(0, every - 1)), *beginning)
 
 
 @given(schedules(), st.integers(1, 120))
@@ -28,8 +27,8 @@ def test_a_walk_through_the_steps(schedule: Schedule, last: int) -> None:
         early = schedule.is_average(step)
         delay = 0 if early else schedule.delay
         for fragment in sent:
-            cycle, begin = schedule.turns(step)
-            assert step >= begin + cycle, "the first send waits for a whole cycle"
+            cycle = schedule.beginning_every if early else schedule.sync_every
+            assert step >= cycle, "the first send waits for a whole cycle"
             assert fragment not in [one for _, one in in_flight] or not delay
             rounds[fragment] += 1
             in_flight.append((step, fragment))
@@ -43,18 +42,10 @@ def test_a_walk_through_the_steps(schedule: Schedule, last: int) -> None:
 
 @given(schedules())
 def test_a_beginning_changes_no_later_turn(schedule: Schedule) -> None:
-    schedule = replace(schedule, ramp=False)
     plain = replace(schedule, beginning_steps=0)
     first = schedule.beginning_steps + 1
     for step in range(first, first + 2 * schedule.sync_every):
         assert schedule.sent_at(step) == plain.sent_at(step)
-
-
-def test_h_doubles_whenever_the_run_is_twice_as_long() -> None:
-    ramp = Schedule(100, 2, delay=1, beginning_steps=180, beginning_every=2, ramp=True)
-    turns = {1: (2, 0), 180: (2, 0), 181: (4, 180), 360: (4, 180), 361: (8, 360)}
-    turns |= {5760: (64, 2880), 5761: (100, 5760), 9000: (100, 5760)}
-    assert {step: ramp.turns(step) for step in turns} == turns
 
 
 def test_the_papers_example() -> None:

@@ -1,7 +1,7 @@
 """Settings of the outer loop: the `[diloco]` section, its checks, and advice."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from msgspec import Meta
@@ -76,14 +76,11 @@ class Beginning(Section):
     """Length of the beginning as a fraction of the run."""
     sync_every: Positive = 2
     """Inner steps between two exchanges of the same fragment in the beginning."""
-    ramp: bool = False
-    """After the beginning, double that number each time the run is twice as long, up to
-    `diloco.sync_every`."""
 
     def in_steps(self, total_steps: int) -> "Beginning":
         """Return the same beginning, with its length in steps, of a run of so many steps."""
         steps = self.steps or round(self.fraction * total_steps)
-        return replace(self, steps=steps, fraction=0.0)
+        return Beginning(steps=steps, sync_every=self.sync_every)
 
 
 CodecName = Literal[
@@ -183,16 +180,12 @@ def diloco_mistakes(diloco: DiLoCoConfig, *, islands: bool = False) -> Mistakes:
     if begins and first.sync_every > every:
         reason = f"must not be larger than diloco.sync_every = {every}, which comes after it"
         yield "diloco.beginning.sync_every", reason
-    if begins and first.ramp and diloco.overlap.delay >= 2 * first.sync_every:
-        reason = f"must be smaller than {2 * first.sync_every}, twice diloco.beginning.sync_every, "
-        yield "diloco.overlap.delay", reason + "with which the ramp begins"
     if first.steps and first.fraction:
         reason = "diloco.beginning.steps already sets the length of the beginning: give one of them"
         yield "diloco.beginning.fraction", reason
-    for name in ("sync_every", "ramp"):
-        if not begins and getattr(first, name) != getattr(Beginning, name):
-            reason = "is only read with diloco.beginning.fraction or steps: set one of them too"
-            yield f"diloco.beginning.{name}", reason
+    if not begins and first.sync_every != Beginning.sync_every:
+        reason = "is only read with diloco.beginning.fraction or steps: set one of them too"
+        yield "diloco.beginning.sync_every", reason
     if 0 < diloco.delta_norm_limit <= 1:
         yield "diloco.delta_norm_limit", "must be above 1, or 0 for no limit"
     yield from _quantization_mistakes(diloco.quantization)

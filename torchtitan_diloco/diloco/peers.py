@@ -167,7 +167,7 @@ class Peers(ABC):
         momentum = f" momentum {outer.momentum:g}" * bool(states[0].slots)
         beginning = (
             f"{'':<10} in the first {first.steps} steps every {first.sync_every} steps, averaged "
-            f"and waited for{'; then H doubles whenever the run is twice as long' * first.ramp}"
+            "and waited for"
         )
         memory = sum(state.bytes for state in states)
         place = "GPU" if states[0].outer.is_cuda else "host"

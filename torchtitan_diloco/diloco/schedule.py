@@ -26,30 +26,11 @@ class Schedule:
     beginning_steps: int = 0
     """Steps with `beginning_every` as H and without delay."""
     beginning_every: int = 1
-    ramp: bool = False
-    """H then doubles each time the run is twice as long, up to `sync_every`. tau is below each."""
 
     def offset(self, fragment: int, every: int = 0) -> int:
         """Return t_p, the step of a cycle after which the fragment is sent. `every`: default H."""
         every = every or self.sync_every
         return fragment * max(1, every // self.fragments) % every
-
-    @property
-    def _doublings(self) -> int:
-        """Return how often H doubles. The last time it may grow less."""
-        ramps = self.ramp and self.beginning_steps > 0
-        return ((self.sync_every - 1) // self.beginning_every).bit_length() * ramps
-
-    def turns(self, step: int) -> tuple[int, int]:
-        """Return H in this step, and the step after which fragments take turns with it."""
-        if step <= self.beginning_steps:
-            return self.beginning_every, 0
-        if not self._doublings:
-            return self.sync_every, 0
-        doublings = ((step - 1) // self.beginning_steps).bit_length()
-        doublings = min(doublings, self._doublings)
-        every = min(self.beginning_every << doublings, self.sync_every)
-        return every, self.beginning_steps << doublings - 1
 
     def first_send(self, fragment: int) -> int:
         """Return the first step after which the fragment is sent, in a run without a beginning."""
@@ -61,8 +42,8 @@ class Schedule:
 
     def sent_at(self, step: int) -> list[int]:
         """Return the fragments to send after this step: several if there are more than H."""
-        every, begin = self.turns(step)
-        since = [step - begin - self.offset(fragment, every) for fragment in range(self.fragments)]
+        every = self.beginning_every if step <= self.beginning_steps else self.sync_every
+        since = [step - self.offset(fragment, every) for fragment in range(self.fragments)]
         return [p for p, steps in enumerate(since) if steps >= every and steps % every == 0]
 
     def applied_at(self, step: int) -> list[int]:
@@ -73,17 +54,12 @@ class Schedule:
 
     def outer_round(self, fragment: int, step: int) -> int:
         """Return how often the fragment was sent by the end of this step."""
-        rounds, before, first = 0, 0, self.beginning_steps
-        for end in (*(first << doublings for doublings in range(self._doublings or 1)), step):
-            last = min(end, step)
-            if last > before:
-                every, begin = self.turns(last)
-                rounds += self._count(fragment, every, last - begin)
-                rounds -= self._count(fragment, every, before - begin)
-                before = last
-        return rounds
+        early = min(step, self.beginning_steps)
+        after = self._turns(fragment, self.sync_every, step)
+        after -= self._turns(fragment, self.sync_every, early)
+        return self._turns(fragment, self.beginning_every, early) + after
 
-    def _count(self, fragment: int, every: int, step: int) -> int:
+    def _turns(self, fragment: int, every: int, step: int) -> int:
         """Return how often the fragment is sent by the end of a step if H is constant."""
         return max(0, (step - self.offset(fragment, every)) // every)
 
@@ -95,7 +71,6 @@ def build_schedule(config: DiLoCoConfig, fragments: int) -> Schedule:
         delay=config.overlap.delay,
         beginning_steps=config.beginning.steps,
         beginning_every=config.beginning.sync_every,
-        ramp=config.beginning.ramp,
     )
 
 

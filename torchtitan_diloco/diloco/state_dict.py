@@ -39,11 +39,10 @@ def shared_parameter_name(name: str) -> str:
 def resume_settings(config: DiLoCoConfig) -> dict[str, Any]:
     """Return the settings that a saved state depends on."""
     first = config.beginning
-    begins = [first.steps, first.sync_every, first.ramp]
     return {
         "diloco.sync_every": config.sync_every,
         "diloco.overlap.delay": config.overlap.delay,
-        "diloco.beginning": begins if first.steps else None,
+        "diloco.beginning": [first.steps, first.sync_every] if first.steps else None,
         OPTIMIZER: config.outer_optimizer.name,
         SPARSE: build_codec(config.quantization).is_sparse,  # how a copy is applied
     }
