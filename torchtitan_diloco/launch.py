@@ -32,6 +32,7 @@ from torchtitan_diloco.log import (
     WORKER_LOST,
     UserError,
     cause_of,
+    exit_soon,
 )
 
 if TYPE_CHECKING:
@@ -294,4 +295,4 @@ def _say(text: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    exit_soon(main(sys.argv[1:]))
