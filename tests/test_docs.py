@@ -27,8 +27,8 @@ SHELL = {"PATH": "/usr/local/bin:/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
 """All variables but HOME. Other tests run on the same cores: more threads would wait for them."""
 PROGRAMS = {"torchtitan-diloco": "torchtitan_diloco.cli", "torchrun": "torch.distributed.run"}
 SMALL = (
-    "--training.batch_size 2 --training.sequence_length 64 --validation.sequences 8 "
-    "--metrics.tensorboard false"
+    "--model.layers 2 --training.batch_size 2 --training.sequence_length 64 "
+    "--validation.sequences 8 --metrics.tensorboard false"
 )
 """What every training gets as well."""
 SHORT = "--training.steps 12 --lr_schedule.warmup_steps 1"
