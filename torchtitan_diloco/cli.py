@@ -1,5 +1,6 @@
 """The command `torchtitan-diloco COMMAND ...`, which runs a module of this package."""
 
+import gc
 import os
 import shutil
 import sys
@@ -33,6 +34,7 @@ def main() -> int:
     if name in COMMANDS:
         module, *first = COMMANDS[name][0].split()
         sys.argv = [sys.argv[0], *first, *arguments]
+        gc.set_threshold(100_000)  # as in the launcher
         try:
             run_module(f"torchtitan_diloco.{module}", run_name="__main__", alter_sys=True)
         except SystemExit as end:

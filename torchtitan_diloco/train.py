@@ -4,7 +4,7 @@ import gc
 import signal
 
 if __name__ == "__main__":
-    gc.disable()  # as in the launcher; the trainer collects garbage itself
+    gc.set_threshold(100_000)  # as in the launcher
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports: no traceback
 
 from torchtitan_diloco.launch import end_launcher, folder_of_run, follow_launcher
