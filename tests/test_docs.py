@@ -26,18 +26,13 @@ PAGES = [README, *sorted((REPOSITORY / "docs").glob("*.md"))]
 SHELL = {"PATH": "/usr/local/bin:/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
 """All variables but HOME. Other tests run on the same cores: more threads would wait for them."""
 PROGRAMS = {"torchtitan-diloco": "torchtitan_diloco.cli", "torchrun": "torch.distributed.run"}
-SHORT = (
-    "--training.steps 12 --lr_schedule.warmup_steps 1 --validation.sequences 8 "
-    "--training.batch_size 2 --metrics.tensorboard false"
+SMALL = (
+    "--model.layers 2 --training.batch_size 2 --training.sequence_length 64 "
+    "--validation.sequences 8 --metrics.tensorboard false"
 )
-SHORTENED = {
-    "./run_train.sh",
-    "./run_train.sh --run.folder outputs/seen",
-    "./run_train.sh --data.corpus 'docs/*.md' --data.validation_fraction 0.2",
-    "./run_train.sh --run.folder outputs/reported",
-    "./run_train.sh --diloco.method none --run.folder outputs/control",
-}
-"""Runs of 1,000 steps, two minutes each: they get the settings of SHORT as well."""
+"""What every training gets as well."""
+SHORT = "--training.steps 12 --lr_schedule.warmup_steps 1"
+"""What one that does not set its length gets, too, instead of 1,000 steps, which take minutes."""
 ELSEWHERE = {
     ("data-and-models.md", "hf:allenai/c4"): "network, hours; its checks: tests/test_train.py",
     ("data-and-models.md", "tiktoken.get_encoding"): "network; tests/data/test_tokenizer.py",
@@ -84,6 +79,13 @@ def checkout(tmp_path: Path) -> Path:
     return folder
 
 
+def shortened(command: str) -> str:
+    """Add settings to a training, but not to a question, such as `--help`."""
+    if not re.match(r"(NPROC=\d )?\./run_train\.sh(?!.* --(help|print-config))", command):
+        return command
+    return f"{command} {SMALL}" if "--training.steps" in command else f"{command} {SMALL} {SHORT}"
+
+
 def run(command: str, checkout: Path) -> str:
     outcome = subprocess.run(
         ["bash", "-c", command],
@@ -110,8 +112,7 @@ def test_blocks_run_as_printed(page: Path, checkout: Path) -> None:
         whole = "<<" in block
         for line in [block] if whole else block.replace("\\\n", " ").splitlines():
             command = line if whole else line.partition(" #")[0].strip()
-            more = f" {SHORT}" if command in SHORTENED else ""
-            shown[command] = run(command + more, checkout)
+            shown[command] = run(shortened(command), checkout)
     for program in blocks(page, "python"):
         if "outputs/" in program:
             (checkout / "program.py").write_text(program)

@@ -12,7 +12,7 @@ BASE = {"log", "hardware"}
 """Every module may import them."""
 MAY_IMPORT = {
     "log": set(),
-    "hardware": set(),
+    "hardware": {"log"},
     "diloco": set(),
     "config": {"diloco.config", "diloco.fields", "islands.config"},
     "islands": {"diloco"},

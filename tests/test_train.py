@@ -110,11 +110,14 @@ def test_all_that_is_missing_is_listed_at_once(
         patch("torchtitan_diloco.preflight.find_spec", return_value=None),
         patch("shutil.which", return_value=None),
         patch("sys.executable", str(tmp_path / "python")),
+        patch("torch.cuda.is_available", return_value=False),
         patch("subprocess.Popen", side_effect=AssertionError("a process was started")),
     ):
-        assert launch(["--config", "1b", "--metrics.wandb", "x", "--islands.local", "2"]) == 2
+        words = "--config 1b --metrics.wandb x --islands.local 2 --run.device cuda"
+        assert launch(words.split()) == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: 5 things to do before this run can start:")
+    assert error.startswith("error: 6 things to do before this run can start:")
+    assert '\n  run.device = "cuda", but torch sees no GPU here: use "auto" or "cpu"' in error
     extras = re.findall(r"install ([\w-]+): .*\[(\w+)\]'", error)
     assert extras == [("wandb", "wandb"), ("datasets", "c4"), ("nats-server", "islands")]
     source = "--source hf:allenai/c4/en:train"

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,9 +24,9 @@ from tests.processes import FORKS
 from torchtitan_diloco.export.weights import open_saved
 
 PATIENCE = 400
-STEPS = 900
-"""Enough for site B to come back before site A has trained all of them."""
-SMALL = {
+STEPS = 9000
+"""Enough for site B to come back before site A has trained all of them. Then they become fewer."""
+SMALL: dict[str, Any] = {
     "config": "debug",
     "parallel.fsdp": 1,
     "model.layers": 2,
@@ -145,7 +146,12 @@ def test_islands(sites: Sites, tmp_path: Path) -> None:
     a.wait_until(lambda: a.step > reached + 10)
     b.start(train, training__steps=STEPS, checkpoint__every=20)
     b.wait_for("resumed from")
-    for console in consoles:
+    b.wait_until(lambda: b.step > 50)
+    change = Console(sites, "site-b", tmp_path / "b-change")
+    tokens = SMALL["training.batch_size"] * SMALL["training.sequence_length"] * (a.step + 100)
+    join = f"--join {b.folder}/join.txt"
+    change.start(f".venv/bin/torchtitan-diloco islands change total_tokens {tokens} {join}")
+    for console in (change, *consoles):
         console.finish()
     server.program.process.terminate()
     server.finish()

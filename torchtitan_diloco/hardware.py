@@ -13,6 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from torchtitan_diloco.log import UserError
+
 if TYPE_CHECKING:
     import torch
 
@@ -32,6 +34,19 @@ PEAK_BF16_FLOPS = {
     "MI250X": 191.5e12,  # one of its two dies, which is one device to torch
 }
 """Dense bf16 FLOP/s from data sheets. A name comes before those it contains."""
+
+
+def check_device(wanted: str) -> None:
+    """Raise an error if `run.device` is "cuda" and there is no GPU."""
+    if wanted != "cuda":
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        raise UserError(
+            'run.device = "cuda", but torch sees no GPU here: use "auto" or "cpu", or check the '
+            "driver"
+        )
 
 
 def peak_flops(device: "torch.device") -> float | None:

@@ -9,6 +9,7 @@ from torchtitan_diloco.config import Config
 from torchtitan_diloco.data.corpus import find_corpus
 from torchtitan_diloco.data.text import HUGGING_FACE_PREFIX
 from torchtitan_diloco.data.tokenizer import build_tokenizer
+from torchtitan_diloco.hardware import check_device
 from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.server_folder import find_server
 from torchtitan_diloco.log import UserError, command_line, install_command, installed
@@ -29,7 +30,7 @@ def check_inputs(config: Config) -> None:
 
 
 def missing(config: Config) -> Iterator[str]:
-    """Yield what is to be installed, downloaded and prepared, in this order."""
+    """Yield what is to be installed, connected, downloaded and prepared, in this order."""
     files = [*_missing_files(config)]
     packages = {
         "wandb": ("wandb", config.metrics.wandb),
@@ -38,6 +39,7 @@ def missing(config: Config) -> Iterator[str]:
     for package, (extra, needed) in packages.items():
         if needed and find_spec(package) is None:
             yield f"install {package}: {install_command(extra)}"
+    yield from _tried(check_device, config.run.device)
     if config.islands.local:
         yield from _tried(find_server)
     if config.islands.join:

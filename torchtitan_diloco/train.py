@@ -1,8 +1,10 @@
 """Entry point of a training process."""
 
+import gc
 import signal
 
 if __name__ == "__main__":
+    gc.set_threshold(100_000)  # as in the launcher
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports: no traceback
 
 from torchtitan_diloco.launch import end_launcher, folder_of_run, follow_launcher

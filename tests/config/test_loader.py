@@ -114,8 +114,10 @@ def test_malformed_command_lines(words: str, reason: str) -> None:
     ("key", "text", "reason"),
     [
         ("diloco.workerz", "3", "did you mean diloco.workers?"),
-        ("training.lr", "3", "did you mean optimizer.lr?"),
         ("trainign.steps", "3", "did you mean training.steps?"),
+        ("fragments.pattern", "3", "did you mean diloco.fragments.pattern?"),
+        ("model.lairs", "3", "did you mean model.layers?"),
+        ("compile.mode", "x", "; mode is a key of activation_checkpoint; compile has enable"),
         ("xyzzy.xyzzy", "3", "--help` lists all keys"),
         ("training.batch_size", "0", ": expected `int` >= 1"),
         ("training.batch_size", "3\nx = 4", ": expected `int`"),
@@ -163,7 +165,7 @@ def test_all_mistakes_are_listed_with_their_origin(tmp_path: Path) -> None:
         ("extends = 'a.toml'\n", "must be the name of one other TOML file"),
         ("extends = 3\n", "must be the name of one other TOML file"),
         ("extends = 'b.toml'\n", "no such file"),
-        ("training = 3\n", "training = 3: unknown key; did you mean training.steps?"),
+        ("compile = 3\n", "compile = 3: unknown key; compile has enable"),
         ("training.steps = 1979-05-27\n", '"1979-05-27": expected `int`'),
         ("training.steps = '5'\n", '"5": expected `int`'),
         ("run.name = 5\n", "run.name = 5: expected text, in quotes"),
@@ -173,6 +175,14 @@ def test_files_that_cannot_be_read(tmp_path: Path, text: str, reason: str) -> No
     (line,) = error_of(write(tmp_path, "a.toml", text)).splitlines()[1:]
     assert str(tmp_path / "a.toml") in line
     assert reason in line
+
+
+def test_a_key_of_another_section_is_no_suggestion(tmp_path: Path) -> None:
+    path = write(tmp_path, "a.toml", "[model]\nname = 'x'\n[training]\nlr = 1\n")
+    name, lr = error_of(path, **{"diloco.quorum": "2"}).splitlines()[1:3]
+    assert "name is a key of run, optimizer, diloco.outer_optimizer, islands" in name
+    assert "; model has flavor, weights, layers, width," in name
+    assert "unknown key; lr is a key of optimizer, diloco.outer_optimizer; training has" in lr
 
 
 text = st.text(st.characters(blacklist_categories=["Cs"]), max_size=20)

@@ -131,7 +131,7 @@ def test_nobody_evicts_an_island_whose_work_is_merged_or_that_is_new() -> None:
 
 def run_with(nature: Nature, **plan: Any) -> tuple[World, Process, list[Process]]:
     """Return the world, before it runs, the sick island, and two others."""
-    world = World(Plan(**{"steps": 900, "expiry": 1.0, "patience": 1.0, **plan}))
+    world = World(Plan(**{"steps": 450, "expiry": 1.0, "patience": 1.0, **plan}))
     others = [world.start(f"i{number}") for number in range(2)]
     return world, world.start("sick", nature), others
 
@@ -173,7 +173,7 @@ def test_a_sick_island_is_evicted_and_comes_back_when_it_is_well(nature: Nature)
 
 def test_who_stays_sick_is_evicted_ever_more_seldom() -> None:
     sick = Nature(never_finite_from=12)
-    world, _, _ = run_with(sick, action="evict", fragments=1, steps=1000)
+    world, _, _ = run_with(sick, action="evict", fragments=1, steps=600)
     world.run()
     state, _ = check(world)
     names = [one.split("/")[0] for one in state.evicted]

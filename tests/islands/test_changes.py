@@ -138,7 +138,7 @@ def test_nobody_needs_the_first_records_of_a_long_run(
 
 def test_versions_do_not_pile_up_while_training_pauses(server: Join) -> None:
     """As during a validation of ten minutes."""
-    a, b = (Island(server, name, steps=300, grace=0.1, step_seconds=0.01) for name in "ab")
+    a, b = (Island(server, name, steps=200, grace=0.1, step_seconds=0.01) for name in "ab")
     held = list[int]()
 
     def goes_on() -> bool:

@@ -2,6 +2,7 @@
 
 import base64
 import signal
+import subprocess
 import threading
 import time
 import urllib.error
@@ -12,16 +13,17 @@ from typing import Any
 
 import pytest
 
+from tests.conftest import REPOSITORY
 from tests.islands.running import TOKENS, Island, started
 from tests.islands.servers import Listener, free_port, need_server, running_server, wait_until
-from tests.islands.test_serve import serving
+from tests.islands.test_serve import COMMAND, serving
 from tests.islands.written import Log
 from tests.report.test_page_in_browser import BROWSER, PHONE, measure
 from torchtitan_diloco.islands.members import Hint, Numbers
-from torchtitan_diloco.islands.page import PageServer, html_page
+from torchtitan_diloco.islands.page import PageServer, html_page, page_address
 from torchtitan_diloco.islands.reader import open_reader
 from torchtitan_diloco.islands.server import Server
-from torchtitan_diloco.log import UserError
+from torchtitan_diloco.log import USER_ERROR, UserError
 from torchtitan_diloco.report.page import html_page as report_page
 from torchtitan_diloco.report.run_records import open_runs
 
@@ -52,7 +54,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
 
 @pytest.fixture
 def page(server: Server) -> Iterator[PageServer]:
-    found = PageServer(server, "0")
+    found = PageServer(server, *page_address("0"))
     yield found
     found.close()
 
@@ -106,17 +108,20 @@ def test_serve_with_a_page_ends_without_a_word(tmp_path: Path) -> None:
         assert found.wait() == (0, "")
 
 
-def test_a_port_that_is_taken_is_one_line(server: Server, page: PageServer) -> None:
+def test_a_port_that_is_taken_is_one_line(tmp_path: Path, page: PageServer) -> None:
     port = page.server_port
-    with pytest.raises(UserError, match=f"--http {port}: Address already in use; give another"):
-        PageServer(server, str(port))
+    words = [*COMMAND, "serve", "--folder", tmp_path / "a", "--port", free_port(), "--http", port]
+    ended = subprocess.run([*map(str, words)], capture_output=True, text=True, cwd=REPOSITORY)
+    assert (ended.returncode, ended.stdout) == (USER_ERROR, "")
+    reason = "Address already in use; give another port, and an address of this machine"
+    assert ended.stderr == f"error: --http 127.0.0.1:{port}: {reason}\n"
     for address in ("x", "1:", "99999"):
         with pytest.raises(UserError, match=f"--http {address}: give a port, or HOST:PORT"):
-            PageServer(server, address)
+            page_address(address)
 
 
 def test_other_machines_get_it_encrypted(server: Server) -> None:
-    page = PageServer(server, "0.0.0.0:0")
+    page = PageServer(server, "0.0.0.0", 0)
     try:
         assert page.url.startswith("https://0.0.0.0:")
         request = f"https://127.0.0.1:{page.server_port}/"

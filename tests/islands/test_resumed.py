@@ -45,7 +45,7 @@ def test_a_checkpoint_may_be_between_a_part_and_its_close(
 
     monkeypatch.setattr(Parts, "_fetch", fetch_slowly)
     saved, outcomes = list[SavedState](), list[Outcome]()
-    first = train(server, "a", steps=200, step_seconds=0.02)
+    first = train(server, "a", steps=100, step_seconds=0.02)
     first.each_step = lambda island: (
         save_in(saved)(island) if 20 < island.step < 60 else None,
         at(60, die)(island),
@@ -56,7 +56,8 @@ def test_a_checkpoint_may_be_between_a_part_and_its_close(
         closes = {number for number, one in enumerate(outcomes) if isinstance(one.record, Close)}
     before = [one for one in saved if state_of(one).sequence in closes]
     assert before, "no checkpoint was saved just before a close"
-    again = train(server, "a", before[0], steps=200)
+    monkeypatch.undo()
+    again = train(server, "a", before[0], steps=100)
     with started(again):
         again.finish()
 

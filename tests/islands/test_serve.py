@@ -126,6 +126,8 @@ def test_what_cannot_be_served_is_said_in_one_line(
     assert main(["serve", "--folder", "/proc/x"]) == USER_ERROR
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: --folder /proc/x: ")
+    assert main(["serve", "--folder", str(new), "--http", "x"]) == USER_ERROR
+    assert capsys.readouterr().err == "error: --http x: give a port, or HOST:PORT\n"
     assert not new.exists()
     again = open_folder(tmp_path / "away").settings
     assert (again.host, again.port) == ("0.0.0.0", 4222), "what failed is not kept"

@@ -17,7 +17,7 @@ import signal, sys
 if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # as the module itself does when it is started
 from torchtitan_diloco import launch
-sys.exit(launch.main(sys.argv[1:], 'stand_in'))
+launch.exit_soon(launch.main(sys.argv[1:], 'stand_in'))
 """
 PATIENCE_SECONDS = 200.0
 LAUNCHER_VARIABLES = re.compile(

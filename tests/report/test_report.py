@@ -1,5 +1,7 @@
 import json
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from html import unescape
 from pathlib import Path
@@ -276,6 +278,17 @@ def test_runs_side_by_side(runs: Path, tmp_path: Path) -> None:
     paths = list(map(str, folders))
     assert [run.name for run in open_runs(folders)] == paths, "of the same name"
     assert [run.name for run in open_runs([folders[0]] * 2)] == ["run"], "once"
+
+
+def test_a_page_is_made_without_torch(runs: Path, tmp_path: Path) -> None:
+    """Its import would take longer than all else."""
+    program = (
+        "import sys; from torchtitan_diloco.report.page import main; "
+        "main(sys.argv[1:]); assert 'torch' not in sys.modules"
+    )
+    folder, out = next(path for path in runs.iterdir() if path.is_dir()), tmp_path / "page.html"
+    subprocess.run([sys.executable, "-c", program, folder, "--out", out], check=True)
+    assert out.exists()
 
 
 def test_the_timeline_shows_all_phases_of_the_first_eight_workers() -> None:

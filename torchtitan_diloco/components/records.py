@@ -15,14 +15,14 @@ import msgspec
 
 from torchtitan_diloco.components.metrics import METRICS, WORKER, Record
 from torchtitan_diloco.config.schema import Metrics
-from torchtitan_diloco.diloco.fragments import Fragment
-from torchtitan_diloco.diloco.round import Round
 from torchtitan_diloco.diloco.vitals import FLAG_NAMES
 from torchtitan_diloco.hardware import write_whole
 from torchtitan_diloco.log import logger
 
 if TYPE_CHECKING:
     from torchtitan_diloco.components.board import Board
+    from torchtitan_diloco.diloco.fragments import Fragment
+    from torchtitan_diloco.diloco.round import Round
 
 METRICS_FILE = "metrics.jsonl"
 Kind = TypeVar("Kind", bound=msgspec.Struct)
@@ -102,7 +102,7 @@ class VerdictRecord(msgspec.Struct, tag_field="kind", tag="verdict"):
     over: bool
 
 
-def round_record(found: Round, fragment: Fragment, clock: float) -> RoundRecord:
+def round_record(found: "Round", fragment: "Fragment", clock: float) -> RoundRecord:
     """Return the record of a round. `clock`: the wall clock less time.perf_counter."""
     traffic = found.traffic
     moments = {

@@ -4,6 +4,7 @@ Precedence: command line > TOML file > the files that it extends > defaults.
 """
 
 import contextlib
+import difflib
 import os
 import sys
 import types
@@ -135,8 +136,7 @@ def _build(values: Mapping[str, Any]) -> Config:
 def _convert(key: str, value: Any, *, is_word: bool) -> Any:
     """Return the value with the type of its setting, or raise a ValueError with a remedy."""
     if key not in TYPES:
-        hint = nearest(key, TYPES) or f"; `{command_line('train')} --help` lists all keys"
-        raise UserError(f"unknown key{hint}")
+        raise UserError(f"unknown key{_hint(key)}")
     kind = TYPES[key]
     if is_word and value.lower() == "none" and types.NoneType in get_args(kind):
         return None
@@ -144,6 +144,21 @@ def _convert(key: str, value: Any, *, is_word: bool) -> Any:
         with contextlib.suppress(ValueError):
             value = tomli.loads(f"items = {value}")["items"]
     return convert(value, kind, is_word=is_word)
+
+
+def _hint(key: str) -> str:
+    """Return which key an unknown one may mean: one of its section, or else which there are."""
+    sections = {one.rpartition(".")[0] for one in TYPES}
+    given, _, name = (key, "", "") if key in sections else key.rpartition(".")
+    for section in difflib.get_close_matches(given, sections, n=1, cutoff=0.8):
+        own = [one.removeprefix(f"{section}.") for one in TYPES if one.startswith(f"{section}.")]
+        if found := difflib.get_close_matches(name, own, n=1):
+            return f"; did you mean {section}.{found[0]}?"
+        others = [one.rpartition(".")[0] for one in TYPES if one.endswith(f".{name}")]
+        elsewhere = f"; {name} is a key of {', '.join(others)}" if others else ""
+        names = dict.fromkeys(one.partition(".")[0] for one in own)  # with nested sections
+        return f"{elsewhere}; {section} has {', '.join(names)}"
+    return nearest(key, TYPES) or f"; `{command_line('train')} --help` lists all keys"
 
 
 def _mistake(origin: str, key: str, value: Any, reason: str) -> str:

@@ -21,7 +21,7 @@ from torchtitan_diloco.diloco.config import Link
 from torchtitan_diloco.diloco.link import MOST_STREAMS, Sender, Speed, listen, measure
 from torchtitan_diloco.diloco.liveness import Liveness
 from torchtitan_diloco.diloco.meeting import gather_objects, store_of_attempt, store_of_job
-from torchtitan_diloco.hardware import available_cores, interfaces
+from torchtitan_diloco.hardware import available_cores, check_device, interfaces
 from torchtitan_diloco.log import UserError, logger
 
 WORKER, FSDP = "worker", "fsdp"
@@ -106,13 +106,9 @@ def split_world(size: int, workers: int, fsdp: int) -> int:
 
 def pick_device(wanted: str, local_rank: int, *, share: bool = False) -> torch.device:
     """Return the device of this process; with `share`, several workers may use one GPU."""
-    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+    check_device(wanted)
+    if wanted == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise UserError(
-            'run.device = "cuda", but torch sees no GPU here: use "auto" or "cpu", or check the '
-            "driver"
-        )
     count = torch.cuda.device_count()
     if local_rank >= count and not share:
         raise UserError(

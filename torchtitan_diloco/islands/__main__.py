@@ -23,7 +23,7 @@ from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.connection import Connection
 from torchtitan_diloco.islands.ledger import Outcome
 from torchtitan_diloco.islands.log import State
-from torchtitan_diloco.islands.page import PageServer
+from torchtitan_diloco.islands.page import PageServer, page_address
 from torchtitan_diloco.islands.reader import open_reader, print_status
 from torchtitan_diloco.islands.records import Close, Leave, encode, name_of
 from torchtitan_diloco.islands.server import Server, free_port, make_streams, open_folder
@@ -102,6 +102,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _serve(options: argparse.Namespace) -> None:
+    address = page_address(options.http) if options.http else None
     for number in STOP_SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
             signal.signal(number, lambda *_: sys.exit())
@@ -110,6 +111,8 @@ def _serve(options: argparse.Namespace) -> None:
     page: PageServer | None = None
     try:
         server.start()
+        if address is not None:  # which may be taken: an error, before a join string is printed
+            page = PageServer(server, *address)
         if ISLAND in server.joins:
             print(server.join)
             print(
@@ -118,8 +121,7 @@ def _serve(options: argparse.Namespace) -> None:
                 f"{server.join.addresses[0]}. Ctrl-C ends the server."
             )
         say(f"sites with a login: {', '.join(server.joins) or 'none'}")
-        if options.http:
-            page = PageServer(server, options.http)
+        if page is not None:
             say(f"page of the run: {page.url}, for these logins and their passwords")
         threading.Thread(target=_print_check, args=(server.admin,), daemon=True).start()
         server.keep_running()

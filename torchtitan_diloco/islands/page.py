@@ -159,24 +159,27 @@ class Watcher:
             self._closed.wait(RETRY_SECONDS)
 
 
+def page_address(text: str) -> tuple[str, int]:
+    """Return host and port of [HOST:]PORT, by default on this machine only."""
+    host, _, port = text.rpartition(":")
+    if not port.isdecimal() or not int(port) < 65536:
+        raise UserError(f"--http {text}: give a port, or HOST:PORT")
+    return host.strip("[]") or LOOPBACK, int(port)
+
+
 class PageServer(ThreadingHTTPServer):
     """Serves the page of a run to whoever has one of its passwords."""
 
     daemon_threads = True
 
-    def __init__(self, of: Server, address: str) -> None:
-        """`address`: [HOST:]PORT, by default on this machine only."""
-        host, _, port = address.rpartition(":")
-        host = host.strip("[]") or LOOPBACK
-        if not port.isdecimal() or not int(port) < 65536:
-            raise UserError(f"--http {address}: give a port, or HOST:PORT")
+    def __init__(self, of: Server, host: str, port: int) -> None:
         self._run, self.watcher = of, Watcher(of.admin)
         try:
-            super().__init__((host, int(port)), _Handler)
+            super().__init__((host, port), _Handler)
         except OSError as error:
             self.watcher.close()
             reason = f"{error.strerror}; give another port, and an address of this machine"
-            raise UserError(f"--http {address}: {reason}") from error
+            raise UserError(f"--http {host}:{port}: {reason}") from error
         self.url = f"http://{host}:{self.server_port}"
         if not is_loopback(host):  # the password must not be read on the way
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

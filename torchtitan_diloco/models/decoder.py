@@ -193,7 +193,9 @@ class Decoder(LanguageModel):
     def __init__(self, config: Model, vocab_size: int, sequence_length: int) -> None:
         super().__init__(config, vocab_size, sequence_length)
         shape = self.shape = resolve_shape(config)
-        self.embedding = nn.Embedding(vocab_size, shape.width)
+        # nn.Embedding(...) would import torch._dynamo (0.6 s) to draw values that are not used.
+        values = torch.empty(vocab_size, shape.width)
+        self.embedding = nn.Embedding.from_pretrained(values, freeze=False)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
         self.norm = nn.RMSNorm(shape.width, eps=shape.norm_epsilon)
         self.head = None if shape.tied_head else nn.Linear(shape.width, vocab_size, bias=False)
