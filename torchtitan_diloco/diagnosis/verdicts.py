@@ -23,14 +23,14 @@ NOISE = 4.0
 LINK_RATIO, EVERYBODY_RATIO = 1.5, 1.3
 """A transfer takes this multiple of the usual time, and all steps that of the time before."""
 PATH_RATIO = 2.0
-"""The same for one path between three workers or more: they share links, never evenly."""
+"""The same for one path of three workers or more, whose links are never shared evenly."""
 IN_A_ROW = 2
 """Rounds with a cause until a verdict begins, and rounds in a row without it until it ends."""
 MOST_DOUBLED = 6
 MEASURED = 4
-"""Latest transfers of a worker. Their medians count, and with a server the fastest: they share its
+"""Latest transfers of a worker. Their medians count, with a server the fastest: they share its
 link, and which of two shares a link first is chance."""
-HISTORY, FEWEST = 32, 4
+HISTORY, FEWEST = 32, 8
 """Rounds that are remembered, and that tell what is usual."""
 
 
@@ -77,6 +77,8 @@ SETTLED = dict.fromkeys((*STEPS, Kind.LINK, Kind.SENDING, Kind.RECEIVING), 5.0)
 SETTLED[Kind.EVERYBODY] = 10.0
 """Seconds for which it also has to last, as two rounds of a small model are soon over."""
 LINK_ENDS = re.compile(" -> | - ")
+Path = tuple[str, str]
+"""Sender and receiver."""
 
 
 class Cause(NamedTuple):
@@ -188,7 +190,7 @@ class Judge:
         yield from steps
         # The others have exchanged before a late worker comes, so its transfers alone share links.
         late = {cause.culprit for cause in (*dict(steps), *self.verdicts) if cause.kind in STEPS}
-        for cause, text in self._slow_links(here, cycle):
+        for cause, text in self._slow_links(list(seen), here, cycle):
             if not late.intersection(LINK_ENDS.split(cause.culprit)):
                 yield cause, text
 
@@ -235,7 +237,10 @@ class Judge:
 
     # --- links ------------------------------------------------------------------------------------
 
-    def _slow_links(self, here: Mapping[str, Vitals], cycle: float) -> Iterator[tuple[Cause, str]]:
+    def _slow_links(
+        self, names: list[str], here: Mapping[str, Vitals], cycle: float
+    ) -> Iterator[tuple[Cause, str]]:
+        """`names`: of all workers, also of those that are absent."""
         here = {name: self._usually(name, one) for name, one in here.items()}
         slow = dict[Cause, tuple[float, str]]()
         for kind, field in (Kind.SENDING, "upload"), (Kind.RECEIVING, "download"):
@@ -248,43 +253,38 @@ class Judge:
                     slow[Cause(kind, name)] = seconds / usual, text
         for cause, (ratio, text) in slow.items():
             both = [other for (_, name), (other, _) in slow.items() if name == cause.culprit]
-            if LINK_RATIO * ratio > max(both):  # answers wait in the queue of the slower direction
+            if not _waits_for(max(both), ratio):
                 yield cause, text
-        yield from self._slow_transfers(here, cycle)
+        yield from self._slow_transfers(names, here, cycle)
 
     def _slow_transfers(
-        self, here: Mapping[str, Vitals], cycle: float
+        self, names: list[str], here: Mapping[str, Vitals], cycle: float
     ) -> Iterator[tuple[Cause, str]]:
         """Look at transfers between workers, without a server."""
-        names, seconds = list(here), dict[tuple[str, str], float]()
-        for receiver, one in here.items():
-            pairs = zip(names, one.transfers, strict=False)
-            seconds |= {(sender, receiver): took for sender, took in pairs if took > 0}
+        seconds = {
+            (sender, receiver): took
+            for receiver, vitals in here.items()
+            for sender, took in zip(names, vitals.transfers, strict=False)
+            if took > 0
+        }
         if not seconds:
             return
         usual = statistics.median_low(seconds.values())  # one of two directions may be slow
         before = self._before("transfer", usual)
-        if before and _is_slow(usual, before, cycle):
-            culprit = " - ".join(names) if len(names) == 2 else "all"
+        slow = list(_slow_paths(seconds, usual, cycle))
+        for path in slow:
+            text = f"a transfer takes {seconds[path]:.3g} s, others {usual:.3g}"
+            if len(here) == 2:
+                text += "; of two workers, it cannot be told which side is slow"
+            yield Cause(Kind.LINK, " -> ".join(path)), text
+        both_ways = {*slow, *(path[::-1] for path in slow)}
+        rest = {path: took for path, took in seconds.items() if path not in both_ways}
+        sides = list(_slow_sides(rest, cycle))
+        yield from sides
+        if before and _is_slow(usual, before, cycle) and not (slow or sides):
+            culprit = " - ".join(here) if len(here) == 2 else "all"
             text = f"a transfer takes {usual:.3g} s, and took {before:.3g} before"
-            yield Cause(Kind.LINK if len(names) == 2 else Kind.EVERYBODY, culprit), text
-            return
-        named, ratio = set[str](), LINK_RATIO if len(names) == 2 else PATH_RATIO
-        for kind, side in (Kind.SENDING, 0), (Kind.RECEIVING, 1):
-            for name in names if len(names) > 2 else ():
-                its = [took for pair, took in seconds.items() if pair[side] == name]
-                if its and _is_slow(statistics.median_low(its), usual, cycle):
-                    named.add(name)
-                    what = f"its transfers take {statistics.median_low(its):.3g} s"
-                    yield Cause(kind, name), f"{what}, others {usual:.3g}"
-        for (sender, receiver), took in seconds.items():
-            if seconds.get((receiver, sender), 0.0) > LINK_RATIO * took:
-                continue  # its answers wait in the queue of the slower direction
-            if _is_slow(took, usual, cycle, ratio) and not named & {sender, receiver}:
-                text = f"a transfer takes {took:.3g} s, others {usual:.3g}"
-                if len(names) == 2:
-                    text += "; of two workers, it cannot be told which side is slow"
-                yield Cause(Kind.LINK, f"{sender} -> {receiver}"), text
+            yield Cause(Kind.LINK if len(here) == 2 else Kind.EVERYBODY, culprit), text
 
     def _usually(self, name: str, now: Vitals) -> Vitals:
         """Return the vitals of a worker with what is usual of its latest transfers."""
@@ -295,11 +295,58 @@ class Judge:
         if not latest:
             return now
         uploads, downloads, *transfers = zip(*latest, strict=True)
+        known = ([took for took in some if took > 0] for some in transfers)
         return now._replace(
             upload=min(uploads),
             download=min(downloads),
-            transfers=tuple(map(statistics.median, transfers)),
+            transfers=tuple(statistics.median(some or [0.0]) for some in known),
         )
+
+
+def _slow_paths(seconds: Mapping[Path, float], usual: float, cycle: float) -> Iterator[Path]:
+    """Yield paths between two workers that are slow, while the others from and to them are not."""
+    ratio = PATH_RATIO if len(seconds) > 2 else LINK_RATIO
+    for path, took in seconds.items():
+        if not _is_slow(took, usual, cycle, ratio):
+            continue
+        for end in 0, 1:
+            others = [one for key, one in seconds.items() if key != path and key[end] == path[end]]
+            if others and _is_slow(statistics.median(others), usual, cycle):
+                break
+        else:
+            if not _waits_for(seconds.get(path[::-1], 0.0), took):
+                yield path
+
+
+def _slow_sides(seconds: Mapping[Path, float], cycle: float) -> Iterator[tuple[Cause, str]]:
+    """Yield workers most of whose transfers in one direction are slow against those of the others.
+
+    The slowest comes first, and its transfers say nothing about the other ends.
+    """
+    left, named = dict(seconds), dict[str, float]()
+    while True:
+        slow = dict[Cause, tuple[float, float, float]]()
+        for end, kind in enumerate((Kind.SENDING, Kind.RECEIVING)):
+            for name in dict.fromkeys(path[end] for path in left):
+                its = [took for path, took in left.items() if path[end] == name]
+                others = [took for path, took in left.items() if name not in path]
+                if len(its) > 1 and others:
+                    took, usual = statistics.median_low(its), statistics.median(others)
+                    if _is_slow(took, usual, cycle):
+                        slow[Cause(kind, name)] = took, statistics.fmean(its), usual
+        if not slow:
+            return
+        worst = max(slow, key=slow.__getitem__)
+        took, _, usual = slow[worst]
+        end = 0 if worst.kind is Kind.SENDING else 1
+        left = {path: one for path, one in left.items() if path[end] != worst.culprit}
+        if not _waits_for(named.setdefault(worst.culprit, took), took):
+            yield worst, f"its transfers take {took:.3g} s, those of others {usual:.3g}"
+
+
+def _waits_for(other_way: float, seconds: float) -> bool:
+    """Return whether this direction may only be slow because its answers wait in the other one."""
+    return other_way >= LINK_RATIO * seconds
 
 
 def _is_slow(seconds: float, usual: float, cycle: float, ratio: float = LINK_RATIO) -> bool:
