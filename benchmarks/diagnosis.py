@@ -67,7 +67,7 @@ class Fault:
     """Shares of the rate that are left."""
     cut: bool = False
     pair: float = 1.0
-    """What is left of the share of the link that the way to the next worker has."""
+    """Share that is left of the fair part of the link that the path to the next worker has."""
     lossy: bool = False
     """Only large packets are lost."""
     lasts: float = math.inf
@@ -156,14 +156,8 @@ class Case:
         return FAULTS[self.name]
 
     @property
-    def right(self) -> list[tuple[str, str] | None]:
-        """All verdicts that are right."""
-        also = self.fault.also
-        return [self.expected, (also, f"worker {self.victim}")] if also else [self.expected]
-
-    @property
     def expected(self) -> tuple[str, str] | None:
-        """The right kind and culprit."""
+        """The right kind and culprit. `fault.also` is right, too."""
         kind, culprit = self.fault.kind, f"worker {self.victim}"
         kind = "stopped" if self.islands and kind == "lost" else kind
         if self.islands and "nan" in self.fault.inside:  # it is the first worker of its own job
@@ -275,12 +269,14 @@ def row(outcomes: list[Outcome]) -> list[str]:
     """Return the row of a fault."""
     right, otherwise, false = 0, Counter[str](), Counter[str]()
     for outcome in outcomes:
+        expected, also = outcome.case.expected, outcome.case.fault.also
+        correct = {expected, (also, expected[1])} if also and expected else {expected}
         first = outcome.said[0] if outcome.said else None
-        if first in outcome.case.right:
+        if first in correct:
             right += 1
         else:
             otherwise[" ".join(first) if first else "nothing"] += 1
-        false.update(" ".join(one) for one in outcome.said[1:] if one not in outcome.case.right)
+        false.update(" ".join(one) for one in outcome.said[1:] if one not in correct)
     seconds = [one.seconds for one in outcomes if not math.isnan(one.seconds)]
     rounds = [one.rounds for one in outcomes if not math.isnan(one.rounds)]
 

@@ -11,7 +11,6 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -20,6 +19,8 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that stop a run after the current step."""
 USER_ERROR = 2
 """Exit code for a mistake in the configuration or the data."""
+OUTPUT_LOST = 120
+"""Exit code of Python if what was printed could not be written."""
 FENCED = 4
 """Exit code of an island whose slot another one has taken: it must not be started again."""
 WORKER_LOST = 3
@@ -60,12 +61,20 @@ def run_and_exit(main: Callable[[list[str]], int], arguments: list[str]) -> NoRe
 
 
 def exit_soon(code: int, *, clean_up: bool = True) -> NoReturn:
-    """Exit without freeing all objects, which takes almost a second after an import of torch."""
+    """Exit without freeing all objects, which takes almost a second after an import of torch.
+
+    Threads that are no daemons are not waited for, and files have to be closed. `clean_up`: call
+    the functions of `atexit`, which has no public name for this.
+    """
     if clean_up:
         atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # None: closed before the start
+        try:
             stream.flush()
+        except BrokenPipeError:
+            pass
+        except (OSError, ValueError):  # as Python itself
+            code = code or OUTPUT_LOST
     os._exit(code)
 
 

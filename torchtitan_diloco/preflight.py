@@ -30,7 +30,7 @@ def check_inputs(config: Config) -> None:
 
 
 def missing(config: Config) -> Iterator[str]:
-    """Yield what is to be installed, connected, downloaded and prepared, in this order."""
+    """Yield what is to be installed, found, downloaded and prepared, in this order."""
     files = [*_missing_files(config)]
     packages = {
         "wandb": ("wandb", config.metrics.wandb),

@@ -112,6 +112,57 @@ def test_a_slow_link_is_told_from_a_slow_side(
         assert [one.cause for one in judged(Judge(), histories)] == [cause]
 
 
+@given(st.integers(3, 6), SEEDED, st.floats(2.5, 10.0), st.booleans())
+def test_a_worker_that_is_slow_in_both_directions_is_the_only_one_named(
+    workers: int, rng: random.Random, factor: float, is_even: bool
+) -> None:
+    """In its slower direction, or in both if they are alike, and also if it was well before."""
+    victim, judge = rng.randrange(workers), Judge()
+
+    def history(slow: Callable[[int, int], float], steps: int) -> list[list[Vitals]]:
+        links = [links_of(workers, rng, slow) for _ in range(steps)]
+        return [with_links(clean(workers, rng), one) for one in links]
+
+    def slow(sender: int, receiver: int) -> float:
+        if sender == victim:
+            return factor
+        return (factor if is_even else factor / 2) if receiver == victim else 1.0
+
+    assert judged(judge, history(lambda *_: 1.0, rng.choice([0, 10]))) == []
+    found = {one.cause for one in judged(judge, history(slow, 8), first=10)}
+    named = {Cause(Kind.SENDING, f"worker {victim}"), Cause(Kind.RECEIVING, f"worker {victim}")}
+    assert found == named if is_even else found == {Cause(Kind.SENDING, f"worker {victim}")}
+
+
+@given(st.integers(4, 6), SEEDED, st.floats(2.5, 10.0), st.integers(0, 1))
+def test_two_slow_workers_of_four_are_named_and_no_other(
+    workers: int, rng: random.Random, factor: float, end: int
+) -> None:
+    victims = rng.sample(range(workers), 2)
+    links = [
+        links_of(workers, rng, lambda *path: factor if path[end] in victims else 1.0)
+        for _ in range(8)
+    ]
+    found = judged(Judge(), [with_links(clean(workers, rng), one) for one in links])
+    kind = (Kind.SENDING, Kind.RECEIVING)[end]
+    assert {one.cause for one in found} == {Cause(kind, f"worker {one}") for one in victims}
+
+
+def test_what_is_not_known_of_a_transfer_is_no_short_time() -> None:
+    """A fragment is at times too small to measure; and a worker may be absent."""
+    judge, rng = Judge(), random.Random(0)
+    for step in range(12):
+        links = links_of(4, rng, lambda a, _: 4.0 if a == 1 else 1.0)
+        if step % 2:
+            links[1, 2] = links[1, 3] = 0.0
+        said = with_links(clean(4, rng), links)
+        seen = {f"worker {one}": Report(vitals) for one, vitals in enumerate(said)}
+        seen["worker 0"] = Report(absent="stopped")
+        judge.note(seen, step, CYCLE, now=step * ROUND)
+    causes = {Cause(Kind.STOPPED, "worker 0"), Cause(Kind.SENDING, "worker 1")}
+    assert judge.verdicts.keys() == causes
+
+
 @given(
     st.integers(2, 6),
     SEEDED,

@@ -128,12 +128,12 @@ def test_islands_say_how_they_are_and_who_is_gone(
         first.stop.set()
 
 
-def watching(folder: Path = Path()) -> tuple[StreamingDiLoCo, watch.Diagnosis, mock.Mock]:
+def watching(folder: Path | None = None) -> tuple[StreamingDiLoCo, watch.Diagnosis, mock.Mock]:
     """Return a loop in which each step ends a round, what watches it, and its telemetry."""
     outer, _, _ = alone(config())
     telemetry = mock.Mock(applied=[1], vitals=lambda: Vitals(compute=0.25))
     world = mock.Mock(rank_in_worker=0)
-    return outer, watch.Diagnosis(outer, world, telemetry, folder), telemetry
+    return outer, watch.Diagnosis(outer, world, telemetry, folder or Path("none")), telemetry
 
 
 def test_an_error_says_who_was_slow(capsys: pytest.CaptureFixture[str]) -> None:
@@ -181,10 +181,11 @@ def test_transfers_that_take_longer_than_a_cycle_are_named_once(
     written = tmp_path / "settings-that-fit.toml"
     assert written.exists() != fits
     if not fits:
-        assert f"These settings fit (in {written}): " in texts[0]
-        assert texts[0].endswith(": --diloco.quantization.codec int8")
-        assert load_config(str(written)).diloco.quantization.codec == "int8"
-        assert load_config(str(written)).diloco.sync_every == 8
+        assert texts[0].endswith("These settings fit: --diloco.quantization.codec int8")
+        assert caplog.messages[-1].endswith(f"start again with --config {written}")
+        found = load_config(str(written))
+        assert (found.diloco.quantization.codec, found.diloco.sync_every) == ("int8", 8)
+        assert found.run.folder == str(tmp_path), "the same run goes on"
     outer.peers.config = replace(outer.peers.config, sync_every=4)  # islands change
     with patch.object(outer.peers, "reports", lambda: said):
         for step in range(3, 20):

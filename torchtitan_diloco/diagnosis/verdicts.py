@@ -306,16 +306,16 @@ class Judge:
 def _slow_paths(seconds: Mapping[Path, float], usual: float, cycle: float) -> Iterator[Path]:
     """Yield paths between two workers that are slow, while the others from and to them are not."""
     ratio = PATH_RATIO if len(seconds) > 2 else LINK_RATIO
+
+    def is_of_a_side(path: Path, end: int) -> bool:
+        others = [one for key, one in seconds.items() if key != path and key[end] == path[end]]
+        return bool(others) and _is_slow(statistics.median(others), usual, cycle)
+
     for path, took in seconds.items():
-        if not _is_slow(took, usual, cycle, ratio):
-            continue
-        for end in 0, 1:
-            others = [one for key, one in seconds.items() if key != path and key[end] == path[end]]
-            if others and _is_slow(statistics.median(others), usual, cycle):
-                break
-        else:
-            if not _waits_for(seconds.get(path[::-1], 0.0), took):
-                yield path
+        is_single = not (is_of_a_side(path, 0) or is_of_a_side(path, 1))
+        waits = _waits_for(seconds.get(path[::-1], 0.0), took)
+        if _is_slow(took, usual, cycle, ratio) and is_single and not waits:
+            yield path
 
 
 def _slow_sides(seconds: Mapping[Path, float], cycle: float) -> Iterator[tuple[Cause, str]]:

@@ -1,6 +1,7 @@
 """What the trainer says about the workers while a run goes on, and where a process hangs."""
 
 import faulthandler
+import shlex
 import signal
 import time
 from collections.abc import Mapping
@@ -13,10 +14,12 @@ from torchtitan_diloco.components.telemetry import Telemetry
 from torchtitan_diloco.config.schema import format_value
 from torchtitan_diloco.diagnosis.verdicts import Judge, Kind, Verdict
 from torchtitan_diloco.diloco.config import DiLoCoConfig
+from torchtitan_diloco.diloco.gloo_peers import GlooPeers
 from torchtitan_diloco.diloco.peers import Peers
 from torchtitan_diloco.diloco.streaming import OuterLoop, StreamingDiLoCo
 from torchtitan_diloco.diloco.vitals import Report
 from torchtitan_diloco.distributed.world import World
+from torchtitan_diloco.hardware import write_whole
 from torchtitan_diloco.log import logger
 from torchtitan_diloco.planner.ladder import settings_that_fit
 
@@ -116,20 +119,24 @@ class Diagnosis:
         fitting = settings_that_fit(config, fragments, seconds[name], step)
         logger.warning(
             f"the transfers of a cycle take {seconds[name]:.3g} s on {name}, and its steps "
-            f"{config.sync_every * step:.3g}: they cannot be hidden. These settings fit"
-            f"{self._write_settings(fitting)}: {peers.advise(fitting)}"
+            f"{config.sync_every * step:.3g}: they cannot be hidden. These settings fit: "
+            f"{peers.advise(fitting)}"
         )
+        if isinstance(peers, GlooPeers):  # islands change their settings while they run
+            self._write_settings(fitting)
 
-    def _write_settings(self, settings: Mapping[str, object]) -> str:
-        """Write settings as a config that extends the one of this run. Return where it is."""
-        path, configs = self._folder / "settings-that-fit.toml", self._folder.glob("config*.toml")
-        try:
-            now = max(configs, key=lambda one: one.stat().st_mtime).name
-            lines = [f"{key} = {format_value(value)}\n" for key, value in settings.items()]
-            path.write_text(f"extends = {format_value(now)}\n{''.join(lines)}", encoding="utf-8")
-        except (OSError, ValueError):  # a full disk, or no config was written
-            return ""
-        return f" (in {path})"
+    def _write_settings(self, settings: Mapping[str, object]) -> None:
+        """Write a config with which this run goes on with other settings."""
+        folder = self._folder.resolve()
+        path, resumed = folder / "settings-that-fit.toml", folder.glob("config-from-step-*.toml")
+        with suppress(OSError):  # a full disk
+            latest = max([folder / "config.toml", *resumed], key=lambda one: one.stat().st_mtime)
+            changes = {"extends": latest.name, "run.folder": str(folder), **settings}
+            lines = [f"{key} = {format_value(value)}\n" for key, value in changes.items()]
+            write_whole(path, "".join(lines).encode())
+            logger.warning(
+                f"to go on with them, start again with --config {shlex.quote(str(path))}"
+            )
 
     def _say(self, verdict: Verdict, step: int | None = None) -> None:
         """Log a verdict, and write a record after the step at which it begins or ends."""

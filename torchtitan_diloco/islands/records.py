@@ -29,7 +29,7 @@ class AnotherLogError(UserError):
         )
 
 
-PROTOCOL = 5
+PROTOCOL = 6
 """Version of records, their rules, chunks and heartbeats. Islands with another one cannot join."""
 LARGEST = 2**53  # largest number in a record: all JSON readers keep it exactly
 LARGEST_NORM = 1e18  # a part with a larger norm counts as one that is not finite
