@@ -148,13 +148,7 @@ class Trainer:
             checkpointer.wait()
         early = not self.finished if self.island is None else self.island.close()
         gc.enable()
-        if early:
-            is_island = self.island is not None
-            log_early_end(config, folder, self.step, self.plan.total_steps, island=is_island)
-        is_plain = self.island is None and config.data.shard_by == "none"
-        has_control = is_plain and self.start.manifest is None
-        validated = self.validator.validated
-        telemetry.log_summary(folder, self.step, validated, has_control=has_control)
+        self._log_end(folder, telemetry, early=early)
         if checkpointer.failure:
             raise UserError(
                 f"the last checkpoint could not be saved: {checkpointer.failure}; make room and "
@@ -162,6 +156,15 @@ class Trainer:
                 "checkpoint before, if there is one"
             )
         return folder
+
+    def _log_end(self, folder: Path, telemetry: Telemetry, *, early: bool) -> None:
+        config, is_island = self.config, self.island is not None
+        if early:
+            log_early_end(config, folder, self.step, self.plan.total_steps, island=is_island)
+        is_plain = not is_island and config.data.shard_by == "none"
+        has_control = is_plain and self.start.manifest is None
+        validated = self.validator.validated
+        telemetry.log_summary(folder, self.step, validated, has_control=has_control)
 
     def train_step(self, batches: Iterator[Batch]) -> StepResult:
         self.step += 1

@@ -134,47 +134,38 @@ def join_world(
     """Connect to the processes that the launcher started (torchrun's environment variables).
 
     With `outer_loop`, the group between workers uses gloo also on GPUs: NCCL needs one order of
-    operations on all streams of a GPU, which the outer loop's background thread and the collectives
-    of FSDP2 do not have.
+    operations on all streams, which the outer loop's thread and FSDP2 do not have.
     """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     rank = int(os.environ.get("RANK", "0"))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     ranks_per_worker = split_world(size, workers, fsdp)
     chosen = pick_device(device, local_rank, share=outer_loop and ranks_per_worker == 1)
-    init_timeout = timedelta(seconds=distributed.init_timeout_seconds)
+    limit = timedelta(seconds=distributed.init_timeout_seconds)
+    on_gpu = chosen.type == "cuda"
     if size == 1:
-        on_gpu = chosen.type == "cuda"
         return world_of_one(chosen, "nccl") if on_gpu else World(rank, size, workers, chosen)
 
     grid = torch.arange(size).view(workers, ranks_per_worker)
     inner_timeout, several = distributed.train_timeout_seconds, outer_loop and workers > 1
     if several:
         inner_timeout = max(inner_timeout, link.timeout_seconds + LONGER_THAN_LINK_SECONDS)
-    inner_backend = "nccl" if chosen.type == "cuda" else "gloo"
+    inner_backend = "nccl" if on_gpu else "gloo"
     outer_backend = "gloo" if outer_loop else inner_backend
-    worker, column = divmod(rank, ranks_per_worker)
     _check_interface(link.interface, for_nccl=not outer_loop)
     with _gloo_over(link.interface):
         # Eager communicators of NCCL are made below, and none for all ranks, over slow links.
-        dist.init_process_group(
-            "gloo",
-            timeout=init_timeout,
-            store=store_of_attempt(store_of_job(init_timeout), rank, size, init_timeout),
-            rank=rank,
-            world_size=size,
-        )
+        store = store_of_attempt(store_of_job(limit), rank, size, limit)
+        dist.init_process_group("gloo", timeout=limit, store=store, rank=rank, world_size=size)
         streams, names = pick_streams(link, rank, ranks_per_worker) if several else (1, "")
         with _gloo_over(names):
             across = _own_group(grid.t(), outer_backend, link.timeout_seconds, chosen)
         control = _own_group(grid.view(1, size), "gloo", link.timeout_seconds)
         saving = _own_group(grid.view(1, size), "gloo", SAVING_TIMEOUT_SECONDS)
-        # Watch a row and a column of the grid: who loses a rank tells both, so that all hear of it.
-        peers = {*grid[worker].tolist(), *grid[:, column].tolist()} - {rank}
-        worker_of = [one // ranks_per_worker for one in range(size)]
-        liveness = Liveness(dist.new_group(backend="gloo"), workers=worker_of, peers=peers)
+        liveness = _watch(grid, rank)
     inside = _own_group(grid, inner_backend, inner_timeout, chosen)
-    own_ranks = _own_group(grid, "gloo", SAVING_TIMEOUT_SECONDS)
+    own_ranks, row = _own_group(grid, "gloo", SAVING_TIMEOUT_SECONDS), rank // ranks_per_worker
+    host_mesh = DeviceMesh.from_group(own_ranks, "cpu", mesh=grid[row], mesh_dim_names=(FSDP,))
     return World(
         rank,
         size,
@@ -187,11 +178,20 @@ def join_world(
         liveness=liveness,
         shards=_own_group(grid, "gloo", link.timeout_seconds) if ranks_per_worker > 1 else None,
         saving=saving,
-        host_mesh=DeviceMesh.from_group(
-            own_ranks, "cpu", mesh=grid[worker], mesh_dim_names=(FSDP,)
-        ),
+        host_mesh=host_mesh,
         streams=streams,
     )
+
+
+def _watch(grid: torch.Tensor, rank: int) -> Liveness:
+    """Watch a row and a column of the grid of workers and their ranks. Collective.
+
+    Who loses a rank tells both, so that all hear of it.
+    """
+    worker, column = divmod(rank, grid.shape[1])
+    peers = {*grid[worker].tolist(), *grid[:, column].tolist()} - {rank}
+    worker_of = [one // grid.shape[1] for one in range(grid.numel())]
+    return Liveness(dist.new_group(backend="gloo"), workers=worker_of, peers=peers)
 
 
 def share_cores(world: World) -> None:
