@@ -28,6 +28,9 @@ from tests.processes import FORKS
 
 INTERFACE, LOOPBACK = "eth0", "lo"
 PORT = 29500
+LARGEST, BURST = 15_000, 16_384
+"""Bytes that leave a socket as one packet, and the least that a link sends at once. With a smaller
+burst, after a change of its rate, a queued packet would wait for ever."""
 MARK = "BENCHMARK_IN_OWN_NETWORK"
 ENVIRONMENT = os.environ | {
     "PATH": os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
@@ -260,9 +263,9 @@ class Network:
             namespace, port = self.namespace(worker), port_of(worker)
             peer = f"peer name {INTERFACE} netns {namespace.pid}"
             self._run(self.switch, f"ip link add {port} type veth {peer}")
-            self._run(self.switch, f"ip link set {port} master switch up")
+            self._run(self.switch, f"ip link set {port} gso_max_size {LARGEST} master switch up")
             self._run(namespace, f"ip address add {self.address(worker)}/24 dev {INTERFACE}")
-            self._run(namespace, f"ip link set {INTERFACE} up")
+            self._run(namespace, f"ip link set {INTERFACE} gso_max_size {LARGEST} up")
             self._run(namespace, "ip link set lo up")
             self.set_rate(worker, up=self._up, down=self._down)
 
@@ -288,7 +291,7 @@ class Network:
         queue = "pfifo limit 1000"
         if rate < math.inf:
             bytes_per_second = rate * 1e6 / 8
-            burst = max(16_384, round(0.005 * bytes_per_second))
+            burst = max(BURST, round(0.005 * bytes_per_second))
             # As in a router. With less, benchmarks would measure how TCP recovers from losses.
             waiting = max(262_144, round(0.1 * bytes_per_second))
             queue = f"tbf rate {round(rate * 1e6)}bit burst {burst} limit {burst + waiting}"

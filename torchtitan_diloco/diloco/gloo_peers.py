@@ -131,6 +131,7 @@ class GlooPeers(Peers):
             )
             if self._coder.type == "cuda":
                 self._exchanger.warm_up(sizes)
+            watching.describe_late = self._describe_late
         self._finalizer = weakref.finalize(
             self, close, self.background, self._exchanger, watching, own
         )
@@ -186,9 +187,7 @@ class GlooPeers(Peers):
         index, step = round_.fragment, round_.sent_step
         name = self.states[index].fragment.name
         where = f"in the exchange of fragment {index} ({name}), sent after step {step}"
-        self._watching.wait(
-            exchanged, step, f"seen by worker {self.worker} {where}", self._describe_late
-        )
+        self._watching.wait(exchanged, step, f"seen by worker {self.worker} {where}")
 
     def _describe_late(self) -> str:
         """Describe the workers that are waited for, from what they have said before."""

@@ -54,6 +54,8 @@ class Liveness:
         self._others = sorted({self._workers[one] for one in self._peers} - {self._workers[rank]})
         self.steps = 0
         """Of this rank, for messages."""
+        self.describe_late: Callable[[], str] = str
+        """Describes the workers that an exchange waits for, if there is one and they are known."""
         self._lost: dict[int, str] = {}  # the rank that was lost first, with the reason
         self._ended: dict[int, int] = {}  # steps of the ranks that have said goodbye
         self._goodbyes: dict[int, object] = {}  # sent by this rank; gloo needs them until then
@@ -99,32 +101,20 @@ class Liveness:
             self._changed.wait_for(lambda: self._gone(step), SETTLE_SECONDS)
         return self._lost
 
-    def wait(
-        self,
-        result: "Future[Result]",
-        step: int = 0,
-        where: str = "",
-        late: Callable[[], str] = str,
-    ) -> Result:
+    def wait(self, result: "Future[Result]", step: int = 0, where: str = "") -> Result:
         """Return the result of a task of all workers, or raise WorkerLostError.
 
-        `step`: the step that the task follows. `where` is appended to the reason. `late`: describes
-        the workers that are still waited for, if they are known.
+        `step`: the step that the task follows. `where` is appended to the reason.
         """
         try:
-            self.wait_for(result, step, late)
+            self.wait_for(result, step)
             return result.result()
         except WorkerLostError as error:
             self.lost_ranks(step)
             first = self._gone(step) or error
             raise WorkerLostError(first.workers, f"{first.reason}; {where}") from error
 
-    def wait_for(
-        self,
-        result: "Future[Any] | torch.futures.Future[Any]",
-        step: int = 0,
-        late: Callable[[], str] = str,
-    ) -> None:
+    def wait_for(self, result: "Future[Any] | torch.futures.Future[Any]", step: int = 0) -> None:
         """Wait for a future. Raise WorkerLostError if a worker is lost, or has left too early."""
 
         def notify(_: object) -> None:
@@ -140,7 +130,8 @@ class Liveness:
             ):
                 if self._speaks:
                     others = f"worker {' or '.join(map(str, self._others))}"
-                    logger.warning(f"waiting since {seconds:.0f} s for {late() or others}")
+                    late = self.describe_late() or others
+                    logger.warning(f"waiting since {seconds:.0f} s for {late}")
                 seconds *= 2
             if not result.done() and (gone := self._gone(step)):
                 raise gone
