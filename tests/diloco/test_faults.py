@@ -8,7 +8,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -250,6 +250,18 @@ def test_a_worker_that_others_wait_for_is_named(
             assert re.fullmatch(r"waiting since \d+ s for worker .*", lines[0]), lines
             blames = of_worker[worker] != NO_MEAN  # who waits itself is not to blame
             assert missing == ({"worker 1": reason} if blames else {})
+
+
+def test_a_wait_elsewhere_says_whom_an_exchange_waits_for(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As that for the loss of all workers, which every rank needs."""
+    monkeypatch.setattr(liveness_module, "LATE_SECONDS", 0.05)
+    watching, result = Liveness(None), Future[None]()
+    watching.describe_late = lambda: "worker 1: its header has not come"
+    threading.Timer(0.2, result.set_result, [None]).start()
+    watching.wait_for(result)
+    assert caplog.messages[0] == "waiting since 0 s for worker 1: its header has not come"
 
 
 def test_a_second_thread_is_refused() -> None:
