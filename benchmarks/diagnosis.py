@@ -238,15 +238,18 @@ def measure(case: Case, folder: Path) -> Outcome:
             if time.monotonic() > began + fault.lasts:
                 run.signal(victim, signal.SIGCONT)
             time.sleep(0.05)
+        said = verdicts_in(run.printed(*witnesses))  # before they lose each other at the end
+        if math.isnan(seconds) and set(said) - set(before):  # a run that it has ended
+            seconds = time.monotonic() - began
         for one in witnesses:
-            if run.living[one].exitcode and not verdicts_in(run.printed(one)):
+            if run.living[one].exitcode and not said:
                 print(f"worker {one} ended: {run.printed(one)[-2000:]}", flush=True)
     number = next((one for one in numbers if verdicts_in(run.printed(one))), 0)
     history = read_json_lines(run.history(number))[0]
     steps = [one["step"] for one in run.records(number) if one.get("kind") == "verdict"]
     until = min((step for step in steps if step >= BEGIN), default=0)
     rounds = sum(BEGIN <= int(one["step"]) <= until for one in history) if until else math.nan
-    return Outcome(case, verdicts_in(run.printed(*witnesses)), rounds, seconds, history)
+    return Outcome(case, said, rounds, seconds, history)
 
 
 def write_history(folder: Path, outcome: Outcome) -> None:
