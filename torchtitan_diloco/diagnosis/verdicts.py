@@ -22,8 +22,9 @@ NOISE = 4.0
 """It also exceeds the usual deviation from the others by this factor."""
 LINK_RATIO, EVERYBODY_RATIO = 1.5, 1.3
 """A transfer takes this multiple of the usual time, and all steps that of the time before."""
-PATH_RATIO = 2.0
-"""The same for one path of three workers or more, whose links are never shared evenly."""
+PATH_RATIO, MOST_RATIO = 2.0, 1.25
+"""The same for one path of three workers or more, whose links are never shared evenly, and for most
+of the paths from or to a worker whose mean is slow."""
 IN_A_ROW = 2
 """Rounds with a cause until a verdict begins, and rounds in a row without it until it ends."""
 MOST_DOUBLED = 6
@@ -325,19 +326,20 @@ def _slow_sides(seconds: Mapping[Path, float], cycle: float) -> Iterator[tuple[C
     """
     left, named = dict(seconds), dict[str, float]()
     while True:
-        slow = dict[Cause, tuple[float, float, float]]()
+        slow = dict[Cause, tuple[float, float]]()
         for end, kind in enumerate((Kind.SENDING, Kind.RECEIVING)):
             for name in dict.fromkeys(path[end] for path in left):
                 its = [took for path, took in left.items() if path[end] == name]
                 others = [took for path, took in left.items() if name not in path]
                 if len(its) > 1 and others:
-                    took, usual = statistics.median_low(its), statistics.median(others)
-                    if _is_slow(took, usual, cycle):
-                        slow[Cause(kind, name)] = took, statistics.fmean(its), usual
+                    took, usual = statistics.fmean(its), statistics.median(others)
+                    is_most = statistics.median_low(its) > MOST_RATIO * usual
+                    if is_most and _is_slow(took, usual, cycle):
+                        slow[Cause(kind, name)] = took, usual
         if not slow:
             return
         worst = max(slow, key=slow.__getitem__)
-        took, _, usual = slow[worst]
+        took, usual = slow[worst]
         end = 0 if worst.kind is Kind.SENDING else 1
         left = {path: one for path, one in left.items() if path[end] != worst.culprit}
         if not _waits_for(named.setdefault(worst.culprit, took), took):

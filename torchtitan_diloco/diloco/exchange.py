@@ -175,6 +175,7 @@ class Exchange:
 
     def _run(self, header: Header, delta: Tensor) -> list[Header]:
         """Exchange the chunks, in the same order on every worker, with up to `window` in flight."""
+        self._others = self._in_turn(header.outer_round)
         mine = torch.frombuffer(bytearray(header.pack()), dtype=torch.uint8)
         self._traffic.header_sent = time.perf_counter()
         greeting = self._transport.receive(self._headers.items())
@@ -210,6 +211,13 @@ class Exchange:
                 for following in chunks[number + self._window :][:1]:
                     self._receive_means(following)
         return headers
+
+    def _in_turn(self, number: int) -> list[int]:
+        """Return the others in the order of sends, which differs from worker to worker and from
+        round to round: so no path is always the first or the last on a link that they share."""
+        first = [(self.me + one) % self.workers for one in range(1, self.workers)]
+        start = number % len(first)
+        return first[start:] + first[:start]
 
     def _read_headers(self, greeting: Messages, mine: Tensor) -> list[Header]:
         self._traffic.heard = self._transport.wait(greeting)
