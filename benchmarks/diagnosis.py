@@ -100,10 +100,11 @@ FAULTS = {
     "other-bits": Fault("wrong numbers", {"bit": 1.0}, judged=False),
     "clock-jumps": Fault("", {"clock": 3600.0}),
     "full-disk": Fault("", {"disk": 1.0}),
-    "stopped": Fault("stopped", signal=signal.SIGSTOP),
+    # In one job, what has begun to arrive when a worker stops looks like a dead path.
+    "stopped": Fault("stopped", signal=signal.SIGSTOP, also="hung in communication"),
     "stopped-8-s": Fault("stopped", signal=signal.SIGSTOP, lasts=8.0),
     "killed": Fault("lost", signal=signal.SIGKILL, judged=False),
-    "cut": Fault("stopped", cut=True),
+    "cut": Fault("stopped", cut=True, also="hung in communication"),
     "large-packets-lost": Fault("hung in communication", lossy=True),
 }
 SETTINGS = {
