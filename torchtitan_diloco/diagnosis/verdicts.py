@@ -325,16 +325,20 @@ def _slow_sides(seconds: Mapping[Path, float], cycle: float) -> Iterator[tuple[C
     The slowest comes first, and its transfers say nothing about the other ends.
     """
     left, named = dict(seconds), dict[str, float]()
-    while True:
+    while left:
         slow = dict[Cause, tuple[float, float]]()
+        # Next to a slow side, the other links are not shared as they were.
+        least, ratio = (
+            (statistics.median_low(left.values()), PATH_RATIO) if named else (0, LINK_RATIO)
+        )
         for end, kind in enumerate((Kind.SENDING, Kind.RECEIVING)):
             for name in dict.fromkeys(path[end] for path in left):
                 its = [took for path, took in left.items() if path[end] == name]
                 others = [took for path, took in left.items() if name not in path]
                 if len(its) > 1 and others:
-                    took, usual = statistics.fmean(its), statistics.median(others)
+                    took, usual = statistics.fmean(its), max(least, statistics.median(others))
                     is_most = statistics.median_low(its) > MOST_RATIO * usual
-                    if is_most and _is_slow(took, usual, cycle):
+                    if is_most and _is_slow(took, usual, cycle, ratio):
                         slow[Cause(kind, name)] = took, usual
         if not slow:
             return
