@@ -61,8 +61,9 @@ def run_and_exit(main: Callable[[list[str]], int], arguments: list[str]) -> NoRe
 
 
 def exit_soon(code: int, *, clean_up: bool = True) -> NoReturn:
-    """Exit without freeing all objects, which takes almost a second after an import of torch, and in
-    which torch at times aborts ("terminate called without an active exception").
+    """Exit without freeing all objects, which takes almost a second after an import of torch.
+
+    At times torch also aborts in it ("terminate called without an active exception").
 
     Threads that are no daemons are not waited for, and files have to be closed. `clean_up`: call
     the functions of `atexit`, which has no public name for this.

@@ -18,11 +18,8 @@ from torchtitan_diloco.diagnosis.verdicts import IN_A_ROW, SETTLED, Judge, Verdi
 from torchtitan_diloco.diloco.vitals import STOPPED, STUCK, Report, Vitals
 
 HISTORIES = sorted(Path(__file__).parent.glob("histories/*.jsonl"))
-OTHERWISE = {
-    "uplink-1/2": None,
-    "large-packets-lost": None,
-}
-"""Faults that are named otherwise than injected, as docs/troubleshooting.md says."""
+OTHERWISE = {"stopped": ("hung in communication", "worker 1")}
+"""Faults that are named otherwise than injected: this worker stopped while its payload came."""
 MOST_SECONDS = 16.0
 """From a fault to its verdict."""
 Named = tuple[str, str] | None
@@ -35,8 +32,8 @@ class Replay(NamedTuple):
 
     @property
     def expected(self) -> Named:
-        wanted = OTHERWISE.get(self.about["fault"], self.about["expected"])
-        return tuple(wanted) if wanted else None
+        wanted: Named = OTHERWISE.get(self.about["fault"], self.about["expected"])
+        return (wanted[0], wanted[1]) if wanted else None
 
     @property
     def named(self) -> Counter[Named]:
