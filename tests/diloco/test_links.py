@@ -109,6 +109,8 @@ def time_rounds() -> None:
         for other in traffic[0].heard
     }
     print(json.dumps(found), flush=True)
+    outer.close()
+    leave_world(world)  # else another one may lose this one before its last payload
 
 
 def test_a_slow_link_and_a_late_worker_are_told_apart(tmp_path: Path) -> None:

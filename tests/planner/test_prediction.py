@@ -89,7 +89,7 @@ def test_what_training_waits_for() -> None:
     far = replace(UNLIMITED, latency_seconds=0.25)
     found = [waits(1000, far, delay) for delay in range(4)]
     assert found == pytest.approx([0.025, 0.015, 0.005, 0.0]), "a delay hides latency"
-    transfer = waits(250_000 - 16, Conditions(8e6, (0.1, 0.1)))
+    transfer = waits(250_000 - 17, Conditions(8e6, (0.1, 0.1)))
     assert transfer == pytest.approx(0.1), "100 kB a step at 1 MB a second"
     uneven = waits(1000, replace(UNLIMITED, step_seconds=(0.1, 0.2)))
     assert uneven == pytest.approx(0.05), "the mean of none and of the slowest worker's lead"

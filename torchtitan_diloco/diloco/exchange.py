@@ -176,7 +176,8 @@ class Exchange:
     def _run(self, header: Header, delta: Tensor) -> list[Header]:
         """Exchange the chunks, in the same order on every worker, with up to `window` in flight."""
         self._others = self._in_turn(header.outer_round)
-        mine = torch.frombuffer(bytearray(header.pack()), dtype=torch.uint8)
+        content = header.pack().ljust(header_bytes(self.workers), b"\0")  # nothing may be known
+        mine = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         self._traffic.header_sent = time.perf_counter()
         greeting = self._transport.receive(self._headers.items())
         self._transport.send(greeting, [(one, mine) for one in self._others], watched=True)
