@@ -33,7 +33,7 @@ from benchmarks.workers import BEGIN, Job, Run
 from torchtitan_diloco.components.records import read_json_lines
 
 STEP_SECONDS = 0.06
-MOST_SECONDS, AFTER_SECONDS = 60.0, 3.0
+MOST_SECONDS, AFTER_SECONDS = 75.0, 3.0
 """For which a verdict is waited for, and after it for others."""
 WATCHED = 260
 """Steps after the fault began until a run without a verdict ends."""
@@ -100,11 +100,11 @@ FAULTS = {
     "other-bits": Fault("wrong numbers", {"bit": 1.0}, judged=False),
     "clock-jumps": Fault("", {"clock": 3600.0}),
     "full-disk": Fault("", {"disk": 1.0}),
-    # In one job, what has begun to arrive when a worker stops looks like a dead path.
-    "stopped": Fault("stopped", signal=signal.SIGSTOP, also="hung in communication"),
+    "hung": Fault("hung outside communication", {"hang": 3600.0}),
+    "stopped": Fault("stopped", signal=signal.SIGSTOP),
     "stopped-8-s": Fault("stopped", signal=signal.SIGSTOP, lasts=8.0),
     "killed": Fault("lost", signal=signal.SIGKILL, judged=False),
-    "cut": Fault("stopped", cut=True, also="hung in communication"),
+    "cut": Fault("stopped", cut=True),
     "large-packets-lost": Fault("hung in communication", lossy=True),
 }
 SETTINGS = {
@@ -213,13 +213,13 @@ def inject(case: Case, run: Run) -> None:
 def measure(case: Case, folder: Path) -> Outcome:
     fault, victim = case.fault, case.victim
     # The first rank judges; anybody says whom it waits for; who heals itself says so.
-    unable = fault.signal or fault.cut or fault.lossy
+    unable = fault.signal or fault.cut or fault.lossy or "hang" in fault.inside
     numbers = [one for one in range(case.workers) if one != victim] if unable else [0]
     witnesses = [victim] if "nan" in fault.inside else numbers
     settings = SETTINGS | (ISLANDS if case.islands else JOB)
     settings["diloco.workers"] = str(case.workers)
     watched = MOST_SECONDS if case.expected else 60 * case.minutes
-    if not case.expected:
+    if not case.expected or "hang" in fault.inside:  # islands go on without it
         settings["training.steps"] = str(BEGIN + math.ceil(watched / STEP_SECONDS))
     job = Job(settings, sleep=STEP_SECONDS, recorded=True)
     with Run(folder, case.workers, job, islands=case.islands, rate=case.rate) as run:

@@ -133,6 +133,7 @@ class Worker(Trainer):
 
     def break_once(self) -> None:
         fault = self.job.fault
+        time.sleep(fault.get("hang", 0.0))
         if "bit" in fault:
             peers = self.outer.peers  # type: ignore[union-attr]
             copy = peers.states[0].outer

@@ -1,6 +1,7 @@
 """Verdicts of real runs: what workers and islands say of themselves, and stacks of a hang."""
 
 import os
+import re
 import signal
 import threading
 import time
@@ -27,7 +28,7 @@ from torchtitan_diloco.diagnosis.watch import Stacks
 from torchtitan_diloco.diloco import liveness
 from torchtitan_diloco.diloco.streaming import StreamingDiLoCo
 from torchtitan_diloco.diloco.transport import WorkerLostError
-from torchtitan_diloco.diloco.vitals import NOT_FINITE, STUCK, Action, Report, Vitals
+from torchtitan_diloco.diloco.vitals import HUNG, NOT_FINITE, STUCK, Action, Report, Vitals
 from torchtitan_diloco.islands import leader
 from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.connection import Connection
@@ -70,9 +71,12 @@ def test_a_worker_that_is_slow_and_one_that_pauses_are_recorded_until_they_are_w
         assert (begun["over"], over["over"]) == (False, True)
         assert 20 <= begun["since"] <= begun["step"] < 50 < over["step"]
         assert begun["evidence"] == "0.1 s a step, where the other takes 0.02"
-        late = [one for one in found if one["what"] == "stopped" and 70 <= one["since"] <= 78]
+        late = [one for one in found if one["what"] == HUNG and 70 <= one["since"] <= 78]
         assert worker or [one["over"] for one in late] == [False, True]
-        assert worker or "its header has not come" in late[0]["evidence"]
+        expected = (
+            r"its header has not come for \d s, and it answers: its last step, \d+, was \d s ago"
+        )
+        assert worker or re.fullmatch(expected, late[0]["evidence"])
 
 
 def test_an_upload_that_stands_still_is_named_by_its_island_and_then_by_all(

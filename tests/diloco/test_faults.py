@@ -24,7 +24,7 @@ from torchtitan_diloco.diloco import liveness as liveness_module
 from torchtitan_diloco.diloco.exchange import Exchange
 from torchtitan_diloco.diloco.liveness import Liveness
 from torchtitan_diloco.diloco.transport import Header, check_headers
-from torchtitan_diloco.diloco.vitals import STOPPED, STUCK
+from torchtitan_diloco.diloco.vitals import HUNG, STOPPED, STUCK
 from torchtitan_diloco.distributed.world import WORKER
 from torchtitan_diloco.log import UserError, logger
 
@@ -193,12 +193,15 @@ def test_a_worker_that_made_fewer_steps_is_named_when_it_ends(processes: Process
     assert "ended after its step 15, and this one is at 16; call step() equally often" in more
 
 
-NO_HEADER, NO_PAYLOAD, NO_MEAN = "its header has not", "and of its payload nothing", "its mean has"
+NO_STEP = r"its header has not come .* it answers: its last step, 1, was"
+NO_ANSWER = "its header has not come .* and it does not answer"
+NO_PAYLOAD, NO_MEAN = "and of its payload nothing", "its mean has"
 LAST_MEAN = "the others' means have come, and its mean has not"
 
 
 def _waits(of_worker: dict[int, str], stops: str, values: int) -> tuple[list[str], dict[str, str]]:
-    """Worker 1 makes no step, or does not call a method of its exchange, until the others say so.
+    """Worker 1 makes no step, says nothing, or does not call a method of its exchange, until the
+    others say so.
 
     Return the lines and why workers are missing.
     """
@@ -206,7 +209,9 @@ def _waits(of_worker: dict[int, str], stops: str, values: int) -> tuple[list[str
     model = nn.ParameterDict({"weight": nn.Parameter(torch.ones(values))})
     outer = StreamingDiLoCo(model, world.group(WORKER), replace(AVERAGE_EVERY_STEP, link=PATIENT))
     outer.peers.miss = lambda found: missing.update({who: one.absent for who, one in found.items()})
-    stopped = StreamingDiLoCo.step if stops == "step" else getattr(Exchange, stops)
+    owner: type = StreamingDiLoCo if stops in ("step", "all") else Exchange
+    method = "step" if stops == "all" else stops
+    stopped = getattr(owner, method)
 
     def later(*arguments: Any) -> None:
         dist.barrier(group=world.control)
@@ -214,20 +219,23 @@ def _waits(of_worker: dict[int, str], stops: str, values: int) -> tuple[list[str
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(liveness_module, "LATE_SECONDS", 0.5)
+        patch.setattr(liveness_module, "ANSWER_SECONDS", 0.5 if stops == "all" else 60.0)
         patch.setattr(transport, "STILL_SECONDS", 0.2)
         outer.step()
         if world.worker != 1:
             text = of_worker[world.worker]
             threading.Thread(target=_until_said, args=(lines, text, world.control)).start()
         else:
-            patch.setattr(StreamingDiLoCo if stops == "step" else Exchange, stops, later)
+            patch.setattr(owner, method, later)
+            if stops == "all":
+                patch.setattr(Liveness, "_say", lambda *_: None)
         outer.step()
     outer.close()
     return lines.texts, missing
 
 
 def _until_said(lines: Lines, what: str, group: dist.ProcessGroup | None) -> None:
-    while not any(what in text for text in lines.texts):
+    while not any(re.search(what, text) for text in lines.texts):
         time.sleep(0.05)
     dist.barrier(group=group)
 
@@ -235,7 +243,8 @@ def _until_said(lines: Lines, what: str, group: dist.ProcessGroup | None) -> Non
 @pytest.mark.parametrize(
     ("of_worker", "stops", "values", "reason"),
     [
-        ({0: NO_HEADER, 2: NO_HEADER}, "step", 100, STOPPED),
+        ({0: NO_STEP, 2: NO_STEP}, "step", 100, HUNG),
+        ({0: NO_ANSWER, 2: NO_ANSWER}, "all", 100, STOPPED),
         # The delta is smaller than a slice. So only worker 0 needs it, and worker 2 waits for 0.
         ({0: NO_PAYLOAD, 2: NO_MEAN}, "_send", 100, STUCK),
         # A link may begin to lose large packets between the two hops of an exchange.

@@ -22,14 +22,14 @@ from torchtitan_diloco.diloco.config import MAY_DIFFER, DiLoCoConfig, diloco_mis
 from torchtitan_diloco.diloco.exchange import Exchange
 from torchtitan_diloco.diloco.fields import check_class, flat_settings, raise_mistakes
 from torchtitan_diloco.diloco.fragments import describe_layout, local_of
-from torchtitan_diloco.diloco.liveness import Liveness
+from torchtitan_diloco.diloco.liveness import Answer, Liveness
 from torchtitan_diloco.diloco.meeting import agree, broadcast_object, check_group, check_model
 from torchtitan_diloco.diloco.peers import Apply, Peers, Send, close, local_share
 from torchtitan_diloco.diloco.round import InFlight, Round, Traffic
 from torchtitan_diloco.diloco.schedule import is_dropped, is_measured
 from torchtitan_diloco.diloco.state_dict import Facts, SavedState
 from torchtitan_diloco.diloco.transport import Header
-from torchtitan_diloco.diloco.vitals import DROPPED, WENT_WRONG, Report
+from torchtitan_diloco.diloco.vitals import DROPPED, HUNG, STOPPED, WENT_WRONG, Report
 from torchtitan_diloco.log import UserError
 
 
@@ -145,7 +145,7 @@ class GlooPeers(Peers):
         if not 0 <= weight < math.inf:
             raise UserError(f"the weight of a step is {weight}: give a number from 0 up")
         self.step += 1
-        self._watching.steps = self.step
+        self._watching.finish_step(self.step)
         self._weights = [before + weight for before in self._weights]
         self.check()
         applied = self.schedule.applied_at(self.step)
@@ -192,10 +192,15 @@ class GlooPeers(Peers):
     def _describe_late(self) -> str:
         """Describe the workers that are waited for, from what they have said before."""
         late, lines = self._exchanger.late() if self._exchanger else {}, list[str]()
+        answers = self._watching.ask([worker for worker, (why, _) in late.items() if why])
         missing = dict[str, Report]()
         for worker, (why, what) in late.items():
             said = self._reports.get(f"worker {worker}", Report())
             usual = f", whose steps took {said.vitals.step:.3g} s" if said.vitals.step else ""
+            if why:
+                answer = answers.get(worker)
+                why = _settle(why, answer, said.vitals.step or self.vitals().step)
+                what += f", and {answer or 'it does not answer'}"
             lines.append(f"worker {worker}{usual}: {what}")
             if why:
                 missing[f"worker {worker}"] = said._replace(absent=why, evidence=what)
@@ -281,3 +286,15 @@ class GlooPeers(Peers):
         self._watching.wait(self.background.submit(lambda: None))
         self.in_flight.clear()
         self._weights = [0.0] * len(self.states)
+
+
+def _settle(why: str, answer: Answer | None, usual: float) -> str:
+    """Return why a worker is missing, given its answer. `usual`: seconds of a step.
+
+    Without an answer its process or its machine has stopped, or all of its link.
+    """
+    if answer is None:
+        return STOPPED
+    if answer.hangs(usual):
+        return HUNG
+    return "" if why == STOPPED else why

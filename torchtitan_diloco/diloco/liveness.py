@@ -1,8 +1,8 @@
-"""Detection of dead ranks within two seconds.
+"""Detection of dead ranks within two seconds, and of ranks that hang.
 
 When a peer dies, gloo fails a receive at once only if no byte has arrived: a payload in transfer
-hangs until its timeout. So a receive from every peer is posted on a group of its own, where the
-only message is a goodbye.
+hangs until its timeout. So a receive from every peer is posted on a group of its own, for messages
+without payloads. A daemon thread answers there even if training hangs.
 """
 
 import atexit
@@ -12,7 +12,8 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, TypeVar
+from enum import IntEnum
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,36 @@ SETTLE_SECONDS = 0.5
 """From a failed exchange to the error: the listeners may know an earlier cause."""
 LAST_SECONDS = 1.0
 """For which a rank that leaves waits for the others' goodbyes."""
+ANSWER_SECONDS = 2.0
+"""For which an answer is waited for."""
+HANG_STEPS = 10
+"""A step hangs that takes this multiple of the usual time, and `LATE_SECONDS`."""
+
+
+class Message(IntEnum):
+    """What ranks say to each other, with their steps and the milliseconds since the last one."""
+
+    GOODBYE = 0
+    QUESTION = 1
+    ANSWER = 2
+    ANSWER_IN_A_WAIT = 3
+    """The rank waits for others itself."""
+
+
+class Answer(NamedTuple):
+    steps: int
+    seconds: float
+    """Since the last step."""
+    waits: bool
+
+    def hangs(self, usual: float) -> bool:
+        """Return whether the rank makes no steps. `usual`: seconds of a step."""
+        return not self.waits and self.seconds >= max(LATE_SECONDS, HANG_STEPS * usual)
+
+    def __str__(self) -> str:
+        if self.waits:
+            return "it answers: it waits for others itself"
+        return f"it answers: its last step, {self.steps}, was {self.seconds:.0f} s ago"
 
 
 class Liveness:
@@ -52,13 +83,15 @@ class Liveness:
         self._peers = sorted(peers) or [one for one in range(size) if one != rank]
         self._speaks = self._workers.index(self._workers[rank]) == rank
         self._others = sorted({self._workers[one] for one in self._peers} - {self._workers[rank]})
-        self.steps = 0
-        """Of this rank, for messages."""
+        self._steps, self._stepped = 0, time.perf_counter()  # of this rank, for messages
+        self._waits = False
         self.describe_late: Callable[[], str] = str
         """Describes the workers that an exchange waits for, if there is one and they are known."""
         self._lost: dict[int, str] = {}  # the rank that was lost first, with the reason
         self._ended: dict[int, int] = {}  # steps of the ranks that have said goodbye
-        self._goodbyes: dict[int, object] = {}  # sent by this rank; gloo needs them until then
+        self._answers: dict[int, Answer] = {}
+        self._goodbyes = set[int]()  # peers that this rank has said goodbye to
+        self._sent: list[object] = []  # as gloo needs the messages until they are read
         self._changed = threading.Condition()
         self._threads = [
             threading.Thread(target=self._listen, args=(one,), daemon=True) for one in self._peers
@@ -85,6 +118,23 @@ class Liveness:
         deadline = time.perf_counter() + LAST_SECONDS
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.perf_counter()))
+
+    def finish_step(self, steps: int) -> None:
+        """`steps`: that this rank has made."""
+        self._steps, self._stepped = steps, time.perf_counter()
+
+    def ask(self, workers: Collection[int]) -> dict[int, Answer]:
+        """Ask ranks of these workers for their steps. Those that do not answer are left out."""
+        peer_of = {self._workers[rank]: rank for rank in reversed(self._peers)}
+        asked = {worker: peer_of[worker] for worker in workers if worker in peer_of}
+        with self._changed:
+            for rank in asked.values():
+                self._answers.pop(rank, None)
+                self._say(rank, Message.QUESTION)
+            ranks = set(asked.values())
+            self._changed.wait_for(lambda: self._answers.keys() >= ranks, ANSWER_SECONDS)
+            known = {worker: self._answers.get(rank) for worker, rank in asked.items()}
+        return {worker: answer for worker, answer in known.items() if answer is not None}
 
     @property
     def is_lost(self) -> bool:
@@ -124,6 +174,7 @@ class Liveness:
         result.add_done_callback(notify)
         started, seconds = time.perf_counter(), LATE_SECONDS
         with self._changed:
+            self._waits = True
             while not self._changed.wait_for(
                 lambda: result.done() or self._gone(step),
                 started + seconds - time.perf_counter(),
@@ -133,6 +184,7 @@ class Liveness:
                     late = self.describe_late() or others
                     logger.warning(f"waiting since {seconds:.0f} s for {late}")
                 seconds *= 2
+            self._waits = False
             if not result.done() and (gone := self._gone(step)):
                 raise gone
 
@@ -142,32 +194,45 @@ class Liveness:
             return WorkerLostError([self._workers[rank]], reason)
         for rank, steps in self._ended.items():
             if steps < step:
-                why = f"it ended after its step {steps}, and this one is at {self.steps}"
+                why = f"it ended after its step {steps}, and this one is at {self._steps}"
                 why += "; call step() equally often on all workers"
                 return WorkerLostError([self._workers[rank]], why)
         return None
 
     def _listen(self, rank: int) -> None:
-        """Wait for the goodbye of a peer, or its death."""
+        """Answer the questions of a peer until its goodbye, or its death."""
         assert self._group is not None
-        steps = torch.zeros(1, dtype=torch.int64)
         try:
-            self._group.recv([steps], rank, 0).wait(FOREVER)
+            while rank not in self._ended:
+                received = torch.zeros(3, dtype=torch.int64)
+                self._group.recv([received], rank, 0).wait(FOREVER)
+                kind, (steps, milliseconds) = Message(int(received[0])), received[1:].tolist()
+                with self._changed:
+                    if kind is Message.GOODBYE:
+                        self._ended[rank] = steps
+                        self._say_goodbye(rank)
+                    elif kind is Message.QUESTION:
+                        self._say(rank, Message.ANSWER_IN_A_WAIT if self._waits else Message.ANSWER)
+                    else:
+                        waits = kind is Message.ANSWER_IN_A_WAIT
+                        self._answers[rank] = Answer(steps, milliseconds / 1000, waits)
+                    self._changed.notify_all()
         except RuntimeError as error:
             with self._changed:
                 is_first, self._lost = not self._lost, self._lost or {rank: cause_of(error)}
                 self._changed.notify_all()
             if is_first and self._speaks:  # now, as the training thread may be in a step or save
                 logger.warning(str(self._gone()))
-        else:
-            with self._changed:
-                self._ended[rank] = int(steps)
-                self._say_goodbye(rank)
-                self._changed.notify_all()
 
     def _say_goodbye(self, rank: int) -> None:
-        if self._group is None or rank in self._goodbyes or rank in self._lost:
+        if rank not in self._goodbyes:
+            self._goodbyes.add(rank)
+            self._say(rank, Message.GOODBYE)
+
+    def _say(self, rank: int, kind: Message) -> None:
+        if self._group is None or rank in self._lost:
             return
-        steps = torch.tensor([self.steps])
+        milliseconds = int(1000 * (time.perf_counter() - self._stepped))
+        message = torch.tensor([kind, self._steps, milliseconds])
         with suppress(RuntimeError):  # the receive fails as well
-            self._goodbyes[rank] = self._group.send([steps], rank, 0), steps
+            self._sent.append((self._group.send([message], rank, 0), message))

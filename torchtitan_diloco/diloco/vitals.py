@@ -29,8 +29,9 @@ class Vitals(NamedTuple):
         return max(self.upload, self.download, *self.transfers)
 
 
-STOPPED, STUCK = "stopped", "hung in communication"
-"""Why a worker is missing: its header or heartbeats do not come, or only its payload does not."""
+STOPPED, HUNG, STUCK = "stopped", "hung outside communication", "hung in communication"
+"""Why a worker is missing: it does not answer or has no heartbeats; it does, and makes no steps; or
+only its payload does not come."""
 
 
 NOT_FINITE = 1  # the sender's delta has a NaN or an infinity

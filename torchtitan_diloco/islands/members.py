@@ -8,7 +8,7 @@ from typing import Annotated
 
 import msgspec
 
-from torchtitan_diloco.diloco.vitals import Report, Vitals
+from torchtitan_diloco.diloco.vitals import HUNG, STOPPED, Report, Vitals
 from torchtitan_diloco.islands.changes import SLOTS
 from torchtitan_diloco.islands.log import State
 from torchtitan_diloco.islands.records import Count, Name, Seconds, name_of
@@ -24,8 +24,6 @@ class IslandFailedError(RuntimeError):
 
 
 NOTHING_SAID = Vitals()
-STOPPED, HUNG = "stopped", "hung outside communication"
-"""Why an island takes no part in rounds: no heartbeats, or no steps."""
 
 
 class Numbers(msgspec.Struct, frozen=True, array_like=True):

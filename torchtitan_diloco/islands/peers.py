@@ -228,7 +228,7 @@ class IslandPeers(Peers):
             reason = f"give its number of tokens, at most tokens_per_step = {most} of this island"
             raise UserError(f"the weight of a step is {weight}: {reason}")
         self.step += 1
-        self._liveness.steps = self.step
+        self._liveness.finish_step(self.step)
         if not math.isnan(self._boundary_at):
             self._durations.append(time.perf_counter() - self._boundary_at)
         self.check()
