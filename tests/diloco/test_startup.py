@@ -66,7 +66,7 @@ def test_numbers_have_the_type_of_their_setting() -> None:
     [
         ({"method": "none"}, "diloco.method"),
         ({"workers": 3}, "diloco.workers = 3: must be 1"),
-        ({"sync_every": 2.5}, "DiLoCoConfig.sync_every = 2.5: expected `int`"),
+        ({"sync_every": 2.5}, "DiLoCoConfig.sync_every = 2.5: expected a whole number"),
         ({"overlap": Overlap(delay=100)}, r"delay = 100: must be smaller than .*; 0 waits"),
         ({"overlap": Overlap(mixing_end=0.0)}, "mixing_end = 0.0: needs the length of the run"),
         ({"beginning": Beginning(fraction=0.1)}, "fraction = 0.1: needs the length of the run"),

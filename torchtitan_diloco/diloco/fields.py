@@ -9,7 +9,15 @@ import msgspec
 
 from torchtitan_diloco.log import UserError
 
-NAMES = {"`bool`": "true or false", "`array`": "a list", "`str`": "text, in quotes"}
+NAMES = {
+    "`int`": "a whole number",
+    "`int | null`": 'a whole number, or "none"',
+    "`float`": "a number",
+    "`float | null`": 'a number, or "none"',
+    "`bool`": "true or false",
+    "`array`": "a list",
+    "`str`": "text, in quotes",
+}
 
 
 class Section:
@@ -74,8 +82,10 @@ def convert(value: Any, kind: Any, *, is_word: bool = False) -> Any:
         choices = [choice for one in parts for choice in get_args(one)]
         if not choices:
             expected = str(error).partition(", got")[0].removeprefix("Expected ")
-            known = NAMES | {"`object`": f"{getattr(kind, '__name__', '')}(...)"}
-            raise UserError(f"expected {known.get(expected, expected)}") from None
+            words = NAMES | {"`object`": f"{getattr(kind, '__name__', '')}(...)"}
+            for name, text in words.items():
+                expected = expected.replace(name, text)
+            raise UserError(f"expected {expected}") from None
         number = "" if kind in parts else "a number, or "  # 0.1 | "1/steps"
         hint = nearest(str(value), choices)
         raise UserError(f"expected {number}one of {', '.join(choices)}{hint}") from None
@@ -88,7 +98,7 @@ def nearest(key: str, known: Iterable[str]) -> str:
     """Return a hint at the known key that is most like an unknown one, or an empty string."""
     known = list(known)
     same_name = [one for one in known if one.rpartition(".")[2] == key.rpartition(".")[2]]
-    for candidates, cutoff in ((known, 0.8), (same_name, 0.0), (known, 0.6)):
+    for candidates, cutoff in ((known, 0.8), (same_name, 0.0), (known, 0.67)):
         if found := difflib.get_close_matches(key, candidates, n=1, cutoff=cutoff):
             return f"; did you mean {found[0]}?"
     return ""
