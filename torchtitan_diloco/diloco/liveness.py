@@ -132,7 +132,9 @@ class Liveness:
                 self._answers.pop(rank, None)
                 self._say(rank, Message.QUESTION)
             ranks = set(asked.values())
-            self._changed.wait_for(lambda: self._answers.keys() >= ranks, ANSWER_SECONDS)
+            self._changed.wait_for(
+                lambda: self._answers.keys() >= ranks or self._gone(), ANSWER_SECONDS
+            )
             known = {worker: self._answers.get(rank) for worker, rank in asked.items()}
         return {worker: answer for worker, answer in known.items() if answer is not None}
 
