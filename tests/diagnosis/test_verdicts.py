@@ -8,7 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtitan_diloco.diagnosis.verdicts import IN_A_ROW, MEASURED, Cause, Judge, Kind, Verdict
+from torchtitan_diloco.diagnosis.verdicts import (
+    IN_A_ROW,
+    LASTING,
+    MEASURED,
+    Cause,
+    Judge,
+    Kind,
+    Verdict,
+)
 from torchtitan_diloco.diloco.vitals import NOT_FINITE, Report, Vitals
 
 CYCLE, ROUND = 5.0, 6.0
@@ -87,6 +95,20 @@ def test_a_slow_worker_is_named_after_two_rounds_until_it_is_well(
     healed = judged(judge, [clean(workers, rng) for _ in range(IN_A_ROW)], first=30)
     assert [(one.cause, one.over) for one in healed] == [(cause, True)]
     assert judge.verdicts == {}
+
+
+def test_slowness_within_the_noise_is_named_once_it_lasts() -> None:
+    def rounds(extra: float) -> list[list[Vitals]]:
+        noisy = [0.46 + extra, 0.54 + extra] * LASTING
+        return [[Vitals(0.5), Vitals(0.5), Vitals(one)] for one in noisy]
+
+    judge, cause = Judge(), Cause(Kind.COMPUTE, "worker 2")
+    assert judged(judge, rounds(0.0)) == []
+    (verdict,) = judged(judge, rounds(0.1), first=2 * LASTING)
+    assert verdict.cause == cause
+    assert 0 < verdict.since - 2 * LASTING < LASTING
+    healed = judged(judge, rounds(0.0)[:IN_A_ROW], first=4 * LASTING)
+    assert [(one.cause, one.over) for one in healed] == [(cause, True)]
 
 
 @given(st.integers(3, 6), SEEDED, st.floats(2.5, 10.0))
@@ -182,8 +204,9 @@ def test_a_slow_link_to_a_server_is_named_by_its_direction(
             seconds = 0.8 * rng.uniform(0.95, 1.05) * shared
             sick = one == victim and number >= 6
             named: dict[str, Any] = {field: seconds * factor if sick else seconds}
-            # Acknowledgements of the other direction wait, too.
-            named[OTHER_WAY[field]] = 0.8 * rng.uniform(0.95, 1.05) * (factor / 2 if sick else 1)
+            # Answers of an upload wait behind all downloads, requests at times behind an upload.
+            waits = 2 * factor if field == "download" else factor if shared > 1 else 1
+            named[OTHER_WAY[field]] = 0.8 * rng.uniform(0.95, 1.05) * (waits if sick else 1)
             said.append(Vitals(compute=0.5)._replace(**named))
         histories.append(said)
     judge, sick_from = Judge(), 6

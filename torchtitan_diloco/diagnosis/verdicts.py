@@ -20,6 +20,8 @@ FLOOR = 0.1
 """A share of the time of a step, or of a cycle, that is worth a verdict."""
 NOISE = 4.0
 """It also exceeds the usual deviation from the others by this factor."""
+LASTING = 16
+"""Rounds for whose median half of that is enough, as noise hides what is a little slow."""
 LINK_RATIO, EVERYBODY_RATIO = 1.5, 1.3
 """A transfer takes this multiple of the usual time, and all steps that of the time before."""
 PATH_RATIO, MOST_RATIO = 2.0, 1.25
@@ -122,6 +124,8 @@ class Judge:
     def __init__(self) -> None:
         self._shares: dict[Cause, deque[float]] = {}
         """Latest deviations from the others, as shares of a step."""
+        self._latest: dict[Cause, deque[float]] = {}
+        """The same of the last rounds, whether they stand out or not."""
         self._usual: dict[str, deque[float]] = {}
         """Latest medians over workers of what all should notice."""
         self._transfers: dict[str, deque[tuple[float, ...]]] = {}
@@ -219,11 +223,14 @@ class Judge:
 
     def _stands_out(self, cause: Cause, share: float) -> bool:
         shares = self._shares.setdefault(cause, deque(maxlen=HISTORY))
-        usual = 0.0
+        latest = self._latest.setdefault(cause, deque(maxlen=LASTING))
+        latest.append(share)
+        limit = 0.0
         if len(shares) >= FEWEST:
             middle = statistics.median(shares)
-            usual = statistics.median(abs(one - middle) for one in shares)
-        found = share > max(FLOOR, NOISE * usual)
+            limit = NOISE * statistics.median(abs(one - middle) for one in shares)
+        lasts = len(latest) == LASTING and statistics.median(latest) > max(FLOOR, limit / 2)
+        found = share > (FLOOR if lasts else max(FLOOR, limit))
         if not found:  # what stands out is no measure of the usual
             shares.append(share)
         return found
@@ -243,7 +250,7 @@ class Judge:
     ) -> Iterator[tuple[Cause, str]]:
         """`names`: of all workers, also of those that are absent."""
         here = {name: self._usually(name, one) for name, one in here.items()}
-        slow = dict[Cause, tuple[float, str]]()
+        slow = dict[Cause, str]()
         for kind, field in (Kind.SENDING, "upload"), (Kind.RECEIVING, "download"):
             known = {name: getattr(one, field) for name, one in here.items() if getattr(one, field)}
             for name, seconds in known.items():
@@ -251,10 +258,10 @@ class Judge:
                 usual = statistics.median(others) if others else math.inf
                 if _is_slow(seconds, usual, cycle):
                     text = f"the {field}s of a cycle take {seconds:.3g} s, of others {usual:.3g}"
-                    slow[Cause(kind, name)] = seconds / usual, text
-        for cause, (ratio, text) in slow.items():
-            both = [other for (_, name), (other, _) in slow.items() if name == cause.culprit]
-            if not _waits_for(max(both), ratio):
+                    slow[Cause(kind, name)] = text
+        for cause, text in slow.items():
+            # An upload waits for its answers, which come behind all that is downloaded.
+            if cause.kind is Kind.RECEIVING or Cause(Kind.RECEIVING, cause.culprit) not in slow:
                 yield cause, text
         yield from self._slow_transfers(names, here, cycle)
 
