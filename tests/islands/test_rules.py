@@ -6,9 +6,10 @@ from unittest.mock import Mock
 import pytest
 
 from torchtitan_diloco.diloco.schedule import Schedule
+from torchtitan_diloco.diloco.vitals import HUNG, STOPPED, Vitals
 from torchtitan_diloco.islands.log import State
 from torchtitan_diloco.islands.machine import Machine
-from torchtitan_diloco.islands.members import Hint, IslandFailedError, Members
+from torchtitan_diloco.islands.members import Hint, IslandFailedError, Members, Numbers
 from torchtitan_diloco.islands.records import Done, Facts, Give, Open, Part, Record, Take, encode
 from torchtitan_diloco.islands.rounds import Checked, Timing, find_outliers
 
@@ -109,6 +110,21 @@ def test_who_does_not_move_or_has_not_caught_up_is_not_waited_for() -> None:
     assert found.is_ready("stands", 9.0, step_seconds=4.0), "its steps may be as long as one's own"
     assert not found.is_ready("reads", 9.0, step_seconds=0.1)
     assert not found.is_silent("stands", 9.0)
+
+
+def test_who_hangs_is_not_judged_by_its_last_steps() -> None:
+    found, said = members(0.0, 0.0), Numbers(vitals=Vitals(compute=0.5))
+    for second in range(13):
+        found.tick(second)
+        for name, step_seconds in ("short", 0.5), ("long", 2.0):
+            hint = Hint(name, 3, 0, step_seconds, caught_up=True, numbers=said)
+            found.hear(hint, second)
+    expected = {3.0: said.vitals, EXPIRY: Vitals(), PATIENCE: Vitals()}
+    assert {now: found.report("short", now).vitals for now in expected} == expected
+    assert found.report("long", EXPIRY).vitals == said.vitals, "its steps are that long"
+    assert not found.report("short", EXPIRY).absent
+    assert found.report("short", PATIENCE).absent == HUNG
+    assert found.report("short", 12.0 + EXPIRY).absent == STOPPED
 
 
 def test_the_slot_to_take() -> None:

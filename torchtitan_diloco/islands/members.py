@@ -213,13 +213,15 @@ class Members:
         return max(0.0, (now if since is None else since) + self._patience - now)
 
     def report(self, incarnation: str, now: float) -> Report:
-        """Return what an island has said of itself."""
+        """Return what an island has said of itself, but no numbers of steps that are over long."""
         member = self.heard.get(incarnation)
-        said = NOTHING_SAID if member is None else member.hint.numbers.vitals
         if self.is_silent(incarnation, now):
-            return Report(said, absent=STOPPED)
-        hung = member is not None and now - member.moved >= self._patience
-        return Report(said, absent=HUNG if hung else "")
+            return Report(absent=STOPPED)
+        if member is None:
+            return Report()
+        still, usual = now - member.moved, max(self.expiry, 3 * member.hint.step_seconds)
+        said = member.hint.numbers.vitals if still < usual else NOTHING_SAID
+        return Report(said, absent=HUNG if still >= self._patience else "")
 
     def hangs(self, incarnation: str, times: float, now: float) -> bool:
         """Return whether its steps stand still for a multiple of the patience, with heartbeats."""
