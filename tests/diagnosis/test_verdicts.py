@@ -97,6 +97,12 @@ def test_a_slow_worker_is_named_after_two_rounds_until_it_is_well(
     assert judge.verdicts == {}
 
 
+def test_who_says_nothing_is_not_judged_by_what_it_said() -> None:
+    said, slow = Vitals(0.5, upload=0.5), Vitals(0.5, upload=5.0)
+    assert judged(Judge(), [[said, said, slow], *[[said, said, Vitals()]] * 9]) == []
+    assert judged(Judge(), [[said, said, slow], *[[said, said, slow]] * 9]) != []
+
+
 def test_slowness_within_the_noise_is_named_once_it_lasts() -> None:
     def rounds(extra: float) -> list[list[Vitals]]:
         noisy = [0.46 + extra, 0.54 + extra] * LASTING

@@ -300,7 +300,7 @@ class Judge:
         measured = now.upload, now.download, *now.transfers
         if any(measured) and (not latest or measured != latest[-1]):
             latest.append(measured)  # an island says the same until its next transfer
-        if not latest:
+        if not latest or not now.step:  # it says nothing at present
             return now
         uploads, downloads, *transfers = zip(*latest, strict=True)
         known = ([took for took in some if took > 0] for some in transfers)
