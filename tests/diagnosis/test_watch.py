@@ -28,7 +28,15 @@ from torchtitan_diloco.diagnosis.watch import Stacks
 from torchtitan_diloco.diloco import liveness
 from torchtitan_diloco.diloco.streaming import StreamingDiLoCo
 from torchtitan_diloco.diloco.transport import WorkerLostError
-from torchtitan_diloco.diloco.vitals import HUNG, NOT_FINITE, STUCK, Action, Report, Vitals
+from torchtitan_diloco.diloco.vitals import (
+    HUNG,
+    NOT_FINITE,
+    STOPPED,
+    STUCK,
+    Action,
+    Report,
+    Vitals,
+)
 from torchtitan_diloco.islands import leader
 from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.connection import Connection
@@ -132,11 +140,13 @@ def test_islands_say_how_they_are_and_who_is_gone(
         first.stop.set()
 
 
-def watching(folder: Path | None = None) -> tuple[StreamingDiLoCo, watch.Diagnosis, mock.Mock]:
+def watching(
+    folder: Path | None = None, *, is_first: bool = True
+) -> tuple[StreamingDiLoCo, watch.Diagnosis, mock.Mock]:
     """Return a loop in which each step ends a round, what watches it, and its telemetry."""
     outer, _, _ = alone(config())
     telemetry = mock.Mock(applied=[1], vitals=lambda: Vitals(compute=0.25))
-    world = mock.Mock(rank_in_worker=0)
+    world = mock.Mock(rank_in_worker=0, is_first=is_first)
     return outer, watch.Diagnosis(outer, world, telemetry, folder or Path("none")), telemetry
 
 
@@ -154,6 +164,15 @@ def test_an_error_says_who_was_slow(capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr().err
     assert "worker 2: hung in communication (STUCK_IN_NCCL_WITH_ACTIVE_RANKS) since" in printed
     assert "worker 1 left or did not answer in time (connection closed); worker 1: wrong" in printed
+
+
+@pytest.mark.parametrize("absent", [STOPPED, HUNG, STUCK])
+def test_other_workers_name_the_first_one_if_it_is_missing(
+    absent: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    outer, _, _ = watching(is_first=False)
+    outer.peers.miss({"worker 0": Report(absent=absent, evidence="nothing came for 12 s")})
+    assert caplog.messages[0].startswith(f"worker 0: {absent} (")
 
 
 def test_actions_are_recorded_like_verdicts() -> None:

@@ -27,7 +27,7 @@ REPEAT_SECONDS, QUIET_SECONDS = 60.0, 10.0
 """Between two lines about a verdict, and without a round until it is asked who is missing."""
 HANG_SECONDS, HANG_STEPS = 60.0, 20
 """A step that takes so long, and so many times the usual time, has its stacks written down."""
-MISSING = {Kind.STOPPED, Kind.STUCK}
+MISSING = {Kind.STOPPED, Kind.HUNG, Kind.STUCK}
 """Every worker logs them, as the first one may be the culprit."""
 OF_RANKS = {Kind.DATA, Kind.SAVE}
 """What the ranks of a worker have each for itself. The first one's compute contains waits for the
