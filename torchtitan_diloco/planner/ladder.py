@@ -50,7 +50,7 @@ def settings_that_fit(
     the first rung that fits.
 
     Fragments take turns on a link, so each has tau steps for its own transfer. If no rung fits, H
-    becomes as long as it has to be.
+    of the last one becomes as long as it has to be.
 
     Args:
         given: the settings in force.
@@ -58,14 +58,16 @@ def settings_that_fit(
         step: seconds of a step.
     """
     before = given.sync_every, given.overlap.delay, given.quantization.codec
-    found = math.ceil(MARGIN * transfers / step), given.overlap.delay, given.quantization.codec
+    found = before
     for one in rungs(given, LARGEST_SYNC_EVERY * FEW_ROUNDS):
-        if given.quantization.codec == SPARSE != one.quantization.codec:
+        codec = one.quantization.codec
+        if given.quantization.codec == SPARSE != codec:
             continue
         seconds = MARGIN * transfers * _bits(one.quantization) / _bits(given.quantization)
         delay = max(given.overlap.delay, math.ceil(seconds / fragments / step))
-        if seconds <= one.sync_every * step and delay < one.sync_every:
-            found = one.sync_every, delay, one.quantization.codec
+        needed = max(math.ceil(seconds / step), delay + 1)
+        found = max(needed, one.sync_every), delay, codec
+        if needed <= one.sync_every:
             break
     names = "diloco.sync_every", "diloco.overlap.delay", "diloco.quantization.codec"
     changed = zip(names, before, found, strict=True)  # H first, as tau stays below it
