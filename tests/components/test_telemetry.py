@@ -17,12 +17,14 @@ from tests.islands.servers import wait_until
 from tests.processes import ProcessPool
 from tests.test_trainer import LOSS, curve, records, streaming
 from tests.test_trainer import train as train_config
+from torchtitan_diloco.components import records as records_module
 from torchtitan_diloco.components import telemetry as module
 from torchtitan_diloco.components.metrics import METRICS, all_reduce_bytes, goodput, time_shares
 from torchtitan_diloco.components.records import (
+    RecordFiles,
     RoundRecord,
-    drop_records_after,
     from_record,
+    records_until,
     round_record,
     to_line,
 )
@@ -271,6 +273,24 @@ def test_a_full_disk_does_not_end_the_run(
     assert caplog.text.count("No space left") == 1, "said once"
 
 
+def test_a_disk_that_is_full_at_a_resume_loses_no_records_from_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    path, lines = tmp_path / "metrics.jsonl", '{"step": 1}\n{"kind": "round", "step": 2}\n'
+    path.write_text(lines + '{"step": 3}\n')
+    with monkeypatch.context() as patch:
+        patch.setattr(records_module, "write_whole", full)
+        files = RecordFiles(Metrics(tensorboard=False), tmp_path, 2, {}, workers=1, of_run=True)
+        files.write({"step": 3, "loss": 1.0})
+    assert files.kept == [{"step": 1}], "the totals of the run go on"
+    files.write({"step": 4})
+    files.close()
+    assert path.read_text() == lines + '{"step": 4}\n', "there was room again"
+
+
 # --- records --------------------------------------------------------------------------------------
 
 BYTES = 10**6
@@ -306,8 +326,11 @@ def test_a_resume_drops_what_it_repeats_and_what_is_damaged(
     path = tmp_path / "metrics.jsonl"
     lines = ['{"step": 1}', "{damaged", "[1]", '{"kind": "round", "step": 2}', '{"step": null}']
     path.write_bytes("\n".join(lines).encode() + b'\n"\xff"\n{"step": 3}\n{"ste')
-    assert drop_records_after(path, 2) == [{"step": 1}]
-    assert path.read_text() == '{"step": 1}\n{"kind": "round", "step": 2}\n'
+    kept = [{"step": 1}, {"kind": "round", "step": 2}]
+    assert records_until(path, 2) == kept
+    files = RecordFiles(Metrics(), tmp_path, 2, {}, workers=1, of_run=True)
+    files.close()
+    assert (files.kept, files.read()) == (kept[:1], kept)
     assert "4 lines" in caplog.text
 
 

@@ -180,14 +180,15 @@ class RecordFiles:
         self._failed = False
         self._lines: TextIO | None = None
         self._boards: list[Board] = []
+        self._before: list[Record] = []  # to write again
         self.kept: list[Record] = []
         """Records of the steps before a resume."""
         if folder is None:
             return
         with self._tolerating_a_full_disk():
-            folder.mkdir(parents=True, exist_ok=True)
-            self.kept = drop_records_after(folder / METRICS_FILE, step)
-            self._lines = (folder / METRICS_FILE).open("a", buffering=1, encoding="utf-8")
+            self._before = records_until(folder / METRICS_FILE, step)
+            self.kept = [record for record in self._before if "kind" not in record]
+            self._lines = self._open(folder)
         if config.tensorboard or config.wandb:
             from torchtitan_diloco.components.board import TensorBoard, WeightsAndBiases  # slow
 
@@ -195,6 +196,14 @@ class RecordFiles:
                 self._boards.append(TensorBoard(folder, step, workers))
             if config.wandb and of_run:
                 self._boards.append(WeightsAndBiases(config.wandb, folder, step, settings))
+
+    def _open(self, folder: Path) -> TextIO:
+        """Open the file, without the records that a resumed run repeats."""
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / METRICS_FILE
+        write_whole(path, "".join(map(to_line, self._before)).encode())
+        self._before = []
+        return path.open("a", buffering=1, encoding="utf-8")
 
     def read(self) -> list[Record]:
         """Return all records, also of the run before a resume."""
@@ -204,7 +213,8 @@ class RecordFiles:
     def write(self, record: msgspec.Struct | Record) -> None:
         """Write a line of JSON. Show the records of steps on the boards."""
         with self._tolerating_a_full_disk():
-            if self._lines is not None:
+            if self._folder is not None:
+                self._lines = self._lines or self._open(self._folder)
                 self._lines.write(to_line(record))
             if isinstance(record, dict):
                 for board in self._boards:
@@ -240,8 +250,8 @@ class RecordFiles:
             self._failed = True
 
 
-def drop_records_after(path: Path, step: int) -> list[Record]:
-    """Drop the records of later steps, and return those of steps that are kept."""
+def records_until(path: Path, step: int) -> list[Record]:
+    """Return the readable records of a file, without those of later steps."""
     if not path.exists():
         return []
     records, unreadable = read_json_lines(path)
@@ -249,9 +259,7 @@ def drop_records_after(path: Path, step: int) -> list[Record]:
     unreadable += len(records) - len(known)
     if unreadable:
         logger.warning(f"{unreadable} lines of {path} cannot be read and are left out")
-    kept = [record for record in known if record["step"] <= step]
-    write_whole(path, "".join(map(to_line, kept)).encode())
-    return [record for record in kept if "kind" not in record]
+    return [record for record in known if record["step"] <= step]
 
 
 def read_json_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
