@@ -253,6 +253,12 @@ def flip_a_bit(path: Path) -> None:
     path.write_bytes(content)
 
 
+def make_a_folder(path: Path) -> None:
+    """Let reads fail, as on a bad disk, also for root."""
+    path.unlink()
+    path.mkdir()
+
+
 def cut_off(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 
@@ -263,7 +269,9 @@ def cut_off(path: Path) -> None:
         (TENSORS, cut_off, r"/rank-0.safetensors has [\d,]+ bytes instead of [\d,]+"),
         (TENSORS, flip_a_bit, "/rank-0.safetensors has other content"),
         (TENSORS, Path.unlink, "/rank-0.safetensors is missing"),
+        (TENSORS, make_a_folder, r"/rank-0.safetensors cannot be read \(.*directory"),
         (MANIFEST, Path.unlink, "/manifest.json is missing"),
+        (MANIFEST, make_a_folder, r"/manifest.json cannot be read \(.*directory"),
         (MANIFEST, flip_a_bit, "/manifest.json cannot be used"),
         (MANIFEST, lambda path: path.write_text("[]"), "/manifest.json cannot be used"),
         (MANIFEST, lambda path: path.write_text("[" * 10_000), "/manifest.json cannot be used"),
@@ -287,8 +295,9 @@ def test_the_newest_checkpoint_that_is_not_damaged_is_taken(
     with pytest.raises(ValueError, match=f"no checkpoint can be resumed: .*10{wrong}"):
         find_start(ALONE, str(paths[2]), str(tmp_path / "other"))
     assert find_start(ALONE, str(paths[0]), str(tmp_path / "other")).state.step == 1
-    with chdir(paths[0].parent):  # "auto" is no folder in it
+    with chdir(paths[0].parent):  # "auto" is no folder in it, and a step has a relative path
         assert find_start(ALONE, "auto", str(tmp_path)).checkpoint == paths[1]
+        assert find_start(ALONE, paths[0].name, str(tmp_path / "other")).checkpoint == paths[0]
     with pytest.raises(ValueError, match=r"is of the run in run\.folder"):
         find_start(ALONE, str(paths[0]), str(tmp_path))
     assert find_start(ALONE, str(tmp_path / "other"), str(tmp_path)).checkpoint == paths[1]

@@ -129,8 +129,8 @@ def read_manifest(path: Path) -> Manifest:
             raise UserError("its CRC-32 differs")
         if values.get("version") == VERSION:
             return msgspec.convert(values, Manifest)
-    except FileNotFoundError:
-        raise DamagedError(f"{file} is missing") from None
+    except OSError as error:
+        raise _unreadable(file, error) from error
     except (ValueError, RecursionError, msgspec.ValidationError) as error:
         raise DamagedError(f"{file} cannot be used ({error})") from None
     raise UserError(
@@ -139,14 +139,19 @@ def read_manifest(path: Path) -> Manifest:
     )
 
 
+def _unreadable(file: Path, error: OSError) -> DamagedError:
+    missing = isinstance(error, FileNotFoundError)
+    return DamagedError(f"{file} {'is missing' if missing else f'cannot be read ({error})'}")
+
+
 def check_files(path: Path, manifest: Manifest, names: Iterable[str]) -> None:
     """Raise DamagedError if one of the files is damaged."""
     for name in names:
         (size, crc), file = manifest.files[name], path / name
         try:
             found = fingerprint(file)
-        except FileNotFoundError:
-            raise DamagedError(f"{file} is missing") from None
+        except OSError as error:
+            raise _unreadable(file, error) from error
         if found[0] != size:
             raise DamagedError(f"{file} has {found[0]:,} bytes instead of {size:,}")
         if found[1] != crc:
