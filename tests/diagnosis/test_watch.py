@@ -230,6 +230,8 @@ def test_a_step_that_hangs_writes_its_stacks(
         size = stacks.path.stat().st_size
         os.kill(os.getpid(), signal.SIGUSR1)
         wait_until(lambda: stacks.path.stat().st_size > size, "the stacks on a signal")
+        stacks.path.unlink()
+        stacks.rest()
     with Stacks(tmp_path / "other", 0) as stacks:
         stacks.watch(usual=100.0)
         stacks.rest()

@@ -22,7 +22,7 @@ from tests.processes import ProcessPool
 from torchtitan_diloco.diloco import Link, StreamingDiLoCo, WorkerLostError, transport
 from torchtitan_diloco.diloco import liveness as liveness_module
 from torchtitan_diloco.diloco.exchange import Exchange
-from torchtitan_diloco.diloco.liveness import Liveness
+from torchtitan_diloco.diloco.liveness import Answer, Liveness
 from torchtitan_diloco.diloco.transport import Header, check_headers
 from torchtitan_diloco.diloco.vitals import HUNG, STOPPED, STUCK
 from torchtitan_diloco.distributed.world import WORKER
@@ -219,6 +219,7 @@ def _waits(of_worker: dict[int, str], stops: str, values: int) -> tuple[list[str
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(liveness_module, "LATE_SECONDS", 0.5)
+        patch.setattr(liveness_module, "HANG_SECONDS", 0.5)
         patch.setattr(liveness_module, "ANSWER_SECONDS", 0.5 if stops == "all" else 60.0)
         patch.setattr(transport, "STILL_SECONDS", 0.2)
         outer.step()
@@ -259,6 +260,15 @@ def test_a_worker_that_others_wait_for_is_named(
             assert re.fullmatch(r"waiting since \d+ s for worker .*", lines[0]), lines
             blames = of_worker[worker] != NO_MEAN  # who waits itself is not to blame
             assert missing == ({"worker 1": reason} if blames else {})
+
+
+def test_a_step_that_may_compile_does_not_hang() -> None:
+    waits = Answer(5, 100.0, waits=True)
+    assert not waits.hangs(0.1)
+    for seconds, usual, hangs in (11, 0.1, True), (11, 2.0, False), (21, 2.0, True):
+        assert Answer(5, seconds, waits=False).hangs(usual) == hangs
+    assert not Answer(2, 59.0, waits=False).hangs(0.0)
+    assert Answer(2, 60.0, waits=False).hangs(0.0)
 
 
 def test_a_wait_elsewhere_says_whom_an_exchange_waits_for(

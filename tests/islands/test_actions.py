@@ -207,3 +207,20 @@ def test_rounds_do_not_wait_again_and_again_for_who_is_late() -> None:
         merged[action] = state.slots[slow.machine.slot].ledgers[0].merged
     assert idle["wait_less"] < 0.7 * idle["note"]
     assert merged["wait_less"] > 0.8 * merged["note"]
+
+
+def test_nothing_is_said_of_an_island_that_is_gone() -> None:
+    world = World(Plan(slots=3, begin=3, floor=0.5, action="wait_less", steps=400))
+    one, slow, _ = world.start("one"), world.start("slow", Nature(upload=2.5)), world.start("other")
+    said = list[list[str]]()
+
+    def leave() -> None:
+        said.append(one.machine.others.standing())
+        slow.leaving = True
+
+    world.after(40.0, leave)
+    world.run()
+    assert said == [["slow: not waited for"]]
+    last = [action for action in one.machine.actions if action.culprit == "slow"][-1]
+    assert (last.evidence, last.over) == ("it is gone", True)
+    assert one.machine.others.standing() == []

@@ -100,8 +100,9 @@ def island(name: str = "a", **numbers: Any) -> Hint:
 def test_what_islands_do_and_whom_rounds_wait_for() -> None:
     log, history, members = Log(), History(), Members(5.0, 60.0)
     members.connect(0.0)
+    says = ("b: hung outside communication",)
     for name in ("a", "b", "new"):
-        members.hear(island(name, site="oslo", loss=2.5, round_trip_seconds=0.01), 10.0)
+        members.hear(island(name, site="oslo", loss=2.5, round_trip_seconds=0.01, says=says), 10.0)
     log.open()
     log.part(0, 10)
     found = overview(log.state, members, history, 10.5, 100.0)
@@ -110,6 +111,7 @@ def test_what_islands_do_and_whom_rounds_wait_for() -> None:
     assert found["fragments"][0]["waits_for"] == ["b"]
     assert found["fragments"][1]["waits_for"] == []
     assert found["eta_seconds"] == 100 / 800
+    assert found["verdicts"] == [*says]
     soon = Members(5.0, 60.0)
     soon.connect(10.0)
     soon.hear(island("a"), 10.0)
@@ -120,6 +122,7 @@ def test_what_islands_do_and_whom_rounds_wait_for() -> None:
     members.hear(msgspec.structs.replace(island(), leaving=True), 15.0)
     members.hear(msgspec.structs.replace(island("b"), step=6), 9.0)
     gone = overview(log.state, members, history, 15.5, 100.0)
+    assert gone["verdicts"] == [], "of islands that are heard"
     assert [(row["doing"], row["for_seconds"]) for row in gone["islands"]] == [
         ("leaves", None),
         ("gone", 6.5),

@@ -116,6 +116,8 @@ def test_who_hangs_is_not_judged_by_its_last_steps() -> None:
     found, said = members(0.0, 0.0), Numbers(vitals=Vitals(compute=0.5))
     for second in range(13):
         found.tick(second)
+        found.hear(Hint("compiles", 0, 0, 0.0, caught_up=True), second)
+        found.hear(Hint("leaves", 3, 0, 0.5, caught_up=True, leaving=True), second)
         for name, step_seconds in ("short", 0.5), ("long", 2.0):
             hint = Hint(name, 3, 0, step_seconds, caught_up=True, numbers=said)
             found.hear(hint, second)
@@ -124,6 +126,8 @@ def test_who_hangs_is_not_judged_by_its_last_steps() -> None:
     assert found.report("long", EXPIRY).vitals == said.vitals, "its steps are that long"
     assert not found.report("short", EXPIRY).absent
     assert found.report("short", PATIENCE).absent == HUNG
+    assert not found.report("compiles", PATIENCE).absent
+    assert not found.report("leaves", PATIENCE).absent
     assert found.report("short", 12.0 + EXPIRY).absent == STOPPED
 
 

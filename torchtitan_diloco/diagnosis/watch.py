@@ -1,6 +1,7 @@
 """What the trainer says about the workers while a run goes on, and where a process hangs."""
 
 import faulthandler
+import os
 import shlex
 import signal
 import time
@@ -168,8 +169,8 @@ class Stacks:
             faulthandler.register(signal.SIGUSR1, file=self._file, all_threads=True)
         self._written = self._size()
 
-    def _size(self) -> int:
-        return self.path.stat().st_size if self._file is not None else 0
+    def _size(self) -> int:  # of the open file, as somebody may delete the path
+        return os.fstat(self._file.fileno()).st_size if self._file is not None else 0
 
     def watch(self, usual: float) -> None:
         """Expect the end of a step. `usual`: seconds of a step, 0 if they are not known yet."""
@@ -191,6 +192,6 @@ class Stacks:
         faulthandler.cancel_dump_traceback_later()
         if self._file is not None:
             faulthandler.unregister(signal.SIGUSR1)
+            if not self._size():
+                self.path.unlink(missing_ok=True)
             self._file.close()
-            if not self.path.stat().st_size:
-                self.path.unlink()

@@ -31,8 +31,9 @@ LAST_SECONDS = 1.0
 """For which a rank that leaves waits for the others' goodbyes."""
 ANSWER_SECONDS = 2.0
 """For which an answer is waited for."""
-HANG_STEPS = 10
-"""A step hangs that takes this multiple of the usual time, and `LATE_SECONDS`."""
+HANG_STEPS, HANG_SECONDS = 10, 60.0
+"""A step hangs that takes this multiple of the usual time, and `LATE_SECONDS`. While the usual time
+is not known, as the first steps may compile, one that takes these seconds."""
 
 
 class Message(IntEnum):
@@ -52,8 +53,9 @@ class Answer(NamedTuple):
     waits: bool
 
     def hangs(self, usual: float) -> bool:
-        """Return whether the rank makes no steps. `usual`: seconds of a step."""
-        return not self.waits and self.seconds >= max(LATE_SECONDS, HANG_STEPS * usual)
+        """Return whether the rank makes no steps. `usual`: seconds of a step, 0 if unknown."""
+        limit = max(LATE_SECONDS, HANG_STEPS * usual) if usual else HANG_SECONDS
+        return not self.waits and self.seconds >= limit
 
     def __str__(self) -> str:
         if self.waits:

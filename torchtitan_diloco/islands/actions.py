@@ -130,6 +130,11 @@ class Others:
             yield from self._note_entry(entry, ready)
 
     def _note_entry(self, entry: Entry, ready: set[int]) -> Iterator[Action]:
+        here = {name_of(slot.owner) for slot in self._state.slots if slot.owner and not slot.done}
+        for name, one in self._conduct.items():
+            if one.level and name not in here:
+                yield Action(name, str(one.level), "it is gone", over=True)
+                one.level, one.missing, one.wrong = Level.NOTE, 0, 0
         for slot, owner in self._state.owners().items():
             seen, part = look_at(entry, owner, self._incarnation), entry.part_of(owner)
             if seen is None:

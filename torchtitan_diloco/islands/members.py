@@ -219,9 +219,9 @@ class Members:
             return Report(absent=STOPPED)
         if member is None:
             return Report()
-        still, usual = now - member.moved, max(self.expiry, 3 * member.hint.step_seconds)
-        said = member.hint.numbers.vitals if still < usual else NOTHING_SAID
-        return Report(said, absent=HUNG if still >= self._patience else "")
+        usual = max(self.expiry, 3 * member.hint.step_seconds)
+        said = member.hint.numbers.vitals if now - member.moved < usual else NOTHING_SAID
+        return Report(said, absent=HUNG if self.hangs(incarnation, 1, now) else "")
 
     def hangs(self, incarnation: str, times: float, now: float) -> bool:
         """Return whether its steps stand still for a multiple of the patience, with heartbeats."""

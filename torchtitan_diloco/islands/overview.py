@@ -210,6 +210,7 @@ class _Moment:
     def whole(self, islands: list[dict[str, Any]], slots: list[dict[str, Any]]) -> dict[str, Any]:
         """Return the numbers of the run."""
         state, heard = self.state, self.members.heard.copy().values()
+        present = [one for one in heard if self.now - one.heard < self.members.expiry]
         merged, total = max(state.clocks, default=0), state.facts.total_tokens if state.facts else 0
         rate = sum(row["tokens_per_second"] for row in islands if row["doing"] == "trains")
         loss = max((pair for one in heard if (pair := one.hint.numbers.validated)), default=None)
@@ -228,7 +229,7 @@ class _Moment:
             and {"fragment": last[1], "version": last[2], "seconds_ago": _ago(self.at, last[0])},
             "loss": _finite(loss[1]) if loss else None,
             "loss_at_tokens": loss[0] if loss else None,
-            "verdicts": sorted({text for one in heard for text in one.hint.numbers.says}),
+            "verdicts": sorted({text for one in present for text in one.hint.numbers.says}),
             "goodput": kept / read if read else None,
         }
 
