@@ -141,6 +141,8 @@ MISTAKES = [
     (plan("--diloco.workers", "1"), r"there are no links"),
     (plan("--bandwith", "1Gbit"), r"bandwith = \"1Gbit\": unknown key"),
     (KNOWN, r"give a model"),
+    (["--presets", "--diloco.workers", "4"], r"--diloco\.workers: --presets takes no settings"),
+    (["--table", "--gpu", "4"], r"--gpu: --table takes no settings of a run"),
     (plan("--write", "nowhere/plan.toml"), r"No such file or directory: give the path of a new"),
     (plan("--training.global_batch_size", "none", "--write", "x.toml"), r"cannot be written"),
 ]

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 _BANDWIDTH = re.compile(r"(\d*\.?\d+)\s*([kmgt]?)(bits?|bytes?|b)(?:ps|/s)?", re.IGNORECASE)
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
 _SECONDS["y"] = 365 * _SECONDS["d"]
+_LONGEST = 10_000 * _SECONDS["y"]
 _DURATION = re.compile(rf"(\d*\.?\d+)\s*(|{'|'.join(_SECONDS)})", re.IGNORECASE)
 _PREFIXES = {"T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3, "": 1.0, "m": 1e-3, "u": 1e-6}
 
@@ -43,6 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 _plan_failures(options, config)
             return 0
         options, settings = _parse(words)
+        if settings and (options.table or options.presets):
+            option = "--table" if options.table else "--presets"
+            raise UserError(f"{settings[0]}: {option} takes no settings of a run")
         if options.table:
             print(f"Gbit/s for a utilisation, H = {SYNC_EVERY} (arXiv 2501.18512, Table 4)\n")
             print(paper_table())
@@ -293,7 +297,9 @@ def parse_bandwidth(text: str) -> float:
 def parse_duration(text: str, default_unit: str = "") -> float:
     """Return seconds. A unit is required, unless there is a default."""
     if (match := _DURATION.fullmatch(text.strip())) and (unit := match[2].lower() or default_unit):
-        return float(match[1]) * _SECONDS[unit]
+        if (seconds := float(match[1]) * _SECONDS[unit]) <= _LONGEST:
+            return seconds
+        raise argparse.ArgumentTypeError(f'"{text}" is longer than {_LONGEST / _SECONDS["y"]:g}y')
     raise argparse.ArgumentTypeError(f'"{text}" is no time: give a unit, as in 30ms or 0.5s')
 
 

@@ -23,8 +23,8 @@ from torchtitan_diloco.log import UserError
 
 ABSENCES = 6
 """Simulated ones, at as many points of a cycle."""
-LEAST_STEP = 0.01
-"""Seconds. With shorter ones, the simulation would take minutes."""
+LEAST_STEP, LONGEST_STEP = 0.01, 60.0
+"""Seconds. With others, the simulation would take minutes."""
 SLOT_SECONDS = 60.0
 CHECKSUM = "equal"
 MESSAGE_SECONDS = 0.02
@@ -43,8 +43,9 @@ class Rules:
     grace_seconds: float = 1.0
 
     def __post_init__(self) -> None:
-        if not LEAST_STEP <= self.step_seconds <= 3600:
-            raise UserError(f"--step-time {self.step_seconds:g}s: give {LEAST_STEP:g}s to 1h")
+        if not LEAST_STEP <= self.step_seconds <= LONGEST_STEP:
+            limits = f"{LEAST_STEP:g}s to {LONGEST_STEP:g}s"
+            raise UserError(f"--step-time {self.step_seconds:g}s: give {limits}")
         if not 0 < self.grace_seconds <= 3600:
             raise UserError(f"--grace {self.grace_seconds:g}s: give more than 0, up to 1h")
 
