@@ -219,9 +219,13 @@ class Members:
             return Report(absent=STOPPED)
         if member is None:
             return Report()
-        usual = max(self.expiry, 3 * member.hint.step_seconds)
-        said = member.hint.numbers.vitals if now - member.moved < usual else NOTHING_SAID
+        is_moving = self.is_moving(incarnation, now, member.hint.step_seconds)
+        said = member.hint.numbers.vitals if is_moving else NOTHING_SAID
         return Report(said, absent=HUNG if self.hangs(incarnation, 1, now) else "")
+
+    def is_moving(self, incarnation: str, now: float, step_seconds: float) -> bool:
+        """Return whether an island that was heard has made a step lately. `step_seconds`: usual."""
+        return now - self.heard[incarnation].moved < max(self.expiry, 3 * step_seconds)
 
     def hangs(self, incarnation: str, times: float, now: float) -> bool:
         """Return whether its steps stand still for a multiple of the patience, with heartbeats."""
@@ -237,7 +241,7 @@ class Members:
             return True
         if not self.has_caught_up(incarnation) or self.is_silent(incarnation, now):
             return False
-        return now - self.heard[incarnation].moved < max(self.expiry, 3 * step_seconds)
+        return self.is_moving(incarnation, now, step_seconds)
 
     # --- slots ------------------------------------------------------------------------------------
 

@@ -188,7 +188,7 @@ class _Moment:
             return "waits", None
         if not member.hint.caught_up:
             return "behind the log", None
-        if self.now - member.moved >= max(self.members.expiry, 3 * member.hint.step_seconds):
+        if not self.members.is_moving(name, self.now, member.hint.step_seconds):
             return "makes no step", _ago(self.now, member.moved)
         return "trains", None
 
