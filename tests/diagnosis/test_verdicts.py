@@ -162,6 +162,29 @@ def test_a_worker_that_is_slow_in_both_directions_is_the_only_one_named(
     assert found == named if is_even else found == {Cause(Kind.SENDING, f"worker {victim}")}
 
 
+@given(st.integers(3, 6), SEEDED, st.floats(2.5, 10.0), st.floats(2.0, 3.0), st.booleans())
+def test_no_path_is_named_if_two_share_a_slow_link_unevenly(
+    workers: int, rng: random.Random, factor: float, uneven: float, first: bool
+) -> None:
+    """The link of one worker, slow in both directions."""
+    victim, judge = rng.randrange(workers), Judge()
+    path = (victim, (victim + 1) % workers)
+    path = path if first else path[::-1]
+    links = [
+        links_of(
+            workers,
+            rng,
+            lambda *ends: (factor if victim in ends else 1.0) * (uneven if ends == path else 1.0),
+        )
+        for _ in range(8)
+    ]
+    found = {
+        one.cause for one in judged(judge, [with_links(clean(workers, rng), one) for one in links])
+    }
+    assert found
+    assert found <= {Cause(kind, f"worker {victim}") for kind in (Kind.SENDING, Kind.RECEIVING)}
+
+
 @given(st.integers(4, 6), SEEDED, st.floats(2.5, 10.0), st.integers(0, 1))
 def test_two_slow_workers_of_four_are_named_and_no_other(
     workers: int, rng: random.Random, factor: float, end: int

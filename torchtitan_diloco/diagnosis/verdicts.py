@@ -317,7 +317,9 @@ def _slow_paths(seconds: Mapping[Path, float], usual: float, cycle: float) -> It
 
     def is_of_a_side(path: Path, end: int) -> bool:
         others = [one for key, one in seconds.items() if key != path and key[end] == path[end]]
-        return bool(others) and _is_slow(statistics.median(others), usual, cycle)
+        # Of three workers, most paths are slow if one of them is slow in both directions.
+        rest = [one for key, one in seconds.items() if path[end] not in key] or [usual]
+        return bool(others) and _is_slow(statistics.median(others), statistics.median(rest), cycle)
 
     for path, took in seconds.items():
         is_single = not (is_of_a_side(path, 0) or is_of_a_side(path, 1))
