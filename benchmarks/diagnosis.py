@@ -213,7 +213,7 @@ def inject(case: Case, run: Run) -> None:
 def measure(case: Case, folder: Path) -> Outcome:
     fault, victim = case.fault, case.victim
     # The first rank judges; anybody says whom it waits for; who heals itself says so.
-    unable = fault.signal or fault.cut or fault.lossy or "hang" in fault.inside
+    unable = fault.signal or fault.cut or fault.lossy or {"hang", "bit"} & fault.inside.keys()
     numbers = [one for one in range(case.workers) if one != victim] if unable else [0]
     witnesses = [victim] if "nan" in fault.inside else numbers
     settings = SETTINGS | (ISLANDS if case.islands else JOB)

@@ -182,6 +182,27 @@ def test_who_has_other_bits_than_most_islands_ends() -> None:
         disputes.settle(45.0)
 
 
+@pytest.mark.parametrize("sick", ["i0", "i1"])
+def test_who_agreed_before_others_differ_has_no_vote(sick: str) -> None:
+    """The one with a flipped bit hears of one that differs first, and must not name it."""
+    one = Alone(slots=(0, 1, 2))
+    disputes = one.island.others.disputes
+    members(40.0, 40.0, "i1", "i2", of=one.island.members)
+    disputes.note(0, "i2", 5, same=True)
+    disputes.note(0, "i1", 6, same=False)
+    disputes.note(0, "i1", 7, same=False)
+    assert disputes.settle(40.0) == []
+    assert disputes.is_undecided(0)
+    disputes.note(0, "i2", 6, same=sick == "i1")
+    if sick == "i0":
+        with pytest.raises(IslandFailedError, match="other bits on island i1, i2 than on this one"):
+            disputes.settle(40.5)
+    else:
+        [warning] = disputes.settle(40.5)
+        assert "other bits on island i1 than on this one and 1 more" in warning
+        assert not disputes.is_undecided(0)
+
+
 @pytest.mark.parametrize(
     ("norms", "merged", "alone", "outliers"),
     [

@@ -188,14 +188,22 @@ class Disputes:
 
     def __init__(self, state: State, members: Members, incarnation: str) -> None:
         self._state, self._members, self._incarnation = state, members, incarnation
-        self._same: dict[tuple[int, str], bool] = {}
-        """Whether an island had the same bits of a fragment when they were compared last."""
+        self._same: dict[tuple[int, str], int] = {}
+        """Latest version of a fragment of which an island had the same bits."""
+        self._other: dict[tuple[int, str], int] = {}
+        """First version of which it had others, unless it had the same since then."""
         self._undecided: dict[int, float] = {}
         """Fragments of which half of the islands have other bits, and since when."""
         self._warned = set[tuple[int, str]]()
 
-    def note(self, fragment: int, incarnation: str, *, same: bool) -> None:
-        self._same[fragment, incarnation] = same
+    def note(self, fragment: int, incarnation: str, version: int, *, same: bool) -> None:
+        key = fragment, incarnation
+        if not same:
+            self._other[key] = min(version, self._other.get(key, version))
+        else:
+            self._same[key] = max(version, self._same.get(key, 0))
+            if version >= self._other.get(key, 0):  # it may be of an earlier heartbeat
+                self._other.pop(key, None)
 
     def is_undecided(self, fragment: int) -> bool:
         return fragment in self._undecided
@@ -240,12 +248,17 @@ class Disputes:
         return found
 
     def _votes(self) -> Iterator[tuple[int, set[str]]]:
-        """Yield how many others have the same bits of each fragment, and which have others."""
+        """Yield how many others have the same bits of each fragment, and which have others.
+
+        Who had the same before the first difference says nothing about it.
+        """
         owners = set(self._state.owners().values()) - {self._incarnation}
         for fragment in range(len(self._state.fragments)):
-            known = {owner: self._same.get((fragment, owner)) for owner in owners}
-            others = {owner for owner, one in known.items() if one is False}
-            yield sum(one is True for one in known.values()), others
+            keys = {owner: (fragment, owner) for owner in owners}
+            others = {owner for owner, key in keys.items() if key in self._other}
+            since = min((self._other[keys[owner]] for owner in others), default=0)
+            same = (self._same.get(keys[owner], -1) >= since for owner in owners - others)
+            yield sum(same), others
 
     def _hashes(self, fragment: int, others: set[str]) -> str:
         """Name both hashes of a version on which heartbeats differ."""
@@ -266,5 +279,6 @@ class Disputes:
                 own = shared.checksums.get(version)
                 if silent:
                     self._same.pop((fragment, incarnation), None)
+                    self._other.pop((fragment, incarnation), None)
                 elif own is not None:
-                    self.note(fragment, incarnation, same=checksum == own)
+                    self.note(fragment, incarnation, version, same=checksum == own)

@@ -124,7 +124,9 @@ class Rounds:
             return
         if not own and (outcome.disputed or not outcome.void):
             disputes = self._island.others.disputes
-            disputes.note(self._fragment, record.incarnation, same=not outcome.disputed)
+            version = record.base if isinstance(record, Part) else record.version - 1
+            same = not outcome.disputed
+            disputes.note(self._fragment, record.incarnation, version, same=same)
         if isinstance(record, Part):
             if record == self.sent:
                 self.under_way, self._returned_step = False, self._island.step
