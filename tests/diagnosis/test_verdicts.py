@@ -101,6 +101,11 @@ def test_who_says_nothing_is_not_judged_by_what_it_said() -> None:
     said, slow = Vitals(0.5, upload=0.5), Vitals(0.5, upload=5.0)
     assert judged(Judge(), [[said, said, slow], *[[said, said, Vitals()]] * 9]) == []
     assert judged(Judge(), [[said, said, slow], *[[said, said, slow]] * 9]) != []
+    waits = [[said, said, Vitals(download=5.0 + 0.1 * one)] for one in range(9)]
+    said = said._replace(download=0.5)
+    waits = [[said, said, slow], *([said, said, one] for _, _, one in waits)]
+    found = [one.cause for one in judged(Judge(), waits)]
+    assert found == [Cause(Kind.RECEIVING, "worker 2")], "it waits for its downloads"
 
 
 def test_slowness_within_the_noise_is_named_once_it_lasts() -> None:

@@ -247,11 +247,12 @@ def test_a_save_does_not_wait_for_an_upload(server: Join) -> None:
         island.finish()
 
 
-def test_a_save_that_waits_for_parts_counts_this_as_waiting(
-    server: Join, monkeypatch: pytest.MonkeyPatch
+def test_a_save_that_waits_for_parts_counts_this_as_waiting_and_says_so(
+    server: Join, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The time of a save is compared with that of others, and a lost link is no slow disk."""
-    monkeypatch.setattr(island_peers, "STILL_SECONDS", 0.2)
+    for limit in ("STILL_SECONDS", "LATE_SECONDS"):
+        monkeypatch.setattr(island_peers, limit, 0.2)
     fetches, released, waited = threading.Event(), threading.Event(), list[float]()
 
     def save(island: Island) -> None:
@@ -277,6 +278,7 @@ def test_a_save_that_waits_for_parts_counts_this_as_waiting(
     with started(island):
         island.finish()
     assert waited[0] >= 0.2
+    assert re.search(r"waiting since 0 s for \d+ records of the log", caplog.text)
 
 
 def test_alpha_follows_the_tokens_of_the_run(server: Join, monkeypatch: pytest.MonkeyPatch) -> None:

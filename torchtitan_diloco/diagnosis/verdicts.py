@@ -300,14 +300,15 @@ class Judge:
         measured = now.upload, now.download, *now.transfers
         if any(measured) and (not latest or measured != latest[-1]):
             latest.append(measured)  # an island says the same until its next transfer
-        if not latest or not now.step:  # it says nothing at present
+        if not latest:
             return now
-        uploads, downloads, *transfers = zip(*latest, strict=True)
-        known = ([took for took in some if took > 0] for some in transfers)
+        known = ([took for took in some if took > 0] or [0.0] for some in zip(*latest, strict=True))
+        uploads, downloads, *transfers = known
         return now._replace(
-            upload=min(uploads),
-            download=min(downloads),
-            transfers=tuple(statistics.median(some or [0.0]) for some in known),
+            # Of one that makes no steps, only what it says at present counts.
+            upload=min(uploads) if now.step or now.upload else 0.0,
+            download=min(downloads) if now.step or now.download else 0.0,
+            transfers=tuple(map(statistics.median, transfers)) if now.step else now.transfers,
         )
 
 

@@ -180,6 +180,23 @@ class Leader:
             due.applied[0].waited = now - started
         return due
 
+    def describe_wait(self) -> str:
+        """Describe what training waits for."""
+        if unread := len(self._connection.records):
+            rate = self._gauges.download_bytes_per_second
+            speed = f", whose parts come at {1e-6 * rate:.3g} MB/s" if rate else ""
+            return f"{unread} records of the log{speed}; the others go on"
+        with self.changed:
+            state, owners = self.state, self.state.owners()
+            awaited = [
+                name_of(owners[slot])
+                for slot in sorted(self.machine.ready_slots(time.monotonic()))
+                for one in state.fragments
+                if one.open is not None and one.waiting_of(slot) is None
+            ]
+            quorum = f"islands: {self.machine.facts.quorum} have to be there (islands.quorum)"
+        return f"parts of {', '.join(dict.fromkeys(awaited))}" if awaited else quorum
+
     def store(self, part: Part, payload: Tensor) -> int:
         """Store the chunks of an own part and append the part. Return the bytes sent."""
         if part.finite:

@@ -213,14 +213,16 @@ class Members:
         return max(0.0, (now if since is None else since) + self._patience - now)
 
     def report(self, incarnation: str, now: float) -> Report:
-        """Return what an island has said of itself, but no numbers of steps that are over long."""
+        """Return what an island has said of itself. While it makes no steps, only the time of its
+        downloads counts: it may wait for them, and the rest is of steps that are over long."""
         member = self.heard.get(incarnation)
         if self.is_silent(incarnation, now):
             return Report(absent=STOPPED)
         if member is None:
             return Report()
         is_moving = self.is_moving(incarnation, now, member.hint.step_seconds)
-        said = member.hint.numbers.vitals if is_moving else NOTHING_SAID
+        said = member.hint.numbers.vitals
+        said = said if is_moving else Vitals(download=said.download)
         return Report(said, absent=HUNG if self.hangs(incarnation, 1, now) else "")
 
     def is_moving(self, incarnation: str, now: float, step_seconds: float) -> bool:

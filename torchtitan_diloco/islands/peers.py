@@ -23,7 +23,7 @@ from torchtitan_diloco.diloco.background import BackgroundThread
 from torchtitan_diloco.diloco.config import DiLoCoConfig
 from torchtitan_diloco.diloco.fields import check_class
 from torchtitan_diloco.diloco.fragments import drop_gathered
-from torchtitan_diloco.diloco.liveness import Liveness
+from torchtitan_diloco.diloco.liveness import LATE_SECONDS, Liveness
 from torchtitan_diloco.diloco.meeting import broadcast_object, code_fingerprint
 from torchtitan_diloco.diloco.peers import Apply, Peers, Send, close, local_share
 from torchtitan_diloco.diloco.round import InFlight, Round
@@ -96,6 +96,8 @@ class IslandPeers(Peers):
         self._sent: dict[int, InFlight] = {}  # the latest part of each fragment, and its upload
         self._durations, self._boundary_at = deque[float](maxlen=16), math.nan
         self._last = Boundary(clock=0)
+        self._said = 0.0, 0.0
+        """Since when training waited, and for how long, when this was said last."""
         self._saved: State | None = None  # state of the log in the checkpoint that was loaded
 
     # --- start and end ----------------------------------------------------------------------------
@@ -261,7 +263,7 @@ class IslandPeers(Peers):
 
     def _boundary(self) -> Iterator[Send | Apply]:
         """Yield on all ranks what the first rank decides."""
-        waits = True
+        waits, began = True, time.perf_counter()
         while waits:
             started = time.perf_counter()
             mine = None if self._leader is None else self._leader.decide()
@@ -270,7 +272,7 @@ class IslandPeers(Peers):
             if last.settings != before:
                 self._use(last.settings)
             waits = last.waits_until is not None
-            self._miss_others(started)
+            self._miss_others(began)
             counted = sum(one.waited for one in last.applied)  # by their rounds
             self.meter.waited(time.perf_counter() - started - counted)
             for due in last.applied:
@@ -283,9 +285,16 @@ class IslandPeers(Peers):
                 self._sent[part.fragment] = round_, stored
 
     def _miss_others(self, since: float) -> None:
-        """Say who is missing, which may be this island, if training has waited long."""
-        if self._leader is not None and time.perf_counter() > since + STILL_SECONDS:
-            self.miss({name: one for name, one in self.reports().items() if one.absent})
+        """Say who is missing, which may be this island, if training has waited long, and then what
+        it waits for."""
+        waited = time.perf_counter() - since
+        if self._leader is None or waited < STILL_SECONDS:
+            return
+        self.miss({name: one for name, one in self.reports().items() if one.absent})
+        limit = 2 * self._said[1] if since == self._said[0] else LATE_SECONDS
+        if waited >= limit:
+            self._said = since, limit
+            logger.warning(f"waiting since {waited:.0f} s for {self._leader.describe_wait()}")
 
     def _use(self, settings: Mapping[str, str]) -> None:
         """Use the settings of the run."""
