@@ -268,6 +268,8 @@ class Leader:
         except ClosedError:
             pass
         except Exception as error:  # raised again in the training thread
+            if isinstance(error, IslandFailedError):
+                self._send_hint()  # others may not have seen its bits yet
             with self.changed:
                 self._failure = error
                 self.changed.notify_all()
@@ -356,13 +358,16 @@ class Leader:
     def _beat(self) -> None:
         """Send heartbeats, in a thread of their own as the reading thread may be busy."""
         while not self._closed.wait(BEAT):
-            unread = next(iter(self._connection.records.copy()), None)
-            lag = 0.0 if unread is None else time.monotonic() - unread.at
-            # Also after a connection is made, as there is more to read then.
-            is_soon = lag <= self._connection.members.expiry
-            caught_up = is_soon and 0 <= self._connection.last <= self.state.sequence
-            hint = self.machine.hint(caught_up=caught_up)
-            numbers = self._gauges.read(self._connection.site, self._connection.round_trip)
-            says = (*self.machine.others.standing(), *numbers.says)
-            numbers = msgspec.structs.replace(numbers, says=says)
-            self._connection.beat(msgspec.structs.replace(hint, numbers=numbers))
+            self._send_hint()
+
+    def _send_hint(self) -> None:
+        unread = next(iter(self._connection.records.copy()), None)
+        lag = 0.0 if unread is None else time.monotonic() - unread.at
+        # Also after a connection is made, as there is more to read then.
+        is_soon = lag <= self._connection.members.expiry
+        caught_up = is_soon and 0 <= self._connection.last <= self.state.sequence
+        hint = self.machine.hint(caught_up=caught_up)
+        numbers = self._gauges.read(self._connection.site, self._connection.round_trip)
+        says = (*self.machine.others.standing(), *numbers.says)
+        numbers = msgspec.structs.replace(numbers, says=says)
+        self._connection.beat(msgspec.structs.replace(hint, numbers=numbers))
