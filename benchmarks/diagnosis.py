@@ -214,7 +214,8 @@ def measure(case: Case, folder: Path) -> Outcome:
     fault, victim = case.fault, case.victim
     # The first rank judges; anybody says whom it waits for; who heals itself says so.
     unable = fault.signal or fault.cut or fault.lossy or {"hang", "bit"} & fault.inside.keys()
-    numbers = [one for one in range(case.workers) if one != victim] if unable else [0]
+    first = 1 if case.islands and victim == 0 else 0
+    numbers = [one for one in range(case.workers) if one != victim] if unable else [first]
     witnesses = [victim] if "nan" in fault.inside else numbers
     settings = SETTINGS | (ISLANDS if case.islands else JOB)
     settings["diloco.workers"] = str(case.workers)
@@ -228,7 +229,7 @@ def measure(case: Case, folder: Path) -> Outcome:
             run.network.set_rate(case.workers, up=rate, down=rate)
         for worker in range(case.workers):
             run.start(worker, fault=fault.inside if fault.by_all or worker == victim else {})
-        run.reach(witnesses[0], BEGIN, seconds=240)  # who hangs does not end that step
+        run.reach(witnesses[0], BEGIN, seconds=240)  # who hangs does not end this step
         before, began, seconds = verdicts_in(run.printed(*witnesses)), time.monotonic(), math.nan
         inject(case, run)
         end = began + watched
