@@ -96,8 +96,7 @@ class IslandPeers(Peers):
         self._sent: dict[int, InFlight] = {}  # the latest part of each fragment, and its upload
         self._durations, self._boundary_at = deque[float](maxlen=16), math.nan
         self._last = Boundary(clock=0)
-        self._said = 0.0, 0.0
-        """Since when training waited, and for how long, when this was said last."""
+        self._said = 0.0, 0.0  # since when training waited, and for how long, when it was said
         self._saved: State | None = None  # state of the log in the checkpoint that was loaded
 
     # --- start and end ----------------------------------------------------------------------------
@@ -285,8 +284,7 @@ class IslandPeers(Peers):
                 self._sent[part.fragment] = round_, stored
 
     def _miss_others(self, since: float) -> None:
-        """Say who is missing, which may be this island, if training has waited long, and then what
-        it waits for."""
+        """Say who is missing, maybe this island, and then what training has waited long for."""
         waited = time.perf_counter() - since
         if self._leader is None or waited < STILL_SECONDS:
             return
