@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Run the tests: ./run_tests.sh [pytest arguments]. Without arguments, all tests run on up to four cores.
+# Run the tests: ./run_tests.sh [pytest arguments]. Without arguments, all tests run, up to four at once.
 set -euo pipefail
 
 # shellcheck source=scripts/environment.sh
@@ -7,7 +7,8 @@ source "$(dirname -- "${BASH_SOURCE[0]}")/scripts/environment.sh"
 prepare_environment test
 
 cd "$REPOSITORY"
-if [ $# -eq 0 ]; then # at most four, because a test may start four processes itself
-    set -- -n auto --maxprocesses 4 --dist worksteal
+if [ $# -eq 0 ]; then # one more than cores as tests often wait, at most four as a test may start four processes itself
+    cores="$(nproc)"
+    set -- -n "$((cores < 3 ? cores + 1 : 4))" --dist worksteal
 fi
 exec "$ENVIRONMENT_PYTHON" -m pytest "$@"
