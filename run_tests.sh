@@ -8,7 +8,7 @@ prepare_environment test
 
 cd "$REPOSITORY"
 if [ $# -eq 0 ]; then # one more than cores as tests often wait, at most four as a test may start four processes itself
-    cores="$(nproc)"
+    cores="$(nproc 2>/dev/null || echo 2)"
     set -- -n "$((cores < 3 ? cores + 1 : 4))" --dist worksteal
 fi
 exec "$ENVIRONMENT_PYTHON" -m pytest "$@"

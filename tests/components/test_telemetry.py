@@ -273,8 +273,9 @@ def test_a_full_disk_does_not_end_the_run(
     assert caplog.text.count("No space left") == 1, "said once"
 
 
-def test_a_disk_that_is_full_at_a_resume_loses_no_records_from_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("failing", ["write_whole", "records_until"])
+def test_a_disk_that_fails_at_a_resume_loses_no_records_from_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
 ) -> None:
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -282,10 +283,11 @@ def test_a_disk_that_is_full_at_a_resume_loses_no_records_from_before(
     path, lines = tmp_path / "metrics.jsonl", '{"step": 1}\n{"kind": "round", "step": 2}\n'
     path.write_text(lines + '{"step": 3}\n')
     with monkeypatch.context() as patch:
-        patch.setattr(records_module, "write_whole", full)
+        patch.setattr(records_module, failing, full)
         files = RecordFiles(Metrics(tensorboard=False), tmp_path, 2, {}, workers=1, of_run=True)
         files.write({"step": 3, "loss": 1.0})
-    assert files.kept == [{"step": 1}], "the totals of the run go on"
+        if failing == "write_whole":
+            assert files.kept == [{"step": 1}], "the totals of the run go on"
     files.write({"step": 4})
     files.close()
     assert path.read_text() == lines + '{"step": 4}\n', "there was room again"

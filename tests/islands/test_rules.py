@@ -203,6 +203,20 @@ def test_who_agreed_before_others_differ_has_no_vote(sick: str) -> None:
         assert not disputes.is_undecided(0)
 
 
+def test_who_is_slow_to_read_ends_no_island_with_the_right_bits() -> None:
+    one = Alone(slots=(0, 1, 2))
+    disputes = one.island.others.disputes
+    disputes.note(0, "i2", 5, same=True)
+    disputes.note(0, "i1", 6, same=False)
+    told = list[str]()
+    for second in range(20):
+        members(40.0 + second, 40.0 + second, "i1", "i2", of=one.island.members)
+        told += disputes.settle(40.0 + second)
+        assert disputes.is_undecided(0) == (second <= EXPIRY)
+    assert len(told) == 1
+    assert "other bits on island i1 than on this one and 1 more" in told[0]
+
+
 @pytest.mark.parametrize(
     ("norms", "merged", "alone", "outliers"),
     [

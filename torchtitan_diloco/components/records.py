@@ -180,14 +180,12 @@ class RecordFiles:
         self._failed = False
         self._lines: TextIO | None = None
         self._boards: list[Board] = []
-        self._before: list[Record] = []  # to write again
+        self._before: list[Record] | None = None  # to write again, once they are read
         self.kept: list[Record] = []
         """Records of the steps before a resume."""
         if folder is None:
             return
         with self._tolerating_a_full_disk():
-            self._before = records_until(folder / METRICS_FILE, step)
-            self.kept = [record for record in self._before if "kind" not in record]
             self._lines = self._open(folder)
         if config.tensorboard or config.wandb:
             from torchtitan_diloco.components.board import TensorBoard, WeightsAndBiases  # slow
@@ -201,9 +199,13 @@ class RecordFiles:
         """Open the file, without the records that a resumed run repeats."""
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / METRICS_FILE
+        if self._before is None:
+            self._before = records_until(path, self._first_step - 1)
+            self.kept = [record for record in self._before if "kind" not in record]
         write_whole(path, "".join(map(to_line, self._before)).encode())
-        self._before = []
-        return path.open("a", buffering=1, encoding="utf-8")
+        lines = path.open("a", buffering=1, encoding="utf-8")
+        self._before = None
+        return lines
 
     def read(self) -> list[Record]:
         """Return all records, also of the run before a resume."""

@@ -185,7 +185,7 @@ def find_start(world: World, resume: str, run_folder: str) -> Start:
 
 def _checkpoints_of(world: World, resume: str) -> dict[str, Path]:
     """Return this worker's checkpoints by name: those of a run, or one."""
-    source = Path(resume).expanduser().resolve()
+    source = Path.cwd() / Path(resume).expanduser()  # a link may lead to another disk
     if not source.name.startswith("step-"):
         found = complete_checkpoints(folder_of_worker(source, world.worker))
         return {path.name: path for path in found}

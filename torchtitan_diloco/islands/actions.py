@@ -193,7 +193,9 @@ class Disputes:
         self._other: dict[tuple[int, str], int] = {}
         """First version of which it had others, unless it had the same since then."""
         self._undecided: dict[int, float] = {}
-        """Fragments of which half of the islands have other bits, and since when."""
+        """Fragments of which half of the islands that have spoken since have other bits, and since
+        when."""
+        self._blocked = set[int]()
         self._warned = set[tuple[int, str]]()
 
     def note(self, fragment: int, incarnation: str, version: int, *, same: bool) -> None:
@@ -206,17 +208,17 @@ class Disputes:
                 self._other.pop(key, None)
 
     def is_undecided(self, fragment: int) -> bool:
-        return fragment in self._undecided
+        return fragment in self._blocked
 
     def differs(self, incarnation: str) -> bool:
         """Return whether an island has other bits of a fragment than most others."""
         votes = self._votes()
-        return any(incarnation in others and len(others) <= same for same, others in votes)
+        return any(incarnation in others and len(others) <= same for same, _, others in votes)
 
     def is_outvoted(self, now: float) -> bool:
         """Return whether more islands have other bits of a fragment than have the same."""
         self._hear(now)
-        return any(len(others) > same + 1 for same, others in self._votes())
+        return any(len(others) > same + 1 for same, _, others in self._votes())
 
     def settle(self, now: float) -> list[str]:
         """Return a warning for each island that begins to differ from most others.
@@ -225,13 +227,17 @@ class Disputes:
         """
         self._hear(now)
         found = list[str]()
-        for fragment, (same, others) in enumerate(self._votes()):
+        for fragment, (same, before, others) in enumerate(self._votes()):
             names = ", ".join(sorted(map(name_of, others)))
             what = f"fragment {fragment} has other bits on island {names} than on this one"
             cause = "one of them has a memory fault, or computes differently"
             cause += self._hashes(fragment, others)
+            is_late = now > self._undecided.get(fragment, now) + self._members.expiry
+            same += before * is_late  # who has long not spoken may read for long
             if len(others) <= same:
-                self._undecided.pop(fragment, None)
+                self._blocked.discard(fragment)
+                if not is_late or not others:
+                    self._undecided.pop(fragment, None)
                 news = {(fragment, other) for other in others} - self._warned
                 found += [f"{what} and {same} more, which go on: {cause}"] if news else []
                 self._warned |= news
@@ -240,25 +246,27 @@ class Disputes:
                     f"{what}; {same} have the same, so this one ends: {cause}. Started again, it "
                     "takes the shared copies of the others"
                 )
-            elif now > self._undecided.setdefault(fragment, now) + self._members.expiry:
+            elif is_late:
                 raise IslandFailedError(
                     f"{what}, and nobody knows who is right, so both end: {cause}. Started again, "
                     "they replay the log"
                 )
+            else:
+                self._undecided.setdefault(fragment, now)
+                self._blocked.add(fragment)
         return found
 
-    def _votes(self) -> Iterator[tuple[int, set[str]]]:
-        """Yield how many others have the same bits of each fragment, and which have others.
-
-        Who had the same before the first difference says nothing about it.
-        """
+    def _votes(self) -> Iterator[tuple[int, int, set[str]]]:
+        """Yield how many others have the same bits of each fragment, how many had the same before
+        the first difference and have not spoken since, and which have others."""
         owners = set(self._state.owners().values()) - {self._incarnation}
         for fragment in range(len(self._state.fragments)):
             keys = {owner: (fragment, owner) for owner in owners}
             others = {owner for owner, key in keys.items() if key in self._other}
             since = min((self._other[keys[owner]] for owner in others), default=0)
-            same = (self._same.get(keys[owner], -1) >= since for owner in owners - others)
-            yield sum(same), others
+            latest = [self._same.get(keys[owner], -1) for owner in owners - others]
+            same = sum(version >= since for version in latest)
+            yield same, sum(version >= 0 for version in latest) - same, others
 
     def _hashes(self, fragment: int, others: set[str]) -> str:
         """Name both hashes of a version on which heartbeats differ."""

@@ -89,6 +89,7 @@ class Leader:
         self._reported = 0.0
         self._uploads = math.inf, 0
         """Since when, and how many bytes."""
+        self._is_reading = False
         self._failure: Exception | None = None
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="islands", daemon=True)
@@ -182,20 +183,25 @@ class Leader:
 
     def describe_wait(self) -> str:
         """Describe what training waits for."""
-        if unread := len(self._connection.records):
+        if unread := len(self._connection.records) + self._is_reading:
             rate = self._gauges.download_bytes_per_second
             speed = f", whose parts come at {1e-6 * rate:.3g} MB/s" if rate else ""
             return f"{unread} records of the log{speed}; the others go on"
         with self.changed:
             state, owners = self.state, self.state.owners()
+            ready = self.machine.ready_slots(time.monotonic())
+            quorum = self.machine.facts.quorum
             awaited = [
                 name_of(owners[slot])
-                for slot in sorted(self.machine.ready_slots(time.monotonic()))
+                for slot in sorted(self.machine.others.awaited(ready))
                 for one in state.fragments
                 if one.open is not None and one.waiting_of(slot) is None
             ]
-            quorum = f"islands: {self.machine.facts.quorum} have to be there (islands.quorum)"
-        return f"parts of {', '.join(dict.fromkeys(awaited))}" if awaited else quorum
+        if len(ready) < quorum:
+            return f"islands: {len(ready)} of at least {quorum} are there (islands.quorum)"
+        if awaited:
+            return f"parts of {', '.join(dict.fromkeys(awaited))}"
+        return "its upload, or for a round to be opened or closed"
 
     def store(self, part: Part, payload: Tensor) -> int:
         """Store the chunks of an own part and append the part. Return the bytes sent."""
@@ -268,8 +274,6 @@ class Leader:
         except ClosedError:
             pass
         except Exception as error:  # raised again in the training thread
-            if isinstance(error, IslandFailedError):
-                self._send_hint()  # others may not have seen its bits yet
             with self.changed:
                 self._failure = error
                 self.changed.notify_all()
@@ -281,7 +285,9 @@ class Leader:
         self._connection.receive()
         records = self._connection.records
         while records and not self.machine.left:
+            self._is_reading = True  # maybe for long, as it waits for parts
             self._read(records.popleft())
+            self._is_reading = False
         while self._connection.messages:
             message = self._connection.messages.popleft()
             if isinstance(message, SnapshotWanted) and message.fragment < len(self.state.fragments):
@@ -347,7 +353,12 @@ class Leader:
 
     def _react(self) -> None:
         """Append what is due. The caller holds the lock."""
-        for record in self.machine.records(self._parts.checked(), time.monotonic()):
+        try:
+            records = self.machine.records(self._parts.checked(), time.monotonic())
+        except IslandFailedError:
+            self._send_hint()  # others may not have seen its bits yet
+            raise
+        for record in records:
             raw = encode(record)
             decode(raw)  # raises if the record would always be void
             self._connection.append(raw)

@@ -271,7 +271,7 @@ class IslandPeers(Peers):
             if last.settings != before:
                 self._use(last.settings)
             waits = last.waits_until is not None
-            self._miss_others(began)
+            self._miss_others(began if waits else math.inf)
             counted = sum(one.waited for one in last.applied)  # by their rounds
             self.meter.waited(time.perf_counter() - started - counted)
             for due in last.applied:
