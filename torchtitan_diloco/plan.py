@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options, settings = _parse(words)
         if settings and (options.table or options.presets):
             option = "--table" if options.table else "--presets"
-            raise UserError(f"{settings[0]}: {option} takes no settings of a run")
+            raise UserError(f"{settings[0]}: {option} takes no settings of a run, leave it out")
         if options.table:
             print(f"Gbit/s for a utilisation, H = {SYNC_EVERY} (arXiv 2501.18512, Table 4)\n")
             print(paper_table())

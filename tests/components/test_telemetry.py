@@ -24,7 +24,6 @@ from torchtitan_diloco.components.records import (
     RecordFiles,
     RoundRecord,
     from_record,
-    records_until,
     round_record,
     to_line,
 )
@@ -261,36 +260,17 @@ def test_weights_and_biases_gets_the_same_curves(
             assert expected.encode() in path.read_bytes()
 
 
+def full(*_: Any) -> None:
+    raise OSError(28, "No space left on device")
+
+
 def test_a_full_disk_does_not_end_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def full(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
     with telemetry(tmp_path) as own:
         monkeypatch.setattr(own.files, "_lines", type("Full", (), {"write": full, "close": full})())
         train(own, range(1, 5))
     assert caplog.text.count("No space left") == 1, "said once"
-
-
-@pytest.mark.parametrize("failing", ["write_whole", "records_until"])
-def test_a_disk_that_fails_at_a_resume_loses_no_records_from_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
-) -> None:
-    def full(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    path, lines = tmp_path / "metrics.jsonl", '{"step": 1}\n{"kind": "round", "step": 2}\n'
-    path.write_text(lines + '{"step": 3}\n')
-    with monkeypatch.context() as patch:
-        patch.setattr(records_module, failing, full)
-        files = RecordFiles(Metrics(tensorboard=False), tmp_path, 2, {}, workers=1, of_run=True)
-        files.write({"step": 3, "loss": 1.0})
-        if failing == "write_whole":
-            assert files.kept == [{"step": 1}], "the totals of the run go on"
-    files.write({"step": 4})
-    files.close()
-    assert path.read_text() == lines + '{"step": 4}\n', "there was room again"
 
 
 # --- records --------------------------------------------------------------------------------------
@@ -322,18 +302,22 @@ def test_the_record_of_a_round() -> None:
     assert json.loads(to_line(record)) == found, "what is written is read again"
 
 
-def test_a_resume_drops_what_it_repeats_and_what_is_damaged(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("failing", ["", "write_whole", "records_until"])
+def test_a_resume_drops_what_it_repeats_and_what_is_damaged_and_no_more_if_the_disk_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, failing: str
 ) -> None:
     path = tmp_path / "metrics.jsonl"
     lines = ['{"step": 1}', "{damaged", "[1]", '{"kind": "round", "step": 2}', '{"step": null}']
     path.write_bytes("\n".join(lines).encode() + b'\n"\xff"\n{"step": 3}\n{"ste')
-    kept = [{"step": 1}, {"kind": "round", "step": 2}]
-    assert records_until(path, 2) == kept
-    files = RecordFiles(Metrics(), tmp_path, 2, {}, workers=1, of_run=True)
+    with monkeypatch.context() as patch:
+        if failing:
+            patch.setattr(records_module, failing, full)
+        files = RecordFiles(Metrics(tensorboard=False), tmp_path, 2, {}, workers=1, of_run=True)
+    files.write({"step": 4})
     files.close()
-    assert (files.kept, files.read()) == (kept[:1], kept)
-    assert "4 lines" in caplog.text
+    assert path.read_text() == '{"step": 1}\n{"kind": "round", "step": 2}\n{"step": 4}\n'
+    assert files.kept == [{"step": 1}]
+    assert caplog.text.count("4 lines") == 1
 
 
 # --- real runs ------------------------------------------------------------------------------------

@@ -267,8 +267,9 @@ def test_a_step_that_may_compile_does_not_hang() -> None:
     assert not waits.hangs(0.1)
     for seconds, usual, hangs in (11, 0.1, True), (11, 2.0, False), (21, 2.0, True):
         assert Answer(5, seconds, waits=False).hangs(usual) == hangs
-    assert not Answer(2, 59.0, waits=False).hangs(0.0)
-    assert Answer(2, 60.0, waits=False).hangs(0.0)
+    for steps, usual in (2, 0.0), (0, 0.1):
+        assert not Answer(steps, 59.0, waits=False).hangs(usual)
+        assert Answer(steps, 60.0, waits=False).hangs(usual)
 
 
 def test_a_wait_elsewhere_says_whom_an_exchange_waits_for(

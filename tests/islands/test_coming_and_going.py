@@ -16,6 +16,7 @@ from torchtitan_diloco.islands import IslandFencedError, machine
 from torchtitan_diloco.islands.bulk import Bulk
 from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.connection import Connection
+from torchtitan_diloco.islands.members import IslandFailedError
 from torchtitan_diloco.islands.records import Chunk
 
 need_server()
@@ -218,3 +219,23 @@ def test_the_log_gives_the_final_copy_and_begins_the_run_again(server: Join) -> 
     assert same(results[0].shared, results[1].shared)
     assert same(results[0].shared, replayed(str(server)))
     assert same(results[0].shared, replayed(str(server), saved[0]))
+
+
+def test_an_island_with_a_flipped_bit_ends_and_the_others_know_why(
+    server: Join, caplog: pytest.LogCaptureFixture
+) -> None:
+    def flip(island: Island) -> None:
+        fragment = island.peers._copies.fragments[0]
+        fragment.versions[fragment.newest].view(torch.int32)[0] ^= 1 << 20
+
+    islands = [
+        Island(server, name, steps=5000, begin=3, slots=3, grace=0.2, step_seconds=0.02)
+        for name in "abc"
+    ]
+    islands[2].each_step = at(30, flip)
+    with started(*islands):
+        wait_until(lambda: not islands[2].is_alive(), "the end of c")
+        with pytest.raises(IslandFailedError, match="other bits on island a, b than on this one"):
+            islands[2].finish()
+        told = "other bits on island c than on this one and 1 more, which go on"
+        wait_until(lambda: caplog.text.count(told) == 2, "what the others say")

@@ -247,7 +247,7 @@ class RecordFiles:
             yield
         except OSError as error:
             if not self._failed:
-                reason = f"cannot write records to {self._folder} ({error.strerror})"
+                reason = f"cannot read or write records in {self._folder} ({error.strerror})"
                 logger.error(f"{reason}; they are lost until there is room again")
             self._failed = True
 

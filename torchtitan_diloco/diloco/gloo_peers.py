@@ -295,6 +295,6 @@ def _settle(why: str, answer: Answer | None, usual: float) -> str:
     """
     if answer is None:
         return STOPPED
-    if answer.hangs(usual if answer.steps else 0.0):  # its first step may compile
+    if answer.hangs(usual):
         return HUNG
     return "" if why == STOPPED else why

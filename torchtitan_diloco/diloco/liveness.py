@@ -32,8 +32,8 @@ LAST_SECONDS = 1.0
 ANSWER_SECONDS = 2.0
 """For which an answer is waited for."""
 HANG_STEPS, HANG_SECONDS = 10, 60.0
-"""A step hangs that takes this multiple of the usual time, and `LATE_SECONDS`. While the usual time
-is not known, as the first steps may compile, one that takes these seconds."""
+"""A step hangs that takes this multiple of the usual time, and `LATE_SECONDS`. A first step, or one
+while the usual time is not known, hangs if it takes these seconds."""
 
 
 class Message(IntEnum):
@@ -54,7 +54,8 @@ class Answer(NamedTuple):
 
     def hangs(self, usual: float) -> bool:
         """Return whether the rank makes no steps. `usual`: seconds of a step, 0 if unknown."""
-        limit = max(LATE_SECONDS, HANG_STEPS * usual) if usual else HANG_SECONDS
+        is_known = self.steps and usual  # its first step may compile
+        limit = max(LATE_SECONDS, HANG_STEPS * usual) if is_known else HANG_SECONDS
         return not self.waits and self.seconds >= limit
 
     def __str__(self) -> str:

@@ -183,25 +183,11 @@ class Leader:
 
     def describe_wait(self) -> str:
         """Describe what training waits for."""
-        if unread := len(self._connection.records) + self._is_reading:
-            rate = self._gauges.download_bytes_per_second
-            speed = f", whose parts come at {1e-6 * rate:.3g} MB/s" if rate else ""
-            return f"{unread} records of the log{speed}; the others go on"
-        with self.changed:
-            state, owners = self.state, self.state.owners()
-            ready = self.machine.ready_slots(time.monotonic())
-            quorum = self.machine.facts.quorum
-            awaited = [
-                name_of(owners[slot])
-                for slot in sorted(self.machine.others.awaited(ready))
-                for one in state.fragments
-                if one.open is not None and one.waiting_of(slot) is None
-            ]
-        if len(ready) < quorum:
-            return f"islands: {len(ready)} of at least {quorum} are there (islands.quorum)"
-        if awaited:
-            return f"parts of {', '.join(dict.fromkeys(awaited))}"
-        return "its upload, or for a round to be opened or closed"
+        unread, rate = len(self._connection.records), self._gauges.download_bytes_per_second
+        if not unread and not self._is_reading:
+            return "a round: `islands status` shows who has no part in it yet"
+        speed = f", whose parts come at {1e-6 * rate:.3g} MB/s" if rate else ""
+        return f"{unread + self._is_reading} records of the log{speed}; the others go on"
 
     def store(self, part: Part, payload: Tensor) -> int:
         """Store the chunks of an own part and append the part. Return the bytes sent."""

@@ -271,7 +271,8 @@ class IslandPeers(Peers):
             if last.settings != before:
                 self._use(last.settings)
             waits = last.waits_until is not None
-            self._miss_others(began if waits else math.inf)
+            if waits:
+                self._miss_others(began)
             counted = sum(one.waited for one in last.applied)  # by their rounds
             self.meter.waited(time.perf_counter() - started - counted)
             for due in last.applied:
@@ -285,14 +286,12 @@ class IslandPeers(Peers):
 
     def _miss_others(self, since: float) -> None:
         """Say who is missing, maybe this island, and then what training has waited long for."""
-        waited = time.perf_counter() - since
-        if self._leader is None or waited < STILL_SECONDS:
-            return
-        self.miss({name: one for name, one in self.reports().items() if one.absent})
-        limit = 2 * self._said[1] if since == self._said[0] else LATE_SECONDS
-        if waited >= limit:
-            self._said = since, limit
-            logger.warning(f"waiting since {waited:.0f} s for {self._leader.describe_wait()}")
+        if self._leader is not None and (waited := time.perf_counter() - since) > STILL_SECONDS:
+            self.miss({name: one for name, one in self.reports().items() if one.absent})
+            limit = 2 * self._said[1] if since == self._said[0] else LATE_SECONDS
+            if waited >= limit:
+                self._said = since, limit
+                logger.warning(f"waiting since {waited:.0f} s for {self._leader.describe_wait()}")
 
     def _use(self, settings: Mapping[str, str]) -> None:
         """Use the settings of the run."""
