@@ -395,12 +395,6 @@ def draw_terminal(output: Path) -> None:
 if __name__ == "__main__":
     if sys.argv[1:]:
         draw_terminal(Path(sys.argv[1]))
-    draw_turns()
-    draw_two_sites()
-    draw_islands()
-    draw_fragment()
-    draw_run_folder()
-    draw_exchange()
-    draw_losses()
-    draw_bytes()
-    draw_sizes()
+    pictures = draw_turns, draw_two_sites, draw_islands, draw_fragment, draw_run_folder
+    for draw in (*pictures, draw_exchange, draw_losses, draw_bytes, draw_sizes):
+        draw()

@@ -115,9 +115,19 @@ def test_a_port_that_is_taken_is_one_line(tmp_path: Path, page: PageServer) -> N
     assert (ended.returncode, ended.stdout) == (USER_ERROR, "")
     reason = "Address already in use; give another port, and an address of this machine"
     assert ended.stderr == f"error: --http 127.0.0.1:{port}: {reason}\n"
-    for address in ("x", "1:", "99999"):
-        with pytest.raises(UserError, match=f"--http {address}: give a port, or HOST:PORT"):
+    for address in ("x", "1:", "99999", "::1", "::1:80"):
+        with pytest.raises(UserError, match=f"--http {address}: give a port, HOST:PORT or "):
             page_address(address)
+
+
+def test_an_address_of_ipv6_is_in_brackets(server: Server) -> None:
+    page = PageServer(server, *page_address("[::1]:0"))
+    try:
+        assert page.url == f"http://[::1]:{page.server_port}"
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            urllib.request.urlopen(page.url, timeout=60)
+    finally:
+        page.close()
 
 
 def test_other_machines_get_it_encrypted(server: Server) -> None:

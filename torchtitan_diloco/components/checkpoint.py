@@ -139,9 +139,10 @@ def read_manifest(path: Path) -> Manifest:
     )
 
 
-def _unreadable(file: Path, error: OSError) -> DamagedError:
+def _unreadable(file: Path, error: OSError) -> UserError:
+    kind = UserError if isinstance(error, PermissionError) else DamagedError
     missing = isinstance(error, FileNotFoundError)
-    return DamagedError(f"{file} {'is missing' if missing else f'cannot be read ({error})'}")
+    return kind(f"{file} {'is missing' if missing else f'cannot be read ({error})'}")
 
 
 def check_files(path: Path, manifest: Manifest, names: Iterable[str]) -> None:
@@ -234,8 +235,7 @@ def flush_to_disk(path: Path) -> None:
 
 
 def inner_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Return the parameters and the optimizer's state by name, not copied. Create state that does
-    not exist yet as the first step does."""
+    """Return parameters and optimizer state by name, not copied. Create what does not exist yet."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     tensors = {f"{MODEL}{name}": parameter.detach() for parameter, name in names.items()}
     pairs = [(group, one) for group in optimizer.param_groups for one in group["params"]]

@@ -7,6 +7,7 @@ eviction is in the log, and needs the votes of several islands (ledger.py).
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum, IntEnum
+from typing import NamedTuple
 
 from torchtitan_diloco.diloco.vitals import NOT_FINITE, OUTLIER, Action
 from torchtitan_diloco.islands.ledger import WITHOUT_WORK, Entry, works
@@ -178,6 +179,14 @@ class Others:
                 yield owner, reason
 
 
+class Vote(NamedTuple):
+    """What is known of a fragment of another island."""
+
+    version: int
+    """The latest of which it has the same bits, or the first of which it has others."""
+    same: bool
+
+
 class Disputes:
     """Compares this island's checksums with those in records and heartbeats of the others.
 
@@ -188,10 +197,8 @@ class Disputes:
 
     def __init__(self, state: State, members: Members, incarnation: str) -> None:
         self._state, self._members, self._incarnation = state, members, incarnation
-        self._same: dict[tuple[int, str], int] = {}
-        """Latest version of a fragment of which an island had the same bits."""
-        self._other: dict[tuple[int, str], int] = {}
-        """First version of which it had others, unless it had the same since then."""
+        self._said: dict[tuple[int, str], Vote] = {}
+        """By fragment and island."""
         self._undecided: dict[int, float] = {}
         """Fragments of which half of the islands that have spoken since have other bits, and since
         when."""
@@ -199,13 +206,12 @@ class Disputes:
         self._warned = set[tuple[int, str]]()
 
     def note(self, fragment: int, incarnation: str, version: int, *, same: bool) -> None:
-        key = fragment, incarnation
-        if not same:
-            self._other[key] = min(version, self._other.get(key, version))
-        else:
-            self._same[key] = max(version, self._same.get(key, 0))
-            if version >= self._other.get(key, 0):  # it may be of an earlier heartbeat
-                self._other.pop(key, None)
+        before = self._said.get((fragment, incarnation))
+        if before is not None and before.same == same:
+            version = max(version, before.version) if same else min(version, before.version)
+        elif before is not None and same and version < before.version:  # an earlier heartbeat
+            return
+        self._said[fragment, incarnation] = Vote(version, same)
 
     def is_undecided(self, fragment: int) -> bool:
         return fragment in self._blocked
@@ -261,12 +267,12 @@ class Disputes:
         the first difference and have not spoken since, and which have others."""
         owners = set(self._state.owners().values()) - {self._incarnation}
         for fragment in range(len(self._state.fragments)):
-            keys = {owner: (fragment, owner) for owner in owners}
-            others = {owner for owner, key in keys.items() if key in self._other}
-            since = min((self._other[keys[owner]] for owner in others), default=0)
-            latest = [self._same.get(keys[owner], -1) for owner in owners - others]
-            same = sum(version >= since for version in latest)
-            yield same, sum(version >= 0 for version in latest) - same, others
+            said = {owner: self._said.get((fragment, owner)) for owner in owners}
+            votes = {owner: vote for owner, vote in said.items() if vote is not None}
+            others = {owner for owner, vote in votes.items() if not vote.same}
+            since = min((votes[owner].version for owner in others), default=0)
+            same = sum(vote.same and vote.version >= since for vote in votes.values())
+            yield same, len(votes) - len(others) - same, others
 
     def _hashes(self, fragment: int, others: set[str]) -> str:
         """Name both hashes of a version on which heartbeats differ."""
@@ -286,7 +292,6 @@ class Disputes:
             for fragment, ((version, checksum), shared) in enumerate(pairs):
                 own = shared.checksums.get(version)
                 if silent:
-                    self._same.pop((fragment, incarnation), None)
-                    self._other.pop((fragment, incarnation), None)
+                    self._said.pop((fragment, incarnation), None)
                 elif own is not None:
                     self.note(fragment, incarnation, version, same=checksum == own)

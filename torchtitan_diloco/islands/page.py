@@ -2,6 +2,7 @@
 
 import base64
 import hmac
+import socket
 import ssl
 import threading
 import time
@@ -162,9 +163,11 @@ class Watcher:
 def page_address(text: str) -> tuple[str, int]:
     """Return host and port of [HOST:]PORT, by default on this machine only."""
     host, _, port = text.rpartition(":")
-    if not port.isdecimal() or not int(port) < 65536:
-        raise UserError(f"--http {text}: give a port, or HOST:PORT")
-    return host.strip("[]") or LOOPBACK, int(port)
+    address = host.removeprefix("[").removesuffix("]")
+    is_open = ":" in address and host != f"[{address}]"
+    if is_open or not port.isdecimal() or not int(port) < 65536:
+        raise UserError(f"--http {text}: give a port, HOST:PORT or [IPv6 ADDRESS]:PORT")
+    return address or LOOPBACK, int(port)
 
 
 class PageServer(ThreadingHTTPServer):
@@ -174,13 +177,15 @@ class PageServer(ThreadingHTTPServer):
 
     def __init__(self, of: Server, host: str, port: int) -> None:
         self._run, self.watcher = of, Watcher(of.admin)
+        shown = f"[{host}]" if ":" in host else host
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
             super().__init__((host, port), _Handler)
         except OSError as error:
             self.watcher.close()
             reason = f"{error.strerror}; give another port, and an address of this machine"
-            raise UserError(f"--http {host}:{port}: {reason}") from error
-        self.url = f"http://{host}:{self.server_port}"
+            raise UserError(f"--http {shown}:{port}: {reason}") from error
+        self.url = f"http://{shown}:{self.server_port}"
         if not is_loopback(host):  # the password must not be read on the way
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             context.load_cert_chain(of.path / "certificate.pem", of.path / "key.pem")
