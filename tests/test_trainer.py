@@ -16,7 +16,6 @@ import torch
 
 import torchtitan_diloco.trainer
 from tests.processes import ProcessPool
-from torchtitan_diloco.components.loss import validate
 from torchtitan_diloco.components.optimizer import gradient_norm
 from torchtitan_diloco.components.run_plan import AfterStep, after_step
 from torchtitan_diloco.components.telemetry import StepResult
@@ -344,31 +343,6 @@ def test_streaming_with_fsdp_inside_is_streaming(text: Path, processes: ProcessP
     one, two = (sum(curve(run, "worker/sent_bytes")) for run in (alone, sharded))
     assert two == pytest.approx(one, rel=0.05)
     assert one > 0
-
-
-def _validate_both(chosen: dict[str, str]) -> tuple[list[float], list[float]]:
-    """Return the losses that the run reports, and those of the local parameters, after step 2, 4"""
-    shared, local = list[float](), list[float]()
-
-    def compare(trainer: Trainer) -> None:
-        if trainer.step in (2, 4):
-            validator = trainer.validator
-            assert validator.validated is not None
-            shared.append(validator.validated[1])
-            local.append(validate(trainer.model, validator.batches, trainer.world, 1).loss)
-
-    with around_steps(before=compare):
-        train(chosen)
-    return shared, local
-
-
-def test_the_shared_parameters_are_validated(text: Path, processes: ProcessPool) -> None:
-    """With mixing 0 and every fragment just applied, they are the local ones; before, not."""
-    now = {"diloco.overlap.delay": 0, "diloco.overlap.mixing": 0.0}
-    changes = {"diloco.fragments.layers_per_fragment": 0, "validation.every": 2, **now}
-    shared, local = processes.run(_validate_both, 2, streaming(text, **changes))[0]
-    assert local[1] == pytest.approx(shared[1], rel=1e-6), "after step 4, a sync"
-    assert local[0] != pytest.approx(shared[0], rel=1e-3), "after step 2"
 
 
 def _lose_worker_1(chosen: dict[str, str]) -> tuple[int, str]:

@@ -29,16 +29,15 @@ import torch.distributed as dist
 
 from torchtitan_diloco import __version__
 from torchtitan_diloco.diloco import arithmetic
-from torchtitan_diloco.diloco.link import Sender, Stream, listen, measure
+from torchtitan_diloco.diloco.link import PATIENCE, PINGS, Sender, Stream, listen, measure, ping
 from torchtitan_diloco.hardware import GIB, available_cores, available_memory_bytes, interfaces
 from torchtitan_diloco.islands.bulk import Probe
 from torchtitan_diloco.islands.config import Join, explain
 from torchtitan_diloco.islands.log import State
 from torchtitan_diloco.islands.session import open_session, stream_of
-from torchtitan_diloco.log import USER_ERROR, Parser, UserError, command_line
+from torchtitan_diloco.log import USER_ERROR, Parser, UserError, brief, command_line
 
-PATIENCE = 5.0
-PACKET, PINGS = 2**16, 5
+PACKET = 2**16
 MOST_APART = 60.0  # seconds between two clocks, which put the records of a run in one order
 NOT_ARRIVING = (
     "packets of 64 KB do not arrive, and small ones do: lower the MTU (ip link set DEVICE mtu 1280)"
@@ -99,10 +98,6 @@ def _split(address: str) -> tuple[str, int]:
     if not port.isdecimal() or not 0 < int(port) < 2**16:
         raise UserError(f"{address!r} is not HOST:PORT, such as node0:29500")
     return host.strip("[]") or "localhost", int(port)
-
-
-def _show(seconds: float) -> str:
-    return f"{1e3 * seconds:.1f} ms"
 
 
 # --- this machine ---------------------------------------------------------------------------------
@@ -199,7 +194,7 @@ def _dial(host: str, port: int) -> str:
     except OSError as error:
         reason = error.strerror or "no answer"
         raise UserError(f"{reason}: open the port in firewalls, or give its address") from error
-    return f"open, {_show(time.perf_counter() - started)}"
+    return f"open, {brief(time.perf_counter() - started)}"
 
 
 # --- torchrun's endpoint --------------------------------------------------------------------------
@@ -244,19 +239,12 @@ def _dial_store(host: str, port: int) -> str:
 
 def _packets(connect: Callable[[], Stream]) -> str:
     with closing(connect()) as stream:
-        small = min(_round_trip(stream, 1) for _ in range(PINGS))
+        small = min(ping(stream) for _ in range(PINGS))
         try:
-            large = min(_round_trip(stream, PACKET) for _ in range(PINGS))
+            large = min(ping(stream, PACKET) for _ in range(PINGS))
         except OSError as error:
             raise UserError(NOT_ARRIVING) from error
-    return f"{_show(small)} there and back, {_show(large)} with 64 KB"
-
-
-def _round_trip(stream: Stream, size: int) -> float:
-    started = time.perf_counter()
-    stream.send(size)
-    stream.wait()
-    return time.perf_counter() - started
+    return f"{brief(small)} there and back, {brief(large)} with 64 KB"
 
 
 def _rates(connect: Callable[[], Stream], streams: int) -> str:

@@ -21,7 +21,6 @@ from torchtitan_diloco.config.schema import flat_settings, format_value
 from torchtitan_diloco.diloco.link import STREAM_BYTES
 from torchtitan_diloco.diloco.schedule import Schedule
 from torchtitan_diloco.log import Parser, UserError, command_line
-from torchtitan_diloco.planner.paper import SYNC_EVERY, paper_table
 
 if TYPE_CHECKING:
     from torchtitan_diloco.diloco.config import DiLoCoConfig
@@ -44,14 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 _plan_failures(options, config)
             return 0
         options, settings = _parse(words)
-        if settings and (options.table or options.presets):
-            option = "--table" if options.table else "--presets"
-            raise UserError(f"{settings[0]}: {option} takes no settings of a run, leave it out")
-        if options.table:
-            print(f"Gbit/s for a utilisation, H = {SYNC_EVERY} (arXiv 2501.18512, Table 4)\n")
-            print(paper_table())
-            return 0
         if options.presets:
+            if settings:
+                raise UserError(f"{settings[0]}: --presets takes no settings, leave it out")
             from torchtitan_diloco.planner.prediction import presets_table
 
             print(presets_table(options.gpus, options.mfu))
@@ -80,7 +74,6 @@ def _parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--run", type=Path, help="take what is not given from the folder of a run")
     add("--utilisation", type=float, default=0.95, help="wanted share of the time (0.95)")
     add("--write", type=Path, help="write the chosen settings as a TOML that extends the config")
-    add("--table", action="store_true", help="print the paper's table of bandwidths")
     add("--presets", action="store_true", help="print what each preset needs")
     add("--gpus", type=int, default=8, help="with --presets: GPUs of a worker (8)")
     add("--mfu", type=float, default=0.4, help="with --presets: share of the peak (0.4)")
@@ -88,8 +81,8 @@ def _parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     options, settings = parser.parse_known_args(words)
     if options.gpus < 1 or not 0 < options.mfu <= 1:
         raise UserError(f"--gpus {options.gpus} --mfu {options.mfu:g}: give 8 and 0.4, for example")
-    if options.config is None and not (options.table or options.presets):
-        raise UserError("give a model: --config 1b, or --table alone for the paper's models")
+    if options.config is None and not options.presets:
+        raise UserError("give a model: --config 1b")
     if not 0 < options.utilisation < 1:
         raise UserError(f"--utilisation {options.utilisation:g}: give a share of one, as in 0.95")
     return options, settings
@@ -123,10 +116,9 @@ def _parse_failures(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--quorum", type=int, metavar="N", help="islands.quorum, if not that of the config")
     add("--config", metavar="NAME_OR_PATH", default="1b", help="settings of the islands (1b)")
     add("--plot", type=Path, metavar="FILE", help="draw what is lost, as .svg or .png")
-    add("--table", action="store_true", help="print what papers have published")
     options, settings = parser.parse_known_args(words)
-    if not options.table and None in (options.chips, options.mtbf):
-        raise UserError("give --chips 512 and --mtbf 3y, or --table alone for the paper's runs")
+    if None in (options.chips, options.mtbf):
+        raise UserError("give the accelerators and how often one fails: --chips 512 --mtbf 3y")
     return options, settings
 
 
@@ -136,17 +128,11 @@ def _plan_failures(options: argparse.Namespace, config: Config) -> None:
     from torchtitan_diloco.planner.failures import (
         Fleet,
         absence_cost,
-        c4_text,
         outlooks,
         outlooks_text,
-        published_text,
         write_plot,
     )
 
-    if options.table:
-        print(f"goodput of 1.2M chips, MTBF 1 year (arXiv 2604.21428)\n\n{published_text()}\n")
-        print(f"downtime of 2,400 chips (arXiv 2406.04594)\n\n{c4_text()}")
-        return
     times = options.mtbf, options.detect, options.restart, options.rejoin, options.save
     fleet, diloco = Fleet(options.chips, *times), config.diloco
     quorum, grace = options.quorum, options.grace
@@ -174,7 +160,7 @@ def _plan_failures(options: argparse.Namespace, config: Config) -> None:
 
 
 def _workload(config: Config) -> "Workload":
-    # These import torch, which --help and --table do not need.
+    # These import torch, which --help does not need.
     from torchtitan_diloco.data.tokenizer import build_tokenizer
     from torchtitan_diloco.models import vocabulary_rows
     from torchtitan_diloco.planner.prediction import Workload

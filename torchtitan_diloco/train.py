@@ -23,7 +23,7 @@ from torchtitan_diloco.config import Config, ConfigError, from_command_line
 from torchtitan_diloco.config.schema import Run
 from torchtitan_diloco.diloco import WorkerLostError
 from torchtitan_diloco.distributed.collectives import RanksLostError
-from torchtitan_diloco.distributed.world import World, join_world, leave_world, share_cores
+from torchtitan_diloco.distributed.world import World, join_world, leave_world
 from torchtitan_diloco.hardware import raise_open_files_limit
 from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.members import IslandFailedError, IslandFencedError
@@ -59,7 +59,7 @@ def main(arguments: list[str]) -> int:
         config = replace(config, run=replace(config.run, folder=folder_of_run(config)))
         if config.islands.join:
             Join.parse(config.islands.join)  # raises for a missing file before a model is built
-        share_cores(world := join(config))
+        world = join(config)
         Trainer(config, world).run()
     except UserError as error:
         return _report(error)

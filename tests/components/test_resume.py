@@ -4,8 +4,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import chdir
 from dataclasses import replace
@@ -16,9 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.conftest import REPOSITORY, write_text
+from tests.conftest import write_text
 from tests.processes import DIED, ProcessPool
-from tests.test_trainer import LOSS, VALIDATION, curve, join, records, sending, settings, words
+from tests.test_trainer import LOSS, VALIDATION, curve, join, records, sending, settings
 from torchtitan_diloco.components.checkpoint import (
     RANDOM,
     checkpoint_path,
@@ -30,7 +28,6 @@ from torchtitan_diloco.components.checkpoint import (
 from torchtitan_diloco.components.resume import SavedTensors
 from torchtitan_diloco.config import load_config
 from torchtitan_diloco.export.weights import open_saved
-from torchtitan_diloco.launch import LOOPBACK
 from torchtitan_diloco.train import set_determinism
 from torchtitan_diloco.trainer import Trainer
 
@@ -171,40 +168,6 @@ def test_a_run_that_is_stopped_killed_and_paused_ends_as_one_without_an_interrup
         assert [one["step"] for one in records(tmp_path) if VALIDATION in one] == [13]
     processes.run(run, 2, wanted)
     assert_same_run(whole, tmp_path)
-
-
-KILLED_ONCE = """
-import os, signal, sys
-from contextlib import nullcontext
-from tests.test_trainer import sending
-from torchtitan_diloco.train import main
-
-first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
-with sending(signal.SIGKILL, 14, worker=1) if first else nullcontext():
-    sys.exit(main(sys.argv[1:]))
-"""
-
-
-def test_so_does_one_that_torchrun_starts_again_after_a_rank_was_killed(
-    text: Path, whole: Path, tmp_path: Path
-) -> None:
-    """Its store is the same, with the addresses of the ranks before. Its id names the folder."""
-    program = tmp_path / "program.py"
-    program.write_text(KILLED_ONCE)
-    options = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1", str(program)]
-    wanted = words({"config": "debug"} | chosen(text, "", **FP32) | {"run.folder": ""})
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *options, *wanted],
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY), "GLOO_SOCKET_IFNAME": LOOPBACK},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("resumed from") == 1
-    (folder,) = (tmp_path / "outputs").iterdir()
-    assert_same_run(whole, folder)
 
 
 def test_so_does_one_with_fsdp_muon_topk_and_fragments_in_flight(train: Train) -> None:

@@ -8,7 +8,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.diloco.toy import AVERAGE_EVERY_STEP, alone, config, inner_step, join, start, train
+from tests.diloco.toy import AVERAGE_EVERY_STEP, config, inner_step, join, start, train
 from tests.processes import ProcessPool
 from torchtitan_diloco.diloco import Link, StreamingDiLoCo, WorkerLostError, transport
 from torchtitan_diloco.diloco import liveness as liveness_module
@@ -282,12 +282,3 @@ def test_a_wait_elsewhere_says_whom_an_exchange_waits_for(
     threading.Timer(0.2, result.set_result, [None]).start()
     watching.wait_for(result)
     assert caplog.messages[0] == "waiting since 0 s for worker 1: its header has not come"
-
-
-def test_a_second_thread_is_refused() -> None:
-    outer, _, _ = alone(config())
-    with outer.global_parameters(), ThreadPoolExecutor(thread_name_prefix="second") as second:
-        error = second.submit(outer.step).exception()
-    message = r"StreamingDiLoCo.step\(\) was called from thread second.* while"
-    assert re.match(message, str(error))
-    outer.step()

@@ -26,7 +26,6 @@ from torchtitan_diloco.distributed.world import (
     join_world,
     leave_world,
     pick_device,
-    share_cores,
 )
 from torchtitan_diloco.log import logger
 
@@ -74,25 +73,6 @@ def test_consecutive_ranks_form_a_worker_and_a_single_one_has_no_groups(
     assert (world.size, world.mesh, world.control) == (1, None, None)
     assert not dist.is_initialized()
     leave_world(world)
-
-
-def _threads(given: str) -> int:
-    before = torch.get_num_threads()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(world_module, "available_cores", lambda: 7)
-        patch.delenv("OMP_NUM_THREADS", raising=False)
-        if given:
-            patch.setenv("OMP_NUM_THREADS", given)
-        torch.set_num_threads(5)
-        share_cores(join(2))
-        found = torch.get_num_threads()
-    torch.set_num_threads(before)
-    return found
-
-
-def test_ranks_of_one_machine_share_its_cores(processes: ProcessPool) -> None:
-    assert processes.run(_threads, 2, "") == [3, 3]
-    assert processes.run(_threads, 2, "5") == [5, 5], "chosen by the user"
 
 
 @pytest.mark.parametrize("outer_loop", [True, False])

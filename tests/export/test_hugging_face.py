@@ -1,9 +1,5 @@
 """An exported folder, loaded by the real transformers library, is our model."""
 
-import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +12,6 @@ from tests.conftest import REPOSITORY, save_tokenizer
 from tests.export.reading import LENGTH, ROWS, VOCABULARY, build, load, read_weights, save
 from torchtitan_diloco.config.schema import Model
 from torchtitan_diloco.data.tokenizer import build_tokenizer
-from torchtitan_diloco.export.__main__ import generate
 from torchtitan_diloco.export.hugging_face import save_hugging_face
 from torchtitan_diloco.export.weights import load_initial_weights
 from torchtitan_diloco.models import Decoder
@@ -35,11 +30,6 @@ Pair = tuple[Decoder, Any, Path]
 
 def some_tokens(*shape: int, seed: int = 1) -> torch.Tensor:
     return torch.randint(0, VOCABULARY - 1, shape, generator=torch.Generator().manual_seed(seed))
-
-
-def greedy(decoder: Decoder, prompt: list[int], count: int, stop: int | None = None) -> list[int]:
-    options: dict[str, Any] = {"vocab_size": VOCABULARY, "max_new_tokens": count, "stop": stop}
-    return list(generate(decoder, prompt, temperature=0, **options))
 
 
 @pytest.fixture(scope="module", params=VARIANTS)
@@ -130,29 +120,3 @@ def test_an_encoding_of_tiktoken_gets_a_warning(
     save_hugging_face(tmp_path, build(QWEN3), named, torch.float32)
     assert 'has no tokenizer.json, as "gpt2" is an encoding of tiktoken' in caplog.text
     assert not (tmp_path / "tokenizer.json").exists()
-
-
-WITHOUT_OUR_PACKAGE = """
-import json, sys
-sys.modules["torchtitan_diloco"] = None  # importing it is an error
-from transformers import AutoModelForCausalLM, AutoTokenizer
-folder = sys.argv[1]
-model = AutoModelForCausalLM.from_pretrained(folder)
-batch = AutoTokenizer.from_pretrained(folder)(["one", "and two"], padding=True, return_tensors="pt")
-print(json.dumps(model.generate(**batch, max_new_tokens=5, do_sample=False)[:, -5:].tolist()))
-"""
-
-
-def test_it_loads_without_our_package(tmp_path: Path) -> None:
-    decoder, folder = build(QWEN3), tmp_path / "exported"
-    save(decoder, folder)
-    environment = {"PATH": os.environ["PATH"], "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    for name in ("HOME", "HF_HOME"):
-        environment[name] = str(tmp_path / name)
-    command = [sys.executable, "-c", WITHOUT_OUR_PACKAGE, str(folder)]
-    options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 120}
-    outcome = subprocess.run(command, cwd=tmp_path, env=environment, check=False, **options)
-    assert outcome.returncode == 0, outcome.stderr
-    assert "initialized" not in outcome.stderr
-    for prompt, found in zip(("one", "and two"), json.loads(outcome.stdout), strict=True):
-        assert found == greedy(decoder, build_tokenizer("bytes").encode(prompt).tolist(), 5)

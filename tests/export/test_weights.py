@@ -10,8 +10,6 @@ from safetensors.torch import save_file
 from tests.export.reading import read_weights
 from tests.processes import ProcessPool
 from tests.test_trainer import settings, train
-from torchtitan_diloco.config import load_config
-from torchtitan_diloco.models import build_model
 
 
 def test_a_file_that_is_truncated_or_missing_is_named(tmp_path: Path) -> None:
@@ -27,23 +25,6 @@ def test_a_file_that_is_truncated_or_missing_is_named(tmp_path: Path) -> None:
         path.write_bytes(content[:keep])
         with pytest.raises(ValueError, match=message):
             read_weights(path)
-
-
-def test_weights_that_do_not_fit_are_refused(text: Path, tmp_path: Path) -> None:
-    config, weights = load_config("debug", settings(text)), tmp_path / "weights"
-    model = build_model(config.model, 320, config.training.sequence_length).to_empty(device="cpu")
-    state = model.state_dict()
-    weights.mkdir()
-    save_file(state, weights / "model.safetensors")
-    for changes, message in (
-        (
-            {"model.weights": weights, "model.feed_forward": 64},
-            r'model.weights = ".*": blocks.0.feed_forward.gate.weight is \[48, 32\] there and',
-        ),
-        ({"model.weights": text.parent / "nowhere"}, r'model.weights = ".*nowhere cannot be read'),
-    ):
-        with pytest.raises(ValueError, match=message):
-            train(settings(text, **changes))
 
 
 def train_from_own_weights(chosen: dict[str, str], folder: Path) -> None:

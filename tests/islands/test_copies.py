@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tests.processes import INSTRUCTIONS, with_instructions
-from torchtitan_diloco.diloco import DiLoCoConfig, OuterOptimizer, Quantization
+from torchtitan_diloco.diloco import DiLoCoConfig, Quantization
 from torchtitan_diloco.diloco.arithmetic import outer_step
 from torchtitan_diloco.diloco.codecs import UNIT, build_codec
 from torchtitan_diloco.diloco.config import Fragments
@@ -141,49 +140,3 @@ def test_a_version_is_dropped_by_the_thread_that_is_first() -> None:
     copies.fragments[0].drop_before(2)
     copies.run(copies.drop, 0, 1)
     assert [*copies.fragments[0].versions] == [2]
-
-
-# --- arithmetic -----------------------------------------------------------------------------------
-
-OPTIMIZERS = ["nesterov", "sgd", "adam"]
-FORMATS = ["fp32", "fp4_e3m0", "int8", "topk"]
-
-
-def replayed() -> dict[str, list[str]]:
-    """Return checksums of a replay for several settings."""
-    found = {}
-    for name in OPTIMIZERS:
-        for codec in FORMATS:
-            config = DiLoCoConfig(
-                fragments=Fragments(layers_per_fragment=0),
-                outer_optimizer=OuterOptimizer(name=name),  # type: ignore[arg-type]
-                quantization=Quantization(codec=codec),  # type: ignore[arg-type]
-            )
-            model = nn.Sequential(nn.Linear(100, 99))
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.copy_(numbers(parameter.numel(), 1).view(parameter.shape))
-            copies, states = copies_of(model, config)
-            sums = [copies.run(copies.declare, 0, 0)]
-            encoder = build_codec(config.quantization)
-            for version in range(1, 5):
-                deltas = [numbers(states[0].values, 10 * version + one) * 0.01 for one in range(2)]
-                payloads = [[encode_delta(encoder, delta)] for delta in deltas]
-                job = 0, version, 0.7, [3, 4], [1, 1], [codec] * 2
-                sums.append(copies.run(copies.advance, *job, content=payloads))
-            found[f"{name} {codec}"] = sums
-    return found
-
-
-def numbers(count: int, seed: int) -> Tensor:
-    """Return fixed numbers that do not depend on the instruction set."""
-    whole = torch.arange(count, dtype=torch.int64) * (7919 + 2 * seed) % 100_003
-    return (whole - 50_000).to(torch.float32) / 65_536
-
-
-def test_all_instruction_sets_replay_the_same_bits() -> None:
-    plain, *others = (
-        with_instructions(one, "tests.islands.test_copies.replayed") for one in INSTRUCTIONS
-    )
-    assert len(plain) == len(OPTIMIZERS) * len(FORMATS)
-    assert all(one == plain for one in others)

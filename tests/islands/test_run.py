@@ -16,8 +16,6 @@ from tests.islands.servers import need_server
 from torchtitan_diloco import launch
 from torchtitan_diloco.components.checkpoint import read_manifest
 from torchtitan_diloco.components.metrics import all_reduce_bytes
-from torchtitan_diloco.config import from_command_line
-from torchtitan_diloco.config.loader import ConfigError
 from torchtitan_diloco.islands.log import State
 from torchtitan_diloco.report.page import describe, facts_table
 from torchtitan_diloco.report.run_records import open_runs
@@ -87,21 +85,6 @@ def check_report(folder: Path) -> None:
     assert facts["sent by each worker"] == EngFormatter("B", places=1)(sent)
     expected = all_reduce_bytes(island.workers[0].starts[0].parameters, 2) * island.last_step
     assert island.data_parallel_bytes(island.totals["worker/steps"]) == expected
-
-
-def test_contradictions_are_named() -> None:
-    changed = SETTINGS | {"islands.slots": 1, "islands.join": "nats://x", "diloco.method": "none"}
-    words = [word for key, value in changed.items() for word in (f"--{key}", str(value))]
-    with pytest.raises(ConfigError) as error:
-        from_command_line(["--config", "debug", "--diloco.beginning.steps", "9", *words])
-    for expected in (
-        "islands.slots = 1: must be at least 2",
-        "islands.local = 2: starts a server of its own",
-        'diloco.method = "none": does not work with islands',
-        "beginning.steps = 9: does not work with islands",
-        "islands.join: '...': is not of the form",
-    ):
-        assert expected in str(error.value)
 
 
 def test_a_missing_server_is_said_at_once(

@@ -18,17 +18,13 @@ from torchtitan_diloco.plan import main
 from torchtitan_diloco.planner import failures
 from torchtitan_diloco.planner.absence import Rules, World, absence
 from torchtitan_diloco.planner.failures import (
-    C4_PARTS,
-    PUBLISHED,
     YEAR,
     Fleet,
     best_interval,
-    c4_outlooks,
     elastic,
     islands,
     job_goodput,
     one_job,
-    published_outlooks,
 )
 
 FLEET = Fleet(chips=20_000, mtbf=YEAR, detect=30, restart=120, rejoin=60, save=10)
@@ -133,23 +129,55 @@ def test_the_prediction_is_that_of_islands_that_fail_at_random() -> None:
     assert kept < 0.9
 
 
+PUBLISHED = {"one job": 27, "elastic data parallelism": 58}
+PUBLISHED |= {"2 islands": 70, "4 islands": 82, "8 islands": 88, "16 islands": 93}
+"""Percent of 1.2M chips with an MTBF of a year: Table 11 of Decoupled DiLoCo (2604.21428)."""
+
+
+def too_high() -> list[float]:
+    """Return by how many percent this model is above `PUBLISHED`.
+
+    The two rows of data parallelism give the times that the others need. The paper does not say how
+    long a step takes: 1 s. With 0.4, learners wait for 0.7 s, and three rows are within 1.7.
+    """
+    chips, schedule = 1_200_000, Schedule(sync_every=24, fragments=24, delay=2)
+    stops, resizes = (YEAR / chips * (100 / one - 1) for one in list(PUBLISHED.values())[:2])
+    fleet = Fleet(chips, YEAR, detect=0.0, restart=stops, rejoin=resizes)
+    rules = (Rules(count, schedule, step_seconds=1.0) for count in (2, 4, 8, 16))
+    several = (islands(fleet, one, are_elastic=True) for one in rules)
+    pairs = zip([one_job(fleet), elastic(fleet), *several], PUBLISHED.values(), strict=True)
+    return [100 * outlook.goodput - published for outlook, published in pairs]
+
+
 def test_the_published_goodput_of_decoupled_diloco() -> None:
-    *fitted, two, four, eight, sixteen = (
-        100 * found.goodput - published
-        for found, published in zip(published_outlooks(), PUBLISHED.values(), strict=True)
-    )
+    *fitted, two, four, eight, sixteen = too_high()
     assert fitted == pytest.approx([0, 0])
-    # Each row of islands is 2.5 to 3.6 points above the paper's: docs/report-and-plan.md.
-    assert all(2 < miss < 4 for miss in (two, four, eight, sixteen))
+    above = two, four, eight, sixteen
+    text = f"{min(above):.1f} to {max(above):.1f} points too high"
+    assert text in (REPOSITORY / "docs/report-and-plan.md").read_text()
 
 
-@pytest.mark.parametrize("parts", C4_PARTS.values(), ids=C4_PARTS)
-def test_the_published_downtime_of_c4(parts: failures.Downtime) -> None:
-    """The paper's 31.19 and 1.16 % from their parts."""
-    job, islands = (100 * (1 - found.goodput) for found in c4_outlooks(parts))
-    assert job == pytest.approx(sum(parts), abs=0.4)
+@pytest.mark.parametrize(
+    ("repeats", "detects", "isolates", "restarts"),
+    [(7.53, 3.41, 19.65, 0.60), (0.23, 0.05, 0.73, 0.15)],
+    ids=["before C4", "with C4"],
+)
+def test_the_published_downtime_of_c4(
+    repeats: float, detects: float, isolates: float, restarts: float
+) -> None:
+    """The 31.19 and 1.16 % of a month of one job (2406.04594), from their parts.
+
+    With a failure of one of 2,400 chips in 18 hours. The parts scale with this assumption.
+    """
+    hours = 18 * 3600.0
+    pause, downtime = detects + isolates + restarts, repeats + detects + isolates + restarts
+    mtbf, after = 2400 * hours * (1 - pause / 100), hours * (isolates + restarts) / 100
+    fleet = Fleet(2400, mtbf, hours * detects / 100, restart=after, rejoin=0.0)
+    job = one_job(fleet, interval=2 * hours * repeats / 100)
+    four = islands(fleet, Rules(4, Schedule(30, 9, 1), step_seconds=1.0))
+    assert 100 * (1 - job.goodput) == pytest.approx(downtime, abs=0.4)
     # An island in four stops, and repeats nothing that the log has.
-    assert (sum(parts) - parts.repeats) / 4 < islands < sum(parts) / 3
+    assert pause / 4 < 100 * (1 - four.goodput) < downtime / 3
 
 
 # --- plan --failures ------------------------------------------------------------------------------
@@ -168,16 +196,12 @@ def test_the_documented_answers_are_what_the_command_prints(
         assert goodput is not None
         assert goodput[1] in docs
     assert "16 islands" in plot.read_text()
-    assert main(["--failures", "--table"]) == 0
-    rows = re.findall(r"\| \d+ islands +\| ([\d.]+) % +\| ([\d.]+) %", capsys.readouterr().out)
-    above = [float(model) - float(published) for published, model in rows]
-    assert f"{min(above):.1f} to {max(above):.1f} points too high" in docs
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--failures"], "give --chips 512 and --mtbf 3y"),
+        (["--failures"], "one fails: --chips 512 --mtbf 3y"),
         ([*KNOWN, "--chips", "0"], "--chips 0: give at least one chip, as in --chips 512"),
         ([*KNOWN, "--mtbf", "0y"], "--mtbf 0: give a time above 0 between two failures"),
         ([*KNOWN, "--step-time", "1h"], "--step-time 3600s: give 0.01s to 60s"),

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 Record = dict[str, Any]
+"""Of a step: values by name, None if not known."""
 HOUR = 3600.0
-"""Record of a step: values by name, None if not known."""
 RUN, JOB, WORKER = "run", "job", "worker"
 """Scopes: the run; all workers that were started together, an island being alone; one worker."""
 

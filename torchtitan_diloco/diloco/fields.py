@@ -3,7 +3,7 @@
 import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields, is_dataclass
-from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -21,13 +21,7 @@ NAMES = {
 
 
 class Section:
-    """Base class of config dataclasses, which refuses unknown settings and invalid values."""
-
-    def __new__(cls, *_: object, **settings: object) -> Self:
-        for name in settings.keys() - _types(cls).keys():
-            hint = nearest(name, setting_types(cls))
-            raise TypeError(f"{cls.__name__} has no setting {name}{hint}")
-        return super().__new__(cls)
+    """Base class of config dataclasses, which refuses invalid values."""
 
     def __post_init__(self) -> None:
         """Convert values to the types of the settings, such as 1e2 to 100."""

@@ -76,7 +76,7 @@ def measure(connect: Callable[[], Stream], streams: int = MOST_STREAMS) -> Speed
     This takes up to two seconds. Raises an OSError.
     """
     with closing(connect()) as first:
-        round_trip = min(_ping(first) for _ in range(PINGS))
+        round_trip = min(ping(first) for _ in range(PINGS))
     if round_trip < SHORT_SECONDS:
         return Speed(round_trip)
     seconds = min(max(ROUND_TRIPS * round_trip, LEAST_SECONDS), MOST_SECONDS)
@@ -117,9 +117,10 @@ def _rate(arrived: list[tuple[float, int]], since: float) -> float:
     return sum(count for _, count in later) / (later[-1][0] - first) if later else 0.0
 
 
-def _ping(stream: Stream) -> float:
+def ping(stream: Stream, size: int = 1) -> float:
+    """Return the seconds until the other side has answered so many bytes."""
     started = time.perf_counter()
-    stream.send(1)
+    stream.send(size)
     stream.wait()
     return time.perf_counter() - started
 

@@ -10,7 +10,6 @@ outer.drain()
 copy is made of all deltas, is a matter of the peers (diloco/peers.py).
 """
 
-import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -76,22 +75,8 @@ class StreamingDiLoCo:
         self.peers = peers = group
         peers.start(model, config)
         self.config, self.fragments, self._states = peers.config, peers.fragments, peers.states
-        self._in_use, self._meter, self._healed = threading.RLock(), peers.meter, 0
+        self._meter, self._healed = peers.meter, 0
         self._model, self._optimizer = model, optimizer
-
-    @contextmanager
-    def _alone(self, method: str) -> Iterator[None]:
-        """Raise if another thread is inside a method of this object."""
-        if not self._in_use.acquire(blocking=False):
-            raise RuntimeError(
-                f"StreamingDiLoCo.{method}() was called from thread "
-                f"{threading.current_thread().name} while another thread is inside a method of the "
-                "same object: call them from one thread at a time"
-            )
-        try:
-            yield
-        finally:
-            self._in_use.release()
 
     @property
     def step_count(self) -> int:
@@ -114,8 +99,7 @@ class StreamingDiLoCo:
         `weight`: of this inner step in the mean over workers, such as its number of tokens. Islands
         count it: give them the tokens.
         """
-        with self._alone("step"):
-            self._do(self.peers.due(weight))
+        self._do(self.peers.due(weight))
 
     def drain(self) -> None:
         """Wait for the fragments in flight, and apply them in the order of their sends.
@@ -123,8 +107,7 @@ class StreamingDiLoCo:
         An island finishes the run with the others or, before its end, leaves it. It first sends its
         work since the last send. At the end, all islands have the same copy.
         """
-        with self._alone("drain"):
-            self._do(self.peers.rest())
+        self._do(self.peers.rest())
 
     def check(self) -> None:
         """Raise if a worker is lost or an exchange has failed, even before its result is due."""
@@ -173,13 +156,12 @@ class StreamingDiLoCo:
         save. A fragment is also reset if its inner optimizer state is not finite. `group`: a group
         of the worker's ranks for use in this thread.
         """
-        with self._alone("heal"):
-            healed = healing.find_broken(self.fragments, self._optimizer, group)
-            if healed:
-                drop_gathered(self._model)
-            for index in healed:
-                self._states[index].write_model()
-                self._start_afresh(index)
+        healed = healing.find_broken(self.fragments, self._optimizer, group)
+        if healed:
+            drop_gathered(self._model)
+        for index in healed:
+            self._states[index].write_model()
+            self._start_afresh(index)
         if healed and (group is None or group.rank() == 0):
             logger.warning(
                 f"worker {self.worker}: fragments {healed} are not finite after step "
@@ -204,37 +186,34 @@ class StreamingDiLoCo:
 
         They are bitwise equal on all workers. Frozen parameters and buffers are this worker's.
         """
-        with self._alone("global_state_dict"):
-            drop_gathered(self._model)
-            shared: dict[Tensor, Tensor] = {}
-            for state in self._states:
-                check_identity(self._model, state.fragment)
-                for part, view in zip(state.fragment.parts, state.views(state.outer), strict=True):
-                    shared[part.parameter] = saving.shaped_like(part.parameter, view.clone(), None)
-            parameters = dict(self._model.named_parameters(remove_duplicate=False))
-            found = {name: shared[one] for name, one in parameters.items() if one in shared}
-            values = self._model.state_dict().items()
-            return {
-                name: found[name] if name in found else value.detach().clone()
-                for name, value in values
-            }
+        drop_gathered(self._model)
+        shared: dict[Tensor, Tensor] = {}
+        for state in self._states:
+            check_identity(self._model, state.fragment)
+            for part, view in zip(state.fragment.parts, state.views(state.outer), strict=True):
+                shared[part.parameter] = saving.shaped_like(part.parameter, view.clone(), None)
+        parameters = dict(self._model.named_parameters(remove_duplicate=False))
+        found = {name: shared[one] for name, one in parameters.items() if one in shared}
+        values = self._model.state_dict().items()
+        return {
+            name: found[name] if name in found else value.detach().clone() for name, value in values
+        }
 
     @contextmanager
     def global_parameters(self) -> Iterator[None]:
         """Return a context manager in which the model holds the shared parameters."""
-        with self._alone("global_parameters"):
+        drop_gathered(self._model)
+        parts = [part for fragment in self.fragments for part in fragment.parts]
+        saved = [part.local().clone() for part in parts]
+        for state in self._states:
+            state.write_model()
+        try:
+            yield
+        finally:
             drop_gathered(self._model)
-            parts = [part for fragment in self.fragments for part in fragment.parts]
-            saved = [part.local().clone() for part in parts]
-            for state in self._states:
-                state.write_model()
-            try:
-                yield
-            finally:
-                drop_gathered(self._model)
-                with torch.no_grad():
-                    for part, before in zip(parts, saved, strict=True):
-                        part.local().copy_(before)
+            with torch.no_grad():
+                for part, before in zip(parts, saved, strict=True):
+                    part.local().copy_(before)
 
     # --- restart ----------------------------------------------------------------------------------
 
@@ -244,16 +223,15 @@ class StreamingDiLoCo:
         Fragments in flight are waited for but not applied: their results are part of the state.
         `mesh`: a CPU mesh of this worker's ranks, for models that are sharded over GPUs.
         """
-        with self._alone("state_dict"):
-            self.check()
-            facts = {
-                "step": self.step_count,
-                "progress": self.progress,
-                "healed": self._healed,
-                "settings": saving.resume_settings(self.config),
-                "layout": saving.layout_of(self._states),
-            }
-            return vars(self.peers.save(facts, mesh))
+        self.check()
+        facts = {
+            "step": self.step_count,
+            "progress": self.progress,
+            "healed": self._healed,
+            "settings": saving.resume_settings(self.config),
+            "layout": saving.layout_of(self._states),
+        }
+        return vars(self.peers.save(facts, mesh))
 
     def load_state_dict(self, saved: SavedState | dict[str, Any]) -> list[str]:
         """Resume from a saved state, dropping fragments in flight. Load the model first.

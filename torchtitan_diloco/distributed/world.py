@@ -21,7 +21,7 @@ from torchtitan_diloco.diloco.config import Link
 from torchtitan_diloco.diloco.link import MOST_STREAMS, Sender, Speed, listen, measure
 from torchtitan_diloco.diloco.liveness import Liveness
 from torchtitan_diloco.diloco.meeting import gather_objects, store_of_attempt, store_of_job
-from torchtitan_diloco.hardware import available_cores, check_device, interfaces
+from torchtitan_diloco.hardware import check_device, interfaces
 from torchtitan_diloco.log import UserError, logger
 
 WORKER, FSDP = "worker", "fsdp"
@@ -192,14 +192,6 @@ def _watch(grid: torch.Tensor, rank: int) -> Liveness:
     peers = {*grid[worker].tolist(), *grid[:, column].tolist()} - {rank}
     worker_of = [one // grid.shape[1] for one in range(grid.numel())]
     return Liveness(dist.new_group(backend="gloo"), workers=worker_of, peers=peers)
-
-
-def share_cores(world: World) -> None:
-    """Share the cores of a machine between its ranks. The launcher, and torchrun with several ranks
-    on a node, have done so, but not two nodes of one rank each on one machine."""
-    here = gather_objects(socket.gethostname(), world.control).count(socket.gethostname())
-    if here > 1 and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, available_cores() // here))
 
 
 def world_of_one(device: torch.device, backend: str) -> World:

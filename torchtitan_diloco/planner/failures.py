@@ -20,7 +20,6 @@ import numpy as np
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from torchtitan_diloco.diloco.schedule import Schedule
 from torchtitan_diloco.log import UserError, clock, markdown_table
 from torchtitan_diloco.planner.absence import Absence, Rules, absence
 from torchtitan_diloco.report.charts import LIGHT, STYLE, series_colour, short_number
@@ -217,80 +216,3 @@ def write_plot(path: Path, fleet: Fleet, rules: Sequence[Rules]) -> None:
         except (OSError, ValueError) as error:  # no such folder, or an unknown format
             reason = f"{error}".splitlines()[0]
             raise UserError(f"--plot {path}: {reason}: give a new .svg or .png file") from error
-
-
-# --- Decoupled DiLoCo (arXiv 2604.21428) ----------------------------------------------------------
-
-PUBLISHED_CHIPS = 1_200_000
-PUBLISHED = {"one job": 27, "elastic data parallelism": 58}
-PUBLISHED |= {"2 islands": 70, "4 islands": 82, "8 islands": 88, "16 islands": 93}
-"""Percent at an MTBF of one year per chip. Islands: Table 11."""
-PUBLISHED_SCHEDULE = Schedule(sync_every=24, fragments=24, delay=2)
-PUBLISHED_STEP = 1.0
-"""Seconds, an assumption. With 0.4, learners wait for 0.7 s, and three rows are within 1.7."""
-
-
-def published_fleet() -> Fleet:
-    """Return times that give the goodput of the paper's two rows of data parallelism."""
-    between = YEAR / PUBLISHED_CHIPS
-    stops, resizes = (between * (100 / percent - 1) for percent in list(PUBLISHED.values())[:2])
-    return Fleet(PUBLISHED_CHIPS, YEAR, detect=0.0, restart=stops, rejoin=resizes)
-
-
-def published_outlooks() -> list[Outlook]:
-    """Return the rows of `PUBLISHED`. Those of islands are not fitted."""
-    fleet = published_fleet()
-    rules = (Rules(count, PUBLISHED_SCHEDULE, PUBLISHED_STEP) for count in (2, 4, 8, 16))
-    several = [islands(fleet, one, are_elastic=True) for one in rules]
-    return [one_job(fleet), elastic(fleet), *several]
-
-
-def published_text() -> str:
-    rows = [
-        [one.name, f"{published} %", f"{100 * one.goodput:.1f} %"]
-        for one, published in zip(published_outlooks(), PUBLISHED.values(), strict=True)
-    ]
-    return markdown_table(["training as", "published", "this model"], rows)
-
-
-# --- C4 (arXiv 2406.04594) ------------------------------------------------------------------------
-
-
-class Downtime(NamedTuple):
-    """Parts of the downtime of one job, in percent of a month: repeated work, detection, isolation
-    of the machine that failed, restart."""
-
-    repeats: float
-    detects: float
-    isolates: float
-    restarts: float
-
-
-C4_CHIPS = 2400
-C4_PARTS = {
-    "before C4": Downtime(7.53, 3.41, 19.65, 0.60),
-    "with C4": Downtime(0.23, 0.05, 0.73, 0.15),
-}
-C4_BETWEEN = 18 * 3600.0
-"""Seconds from one failure to the next, an assumption. The parts of a failure scale with it, so the
-downtime of one job does not depend on it."""
-C4_RULES = Rules(4, Schedule(sync_every=30, fragments=9, delay=1), step_seconds=1.0)
-
-
-def c4_outlooks(parts: Downtime) -> list[Outlook]:
-    """Return one job and four islands whose failures take these shares of the job's time."""
-    repeats, detects, isolates, restarts = (C4_BETWEEN * share / 100 for share in parts)
-    pause = detects + isolates + restarts
-    mtbf = C4_CHIPS * (C4_BETWEEN - pause)
-    fleet = Fleet(C4_CHIPS, mtbf, detects, restart=isolates + restarts, rejoin=0.0)
-    return [one_job(fleet, interval=2 * repeats), islands(fleet, C4_RULES)]
-
-
-def c4_text() -> str:
-    found = [c4_outlooks(parts) for parts in C4_PARTS.values()]
-    rows = [["one job, published", *(f"{sum(parts):.2f} %" for parts in C4_PARTS.values())]]
-    for same in zip(*found, strict=True):
-        rows.append(
-            [f"{same[0].name}, this model", *(f"{100 * (1 - one.goodput):.2f} %" for one in same)]
-        )
-    return markdown_table(["downtime", *C4_PARTS], rows)

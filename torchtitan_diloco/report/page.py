@@ -4,7 +4,6 @@
 .venv/bin/torchtitan-diloco report join.txt
 """
 
-import json
 import math
 import sys
 from collections import Counter, defaultdict
@@ -19,6 +18,7 @@ from matplotlib.ticker import EngFormatter
 
 from torchtitan_diloco.components.metrics import hidden_percent, time_shares, utilisation_percent
 from torchtitan_diloco.components.records import NAN
+from torchtitan_diloco.config.schema import format_value
 from torchtitan_diloco.islands.overview import LEAST_GAP
 from torchtitan_diloco.islands.page import TEMPLATES, time_text
 from torchtitan_diloco.log import Parser, UserError, brief, clock, command_line
@@ -94,7 +94,7 @@ def html_page(runs: Sequence[Run]) -> str:
         notes=notes(runs),
         figures=figures(runs),
         tables=detail_tables(runs),
-        setting_text=setting_text,
+        format_value=format_value,
     )
 
 
@@ -303,7 +303,7 @@ def _differences_table(runs: Sequence[Run]) -> Table:
     runs = [run for run in runs if run.settings]
     rows = []
     for key in dict.fromkeys(key for run in runs for key in run.settings):
-        texts = [setting_text(run.settings[key]) if key in run.settings else ABSENT for run in runs]
+        texts = [format_value(run.settings[key]) if key in run.settings else ABSENT for run in runs]
         if key not in NAMING_SETTINGS and len(set(texts)) > 1:
             rows.append([Cell(key), *map(Cell, texts)])
     return Table("Settings that differ", ["setting", *(run.name for run in runs)], rows)
@@ -311,11 +311,6 @@ def _differences_table(runs: Sequence[Run]) -> Table:
 
 def _cell(value: float, form: Callable[[float], str], note: str = "") -> Cell:
     return Cell(form(value), note) if math.isfinite(value) else Cell()
-
-
-def setting_text(value: object) -> str:
-    """Return a setting as in TOML, which is the same as JSON for the types of settings."""
-    return json.dumps(value, ensure_ascii=False, default=str)
 
 
 if __name__ == "__main__":
