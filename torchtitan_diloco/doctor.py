@@ -277,7 +277,7 @@ def _listen(endpoint: tuple[str, int] | None) -> int:
 def examine_server(join: Join, streams: int) -> bool:
     """`join`: with one address."""
     way = address_hops(*_split(join.addresses[0]))
-    connect = partial(Probe, join)
+    connect = partial(Probe, join, join.addresses[0])
     return run_hops([*way, ("TLS and password", lambda: _login(join))]) and run_each(
         [
             ("clock", lambda: _clock(join)),

@@ -70,7 +70,7 @@ class Process:
     def _begin(self) -> None:
         self.copies, state = self._first_copies()
         arguments = self.incarnation, self.members, self.plan.timing
-        self.machine = Machine(*arguments, lr=1.0)
+        self.machine = Machine(*arguments)
         self.machine.begin(state)
         self.cursor = self.delivered = state.sequence
 

@@ -194,6 +194,15 @@ def test_by_default_nobody_is_evicted(action: str) -> None:
     )
 
 
+def test_who_hangs_does_not_keep_the_others_from_the_end() -> None:
+    world, sick, others = run_with(Nature(hangs_at=20), steps=60)
+    world.run(until=60.0)
+    state, _ = check(world)
+    assert state.ended
+    assert not any(one.failed for one in others)
+    assert sick.machine.step == 20
+
+
 def test_rounds_do_not_wait_again_and_again_for_who_is_late() -> None:
     """Its parts are merged, as without the action."""
     idle, merged = dict[str, float](), dict[str, int]()

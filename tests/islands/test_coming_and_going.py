@@ -133,9 +133,7 @@ def _move(island: Island) -> None:
     island.model.embedding.weight[0] += 0.01
 
 
-def test_a_server_that_is_away_holds_nobody_up(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_server_that_is_away_holds_nobody_up(tmp_path: Path) -> None:
     """Work during an outage counts, although its delta is larger than usual."""
     chosen = replace(FP4, delta_norm_limit=2.0)
     with running_server(tmp_path / "server") as found:
@@ -150,7 +148,6 @@ def test_a_server_that_is_away_holds_nobody_up(
             first.wait_for_step(first.step + 20)
             found.start()
             assert same(first.finish().shared, second.finish().shared)
-    assert "has sent no delta" not in caplog.text
 
 
 def test_a_spare_island_keeps_one_copy_and_no_parts(server: Join) -> None:

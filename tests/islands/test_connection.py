@@ -153,8 +153,10 @@ def test_streams_follow_from_the_link_to_the_server(
 ) -> None:
     monkeypatch.setattr(logging.getLogger("torchtitan_diloco"), "level", logging.INFO)
 
-    def count(streams: int = 0) -> int:
-        connection = Connection(server.join, "a/1", streams=streams)
+    away = dataclasses.replace(server.join, addresses=("127.0.0.1:1", *server.join.addresses))
+
+    def count(streams: int = 0, join: Join = server.join) -> int:
+        connection = Connection(join, "a/1", streams=streams)
         connection.connect()
         connection.close()
         return len(connection.streams._threads)
@@ -163,6 +165,9 @@ def test_streams_follow_from_the_link_to_the_server(
     assert not caplog.messages, "a given number is not measured"
     assert count() == 1
     assert re.search("link to the server: .* ms, 1 stream\n", caplog.text)
+    caplog.clear()
+    assert count(join=away) == 1
+    assert re.search("link to the server: .* ms, 1 stream\n", caplog.text), "of a cluster"
     monkeypatch.setattr(link, "SHORT_SECONDS", 0.0)
     found = count()
     assert re.search(f"link to the server: .* ms, .*[1-9].* Gbit/s, {found} stream", caplog.text)

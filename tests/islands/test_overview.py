@@ -17,11 +17,9 @@ from tests.islands.plan import Nature, Plan
 from tests.islands.simulation import World
 from tests.islands.test_simulation import FAULTS, inject
 from tests.islands.written import Log
-from torchtitan_diloco.islands.config import checked_count
 from torchtitan_diloco.islands.log import State
 from torchtitan_diloco.islands.members import Gauges, Hint, Members, Numbers
 from torchtitan_diloco.islands.overview import (
-    LEAST_GAP,
     MOST_POINTS,
     History,
     Stay,
@@ -31,7 +29,6 @@ from torchtitan_diloco.islands.overview import (
 )
 from torchtitan_diloco.islands.page import html_page, metrics
 from torchtitan_diloco.islands.records import Give, name_of
-from torchtitan_diloco.log import UserError
 
 SAMPLE = re.compile(
     r'[a-z_]+(?:\{(?:island|fragment)="(?:[^"\\]|\\.)*"\})? -?\d+(\.\d+)?(e[-+]\d+)?'
@@ -193,7 +190,6 @@ def test_an_island_was_away_if_its_signs_of_life_stop_for_long() -> None:
     for minute in range(1, 9):
         rare.see(60.0 * minute)
     assert rare.spans == [[0.0, 480.0]], "it has long cycles"
-    assert LEAST_GAP < 10
 
 
 def test_long_histories_are_thinned() -> None:
@@ -241,9 +237,3 @@ def test_gauges_measure_the_latest_steps() -> None:
         gauges.finish_step(100 * step, 2.0 * step)
     found = gauges.read("oslo", 0.1)
     assert (found.tokens_per_second, found.waited, found.round_trip_seconds) == (50, 0.25, 0.1)
-
-
-def test_more_tokens_than_a_log_counts_are_refused() -> None:
-    assert checked_count("total_tokens", 1e9) == 10**9
-    with pytest.raises(UserError, match=r"total_tokens = 1e\+18: give at most 9.01e\+15"):
-        checked_count("total_tokens", 1e18)

@@ -348,6 +348,8 @@ def test_settings_are_checked() -> None:
         build("nats+tls://u:p@h:1#r")
     with pytest.raises(ValueError, match=r"total_tokens = 1.5: expected a whole number"):
         build(here, tokens=1.5)
+    with pytest.raises(ValueError, match=r"total_tokens = 1e\+18: give at most 9.01e\+15"):
+        build(here, tokens=1e18)
     given = build(replace(here, grace_seconds=2), tokens=1e9)
     with pytest.raises(RuntimeError, match=r"call join\(\) before the first step"):
         given.step()

@@ -51,7 +51,7 @@ class Alone:
         self, connected_at: float = 0.0, slots: tuple[int, ...] = (0, 1), **facts: int
     ) -> None:
         self.state, heard = owned(*slots, **facts), members(connected_at, 40.0, "i0", "i1")
-        self.island = Machine("i0", heard, Timing(Schedule(10, 1, 1)), lr=1.0)
+        self.island = Machine("i0", heard, Timing(Schedule(10, 1, 1)))
         self.island.begin(self.state)
         heard.tick = Mock()  # type: ignore[method-assign]  # time goes back and forth
         assert self.island.records({}, 0.0) == []

@@ -1,31 +1,4 @@
-"""Promises of islands (docs/islands-reference.md), in simulated networks with faults.
-
-The properties of the rules, and the tests that show them; those without a file are here.
-
- 1. Every prefix of the log gives all the same state: test_any_faults.
- 2. A close loses to a part that came before it: test_log, test_a_close_loses_to_a_part...
- 3. A slot is taken while a close names its old owner, both orders: test_log, test_a_take_races...
- 4. Death before and after each chunk and record; a close is read by its writer at least:
-    test_a_death_before_and_after_everything_it_sends.
- 5. Openings come no faster than H steps of the fastest, all work is merged within 4 versions:
-    test_simulated_end, test_all_work_is_merged_in_time.
- 6. A waiting part whose sender, or whose peers, die: test_a_waiting_part_whose...
- 7. Lockstep is one world: test_lockstep_is_one_world; with tensors and codecs: test_peers,
-    test_two_islands_have_the_bits... Jitter beyond the grace has no such bits: 5.
- 8. Late, then taken: toy.Expected says what the next delta has, and is asserted for each, with any
-    alpha. It has older work too, as alpha is 1/2 at least then: a share of what the entry has left
-    of the part. 'Only the work since the send' would take an alpha of 0, which loses work.
- 9. An outage longer than keys live, clocks hours apart: test_an_outage_longer_than...
-10. A log truncated, made anew, or foreign is refused: test_log, test_a_log_with_a_gap...;
-    test_resumed, test_islands_refuse_an_older_log...
-11. Replay from the start and from snapshots: `check`, after every simulation; with tensors:
-    test_coming_and_going, test_the_log_gives..., also in a process with plain instructions; with
-    all codecs: test_copies, test_another...
-12. Islands of 1, 2, 3 ranks, one slow: test_peers, test_islands_of_several_ranks...; a dead rank
-    leaves no part: test_peers, test_a_dead_rank...
-
-Every state of joining: test_joining, test_a_joiner_may_die_at_any_time.
-"""
+"""Promises of islands (docs/islands-reference.md), in simulated networks with faults."""
 
 import os
 import random

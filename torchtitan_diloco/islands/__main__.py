@@ -227,11 +227,11 @@ def _ask_to_leave(options: argparse.Namespace) -> None:
         if not asked:
             names = ", ".join(sorted({name_of(owner) for owner in owners})) or "none"
             raise UserError(f"no island {name!r} is in the run; there are: {names}")
-        for incarnation in asked:
-            reader.connection.ask(incarnation, Leave(sender="status"))
         say(f"{name} has been asked to leave")
         end = time.monotonic() + LEAVE_SECONDS
-        while asked.intersection(reader.state.owners().values()):
+        while left := asked.intersection(reader.state.owners().values()):
+            for incarnation in left:  # again and again, as it may just be connecting
+                reader.connection.ask(incarnation, Leave(sender="status"))
             if time.monotonic() > end:
                 raise UserError(
                     f"{name} has not left within {LEAVE_SECONDS:g} s: if it is dead, its slot is "

@@ -314,8 +314,8 @@ class _Stream(threading.Thread):
 class Probe:
     """A connection with messages to nobody, with which to measure the link."""
 
-    def __init__(self, join: Join) -> None:
-        self._wire = Wire(join, join.addresses[0], "probe")
+    def __init__(self, join: Join, address: str) -> None:
+        self._wire = Wire(join, address, "probe")
         self.wait, self.close = self._wire.wait, self._wire.close
         self._subject = subject_of(join.run, "probe")
 
@@ -327,11 +327,16 @@ class Probe:
 
 def streams_to_server(join: Join) -> int:
     """Measure the link to the server, say what was found, and return the streams that it needs."""
-    try:
-        speed = measure(partial(Probe, join))
-    except (OSError, ValueError) as error:
+    reasons = list[str]()
+    for address in join.addresses:
+        try:
+            speed = measure(partial(Probe, join, address))
+            break
+        except (OSError, ValueError) as error:
+            reasons.append(str(error))
+    else:
         logger.warning(
-            f"the link to the server could not be measured ({error}): 1 stream; set "
+            f"the link to the server could not be measured ({'; '.join(reasons)}): 1 stream; set "
             "diloco.link.streams if the link is long"
         )
         return 1

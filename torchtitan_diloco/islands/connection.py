@@ -20,7 +20,7 @@ import msgspec
 
 from torchtitan_diloco.islands.bulk import Bulk, ClosedError, Streams, streams_to_server
 from torchtitan_diloco.islands.config import Join, LoginError, RefusedError, explain
-from torchtitan_diloco.islands.members import Hint, Members
+from torchtitan_diloco.islands.members import MOST_OF_SITE, Hint, Members
 from torchtitan_diloco.islands.records import (
     AnotherLogError,
     AnyMessage,
@@ -77,7 +77,7 @@ class Connection:
         self, join: Join, name: str, slot_seconds: float = 0.0, *, streams: int = 1
     ) -> None:
         """`name`: the incarnation. `slot_seconds`: see `islands`; `streams`: see `diloco.link`."""
-        self._join, self._name, self.site = join, name, join.user
+        self._join, self._name, self.site = join, name, join.user[:MOST_OF_SITE]
         self.members = Members(EXPIRY, slot_seconds)  # heartbeats of the other islands
         self.records = deque[LogRecord]()  # records not read yet
         self.messages = deque[SnapshotWanted | Snapshot]()  # messages to this island not read yet

@@ -82,7 +82,7 @@ class SharedCopy:
 class Copies:
     def __init__(self, states: Sequence[OuterState], config: DiLoCoConfig, ranks: Ranks) -> None:
         self.ranks, self._optimizer = ranks, config.outer_optimizer
-        self._quantization, self.outer_lr = config.quantization, config.outer_optimizer.lr
+        self._quantization = config.quantization
         self.threads = config.quantization.threads
         self.fragments = [
             SharedCopy(state, Layout(state.fragment, ranks.size, ranks.rank)) for state in states

@@ -82,9 +82,7 @@ class Leader:
         self._parts = Parts(connection, copies, gauges)
         self.changed = threading.Condition()
         """Guards the machine, and is notified after every change."""
-        self.machine = Machine(
-            name, connection.members, timing, copies.outer_lr, ranks=copies.ranks.size
-        )
+        self.machine = Machine(name, connection.members, timing, ranks=copies.ranks.size)
         self._giver, self._gauges = Giver(connection, copies, name), gauges
         self._reported = 0.0
         self._uploads = math.inf, 0

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from torchtitan_diloco.diloco.vitals import Action
-from torchtitan_diloco.islands.actions import Others
+from torchtitan_diloco.islands.actions import HUNG, Others
 from torchtitan_diloco.islands.changes import DELAY, EVERY, settings_of
 from torchtitan_diloco.islands.ledger import Boundary, Due, Entry, Outcome, Slot
 from torchtitan_diloco.islands.log import State
@@ -59,9 +59,8 @@ class Machine:
     """Fields of its records."""
 
     def __init__(
-        self, incarnation: str, members: Members, timing: Timing, lr: float, *, ranks: int = 1
+        self, incarnation: str, members: Members, timing: Timing, *, ranks: int = 1
     ) -> None:
-        """`lr`: outer."""
         self.incarnation, self.members, self.timing = incarnation, members, timing
         self.ranks = ranks
         self.begin(State())
@@ -79,7 +78,6 @@ class Machine:
         self.actions = list[Action]()
         """What is done about others, for the records of this island."""
         self._settings: dict[str, str] = {}
-        self._lr = lr
         self._attempts = dict[tuple[object, ...], float]()
         """Time at which each record was last appended."""
         self._stopped_at, self._trains_until = 0.0, 0
@@ -108,7 +106,7 @@ class Machine:
         every = int(self._settings.get(EVERY, schedule.sync_every))
         delay = int(self._settings.get(DELAY, schedule.delay))
         changed = replace(schedule, sync_every=every, delay=delay)
-        self.timing, self._lr = replace(self.timing, schedule=changed), self.facts.outer_lr
+        self.timing = replace(self.timing, schedule=changed)
         added = len(self.state.slots) - len(self.habits)
         self.habits += [Habits(len(self.state.fragments)) for _ in range(added)]
         for rounds in self.rounds if schedule.sync_every != every else ():
@@ -245,7 +243,7 @@ class Machine:
             )
         for rounds in self.rounds:
             yield rounds.open()
-            yield rounds.close(checked, self._lr, now)
+            yield rounds.close(checked, self.facts.outer_lr, now)
             if rounds.under_way and rounds.is_stored:
                 yield rounds.sent
         for target, reason in self.others.to_evict(now):
@@ -375,7 +373,8 @@ class Machine:
             return None if again else Give(**self.who)
         if self.own.done:  # the run ends when all owners are done or gone
             absent = tuple(one.owner for one in self.state.slots if one.owner and not one.done)
-            gone = all(self.members.is_silent(owner, now) for owner in absent)
+            heard = (one for one in absent if not self.members.is_silent(one, now))
+            gone = all(self.members.hangs(owner, HUNG, now) for owner in heard)
             return End(**self.who, absent=absent, heads=self.state.heads) if gone else None
         busy = any(one.unapplied or (one.shared.open and one.shared.waiting) for one in self.rounds)
         return None if busy or not self.state.is_complete else Done(**self.who)

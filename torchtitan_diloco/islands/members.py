@@ -24,12 +24,14 @@ class IslandFailedError(RuntimeError):
 
 
 NOTHING_SAID = Vitals()
+MOST_OF_SITE = 60
+"""Characters that a heartbeat has room for."""
 
 
 class Numbers(msgspec.Struct, frozen=True, array_like=True):
     """What users want to know of an island. No decision depends on it."""
 
-    site: Annotated[str, msgspec.Meta(max_length=60)] = ""  # user of its join string
+    site: Annotated[str, msgspec.Meta(max_length=MOST_OF_SITE)] = ""  # user of its join string
     tokens_per_second: float = 0.0  # over the latest steps, with the time that training waited
     waited: float = 0.0  # share of this time in which it waited for the others
     loss: float | None = None  # its training loss

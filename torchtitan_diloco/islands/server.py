@@ -84,6 +84,7 @@ class Server(Folder):
                 self._check_log()
             make_streams(self.admin, self.settings.keep_gb)
             self.settings.made = True
+            self._take_up_sites()  # that `islands site` has changed meanwhile
             self.save()
         except BaseException:
             self.stop()

@@ -163,7 +163,7 @@ class Process:
         self.world, self.rules, self.name = world, world.rules, name
         self.members = Members(EXPIRY, SLOT_SECONDS)
         timing = Timing(self.rules.schedule, self.rules.grace_seconds)
-        self.machine = Machine(f"{name}/{len(world.log)}", self.members, timing, lr=1.0)
+        self.machine = Machine(f"{name}/{len(world.log)}", self.members, timing)
         self.is_alive, self.is_paused = True, False
         self.delayed = list[Callable[[], None]]()
         """What happened while it was paused."""

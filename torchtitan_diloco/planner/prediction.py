@@ -6,7 +6,7 @@ background thread does them in order. The result is applied `delay` steps after 
 training waits if it is not there. Each worker has its own clock.
 
 Not in the model: passes over memory in the training thread, cores that coding takes from training
-on a CPU, packet loss and other traffic. The paper's model is in `paper.py`.
+on a CPU, packet loss and other traffic.
 """
 
 import math
