@@ -2,15 +2,15 @@
 
 import shutil
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 
 from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.connection import Connection, LogRecord
-from torchtitan_diloco.islands.server import Server, open_folder
+from torchtitan_diloco.islands.server import Server, local_server
 from torchtitan_diloco.islands.server import free_port as free_port
 from torchtitan_diloco.islands.server_folder import find_server
 
@@ -28,16 +28,8 @@ def need_server() -> None:
         pytest.skip("needs the openssl command", allow_module_level=True)
 
 
-@contextmanager
-def running_server(folder: Path, run: str = "test") -> Iterator[Server]:
-    server = open_folder(
-        folder, run=run, host="127.0.0.1", port=free_port(), address="127.0.0.1", keep_gb=0.1
-    )
-    server.start()
-    try:
-        yield server
-    finally:
-        server.stop()
+def running_server(folder: Path, run: str = "test") -> AbstractContextManager[Server]:
+    return local_server(folder, run=run, keep_gb=0.1)
 
 
 class Listener:

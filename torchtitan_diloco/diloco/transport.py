@@ -17,7 +17,7 @@ from torch import Tensor
 
 from torchtitan_diloco.diloco.background import BackgroundThread
 from torchtitan_diloco.diloco.round import LEAST_LINK_BYTES, Traffic
-from torchtitan_diloco.diloco.vitals import STOPPED, STUCK, Vitals
+from torchtitan_diloco.diloco.vitals import NOTHING_SAID, STOPPED, STUCK, Vitals
 from torchtitan_diloco.log import UserError, cause_of
 
 
@@ -36,7 +36,6 @@ MAGIC = b"SDLC"
 VERSION = 5
 _LAYOUT = struct.Struct("<4sHHQIIQdQ5e6x")
 MOST_SECONDS = 60_000.0  # in a float of 16 bits
-NOTHING_SAID = Vitals()
 
 
 def header_bytes(workers: int) -> int:

@@ -29,6 +29,7 @@ class Vitals(NamedTuple):
         return max(self.upload, self.download, *self.transfers)
 
 
+NOTHING_SAID = Vitals()
 STOPPED, HUNG, STUCK = "stopped", "hung outside communication", "hung in communication"
 """Why a worker is missing: it does not answer or has no heartbeats; it does, and makes no steps; or
 only its payload does not come."""

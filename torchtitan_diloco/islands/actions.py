@@ -6,7 +6,7 @@ eviction is in the log, and needs the votes of several islands (ledger.py).
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import Enum, IntEnum
+from enum import Enum
 from typing import NamedTuple
 
 from torchtitan_diloco.diloco.vitals import NOT_FINITE, OUTLIER, Action
@@ -19,26 +19,14 @@ IN_A_ROW = 8
 """Versions of all fragments until an island is not waited for."""
 HUNG = 10
 """An island hangs if it makes no step for this multiple of `islands.slot_seconds`."""
-EVICTED = "evicted"
-
-
-class Level(IntEnum):
-    """What is done about an island."""
-
-    NOTE = 0
-    NOT_WAITED_FOR = 1
-    """Rounds close without it. Its parts count when they come."""
-    LEFT_OUT = 2
-    """The same, as its parts have weight 0."""
-
-    def __str__(self) -> str:
-        return self.name.lower().replace("_", " ")
-
-    @property
-    def evidence(self) -> str:
-        if self is Level.LEFT_OUT:
-            return f"its parts were wrong in {IN_A_ROW} versions, and count for nothing"
-        return f"{IN_A_ROW} versions had no part of it in time; its parts count when they come"
+NOT_WAITED_FOR, LEFT_OUT, EVICTED = "not waited for", "left out", "evicted"
+EVIDENCE = {
+    NOT_WAITED_FOR: (
+        f"{IN_A_ROW} versions had no part of it in time; its parts count when they come"
+    ),
+    LEFT_OUT: f"its parts were wrong in {IN_A_ROW} versions, and count for nothing",
+}
+"""What is done about an island without which rounds close, and why."""
 
 
 class Seen(Enum):
@@ -68,13 +56,14 @@ class Conduct:
     """How an island has behaved, as one of the others sees it."""
 
     fragments: int
-    level: Level = Level.NOTE
+    level: str = ""
+    """A key of EVIDENCE, or empty."""
     missing: int = 0
     """Entries without a part of it since one was in time."""
     wrong: int = 0
     """Entries with wrong parts since a good one."""
     times: int = 0
-    """How often it was above NOTE."""
+    """How often it had a level."""
     until: int = 0
     """Version at which it is waited for again."""
 
@@ -87,16 +76,16 @@ class Conduct:
         if seen is Seen.IN_TIME:
             self.missing = 0
         before, enough = self.level, IN_A_ROW * self.fragments
-        if before is Level.NOTE and max(self.missing, self.wrong) >= enough:
-            self.level = Level.LEFT_OUT if self.wrong >= enough else Level.NOT_WAITED_FOR
+        if not before and max(self.missing, self.wrong) >= enough:
+            self.level = LEFT_OUT if self.wrong >= enough else NOT_WAITED_FOR
             # All islands wait for it again from common multiples on: the closes of one that does
             # not wait would make it late for the others.
             period = IN_A_ROW * 2**self.times
             self.until = ((version + period // 2) // period + 1) * period
             self.times += 1
-        elif before is not Level.NOTE and version >= self.until and not self.wrong:
-            self.level, self.missing = Level.NOTE, 0
-        return self.level is not before
+        elif before and version >= self.until and not self.wrong:
+            self.level, self.missing = "", 0
+        return self.level != before
 
     @property
     def is_wrong(self) -> bool:
@@ -134,8 +123,8 @@ class Others:
         here = {name_of(slot.owner) for slot in self._state.slots if slot.owner and not slot.done}
         for name, one in self._conduct.items():
             if one.level and name not in here:
-                yield Action(name, str(one.level), "it is gone", over=True)
-                one.level, one.missing, one.wrong = Level.NOTE, 0, 0
+                yield Action(name, one.level, "it is gone", over=True)
+                one.level, one.missing, one.wrong = "", 0, 0
         for slot, owner in self._state.owners().items():
             seen, part = look_at(entry, owner, self._incarnation), entry.part_of(owner)
             if seen is None:
@@ -149,11 +138,11 @@ class Others:
             one = self._conduct.setdefault(name_of(owner), Conduct(len(self._state.fragments)))
             before = one.level
             if one.note(seen, entry.close.version):
-                what = max(before, one.level)
-                yield Action(name_of(owner), str(what), what.evidence, over=not one.level)
+                what = one.level or before
+                yield Action(name_of(owner), what, EVIDENCE[what], over=not one.level)
 
     def standing(self) -> list[str]:
-        """Describe the islands above NOTE, for the others. Any thread may call this."""
+        """Describe what is done about which islands, for the others. Any thread may call this."""
         found = self._conduct.copy().items()
         return [f"{name}: {one.level}" for name, one in found if one.level]
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import msgspec
 
-from torchtitan_diloco.diloco.vitals import HUNG, STOPPED, Report, Vitals
+from torchtitan_diloco.diloco.vitals import HUNG, NOTHING_SAID, STOPPED, Report, Vitals
 from torchtitan_diloco.islands.changes import SLOTS
 from torchtitan_diloco.islands.log import State
 from torchtitan_diloco.islands.records import Count, Name, Seconds, name_of
@@ -23,7 +23,6 @@ class IslandFailedError(RuntimeError):
     """This island cannot continue. Started again, it begins from the log."""
 
 
-NOTHING_SAID = Vitals()
 MOST_OF_SITE = 60
 """Characters that a heartbeat has room for."""
 

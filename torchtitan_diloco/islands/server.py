@@ -284,10 +284,12 @@ def free_port() -> int:
 
 
 @contextmanager
-def local_server(folder: Path) -> Iterator[Server]:
+def local_server(
+    folder: Path, *, keep_gb: float = LOCAL_GB, run: str | None = None
+) -> Iterator[Server]:
     """Run a server for islands on this machine."""
     server = open_folder(
-        folder, host=LOOPBACK, port=free_port(), address=LOOPBACK, keep_gb=LOCAL_GB
+        folder, run=run, host=LOOPBACK, port=free_port(), address=LOOPBACK, keep_gb=keep_gb
     )
     server.start()
     try:
