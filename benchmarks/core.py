@@ -175,32 +175,46 @@ def steps_of(records: Sequence[Record]) -> list[Record]:
 # --- whole runs -----------------------------------------------------------------------------------
 
 
-def train_kept(folder: Path, settings: Settings, *, seconds: float = math.inf) -> Record:
+def train_kept(
+    folder: Path, settings: Settings, *, seconds: float = math.inf, keep_checkpoints: bool = False
+) -> Record:
     """Return the losses, speed and bytes of a run, which are kept in `folder`."""
 
     def measure() -> Record:
         started, workers = time.monotonic(), settings.get("diloco.workers", "1")
         records = train(folder / "run", settings, seconds=seconds, NPROC=workers)
-        for checkpoint in folder.glob("run/worker-*/step-*"):
+        for checkpoint in [] if keep_checkpoints else folder.glob("run/worker-*/step-*"):
             shutil.rmtree(checkpoint)
-        steps = [one for one in steps_of(records) if "speed/tokens_per_second" in one]
-        speeds = [one["speed/tokens_per_second"] for one in steps]
-        end = [one for one in records if "loss/val" in one][-1]
-        start = next(one for one in records if one.get("kind") == "start")
-        sent = totals_of(records, streaming=True).get("worker/sent_bytes", 0.0)
-        expected = end["step"] * all_reduce_bytes(start["parameters"], start["workers"])
-        return {
-            "loss": end["loss/val"],
-            "bits_per_byte": end["loss/bits_per_byte"],
-            "parameters": start["parameters"],
-            "tokens": steps[-1]["train/tokens"],
-            # The first steps are slower.
-            "tokens_per_second": statistics.median(speeds[len(speeds) // 2 :]),
-            "seconds": time.monotonic() - started,
-            "saving": expected / sent if sent else 0.0,
-        }
+        return summarise_run(records) | {"seconds": time.monotonic() - started}
 
     return kept(folder, settings, measure)
+
+
+def summarise_run(records: Sequence[Record]) -> Record:
+    """Return the last loss, the curve of all, the speed and the bytes of the records of a run."""
+    start = next(record for record in records if record.get("kind") == "start")
+    steps = [record for record in steps_of(records) if "speed/tokens_per_second" in record]
+    tokens = {record["step"]: record["train/tokens"] for record in steps}
+    step_tokens = steps[-1]["train/tokens"] / steps[-1]["step"]
+    validations = {record["step"]: record for record in records if "loss/val" in record}
+    end = validations[max(validations)]
+    speeds = [record["speed/tokens_per_second"] for record in steps]
+    sent = totals_of(records, streaming=True).get("worker/sent_bytes", 0.0)
+    expected = end["step"] * all_reduce_bytes(start["parameters"], start["workers"])
+    return {
+        "loss": end["loss/val"],
+        "bits_per_byte": end["loss/bits_per_byte"],
+        "parameters": start["parameters"],
+        "tokens": tokens.get(end["step"], round(end["step"] * step_tokens)),
+        "curve": [
+            [round(step * step_tokens), validation["loss/val"]]
+            for step, validation in sorted(validations.items())
+        ],
+        # The first steps are slower.
+        "tokens_per_second": statistics.median(speeds[len(speeds) // 2 :]),
+        "peak_tokens_per_second": max(speeds),
+        "saving": expected / sent if sent else 0.0,
+    }
 
 
 def run_folder(out: Path, name: object, settings: Settings) -> Path:
@@ -210,7 +224,12 @@ def run_folder(out: Path, name: object, settings: Settings) -> Path:
 
 
 def train_all(
-    out: Path, runs: Mapping[Key, Settings], jobs: int = 1, seconds: float = math.inf
+    out: Path,
+    runs: Mapping[Key, Settings],
+    jobs: int = 1,
+    seconds: float = math.inf,
+    *,
+    keep_checkpoints: bool = False,
 ) -> dict[Key, Record]:
     """Train runs in their order, `jobs` at a time, without those that do not end in `seconds`."""
     end = time.monotonic() + seconds
@@ -218,7 +237,12 @@ def train_all(
     def train_one(key: Key) -> Record | None:
         try:
             folder = run_folder(out, key, runs[key])
-            result = train_kept(folder, runs[key], seconds=end - time.monotonic())
+            result = train_kept(
+                folder,
+                runs[key],
+                seconds=end - time.monotonic(),
+                keep_checkpoints=keep_checkpoints,
+            )
         except CutError:
             print(f"{key}: cut", flush=True)
             return None

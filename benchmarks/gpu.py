@@ -1,23 +1,25 @@
-"""Check the results of the CUDA paths on one GPU, and measure them, in at most nine minutes.
+"""Check the results of the CUDA paths on one GPU, and measure them, in so many minutes.
 
-    .venv/bin/python -m benchmarks.gpu --out DIR [--only bits,save]
+    .venv/bin/python -m benchmarks.gpu --minutes 5 --out DIR [--only bits,save]
 
-Each part runs in a process with a time limit of its own. If one fails, the table says so and the
-others still run. DIR/gpu.md has the expected and measured values, DIR/PART.txt the output of a
-part. With `--miniature` every part runs on the CPU with small sizes, to show that the command
-works. Its figures mean nothing.
+The parts run by importance, each in a process with a time limit of its own, until the time is over.
+If one fails or is cut, the table says so, keeps what it has shown until then, and the others still
+run. DIR gets gpu-DATE-DEVICE.jsonl, which one moves to benchmarks/records/, gpu.md with the
+expected and measured values, and the output of all parts in gpu.txt. With `--miniature` every part
+runs on the CPU with small sizes, to show that the command works. Its figures mean nothing.
 """
 
 import json
 import signal
 import statistics
-import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
-from importlib import metadata, util
+from dataclasses import asdict, dataclass, replace
+from importlib import util
 from itertools import product
 from pathlib import Path
 from typing import Literal
@@ -27,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from benchmarks import core, sync, train_step
+from benchmarks import core, records, sync, torchft_loop, train_step
 from torchtitan_diloco.components.metrics import hidden_percent, totals_of, utilisation_percent
 from torchtitan_diloco.config.schema import Model
 from torchtitan_diloco.diloco import DiLoCoConfig, Fragments, Link, OuterOptimizer, StreamingDiLoCo
@@ -36,11 +38,16 @@ from torchtitan_diloco.diloco.config import BLOCK_SIZES, Quantization
 from torchtitan_diloco.diloco.fragments import build_fragments
 from torchtitan_diloco.diloco.outer_state import OuterState, background_stream
 from torchtitan_diloco.distributed.world import FSDP, world_of_one
-from torchtitan_diloco.hardware import GIB, describe_device
-from torchtitan_diloco.log import REPOSITORY, markdown_table
+from torchtitan_diloco.hardware import GIB
+from torchtitan_diloco.islands.server import local_server
+from torchtitan_diloco.islands.server_folder import find_server
+from torchtitan_diloco.log import REPOSITORY, UserError, markdown_table
 from torchtitan_diloco.models.decoder import Decoder
 
-TOTAL_SECONDS = 530
+RESERVED_SECONDS = 10.0
+"""At the end, for a part that has to be stopped."""
+SHORTEST_SECONDS = 5.0
+"""Time with which a part is still begun."""
 NOT_PROVEN = """
 Not proven by one GPU: FSDP2 and NCCL over several GPUs, workers on several machines, the speed of
 a real link, and losses of workers in the middle of an exchange on GPUs."""
@@ -75,6 +82,8 @@ class Scale:
     blocks: tuple[int, ...]
     megabytes: tuple[float, ...]
     rounds: int
+    host: core.Settings
+    """Settings of the workers that show what state in host memory costs."""
 
     @property
     def on_gpu(self) -> bool:
@@ -96,6 +105,7 @@ GPU = Scale(
     blocks=BLOCK_SIZES,
     megabytes=(2, 64, 604),
     rounds=5,
+    host=LARGE | {"model.flavor": "paper-500m", "training.sequence_length": "1024"},
 )
 MINIATURE = Scale(
     device=core.CPU,
@@ -105,6 +115,7 @@ MINIATURE = Scale(
     blocks=(64,),
     megabytes=(0.1,),
     rounds=1,
+    host=SMALL,
 )
 
 
@@ -234,15 +245,107 @@ def workers(scale: Scale, folder: Path) -> Iterator[Check]:
             "checkpoint.at_end": "false",
         }
         place = folder / f"workers-{count}-{memory}"
-        records = core.train(place, scale.run | settings, NPROC=str(count))
-        losses = [one["loss/train"] for one in core.steps_of(records) if "loss/train" in one]
-        totals = totals_of(records, streaming=True)
-        measured = (
-            f"{losses[0]:.2f} -> {losses[-1]:.2f}; {hidden_percent(totals):.0f} % hidden, "
-            f"utilisation {utilisation_percent(totals):.0f} %"
-        )
+        lines = core.train(place, scale.run | settings, NPROC=str(count))
+        losses = [step["loss/train"] for step in core.steps_of(lines) if "loss/train" in step]
+        measured = f"{losses[0]:.2f} -> {losses[-1]:.2f}; {describe_workers(lines)}"
         what = f"{count} workers, fp4, tau {delay}, state: {memory}"
         yield Check(what, "no mismatch, the loss falls", measured, losses[-1] < losses[0])
+
+
+def host(scale: Scale, folder: Path) -> Iterator[Check]:
+    """Compare workers whose outer state is in GPU memory with those that keep it on the host."""
+    memories: tuple[str, ...] = ("device", "cpu") if scale.on_gpu else ("cpu",)
+    for memory in memories:
+        settings = scale.run | scale.host
+        settings |= {
+            "diloco.link.outer_state": memory,
+            "diloco.workers": "2",
+            "diloco.overlap.delay": "1",
+            "diloco.quantization.codec": "fp4_e3m0",
+            "diloco.sync_every": "12",
+            "training.steps": "40" if scale.on_gpu else "13",
+            "training.batch_size": "4",
+            "checkpoint.at_end": "false",
+            "run.deterministic": "false",
+        }
+        lines = core.train(folder / f"host-{memory}", settings, NPROC="2")
+        yield Check(
+            f"2 workers, {scale.host.get('model.flavor', scale.flavor)}, state: {memory}",
+            "",
+            describe_workers(lines),
+        )
+
+
+def describe_workers(lines: list[core.Record]) -> str:
+    """Return what the records of a run of several workers show of its speed."""
+    totals, steps = totals_of(lines, streaming=True), core.steps_of(lines)
+    seconds = [step["speed/seconds_per_step"] for step in steps if "speed/seconds_per_step" in step]
+    memory = max(step["train/memory_gib"] for step in steps if "train/memory_gib" in step)
+    return (
+        f"{hidden_percent(totals):.0f} % hidden, computing {utilisation_percent(totals):.0f} % of "
+        f"the time, a step {1e3 * statistics.median(seconds):.0f} ms, peak {memory:.1f} GiB"
+    )
+
+
+def syncs(scale: Scale, _: Path) -> Iterator[Check]:
+    """Measure a sync of two workers that wait for it, beside torchft's if it is installed."""
+    cases = {codec: sync.Case(scale.rounds, codec) for codec in ("fp32", "fp4_e3m0")}
+    if torchft_loop.is_installed():
+        cases["torchft, fp32"] = sync.Case(scale.rounds, through="torchft")
+    for name, case in cases.items():
+        measured_syncs, _memory = sync.measure_in_processes(replace(case, device=scale.device.type))
+        exposed, cpu, *_others = zip(*measured_syncs, strict=True)
+        measured = f"exposed {core.summary(exposed, '.1f')} ms, CPU {core.summary(cpu, '.0f')} ms"
+        yield Check(f"sync of {sync.MEGABYTES} MB, {name}", "", measured)
+    if "torchft, fp32" not in cases:
+        yield Check("sync, torchft", "", "not run: torchft is not installed (extra bench)")
+
+
+def islands(scale: Scale, folder: Path) -> Iterator[Check]:
+    """Let an island on this device train beside one on the CPU. Both compare their checksums."""
+    try:
+        find_server()
+    except UserError as error:
+        yield Check("an island beside one on the CPU", "", f"not run: {error}")
+        return
+    settings = scale.run | SMALL
+    settings |= {
+        "model.flavor": "debug",
+        "data.corpus": "stdlib",  # a part of it is held out
+        "training.tokens": "40960" if scale.on_gpu else "5120",
+        "training.batch_size": "4",
+        "diloco.workers": "2",
+        "diloco.sync_every": "5",
+        "diloco.quantization.codec": "fp4_e3m0",
+        "islands.grace_seconds": "60",  # in lockstep, whichever is slower
+        "validation.every": "1000000",
+        "validation.sequences": "16",
+    }
+    with local_server(folder / "server") as server, ThreadPoolExecutor(2) as pool:
+        runs = [
+            pool.submit(
+                core.train,
+                folder / f"island-{number}",
+                settings
+                | {
+                    "run.device": place,
+                    "islands.join": str(server.join_file()),
+                    "islands.name": f"island-{number}",
+                },
+                NPROC="1",
+            )
+            for number, place in enumerate((scale.device.type, "cpu"))
+        ]
+        losses = [
+            [step["loss/val"] for step in run.result() if "loss/val" in step][-1] for run in runs
+        ]
+    apart = abs(losses[0] - losses[1])
+    yield Check(
+        f"an island on {scale.device.type} beside one on the CPU",
+        "equal shared copies, losses within 0.01",
+        f"losses {losses[0]:.4f} and {losses[1]:.4f}",
+        apart < 0.01,
+    )
 
 
 def save(scale: Scale, folder: Path) -> Iterator[Check]:
@@ -283,13 +386,16 @@ def nccl(scale: Scale, _: Path) -> Iterator[Check]:
 
 
 PARTS: dict[str, tuple[Callable[[Scale, Path], Iterator[Check]], int]] = {
-    "bits": (bits, 120),
+    "bits": (bits, 60),
+    "syncs": (syncs, 60),
+    "host": (host, 110),
+    "islands": (islands, 60),
+    "step": (step, 260),
     "nccl": (nccl, 40),
     "workers": (workers, 120),
     "outer": (outer, 60),
     "codec": (codec, 60),
     "save": (save, 100),
-    "step": (step, 260),
 }
 """Function and time limit in seconds of each part, by importance."""
 
@@ -297,55 +403,86 @@ PARTS: dict[str, tuple[Callable[[Scale, Path], Iterator[Check]], int]] = {
 # --- the table ------------------------------------------------------------------------------------
 
 
-def run_part(name: str, seconds: float, out: Path, more: list[str]) -> list[Check]:
-    """Run a part in a process of its own. Return its checks, or one that says how it failed."""
-    words = ["-m", "benchmarks.gpu", "--out", str(out), "--part", name, *more]
-    printed = out / f"{name}.txt"
+def run_part(name: str, seconds: float, work: Path, more: list[str]) -> list[Check]:
+    """Run a part in a process of its own. Return its checks, and one that says how it failed."""
+    words = ["-m", "benchmarks.gpu", "--out", str(work), "--part", name, *more]
+    printed, checks = work / f"{name}.txt", work / f"{name}.jsonl"
+    checks.unlink(missing_ok=True)
     try:
         code = core.run_program(words, printed, seconds)
         end = f"exit code {code}"
     except core.CutError:
         code, end = 1, f"not done in {seconds:.0f} s"
+    lines = checks.read_text().splitlines() if checks.exists() else []
+    shown = [Check(**json.loads(line)) for line in lines]
     if code == 0:
-        found = json.loads((out / f"{name}.json").read_text())
-        return [Check(**check) for check in found]
+        return shown
     last = printed.read_text(errors="replace").strip().splitlines()[-1:]
-    return [Check("the whole part", "exit code 0", ": ".join([end, *last]), passed=False)]
+    what = "the rest of the part" if shown else "the whole part"
+    return [*shown, Check(what, "exit code 0", ": ".join([end, *last]), passed=False)]
 
 
-def describe(scale: Scale) -> str:
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    driver = subprocess.check_output(query, text=True).split()[0] if scale.on_gpu else "-"
-    triton = metadata.version("triton") if util.find_spec("triton") else "-"
-    device = describe_device(scale.device)
-    return f"{device}; torch {torch.__version__}; triton {triton}; driver {driver}"
+def show_part(name: str, scale: Scale, work: Path) -> None:
+    """Run a part in this process, and write each of its checks once it is known."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # also ends its trainers
+    with (work / f"{name}.jsonl").open("w") as file:
+        for check in PARTS[name][0](scale, work):
+            file.write(json.dumps(asdict(check)) + "\n")
+            file.flush()
+
+
+def run_parts(names: list[str], seconds: float, out: Path, more: list[str]) -> bool:
+    """Run parts until the time is over, and write what they show. Return whether none failed."""
+    scale, end = MINIATURE if more else GPU, time.monotonic() + seconds
+    made_by = records.provenance("benchmarks.gpu", sys.argv[1:], scale.device)
+    shown, log = list[tuple[str, Check]](), out / "gpu.txt"
+    log.write_text("")
+    with tempfile.TemporaryDirectory() as work:
+        for name in names:
+            left = min(PARTS[name][1], end - time.monotonic())
+            if left < SHORTEST_SECONDS:
+                shown.append((name, Check("the whole part", "", "not run: the time was over")))
+                continue
+            print(f"{name}: at most {left:.0f} s", flush=True)
+            shown += [(name, check) for check in run_part(name, left, Path(work), more)]
+            with log.open("a") as file:
+                file.write(f"== {name}\n{Path(work, f'{name}.txt').read_text(errors='replace')}\n")
+    words = {True: "ok", False: "FAILED", None: "-"}
+    rows = [
+        [name, check.what, check.expected, check.measured, words[check.passed]]
+        for name, check in shown
+    ]
+    table = markdown_table(["part", "what", "expected", "measured", ""], rows)
+    title = f"{made_by.device}; {made_by.versions}; commit {made_by.commit}; {made_by.date} UTC"
+    (out / "gpu.md").write_text(f"{title}\n\n{table}\n")
+    checks = [{"part": name} | asdict(check) for name, check in shown]
+    records.write(out / records.file_name("gpu", made_by), records.stamped(checks, made_by))
+    return all(check.passed is not False for _, check in shown)
 
 
 def main() -> None:
     parser = core.build_parser(__doc__)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--minutes", type=core.positive, default=9, help="default 9")
     only_help = "default: " + ",".join(PARTS)
     parser.add_argument("--only", type=core.one_of(PARTS), default="", help=only_help)
     parser.add_argument("--miniature", action="store_true", help="on the CPU, small sizes")
     parser.add_argument("--part", choices=PARTS, help="run this part in this process")
     options = parser.parse_args()
-    scale, out = MINIATURE if options.miniature else GPU, options.out.resolve()
+    out = options.out.resolve()
     if options.part:
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # also ends its trainers
-        found = [asdict(check) for check in PARTS[options.part][0](scale, out)]
-        (out / f"{options.part}.json").write_text(json.dumps(found))
+        show_part(options.part, MINIATURE if options.miniature else GPU, out)
         return
-    out.mkdir(parents=True, exist_ok=True)
-    more, end, rows = ["--miniature"] * options.miniature, time.monotonic() + TOTAL_SECONDS, []
-    words = {True: "ok", False: "FAILED", None: "-"}
-    for name in options.only:  # later parts only get the time that is left
-        left = max(1.0, min(PARTS[name][1], end - time.monotonic()))
-        for check in run_part(name, left, out, more):
-            rows.append([name, check.what, check.expected, check.measured, words[check.passed]])
-        table = markdown_table(["part", "what", "expected", "measured", ""], rows)
-        (out / "gpu.md").write_text(f"{describe(scale)}\n\n{table}\n")
+    if not options.miniature and not torch.cuda.is_available():
+        parser.error("torch sees no GPU here: --miniature shows on a CPU that the command works")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out {options.out} cannot be written ({error}): choose another folder")
+    seconds = 60 * options.minutes - RESERVED_SECONDS
+    passed = run_parts(options.only, seconds, out, ["--miniature"] * options.miniature)
     print((out / "gpu.md").read_text() + NOT_PROVEN)
-    sys.exit(any(row[-1] == "FAILED" for row in rows))
+    sys.exit(not passed)
 
 
 if __name__ == "__main__":

@@ -1,60 +1,72 @@
-"""Compare streaming with data parallelism for models of several sizes, in a given time.
+"""Compare streaming with data parallelism at sizes where seeds do not matter, in a given time.
 
-    .venv/bin/python -m benchmarks.scale --out DIR --minutes 40 [--section.key value ...]
+    .venv/bin/python -m benchmarks.scale --minutes 9 --out DIR [--section.key value ...]
+    .venv/bin/python -m benchmarks.scale --show
 
-On one GPU, whose workers share it, or in miniature on a CPU. A short run of each size measures its
-speed. Then the plan chooses the tokens per parameter of each size, up to 20, so that its runs fit
-into the minutes: the control of each optimizer with data parallelism, and streaming (fp4_e3m0,
-tau 1, alpha falling to 0) with as many tokens. DIR holds everything: the same command skips what is
-finished, continues what was cut, and plans the other sizes anew.
+A *stage* is a size of the model and an optimizer: data parallelism, and streaming (fp4_e3m0, tau 1,
+alpha falling to 0) with as many tokens, all at once on one GPU, whose workers share it, or on a
+CPU. The first stage that no record has is begun: short runs measure the speed, and the plan gives
+all runs of the stage as many tokens as fit into the minutes, at most 20 a parameter and four
+epochs of the text. A later stage is begun if all its tokens fit. So the same command, given again
+on any day, goes on where the records in benchmarks/records/ end: on a GPU with 15M and AdamW, 15M
+and Muon, then 35M.
 
-The text is the source of Python and its installed packages, as bytes. --corpus: other text, or a
-folder of token shards, also of another tokenizer. Settings of the trainer hold for all runs, such
-as `--compile.enable true`.
+DIR gets a few small files: scale-DATE-DEVICE.jsonl, which one moves to benchmarks/records/, a
+table, and pictures. Runs are kept in --work; the same command continues those that were cut.
+`--show` prints the table of all records, and draws docs/images/sizes.svg.
+
+The text is the source of Python and its installed packages: as bytes for models below 4M, else
+with the 8,192 tokens of benchmarks/scale-tokenizer.json. --corpus: other text, or a folder of
+token shards. Settings of the trainer hold for all runs, such as `--compile.enable false`.
 """
 
 import argparse
+import itertools
 import json
 import math
 import random
 import re
+import sys
 import sysconfig
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from matplotlib import rc_context
-from matplotlib.figure import Figure
 
-from benchmarks import core
+from benchmarks import core, records, scale_results
 from benchmarks.parity import read_tables
 from torchtitan_diloco.config.schema import Model
 from torchtitan_diloco.data import corpus
 from torchtitan_diloco.data.shards import INDEX_NAME, read_index
 from torchtitan_diloco.data.text import open_corpus, standard_library
 from torchtitan_diloco.data.tokenizer import build_tokenizer
-from torchtitan_diloco.hardware import available_cores, describe_device
-from torchtitan_diloco.log import UserError, markdown_table
+from torchtitan_diloco.hardware import available_cores
+from torchtitan_diloco.log import UserError
 from torchtitan_diloco.models import vocabulary_rows
-from torchtitan_diloco.report.charts import LIGHT, STYLE, series_colour, short_number
 
-RATIOS = 20.0, 10.0, 5.0, 2.0, 1.0
-"""Tokens per parameter, of which the plan takes the most that fit."""
+TOKENIZER = Path(__file__).with_name("scale-tokenizer.json")
+BYTES_BELOW = 4_000_000
+"""Parameters of a model from which on its embedding has room for the tokens of `TOKENIZER`."""
+FULL_RATIO = 20
+"""Tokens per parameter of a complete run."""
+MOST_EPOCHS = 4
 STEPS = 5_000
 """About the steps of a run of 20 tokens per parameter: with larger models, batches are larger."""
 MOST_AT_ONCE = 2**15
 """Tokens of a forward pass."""
-PROBE_STEPS, PROBE_SHARE = 30, 0.25
-"""Steps that measure the speed, and the share of the time that all such runs may take."""
-USED = 0.9
+VALIDATIONS = 10
+PROBE_SHARE = 0.35
+"""Share of the time that the short runs of a stage may take, which compile the model, too."""
+USED = 0.85
 """Share of the time that is planned for, as speeds vary."""
+RESERVED_SECONDS = 25.0
+"""At the end, for runs that have to be stopped, and for the results."""
 COMMON = {
     "optimizer.lr": "4e-3",
     "lr_schedule.warmup_fraction": "0.2",
-    "validation.every": "1000000",  # at the end
     "checkpoint.every_minutes": "2",
     "checkpoint.keep_latest": "1",
     "metrics.tensorboard": "false",
@@ -63,30 +75,39 @@ COMMON = {
 }
 STREAMING = read_tables().parse_terms("tau 1, alpha falls, fp4_e3m0")
 OPTIMIZERS: dict[str, core.Settings] = {"adamw": {}, "muon": read_tables().terms["Muon"]}
-HEADER = "size | tokens | M | H | optimizer | data parallel | streaming | gap, % | bits per byte"
-PAPERS = {"DiLoCo, M=2, H=30": "x", "streaming, M=2, H=30": "o", "streaming, M=2, H=100": "s"}
-"""Runs of the papers at 35M in the tables of benchmarks.parity, and how they are drawn."""
 
 
-def name_of(size: int) -> str:
-    return f"{size / 1e6:g}M"
-
-
-class Run(NamedTuple):
+class Stage(NamedTuple):
     size: int
     """Parameters as asked for."""
     optimizer: str
+
+    def __str__(self) -> str:
+        return f"{self.size / 1e6:g}M, {self.optimizer}"
+
+
+class Run(NamedTuple):
+    stage: Stage
     workers: int = 1
     """1: data parallelism in one process, whose samples are those of any number of workers."""
     every: int = 0
+    """Steps between two exchanges of a fragment; 0: data parallelism."""
+    seed: int = 0
 
     @property
-    def control(self) -> "Run":
-        return Run(self.size, self.optimizer)
+    def names(self) -> core.Record:
+        """What identifies this run in a record."""
+        return {**self.stage._asdict(), **self._asdict()} | {"stage": str(self.stage)}
 
     def __str__(self) -> str:
         kind = f"M={self.workers}, H={self.every}" if self.every else "data parallel"
-        return f"{name_of(self.size)}, {self.optimizer}, {kind}"
+        return f"{self.stage}, {kind}, seed {self.seed}"
+
+
+class Text(NamedTuple):
+    settings: core.Settings
+    about: core.Record
+    """What a record says of the text: equal for equal tokens."""
 
 
 # --- settings -------------------------------------------------------------------------------------
@@ -104,19 +125,26 @@ def write_sources(path: Path) -> None:
         lines.writelines(json.dumps({"text": source}) + "\n" for source in sources)
 
 
-def prepare_text(out: Path, source: str) -> core.Settings:
-    """Return the settings of token shards, which are made in `out` unless `source` has some."""
-    if (Path(source) / INDEX_NAME).exists():
-        tokenizer = str(read_index(Path(source) / INDEX_NAME).settings["tokenizer"])
-        return {"data.corpus": source, "data.tokenizer": tokenizer}
-    shards = out / "tokens"
-    if not (shards / INDEX_NAME).exists():
-        if not source:
-            source = str(out / "sources.jsonl")
-            write_sources(Path(source))
-        open_corpus(source)  # raises an error of one line
-        corpus.main(["--source", source, "--tokenizer", "bytes", "--out", str(shards)])
-    return {"data.corpus": str(shards), "data.tokenizer": "bytes"}
+def prepare_text(work: Path, source: str, tokenizer: str) -> Text:
+    """Return the token shards of a text, which are made in `work` unless `source` has some."""
+    shards = Path(source)
+    if not source or not (shards / INDEX_NAME).exists():
+        shards = work / f"tokens-{Path(tokenizer).stem}"
+        if not (shards / INDEX_NAME).exists():
+            if not source:
+                source = str(work / "sources.jsonl")
+                write_sources(Path(source))
+            open_corpus(source)  # raises an error of one line
+            words = ["--source", source, "--tokenizer", tokenizer, "--out", str(shards)]
+            corpus.main(words)
+    index = read_index(shards / INDEX_NAME)
+    tokenizer = str(index.settings["tokenizer"])
+    about = {
+        "tokenizer": Path(tokenizer).name,
+        "text": index.settings["source_fingerprint"][:12],
+        "text_tokens": index.splits["train"].tokens,
+    }
+    return Text({"data.corpus": str(shards), "data.tokenizer": tokenizer}, about)
 
 
 def shape_of(size: int, tokenizer: str) -> core.Settings:
@@ -138,21 +166,23 @@ def shape_of(size: int, tokenizer: str) -> core.Settings:
 
 def batch_of(size: int) -> tuple[int, int]:
     """Return the sequences of a step, and their length."""
-    tokens: int = 2 ** round(math.log2(max(512, RATIOS[0] * size / STEPS)))
+    tokens: int = 2 ** round(math.log2(max(512, FULL_RATIO * size / STEPS)))
     length = min(1024, max(64, tokens // 16))
     return tokens // length, length
 
 
 def settings_of(run: Run, text: core.Settings, extra: core.Settings, ratio: float) -> core.Settings:
     """Return the settings of a run of so many tokens per parameter."""
-    sequences, length = batch_of(run.size)
+    size, optimizer = run.stage
+    sequences, length = batch_of(size)
     at_once = max(1, min(sequences // run.workers, MOST_AT_ONCE // length))
+    steps = ratio * size / (sequences * length)
     outer = STREAMING | {"diloco.sync_every": str(run.every)}
     return {
         **COMMON,
         **text,
-        **shape_of(run.size, text["data.tokenizer"]),
-        **OPTIMIZERS[run.optimizer],
+        **shape_of(size, text["data.tokenizer"]),
+        **OPTIMIZERS[optimizer],
         **(outer if run.every else {"diloco.method": "none"}),
         "diloco.workers": str(run.workers),
         "training.sequence_length": str(length),
@@ -160,131 +190,160 @@ def settings_of(run: Run, text: core.Settings, extra: core.Settings, ratio: floa
         "training.batch_size": str(at_once),
         "training.steps": "0",
         "training.tokens_per_parameter": str(ratio),
+        "run.seed": str(run.seed),
+        "validation.every": str(max(1, round(steps / VALIDATIONS))),
         "validation.sequences": str(2**17 // length),
         **extra,
     }
 
 
+def probe_settings(run: Run, text: core.Settings, extra: core.Settings) -> core.Settings:
+    """Return the settings of a short run that measures the speed, and compiles what a run needs."""
+    steps = "100" if torch.cuda.is_available() else "30"
+    length = {"training.steps": steps, "training.tokens_per_parameter": "0"}
+    whole = settings_of(run, text, extra, FULL_RATIO)
+    return whole | length | {"metrics.log_every": "10", "validation.every": "1000000"}
+
+
 # --- the plan -------------------------------------------------------------------------------------
 
-Cost = Callable[[Run, float], float]
-"""Seconds of a run of so many tokens per parameter, 0 if it is finished."""
 
-
-def runs_of(size: int, rows: Sequence[Run]) -> list[Run]:
-    """Return the rows of a size, each after its control."""
-    pairs = ((row.control, row) for row in rows if row.size == size)
-    return list(dict.fromkeys(run for pair in pairs for run in pair))
-
-
-def plan(
-    rows: Sequence[Run], cost: Cost, seconds: float, begun: Mapping[int, float], jobs: int = 1
-) -> dict[int, float]:
-    """Choose the tokens per parameter of each size whose runs fit. Those of `begun` are known.
-
-    The smallest size comes first. It may take an equal share of the time, and leaves the rest to
-    the others.
-    """
-    chosen = dict[int, float]()
-    sizes = sorted({row.size for row in rows})
-    for number, size in enumerate(sizes):
-        share = seconds / (len(sizes) - number)
-        for ratio in [begun[size]] if size in begun else RATIOS:
-            costs = [cost(run, ratio) for run in runs_of(size, rows)]
-            taken = max(*costs, sum(costs) / jobs)
-            if taken <= share or size in begun:
-                chosen[size], seconds = ratio, seconds - taken
-                break
-    return chosen
-
-
-def seconds_of(run: Run, ratio: float, probes: Mapping[Run, core.Record]) -> float:
-    """Return the seconds of a run by the speed of short ones, with the start and the validation."""
-    alike = (one for one in probes if one.size == run.size and bool(one.every) == bool(run.every))
-    if (probe := probes.get(next(alike, run))) is None:
-        return math.inf
-    speed, tokens = probe["tokens_per_second"], ratio * run.size
-    return float(max(0.0, probe["seconds"] - probe["tokens"] / speed) + tokens / speed)
-
-
-def describe_cuts(
-    rows: Sequence[Run], chosen: Mapping[int, float], results: Mapping[Run, core.Record]
-) -> list[str]:
-    """Return a line for each thing that the time did not allow."""
-    lines = []
-    for size in sorted({row.size for row in rows}):
-        if size not in chosen:
-            lines.append(f"{name_of(size)}: not begun")
-            continue
-        if chosen[size] < RATIOS[0]:
-            lines.append(f"{name_of(size)}: {chosen[size]:g} tokens a parameter instead of 20")
-        lines += [f"{run}: not finished" for run in runs_of(size, rows) if run not in results]
-    return lines
-
-
-# --- results --------------------------------------------------------------------------------------
-
-
-def gaps(rows: Sequence[Run], results: Mapping[Run, core.Record]) -> dict[Run, float]:
-    """Return the loss of rows against that of their controls, in %, if both are finished."""
-    return {
-        row: 100 * (results[row]["loss"] / results[row.control]["loss"] - 1)
-        for row in rows
-        if row in results and row.control in results
-    }
-
-
-@rc_context(STYLE)
-def draw(rows: Sequence[Run], results: Mapping[Run, core.Record], path: Path) -> None:
-    """Draw the gaps over the size, with those of the papers."""
-    figure = Figure((9.2, 4.2), layout="constrained")
-    axes = figure.add_subplot(xscale="log", xlabel="parameters")
-    axes.set_ylabel("loss against data parallelism, %")
-    axes.axhline(0, color=LIGHT["axis"], lw=1)
-    curves: dict[str, list[tuple[float, float]]] = {}
-    for row, gap in gaps(rows, results).items():
-        name = str(row).partition(", ")[2]
-        curves.setdefault(name, []).append((results[row]["parameters"], gap))
-    for number, (name, points) in enumerate(curves.items()):
-        colour = LIGHT[series_colour(number)]
-        axes.plot(*zip(*sorted(points), strict=True), "o-", color=colour, label=name)
-    for name, text in read_tables().tables["parity"].papers.items():
-        value, mark = float(text.removesuffix("%")), PAPERS[name]
-        axes.plot(35e6, value, mark, color=LIGHT["muted"], ls="", label=f"papers: {name}")
-    axes.xaxis.set_major_formatter(short_number)
-    axes.legend(frameon=False, fontsize=9, ncols=2)
-    figure.savefig(path, metadata={"Date": None})
-
-
-def write_results(
-    out: Path, title: str, rows: Sequence[Run], results: Mapping[Run, core.Record], cuts: list[str]
-) -> None:
-    """Write and print the table, and write the results and the picture."""
-    found = gaps(rows, results)
-    lines = [
-        [
-            f"{results[row]['parameters'] / 1e6:.2f}M",
-            f"{results[row]['tokens'] / 1e6:,.1f}M",
-            str(row.workers),
-            str(row.every),
-            row.optimizer,
-            f"{results[row.control]['loss']:.4f}",
-            f"{results[row]['loss']:.4f}",
-            f"{gap:+.2f}",
-            f"{results[row]['bits_per_byte']:.4f}",
-        ]
-        for row, gap in found.items()
+def runs_of(
+    stage: Stage, workers: Iterable[int], every: Iterable[int], seeds: Iterable[int]
+) -> list[Run]:
+    """Return the runs of a stage, of each seed the control first."""
+    return [
+        run
+        for seed in seeds
+        for run in (
+            Run(stage, seed=seed),
+            *(Run(stage, count, steps, seed) for count, steps in product(workers, every)),
+        )
     ]
-    table = markdown_table(HEADER.split(" | "), lines)
-    listed = "".join(f"\n- {line}" for line in cuts)
-    text = f"{title}\n\n{table}\n" + (f"\nCut to fit the time:\n{listed}\n" if cuts else "")
-    (out / "table.md").write_text(text)
-    with (out / "results.jsonl").open("w") as file:
-        for run, result in results.items():
-            more = {"gap_percent": found[run]} if run in found else {}
-            file.write(json.dumps({**run._asdict(), **result, **more}) + "\n")
-    draw(rows, results, out / "gap.svg")
-    print(f"\n{text}\nwrote {out}/table.md, results.jsonl and gap.svg")
+
+
+def plan_ratio(
+    size: int, probes: Sequence[core.Record], seconds: float, at_once: int, text_tokens: int
+) -> int:
+    """Return the tokens per parameter that fit into the seconds for all runs of a stage, or 0.
+
+    Runs that share a device are assumed to take as long as one after the other, at the best speed
+    that each had beside the others: they may be sooner done, but hardly later.
+    """
+    starts = [probe["seconds"] - probe["tokens"] / probe["tokens_per_second"] for probe in probes]
+    starting = max(0.0, *starts) * math.ceil(len(probes) / at_once)
+    each = sum(size / probe["peak_tokens_per_second"] for probe in probes)
+    fitting = math.floor((seconds - starting) / each)
+    in_text = MOST_EPOCHS * text_tokens // size
+    fewest: int = min(FULL_RATIO, fitting, in_text)
+    return max(0, fewest)
+
+
+def matches(record: core.Record, run: Run) -> bool:
+    """Return whether a record is of this run to its end, with any text and number of tokens."""
+    names = run.names
+    return bool(record["finished"]) and {key: record[key] for key in names} == names
+
+
+def is_complete(runs: Sequence[Run], known: Sequence[core.Record]) -> bool:
+    """Return whether the records have all runs of a stage, with one text and as many tokens."""
+    groups: dict[tuple[object, ...], set[Run]] = {}
+    for record, run in product(known, runs):
+        if matches(record, run):
+            key = record["text"], record["tokenizer"], record["tokens_per_parameter"]
+            groups.setdefault(key, set()).add(run)
+    return any(len(group) == len(runs) for group in groups.values())
+
+
+# --- a stage --------------------------------------------------------------------------------------
+
+
+class Session(NamedTuple):
+    """What all stages of one call of this command share."""
+
+    work: Path
+    corpus: str
+    extra: core.Settings
+    at_once: int
+    end: float
+    """Of all runs, by the monotonic clock."""
+
+    def left(self) -> float:
+        return self.end - time.monotonic()
+
+    def text_of(self, stage: Stage) -> Text:
+        tokenizer = "bytes" if stage.size < BYTES_BELOW else str(TOKENIZER)
+        return prepare_text(self.work, self.corpus, tokenizer)
+
+    def ratio_of(self, stage: Stage, runs: Sequence[Run], text: Text, *, full: bool) -> int:
+        """Return the tokens per parameter of a stage, which stay once its runs are begun."""
+        begun = self.work / "plan.json"
+        plan: dict[str, int] = json.loads(begun.read_text()) if begun.exists() else {}
+        if chosen := plan.get(str(stage)):
+            return chosen
+        print(f"{stage}: measuring speeds", flush=True)
+        kinds = {run._replace(seed=0): run for run in runs}
+        short = {run: probe_settings(run, text.settings, self.extra) for run in kinds}
+        probes = core.train_all(self.work / "speed", short, self.at_once, PROBE_SHARE * self.left())
+        if len(probes) < len(short):
+            return 0
+        ratio = plan_ratio(
+            stage.size,
+            [probes[run._replace(seed=0)] for run in runs],
+            USED * self.left(),
+            self.at_once,
+            text.about["text_tokens"],
+        )
+        if ratio < (FULL_RATIO if full else 1):
+            return 0
+        begun.write_text(json.dumps(plan | {str(stage): ratio}))
+        return ratio
+
+    def train(self, stage: Stage, runs: Sequence[Run], *, full: bool) -> list[core.Record]:
+        """Train the runs of a stage, and return their records: of those that were cut, too."""
+        text = self.text_of(stage)
+        ratio = self.ratio_of(stage, runs, text, full=full)
+        if not ratio:
+            print(f"{stage}: not begun, as its tokens do not fit into the time that is left")
+            return []
+        tokens = ratio * stage.size
+        print(
+            f"{stage}: {ratio} tokens a parameter = {tokens / 1e6:,.1f}M tokens, "
+            f"{tokens / text.about['text_tokens']:.1f} epochs of the text, in each of {len(runs)} "
+            f"runs; logs: {self.work / 'runs'}/*/run.txt",
+            flush=True,
+        )
+        settings = {run: settings_of(run, text.settings, self.extra, ratio) for run in runs}
+        folder = self.work / "runs"
+        finished = core.train_all(
+            folder, settings, self.at_once, self.left(), keep_checkpoints=True
+        )
+        results = {
+            run: finished.get(run) or read_cut(core.run_folder(folder, run, settings[run]) / "run")
+            for run in runs
+        }
+        return [
+            {
+                **run.names,
+                "finished": run in finished,
+                "tokens_per_parameter": ratio,
+                **text.about,
+                **result,
+                "settings": {
+                    key: value for key, value in settings[run].items() if key not in text.settings
+                },
+            }
+            for run, result in results.items()
+            if result is not None
+        ]
+
+
+def read_cut(folder: Path) -> core.Record | None:
+    """Return what a run that was cut has measured, or None if it was cut before a validation."""
+    found = core.read_records(folder)
+    if not any("loss/val" in record for record in found):
+        return None
+    return core.summarise_run(found)
 
 
 # --- command line ---------------------------------------------------------------------------------
@@ -298,77 +357,82 @@ def parse_size(text: str) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     parser, on_gpu = core.build_parser(__doc__), torch.cuda.is_available()
-    add, sizes = parser.add_argument, "1M,4M,15M,35M" if on_gpu else "0.1M,0.4M,1M"
-    add("--out", type=Path, required=True, metavar="DIR")
-    add("--minutes", type=core.positive, required=True)
+    add, sizes = parser.add_argument, "15M,35M" if on_gpu else "0.1M,0.4M,1.6M"
+    add("--out", type=Path, metavar="DIR", help="folder of the results")
+    add("--minutes", type=core.positive, help="time for all of it")
+    add("--show", action="store_true", help="print the table of the records, and draw the sizes")
+    add("--work", type=Path, default=Path("outputs/scale"), help="folder of texts and runs")
     add("--corpus", default="", help="text files, or a folder of token shards")
     add("--sizes", type=core.list_of(parse_size), default=sizes, help=f"default here: {sizes}")
     workers = core.one_of(("2", "4", "8"))  # divide every batch
     add("--workers", type=workers, default="2,4", help="M: default 2,4")
-    add("--every", type=core.list_of(core.positive), default=[30, 100], help="H: default 30,100")
+    add("--every", type=core.list_of(core.positive), default=[30], help="H: default 30")
     add("--optimizers", type=core.one_of(OPTIMIZERS), default="", help="default: adamw,muon")
-    jobs = max(1, available_cores() // 4) if on_gpu else 1
+    add("--seeds", type=core.list_of(int), default=[0], help="default 0")
+    jobs = max(1, available_cores() // 5) if on_gpu else 1
     add("--parallel", type=core.positive, default=jobs, help=f"runs at once: default here {jobs}")
     return parser
 
 
-def main() -> None:
-    parser, started = build_parser(), time.monotonic()
-    options, words = parser.parse_known_args()
-    example = settings_of(Run(10**6, "muon", 2, 30), {"data.tokenizer": "bytes"}, {}, 1.0)
-    own = {*example, "run.folder", "data.corpus", "diloco.method"} - COMMON.keys()
-    extra = core.parse_settings(parser, words, own)
+def open_session(parser: argparse.ArgumentParser, words: list[str], started: float) -> Session:
+    """Check the command line, and return what its stages share."""
+    options, pairs = parser.parse_known_args(words)
+    example = settings_of(Run(Stage(10**6, "muon"), 2, 30), {"data.tokenizer": "bytes"}, {}, 1.0)
+    set_here = {*example, "run.folder", "data.corpus", "diloco.method"} - COMMON.keys()
+    extra = core.parse_settings(parser, pairs, set_here)
+    if torch.cuda.is_available():
+        extra = {"compile.enable": "true"} | extra
     core.load(extra)
-    out = options.out.resolve()
-    known = out / "plan.json"
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        known.touch()
-        text = prepare_text(out, options.corpus)
-    except OSError as error:
-        parser.error(f"--out {options.out} cannot be written ({error}): choose another folder")
-    except UserError as error:
-        parser.error(f"--corpus: {error}")
+    work = options.work.resolve()
+    for name, folder in (("--out", options.out), ("--work", work)):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / ".writable").touch()
+            (folder / ".writable").unlink()
+        except OSError as error:
+            parser.error(f"{name} {folder} cannot be written ({error}): choose another folder")
+    end = started + 60 * options.minutes - RESERVED_SECONDS
+    return Session(work, options.corpus, extra, options.parallel, end)
 
-    def left() -> float:
-        return float(60 * options.minutes - (time.monotonic() - started))
 
-    def settings(run: Run, ratio: float) -> core.Settings:
-        return settings_of(run, text, extra, ratio)
-
-    def cost(run: Run, ratio: float) -> float:
-        done = core.run_folder(out / "runs", run, settings(run, ratio)) / core.FINISHED
-        return 0.0 if done.exists() else seconds_of(run, ratio, probes)
-
-    def probe(run: Run) -> core.Settings:
-        return settings(run, 0.0) | {"training.steps": str(PROBE_STEPS), "metrics.log_every": "10"}
-
-    sizes, workers = sorted(set(options.sizes)), sorted(map(int, options.workers))
-    rows = [Run(*one) for one in product(sizes, options.optimizers, workers, options.every)]
-    slowest = [Run(size, options.optimizers[0], workers[-1], options.every[0]) for size in sizes]
-    for run in rows:
-        core.load(settings(run, 1.0))
-    print("measuring speeds", flush=True)
-    measured = {run: probe(run) for row in slowest for run in (row.control, row)}
-    probes = core.train_all(out / "speed", measured, options.parallel, PROBE_SHARE * left())
-    begun = {int(size): ratio for size, ratio in json.loads(known.read_text() or "{}").items()}
-    chosen = plan(rows, cost, USED * left(), begun, options.parallel)
-    known.write_text(json.dumps(begun | chosen))
-    tokens = read_index(Path(text["data.corpus"]) / INDEX_NAME).splits["train"].tokens
-    print(f"\nplan, for a text of {tokens / 1e6:,.1f}M tokens")
-    for size, ratio in chosen.items():
-        minutes = sum(cost(run, ratio) for run in runs_of(size, rows)) / 60
-        print(f"{name_of(size)}: {ratio:g} tokens a parameter, {minutes:.1f} minutes for all runs")
-    runs = {
-        run: settings(run, ratio) for size, ratio in chosen.items() for run in runs_of(size, rows)
+def main() -> None:
+    parser, words, started = build_parser(), sys.argv[1:], time.monotonic()
+    options, _ = parser.parse_known_args(words)
+    if options.show:
+        scale_results.show(records.read("scale"))
+        return
+    if options.out is None or options.minutes is None:
+        parser.error("give --minutes and --out, or --show")
+    session = open_session(parser, words, started)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    made_by = records.provenance("benchmarks.scale", words, device)
+    known, measured = records.read("scale", (records.RECORDS, options.out)), list[core.Record]()
+    # All optimizers of a size come before the next size.
+    names = product(sorted(set(options.sizes)), options.optimizers)
+    workers = sorted(map(int, options.workers))
+    stages = {
+        stage: runs_of(stage, workers, options.every, options.seeds)
+        for stage in itertools.starmap(Stage, names)
     }
-    results = core.train_all(out / "runs", runs, options.parallel, left())
-    where = describe_device(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    title = (
-        "loss of the shared model on held-out text in nats per token, n = 1; streaming has "
-        f"fp4_e3m0, tau 1, alpha falling to 0; {where}; torch {torch.__version__}"
-    )
-    write_results(out, title, rows, results, describe_cuts(rows, chosen, results))
+    for stage, runs in stages.items():
+        for run in runs:
+            core.load(settings_of(run, {"data.tokenizer": "bytes"}, session.extra, 1.0))
+        if is_complete(runs, known):
+            print(f"{stage}: the records have it already")
+            continue
+        try:
+            results = session.train(stage, runs, full=bool(measured))
+        except UserError as error:
+            parser.error(f"--corpus: {error}")
+        if not results:
+            break
+        measured += records.stamped(results, made_by)
+        records.write(options.out / records.file_name("scale", made_by), measured)
+        scale_results.write(options.out, [*known, *measured], measured)
+    if all(is_complete(runs, [*known, *measured]) for runs in stages.values()):
+        print("nothing is left to measure: add --sizes, --optimizers or --seeds, or see --show")
+    elif not measured:
+        sys.exit("nothing was measured: give more --minutes, fewer --seeds, or smaller --sizes")
 
 
 if __name__ == "__main__":

@@ -125,6 +125,8 @@ class Case:
     """Join string of islands, or address of torchft's lighthouse."""
     server: int = 0
     """Process id of the server of islands."""
+    device: str = "cpu"
+    """Where the models are; "cuda": both workers share the first GPU."""
 
     @property
     def config(self) -> DiLoCoConfig:
@@ -152,11 +154,17 @@ def measure(case: Case) -> tuple[list[tuple[float, ...]], float]:
 
     Return the numbers of each sync, and the peak memory in MB above the same loop without syncs.
     """
-    link = case.config.link
-    world = join_world(Distributed(), link, device="cpu", workers=WORKERS, fsdp=0)
+    world = join_world(
+        Distributed(),
+        case.config.link,
+        device=case.device,
+        workers=WORKERS,
+        fsdp=0,
+        outer_loop=case.device == "cuda",  # which lets workers share a GPU
+    )
     # Half of the values are in blocks, the rest in an embedding and a head.
     shape = Model(layers=4, width=256, heads=4, head_dim=64, feed_forward=1536, activation="gelu")
-    model = Decoder(shape, 16_384, 128)
+    model = Decoder(shape, 16_384, 128).to(world.device)
     for _ in range(3):
         inner_step(model, world.worker)
     plain, syncs = peak_megabytes(), list[tuple[float, ...]]()
@@ -166,7 +174,7 @@ def measure(case: Case) -> tuple[list[tuple[float, ...]], float]:
         dist.barrier()
         server = cpu_seconds(case.server)
         dist.barrier()
-        took = core.timed(step)
+        took = core.timed(step, world.device)
         dist.barrier()
         server = cpu_seconds(case.server) - server
         sent = outer.metrics().get("worker/sent_bytes", 0.0)
@@ -235,18 +243,24 @@ def connected(case: Case) -> Iterator[Case]:
         yield case
 
 
-def sync_row(name: str, case: Case) -> list[str]:
+def measure_in_processes(case: Case) -> tuple[list[tuple[float, ...]], float]:
     """Measure in new processes, as memory freed by earlier cases would be reused."""
     pool = ProcessPool(TIMEOUT)
-    with connected(case) as case:
-        syncs, memory = pool.run(measure, WORKERS, case)[0]
+    with connected(case) as connected_case:
+        syncs, memory = pool.run(measure, WORKERS, connected_case)[0]
     pool.close()
+    return syncs, memory
+
+
+def sync_row(name: str, case: Case) -> list[str]:
+    syncs, memory = measure_in_processes(case)
     columns = zip(zip(*syncs, strict=True), SYNCS.values(), strict=True)
     texts = [core.summary(column, form) if any(column) else "-" for column, form in columns]
     return [name, *texts, f"{memory:+.0f}"]
 
 
 def sync_cases(codecs: list[str], rounds: int) -> dict[str, Case]:
+    """Return what is measured on CPUs: each codec, through islands, too, and torchft."""
     cases = {codec: Case(rounds, codec) for codec in codecs}
     if "fp32" in codecs:
         cases["fp32, measured"] = Case(rounds, measured=True)

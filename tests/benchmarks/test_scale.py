@@ -1,110 +1,151 @@
-"""Test the plan and the table of `benchmarks.scale` with costs and losses that are known."""
+"""Test the plan, the records and the table of `benchmarks.scale`, and the command itself."""
 
 import json
+import math
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks import core, scale
-from benchmarks.scale import RATIOS, Run, plan, runs_of
+from benchmarks import core, records, scale, scale_results
+from benchmarks.scale import Run, Stage, runs_of
+from torchtitan_diloco.data.tokenizer import build_tokenizer
 from torchtitan_diloco.models.decoder import Decoder
 
-SIZES = 1_000_000, 4_000_000, 15_000_000
-ROWS = [Run(*one) for one in product(SIZES, ("adamw", "muon"), (2, 4), (30, 100))]
+STAGE = Stage(15_000_000, "adamw")
+RUNS = runs_of(STAGE, (2, 4), (30,), (0, 1))
+MADE_BY = records.Provenance("2026-11-27 12:00", "0123456789ab", "python -m x", "GPU, 8 GiB", "v")
+PROBE = {"seconds": 30.0, "tokens": 1e6, "tokens_per_second": 1e5, "peak_tokens_per_second": 1e5}
 
 
-def cost(run: Run, ratio: float) -> float:
-    return 5 + ratio * run.size / 1e6
+def record_of(run: Run, loss: float, **other: Any) -> core.Record:
+    """Return a record of a run that was validated after 5 and 10 million tokens."""
+    made = {
+        **run.names,
+        "finished": True,
+        "tokens_per_parameter": 20,
+        "tokenizer": "bytes",
+        "text": "abc",
+        "parameters": 15_100_000,
+        "bits_per_byte": 2.5,
+        "curve": [[5_000_000, 2 * loss], [10_000_000, loss]],
+        "loss": loss,
+    }
+    return records.stamped([made | other], MADE_BY)[0]
 
 
-@given(seconds=st.floats(1, 1e4), jobs=st.integers(1, 8))
-def test_a_plan_fits_and_begins_with_the_smallest(seconds: float, jobs: int) -> None:
-    chosen, spent = plan(ROWS, cost, seconds, {}, jobs), 0.0
-    assert list(chosen) == sorted(chosen)
-    for size, ratio in chosen.items():
-        assert ratio in RATIOS
-        costs = [cost(run, ratio) for run in runs_of(size, ROWS)]
-        spent += max(*costs, sum(costs) / jobs)
-    assert spent <= seconds * (1 + 1e-9)
+# --- the plan -------------------------------------------------------------------------------------
 
 
-def test_each_row_comes_after_its_control() -> None:
-    runs = runs_of(SIZES[0], ROWS)
-    assert len(set(runs)) == len(runs) == 10
-    for number, run in enumerate(runs):
-        assert run.control in runs[: number + 1]
+@given(
+    seconds=st.floats(1, 1e4),
+    speeds=st.lists(st.floats(1e4, 1e7), min_size=1, max_size=6),
+    at_once=st.integers(1, 6),
+    text_tokens=st.integers(10**6, 10**9),
+)
+def test_a_plan_fits_into_the_time_and_the_text(
+    seconds: float, speeds: list[float], at_once: int, text_tokens: int
+) -> None:
+    probes = [PROBE | {"peak_tokens_per_second": speed} for speed in speeds]
+    size = STAGE.size
+    ratio = scale.plan_ratio(size, probes, seconds, at_once, text_tokens)
+    starting = 20.0 * math.ceil(len(probes) / at_once)
+
+    def fits(tokens: int) -> bool:
+        taken = starting + sum(tokens / speed for speed in speeds)
+        return taken <= seconds * (1 + 1e-9) and tokens <= 4 * text_tokens
+
+    assert 0 <= ratio <= scale.FULL_RATIO
+    assert ratio == 0 or fits(ratio * size)
+    assert ratio == scale.FULL_RATIO or not fits((ratio + 1) * size)
 
 
-def test_with_time_for_all_nothing_is_cut_and_without_any_all_is() -> None:
-    all_of_it = plan(ROWS, cost, 1e6, {})
-    assert all_of_it == dict.fromkeys(SIZES, 20.0)
-    results: dict[Run, core.Record] = {run: {} for size in SIZES for run in runs_of(size, ROWS)}
-    assert scale.describe_cuts(ROWS, all_of_it, results) == []
-    nothing = plan(ROWS, cost, 1.0, {})
-    assert nothing == {}
-    assert len(scale.describe_cuts(ROWS, nothing, {})) == len(SIZES)
-    cuts = scale.describe_cuts(
-        ROWS, {SIZES[0]: 5.0}, {run: results[run] for run in runs_of(SIZES[0], ROWS)}
-    )
-    assert cuts == ["1M: 5 tokens a parameter instead of 20", "4M: not begun", "15M: not begun"]
+def test_each_seed_has_its_control_first() -> None:
+    assert len(set(RUNS)) == len(RUNS) == 6
+    kinds = [(run.seed, run.workers, run.every) for run in RUNS]
+    assert kinds == [(0, 1, 0), (0, 2, 30), (0, 4, 30), (1, 1, 0), (1, 2, 30), (1, 4, 30)]
 
 
-def test_a_begun_size_keeps_its_tokens_and_finished_runs_are_free() -> None:
-    begun = {SIZES[0]: 5.0}
-    assert plan(ROWS, cost, 1.0, begun) == begun, "cut, and continued"
-
-    def left(run: Run, ratio: float) -> float:
-        return 0.0 if run.size == SIZES[0] else cost(run, ratio)
-
-    assert plan(ROWS, left, 1e6, begun) == {**dict.fromkeys(SIZES, 20.0), SIZES[0]: 5.0}
+def test_a_stage_is_complete_with_one_text_and_equal_tokens() -> None:
+    known = [record_of(run, 2.0) for run in RUNS]
+    assert scale.is_complete(RUNS, known)
+    assert not scale.is_complete(RUNS, known[1:])
+    for other in ({"finished": False}, {"text": "def"}, {"tokens_per_parameter": 5}):
+        assert not scale.is_complete(RUNS, [known[0] | other, *known[1:]])
+    other_stage = runs_of(Stage(STAGE.size, "muon"), (2, 4), (30,), (0, 1))
+    assert not scale.is_complete(other_stage, known)
 
 
 @pytest.mark.parametrize(("size", "workers"), list(product((1, 4, 15, 35, 100), (1, 2, 4, 8))))
 def test_models_have_about_the_size_asked_for_and_workers_divide_their_batch(
     size: int, workers: int
 ) -> None:
-    size *= 1_000_000
-    run, text = Run(size, "muon", workers, 0 if workers == 1 else 30), {"data.tokenizer": "bytes"}
-    config = core.load(scale.settings_of(run, text, {}, 20.0))
+    stage = Stage(size * 1_000_000, "muon")
+    run = Run(stage, workers, 0 if workers == 1 else 30)
+    tokenizer = "bytes" if stage.size < scale.BYTES_BELOW else str(scale.TOKENIZER)
+    config = core.load(scale.settings_of(run, {"data.tokenizer": tokenizer}, {}, 20.0))
     sequences = config.training.global_batch_size
     assert sequences is not None
     assert sequences % (workers * config.training.batch_size) == 0
+    rows = -(-build_tokenizer(tokenizer).vocab_size // 64) * 64
     with torch.device("meta"):
-        counts = Decoder(config.model, 320, 1).parameter_counts()
-    assert counts["total"] == pytest.approx(size, rel=0.1)
+        counts = Decoder(config.model, rows, 1).parameter_counts()
+    assert counts["total"] == pytest.approx(stage.size, rel=0.1)
     assert config.training.tokens_per_parameter == 20.0
 
 
-def test_a_run_takes_as_long_as_the_short_ones_say() -> None:
-    control, row = ROWS[0].control, ROWS[0]
-    probe = {"seconds": 12.0, "tokens": 1000, "tokens_per_second": 500.0}
-    probes = {control: probe, row: probe | {"tokens_per_second": 250.0}}
-    assert scale.seconds_of(control, 5, probes) == pytest.approx(10 + 5e6 / 500)
-    assert scale.seconds_of(ROWS[3], 5, probes) == pytest.approx(8 + 5e6 / 250)
-    assert scale.seconds_of(ROWS[-1], 5, probes) == float("inf"), "not measured"
+def test_the_tokenizer_beside_the_benchmark_has_the_tokens_that_its_page_names() -> None:
+    tokenizer = build_tokenizer(str(scale.TOKENIZER))
+    assert tokenizer.vocab_size == 8192
+    source = Path(__file__).read_text(encoding="utf-8")
+    tokens = tokenizer.encode(source)
+    assert tokenizer.decode(tokens.tolist()) == source
+    assert len(source) / len(tokens) > 2.5, "it was made from source code"
 
 
-def test_results_are_of_rows_with_a_control(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    rows, numbers = ROWS[:3], {"parameters": 1.1e6, "tokens": 2e7, "bits_per_byte": 2.5}
-    results = {rows[0].control: {"loss": 2.0} | numbers, rows[0]: {"loss": 2.02} | numbers}
-    scale.write_results(tmp_path, "title", rows, results, ["1M: cut"])
-    table = (tmp_path / "table.md").read_text()
-    cells = [cell.strip() for cell in table.splitlines()[4].split("|")[1:-1]]
-    known = ["1.10M", "20.0M", "2", "30", "adamw", "2.0000", "2.0200", "+1.00", "2.5000"]
-    assert cells == known
-    assert table.strip().endswith("- 1M: cut")
-    assert table in capsys.readouterr().out
-    lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
-    assert [line.get("gap_percent") for line in lines] == [None, pytest.approx(1.0)]
-    picture = (tmp_path / "gap.svg").read_text()
-    assert picture.startswith("<?xml")
-    assert "</svg>" in picture
+# --- the results ----------------------------------------------------------------------------------
+
+
+def test_seeds_are_compared_with_their_own_controls() -> None:
+    control, two, four, other_control, other_two, _ = RUNS
+    known = [
+        record_of(control, 2.0),
+        record_of(two, 2.02),
+        record_of(four, 1.98),
+        record_of(other_control, 4.0),
+        record_of(other_two, 4.12),
+    ]
+    lines = scale_results.table(known).splitlines()[2:]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    assert [[*row[3:6], row[7]] for row in rows] == [
+        ["2, 30", "2", "3.0000 (2.0000 ... 4.0000)", "+2.00 (+1.00 ... +3.00)"],
+        ["4, 30", "1", "2.0000", "-1.00"],
+    ]
+    of_another_text = [known[0] | {"text": "def"}, known[1]]
+    assert scale_results.find_pairs(of_another_text) == []
+
+
+def test_a_run_that_was_cut_is_compared_after_equal_tokens() -> None:
+    control, two = RUNS[:2]
+    cut = record_of(two, 2.02, finished=False, curve=[[5_000_000, 4.1]])
+    (pair,) = scale_results.find_pairs([record_of(control, 2.0), cut])
+    assert (pair.tokens, pair.losses, pair.is_whole) == (5_000_000, (4.0, 4.1), False)
+    assert "5.0M (cut, of 20 a parameter)" in scale_results.table([record_of(control, 2.0), cut])
+
+
+def test_pictures_have_the_points_of_the_records(tmp_path: Path) -> None:
+    known = [record_of(run, 2.0 + number / 100) for number, run in enumerate(RUNS)]
+    scale_results.draw_sizes(known, tmp_path / "sizes.svg")
+    scale_results.draw_curves(known, tmp_path / "curves.svg")
+    for name in ("sizes.svg", "curves.svg"):
+        assert "</svg>" in (tmp_path / name).read_text()
+
+
+# --- the command ----------------------------------------------------------------------------------
 
 
 def test_text_has_each_file_once_and_is_kept(
@@ -116,8 +157,48 @@ def test_text_has_each_file_once_and_is_kept(
         (folder / f"{name}.py").write_text(source)
     monkeypatch.setattr("sysconfig.get_path", lambda _: str(folder))
     monkeypatch.setattr(scale, "standard_library", lambda _: [])
-    text = scale.prepare_text(tmp_path, "")
+    text = scale.prepare_text(tmp_path, "", "bytes")
     assert len((tmp_path / "sources.jsonl").read_text().splitlines()) == 2
     (tmp_path / "sources.jsonl").unlink()
-    assert scale.prepare_text(tmp_path, "") == text
-    assert scale.prepare_text(tmp_path / "other", text["data.corpus"]) == text
+    assert scale.prepare_text(tmp_path, "", "bytes") == text
+    assert scale.prepare_text(tmp_path / "other", text.settings["data.corpus"], "bytes") == text
+
+
+def test_the_command_measures_records_and_continues(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Real trainers, of some steps, and an honest table of what one of them was cut in."""
+    text = tmp_path / "text.jsonl"
+    lines = (f"{number} quick brown foxes jump over the lazy dog\n" * 8 for number in range(600))
+    text.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+    monkeypatch.setattr(records, "RECORDS", tmp_path / "records")
+    monkeypatch.setattr(scale, "FULL_RATIO", 1)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    out = tmp_path / "out"
+    words = f"--minutes 10 --out {out} --work {tmp_path / 'work'} --corpus {text} --sizes 0.04M"
+    words += " --workers 2 --optimizers adamw --run.device cpu"
+    monkeypatch.setattr("sys.argv", ["scale", *words.split()])
+    scale.main()
+    printed = capsys.readouterr().out
+    (file,) = out.glob("scale-*.jsonl")
+    control, streaming = [json.loads(line) for line in file.read_text().splitlines()]
+    assert (control["every"], streaming["workers"], streaming["every"]) == (0, 2, 30)
+    assert control["finished"]
+    assert streaming["finished"]
+    assert control["tokens"] == streaming["tokens"] >= control["parameters"]
+    assert control["curve"][-1] == [control["tokens"], control["loss"]]
+    assert str(tmp_path) not in file.read_text(), "no path of one machine"
+    assert "--corpus" in control["command"]
+    assert f"{streaming['loss']:.4f}" in printed
+    assert {path.name for path in out.iterdir()} == {
+        file.name,
+        "scale.md",
+        "sizes.svg",
+        "curves.svg",
+    }
+    scale.main()
+    assert "the records have it already" in capsys.readouterr().out
+    file.unlink()
+    scale.main()
+    again = [json.loads(line)["loss"] for line in file.read_text().splitlines()]
+    assert again == [control["loss"], streaming["loss"]], "what was trained is kept"
