@@ -5,11 +5,15 @@
 The tables are in benchmarks/parity.toml. On 2 CPU cores, `parity` takes hours at full length and
 the others about an hour each. Every run starts the trainer on the CPU, with one thread for each
 process. Finished runs are kept in --out, so that the same command continues an interrupted table.
-Without --corpus, the text is the source of the Python standard library.
+Without --corpus, the text is the source of the Python standard library. --out also gets a file
+parity-TABLE-TEXT-DATE-DEVICE.jsonl of all finished runs of the table, for benchmarks/records/.
 """
 
+import math
 import os
+import re
 import statistics
+import sys
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,7 +23,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from benchmarks import core
+from benchmarks import core, records
 
 CONTROL = "data parallel"
 RESERVED = {
@@ -140,14 +144,34 @@ def print_losses(table: Table, results: Mapping[Run, core.Record]) -> None:
     core.print_table(title, columns, rows)
 
 
+def record_runs(
+    table: str, text: str, seeded: Mapping[Run, core.Settings], results: Mapping[Run, core.Record]
+) -> list[core.Record]:
+    """Return a record of each finished run."""
+    return [
+        {
+            "table": table,
+            "run": run.name,
+            "seed": run.seed,
+            "text": text,
+            **result,
+            "settings": {key: value for key, value in seeded[run].items() if key != "data.corpus"},
+        }
+        for run, result in results.items()
+    ]
+
+
 def main() -> None:
     tables = read_tables().tables
     parser = core.build_parser(__doc__)
     parser.add_argument("--table", choices=tables, default="parity")
     parser.add_argument("--corpus", default="stdlib")
+    text = "name of the text in records (default: that of --corpus)"
+    parser.add_argument("--text", default="", help=text)
     parser.add_argument("--seeds", type=core.list_of(int), default=[0, 1, 2])
     parser.add_argument("--runs", default="", help="names, separated by ';' (default: all)")
     parser.add_argument("--jobs", type=core.positive, default=1, help="runs at once")
+    parser.add_argument("--minutes", type=core.positive, help="stop then (default: no limit)")
     parser.add_argument("--out", type=Path, default=Path("outputs/parity"))
     options, words = parser.parse_known_args()
     table, extra = tables[options.table], core.parse_settings(parser, words, RESERVED)
@@ -165,7 +189,17 @@ def main() -> None:
         for name, run in runs.items()
     }
     os.environ["OMP_NUM_THREADS"] = "1"
-    print_losses(table, core.train_all(options.out, seeded, options.jobs))
+    made_by = records.provenance("benchmarks.parity", sys.argv[1:], core.CPU)
+    seconds = 60.0 * options.minutes if options.minutes else math.inf
+    results = core.train_all(options.out, seeded, options.jobs, seconds)
+    if not results:
+        sys.exit("no run was finished: the same command continues those that were begun")
+    print_losses(table, results)
+    text = options.text or re.sub(r"\W+", "-", Path(options.corpus).name).strip("-")
+    path = options.out / records.file_name(f"parity-{options.table}-{text}", made_by)
+    found = record_runs(options.table, text, seeded, results)
+    records.write(path, records.stamped(found, made_by))
+    print(f"\nwrote {path}")
 
 
 if __name__ == "__main__":

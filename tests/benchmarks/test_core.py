@@ -4,7 +4,18 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import core, diagnosis, gpu, islands, parity, scale, slow_link, sync, train_step
+from benchmarks import (
+    backlog,
+    core,
+    diagnosis,
+    gpu,
+    islands,
+    parity,
+    scale,
+    slow_link,
+    sync,
+    train_step,
+)
 
 
 @pytest.mark.parametrize(
@@ -26,7 +37,10 @@ from benchmarks import core, diagnosis, gpu, islands, parity, scale, slow_link, 
         (scale.main, "--out x --minutes 1 --workers 3", "there are 2, 4, 8"),
         (scale.main, "--out /proc/x --minutes 1", "choose another folder"),
         (scale.main, "--out x --minutes 1 --diloco.workers 2", "the table sets this itself"),
-        (gpu.main, "--out x --only all", "there are bits, nccl"),
+        (scale.main, "--out x", "give --minutes and --out, or --show"),
+        (gpu.main, "--out x --only bits", "torch sees no GPU here"),
+        (backlog.main, "--minutes 5 --only 99", "'99': there are 1, 2"),
+        (gpu.main, "--out x --only all", "there are bits, syncs"),
     ],
 )
 def test_commands_refuse_before_anything_is_measured(
