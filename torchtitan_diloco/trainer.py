@@ -383,6 +383,7 @@ class Trainer:
         facts |= {"tokenizer": self.tokenizer.fingerprint, "model.weights": weights}
         code = [PACKAGE / name for name in COMPUTES]
         model = sys.modules[type(self.model).__module__]  # MODELS may have those of other packages
-        if model.__file__ and not model.__name__.startswith(f"{__package__}."):
-            code.append(Path(model.__file__))
+        source = getattr(model, "__file__", None)  # that of an interactive session has none
+        if source and not model.__name__.startswith(f"{__package__}."):
+            code.append(Path(source))
         agree(facts | code_facts(*code), self.world.control, "rank")
