@@ -52,7 +52,7 @@ class LoaderPerWorker:
 class DiLoCoTrainer(Trainer):
     def __init__(self, config: Any) -> None:
         if config.checkpoint.enable:
-            sys.exit("error: all workers would write to one checkpoint: leave --checkpoint.enable")
+            sys.exit("error: --checkpoint.enable: all workers would write to one: leave it off")
         config.dataloader = LoaderPerWorker(config.dataloader)
         super().__init__(config)
 
