@@ -112,11 +112,23 @@ def let_torchtitan_run_on_a_cpu(patch: pytest.MonkeyPatch) -> None:
         module.set_force_sum_reduction_for_comms(True)
         set_factor(module, factor)
 
-    def attend(*inputs: Tensor, block_mask: BlockMask, **options: Any) -> tuple[Tensor, None]:
+    def attend(
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        *,
+        block_mask: BlockMask,
+        scale: float | None,
+        enable_gqa: bool,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
         """Attend with the whole mask, as flex attention has no backward pass on a CPU."""
-        mask = create_mask(block_mask.mask_mod, *block_mask.shape, device="cpu")
-        chosen = {key: options[key] for key in ("scale", "enable_gqa")}
-        return F.scaled_dot_product_attention(*inputs, attn_mask=mask, **chosen), None
+        batch, heads, rows, columns = block_mask.shape
+        mask = create_mask(block_mask.mask_mod, batch, heads, rows, columns, device="cpu")
+        found = F.scaled_dot_product_attention(
+            queries, keys, values, attn_mask=mask, scale=scale, enable_gqa=enable_gqa
+        )
+        return found, None
 
     patch.setattr(FSDPModule, "set_gradient_divide_factor", sum_first)
     patch.setattr(FlexAttention, "compiled_flex_attn", staticmethod(attend))

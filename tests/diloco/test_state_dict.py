@@ -208,7 +208,7 @@ def _sharded_over_devices_without_memory() -> set[tuple[str, str]]:
         for name, value in saved.tensors.items():
             assert_same(local_of(value), local_of(on_hosts[name]))
             assert_same(local_of(empty.tensors[name]), torch.zeros_like(local_of(value)))
-        tensors = [*saved.tensors.values(), *empty.tensors.values()]
+        tensors: Any = [*saved.tensors.values(), *empty.tensors.values()]
         return {(one.device_mesh.device_type, one.device.type) for one in tensors}
 
 
