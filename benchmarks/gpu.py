@@ -186,7 +186,7 @@ def codec(scale: Scale, _: Path) -> Iterator[Check]:
 
 def step(scale: Scale, _: Path) -> Iterator[Check]:
     """Measure training steps, each loop in a process of its own."""
-    titan = [train_step.TITAN] * (util.find_spec("torchtitan") is not None)
+    titan = train_step.titan_loops()
     for compiled, batch in ((False, 4), (True, 8)) if scale.on_gpu else ((False, 1),):
         changes = {"compile.enable": str(compiled).lower(), "training.batch_size": str(batch)}
         kind, ours = f"batch {batch}, {'compiled' if compiled else 'eager'}", 0.0

@@ -6,20 +6,21 @@ On a CPU all loops run in turns in one process, and ratios are computed for each
 each has a process of its own, as their optimizers need the memory; peaks of the other loops include
 the parameters of our model. The bare loop does less: it materialises all logits and has no z-loss,
 no guard and no metrics. With `--compile.enable true` all loops compile their blocks. If torchtitan
-0.2.2 is installed (extra `examples`; later versions have no attention for CPUs), its Llama 3 of the
-same width, depth, heads and number of feed-forward parameters also trains in the bare loop.
+0.2.2 is installed (later versions have no attention for CPUs), its Llama 3 of the same width,
+depth, heads and number of feed-forward parameters also trains in the bare loop.
 
 A second table has the cost of the outer loop in a step without exchanges, and of a step of each
 inner optimizer.
 """
 
-import importlib.util
 import multiprocessing
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from typing import get_args, get_type_hints
 
 import torch
@@ -136,6 +137,13 @@ def bare_torchtitan(trainer: Trainer, batches: Batches) -> Loop:
     return bare_loop(model, model.layers, trainer, batches)
 
 
+def titan_loops() -> list[str]:
+    """Return the name of torchtitan's loop if the version that it is written for is installed."""
+    with suppress(PackageNotFoundError):
+        return [TITAN] if version("torchtitan") == "0.2.2" else []
+    return []
+
+
 def run_steps(loop: Loop, steps: int, device: torch.device) -> core.Seconds:
     """Return the mean time of a step."""
 
@@ -221,8 +229,7 @@ def main() -> None:
     settings, counts = core.parse_settings(parser, words), (options.rounds, options.steps)
     config = core.load(settings | ONE_WORKER)
     device = pick_device(config.run.device, 0)
-    has_torchtitan = importlib.util.find_spec("torchtitan") is not None
-    names = [OURS, BARE, *([TITAN] if has_torchtitan else [])]
+    names = [OURS, BARE, *titan_loops()]
     if device.type == "cuda":
         results = [measure_alone(name, settings, *counts) for name in names]
     else:

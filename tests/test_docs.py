@@ -14,12 +14,15 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 from tests.conftest import REPOSITORY
 from torchtitan_diloco.cli import COMMANDS
 from torchtitan_diloco.config import from_command_line
 from torchtitan_diloco.config.loader import run_warnings
 from torchtitan_diloco.diloco import transport
+from torchtitan_diloco.hardware import NEWEST_TORCH
 
 README = REPOSITORY / "README.md"
 PAGES = [README, *sorted((REPOSITORY / "docs").glob("*.md"))]
@@ -223,3 +226,15 @@ def anchors(page: Path) -> list[str]:
     """Return the anchors of the headings, as GitHub names them."""
     headings = re.findall(r"^#+ (.*)", page.read_text(), re.M)
     return [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
+
+
+def test_the_readme_has_the_versions_of_torch() -> None:
+    """There is no upper bound: a newer torch than the tested ones gives a line at the start."""
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    found = map(Requirement, project["dependencies"])
+    (oldest,) = next(one.specifier for one in found if one.name == "torch")
+    assert oldest.operator == ">="
+    assert f" torch {oldest.version} or newer (tested up to {NEWEST_TORCH});" in README.read_text()
+    constraints = (REPOSITORY / "constraints.txt").read_text().splitlines()
+    (installed,) = (one.removeprefix("torch==") for one in constraints if "torch==" in one)
+    assert Version(oldest.version) <= Version(installed) <= Version(NEWEST_TORCH)

@@ -13,12 +13,13 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 import torch.distributed as dist
 
 from tests.conftest import REPOSITORY
 from tests.islands.servers import Listener, free_port, need_server, running_server, wait_until
 from tests.islands.written import FACTS
-from torchtitan_diloco import doctor
+from torchtitan_diloco import doctor, hardware
 from torchtitan_diloco.diloco import arithmetic, link
 from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.log import State
@@ -64,6 +65,13 @@ def test_this_machine(examine: Examine, monkeypatch: pytest.MonkeyPatch) -> None
     assert not examine([])
     monkeypatch.setattr(arithmetic, "find_difference", lambda _: "an average")
     assert "arithmetic: an average: use another machine" in examine([])
+
+
+def test_versions_say_if_torch_is_newer_than_those_tested(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "NEWEST_TORCH", "999.0")
+    assert "tested" not in doctor._versions()
+    monkeypatch.setattr(hardware, "NEWEST_TORCH", "2.0")
+    assert f"; torch {torch.__version__} is newer than 2.0" in doctor._versions()
 
 
 # --- islands --------------------------------------------------------------------------------------

@@ -14,8 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from packaging.requirements import Requirement
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.attention.flex_attention import BlockMask, create_mask
+from torch.torch_version import TorchVersion
 
 from tests.conftest import REPOSITORY
 from tests.processes import ProcessPool
@@ -41,6 +45,7 @@ def _run(name: str, folder: Path, arguments: list[str]) -> str:
         chdir(folder),
         pytest.MonkeyPatch.context() as patch,
         redirect_stdout(StringIO()) as output,
+        torch.compiler.set_stance("force_eager"),  # torchtitan compiles the masks of attention
     ):
         patch.setattr(sys, "argv", [name, *arguments])
         if name == "torchtitan_trainer":
@@ -69,8 +74,12 @@ def test_an_example_runs_as_written(processes: ProcessPool, tmp_path: Path, name
 def test_the_extra_has_what_torchtitan_imports() -> None:
     """torchtitan does not ask for triton, which torch brings only with CUDA."""
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
-    found = map(Requirement, project["optional-dependencies"]["examples"])
-    triton = next(one for one in found if one.name == "triton")
+    lines = map(Requirement, project["optional-dependencies"]["examples"])
+    found = {one.name: one for one in lines}
+    (wanted,) = found["torchtitan"].specifier
+    for page in (EXAMPLES / "torchtitan_trainer.py", REPOSITORY / "docs/own-loop.md"):
+        assert f"torchtitan {wanted.version}" in page.read_text()
+    triton = found["triton"]
     assert triton.marker is not None
     assert triton.marker.evaluate({"platform_system": "Linux", "platform_machine": "x86_64"})
 
@@ -85,6 +94,7 @@ def let_torchtitan_run_on_a_cpu(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(utils, "device_type", "cpu")  # before others import it
     patch.setattr(utils, "device_module", torch.cpu)
     from torchtitan.distributed import utils as distributed
+    from torchtitan.models.common.attention import FlexAttention
 
     memory: dict[str, Any] = {
         "get_device_name": lambda _: "cpu",
@@ -102,7 +112,26 @@ def let_torchtitan_run_on_a_cpu(patch: pytest.MonkeyPatch) -> None:
         module.set_force_sum_reduction_for_comms(True)
         set_factor(module, factor)
 
+    def attend(
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        *,
+        block_mask: BlockMask,
+        scale: float | None,
+        enable_gqa: bool,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
+        """Attend with the whole mask, as flex attention has no backward pass on a CPU."""
+        batch, heads, rows, columns = block_mask.shape
+        mask = create_mask(block_mask.mask_mod, batch, heads, rows, columns, device="cpu")
+        found = F.scaled_dot_product_attention(
+            queries, keys, values, attn_mask=mask, scale=scale, enable_gqa=enable_gqa
+        )
+        return found, None
+
     patch.setattr(FSDPModule, "set_gradient_divide_factor", sum_first)
+    patch.setattr(FlexAttention, "compiled_flex_attn", staticmethod(attend))
 
 
 def write_tokenizer_and_text(folder: Path) -> None:
@@ -128,10 +157,11 @@ def test_torchtitan_trains_with_its_own_trainer_and_config(
     skip_without("torchtitan")
     write_tokenizer_and_text(tmp_path)
     arguments = f"""
-        --model.name llama3_diloco --model.flavor debugmodel --model.hf-assets-path {tmp_path}
-        --training.dataset c4_test --training.dataset-path {tmp_path}/text
-        --training.seq-len 16 --training.local-batch-size 1 --training.steps 12
-        --job.dump-folder {tmp_path}/run --metrics.log-freq 1"""
+        --module llama3 --config llama3_debugmodel --hf-assets-path {tmp_path}
+        --dataloader.dataset-path {tmp_path}/text --dump-folder {tmp_path}/run
+        --training.seq-len 16 --training.local-batch-size 1 --training.steps 12"""
+    if TorchVersion(torch.__version__) < "2.14":
+        arguments += " --parallelism.spmd-backend partial_dtensor"
     processes.run(_run, 4, "torchtitan_trainer", tmp_path, arguments.split())
     shards = sorted(path.name for path in (tmp_path / "run/shared").iterdir())
     assert shards == [".metadata", "__0_0.distcp", "__1_0.distcp"], "of the ranks of worker 0"

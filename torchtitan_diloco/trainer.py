@@ -1,6 +1,7 @@
 """Trainer: builds the parts of a run from its configuration, and trains."""
 
 import gc
+import sys
 from collections.abc import Iterator
 from contextlib import closing, nullcontext
 from dataclasses import replace
@@ -51,7 +52,7 @@ from torchtitan_diloco.data.tokenizer import build_tokenizer
 from torchtitan_diloco.diagnosis.watch import Diagnosis, Stacks
 from torchtitan_diloco.diloco import StreamingDiLoCo
 from torchtitan_diloco.diloco.config import MAY_DIFFER
-from torchtitan_diloco.diloco.meeting import agree
+from torchtitan_diloco.diloco.meeting import agree, code_facts
 from torchtitan_diloco.diloco.streaming import DataParallel, OuterLoop
 from torchtitan_diloco.distributed.collectives import StopRequest, answer_lag
 from torchtitan_diloco.distributed.world import FSDP, WORKER, World
@@ -65,6 +66,19 @@ COLLECT_EVERY = 50
 """Steps between two collections of garbage."""
 OWN_SETTINGS = {"run.folder", "data.cache_folder", *MAY_DIFFER}
 """Settings that may differ between the processes of a run."""
+PACKAGE = Path(__file__).parent
+COMPUTES = (
+    "components",
+    "config",
+    "data",
+    "distributed",
+    "export",
+    "island_run.py",
+    "islands",
+    "models",
+    "trainer.py",
+)
+"""Code that decides what is computed, which all ranks must have in common with that of `diloco`."""
 
 
 class Trainer:
@@ -367,4 +381,9 @@ class Trainer:
         facts |= {key: str(fact) for key, fact in self._data_identity().items()}
         weights = weights_fingerprint("" if self.start.manifest else self.config.model.weights)
         facts |= {"tokenizer": self.tokenizer.fingerprint, "model.weights": weights}
-        agree(facts, self.world.control, "rank")
+        code = [PACKAGE / name for name in COMPUTES]
+        model = sys.modules[type(self.model).__module__]  # MODELS may have those of other packages
+        source = getattr(model, "__file__", None)  # that of an interactive session has none
+        if source and not model.__name__.startswith(f"{__package__}."):
+            code.append(Path(source))
+        agree(facts | code_facts(*code), self.world.control, "rank")

@@ -25,8 +25,8 @@ from torchtitan_diloco.config.loader import (
     shipped_configs,
     unused_settings,
 )
-from torchtitan_diloco.config.schema import flat_settings, flatten
-from torchtitan_diloco.diloco.config import DiLoCoConfig, Fragments, advice
+from torchtitan_diloco.config.schema import LrSchedule, flat_settings, flatten
+from torchtitan_diloco.diloco.config import Beginning, DiLoCoConfig, Fragments, advice
 from torchtitan_diloco.islands.config import Islands
 from torchtitan_diloco.models import build_model
 
@@ -93,6 +93,14 @@ def test_the_length_that_is_given_last_counts(
     assert config is not None
     assert config.lr_schedule.warmup(1000) == warmup
     assert config.diloco.beginning.in_steps(1000).steps == beginning
+
+
+def test_in_python_the_other_length_must_be_zero() -> None:
+    """Its default would otherwise hide the one that is given."""
+    with pytest.raises(ValueError, match=r"warmup_fraction = 0.1: warmup_steps = 1000 already"):
+        LrSchedule(warmup_fraction=0.1)
+    assert LrSchedule(warmup_steps=0, warmup_fraction=0.1).warmup(50) == 5
+    assert Beginning(fraction=0.1).in_steps(50).steps == 5
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,7 @@ def test_numbers_have_the_type_of_their_setting() -> None:
         ({"overlap": Overlap(delay=100)}, r"delay = 100: must be smaller than .*; 0 waits"),
         ({"overlap": Overlap(mixing_end=0.0)}, "mixing_end = 0.0: needs the length of the run"),
         ({"beginning": Beginning(fraction=0.1)}, "fraction = 0.1: needs the length of the run"),
+        ({"beginning": Beginning(9, 0.1)}, "fraction = 0.1: .*steps already sets the length"),
         ({"quantization": Quantization(codec="int8", block_size=48)}, "block_size.*: take 32"),
     ],
 )

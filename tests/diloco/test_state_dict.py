@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 from tests.diloco.toy import Net, alone, config, join, parameters, sgd, start, train
 from tests.processes import ProcessPool
@@ -19,9 +22,11 @@ from torchtitan_diloco.diloco import (
     StreamingDiLoCo,
 )
 from torchtitan_diloco.diloco.config import CodecName
+from torchtitan_diloco.diloco.fragments import local_of, shard_rows
 from torchtitan_diloco.diloco.state_dict import (
     SavedState,
     facts_for_new_worker,
+    shaped_like,
     shared_parameter_name,
 )
 from torchtitan_diloco.diloco.streaming import DataParallel
@@ -167,3 +172,49 @@ def test_a_load_and_a_restart_from_the_model_give_up_what_is_in_flight() -> None
     slots = [value for name, value in saved["tensors"].items() if name.startswith("momentum/")]
     assert slots
     assert not any(slot.any() for slot in slots)
+
+
+def _sharded_over_devices_without_memory() -> set[tuple[str, str]]:
+    """Check the saved state of a model on a mesh of "meta" devices, which stand for GPUs: a tensor
+    that is moved to one has lost its values. Return the devices of meshes and tensors."""
+    dist.init_process_group("gloo")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "meta", torch.cpu, raising=False)  # torch asks it for its devices
+        gpus, hosts = (DeviceMesh(kind, [0, 1]) for kind in ("meta", "cpu"))
+
+        def on_gpus(value: Tensor) -> DTensor:
+            rows = shard_rows(len(value), dist.get_rank(), 2)
+            options: Any = {"run_check": False, "shape": value.shape, "stride": value.stride()}
+            own = value.detach()[rows.start : rows.stop].to("meta")
+            return DTensor.from_local(own, gpus, [Shard(0)], **options)
+
+        values = torch.arange(6.0)
+        shaped = shaped_like(on_gpus(torch.empty(6, 2, dtype=torch.bfloat16)), values, None)
+        assert_same(local_of(shaped), values.view(3, 2))
+        assert shaped_like(shaped, values, gpus).is_meta
+
+        model = Net()
+        for name, parameter in list(model.named_parameters()):
+            offloaded = torch.empty_like(on_gpus(parameter), device="cpu")  # as FSDP2 does
+            owner, _, key = name.rpartition(".")
+            setattr(model.get_submodule(owner), key, nn.Parameter(offloaded))
+            local_of(offloaded).fill_(dist.get_rank() + 1.5)
+        outer = StreamingDiLoCo(model, None, config(2))
+        outer.step()
+        on_hosts, saved = outer.state_dict(hosts)["tensors"], SavedState(**outer.state_dict())
+        assert outer.load_state_dict(saved) == []
+        outer.close()
+        empty = SavedState.template(model, saved.facts, saved.tensors, None)
+        for name, value in saved.tensors.items():
+            assert_same(local_of(value), local_of(on_hosts[name]))
+            assert_same(local_of(empty.tensors[name]), torch.zeros_like(local_of(value)))
+        tensors: Any = [*saved.tensors.values(), *empty.tensors.values()]
+        return {(one.device_mesh.device_type, one.device.type) for one in tensors}
+
+
+def test_a_saved_state_is_in_host_memory_whatever_the_model_is_sharded_over(
+    processes: ProcessPool,
+) -> None:
+    """With two ranks a worker, one has no row of the gain."""
+    found = processes.run(_sharded_over_devices_without_memory, 2)
+    assert found == [{("meta", "cpu")}] * 2

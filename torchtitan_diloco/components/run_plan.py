@@ -19,6 +19,7 @@ from torchtitan_diloco.hardware import (
     GIB,
     available_memory_bytes,
     describe_device,
+    untested_torch,
 )
 from torchtitan_diloco.log import LOCAL_ISLANDS, UserError, logger
 
@@ -137,8 +138,10 @@ def log_plan(plan: RunPlan, config: Config, world: World, model: str, data: str)
     for name, text in lines.items():
         logger.info(f"{name:<10} {text}")
     check_memory(plan, world, config.diloco)
-    for warning in run_warnings(config, plan.total_steps) if world.is_first else ():
-        logger.warning(warning)
+    if world.is_first:
+        untested = [note] if (note := untested_torch(str(torch.__version__))) else []
+        for warning in [*untested, *run_warnings(config, plan.total_steps)]:
+            logger.warning(warning)
 
 
 def check_memory(plan: RunPlan, world: World, diloco: DiLoCoConfig) -> None:

@@ -34,7 +34,7 @@ RUN_LENGTH = ("training.steps", "training.tokens", "training.tokens_per_paramete
 """Exactly one of these settings is not 0."""
 WARMUP = ("lr_schedule.warmup_steps", "lr_schedule.warmup_fraction")
 BEGINNING = ("diloco.beginning.steps", "diloco.beginning.fraction")
-"""At most one of these settings is not 0, as of WARMUP."""
+"""The steps and the fraction of a length, as in WARMUP: the one that was given last counts."""
 
 READ_WITH: dict[tuple[str, tuple[str, ...]], tuple[str, ...]] = {
     ("optimizer.name", ("muon",)): ("matrix_lr", "momentum"),
@@ -112,9 +112,12 @@ def _merge(tables: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Any], dic
                 mistakes.append(_mistake(origin, key, value, str(error)))
         if any(found.get(key) for key in RUN_LENGTH):  # so that `--training.steps 9` shortens any
             values |= dict.fromkeys(RUN_LENGTH, 0)
-        for either in (WARMUP, BEGINNING):
-            if not found.keys().isdisjoint(either):
-                values |= dict.fromkeys(either, 0)
+        for steps, fraction in (WARMUP, BEGINNING):
+            if found.get(steps) and found.get(fraction):
+                reason = f"{steps} already sets the same length: give one of them"
+                mistakes.append(_mistake(origin, fraction, found[fraction], reason))
+            if steps in found or fraction in found:
+                values |= {steps: 0, fraction: 0}
         values |= found
         origins |= dict.fromkeys(found, origin)
     if mistakes:
@@ -210,8 +213,6 @@ def config_mistakes(config: Config) -> Mistakes:
         yield RUN_LENGTH[0], f"the run has no length: set one of {', '.join(RUN_LENGTH)}"
     elif len(lengths) > 1:
         yield lengths[1], f"{lengths[0]} already sets the length of the run: set one of them to 0"
-    if config.lr_schedule.warmup_steps and config.lr_schedule.warmup_fraction:
-        yield WARMUP[1], f"{WARMUP[0]} already sets the length of the warm-up: give one of them"
     islands = bool(config.islands.join or config.islands.local)
     if islands or config.diloco.method != "none":
         yield from diloco_mistakes(config.diloco, islands=islands)

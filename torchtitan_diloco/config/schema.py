@@ -15,6 +15,7 @@ from torchtitan_diloco.diloco.config import DiLoCoConfig, Fraction, NotNegative,
 from torchtitan_diloco.diloco.fields import flat_settings as flat_settings
 from torchtitan_diloco.diloco.fields import flatten as flatten
 from torchtitan_diloco.islands.config import Islands
+from torchtitan_diloco.log import UserError
 
 
 @dataclass(frozen=True)
@@ -184,7 +185,8 @@ class LrSchedule:
     """Learning-rate schedule of the inner optimizer."""
 
     warmup_steps: NotNegative = 1000
-    """Steps of linear warm-up from 0. This or `warmup_fraction`, whichever was given last."""
+    """Steps of linear warm-up from 0. Give this or `warmup_fraction`: in files and on the command
+    line the last one counts. In Python, set this to 0 with `warmup_fraction`."""
     warmup_fraction: Fraction = 0.0
     """Length of the warm-up as a fraction of the run."""
     decay: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
@@ -194,7 +196,15 @@ class LrSchedule:
     floor: Fraction = 0.05
     """Learning rate at the end of the run, as a fraction of the peak."""
 
+    def __post_init__(self) -> None:
+        if self.warmup_steps and self.warmup_fraction:
+            raise UserError(
+                f"LrSchedule.warmup_fraction = {self.warmup_fraction}: warmup_steps = "
+                f"{self.warmup_steps} already sets the length of the warm-up: set one of them to 0"
+            )
+
     def warmup(self, total_steps: int) -> int:
+        """Return the steps of the warm-up."""
         return self.warmup_steps or round(self.warmup_fraction * total_steps)
 
 

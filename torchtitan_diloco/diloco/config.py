@@ -71,7 +71,8 @@ class Beginning(Section):
 
     steps: NotNegative = 0
     """Inner steps in which fragments are exchanged more often, averaged plainly, waited for, and
-    taken as they are. This or `fraction`, whichever was given last. Both 0: none."""
+    taken as they are. Give this or `fraction`: in files and on the command line the last one
+    counts, and both together are an error. Both 0: none."""
     fraction: Fraction = 0.0
     """Length of the beginning as a fraction of the run."""
     sync_every: Positive = 2

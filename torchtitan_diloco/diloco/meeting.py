@@ -24,6 +24,7 @@ from torchtitan_diloco.log import UserError, logger
 
 HIDDEN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK")
 POLL_SECONDS = 0.05
+PACKAGE = Path(__file__).parent
 Value = TypeVar("Value")
 
 
@@ -180,11 +181,12 @@ def _decode(content: Tensor, kind: type[Value]) -> Value:
 
 
 def agree(facts: Mapping[str, str], group: dist.ProcessGroup | None, member: str) -> None:
-    """Raise on every rank of `group` if the facts, code or torch of one differ from the first's.
+    """Raise on every rank of `group` if a fact, torch or this package's code differ from the first
+    rank's. Callers add `code_facts` of the code that they compute with.
 
     `member`: what the message calls a rank of the group, such as "worker".
     """
-    mine = {**facts, "code": code_fingerprint(), "torch version": str(torch.__version__)}
+    mine = {**facts, **code_facts(PACKAGE), "torch version": str(torch.__version__)}
     gathered = enumerate(gather_objects(mine, group))
     differences = find_differences({f"on {member} {n}": one for n, one in gathered})
     if differences:
@@ -194,13 +196,21 @@ def agree(facts: Mapping[str, str], group: dist.ProcessGroup | None, member: str
         )
 
 
+def code_facts(*places: Path) -> dict[str, str]:
+    """Return a fact for each folder or file of code, which must be the same on all machines."""
+    return {
+        f"code of {place.name} (install the same commit on all machines)": code_fingerprint(place)
+        for place in places
+    }
+
+
 @cache
-def code_fingerprint() -> str:
-    """Return a hash of the source of this package, which must be the same on all nodes."""
-    package = Path(__file__).parent
+def code_fingerprint(place: Path = PACKAGE) -> str:
+    """Return a hash of a source file, or of all in a folder. Default: this package."""
     digest = hashlib.sha256()
-    for path in sorted(package.rglob("*.py")):
-        digest.update(str(path.relative_to(package)).encode() + b"\0" + path.read_bytes() + b"\0")
+    for path in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
+        name = str(path.relative_to(place.parent))
+        digest.update(name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
 
 

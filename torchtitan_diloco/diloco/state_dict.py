@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_diloco.diloco.codecs import build_codec
 from torchtitan_diloco.diloco.config import DiLoCoConfig
-from torchtitan_diloco.diloco.fragments import local_rows
+from torchtitan_diloco.diloco.fragments import local_of, local_rows
 from torchtitan_diloco.diloco.outer_state import OuterState
 from torchtitan_diloco.diloco.round import Round
 from torchtitan_diloco.diloco.vitals import WENT_WRONG
@@ -94,12 +94,21 @@ class SavedState:
 
 
 def shaped_like(parameter: Tensor, flat: Tensor, mesh: DeviceMesh | None) -> Tensor:
-    """Shape this rank's values like a parameter, sharded on its mesh or on another one."""
+    """Shape this rank's values like a parameter, sharded on its mesh or on another one.
+
+    `mesh`: the values move to its devices. None: they stay where they are, as those of a model on
+    GPUs that FSDP2 offloads to the host.
+    """
     value = parameter.detach()
     if not isinstance(value, DTensor):
         return flat.view(value.shape)
+    local = flat.view(value.to_local().shape)
+    if mesh is None and flat.device.type != value.device_mesh.device_type:
+        shaped = torch.empty_like(value, dtype=flat.dtype, device=flat.device)
+        local_of(shaped).copy_(local)  # `from_local` would move them to the devices of the mesh
+        return shaped
     return DTensor.from_local(
-        flat.view(value.to_local().shape).to(value.device if mesh is None else mesh.device_type),
+        local,
         mesh or value.device_mesh,
         value.placements if mesh is None else value.placements[-mesh.ndim :],
         run_check=False,
@@ -126,11 +135,13 @@ def save(
         record["outer_steps"] = state.outer_steps
         if (round_ := in_flight.get(index)) is not None:
             record |= {one: getattr(round_, one) for one in ("sent_step", "participants", "flags")}
-        for kind, buffer in buffers_of(state, in_flight=round_ is not None).items():
-            saved.tensors |= named(kind, state, copy_to_host(buffer), mesh)
+        buffers = buffers_of(state, in_flight=round_ is not None).items()
+        copies = {kind: copy_to_host(buffer) for kind, buffer in buffers}
+        if state.outer.is_cuda:
+            torch.cuda.current_stream(state.outer.device).synchronize()
+        for kind, copied in copies.items():
+            saved.tensors |= named(kind, state, copied, mesh)
         saved.facts["fragments"].append(record)
-    if states[0].outer.is_cuda:
-        torch.cuda.current_stream(states[0].outer.device).synchronize()
     return saved
 
 

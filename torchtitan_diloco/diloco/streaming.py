@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from torchtitan_diloco.diloco import healing
 from torchtitan_diloco.diloco import state_dict as saving
@@ -191,7 +192,8 @@ class StreamingDiLoCo:
         for state in self._states:
             check_identity(self._model, state.fragment)
             for part, view in zip(state.fragment.parts, state.views(state.outer), strict=True):
-                shared[part.parameter] = saving.shaped_like(part.parameter, view.clone(), None)
+                mesh = part.parameter.device_mesh if isinstance(part.parameter, DTensor) else None
+                shared[part.parameter] = saving.shaped_like(part.parameter, view.clone(), mesh)
         parameters = dict(self._model.named_parameters(remove_duplicate=False))
         found = {name: shared[one] for name, one in parameters.items() if one in shared}
         values = self._model.state_dict().items()
@@ -221,7 +223,8 @@ class StreamingDiLoCo:
         """Return what a restart needs besides the model and inner optimizer, in host memory.
 
         Fragments in flight are waited for but not applied: their results are part of the state.
-        `mesh`: a CPU mesh of this worker's ranks, for models that are sharded over GPUs.
+        `mesh`: a CPU mesh of this worker's ranks for the tensors of a model that is sharded over
+        GPUs, so that gloo can gather them. Default: the mesh of the model.
         """
         self.check()
         facts = {
