@@ -36,6 +36,8 @@ WARMUP = ("lr_schedule.warmup_steps", "lr_schedule.warmup_fraction")
 BEGINNING = ("diloco.beginning.steps", "diloco.beginning.fraction")
 """At most one of these settings is not 0, as of WARMUP."""
 
+TOKENIZER, VOCABULARY = "data.tokenizer", "model.vocab_size"
+
 READ_WITH: dict[tuple[str, tuple[str, ...]], tuple[str, ...]] = {
     ("optimizer.name", ("muon",)): ("matrix_lr", "momentum"),
     ("lr_schedule.decay", ("wsd",)): ("decay_fraction",),
@@ -115,6 +117,8 @@ def _merge(tables: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Any], dic
         for either in (WARMUP, BEGINNING):
             if not found.keys().isdisjoint(either):
                 values |= dict.fromkeys(either, 0)
+        if TOKENIZER in found:  # a vocabulary that was given before was that of another tokenizer
+            values.pop(VOCABULARY, None)
         values |= found
         origins |= dict.fromkeys(found, origin)
     if mistakes:
