@@ -292,7 +292,9 @@ def test_mistakes_are_errors_in_one_line(
     assert "Traceback" not in message
 
 
-HEADER = re.compile(r": ([\d,]+) tokens of bytes(?s:.*) steps .* = ([\d,]+) tokens .*, (.*) epochs")
+HEADER = re.compile(
+    r": ([\d,]+) tokens, tokenizer bytes(?s:.*) steps .* = ([\d,]+) tokens .*, (.*) epochs"
+)
 
 
 def header(chosen: dict[str, str], caplog: pytest.LogCaptureFixture) -> tuple[list[float], str]:

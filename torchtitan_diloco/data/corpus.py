@@ -104,18 +104,17 @@ def _unprepared(data: Data, key: str, spec: str, options: Callable[[], list[str]
     """Return the error that says how to prepare a dataset, or a missing folder of shards."""
     source = data.source if key == "data.corpus" else ""
     if spec.startswith(HUGGING_FACE_PREFIX):
-        reason = "is read from token shards only"
         source, out = spec, f"corpora/{_slug(spec)}"
+        problem = f'is read from token shards only: set it to "{out}" after'
     else:
-        reason, out = what_is_missing(Path(spec).expanduser()), spec
+        out, reason = spec, what_is_missing(Path(spec).expanduser())
+        problem = f"{reason}: correct the path, set it to text, such as stdlib, or prepare it:"
         if source.startswith(HUGGING_FACE_PREFIX):
             Dataset.parse(source)
     words = ["--source", source or "TEXT", "--tokenizer", data.tokenizer, "--out", out]
     words += options() if key == "data.corpus" else []
-    return UserError(
-        f'{key} = "{spec}" {reason}: set it to text, such as stdlib, or to "{out}" after\n'
-        f"    {command_line('prepare')} {shlex.join(words)}"
-    )
+    command = f"{command_line('prepare')} {shlex.join(words)}"
+    return UserError(f'{key} = "{spec}" {problem}\n    {command}')
 
 
 def _slug(spec: str) -> str:

@@ -148,7 +148,8 @@ def _find_files(pattern: str) -> list[Path]:
         files = [path]
     if not files:
         why = "; no file matches it" if glob.has_magic(pattern) else ""
-        raise UserError(f"{path.absolute()} has no text ({_KINDS}) and no token shards{why}")
+        problem = f"{path.absolute()} has no text ({_KINDS}) and no token shards{why}"
+        raise UserError(f"{problem}: give a path that has one of them")
     return files
 
 
