@@ -8,7 +8,8 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stdout, suppress
+from io import StringIO
 from pathlib import Path
 
 import msgspec
@@ -20,6 +21,9 @@ from tests.conftest import REPOSITORY
 from tests.islands.servers import Listener, free_port, need_server, running_server, wait_until
 from tests.islands.written import FACTS
 from torchtitan_diloco import doctor, hardware
+from torchtitan_diloco.data.corpus import prepare
+from torchtitan_diloco.data.text import open_corpus
+from torchtitan_diloco.data.tokenizer import build_tokenizer
 from torchtitan_diloco.diloco import arithmetic, link
 from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.log import State
@@ -72,6 +76,21 @@ def test_versions_say_if_torch_is_newer_than_those_tested(monkeypatch: pytest.Mo
     assert "tested" not in doctor._versions()
     monkeypatch.setattr(hardware, "NEWEST_TORCH", "2.0")
     assert f"; torch {torch.__version__} is newer than 2.0" in doctor._versions()
+
+
+def test_a_corpus(examine: Examine, tmp_path: Path) -> None:
+    text, folder, bytes_ = tmp_path / "text.txt", tmp_path / "shards", build_tokenizer("bytes")
+    text.write_text("a line of some words\n" * 9000)
+    with redirect_stdout(StringIO()):
+        prepare(open_corpus(str(text)), bytes_, folder, validation_fraction=0.2, shard_tokens=9000)
+    assert not examine(["corpus"], "--corpus", str(folder))
+    files = sorted(folder.glob("train-*"))
+    for file in files[1:3]:
+        file.write_bytes(b"#" * file.stat().st_size)
+    named = [f"{file.name}: its checksum is wrong" for file in files[1:3]]
+    failure = examine(["corpus"], "--corpus", str(folder))
+    assert f"are damaged: {'; '.join(named)}: copy these files again, or prepare" in failure
+    assert "does not exist: give the folder" in examine(["corpus"], "--corpus", f"{folder}/none")
 
 
 # --- islands --------------------------------------------------------------------------------------

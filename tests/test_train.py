@@ -123,6 +123,9 @@ def test_all_that_is_missing_is_listed_at_once(
     source = "--source hf:allenai/c4/en:train"
     assert f"tokenizer {source} --vocab-size 32000 --out data/c4-32k.json" in error
     assert re.search(rf"prepare {source} .* --max-tokens 25\d{{9}}\n", error), "20 a parameter"
+    changed = load_config("1b", {"data.tokenizer": "new.json"})
+    replaced = [line.replace("new.json", "data/c4-32k.json") for line in missing(changed)]
+    assert replaced == [*missing(load_config("1b"))], "of the size that is trained by default"
     with patch("torchtitan_diloco.preflight.find_spec", return_value=None):
         own = {"data.corpus": "stdlib", "data.tokenizer": "bytes"}
         assert not [*missing(load_config("35m", own))], "nothing is read from the hub"

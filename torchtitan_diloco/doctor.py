@@ -1,6 +1,7 @@
-"""Check this machine, and that machines see each other, before a run or while one goes on.
+"""Check this machine, a corpus, and that machines see each other, before or during a run.
 
 .venv/bin/torchtitan-diloco doctor
+.venv/bin/torchtitan-diloco doctor --corpus data/c4-32k
 .venv/bin/torchtitan-diloco doctor --join join.txt
 .venv/bin/torchtitan-diloco doctor --endpoint :29500 --listen
 .venv/bin/torchtitan-diloco doctor --endpoint node0:29500
@@ -28,6 +29,7 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_diloco import __version__
+from torchtitan_diloco.data.shards import find_damage
 from torchtitan_diloco.diloco import arithmetic
 from torchtitan_diloco.diloco.link import PATIENCE, PINGS, Sender, Stream, listen, measure, ping
 from torchtitan_diloco.hardware import (
@@ -48,6 +50,8 @@ MOST_APART = 60.0  # seconds between two clocks, which put the records of a run 
 NOT_ARRIVING = (
     "packets of 64 KB do not arrive, and small ones do: lower the MTU (ip link set DEVICE mtu 1280)"
 )
+MOST_NAMED = 10
+"""Damaged files that are named."""
 DRIVER = Path("/proc/driver/nvidia/version")
 Hop: TypeAlias = tuple[str, Callable[[], str]]
 """What is checked, and a function that returns what it finds, or raises an error with a remedy."""
@@ -55,6 +59,8 @@ Hop: TypeAlias = tuple[str, Callable[[], str]]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(prog=command_line("doctor"), description=(__doc__ or "").splitlines()[0])
+    corpus_help = "folder of token shards, all of which are read and compared with their checksums"
+    parser.add_argument("--corpus", type=Path, metavar="FOLDER", help=corpus_help)
     target = parser.add_mutually_exclusive_group()
     target.add_argument("--join", help="join string of a run of islands, or its file")
     target.add_argument("--endpoint", metavar="HOST:PORT", help="RDZV_ENDPOINT of a run")
@@ -68,6 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.listen:
             return _listen(endpoint)
         good = run_each(machine_hops())
+        if options.corpus:
+            good &= run_hops([(f"corpus {options.corpus}", lambda: _corpus(options.corpus))])
         if options.join:
             join = Join.parse(options.join)
             for address in join.addresses:
@@ -152,6 +160,19 @@ def _arithmetic() -> str:
             raise UserError(f"{difference}: use another machine, or another torch or Triton")
     kinds = " and ".join(device.type for device in devices)
     return f"on {kinds} the same bits as on all machines ({arithmetic.IDENTITY})"
+
+
+# --- a corpus -------------------------------------------------------------------------------------
+
+
+def _corpus(folder: Path) -> str:
+    size, damaged = find_damage(folder.expanduser())
+    if damaged:
+        named = "; ".join(damaged[:MOST_NAMED])
+        more = f"; and {len(damaged) - MOST_NAMED} more" if len(damaged) > MOST_NAMED else ""
+        remedy = "copy these files again, or prepare the corpus again"
+        raise UserError(f"{len(damaged)} of {size} are damaged: {named}{more}: {remedy}")
+    return f"{size}, as they were written"
 
 
 # --- an address -----------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from pathlib import Path
 from torchtitan_diloco.config import Config
 from torchtitan_diloco.data.corpus import find_corpus
 from torchtitan_diloco.data.text import HUGGING_FACE_PREFIX
-from torchtitan_diloco.data.tokenizer import build_tokenizer
+from torchtitan_diloco.data.tokenizer import USUAL, build_tokenizer
 from torchtitan_diloco.hardware import check_device
 from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.server_folder import find_server
@@ -89,7 +89,8 @@ def _goes_on(config: Config) -> bool:
 def _check_tokenizer(config: Config) -> None:
     data, path = config.data, Path(config.data.tokenizer).expanduser()
     if path.suffix == ".json" and not path.exists() and data.source:
-        words = f"--source {data.source} --vocab-size {config.model.vocab_size} --out {path}"
+        size = config.model.vocab_size or USUAL
+        words = f"--source {data.source} --vocab-size {size} --out {path}"
         raise UserError(
             f'data.tokenizer = "{data.tokenizer}": there is no such file: copy it from another '
             f"machine, or train one:\n    {command_line('tokenizer')} {words}"
@@ -101,9 +102,21 @@ def _prepare_options(config: Config) -> list[str]:
     """Return what `prepare` needs for so many tokens as the run reads."""
     from torchtitan_diloco.planner.prediction import Workload
 
-    plan = Workload.of(config, config.model.vocab_size or 1).plan
+    plan = Workload.of(config, _vocabulary_rows(config)).plan
     begin = ["--begin-token"] if config.model.flavor in PUBLISHED else []
     return ["--max-tokens", str(plan.total_steps * plan.tokens_per_step), *begin]
+
+
+def _vocabulary_rows(config: Config) -> int:
+    """Return the rows of the embedding, also if there is no tokenizer yet."""
+    from torchtitan_diloco.models import vocabulary_rows
+
+    if config.model.vocab_size:
+        return config.model.vocab_size
+    try:
+        return vocabulary_rows(config.model, build_tokenizer(config.data.tokenizer).vocab_size)
+    except UserError:  # it is listed as missing, with the command that trains one
+        return USUAL
 
 
 def _check_model(config: Config) -> None:

@@ -322,8 +322,11 @@ class Trainer:
             muon=config.optimizer.name == "muon",
         )
         model = f"{config.model.flavor}, {self.model.shape}, vocabulary {self.vocab_size:,}"
-        data = f"{config.data.corpus}: {len(self.tokens):,} tokens of {self.tokenizer.name}"
-        log_plan(self.plan, config, self.world, model, data)  # before memory is allocated
+        data = f"{config.data.corpus}: {len(self.tokens):,} tokens, tokenizer {self.tokenizer.name}"
+        # Where the data have changed, they are read from the beginning.
+        read_before = start.tokens if self.resumed.position == 0 else 0
+        epochs = (self.plan.tokens_at(self.plan.total_steps) - read_before) / len(self.tokens)
+        log_plan(self.plan, config, self.world, model, data, epochs)  # before memory is allocated
         dtype = compute_dtype(config.parallel.compute_dtype, device)
         mesh = self.world.fsdp_mesh(all_workers=config.diloco.method == "none")
         parallelize(

@@ -53,6 +53,25 @@ def test_command_line_precedes_a_file_which_precedes_what_it_extends(tmp_path: P
     assert config.run.name == "leaf", "an empty name is not set"
 
 
+def test_a_vocabulary_is_that_of_the_tokenizer_that_is_given_later(tmp_path: Path) -> None:
+    """A preset sizes the embedding for its tokenizer, which another may replace."""
+
+    def rows(config: Config) -> int | None:
+        assert parse_config(to_toml(config), "saved") == config, "a resume has the same"
+        return config.model.vocab_size
+
+    own, size = "[data]\ntokenizer = 'own.json'\n", "[model]\nvocab_size = 4096\n"
+    other = write(tmp_path, "other.toml", f"extends = '1b.toml'\n{own}")
+    sized = write(tmp_path, "sized.toml", f"extends = '1b.toml'\n{own}{size}")
+    assert rows(load_config("1b")) == 32_000
+    assert rows(load_config("1b", {"data.tokenizer": "own.json"})) is None
+    assert rows(load_config("1b", {"data.tokenizer": "x", "model.vocab_size": "99"})) == 99
+    assert rows(load_config(other)) is None
+    assert rows(load_config(sized)) == 4096
+    assert rows(load_config(sized, {"data.tokenizer": "bytes"})) is None
+    assert rows(load_config(other, {"model.vocab_size": "99"})) == 99
+
+
 def test_values_on_the_command_line() -> None:
     words = "--config=35m --training.tokens 25e9 --optimizer.lr=1 --run.seed"
     words += " 4 --run.seed=5 --run.name=--x --training.global_batch_size none"
@@ -336,6 +355,7 @@ def test_a_config_builds_and_repeats_nothing_that_it_inherits(name: str) -> None
     assert not [line for line in advice(config.diloco, plan.total_steps) if name != "debug"]
     assert not list(unused_settings(config))
     assert config.run.description
+    assert not re.search("C4|library", config.run.description), "runs inherit it with other text"
     node = 8 * config.training.batch_size  # of eight devices
     assert (config.training.global_batch_size or node) % node == 0
     table = tomllib.loads((CONFIGS_FOLDER / f"{name}.toml").read_text())

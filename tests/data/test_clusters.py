@@ -15,7 +15,7 @@ from torchtitan_diloco.data import clusters as clusters_module
 from torchtitan_diloco.data.clusters import ClusterDocuments, add_clusters, choose_clusters
 from torchtitan_diloco.data.corpus import main, open_split
 from torchtitan_diloco.data.loader import Stream, TrainLoader
-from torchtitan_diloco.data.shards import TokenShards
+from torchtitan_diloco.data.shards import TokenShards, find_damage
 from torchtitan_diloco.data.tokenizer import build_tokenizer
 
 BYTES = build_tokenizer("bytes")
@@ -128,6 +128,8 @@ def test_bad_clusters(folder: Path, make_shards: MakeShards, tmp_path: Path) -> 
         main(["--out", str(tmp_path / "new"), "--clusters", "2"])
     assert not (tmp_path / "new").exists()
     add_clusters(folder, BYTES, 2)
+    assert find_damage(folder)[1] == []
     (folder / "train-2.clusters").write_bytes(b"")
+    assert find_damage(folder)[1] == ["train-2.clusters: its checksum is wrong"]
     with pytest.raises(ValueError, match="is damaged"):
         ClusterDocuments(TokenShards(folder, "train", BYTES), 0, 2)

@@ -82,14 +82,18 @@ def test_validation_corpus_of_its_own(data: Data, tmp_path: Path, make_shards: M
 def test_a_missing_folder_names_the_command_that_makes_it(data: Data, tmp_path: Path) -> None:
     folder = tmp_path / "my shards-10.5B"
     wanted = Data(corpus=str(folder), source=data.corpus)
-    with pytest.raises(ValueError, match=r"data\.corpus = .* is no finished folder") as error:
+    with pytest.raises(ValueError, match=r'data\.corpus = .*-10\.5B" does not exist') as error:
         open_split(wanted, BYTES, "train")
     command = str(error.value).split("\n")[1].strip()
     options = f"--source {data.corpus} --tokenizer bytes --out '{folder}'"
     assert command == f"{command_line('prepare')} {options}"
     folder.mkdir()
-    with pytest.raises(ValueError, match=r"(?s)is no finished folder .*--source TEXT"):
+    with pytest.raises(ValueError, match=r'(?s)-10\.5B" is empty: .*--source TEXT'):
         open_split(dataclasses.replace(wanted, source=""), BYTES, "train")
+    (folder / "prepare.json").touch()
+    with pytest.raises(ValueError, match=r"is not finished .*: `prepare` still writes it, or"):
+        open_split(wanted, BYTES, "train")
+    (folder / "prepare.json").unlink()
     subprocess.run(command, shell=True, cwd=REPOSITORY, capture_output=True, check=True)
     assert ends(open_split(wanted, BYTES, "train")) == 20
     with pytest.raises(ValueError, match=r"--out .*none --max-tokens 16384"):  # 8 x 2,048
@@ -99,9 +103,16 @@ def test_a_missing_folder_names_the_command_that_makes_it(data: Data, tmp_path: 
     for corpus in ("{}/a.txt", "{}/*", "{}/a,{}/b"):  # these are no names of folders
         with pytest.raises(ValueError, match=r"data\.corpus: (cannot read|.* has no text)"):
             open_split(Data(corpus=corpus.replace("{}", f"{tmp_path}/new")), BYTES, "train")
+
+
+def test_a_dataset_names_the_command_that_prepares_it(tmp_path: Path) -> None:
+    """It is a command that works: names of datasets that cannot exist are refused."""
     dataset = 'to "corpora/owner-set-train" (?s:.*)--source hf:owner/set:train'
     with pytest.raises(ValueError, match=dataset):
         open_split(Data(corpus="hf:owner/set:train"), BYTES, "train")
+    for corpus in (Data("hf:a/b/c/d"), Data(f"{tmp_path}/none", source="hf:a/b/c/d")):
+        with pytest.raises(ValueError, match='"hf:a/b/c/d" is no name of a dataset: write hf:OWN'):
+            open_split(corpus, BYTES, "train")
 
 
 def _open_at_once(data: Data) -> tuple[int, str]:

@@ -2,6 +2,7 @@ import itertools
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.data.conftest import MakeShards
 from tests.processes import ProcessPool
-from tests.test_trainer import LOSS, curve, records, settings, train
+from tests.test_trainer import LOSS, VALIDATION, curve, records, settings, train
 from torchtitan_diloco.data.loader import (
     IGNORE_INDEX,
     Indices,
@@ -20,7 +21,7 @@ from torchtitan_diloco.data.loader import (
     ValidationBatches,
     sequence_indices,
 )
-from torchtitan_diloco.data.shards import TokenShards
+from torchtitan_diloco.data.shards import SPLITS, TokenShards, _map_shard, find_damage
 
 LENGTH = 10  # 1000 tokens: 99 sequences, which no batch size below divides
 
@@ -98,6 +99,36 @@ def test_resumed_is_uninterrupted(shards: TokenShards, processes: int, steps: in
     assert second.position == first.position
     assert take(second, 8) == whole[3 * steps :]
     assert torch.equal(torch.get_rng_state(), random_state), "the run's own random numbers"
+
+
+def test_training_reads_only_its_own_sequences(text: Path, make_shards: MakeShards) -> None:
+    """All other tokens of the corpus may be damaged, which `doctor --corpus` finds."""
+    folder, ranges = make_shards(train=20_000, validation=2000, shard_tokens=5000), dict[Any, Any]()
+    whole = TokenShards.read
+
+    def read(shards: TokenShards, start: int, stop: int) -> Any:
+        ranges.setdefault(shards.name.split()[1], []).append((start, stop))
+        return whole(shards, start, stop)
+
+    def losses(name: str) -> list[list[float]]:
+        found = train(settings(text, data__corpus=folder, run__folder=text.parent / name))
+        return [curve(found, key) for key in (LOSS, VALIDATION)]
+
+    with patch.object(TokenShards, "read", read):
+        expected = losses("whole")
+    for split in SPLITS:
+        first = 0
+        for file in sorted(folder.glob(f"{split}-*")):
+            tokens = np.fromfile(file, "<u2")
+            damaged = np.full_like(tokens, 2**16 - 1)
+            for start, stop in (np.array(one) - first for one in ranges[split]):
+                inside = slice(max(start, 0), max(stop, 0))
+                damaged[inside] = tokens[inside]
+            damaged.tofile(file)
+            first += len(tokens)
+    _map_shard.cache_clear()
+    assert losses("damaged") == expected
+    assert len(find_damage(folder)[1]) == 5
 
 
 def test_what_cannot_be_read_is_refused(shards: TokenShards, make_shards: MakeShards) -> None:

@@ -176,7 +176,7 @@ def test_a_folder_that_cannot_be_used(run: Run, out: Path, monkeypatch: pytest.M
         )
     for name, message in (
         ("thesis.tex", "is not empty (thesis.tex); choose a new folder"),
-        ("prepare.json", "cannot read prepare.json"),
+        ("prepare.json", "prepare.json cannot be read"),
     ):
         (out / name).write_text("{")
         assert message in run(source="stdlib")[1]

@@ -11,10 +11,12 @@ import pytest
 import torchtitan_diloco.data.shards as shards_module
 from tests.conftest import save_tokenizer
 from tests.data.conftest import MakeShards
-from torchtitan_diloco.data.shards import SPLITS, TokenShards, token_type
+from torchtitan_diloco.data.shards import SPLITS, TokenShards, find_damage, token_type
 from torchtitan_diloco.data.tokenizer import build_tokenizer
+from torchtitan_diloco.log import UserError
 
 SECOND, INDEX = "train-00001.tokens", "corpus.json"
+BOUNDS = [0, 1, 2, 211, 212, 213, 423, 424, 425, 700, 848, 999, 1000]  # shards of 212 tokens
 
 
 def flip_bit(content: bytes, at: int) -> bytes:
@@ -24,8 +26,7 @@ def flip_bit(content: bytes, at: int) -> bytes:
 def test_any_range_across_shards(make_shards: MakeShards) -> None:
     shards, expected = TokenShards(make_shards(), "train"), np.arange(1000) % 251
     assert len(shards) == 1000
-    bounds = [0, 1, 2, 211, 212, 213, 423, 424, 425, 700, 848, 999, 1000]  # shards of 212 tokens
-    for start, stop in itertools.combinations(bounds, 2):
+    for start, stop in itertools.combinations(BOUNDS, 2):
         assert np.array_equal(shards.read(start, stop), expected[start:stop])
 
 
@@ -57,46 +58,84 @@ def test_fingerprint_depends_on_the_tokens_only(make_shards: MakeShards) -> None
     assert len({first, *others}) == 3
 
 
-@pytest.mark.parametrize(
-    ("file", "change", "message"),
-    [
-        (SECOND, lambda old: old[:-1], f"{SECOND} is damaged: it has 423 bytes instead of 424"),
-        (SECOND, lambda old: old + b"12", f"{SECOND}.* 426 bytes instead of 424"),
-        (SECOND, None, f"{SECOND}.* 0 bytes instead of 424"),
-        (SECOND, lambda old: flip_bit(old, 0), f"{SECOND} is damaged: its checksum is wrong"),
-        (SECOND, lambda old: flip_bit(old, 423), f"{SECOND} is damaged: its checksum is wrong"),
-        # As if another program had written other tokens, with the right checksums.
-        (
-            INDEX,
-            lambda old: old.replace(b": 257", b": 100"),
-            f"{SECOND} has token 250 of a vocabulary of 100",
-        ),
-        (INDEX, None, "is no finished folder of token shards.*run the same `prepare` again"),
-        (INDEX, lambda _: b'{"format_version": 3}', "cannot .*missing required field `settings`"),
-        (
-            INDEX,
-            lambda old: old.replace(b'version": 3', b'version": 9'),
-            "version 9 .* instead of 3",
-        ),
-    ],
-)
-def test_damage_is_found(
-    make_shards: MakeShards, file: str, change: Callable[[bytes], bytes] | None, message: str
-) -> None:
-    path = make_shards() / file
+def damage(path: Path, change: Callable[[bytes], bytes] | None) -> None:
     path.unlink() if change is None else path.write_bytes(change(path.read_bytes()))
     shards_module._map_shard.cache_clear()  # as in a new process
-    with pytest.raises(ValueError, match=message):
-        TokenShards(path.parent, "train").read(300, 301)
 
 
-def test_a_shard_is_checked_when_it_is_first_read(make_shards: MakeShards) -> None:
-    folder = make_shards()  # shards of 212 tokens
-    (folder / SECOND).write_bytes(flip_bit((folder / SECOND).read_bytes(), 0))
-    shards = TokenShards(folder, "train")
-    shards.read(0, 212)
-    with pytest.raises(ValueError, match=rf"{SECOND} is damaged: its checksum is wrong"):
-        shards.read(211, 213)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda old: old[:-1], "it has 423 bytes instead of 424"),
+        (lambda old: old + b"12", "it has 426 bytes instead of 424"),
+        (None, "it has 0 bytes instead of 424"),
+    ],
+)
+def test_a_shard_of_another_size_is_found_at_the_start(
+    make_shards: MakeShards, change: Callable[[bytes], bytes] | None, message: str
+) -> None:
+    folder = make_shards()
+    damage(folder / SECOND, change)
+    assert find_damage(folder)[1] == [f"{SECOND}: {message}"]
+    with pytest.raises(ValueError, match=rf"damaged: {SECOND}: {message};.* doctor --corpus"):
+        TokenShards(folder, "train")
+
+
+@pytest.mark.parametrize("at", [0, 200, 423])
+def test_reading_all_of_a_corpus_finds_any_changed_bit(make_shards: MakeShards, at: int) -> None:
+    folder = make_shards()
+    assert find_damage(folder) == ("7 files, 0.00 GB", [])
+    damage(folder / SECOND, lambda old: flip_bit(old, at))
+    assert find_damage(folder)[1] == [f"{SECOND}: its checksum is wrong"]
+
+
+def test_a_read_looks_at_nothing_but_what_it_returns(make_shards: MakeShards) -> None:
+    """All other tokens are damaged, and whoever reads one of them finds it."""
+    folder, expected = make_shards(), np.arange(1000) % 251
+    files = sorted(folder.glob("train-*"))
+    whole = [np.fromfile(file, "<u2") for file in files]
+    for start, stop in itertools.combinations(BOUNDS, 2):
+        first = 0
+        for file, tokens in zip(files, whole, strict=True):
+            places = first + np.arange(len(tokens))
+            inside = (start <= places) & (places < stop)
+            np.where(inside, tokens, 2**16 - 1).astype("<u2").tofile(file)
+            first += len(tokens)
+        shards_module._map_shard.cache_clear()
+        shards = TokenShards(folder, "train")
+        assert np.array_equal(shards.read(start, stop), expected[start:stop])
+        for wider in {(max(start - 1, 0), stop), (start, min(stop + 1, 1000))} - {(start, stop)}:
+            with pytest.raises(ValueError, match="it has token 65535, of a vocabulary of 257"):
+                shards.read(*wider)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda _: b'{"format_version": 3}', "missing required field `settings`.* delete it"),
+        (lambda _: b"\0", "cannot be read .*: copy the folder again"),
+        (lambda old: old.replace(b'version": 3', b'version": 9'), "version 9 .* instead of 3"),
+        (None, "has no token shards .*: give the folder"),
+    ],
+)
+def test_an_index_that_cannot_be_used(
+    make_shards: MakeShards, change: Callable[[bytes], bytes] | None, message: str
+) -> None:
+    folder = make_shards()
+    damage(folder / INDEX, change)
+    for use in (find_damage, lambda folder: TokenShards(folder, "train")):
+        with pytest.raises(UserError, match=message):
+            use(folder)
+
+
+def test_a_token_beyond_the_vocabulary_with_the_right_checksum(make_shards: MakeShards) -> None:
+    """As another program may write it."""
+    folder, message = make_shards(), f"{SECOND}: it has token 250, of a vocabulary of 100"
+    damage(folder / INDEX, lambda old: old.replace(b": 257", b": 100"))
+    assert message in find_damage(folder)[1]
+    TokenShards(folder, "train").read(251, 350)
+    with pytest.raises(UserError, match=message):
+        TokenShards(folder, "train").read(230, 260)
 
 
 def test_another_tokenizer_is_refused(make_shards: MakeShards, tmp_path: Path) -> None:

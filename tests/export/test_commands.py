@@ -1,5 +1,6 @@
 """The commands export, generate and validate on checkpoints of real runs."""
 
+import os
 import re
 import shutil
 from importlib.util import find_spec
@@ -156,6 +157,7 @@ def test_the_evaluation_harness_measures_the_same(
     ("command", "arguments", "message"),
     [
         ("export", "nowhere", r"nowhere does not exist: name the folder of a run"),
+        ("generate", "outputs", r"outputs has 3 runs in it: name one, such as outputs/last$"),
         ("validate", "empty", r"empty has no complete checkpoint: name .* checkpoint.every"),
         ("generate", "run --step 7", r"--step 7: .*run has no checkpoint .* it has 4, 8, 12, 16"),
         ("export", "run/worker-0/step-00000008 --step 16", r"--step 16: .* step; it has 8"),
@@ -179,11 +181,25 @@ def test_a_mistake_is_one_line(
         Path(name).mkdir()
     Path("full/file").touch()
     Path("run").symlink_to(trained)
+    for time, name in enumerate(("of-islands/island-1", "last", "first")):
+        shutil.copytree(trained / "worker-0", Path("outputs", name, "worker-0"))
+        os.utime(Path("outputs", Path(name).parts[0]), times=(time % 2, time % 2))
     assert commands.main([command, *arguments.split()]) == 2
     output = capsys.readouterr()
     assert re.match(rf"error: .*{message}", output.err)
     assert (output.out, output.err.count("\n")) == ("", 1)
     assert [path.name for path in Path("full").iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [([], "a command is missing"), (["outputs/run"], "outputs/run is no")],
+)
+def test_the_module_needs_a_command(words: list[str], problem: str, capsys: Capture) -> None:
+    assert commands.main(words) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {problem}")
+    assert error.endswith(": begin with one of generate, validate, export\n")
 
 
 def test_a_damaged_file_or_another_tokenizer_is_named(

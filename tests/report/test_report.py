@@ -13,6 +13,7 @@ from tests.conftest import REPOSITORY
 from tests.report.synthetic import FRAGMENTS, exchanges, round_records, step_records, write_run
 from tests.test_trainer import LOSS
 from torchtitan_diloco.components.metrics import METRICS, all_reduce_bytes
+from torchtitan_diloco.config import load_config, to_toml
 from torchtitan_diloco.report.charts import PHASES, phases, timeline_svg
 from torchtitan_diloco.report.figures import Figure, figures
 from torchtitan_diloco.report.page import describe, detail_tables, facts_table, html_page, main
@@ -94,6 +95,13 @@ def test_facts_and_figures_of_a_run(runs: Path) -> None:
     assert [key.name for key in found["Loss over tokens"].legend] == ["training", "shared model"]
     assert [key.name[:2] for key in found["Drift of the workers"].legend] == ["0:", "1:", "2:"]
     assert sum(found["Where the time went"].bars["streaming"].values()) == pytest.approx(100)
+
+
+def test_the_description_of_a_run_names_its_text(tmp_path: Path) -> None:
+    chosen = load_config("demo", {"data.corpus": "docs/*.md"})
+    run = opened(write_run(tmp_path, step_records(20), ((), ()), to_toml(chosen)))
+    assert "; text docs/*.md, tokenizer bytes; 2 workers, Streaming DiLoCo" in describe(run)
+    assert "library" not in describe(run)
 
 
 def test_verdicts_have_lanes_and_evidence(runs: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import math
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -22,6 +23,9 @@ from torchtitan_diloco.hardware import (
     untested_torch,
 )
 from torchtitan_diloco.log import LOCAL_ISLANDS, UserError, logger
+
+MANY_EPOCHS = 4
+"""Times that text can be repeated before it helps much less than new text (arXiv 2305.16264)."""
 
 
 @dataclass(frozen=True)
@@ -111,9 +115,11 @@ def after_step(config: Config, step: int, requests: Requests, *, finished: bool)
     return AfterStep(log, validate, save, stop)
 
 
-def log_plan(plan: RunPlan, config: Config, world: World, model: str, data: str) -> None:
+def log_plan(
+    plan: RunPlan, config: Config, world: World, model: str, data: str, epochs: float
+) -> None:
     """Log how the numbers of the run are derived, one line each, and warnings. Raise if it does not
-    fit into memory."""
+    fit into memory. `epochs`: times that the run reads its text."""
     training, ranks, start = config.training, world.ranks_per_worker, plan.start_step
     workers = plan.ranks // ranks
     here = f", of which {world.size} ranks here" if plan.ranks > world.size else ""
@@ -131,7 +137,7 @@ def log_plan(plan: RunPlan, config: Config, world: World, model: str, data: str)
         f"{training.batch_size} sequences x {training.sequence_length:,} tokens = {each} tokens"
         f"{here}",
         "run": f"{plan.total_steps:,} steps {steps} = {total_tokens:,} tokens = "
-        f"{total_tokens / plan.parameters:.1f} per parameter",
+        f"{total_tokens / plan.parameters:.1f} per parameter, {epochs:,.2f} epochs",
         "memory": f"{plan.parameters:,} parameters x {plan.inner_bytes:.3g} bytes / {ranks} ranks"
         f" = {gib:.2f} GiB a rank for parameters, gradients and optimizer, without activations",
     }
@@ -140,8 +146,20 @@ def log_plan(plan: RunPlan, config: Config, world: World, model: str, data: str)
     check_memory(plan, world, config.diloco)
     if world.is_first:
         untested = [note] if (note := untested_torch(str(torch.__version__))) else []
-        for warning in [*untested, *run_warnings(config, plan.total_steps)]:
+        warnings = [*untested, *run_warnings(config, plan.total_steps)]
+        for warning in [*warnings, *_repetition(plan, config, epochs)]:
             logger.warning(warning)
+
+
+def _repetition(plan: RunPlan, config: Config, epochs: float) -> Iterator[str]:
+    """Yield a warning if the run reads its text more often than helps it."""
+    if epochs > MANY_EPOCHS:
+        steps = math.floor(plan.total_steps * MANY_EPOCHS / epochs)
+        yield (
+            f'the run reads all of data.corpus = "{config.data.corpus}" {epochs:,.1f} times. After '
+            f"{MANY_EPOCHS} epochs, repeated text helps much less than new text: use a larger "
+            f"corpus, or a shorter run (--training.steps {max(1, steps)})"
+        )
 
 
 def check_memory(plan: RunPlan, world: World, diloco: DiLoCoConfig) -> None:

@@ -36,6 +36,8 @@ WARMUP = ("lr_schedule.warmup_steps", "lr_schedule.warmup_fraction")
 BEGINNING = ("diloco.beginning.steps", "diloco.beginning.fraction")
 """The steps and the fraction of a length, as in WARMUP: the one that was given last counts."""
 
+TOKENIZER, VOCABULARY = "data.tokenizer", "model.vocab_size"
+
 READ_WITH: dict[tuple[str, tuple[str, ...]], tuple[str, ...]] = {
     ("optimizer.name", ("muon",)): ("matrix_lr", "momentum"),
     ("lr_schedule.decay", ("wsd",)): ("decay_fraction",),
@@ -118,6 +120,8 @@ def _merge(tables: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Any], dic
                 mistakes.append(_mistake(origin, fraction, found[fraction], reason))
             if steps in found or fraction in found:
                 values |= {steps: 0, fraction: 0}
+        if TOKENIZER in found:  # a vocabulary that was given before was that of another tokenizer
+            values.pop(VOCABULARY, None)
         values |= found
         origins |= dict.fromkeys(found, origin)
     if mistakes:

@@ -83,7 +83,8 @@ class Model:
     feed_forward: Positive | None = None
     """Hidden width of the feed-forward layer."""
     vocab_size: Positive | None = None
-    """Rows of the embedding. Not set: the tokenizer's vocabulary, as the next multiple of 64."""
+    """Rows of the embedding. Not set, or set before `data.tokenizer` was (as by a preset): the
+    tokenizer's vocabulary, as the next multiple of 64."""
     activation: Literal["swiglu", "gelu"] | None = None
     """Feed-forward layer: SwiGLU (three matrices) or GELU (two, no form in transformers)."""
     qk_norm: bool | None = None

@@ -1,4 +1,4 @@
-"""Clusters of documents that are alike, so that each worker trains on text of another kind.
+"""Clusters of documents that are alike, so that each worker trains on a different kind of text.
 
 2-means over hashed counts of tokens halves the documents again and again. All numbers are whole,
 and so small that float64 holds their products and sums: every machine finds the same clusters.

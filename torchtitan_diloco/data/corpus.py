@@ -32,6 +32,7 @@ from torchtitan_diloco.data.shards import (
     only_writer,
     read_index,
     read_or_begin_index,
+    what_is_missing,
 )
 from torchtitan_diloco.data.text import (
     HUGGING_FACE_PREFIX,
@@ -40,6 +41,7 @@ from torchtitan_diloco.data.text import (
     STDLIB,
     TEXT_FIELD,
     Corpus,
+    Dataset,
     Piece,
     is_held_out,
     open_corpus,
@@ -85,23 +87,34 @@ def find_corpus(data: Data, key: str, options: Callable[[], list[str]] = list) -
     """Return the text, or the folder of shards, that a setting names. If neither is there, raise an
     error that says how to prepare it, with `options`."""
     spec = data.corpus if key == "data.corpus" else data.validation_corpus
-    is_dataset = spec.startswith(HUGGING_FACE_PREFIX)
-    if is_dataset or _is_shard_folder(spec):
-        folder = Path(spec).expanduser()
-        if (folder / INDEX_NAME).exists():
-            return folder
-        source = (data.source if key == "data.corpus" else "") or "TEXT"
-        source, out = (spec, f"corpora/{_slug(spec)}") if is_dataset else (source, spec)
-        words = ["--source", source, "--tokenizer", data.tokenizer, "--out", out]
-        words += options() if key == "data.corpus" else []
-        raise UserError(
-            f'{key} = "{spec}" is no finished folder of token shards: set it to text, such as '
-            f'stdlib, or to "{out}" after\n    {command_line("prepare")} {shlex.join(words)}'
-        )
     try:
-        return open_corpus(spec)
+        if spec.startswith(HUGGING_FACE_PREFIX):
+            Dataset.parse(spec)
+        elif not _is_shard_folder(spec):
+            return open_corpus(spec)
     except UserError as error:
         raise UserError(f"{key}: {error}") from error
+    folder = Path(spec).expanduser()
+    if (folder / INDEX_NAME).exists():
+        return folder
+    raise _unprepared(data, key, spec, options)
+
+
+def _unprepared(data: Data, key: str, spec: str, options: Callable[[], list[str]]) -> UserError:
+    """Return the error that says how to prepare a dataset, or a missing folder of shards."""
+    source = data.source if key == "data.corpus" else ""
+    if spec.startswith(HUGGING_FACE_PREFIX):
+        source, out = spec, f"corpora/{_slug(spec)}"
+        problem = f'is read from token shards only: set it to "{out}" after'
+    else:
+        out, reason = spec, what_is_missing(Path(spec).expanduser())
+        problem = f"{reason}: correct the path, set it to text, such as stdlib, or prepare it:"
+        if source.startswith(HUGGING_FACE_PREFIX):
+            Dataset.parse(source)
+    words = ["--source", source or "TEXT", "--tokenizer", data.tokenizer, "--out", out]
+    words += options() if key == "data.corpus" else []
+    command = f"{command_line('prepare')} {shlex.join(words)}"
+    return UserError(f'{key} = "{spec}" {problem}\n    {command}')
 
 
 def _slug(spec: str) -> str:

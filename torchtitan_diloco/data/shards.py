@@ -10,18 +10,22 @@ import fcntl
 import functools
 import hashlib
 import os
+import shlex
 import zlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from tqdm import tqdm
 
+from torchtitan_diloco.data.text import progress_options
 from torchtitan_diloco.data.tokenizer import Tokenizer
-from torchtitan_diloco.hardware import write_whole
-from torchtitan_diloco.log import UserError
+from torchtitan_diloco.hardware import available_cores, write_whole
+from torchtitan_diloco.log import UserError, command_line
 
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, ...] = ("train", "validation")
@@ -31,6 +35,7 @@ INDEX_NAME = "corpus.json"
 STARTED_NAME = "prepare.json"
 """Index of a folder that is not finished: of its finished shards."""
 FORMAT_VERSION = 3
+_READ_BYTES = 2**24
 
 
 class Shard(msgspec.Struct, frozen=True):
@@ -69,14 +74,25 @@ def token_type(vocab_size: int) -> np.dtype[Any]:
     return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
 
 
+def what_is_missing(folder: Path) -> str:
+    """Say why a folder is no finished folder of token shards, as the end of a sentence about it."""
+    if not folder.exists():
+        return "does not exist"
+    if (folder / STARTED_NAME).exists():
+        return f"is not finished ({STARTED_NAME}): `prepare` still writes it, or was interrupted"
+    names = {path.name for path in folder.iterdir()} if folder.is_dir() else {"a file"}
+    return f"has no token shards ({INDEX_NAME})" if names - {".lock"} else "is empty"
+
+
 def read_index(path: Path) -> Index:
     try:
         index = msgspec.json.decode(path.read_bytes(), type=Index)
+    except FileNotFoundError as error:
+        reason = f"{path.parent} {what_is_missing(path.parent)}"
+        raise UserError(f"{reason}: give the folder that `prepare` wrote as --out") from error
     except (OSError, msgspec.MsgspecError) as error:
-        raise UserError(
-            f"{path.parent} is no finished folder of token shards: cannot read {path.name} "
-            f"({error}); run the same `prepare` again"
-        ) from error
+        remedy = "copy the folder again, or delete it and prepare the corpus again"
+        raise UserError(f"{path} cannot be read ({error}): {remedy}") from error
     if index.format_version != FORMAT_VERSION:
         has = f"has version {index.format_version} of the format instead of {FORMAT_VERSION}"
         raise UserError(f"{path} {has}; prepare the corpus again")
@@ -189,8 +205,8 @@ class ShardWriter:
 class TokenShards:
     """All tokens of one split of a folder, as one memory-mapped array.
 
-    A shard is compared with its checksum when it is first read, so that training starts without
-    reading a large corpus.
+    Opening compares the sizes of the shards with the index, and a read looks only at what it
+    returns, so training starts without reading a large corpus. `find_damage` reads all of it.
     """
 
     def __init__(self, folder: Path, split: Split, tokenizer: Tokenizer | None = None) -> None:
@@ -213,14 +229,9 @@ class TokenShards:
                 f'data.tokenizer = "{tokenizer.name}" ({tokenizer.fingerprint}), but {folder} was '
                 f'prepared with "{settings["tokenizer"]}" ({made_with}): set that one'
             )
-        self._checked = set[int]()
-        """Shards that were compared with their checksums."""
         for shard in self._shards:
-            path = self.folder / shard.file
-            expected = shard.tokens * token_type(self._vocab_size).itemsize
-            size = path.stat().st_size if path.exists() else 0
-            if size != expected:
-                raise UserError(_damaged(path, f"it has {size} bytes instead of {expected}"))
+            if damage := _wrong_size(self.folder, shard, self._vocab_size):
+                raise self._damaged(damage)
         self._ends = np.cumsum([shard.tokens for shard in self._shards])
         facts = self._vocab_size, made_with
         identity = [(shard.tokens, shard.checksum, *facts) for shard in self._shards]
@@ -242,15 +253,18 @@ class TokenShards:
         return found[0] if len(found) == 1 else np.concatenate(found)
 
     def _read_piece(self, number: int, start: int, stop: int) -> Tokens:
-        path = self.folder / self._shards[number].file
-        tokens = _map_shard(path, self._vocab_size)
-        if number not in self._checked:
-            if zlib.crc32(tokens.view(np.uint8).data) != self._shards[number].checksum:
-                raise UserError(_damaged(path, "its checksum is wrong"))
-            if (most := tokens.max()) >= self._vocab_size:  # written by another program
-                raise UserError(f"{path} has token {most} of a vocabulary of {self._vocab_size}")
-            self._checked.add(number)
-        return tokens[start:stop]
+        shard = self._shards[number]
+        tokens = _map_shard(self.folder / shard.file, self._vocab_size)[start:stop]
+        if damage := _unknown_token(shard, int(tokens.max()), self._vocab_size):
+            raise self._damaged(damage)
+        return tokens
+
+    def _damaged(self, damage: str) -> UserError:
+        command = f"{command_line('doctor')} --corpus {shlex.quote(str(self.folder))}"
+        return UserError(
+            f"{self.folder} is damaged: {damage}; copy this file again, or prepare the corpus "
+            f"again. This lists all damaged files: {command}"
+        )
 
 
 @functools.lru_cache(maxsize=256)  # each map holds a file descriptor, and a process often has 1024
@@ -258,5 +272,60 @@ def _map_shard(path: Path, vocab_size: int) -> Tokens:
     return np.asarray(np.memmap(path, dtype=token_type(vocab_size), mode="r"))
 
 
-def _damaged(path: Path, how: str) -> str:
-    return f"{path} is damaged: {how}; copy the shard or prepare the corpus again"
+# --- damage ---------------------------------------------------------------------------------------
+
+_WRONG_CHECKSUM = "its checksum is wrong"
+
+
+def find_damage(folder: Path) -> tuple[str, list[str]]:
+    """Read all files of a folder. Return what was read, and each damaged file with the reason."""
+    index = read_index(folder / INDEX_NAME)
+    shards = [shard for split in SPLITS for shard in index.splits[split].shards]
+    vocab_size = index.settings["vocab_size"]
+    token_bytes = token_type(vocab_size).itemsize
+    total = token_bytes * sum(shard.tokens for shard in shards)
+    found = []
+    with (
+        ThreadPoolExecutor(available_cores()) as pool,  # computing a checksum releases the GIL
+        tqdm(total=total, **progress_options(f"check {folder}")) as bar,
+    ):
+        results = pool.map(lambda shard: _damage(folder, shard, vocab_size), shards)
+        for shard, damage in zip(shards, results, strict=True):
+            found.append(damage)
+            bar.update(token_bytes * shard.tokens)
+    for clusters in index.clusters:
+        path = folder / clusters.file
+        content = path.read_bytes() if path.exists() else b""
+        is_whole = zlib.crc32(content) == clusters.checksum
+        found.append("" if is_whole else f"{path.name}: {_WRONG_CHECKSUM}")
+    return f"{len(found)} files, {total / 1e9:,.2f} GB", [*filter(None, found)]
+
+
+def _damage(folder: Path, shard: Shard, vocab_size: int) -> str:
+    """Read a whole shard. Return what is wrong with it, or ""."""
+    if damage := _wrong_size(folder, shard, vocab_size):
+        return damage
+    checksum, largest = 0, 0
+    try:
+        with (folder / shard.file).open("rb") as file:
+            while content := file.read(_READ_BYTES):
+                checksum = zlib.crc32(content, checksum)
+                largest = max(largest, int(np.frombuffer(content, token_type(vocab_size)).max()))
+    except OSError as error:
+        return f"{shard.file}: it cannot be read ({error})"
+    if checksum != shard.checksum:
+        return f"{shard.file}: {_WRONG_CHECKSUM}"
+    return _unknown_token(shard, largest, vocab_size)
+
+
+def _wrong_size(folder: Path, shard: Shard, vocab_size: int) -> str:
+    path, expected = folder / shard.file, shard.tokens * token_type(vocab_size).itemsize
+    size = path.stat().st_size if path.exists() else 0
+    return "" if size == expected else f"{path.name}: it has {size} bytes instead of {expected}"
+
+
+def _unknown_token(shard: Shard, largest: int, vocab_size: int) -> str:
+    """Return what is wrong with a shard, or "", by the largest of the tokens that were read."""
+    if largest < vocab_size:
+        return ""
+    return f"{shard.file}: it has token {largest}, of a vocabulary of {vocab_size}"

@@ -25,6 +25,7 @@ TEXT_FIELD = "text"
 HUGGING_FACE_PREFIX = "hf:"
 TEXT_SUFFIXES = (".txt", ".md", ".py", ".jsonl")
 COMPRESSED_SUFFIX = ".gz"
+DATASETS = "hf:OWNER/DATASET[/SUBSET][:SPLIT] or hf:/FOLDER[:SPLIT]"
 PIECE_CHARACTERS = 32 * 1024
 SOURCES = "stdlib; files, folders, globs with commas; or hf:NAME[/SUBSET][:SPLIT]"
 """Help of the option `--source`."""
@@ -55,10 +56,8 @@ class Corpus:
 
     def pieces(self) -> Iterator[Piece]:
         """Yield all pieces in order, with a progress bar. A corpus without any is an error."""
-        every = 0.2 if sys.stderr.isatty() else 10.0  # seconds
-        look: Any = {"unit": "B", "unit_scale": True, "leave": False, "desc": f"read {self.spec}"}
         piece = None
-        with tqdm(total=self.total, mininterval=every, delay=every, **look) as bar:
+        with tqdm(total=self.total, **progress_options(f"read {self.spec}")) as bar:
             for piece in self.read():
                 yield piece
                 bar.update(len(piece.text))
@@ -79,6 +78,13 @@ def open_corpus(spec: str, field: str = TEXT_FIELD) -> Corpus:
     if not patterns:
         raise UserError(f'the corpus "{spec}" names no file: give files, folders or globs')
     return _corpus_of_files(spec, [path for each in patterns for path in _find_files(each)], field)
+
+
+def progress_options(action: str) -> dict[str, Any]:
+    """Return the options of a progress bar in bytes, which shows only what takes long."""
+    every = 0.2 if sys.stderr.isatty() else 10.0  # seconds
+    look = {"unit": "B", "unit_scale": True, "leave": False, "desc": action}
+    return {"mininterval": every, "delay": every, **look}
 
 
 def whole_number(text: str) -> int:
@@ -142,7 +148,8 @@ def _find_files(pattern: str) -> list[Path]:
         files = [path]
     if not files:
         why = "; no file matches it" if glob.has_magic(pattern) else ""
-        raise UserError(f"{path.absolute()} has no text ({_KINDS}) and no token shards{why}")
+        problem = f"{path.absolute()} has no text ({_KINDS}) and no token shards{why}"
+        raise UserError(f"{problem}: give a path that has one of them")
     return files
 
 
@@ -185,16 +192,23 @@ def _read_file(path: Path, field: str) -> Iterator[Piece]:
                     text = _json_text(line, field, f"{path}, line {number}")
                     yield from split_into_pieces([text])
     except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 ({error}): convert it, as with iconv") from error
-    except (OSError, EOFError, zlib.error) as error:  # the latter two: a damaged .gz file
-        raise UserError(f"cannot read {path}: {error}") from error
+        remedy = "convert it, as with iconv, or leave it out if it is no text"
+        raise UserError(f"{path} is not UTF-8 ({error}): {remedy}") from error
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        remedy = f"copy it again, or rename it if it is not compressed ({COMPRESSED_SUFFIX})"
+        raise UserError(f"cannot read {path}: {error}: {remedy}") from error
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error}: check the file and its disk") from error
 
 
 def _json_text(line: str, field: str, where: str) -> str:
     try:
         return _text_field(json.loads(line), field, where)
     except (json.JSONDecodeError, RecursionError) as error:
-        raise UserError(f"{where}: not JSON: {error}") from error
+        raise UserError(
+            f"{where}: not JSON ({error}): correct or delete the line. Each line of a .jsonl file "
+            f'is an object with its text in "{field}"; other text belongs in a .txt file'
+        ) from error
 
 
 def _text_field(record: Any, field: str, where: str) -> str:
@@ -212,34 +226,50 @@ def _text_field(record: Any, field: str, where: str) -> str:
 # --- Hugging Face datasets ---
 
 
+class Dataset(NamedTuple):
+    """A dataset of Hugging Face, as `hf:` names it."""
+
+    arguments: list[str]
+    """Of `datasets.load_dataset`."""
+    split: str
+    is_folder: bool
+
+    @staticmethod
+    def parse(spec: str) -> "Dataset":
+        location, _, split = spec.removeprefix(HUGGING_FACE_PREFIX).partition(":")
+        split = split or "train"
+        if location.startswith(("/", ".", "~")):
+            return Dataset([str(Path(location).expanduser())], split, is_folder=True)
+        owner, *names = location.split("/")
+        if not all((owner, *names)) or len(names) > 2:
+            raise UserError(f'"{spec}" is no name of a dataset: write {DATASETS}')
+        return Dataset(["/".join([owner, *names[:1]]), *names[1:]], split, is_folder=False)
+
+
 def _hugging_face_dataset(spec: str, field: str) -> Corpus:
-    location, _, split = spec.removeprefix(HUGGING_FACE_PREFIX).partition(":")
-    split, files = split or "train", list[Path]()
-    if location.startswith(("/", ".", "~")):
-        source = [str(Path(location).expanduser())]
-        files = sorted(path for path in Path(source[0]).rglob("*") if path.is_file())
-    else:
-        parts = location.split("/", 2)
-        source = ["/".join(parts[:2]), *parts[2:]]
+    dataset, files = Dataset.parse(spec), list[Path]()
+    if dataset.is_folder:
+        found = Path(dataset.arguments[0]).rglob("*")
+        files = sorted(path for path in found if path.is_file())
 
     def read() -> Iterator[Piece]:
-        for number, row in enumerate(_rows(spec, source, split)):
+        for number, row in enumerate(_rows(spec, dataset)):
             text = _text_field(row, field, f"the corpus {spec!r}, row {number}")
             yield from split_into_pieces([text])
 
     # Changes of a dataset on the hub are not detected: there are no files.
-    return Corpus(spec, _fingerprint(f"{spec}\0{split}\0{field}", files), None, read)
+    return Corpus(spec, _fingerprint(f"{spec}\0{dataset.split}\0{field}", files), None, read)
 
 
-def _rows(spec: str, source: list[str], split: str) -> Any:
+def _rows(spec: str, dataset: Dataset) -> Any:
     try:
         import datasets
     except ImportError as error:
         raise UserError(f"{spec} needs the package datasets: {install_command('c4')}") from error
     try:
-        return datasets.load_dataset(*source, split=split, streaming=True)
+        return datasets.load_dataset(*dataset.arguments, split=dataset.split, streaming=True)
     except (OSError, ValueError, LookupError) as error:
         raise UserError(
-            f"cannot open {spec!r} ({type(error).__name__}: {error}): write "
-            "hf:OWNER/DATASET[/SUBSET][:SPLIT] or hf:/FOLDER[:SPLIT], and check the network"
+            f"cannot open {spec!r} ({type(error).__name__}: {error}): write {DATASETS}, and check "
+            "the network"
         ) from error

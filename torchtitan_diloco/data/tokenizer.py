@@ -22,8 +22,8 @@ from torchtitan_diloco.log import Parser, UserError, command_line, installed
 END_OF_DOCUMENT = "<|endoftext|>"
 ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "<|eot_id|>", "</s>", "<eos>", "<|im_end|>")
 BEGINS = ("<|begin_of_text|>", "<s>", "<bos>")
-FEWEST = 257
-"""Smallest vocabulary to train."""
+FEWEST, USUAL = 257, 32_000
+"""Smallest vocabulary to train, and the one that is trained by default."""
 
 Ids = npt.NDArray[np.uint32]
 
@@ -126,7 +126,8 @@ def _from_file(spec: str) -> Tokenizer:
         tokenizer = tokenizers.Tokenizer.from_str(content.decode())
     except Exception as error:  # the package raises nothing more special
         raise UserError(
-            f'data.tokenizer = "{spec}" is no tokenizer.json ({error}): give one of Hugging Face'
+            f'data.tokenizer = "{spec}" is no tokenizer.json ({error}): give one of Hugging Face, '
+            "or train one (docs/data-and-models.md#tokenizers)"
         ) from error
     vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
     end = next((name for name in ENDS if name in vocabulary), None)
@@ -168,7 +169,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add = parser.add_argument
     add("--source", required=True, help=SOURCES)
     add("--out", required=True, type=Path, help="tokenizer.json to write")
-    add("--vocab-size", type=whole_number, default=32_000, help="default 32000")
+    add("--vocab-size", type=whole_number, default=USUAL, help=f"default {USUAL}")
     pieces = "read so many pieces of at most 32,768 characters (default 1e6)"
     add("--pieces", type=whole_number, default=1_000_000, help=pieces)
     field = f"field of the text in JSON lines and data sets (default {TEXT_FIELD})"

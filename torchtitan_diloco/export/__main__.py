@@ -28,7 +28,7 @@ from torchtitan_diloco.data.text import whole_number
 from torchtitan_diloco.distributed.world import World, pick_device
 from torchtitan_diloco.export.hugging_face import TOKENIZER_NAME, WEIGHTS_NAME, save_hugging_face
 from torchtitan_diloco.export.weights import SavedModel, open_saved
-from torchtitan_diloco.log import Parser, UserError, command_line
+from torchtitan_diloco.log import USER_ERROR, Parser, UserError, command_line
 from torchtitan_diloco.models import LanguageModel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -36,7 +36,11 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 def main(arguments: Sequence[str]) -> int:
     """Run `generate ...`, `validate ...` or `export ...`, and return the exit status."""
-    name, *words = arguments
+    name, *words = arguments or [""]
+    if name not in COMMANDS:
+        problem = f"{name} is no command" if name else "a command is missing"
+        print(f"error: {problem}: begin with one of {', '.join(COMMANDS)}", file=sys.stderr)
+        return USER_ERROR
     description, command = COMMANDS[name]
     parser = Parser(prog=command_line(name), description=description, allow_abbrev=False)
     add = parser.add_argument
@@ -63,7 +67,7 @@ def main(arguments: Sequence[str]) -> int:
         command(open_saved(options.run, options.step), options)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return USER_ERROR
     return 0
 
 

@@ -89,10 +89,13 @@ def find_checkpoint(run: Path, step: int | None = None) -> Path:
         found = {read_manifest(path).step: path}
     else:
         workers = sorted(path.glob("worker-*"), key=lambda one: (len(one.name), one.name))
-        islands = sorted(path.glob("*/worker-0"))
+        islands = sorted(path.glob("island-*/worker-0"))  # of `islands.local`
         lists = (complete_checkpoints(folder) for folder in [path, *workers, *islands])
         found = {step_of(one): one for one in next(filter(None, lists), [])}
     if not found:
+        if not islands and (runs := _runs_in(path)):
+            count = f"{len(runs)} run{'s' * (len(runs) > 1)}"
+            raise UserError(f"{run} has {count} in it: name one, such as {run / runs[-1]}")
         problem = "is a file" if path.is_file() else "does not exist"
         problem = "has no complete checkpoint" if path.is_dir() else problem
         raise UserError(
@@ -103,6 +106,13 @@ def find_checkpoint(run: Path, step: int | None = None) -> Path:
         steps = ", ".join(map(str, found))
         raise UserError(f"--step {step}: {run} has no checkpoint of that step; it has {steps}")
     return found[max(found) if step is None else step]
+
+
+def _runs_in(folder: Path) -> list[str]:
+    """Return the names of the runs in a folder, such as `outputs`, the latest last."""
+    patterns = "*/worker-0", "*/island-*/worker-0"
+    found = {one.relative_to(folder).parts[0] for each in patterns for one in folder.glob(each)}
+    return sorted(found, key=lambda name: (folder / name).stat().st_mtime)
 
 
 # --- safetensors files ----------------------------------------------------------------------------

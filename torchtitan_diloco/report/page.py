@@ -106,7 +106,9 @@ def describe(run: Run) -> str:
         workers = f"{len(run.workers)} of {run.size} islands"
     method = METHODS.get(run.settings.get("diloco.method", ""), "")
     setup = ", ".join(filter(None, (workers, method)))
-    return "; ".join(filter(None, (str(run.settings.get("run.description", "")), setup)))
+    corpus, tokenizer = (run.settings.get(f"data.{key}", "") for key in ("corpus", "tokenizer"))
+    data = f"text {corpus}, tokenizer {tokenizer}" if corpus else ""
+    return "; ".join(filter(None, (str(run.settings.get("run.description", "")), data, setup)))
 
 
 # --- tables --------------------------------------------------------------------------------------
