@@ -6,6 +6,7 @@ known then.
 """
 
 import re
+from collections.abc import Mapping
 from functools import cache
 
 import numpy as np
@@ -52,7 +53,7 @@ OTHERS = {
 }
 
 
-def differences(printed: dict[tuple[str, str], tuple[float, ...]]) -> dict[Cell, float]:
+def differences(printed: Mapping[tuple[str, str], tuple[float, ...]]) -> dict[Cell, float]:
     """Return the printed cells that differ, with what the model finds."""
     return {
         (model, method, target): found

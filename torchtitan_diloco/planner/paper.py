@@ -97,7 +97,7 @@ def bandwidths(model: PaperModel, method: PaperMethod) -> list[float]:
 
 def paper_table() -> str:
     """Return the table in Markdown. A "+" follows where the grid ends below the target."""
-    columns = ["model", "layers", "step", "method", *(f"{100 * target:.0f} %" for target in TARGETS)]
+    shares = [f"{100 * target:.0f} %" for target in TARGETS]
     rows = []
     for model in PAPER_MODELS:
         for method in PAPER_METHODS:
@@ -107,4 +107,4 @@ def paper_table() -> str:
             ]
             step = f"{model.step_seconds:g} s"
             rows.append([model.name, str(model.layers), step, method.name, *cells])
-    return markdown_table(columns, rows)
+    return markdown_table(["model", "layers", "step", "method", *shares], rows)
