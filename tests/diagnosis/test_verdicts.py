@@ -397,10 +397,11 @@ def test_workers_that_share_their_cores_only_with_each_other_are_judged(
     rng: random.Random, share: float
 ) -> None:
     """As two that train on two cores, with links that slow one of them down."""
-    for kind in (Kind.SENDING, Kind.COMPUTE):
+    for kind, factor in (Kind.SENDING, 4.0), (Kind.COMPUTE, 1.0):
         histories = list[list[Vitals]]()
+        uplinks = {1: factor}
         for _ in range(6):
-            links = links_of(3, rng, lambda a, _, k=kind: 4.0 if (a, k) == (1, Kind.SENDING) else 1)
+            links = links_of(3, rng, lambda sender, _: uplinks.get(sender, 1.0))  # noqa: B023
             said = [queued(one, share) for one in with_links(clean(3, rng), links)]
             if kind is Kind.COMPUTE:
                 said[1] = said[1]._replace(compute=2 * said[1].compute)

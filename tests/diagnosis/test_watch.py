@@ -231,7 +231,7 @@ def test_on_a_busy_machine_the_cores_are_named_once_and_no_settings_are_proposed
 ) -> None:
     """And when it is calm, but the transfers still take too long, they are."""
     clock = itertools.count(step=2.0)
-    monkeypatch.setattr(watch.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(watch, "time", mock.Mock(monotonic=lambda: next(clock), time=time.time))
     (tmp_path / "config.toml").write_text("training.steps = 9\n")
     outer, diagnosis, telemetry = watching(tmp_path)
     transfers = (0.0, 4.0)
