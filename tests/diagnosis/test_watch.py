@@ -144,10 +144,10 @@ def test_islands_say_how_they_are_and_who_is_gone(
 
 
 def watching(
-    folder: Path | None = None, *, is_first: bool = True
+    folder: Path | None = None, *, is_first: bool = True, link: Link | None = None
 ) -> tuple[StreamingDiLoCo, watch.Diagnosis, mock.Mock]:
     """Return a loop in which each step ends a round, what watches it, and its telemetry."""
-    outer, _, _ = alone(config())
+    outer, _, _ = alone(replace(config(), link=link or Link(interface="eth1")))
     telemetry = mock.Mock(applied=[1], vitals=lambda: Vitals(compute=0.25))
     world = mock.Mock(rank_in_worker=0, is_first=is_first)
     return outer, watch.Diagnosis(outer, world, telemetry, folder or Path("none")), telemetry
@@ -255,15 +255,24 @@ def test_on_a_busy_machine_the_cores_are_named_once_and_no_settings_are_proposed
     ("given", "chosen", "has_links"), [("lo", "", False), ("lo", "eth1", True), ("", "", True)]
 )
 def test_links_are_judged_unless_workers_meet_on_the_loopback(
-    given: str, chosen: str, has_links: bool, monkeypatch: pytest.MonkeyPatch
+    given: str,
+    chosen: str,
+    has_links: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setenv(GLOO_INTERFACE, given)
-    outer, _, _ = alone(replace(config(), link=Link(interface=chosen)))
-    telemetry = mock.Mock(applied=[1], vitals=lambda: Vitals(compute=0.25))
-    judge = mock.Mock(wraps=verdicts.Judge)
-    monkeypatch.setattr(watch, "Judge", judge)
-    watch.Diagnosis(outer, mock.Mock(), telemetry, Path("none"))
-    judge.assert_called_once_with(has_links=has_links)
+    monkeypatch.setattr(verdicts, "SETTLED", {})
+    outer, diagnosis, _ = watching(link=Link(interface=chosen))
+    both = [(0.0, 0.5), (4.0, 0.0)]
+    said = {f"worker {one}": Report(Vitals(0.25, transfers=both[one])) for one in range(2)}
+    with patch.object(outer.peers, "reports", lambda: said):
+        for step in range(8):
+            diagnosis.after_step(step)
+    assert any("the link worker 0 -> worker 1 has been slow" in one for one in caplog.messages) == (
+        has_links
+    )
+    assert any("training has to wait" in one for one in caplog.messages) == has_links
 
 
 def test_a_step_that_hangs_writes_its_stacks(

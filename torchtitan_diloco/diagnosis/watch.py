@@ -48,7 +48,8 @@ class Diagnosis:
         """`folder`: of the run."""
         self._peers = outer.peers if isinstance(outer, StreamingDiLoCo) else None
         self._telemetry, self._world, self._folder = telemetry, world, folder
-        self._judge, self._said = Judge(has_links=not _is_on_loopback(self._peers)), 0.0
+        self._has_links = not _is_on_loopback(self._peers)
+        self._judge, self._said = Judge(has_links=self._has_links), 0.0
         self._judged = time.monotonic()
         self._config: DiLoCoConfig | None = None
         self._rounds, self._fits = 0, True
@@ -67,7 +68,7 @@ class Diagnosis:
         reports = {name + suffix: report for name, report in peers.reports().items()}
         if has_round:
             self._judged = now
-            if self._world.is_first:
+            if self._world.is_first and self._has_links:
                 self._check_that_it_fits(reports, peers)
             cycle = peers.schedule.sync_every * self._telemetry.vitals().step
             changed = self._judge.note(reports, step, cycle, now)
