@@ -140,12 +140,7 @@ class Telemetry:
         usual = statistics.median(compute)
         # The share of all these steps, as the first of them that are slow should count.
         share = math.fsum(queued) / (math.fsum(compute) or 1.0)
-        return Vitals(
-            compute=usual,
-            data=statistics.fmean(data),
-            save=self._save_seconds,
-            queued=share * usual,
-        )
+        return Vitals(usual, statistics.fmean(data), self._save_seconds, queued=share * usual)
 
     def saved(self, seconds: float, steps: int) -> None:
         """Note the pause for a save, after so many steps without one."""
