@@ -31,6 +31,7 @@ from benchmarks import core
 from benchmarks.network import INTERFACE
 from benchmarks.workers import BEGIN, Job, Run
 from torchtitan_diloco.components.records import read_json_lines
+from torchtitan_diloco.diagnosis.kinds import ALL, WORDS
 
 STEP_SECONDS = 0.06
 MOST_SECONDS, AFTER_SECONDS = 75.0, 3.0
@@ -46,11 +47,12 @@ SAID = {
         "wrong numbers"
     ),
     re.compile(r"worker (?P<culprit>\d+) left or did not answer"): "lost",
-    re.compile(
-        r"^(?:.*warning: )?(?P<culprit>\S.*?): (?P<kind>[a-z ]+?)(?: \([A-Z_]+\))? since "
-    ): "",
 }
-"""Patterns of lines in logs, and the kind of verdict of those that do not name it."""
+"""Patterns of lines in logs, and the kind of verdict."""
+SUBJECT = r"^(?:.*warning: )?(?:the link )?(?P<culprit>\S.*?) ha(s|ve)"
+SAID |= {
+    re.compile(f"{SUBJECT} {re.escape(words.has)} since "): kind for kind, words in WORDS.items()
+}
 HEADER = "injected | at | named rightly | named otherwise | rounds | seconds | other verdicts | n"
 
 
@@ -184,12 +186,12 @@ def verdicts_in(text: str) -> list[tuple[str, str]]:
     """Return the kinds and culprits that a log names, without those that are over."""
     found = list[tuple[str, str]]()
     for line in text.splitlines():
-        if line.endswith("is over") or "waiting since" in line:
+        if "waiting since" in line:
             continue
         for pattern, kind in SAID.items():
             if one := pattern.search(line):
                 culprit = re.sub(r"^(?=\d)|worker-", "worker ", one["culprit"])
-                found.append((kind or one["kind"], culprit))
+                found.append((kind, ALL if culprit == "all workers" else culprit))
                 break
     return list(dict.fromkeys(found))
 

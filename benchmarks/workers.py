@@ -30,7 +30,8 @@ from torchtitan_diloco.components import checkpoint
 from torchtitan_diloco.components.checkpoint import Checkpointer
 from torchtitan_diloco.components.records import read_json_lines
 from torchtitan_diloco.components.telemetry import Batch
-from torchtitan_diloco.diagnosis.verdicts import Judge, Verdict
+from torchtitan_diloco.diagnosis.kinds import Verdict
+from torchtitan_diloco.diagnosis.verdicts import Judge
 from torchtitan_diloco.diloco.vitals import Report
 from torchtitan_diloco.islands import IslandPeers, connection, leader
 from torchtitan_diloco.trainer import Trainer

@@ -13,6 +13,7 @@ from tests.report.synthetic import round_records, step_records, write_run
 from torchtitan_diloco.config.loader import load_config, shipped_configs
 from torchtitan_diloco.config.schema import flat_settings
 from torchtitan_diloco.plan import main, parse_bandwidth, parse_duration, quantity
+from torchtitan_diloco.planner.paper import paper_table
 
 LINK = ["--bandwidth", "500Mbit", "--latency", "30ms"]
 KNOWN = [*LINK, "--step-time", "0.3"]
@@ -51,6 +52,10 @@ def test_streams_and_buffers_for_a_long_link(
     link = ["--bandwidth", "500Mbit", "--latency", latency, "--step-time", "0.3"]
     text = output(capsys, "--config", "35m", *link, *words)
     assert re.search(expected, text) if expected else "streams" not in text
+
+
+def test_the_papers_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert paper_table() in output(capsys, "--table")
 
 
 def test_what_a_preset_needs(capsys: pytest.CaptureFixture[str]) -> None:
@@ -137,6 +142,7 @@ MISTAKES = [
     (plan("--bandwith", "1Gbit"), r"bandwith = \"1Gbit\": unknown key"),
     (KNOWN, r"give a model"),
     (["--presets", "--diloco.workers", "4"], r"--diloco\.workers: --presets takes no settings"),
+    (["--table", "--gpu", "4"], r"--gpu: --table takes no settings"),
     (plan("--write", "nowhere/plan.toml"), r"No such file or directory: give the path of a new"),
     (plan("--training.global_batch_size", "none", "--write", "x.toml"), r"cannot be written"),
 ]

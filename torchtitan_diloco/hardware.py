@@ -124,6 +124,15 @@ def crowded(threads: int) -> str:
     return text if threads > 1 and load > 1.5 * cores else ""
 
 
+def queued_seconds() -> float:
+    """Return for how long this thread has been ready to run without a core, 0 where the kernel does
+    not say so. Only on Linux."""
+    with suppress(OSError, ValueError):
+        _, queued, _ = Path("/proc/thread-self/schedstat").read_text(encoding="ascii").split()
+        return int(queued) / 1e9
+    return 0.0
+
+
 def interfaces() -> dict[str, str]:
     """Return the IPv4 address of each network interface that has one. Only on Linux."""
     found = {}

@@ -43,9 +43,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 _plan_failures(options, config)
             return 0
         options, settings = _parse(words)
+        if settings and (options.table or options.presets):
+            option = "--table" if options.table else "--presets"
+            raise UserError(f"{settings[0]}: {option} takes no settings, leave it out")
+        if options.table:
+            from torchtitan_diloco.planner.paper import SYNC_EVERY, paper_table
+
+            print(f"Gbit/s for a utilisation, H = {SYNC_EVERY} (arXiv 2501.18512, Table 4)\n")
+            print(paper_table())
+            return 0
         if options.presets:
-            if settings:
-                raise UserError(f"{settings[0]}: --presets takes no settings, leave it out")
             from torchtitan_diloco.planner.prediction import presets_table
 
             print(presets_table(options.gpus, options.mfu))
@@ -74,6 +81,7 @@ def _parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--run", type=Path, help="take what is not given from the folder of a run")
     add("--utilisation", type=float, default=0.95, help="wanted share of the time (0.95)")
     add("--write", type=Path, help="write the chosen settings as a TOML that extends the config")
+    add("--table", action="store_true", help="print the paper's table of bandwidths")
     add("--presets", action="store_true", help="print what each preset needs")
     add("--gpus", type=int, default=8, help="with --presets: GPUs of a worker (8)")
     add("--mfu", type=float, default=0.4, help="with --presets: share of the peak (0.4)")
@@ -81,8 +89,8 @@ def _parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     options, settings = parser.parse_known_args(words)
     if options.gpus < 1 or not 0 < options.mfu <= 1:
         raise UserError(f"--gpus {options.gpus} --mfu {options.mfu:g}: give 8 and 0.4, for example")
-    if options.config is None and not options.presets:
-        raise UserError("give a model: --config 1b")
+    if options.config is None and not (options.table or options.presets):
+        raise UserError("give a model: --config 1b, or --table alone for the paper's models")
     if not 0 < options.utilisation < 1:
         raise UserError(f"--utilisation {options.utilisation:g}: give a share of one, as in 0.95")
     return options, settings

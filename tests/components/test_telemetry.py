@@ -2,7 +2,10 @@
 
 import json
 import math
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -36,6 +39,7 @@ from torchtitan_diloco.diloco.streaming import OuterLoop
 from torchtitan_diloco.diloco.vitals import OUTLIER
 from torchtitan_diloco.distributed.collectives import PendingSum
 from torchtitan_diloco.distributed.world import World
+from torchtitan_diloco.hardware import queued_seconds
 from torchtitan_diloco.report.run_records import open_runs
 
 SENT = "worker/sent_bytes"
@@ -146,6 +150,41 @@ def test_a_logged_step_covers_the_steps_since_the_last(tmp_path: Path) -> None:
     assert (third[LOSS], third[skipped], fourth[skipped]) == (1.0, 1, 2), "in no loss"
     assert (fourth[LOSS], fourth["train/gradient_norm"]) == ("nan", "inf")
     assert set(second) - {"step", "time"} <= METRICS.keys(), "all are declared"
+
+
+def test_vitals_say_how_long_training_waits_for_a_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of steps of two seconds, half a second for data; and the latest at once, in their share."""
+    queued = 0.0
+    """Of each second."""
+    monkeypatch.setattr(module, "time", Clock())
+    monkeypatch.setattr(module, "queued_seconds", lambda: queued * Clock.now)
+    with telemetry(None) as own:
+        train(own, range(16))
+        assert (own.vitals().step, own.vitals().queued) == (2.0, 0.0)
+        queued = 0.25
+        train(own, range(16))
+        assert own.vitals().queued == pytest.approx(0.5)
+        queued = 0.5
+        train(own, range(4))
+        assert own.vitals().queued == pytest.approx((12 * 0.5 + 4 * 1.0) / 16)
+
+
+def test_the_kernel_says_how_long_a_thread_waits_for_a_core() -> None:
+    if not Path("/proc/thread-self/schedstat").exists():
+        pytest.skip("only Linux says so")
+    cores = os.sched_getaffinity(0)
+    program = "import os; print(flush=True)\nwhile True: pass"
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as other:
+        try:
+            assert other.stdout is not None
+            other.stdout.readline()
+            for process in (other.pid, 0):  # both on one core
+                os.sched_setaffinity(process, {min(cores)})
+            before = queued_seconds()
+            wait_until(lambda: queued_seconds() > before + 0.05, "a core that is shared")
+        finally:
+            os.sched_setaffinity(0, cores)
+            other.kill()
 
 
 def test_the_summary_counts_islands_that_came_later(

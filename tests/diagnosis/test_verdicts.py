@@ -1,22 +1,17 @@
 """Verdicts about recorded and injected histories."""
 
 import random
+import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtitan_diloco.diagnosis.verdicts import (
-    IN_A_ROW,
-    LASTING,
-    MEASURED,
-    Cause,
-    Judge,
-    Kind,
-    Verdict,
-)
+from torchtitan_diloco.diagnosis.kinds import ALL, WORDS, Cause, Kind, Verdict
+from torchtitan_diloco.diagnosis.verdicts import IN_A_ROW, LASTING, MEASURED, SHORT, Judge
 from torchtitan_diloco.diloco.vitals import NOT_FINITE, Report, Vitals
 
 CYCLE, ROUND = 5.0, 6.0
@@ -331,11 +326,102 @@ def test_wrong_numbers_and_absence_are_named() -> None:
     assert judge.note(seen, 1, CYCLE, 0.0) == []
     [found] = judge.note(seen, 2, CYCLE, 0.1)
     assert found.cause == Cause(Kind.STOPPED, "b")
-    assert "RANK_NOT_JOIN" in str(found)
+    assert str(found) == (
+        "b has not taken part since step 1. Check that its processes and its machine are running."
+    )
 
 
 @pytest.mark.parametrize("kind", Kind)
-def test_each_verdict_says_what_to_do(kind: Kind) -> None:
-    text = str(Verdict(Cause(kind, "worker 1"), "evidence", since=7))
-    assert text.startswith(f"worker 1: {kind}")
-    assert "since step 7: evidence; " in text
+@pytest.mark.parametrize("culprit", ["worker 1", ALL])
+def test_each_verdict_is_a_sentence_and_says_what_to_do(kind: Kind, culprit: str) -> None:
+    verdict = Verdict(Cause(kind, culprit), "0.2 s per step", since=7)
+    subject = "all workers have" if culprit == ALL else "worker 1 has"
+    subject = f"the link {subject}" if kind is Kind.LINK and culprit != ALL else subject
+    begins = f"{subject} {WORDS[kind].has} since step 7: 0.2 s per step. {WORDS[kind].remedy}"
+    assert str(verdict) == begins
+    assert str(verdict).endswith(".")
+    ends = str(replace(verdict, over=True))
+    assert re.fullmatch(r".* (is|are) back to normal \((it was|they were) .* from step 7\)", ends)
+
+
+def test_sentences_of_verdicts() -> None:
+    slow = [[Vitals(0.113), Vitals(0.203)]] * 3
+    (found,) = judged(Judge(), slow, first=243)
+    assert str(found) == (
+        "worker 1 has computed slowly since step 243: 0.203 s per step (the other worker: 0.113 s)."
+        " Check its clock speed, temperature and other processes, or lower its batch size."
+    )
+    assert str(replace(found, over=True)) == (
+        "worker 1 is back to normal (it was slow from step 243)"
+    )
+
+
+# --- cores ----------------------------------------------------------------------------------------
+
+
+def queued(vitals: Vitals, share: float) -> Vitals:
+    """Return what a worker says of itself that waits for cores for this share of its steps."""
+    longer = vitals._replace(compute=vitals.compute / (1 - share))
+    return longer._replace(queued=share * longer.step)
+
+
+@given(st.integers(2, 5), SEEDED, st.floats(0.5, 0.9), st.booleans())
+def test_on_a_busy_machine_only_its_cores_are_named_and_once(
+    workers: int, rng: random.Random, share: float, all_are_short: bool
+) -> None:
+    """Its steps and transfers are as uneven as other programs make them, and differ from before."""
+    judge = Judge()
+    calm = [
+        with_links(clean(workers, rng), links_of(workers, rng, lambda *_: 1.0)) for _ in range(12)
+    ]
+    assert judged(judge, calm) == []
+    short = range(workers) if all_are_short else [rng.randrange(workers)]
+    busy = list[list[Vitals]]()
+    for _ in range(12):
+        links = links_of(
+            workers, rng, lambda *ends: rng.uniform(2, 9) if set(ends) & set(short) else 1.0
+        )
+        said = with_links(clean(workers, rng), links)
+        for one in short:
+            said[one] = queued(said[one], share * rng.uniform(0.9, 1.1))
+        busy.append(said)
+    (found,) = judged(judge, busy, first=12)
+    assert found.cause == Cause(Kind.LOAD, ALL if all_are_short else f"worker {short[0]}")
+    assert "s per step were spent waiting for one" in found.evidence
+    (over,) = judged(judge, calm, first=24)
+    assert (over.cause, over.over) == (found.cause, True)
+
+
+@given(SEEDED, st.floats(0.0, 0.9 * SHORT))
+def test_workers_that_share_their_cores_only_with_each_other_are_judged(
+    rng: random.Random, share: float
+) -> None:
+    """As two that train on two cores, with links that slow one of them down."""
+    for kind, factor in (Kind.SENDING, 4.0), (Kind.COMPUTE, 1.0):
+        histories = list[list[Vitals]]()
+        uplinks = {1: factor}
+        for _ in range(6):
+            links = links_of(3, rng, lambda sender, _: uplinks.get(sender, 1.0))  # noqa: B023
+            said = [queued(one, share) for one in with_links(clean(3, rng), links)]
+            if kind is Kind.COMPUTE:
+                said[1] = said[1]._replace(compute=2 * said[1].compute)
+            histories.append(said)
+        assert [one.cause for one in judged(Judge(), histories)] == [Cause(kind, "worker 1")]
+
+
+def test_a_verdict_stands_while_it_cannot_be_judged() -> None:
+    judge, sick, well = Judge(), [Vitals(0.5), Vitals(1.0)], [Vitals(0.5), Vitals(0.5)]
+    slow, busy = Cause(Kind.COMPUTE, "worker 1"), Cause(Kind.LOAD, "worker 1")
+    assert [one.cause for one in judged(judge, [sick] * 3)] == [slow]
+    said = [well[0], queued(well[1], 0.6)]
+    assert [one.cause for one in judged(judge, [said] * 4, first=3)] == [busy]
+    over = judged(judge, [well] * 4, first=7)
+    assert [(one.cause, one.over) for one in over] == [(busy, True), (slow, True)] or (
+        [(one.cause, one.over) for one in over] == [(slow, True), (busy, True)]
+    )
+
+
+def test_the_loopback_is_no_link() -> None:
+    slow = [with_links([Vitals(0.5)] * 2, {(0, 1): 4.0, (1, 0): 0.5})] * 4
+    assert [one.cause.kind for one in judged(Judge(), slow)] == [Kind.LINK]
+    assert judged(Judge(has_links=False), slow) == []

@@ -1,5 +1,6 @@
 """Verdicts of real runs: what workers and islands say of themselves, and stacks of a hang."""
 
+import itertools
 import os
 import re
 import signal
@@ -24,8 +25,9 @@ from torchtitan_diloco import train as train_module
 from torchtitan_diloco.components.telemetry import Telemetry
 from torchtitan_diloco.config import load_config
 from torchtitan_diloco.diagnosis import verdicts, watch
+from torchtitan_diloco.diagnosis.kinds import WORDS, Kind
 from torchtitan_diloco.diagnosis.watch import Stacks
-from torchtitan_diloco.diloco import liveness
+from torchtitan_diloco.diloco import Link, liveness
 from torchtitan_diloco.diloco.streaming import StreamingDiLoCo
 from torchtitan_diloco.diloco.transport import WorkerLostError
 from torchtitan_diloco.diloco.vitals import (
@@ -37,6 +39,7 @@ from torchtitan_diloco.diloco.vitals import (
     Report,
     Vitals,
 )
+from torchtitan_diloco.distributed.world import GLOO_INTERFACE
 from torchtitan_diloco.islands import leader
 from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.connection import Connection
@@ -78,7 +81,7 @@ def test_a_worker_that_is_slow_and_one_that_pauses_are_recorded_until_they_are_w
         begun, over = (one for one in found if one["what"] == "slow compute")
         assert (begun["over"], over["over"]) == (False, True)
         assert 20 <= begun["since"] <= begun["step"] < 50 < over["step"]
-        assert begun["evidence"] == "0.1 s a step, where the other takes 0.02"
+        assert begun["evidence"] == "0.1 s per step (the other worker: 0.02 s)"
         late = [one for one in found if one["what"] == HUNG and 70 <= one["since"] <= 78]
         assert worker or [one["over"] for one in late] == [False, True]
         expected = (
@@ -141,10 +144,10 @@ def test_islands_say_how_they_are_and_who_is_gone(
 
 
 def watching(
-    folder: Path | None = None, *, is_first: bool = True
+    folder: Path | None = None, *, is_first: bool = True, link: Link | None = None
 ) -> tuple[StreamingDiLoCo, watch.Diagnosis, mock.Mock]:
     """Return a loop in which each step ends a round, what watches it, and its telemetry."""
-    outer, _, _ = alone(config())
+    outer, _, _ = alone(replace(config(), link=link or Link(interface="eth1")))
     telemetry = mock.Mock(applied=[1], vitals=lambda: Vitals(compute=0.25))
     world = mock.Mock(rank_in_worker=0, is_first=is_first)
     return outer, watch.Diagnosis(outer, world, telemetry, folder or Path("none")), telemetry
@@ -162,8 +165,9 @@ def test_an_error_says_who_was_slow(capsys: pytest.CaptureFixture[str]) -> None:
         raise WorkerLostError([1], "connection closed")
     train_module._print_error(error.value)
     printed = capsys.readouterr().err
-    assert "worker 2: hung in communication (STUCK_IN_NCCL_WITH_ACTIVE_RANKS) since" in printed
-    assert "worker 1 left or did not answer in time (connection closed); worker 1: wrong" in printed
+    assert "worker 2 has hung in communication since step 0: of its payload nothing" in printed
+    lost = "worker 1 left or did not answer in time (connection closed)"
+    assert f"{lost}; worker 1 has sent wrong numbers since step 0" in printed
 
 
 @pytest.mark.parametrize("absent", [STOPPED, HUNG, STUCK])
@@ -172,7 +176,8 @@ def test_other_workers_name_the_first_one_if_it_is_missing(
 ) -> None:
     outer, _, _ = watching(is_first=False)
     outer.peers.miss({"worker 0": Report(absent=absent, evidence="nothing came for 12 s")})
-    assert caplog.messages[0].startswith(f"worker 0: {absent} (")
+    has = WORDS[Kind(absent)].has
+    assert caplog.messages[0].startswith(f"worker 0 has {has} since step 0: nothing came for 12 s")
 
 
 def test_actions_are_recorded_like_verdicts() -> None:
@@ -199,12 +204,16 @@ def test_transfers_that_take_longer_than_a_cycle_are_named_once(
         for step in range(3):
             diagnosis.after_step(step)
     assert outer.config.sync_every == 8  # of 2 s
-    texts = [one for one in caplog.messages if "cannot be hidden" in one]
+    texts = [one for one in caplog.messages if "training has to wait" in one]
     assert len(texts) == (not fits)
     written = tmp_path / "settings-that-fit.toml"
     assert written.exists() != fits
     if not fits:
-        assert texts[0].endswith("These settings fit: --diloco.quantization.codec int8")
+        assert texts[0] == (
+            "worker 0 needs 4 s to exchange all fragments once, but has only 2 s of training to "
+            "hide this behind, so training has to wait. These settings fit: "
+            "--diloco.quantization.codec int8"
+        )
         assert caplog.messages[-1].endswith(f"start again with --config {written}")
         found = load_config(str(written))
         assert (found.diloco.quantization.codec, found.diloco.sync_every) == ("int8", 8)
@@ -213,8 +222,57 @@ def test_transfers_that_take_longer_than_a_cycle_are_named_once(
     with patch.object(outer.peers, "reports", lambda: said):
         for step in range(3, 20):
             diagnosis.after_step(step)
-    texts = [one for one in caplog.messages if "cannot be hidden" in one]
+    texts = [one for one in caplog.messages if "training has to wait" in one]
     assert len(texts) == 1 + (not fits), "said again, once"
+
+
+def test_on_a_busy_machine_the_cores_are_named_once_and_no_settings_are_proposed(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And when it is calm, but the transfers still take too long, they are."""
+    clock = itertools.count(step=2.0)
+    monkeypatch.setattr(watch, "time", mock.Mock(monotonic=lambda: next(clock), time=time.time))
+    (tmp_path / "config.toml").write_text("training.steps = 9\n")
+    outer, diagnosis, telemetry = watching(tmp_path)
+    transfers = (0.0, 4.0)
+    busy = {"worker 0": Report(Vitals(0.25, queued=0.2, transfers=transfers))}
+    with patch.object(outer.peers, "reports", lambda: busy):
+        for step in range(60):
+            diagnosis.after_step(step)
+    (line,) = caplog.messages
+    assert line.startswith("worker 0 has been short of CPU cores since step 0: 0.2 of 0.25 s per")
+    assert [path.name for path in tmp_path.iterdir()] == ["config.toml"]
+    assert [call.args[0].what for call in telemetry.files.write.call_args_list] == [Kind.LOAD]
+    calm = {"worker 0": Report(Vitals(0.25, queued=0.01, transfers=transfers))}
+    with patch.object(outer.peers, "reports", lambda: calm):
+        for step in range(60, 120):
+            diagnosis.after_step(step)
+    assert "training has to wait" in caplog.messages[1]
+    assert (tmp_path / "settings-that-fit.toml").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "chosen", "has_links"), [("lo", "", False), ("lo", "eth1", True), ("", "", True)]
+)
+def test_links_are_judged_unless_workers_meet_on_the_loopback(
+    given: str,
+    chosen: str,
+    has_links: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv(GLOO_INTERFACE, given)
+    monkeypatch.setattr(verdicts, "SETTLED", {})
+    outer, diagnosis, _ = watching(link=Link(interface=chosen))
+    both = [(0.0, 0.5), (4.0, 0.0)]
+    said = {f"worker {one}": Report(Vitals(0.25, transfers=both[one])) for one in range(2)}
+    with patch.object(outer.peers, "reports", lambda: said):
+        for step in range(8):
+            diagnosis.after_step(step)
+    assert any("the link worker 0 -> worker 1 has been slow" in one for one in caplog.messages) == (
+        has_links
+    )
+    assert any("training has to wait" in one for one in caplog.messages) == has_links
 
 
 def test_a_step_that_hangs_writes_its_stacks(

@@ -262,6 +262,42 @@ def test_a_worker_that_others_wait_for_is_named(
             assert missing == ({"worker 1": reason} if blames else {})
 
 
+def _asks_while_a_line_is_written() -> list[bool]:
+    """Worker 0 hangs, as with a full pipe, while it logs who is late, longer than it has to wait.
+
+    Return whether it waits, as it answers worker 1 before and after the end of the wait.
+    """
+    world = join(2)
+    watching, result = Liveness(dist.new_group(backend="gloo")), Future[None]()
+
+    def write() -> str:
+        dist.barrier(group=world.control)
+        dist.barrier(group=world.control)
+        result.set_result(None)
+        dist.barrier(group=world.control)
+        dist.barrier(group=world.control)
+        return "worker 1"
+
+    waits = list[bool]()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(liveness_module, "LATE_SECONDS", 0.1)
+        patch.setattr(liveness_module, "ANSWER_SECONDS", 30.0)
+        if world.worker == 0:
+            watching.describe_late = write
+            watching.wait_for(result)
+        else:
+            for _ in range(2):
+                dist.barrier(group=world.control)
+                waits += [one.waits for one in watching.ask([0]).values()]
+                dist.barrier(group=world.control)
+    watching.close()
+    return waits
+
+
+def test_a_worker_answers_while_a_line_about_others_is_written(processes: ProcessPool) -> None:
+    assert processes.run(_asks_while_a_line_is_written, 2)[1] == [True, False]
+
+
 def test_a_step_that_may_compile_does_not_hang() -> None:
     waits = Answer(5, 100.0, waits=True)
     assert not waits.hangs(0.1)

@@ -10,14 +10,15 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests.diloco.reference import build_optimizer
-from tests.diloco.toy import config, full, inner_step, start
+from tests.diloco.toy import AVERAGE_EVERY_STEP, config, full, inner_step, join, start
 from tests.processes import ProcessPool
-from torchtitan_diloco.diloco import Quantization
+from torchtitan_diloco.diloco import Quantization, StreamingDiLoCo
 from torchtitan_diloco.diloco.arithmetic import BLOCK
 from torchtitan_diloco.diloco.config import CodecName, Fragments, OuterOptimizer
 from torchtitan_diloco.diloco.fragments import build_fragments
 from torchtitan_diloco.diloco.outer_state import OuterState, checksum
-from torchtitan_diloco.diloco.round import Round
+from torchtitan_diloco.diloco.round import Round, Traffic
+from torchtitan_diloco.distributed.world import WORKER
 
 PLAIN_MEAN = replace(config(0, delay=0, name="sgd", lr=1.0), sync_every=4)
 """The outer step is the mean, so that each norm can be read off the parameters."""
@@ -92,6 +93,40 @@ def test_nothing_is_measured_in_other_rounds(processes: ProcessPool) -> None:
             assert record.pop("values") == expected["values"]
             assert record.pop("delta_square") == pytest.approx(expected["delta_square"], rel=1e-3)
             assert all(map(math.isnan, record.values())) == (round_.outer_round == 2)
+
+
+def _transfers(codec: CodecName) -> list[tuple[tuple[float, ...], float, list[float]]]:
+    """Return what this worker says of its transfers in each round but the first, with the bytes
+    that it got in the round before, and the rates from the others then."""
+    world = join(3)
+    model = nn.ParameterDict({"weight": nn.Parameter(torch.randn(1_000_000))})
+    chosen = replace(AVERAGE_EVERY_STEP, quantization=Quantization(codec=codec))
+    outer = StreamingDiLoCo(model, world.group(WORKER), chosen)
+    found, before = [], Traffic()
+    for step in range(4):
+        with torch.no_grad():
+            model["weight"] += torch.randn(1_000_000)
+        outer.step()
+        (round_,) = outer.rounds()
+        if step:
+            vitals = outer.peers.reports()[f"worker {outer.worker}"].vitals
+            rates = [before.rate(other) for other in range(3) if other != outer.worker]
+            found.append((vitals.transfers, before.bytes_received, rates))
+        before = round_.traffic
+    outer.close()
+    return found
+
+
+@pytest.mark.parametrize("codec", ["fp4_e3m0", "topk"])
+def test_transfers_of_a_cycle_take_its_bytes_at_the_measured_rate(
+    processes: ProcessPool, codec: CodecName
+) -> None:
+    """One fragment makes a cycle. Of `topk`, each worker sends its whole delta to all others."""
+    for worker, rounds in enumerate(processes.run(_transfers, 3, codec)):
+        for transfers, received, rates in rounds:
+            others = [took for other, took in enumerate(transfers) if other != worker]
+            expected = [received / 2 / rate for rate in rates]
+            assert others == pytest.approx(expected, rel=0.01)
 
 
 @pytest.mark.parametrize("name", ["nesterov", "momentum", "sgd", "adam"])

@@ -223,8 +223,8 @@ class RecordFiles:
                     board.add(record["step"], dict(self._shown(record)))
             elif isinstance(record, VerdictRecord):
                 state = "over" if record.over else record.evidence
+                text = f"{record.culprit}: {record.what}" + (f": {state}" if state else "")
                 for board in self._boards:
-                    text = f"{record.culprit}: {record.what}: {state}"
                     board.add_text(record.step, "verdicts", text)
 
     def _shown(self, record: Record) -> Iterator[tuple[str, float]]:

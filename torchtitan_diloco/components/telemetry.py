@@ -40,7 +40,7 @@ from torchtitan_diloco.diloco.streaming import OuterLoop
 from torchtitan_diloco.diloco.vitals import Vitals
 from torchtitan_diloco.distributed.collectives import PendingSum
 from torchtitan_diloco.distributed.world import World
-from torchtitan_diloco.hardware import GIB, crowded, peak_flops, peak_memory_bytes
+from torchtitan_diloco.hardware import GIB, crowded, peak_flops, peak_memory_bytes, queued_seconds
 from torchtitan_diloco.log import LOCAL_ISLANDS, clock, command_line, logger
 
 Batch = tuple[Tensor, Tensor]
@@ -128,7 +128,7 @@ class Telemetry:
         self.applied = list[Round]()
         """Rounds that were applied in the last step."""
         self._warned = False
-        self._steps = deque[tuple[float, float]](maxlen=RECENT)
+        self._steps = deque[tuple[float, float, float]](maxlen=RECENT)
         self._save_seconds = 0.0
 
     def vitals(self) -> Vitals:
@@ -136,9 +136,11 @@ class Telemetry:
         steps = list(self._steps)
         if len(steps) < RECENT // 2:
             return Vitals()
-        compute, data = zip(*steps, strict=True)
+        compute, data, queued = zip(*steps, strict=True)
         usual = statistics.median(compute)
-        return Vitals(compute=usual, data=statistics.fmean(data), save=self._save_seconds)
+        # The share of all these steps, as the first of them that are slow should count.
+        share = math.fsum(queued) / (math.fsum(compute) or 1.0)
+        return Vitals(usual, statistics.fmean(data), self._save_seconds, queued=share * usual)
 
     def saved(self, seconds: float, steps: int) -> None:
         """Note the pause for a save, after so many steps without one."""
@@ -164,7 +166,7 @@ class Telemetry:
             started = time.perf_counter()
 
     def measure(self, train_step: Callable[[], StepResult]) -> None:
-        started, waited = time.perf_counter(), self._waited()
+        started, waited, queued = time.perf_counter(), self._waited(), queued_seconds()
         data = self._counters["worker/data_seconds"]
         self._last = train_step()
         seconds = time.perf_counter() - started
@@ -175,7 +177,8 @@ class Telemetry:
         counters["worker/step_seconds"] += seconds
         counters["worker/compute_seconds"] += compute
         self._compute_squares += compute**2
-        self._steps.append((compute, counters["worker/data_seconds"] - data))
+        queued = queued_seconds() - queued
+        self._steps.append((compute, counters["worker/data_seconds"] - data, queued))
         rounds = self._outer.rounds()  # at every step, as it keeps only the latest
         self._rounds, self.applied = [*self._rounds, *rounds], rounds
         self.workers = max([self.workers, *(one.participants for one in rounds)])

@@ -3,6 +3,13 @@
 Everything is a duration on one machine, so clocks may differ. A worker is judged by the median of
 the others. A verdict needs two rounds and some seconds, and ends after as many without its
 cause. There is no I/O and no clock in this module.
+
+A worker is short of cores if its training thread was ready to run and had none for 30 % of a step.
+Everything on its machine is then slow, its transfers as well: these cores are the only verdict
+about it, and its steps and the transfers from and to it are neither judged nor remembered. The
+kernel counts this time for each thread, so workers that use all cores of a machine themselves are
+not short of them (two that train on two cores, ahead of all other programs, wait for 15 to 20 %),
+and neither is a process that is asleep on a busy machine.
 """
 
 import math
@@ -11,11 +18,12 @@ import statistics
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from enum import StrEnum
-from typing import NamedTuple
 
+from torchtitan_diloco.diagnosis.kinds import ALL, Cause, Kind, Verdict
 from torchtitan_diloco.diloco.vitals import NOT_FINITE, OUTLIER, Report, Vitals
 
+SHORT = 0.3
+"""A worker whose training thread waits for cores for this share of a step is short of them."""
 FLOOR = 0.1
 """A share of the time of a step, or of a cycle, that is worth a verdict."""
 NOISE = 4.0
@@ -37,73 +45,14 @@ HISTORY, FEWEST = 32, 8
 """Rounds that are remembered, and that tell what is usual."""
 
 
-class Kind(StrEnum):
-    """What is wrong. The second names are those of Meta's public analyser of collectives."""
-
-    STOPPED = "stopped"
-    HUNG = "hung outside communication"
-    STUCK = "hung in communication"
-    COMPUTE = "slow compute"
-    DATA = "slow data"
-    SAVE = "slow save"
-    LINK = "slow link"
-    SENDING = "slow sending"
-    RECEIVING = "slow receiving"
-    NUMBERS = "wrong numbers"
-    EVERYBODY = "everybody slow"
-
-
-ANALYSER = {
-    Kind.STOPPED: "RANK_NOT_JOIN",
-    Kind.HUNG: "JOB_STUCK_OUTSIDE_NCCL",
-    Kind.STUCK: "STUCK_IN_NCCL_WITH_ACTIVE_RANKS",
-    Kind.LINK: "NETWORK_PERF_SLOWNESS",
-    Kind.SENDING: "NETWORK_PERF_SLOWNESS",
-    Kind.RECEIVING: "NETWORK_PERF_SLOWNESS",
-}
-REMEDY = {
-    Kind.STOPPED: "look whether its processes and its machine are alive",
-    Kind.HUNG: "its folder has the stacks of its threads; restart it if it stays",
-    Kind.STUCK: "look at this path: it may lose packets, perhaps only large ones (its MTU)",
-    Kind.COMPUTE: "look at its clocks, temperature and other processes, or give it less work",
-    Kind.DATA: "raise data.loader_processes there, or move its data to a faster disk",
-    Kind.SAVE: "look at the disk of its run.folder, or save more seldom",
-    Kind.LINK: "look at this path: `doctor` measures it; or raise H or tau, or send fewer bits",
-    Kind.SENDING: "look at its uplink: `doctor` measures it; or raise H or tau, or send fewer bits",
-    Kind.RECEIVING: "look at its downlink: `doctor` measures it; or raise H or tau",
-    Kind.NUMBERS: "its work is left out; lower its learning rate, or test its memory",
-    Kind.EVERYBODY: "look for what all share: storage, power, cooling, a larger batch",
-}
 STEPS = {Kind.COMPUTE: "compute", Kind.DATA: "data", Kind.SAVE: "save"}
 """Slowness in a part of a step, with its field in the vitals."""
-SETTLED = dict.fromkeys((*STEPS, Kind.LINK, Kind.SENDING, Kind.RECEIVING), 5.0)
+SETTLED = dict.fromkeys((*STEPS, Kind.LOAD, Kind.LINK, Kind.SENDING, Kind.RECEIVING), 5.0)
 SETTLED[Kind.EVERYBODY] = 10.0
 """Seconds for which it also has to last, as two rounds of a small model are soon over."""
 LINK_ENDS = re.compile(" -> | - ")
 Path = tuple[str, str]
 """Sender and receiver."""
-
-
-class Cause(NamedTuple):
-    kind: Kind
-    culprit: str
-    """A worker, a link, or "all"."""
-
-
-@dataclass(frozen=True)
-class Verdict:
-    cause: Cause
-    evidence: str
-    since: int
-    """Step after which it was first seen."""
-    over: bool = False
-
-    def __str__(self) -> str:
-        kind, culprit = self.cause
-        if self.over:
-            return f"{culprit}: {kind} since step {self.since} is over"
-        name = f" ({ANALYSER[kind]})" if kind in ANALYSER else ""
-        return f"{culprit}: {kind}{name} since step {self.since}: {self.evidence}; {REMEDY[kind]}"
 
 
 @dataclass
@@ -119,9 +68,10 @@ class Suspicion:
 
 
 class Judge:
-    """Call `note` after each round."""
+    """Call `note` after each round. `has_links`: workers exchange over links, not the loopback."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_links: bool = True) -> None:
+        self._has_links = has_links
         self._shares: dict[Cause, deque[float]] = {}
         """Latest deviations from the others, as shares of a step."""
         self._latest: dict[Cause, deque[float]] = {}
@@ -131,6 +81,8 @@ class Judge:
         self._transfers: dict[str, deque[tuple[float, ...]]] = {}
         self._suspicions: dict[Cause, Suspicion] = {}
         self._ended = Counter[Cause]()
+        self._short = set[str]()
+        """Workers that are short of cores now."""
 
     @property
     def verdicts(self) -> dict[Cause, Verdict]:
@@ -155,6 +107,8 @@ class Judge:
                 changed.append(one.verdict)
         for cause in self._suspicions.keys() - found.keys():
             one = self._suspicions[cause]
+            if one.stands and self._is_not_judged(cause):
+                continue
             one.missed += 1
             healed = not one.stands or now - one.last >= SETTLED.get(cause.kind, 0.0)
             if healed and one.missed >= IN_A_ROW:
@@ -186,20 +140,49 @@ class Judge:
         here = {name: one.vitals for name, one in seen.items() if not one.absent}
         for name, one in seen.items():
             if one.absent:
-                yield Cause(Kind(one.absent), name), one.evidence or "it takes no part in rounds"
+                yield Cause(Kind(one.absent), name), one.evidence
             elif one.flags & NOT_FINITE:
                 yield Cause(Kind.NUMBERS, name), "its delta is not finite"
             elif one.flags & OUTLIER:
                 yield Cause(Kind.NUMBERS, name), "its delta is far above its usual norm"
+        yield from self._loads(here)
+        judged = without_short_of_cores(list(seen), here)
+        self._short = here.keys() - judged.keys()
+        for name in self._short:  # what it has measured lately is no measure of its links
+            self._transfers.pop(name, None)
+        here = judged
         steps = list(self._slow_steps(here))
         yield from steps
+        if not self._has_links:
+            return
         # The others have exchanged before a late worker comes, so its transfers alone share links.
         late = {cause.culprit for cause in (*dict(steps), *self.verdicts) if cause.kind in STEPS}
         for cause, text in self._slow_links(list(seen), here, cycle):
             if not late.intersection(LINK_ENDS.split(cause.culprit)):
                 yield cause, text
 
-    # --- steps ------------------------------------------------------------------------------------
+    def _is_not_judged(self, cause: Cause) -> bool:
+        """Return whether it cannot be told if a cause has ended, as workers are short of cores."""
+        if cause.kind not in SETTLED or cause.kind is Kind.LOAD:
+            return False
+        if cause.culprit == ALL:
+            return bool(self._short)
+        return not self._short.isdisjoint(LINK_ENDS.split(cause.culprit))
+
+    # --- cores and steps --------------------------------------------------------------------------
+
+    def _loads(self, here: Mapping[str, Vitals]) -> Iterator[tuple[Cause, str]]:
+        """Yield the workers that are short of cores, together if all are and none was named."""
+        short = {name: vitals for name, vitals in here.items() if is_short_of_cores(vitals)}
+        if not short:
+            return
+        named = {culprit for kind, culprit in self.verdicts if kind is Kind.LOAD}
+        known = sum(vitals.step > 0 for vitals in here.values())
+        if named == {ALL} or (not named and 1 < known == len(short)):
+            short = {ALL: max(short.values(), key=lambda vitals: vitals.queued / vitals.step)}
+        for name, vitals in short.items():
+            text = f"{vitals.queued:.3g} of {vitals.step:.3g} s per step were spent waiting for one"
+            yield Cause(Kind.LOAD, name), text
 
     def _slow_steps(self, here: Mapping[str, Vitals]) -> Iterator[tuple[Cause, str]]:
         known = {name: one for name, one in here.items() if one.step > 0}
@@ -213,13 +196,13 @@ class Judge:
                 usual = statistics.median(getattr(other, field) for other in others)
                 cause = Cause(kind, name)
                 if self._stands_out(cause, (mine - usual) / step):
-                    rest = "the others take" if len(others) > 1 else "the other takes"
-                    yield cause, f"{mine:.3g} s a step, where {rest} {usual:.3g}"
+                    rest = "the other workers" if len(others) > 1 else "the other worker"
+                    yield cause, f"{mine:.3g} s per step ({rest}: {usual:.3g} s)"
         step = statistics.median(one.step for one in known.values())
         before = self._before("step", step)
         if before and min(one.step for one in known.values()) > EVERYBODY_RATIO * before:
-            text = f"steps take {step:.3g} s, and took {before:.3g} before"
-            yield Cause(Kind.EVERYBODY, "all"), text
+            text = f"{step:.3g} s per step (before: {before:.3g} s)"
+            yield Cause(Kind.EVERYBODY, ALL), text
 
     def _stands_out(self, cause: Cause, share: float) -> bool:
         shares = self._shares.setdefault(cause, deque(maxlen=HISTORY))
@@ -257,7 +240,7 @@ class Judge:
                 others = [other for key, other in known.items() if key != name]
                 usual = statistics.median(others) if others else math.inf
                 if _is_slow(seconds, usual, cycle):
-                    text = f"the {field}s of a cycle take {seconds:.3g} s, of others {usual:.3g}"
+                    text = f"{seconds:.3g} s for the {field}s of a cycle (others: {usual:.3g} s)"
                     slow[Cause(kind, name)] = text
         for cause, text in slow.items():
             # An upload waits for its answers, which come behind all that is downloaded.
@@ -281,7 +264,7 @@ class Judge:
         before = self._before("transfer", usual)
         slow = list(_slow_paths(seconds, usual, cycle))
         for path in slow:
-            text = f"a transfer takes {seconds[path]:.3g} s, others {usual:.3g}"
+            text = f"{seconds[path]:.3g} s for the transfers of a cycle (others: {usual:.3g} s)"
             if len(here) == 2:
                 text += "; of two workers, it cannot be told which side is slow"
             yield Cause(Kind.LINK, " -> ".join(path)), text
@@ -290,8 +273,8 @@ class Judge:
         sides = list(_slow_sides(rest, cycle))
         yield from sides
         if before and _is_slow(usual, before, cycle) and not (slow or sides):
-            culprit = " - ".join(here) if len(here) == 2 else "all"
-            text = f"a transfer takes {usual:.3g} s, and took {before:.3g} before"
+            culprit = " - ".join(here) if len(here) == 2 else ALL
+            text = f"{usual:.3g} s for the transfers of a cycle (before: {before:.3g} s)"
             yield Cause(Kind.LINK if len(here) == 2 else Kind.EVERYBODY, culprit), text
 
     def _usually(self, name: str, now: Vitals) -> Vitals:
@@ -310,6 +293,30 @@ class Judge:
             download=min(downloads) if now.step or now.download else 0.0,
             transfers=tuple(map(statistics.median, transfers)) if now.step else now.transfers,
         )
+
+
+def is_short_of_cores(vitals: Vitals) -> bool:
+    return vitals.queued > SHORT * vitals.step > 0
+
+
+def without_short_of_cores(names: list[str], here: Mapping[str, Vitals]) -> dict[str, Vitals]:
+    """Return the vitals of the workers that have enough cores, without the times of transfers from
+    the others.
+
+    `names`: of all workers, as transfers are in their order.
+    """
+    short = {name for name, vitals in here.items() if is_short_of_cores(vitals)}
+    if not short:
+        return dict(here)
+    found = dict[str, Vitals]()
+    for receiver, vitals in here.items():
+        if receiver not in short:
+            transfers = [
+                0.0 if sender in short else took
+                for sender, took in zip(names, vitals.transfers, strict=False)
+            ]
+            found[receiver] = vitals._replace(transfers=tuple(transfers))
+    return found
 
 
 def _slow_paths(seconds: Mapping[Path, float], usual: float, cycle: float) -> Iterator[Path]:
@@ -357,7 +364,7 @@ def _slow_sides(seconds: Mapping[Path, float], cycle: float) -> Iterator[tuple[C
         end = 0 if worst.kind is Kind.SENDING else 1
         left = {path: one for path, one in left.items() if path[end] != worst.culprit}
         if not _waits_for(named.setdefault(worst.culprit, took), took):
-            yield worst, f"its transfers take {took:.3g} s, those of others {usual:.3g}"
+            yield worst, f"{took:.3g} s for its transfers of a cycle (others: {usual:.3g} s)"
 
 
 def _waits_for(other_way: float, seconds: float) -> bool:

@@ -13,13 +13,14 @@ from typing import IO, Self
 from torchtitan_diloco.components.records import VerdictRecord
 from torchtitan_diloco.components.telemetry import Telemetry
 from torchtitan_diloco.config.schema import format_value
-from torchtitan_diloco.diagnosis.verdicts import Judge, Kind, Verdict
+from torchtitan_diloco.diagnosis.kinds import Kind, Verdict
+from torchtitan_diloco.diagnosis.verdicts import Judge, without_short_of_cores
 from torchtitan_diloco.diloco.config import DiLoCoConfig
 from torchtitan_diloco.diloco.gloo_peers import GlooPeers
 from torchtitan_diloco.diloco.peers import Peers
 from torchtitan_diloco.diloco.streaming import OuterLoop, StreamingDiLoCo
 from torchtitan_diloco.diloco.vitals import Report
-from torchtitan_diloco.distributed.world import World
+from torchtitan_diloco.distributed.world import GLOO_INTERFACE, World
 from torchtitan_diloco.hardware import write_whole
 from torchtitan_diloco.log import logger
 from torchtitan_diloco.planner.ladder import settings_that_fit
@@ -30,6 +31,8 @@ HANG_SECONDS, HANG_STEPS = 60.0, 20
 """A step that takes so long, and so many times the usual time, has its stacks written down."""
 MISSING = {Kind.STOPPED, Kind.HUNG, Kind.STUCK}
 """Every worker logs them, as the first one may be the culprit."""
+LOOPBACKS = {"lo", "lo0"}
+"""Names of the interface on Linux and macOS."""
 OF_RANKS = {Kind.DATA, Kind.SAVE}
 """What the ranks of a worker have each for itself. The first one's compute contains waits for the
 others."""
@@ -45,7 +48,8 @@ class Diagnosis:
         """`folder`: of the run."""
         self._peers = outer.peers if isinstance(outer, StreamingDiLoCo) else None
         self._telemetry, self._world, self._folder = telemetry, world, folder
-        self._judge, self._said = Judge(), 0.0
+        self._has_links = not _is_on_loopback(self._peers)
+        self._judge, self._said = Judge(has_links=self._has_links), 0.0
         self._judged = time.monotonic()
         self._config: DiLoCoConfig | None = None
         self._rounds, self._fits = 0, True
@@ -64,7 +68,7 @@ class Diagnosis:
         reports = {name + suffix: report for name, report in peers.reports().items()}
         if has_round:
             self._judged = now
-            if self._world.is_first:
+            if self._world.is_first and self._has_links:
                 self._check_that_it_fits(reports, peers)
             cycle = peers.schedule.sync_every * self._telemetry.vitals().step
             changed = self._judge.note(reports, step, cycle, now)
@@ -79,7 +83,8 @@ class Diagnosis:
         standing = [] if rank else self._tell_others(peers)
         if standing and time.monotonic() > self._said + REPEAT_SECONDS:
             for verdict in standing:
-                self._say(verdict)
+                if verdict.cause.kind is not Kind.LOAD:  # once is enough
+                    self._say(verdict)
 
     def _miss(self, missing: Mapping[str, Report]) -> None:
         """Say for whom training waits long."""
@@ -104,13 +109,15 @@ class Diagnosis:
 
     def _check_that_it_fits(self, reports: Mapping[str, Report], peers: Peers) -> None:
         """Warn if the transfers of a cycle take longer than its steps: at once at the start, and
-        again after a change of the settings."""
+        again after a change of the settings. What workers that are short of cores have measured
+        says nothing about the links."""
         config, fragments = peers.config, len(peers.fragments)
         if config != self._config:  # what was measured is of the settings before, for two cycles
             self._rounds, self._fits = 0 if self._config else 2 * fragments, True
             self._config = config
         self._rounds += 1
-        said = {name: one.vitals for name, one in reports.items() if one.vitals.step > 0}
+        known = {name: one.vitals for name, one in reports.items() if one.vitals.step > 0}
+        said = without_short_of_cores(list(reports), known)
         seconds = {name: one.longest_transfer for name, one in said.items()}
         over = {name: took / config.sync_every / said[name].step for name, took in seconds.items()}
         name = max(over, key=over.__getitem__, default="")
@@ -119,9 +126,9 @@ class Diagnosis:
         self._fits, step = False, said[name].step
         fitting = settings_that_fit(config, fragments, seconds[name], step)
         logger.warning(
-            f"the transfers of a cycle take {seconds[name]:.3g} s on {name}, and its steps "
-            f"{config.sync_every * step:.3g}: they cannot be hidden. These settings fit: "
-            f"{peers.advise(fitting)}"
+            f"{name} needs {seconds[name]:.3g} s to exchange all fragments once, but has only "
+            f"{config.sync_every * step:.3g} s of training to hide this behind, so training has "
+            f"to wait. These settings fit: {peers.advise(fitting)}"
         )
         if isinstance(peers, GlooPeers):  # islands change their settings while they run
             self._write_settings(fitting)
@@ -136,7 +143,7 @@ class Diagnosis:
             lines = [f"{key} = {format_value(value)}\n" for key, value in changes.items()]
             write_whole(path, "".join(lines).encode())
             logger.warning(
-                f"to go on with them, start again with --config {shlex.quote(str(path))}"
+                f"to go on with these settings, start again with --config {shlex.quote(str(path))}"
             )
 
     def _say(self, verdict: Verdict, step: int | None = None) -> None:
@@ -154,6 +161,15 @@ class Diagnosis:
     ) -> None:
         record = VerdictRecord(step, time.time(), what, culprit, since, evidence, over)
         self._telemetry.files.write(record)
+
+
+def _is_on_loopback(peers: Peers | None) -> bool:
+    """Return whether the workers of a job exchange inside one machine, where only the cores and the
+    memory make a transfer slow."""
+    if not isinstance(peers, GlooPeers):
+        return False
+    interface = peers.config.link.interface or os.environ.get(GLOO_INTERFACE, "")
+    return interface in LOOPBACKS
 
 
 class Stacks:
@@ -183,7 +199,7 @@ class Stacks:
         faulthandler.cancel_dump_traceback_later()
         if self._file is not None and (size := self._size()) > self._written:
             self._written = size
-            logger.warning(f"a step hung or SIGUSR1 came: the stacks are in {self.path}")
+            logger.warning(f"a step hung, or SIGUSR1 came: the stacks are in {self.path}")
 
     def __enter__(self) -> Self:
         return self

@@ -69,6 +69,14 @@ def slice_owners(workers: int, codec: Codec) -> int:
     return 1 if workers == 2 or codec.is_sparse else workers
 
 
+def bytes_from_each(values: int, workers: int, codec: Codec) -> float:
+    """Return the bytes that each other worker sends to this one in an exchange, without headers: a
+    whole delta, or a slice of the delta and one of the mean."""
+    slices = slice_owners(workers, codec)
+    whole = codec.wire_bytes(values)
+    return whole if slices == 1 else 2 * whole / slices
+
+
 def slice_bounds(values: int, owners: int, worker: int) -> tuple[int, int]:
     """Return the range of a chunk's values that a worker averages: all of them, or a slice of whole
     units, whose encoded bytes are contiguous. It may be empty."""

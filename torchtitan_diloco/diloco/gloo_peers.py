@@ -19,7 +19,7 @@ from torchtitan_diloco.diloco import state_dict as saving
 from torchtitan_diloco.diloco.arithmetic import find_difference
 from torchtitan_diloco.diloco.codecs import build_codec
 from torchtitan_diloco.diloco.config import MAY_DIFFER, DiLoCoConfig, diloco_mistakes
-from torchtitan_diloco.diloco.exchange import Exchange
+from torchtitan_diloco.diloco.exchange import Exchange, bytes_from_each
 from torchtitan_diloco.diloco.fields import check_class, flat_settings, raise_mistakes
 from torchtitan_diloco.diloco.fragments import describe_layout, local_of
 from torchtitan_diloco.diloco.liveness import Answer, Liveness
@@ -117,8 +117,7 @@ class GlooPeers(Peers):
         self._weights, self._last = [0.0] * len(self.states), Traffic()
         self._reports = dict[str, Report]()
         sizes = [state.values for state in self.states]
-        hops = 1.0 if self.workers < 3 else 2 / self.workers  # of slices
-        self._bytes = hops * codec.wire_bytes(sum(sizes))
+        self._bytes_from_each = bytes_from_each(sum(sizes), self.workers, codec)
         self._exchanger: Exchange | None = None
         if self._group is not None and self.workers > 1:
             self._exchanger = Exchange(
@@ -231,6 +230,7 @@ class GlooPeers(Peers):
             whole = healing.sum_over_ranks(round_.delta_square, self._shard_group, self.worker)
             norms = healing.DeltaNorms() if average else state.norms  # other lengths: not judged
             flags = dropped * DROPPED | norms.judge(whole, self.config.delta_norm_limit)
+            transfers = self._last.transfers(self.workers, self._bytes_from_each)
             header = Header(
                 flags,
                 self._run,
@@ -239,7 +239,7 @@ class GlooPeers(Peers):
                 round_.sent_step,
                 round_.weight,
                 state.checksum,
-                self.vitals()._replace(transfers=self._last.transfers(self.workers, self._bytes)),
+                self.vitals()._replace(transfers=transfers),
             )
             if self._exchanger is None:
                 headers = healing.settle_weights([header])

@@ -87,7 +87,7 @@ class Liveness:
         self._speaks = self._workers.index(self._workers[rank]) == rank
         self._others = sorted({self._workers[one] for one in self._peers} - {self._workers[rank]})
         self._steps, self._stepped = 0, time.perf_counter()  # of this rank, for messages
-        self._waits = False
+        self._awaited: Future[Any] | torch.futures.Future[Any] | None = None
         self.describe_late: Callable[[], str] = str
         """Describes the workers that an exchange waits for, if there is one and they are known."""
         self._lost: dict[int, str] = {}  # the rank that was lost first, with the reason
@@ -178,20 +178,29 @@ class Liveness:
 
         result.add_done_callback(notify)
         started, seconds = time.perf_counter(), LATE_SECONDS
-        with self._changed:
-            self._waits = True
-            while not self._changed.wait_for(
-                lambda: result.done() or self._gone(step),
-                started + seconds - time.perf_counter(),
-            ):
+        self._awaited = result
+        try:
+            while not self._is_over(result, step, started + seconds):
+                # Without the lock. Peers are answered even if the console or a disk hangs.
                 if self._speaks:
                     others = f"worker {' or '.join(map(str, self._others))}"
                     late = self.describe_late() or others
                     logger.warning(f"waiting since {seconds:.0f} s for {late}")
                 seconds *= 2
-            self._waits = False
-            if not result.done() and (gone := self._gone(step)):
-                raise gone
+        finally:
+            self._awaited = None
+        if not result.done() and (gone := self._gone(step)):
+            raise gone
+
+    def _is_over(
+        self, result: "Future[Any] | torch.futures.Future[Any]", step: int, deadline: float
+    ) -> bool:
+        """Wait until the result is there or its worker is gone. Return False at the deadline."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: result.done() or self._gone(step) is not None,
+                deadline - time.perf_counter(),
+            )
 
     def _gone(self, step: int = 0) -> WorkerLostError | None:
         """Return the error if a rank is lost, or has left before this step."""
@@ -217,7 +226,7 @@ class Liveness:
                         self._ended[rank] = steps
                         self._say_goodbye(rank)
                     elif kind is Message.QUESTION:
-                        self._say(rank, Message.ANSWER_IN_A_WAIT if self._waits else Message.ANSWER)
+                        self._say(rank, self._answer())
                     else:
                         waits = kind is Message.ANSWER_IN_A_WAIT
                         self._answers[rank] = Answer(steps, milliseconds / 1000, waits)
@@ -228,6 +237,12 @@ class Liveness:
                 self._changed.notify_all()
             if is_first and self._speaks:  # now, as the training thread may be in a step or save
                 logger.warning(str(self._gone()))
+
+    def _answer(self) -> Message:
+        awaited = self._awaited
+        if awaited is None or awaited.done():  # it may still write a line about the wait
+            return Message.ANSWER
+        return Message.ANSWER_IN_A_WAIT
 
     def _say_goodbye(self, rank: int) -> None:
         if rank not in self._goodbyes:

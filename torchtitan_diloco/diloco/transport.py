@@ -33,8 +33,8 @@ class WorkerLostError(RuntimeError):
 # --- header ---------------------------------------------------------------------------------------
 
 MAGIC = b"SDLC"
-VERSION = 5
-_LAYOUT = struct.Struct("<4sHHQIIQdQ5e6x")
+VERSION = 6
+_LAYOUT = struct.Struct("<4sHHQIIQdQ6e4x")
 MOST_SECONDS = 60_000.0  # in a float of 16 bits
 
 

@@ -12,6 +12,8 @@ class Vitals(NamedTuple):
     """Waiting for data, of a step."""
     save: float = 0.0
     """Pauses of training for checkpoints, of a step."""
+    queued: float = 0.0
+    """Of a step, while the training thread was ready to run and had no core."""
     upload: float = 0.0
     """Of what it sends in a cycle to a server."""
     download: float = 0.0

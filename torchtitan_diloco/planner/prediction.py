@@ -25,7 +25,7 @@ from torchtitan_diloco.config.loader import load_config, shipped_configs
 from torchtitan_diloco.config.schema import Config
 from torchtitan_diloco.diloco.codecs import build_codec
 from torchtitan_diloco.diloco.config import Beginning, DiLoCoConfig, Fragments, Quantization
-from torchtitan_diloco.diloco.exchange import chunk_and_window, slice_owners
+from torchtitan_diloco.diloco.exchange import bytes_from_each, chunk_and_window, slice_owners
 from torchtitan_diloco.diloco.fragments import build_fragments
 from torchtitan_diloco.diloco.link import STREAM_BYTES, streams_needed
 from torchtitan_diloco.diloco.outer_state import state_bytes
@@ -184,10 +184,8 @@ def predict_exchange(
     codec = _codec(quantization)
     owners = slice_owners(conditions.workers, codec)
     chunk, window = chunk_and_window(-(-largest // ranks), codec, streams=streams, owners=owners)
-    hops, sent = 1, others * codec.wire_bytes(values)
-    if owners > 1:
-        # The others' slices of the delta, and the mean of the own slice to each other.
-        hops, sent = 2, (sent + others * codec.wire_bytes(values)) // (others + 1)
+    hops = 1 if owners == 1 else 2
+    sent = int(others * bytes_from_each(values, conditions.workers, codec))
     sent += others * ranks * header_bytes(conditions.workers)
     chunks = -(-values // (ranks * chunk))
     idle = chunks / max(1, window // hops) - 1  # a long link idles while the window is in flight
