@@ -127,12 +127,13 @@ class Trainer:
                 if self.step % COLLECT_EVERY == 0:
                     gc.collect(1)
                 save = checkpointer.due_by_time()
-                requests = stop.agreed(self.step, telemetry.sums, save=save)
+                numbers = telemetry.numbers(stop.waited_seconds)
+                requests = stop.agreed(self.step, numbers, save=save)
                 then = after_step(config, self.step, requests, finished=self.finished)
                 if then.log:
                     progress = None if self.island is None else self.island.progress
-                    sums = stop.ask(self.step, telemetry.sums)
-                    telemetry.open(self.step, self.lr, sums, stop.waited_seconds, progress)
+                    sums = stop.ask(self.step, numbers)
+                    telemetry.open(self.step, self.lr, sums, progress)
                 telemetry.publish(all=then.flush)
                 if then.validate and not (self.island and self.island.peers.left):
                     telemetry.pause(self.validator.validate(self.step, telemetry))

@@ -227,8 +227,8 @@ def _sent(runs: Sequence[Run], x: Axis) -> Figure | None:
 def _time_shares(runs: Sequence[Run]) -> Figure | None:
     bars = {run.name: time_shares(run.totals) for run in runs if run.totals}
     caption = (
-        "Shares of the training thread's time, mean over workers and the run. Exposed "
-        "communication is what training did not hide."
+        "Shares of the training time, without validations and saves, mean over all ranks. Exposed "
+        "communication is what is not hidden behind training."
     )
     if any(np.isnan(shares["exposed communication"]) for shares in bars.values()):
         caption += " In data parallelism, communication is part of compute."

@@ -16,7 +16,7 @@ import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from matplotlib.ticker import EngFormatter
 
-from torchtitan_diloco.components.metrics import hidden_percent, time_shares, utilisation_percent
+from torchtitan_diloco.components.metrics import compute_percent, exposed_percent, hidden_percent
 from torchtitan_diloco.components.records import NAN
 from torchtitan_diloco.config.schema import format_value
 from torchtitan_diloco.islands.overview import LEAST_GAP
@@ -166,7 +166,7 @@ def _facts(run: Run) -> dict[str, Cell]:
     byte_note = "of the same text, with any tokenizer"
     tokens, elapsed = run.last("train/tokens")[1], run.last("worker/elapsed_seconds")[1]
     days = "days, " if elapsed >= 86_400 else ""
-    totals, exposed = run.totals, time_shares(run.totals)["exposed communication"]
+    totals, kept = run.totals, run.kept_time
     headline = run.log.headline if run.log else {}
     return {
         "loss of the shared model": _cell(shared_loss, _loss, validation_note),
@@ -177,12 +177,15 @@ def _facts(run: Run) -> dict[str, Cell]:
         "time": _cell(elapsed, clock, f"{days}h:mm:ss, with validations"),
         "tokens/s": _cell(run.tokens_per_second, _count, f"{scope}, median"),
         **_sent_bytes(run, whose),
-        "communication hidden": _cell(
-            hidden_percent(totals), _percent, f"of the exchanges' time{whose}"
+        "hidden": _cell(hidden_percent(totals), _percent, f"of the exchanges' time{whose}"),
+        "compute share": _cell(compute_percent(totals), _percent, f"of the training time{whose}"),
+        "exposed communication": _cell(
+            exposed_percent(totals), _percent, f"of the training time{whose}"
         ),
-        "exposed communication": _cell(exposed, _percent, f"of the training time{whose}"),
-        "utilisation": _cell(
-            utilisation_percent(totals), _percent, f"of the training steps{whose}"
+        "kept time": _cell(
+            kept.get("run", math.nan),
+            _percent,
+            f"of the wall time, {kept.get('last hour', math.nan):.1f} % in the last hour",
         ),
     }
 

@@ -13,7 +13,13 @@ import numpy as np
 import tomli
 from numpy.typing import NDArray
 
-from torchtitan_diloco.components.metrics import Record, Totals, all_reduce_bytes, totals_of
+from torchtitan_diloco.components.metrics import (
+    Record,
+    Totals,
+    all_reduce_bytes,
+    kept_time,
+    totals_of,
+)
 from torchtitan_diloco.components.records import (
     METRICS_FILE,
     RoundRecord,
@@ -138,7 +144,10 @@ class Run:
 
     @cached_property
     def totals(self) -> Totals:
-        """Means of the workers' totals, for the steps of the first: others may begin later."""
+        """Totals of the curves' worker, where world/ is of all ranks. Of islands, the means of
+        their totals, for the steps of the first: others may begin later."""
+        if not self.is_of_islands:
+            return self.source.totals
         each = [worker.totals for worker in self.workers]
         steps = [own.get("worker/steps") or 1.0 for own in each]
         each = [
@@ -200,6 +209,14 @@ class Run:
             end = max((number(one.get("time")) for one in worker.steps), default=np.nan)
             found += [(one, max(one.time, end)) for one in standing.values()]
         return sorted(found, key=lambda pair: pair[0].time)
+
+    @property
+    def kept_time(self) -> dict[str, float]:
+        """Percent of the wall time, by span, that went into steps that were kept, if it is known.
+        Islands keep the work of others, which their records do not tell."""
+        source = self.source
+        starts = [start.time for start in source.starts]
+        return {} if self.is_of_islands else kept_time(starts, source.steps)
 
     @property
     def tokens_per_second(self) -> float:
@@ -309,8 +326,8 @@ def _read_worker(file: Path, name: str) -> Worker:
                     verdicts.append(from_record(VerdictRecord, record))
                 case {"kind": _}:
                     pass  # of another version
-                case {"step": int(step)}:
-                    steps.setdefault(step, {}).update(record)
+                case {"step": int(step)}:  # the time of a step is not that of its validation
+                    steps[step] = record | steps.get(step, {})
                 case _:
                     unreadable += 1
         except msgspec.ValidationError:
