@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from benchmarks import core, sync, train_step
-from torchtitan_diloco.components.metrics import hidden_percent, totals_of, utilisation_percent
+from torchtitan_diloco.components.metrics import compute_percent, hidden_percent, totals_of
 from torchtitan_diloco.config.schema import Model
 from torchtitan_diloco.diloco import DiLoCoConfig, Fragments, Link, OuterOptimizer, StreamingDiLoCo
 from torchtitan_diloco.diloco.codecs import CODECS, UNIT, build_codec
@@ -239,7 +239,7 @@ def workers(scale: Scale, folder: Path) -> Iterator[Check]:
         totals = totals_of(records, streaming=True)
         measured = (
             f"{losses[0]:.2f} -> {losses[-1]:.2f}; {hidden_percent(totals):.0f} % hidden, "
-            f"utilisation {utilisation_percent(totals):.0f} %"
+            f"compute share {compute_percent(totals):.0f} %"
         )
         what = f"{count} workers, fp4, tau {delay}, state: {memory}"
         yield Check(what, "no mismatch, the loss falls", measured, losses[-1] < losses[0])

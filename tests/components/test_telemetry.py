@@ -92,13 +92,14 @@ def telemetry(
     rank: int = 0,
     workers: int = 1,
     step: int = 0,
+    plan: RunPlan = PLAN,
     **config: Any,
 ) -> Telemetry:
     """Without process groups: the sums over ranks are this rank's own numbers."""
     world, loop = World(rank, workers, workers, CPU), cast(OuterLoop, outer or Outer())
     shown = Metrics(**({"tensorboard": False} | config))
     chosen = {"run.seed": 1}
-    return Telemetry(shown, world, folder, PLAN, loop, step, flops_per_token=1, settings=chosen)
+    return Telemetry(shown, world, folder, plan, loop, step, flops_per_token=1, settings=chosen)
 
 
 def log(own: Telemetry, step: int, run: RunProgress | None = None) -> None:

@@ -328,39 +328,45 @@ class Telemetry:
 
         `has_control`: a run with data parallelism and the same settings sees the same data.
         """
-        rows, totals = {}, self.totals
+        rows = {}
         if validated is not None:
             after, loss, bits = validated
             rows["loss of the shared model"] = (
                 f"{loss:.4f} nats per held-out token, {bits:.4f} bits per byte, after step {after}"
             )
         if self.workers > 1:
-            rows |= self._bytes_sent(step)
-            if has_control and SENT in totals:
-                config = shlex.quote(str(folder / "config.toml"))
-                control = f"{command_line('train')} --config {config} --diloco.method none"
-                rows["to compare with data parallelism, run"] = control
-            if math.isfinite(hidden := hidden_percent(totals)):
-                took, waited = (
-                    totals[f"world/{name}_seconds"] for name in ("exchange", "exposed_waiting")
-                )
-                rows["hidden"] = (
-                    f"{hidden:.1f} % of the exchanges' time (a worker's exchanges took "
-                    f"{took:.2f} s, and its training waited for them for {waited:.2f} s)"
-                )
-            if math.isfinite(computing := compute_percent(totals)):
-                rows["compute share"] = f"{computing:.1f} % of the training time"
+            rows |= self._bytes_sent(step) | self._shares()
         if self.world.is_first and (kept := self._kept_time()):
             rows["kept time"] = (
                 f"{kept['run']:.1f} % of the wall time went into steps that were kept "
                 f"({kept['last hour']:.1f} % in the last hour)"
             )
-        whole = os.environ.get(LOCAL_ISLANDS, str(folder))
-        rows["to see where the time went, run"] = f"{command_line('report')} {shlex.quote(whole)}"
-        width = max(map(len, rows))
-        for name, text in rows.items():
-            logger.info(f"{name:<{width}}  {text}")
+        commands = {}
+        if has_control and self.workers > 1 and SENT in self.totals:
+            config = shlex.quote(str(folder / "config.toml"))
+            control = f"{command_line('train')} --config {config} --diloco.method none"
+            commands["to compare with data parallelism, run"] = control
+        whole = shlex.quote(os.environ.get(LOCAL_ISLANDS, str(folder)))
+        commands["to see where the time went, run"] = f"{command_line('report')} {whole}"
+        for table in (rows, commands):
+            width = max(map(len, table), default=0)
+            for name, text in table.items():
+                logger.info(f"{name:<{width}}  {text}")
         logger.info(f"took {clock(self.elapsed_seconds)}; the run is in {folder}")
+
+    def _shares(self) -> dict[str, str]:
+        """Return what communication has cost."""
+        totals, rows = self.totals, {}
+        scope = "all workers" if self.world.workers > 1 else "this island"
+        if math.isfinite(hidden := hidden_percent(totals)):
+            took, waited = totals["world/exchange_seconds"], totals["world/exposed_waiting_seconds"]
+            rows["hidden"] = (
+                f"{hidden:.1f} % of the exchanges' time, {scope} (exchanges took {took:.2f} s, and "
+                f"training waited for {waited:.2f} s of them)"
+            )
+        if math.isfinite(computing := compute_percent(totals)):
+            rows["compute share"] = f"{computing:.1f} % of the training time, {scope}"
+        return rows
 
     def _kept_time(self) -> dict[str, float]:
         records = self.files.read()
@@ -370,17 +376,17 @@ class Telemetry:
     def _bytes_sent(self, step: int) -> dict[str, str]:
         """Return what each worker has sent, and would send with data parallelism."""
         steps = round(self.totals.get("worker/steps", 0))
-        by_each = "MB by each worker" + (f" after step {step - steps}" if steps < step else "")
+        since = f" after step {step - steps}" if steps < step else ""
         expected = steps * all_reduce_bytes(self.plan.parameters, self.workers)
         would_send = f"{expected / 1e6:,.1f}"
         gradients = "(bf16 gradients, every step)"
         if (sent := self.totals.get(SENT)) is None:
-            return {"sent between workers": f"about {would_send} {by_each} {gradients}"}
+            return {"sent by each worker": f"about {would_send} MB{since} {gradients}"}
         cycle = len(self._outer.fragments)
         whole = self.totals.get("worker/fragments_applied", 0) >= cycle
         ratio = f", {expected / sent:,.1f} times as much" if sent and whole else ""
         return {
-            "sent between workers": f"{sent / 1e6:,.1f} {by_each}, as counted",
+            "sent by each worker": f"{sent / 1e6:,.1f} MB{since}, counted in the buffers",
             "data parallelism would send": f"{would_send} MB {gradients}{ratio}",
         }
 

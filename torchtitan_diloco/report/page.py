@@ -161,7 +161,7 @@ def _facts(run: Run) -> dict[str, Cell]:
     steps_of = f" of {names[0]}" if run.is_of_islands else ""
     scope = f"{len(names)} of {run.size} islands" if run.is_of_islands else "all workers"
     whose = f", mean of {len(names)} islands" if len(names) > 1 else f", {owner}"
-    whose = whose if run.is_of_islands else ""
+    whose = whose if run.is_of_islands else ", all workers"
     validation_note = f"nats per held-out token, step {validated:,}"
     byte_note = "of the same text, with any tokenizer"
     tokens, elapsed = run.last("train/tokens")[1], run.last("worker/elapsed_seconds")[1]
@@ -174,9 +174,9 @@ def _facts(run: Run) -> dict[str, Cell]:
         "training loss": _cell(loss, _loss, f"nats per token, {owner}, step {trained:,}"),
         "tokens": _cell(tokens, _count, f"of the run, {run.last_step:,} steps{steps_of}"),
         **{name: Cell(text, "by its log") for name, text in headline.items()},
-        "time": _cell(elapsed, clock, f"{days}h:mm:ss, with validations"),
+        "time": _cell(elapsed, clock, f"{days}h:mm:ss, up to the last logged step"),
         "tokens/s": _cell(run.tokens_per_second, _count, f"{scope}, median"),
-        **_sent_bytes(run, whose),
+        **_sent_bytes(run, whose if run.is_of_islands else ", mean over workers"),
         "hidden": _cell(hidden_percent(totals), _percent, f"of the exchanges' time{whose}"),
         "compute share": _cell(compute_percent(totals), _percent, f"of the training time{whose}"),
         "exposed communication": _cell(
