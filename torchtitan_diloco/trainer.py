@@ -41,6 +41,7 @@ from torchtitan_diloco.components.run_plan import (
     log_plan,
     plan_run,
 )
+from torchtitan_diloco.components.summary import log_summary
 from torchtitan_diloco.components.telemetry import Batch, StepResult, Telemetry, build_profiler
 from torchtitan_diloco.config import Config, to_toml
 from torchtitan_diloco.config.schema import flat_settings, portable
@@ -165,7 +166,7 @@ class Trainer:
         is_plain = not is_island and config.data.shard_by == "none"
         has_control = is_plain and self.start.manifest is None
         validated = self.validator.validated
-        telemetry.log_summary(folder, self.step, validated, has_control=has_control)
+        log_summary(telemetry, folder, self.step, validated, has_control=has_control)
 
     def train_step(self, batches: Iterator[Batch]) -> StepResult:
         self.step += 1

@@ -75,9 +75,7 @@ WORLD_TIMES = (
     "wall_seconds",
 )
 """Counters under worker/ that are also averaged over all ranks of the job, under world/."""
-METRICS |= {
-    f"world/{name}": METRICS[f"worker/{name}"]._replace(scope=JOB) for name in WORLD_TIMES
-}
+METRICS |= {f"world/{name}": METRICS[f"worker/{name}"]._replace(scope=JOB) for name in WORLD_TIMES}
 
 
 def described(name: str, workers: int) -> str:
@@ -151,16 +149,17 @@ def time_shares(totals: Mapping[str, float]) -> dict[str, float]:
     Waiting for agreement of ranks is exposed communication. With data parallelism, communication
     is part of the backward pass: its share is unknown and counts as compute.
     """
-    names = ("wall", "step", "data", "compute")
-    wall, steps, data, compute = (totals.get(f"world/{name}_seconds", math.nan) for name in names)
-    known = _communication_is_known(totals)
-    agreement = totals.get("world/agreement_seconds", 0.0) if known else 0.0
-    exposed = steps - data - compute + agreement if known else math.nan
+    names = ("wall", "compute", "data", "exposed", "agreement")
+    wall, compute, data, exposed, agreement = (
+        totals.get(f"world/{name}_seconds", math.nan) for name in names
+    )
+    communication = exposed + agreement
+    named = compute + data + (communication if _communication_is_known(totals) else 0.0)
     return {
         "compute": percent(compute, wall),
         "data": percent(data, wall),
-        "exposed communication": percent(exposed, wall),
-        "other": percent(wall - steps - agreement, wall),
+        "exposed communication": percent(communication, wall),
+        "other": percent(wall - named, wall),
     }
 
 

@@ -7,8 +7,6 @@ since the last one. All other numbers are its own.
 """
 
 import math
-import os
-import shlex
 import statistics
 import time
 from collections import defaultdict, deque
@@ -26,11 +24,9 @@ from torchtitan_diloco.components.metrics import (
     WORLD_TIMES,
     Record,
     add_totals,
-    all_reduce_bytes,
     compute_percent,
     exposed_percent,
     hidden_percent,
-    kept_time,
     percent,
     totals_of,
 )
@@ -43,7 +39,7 @@ from torchtitan_diloco.diloco.vitals import Vitals
 from torchtitan_diloco.distributed.collectives import PendingSum
 from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.hardware import GIB, crowded, peak_flops, peak_memory_bytes
-from torchtitan_diloco.log import LOCAL_ISLANDS, clock, command_line, logger
+from torchtitan_diloco.log import clock, logger
 
 Batch = tuple[Tensor, Tensor]
 SENT, IN_FLIGHT = "worker/sent_bytes", "worker/fragments_in_flight"
@@ -107,7 +103,7 @@ class Telemetry:
         settings: Mapping[str, Any] | None = None,
         run: str = "",
     ) -> None:
-        self.world, self.plan, self._outer = world, plan, outer
+        self.world, self.plan, self.outer = world, plan, outer
         self._flops_per_token, self._peak_flops = flops_per_token, peak_flops(world.device)
         self._interval_started = self._started = time.perf_counter()
         self._clock = time.time() - self._started
@@ -184,10 +180,10 @@ class Telemetry:
         counters["worker/compute_seconds"] += compute
         self._compute_squares += compute**2
         self._steps.append((compute, counters["worker/data_seconds"] - data))
-        rounds = self._outer.rounds()  # at every step, as it keeps only the latest
+        rounds = self.outer.rounds()  # at every step, as it keeps only the latest
         self._rounds, self.applied = [*self._rounds, *rounds], rounds
         self.workers = max([self.workers, *(one.participants for one in rounds)])
-        for name, value in self._outer.metrics().items():
+        for name, value in self.outer.metrics().items():
             counters[name] = value if name == IN_FLIGHT else counters[name] + value
         before = self._sums
         self._sums = before._replace(
@@ -197,7 +193,7 @@ class Telemetry:
 
     def _waited(self) -> float:
         """Return seconds of waiting for data and communication, for differences within a step."""
-        return self._counters["worker/data_seconds"] + self._outer.exposed_seconds
+        return self._counters["worker/data_seconds"] + self.outer.exposed_seconds
 
     def numbers(self, agreement_seconds: float) -> list[float]:
         """Return what this rank adds to the sums over all ranks: `Sums`, then `WORLD_TIMES`.
@@ -247,7 +243,7 @@ class Telemetry:
             self._warned = True
             logger.warning(warning)
         progress = self._progress(step, None if run is None else run.steps)
-        fragments = self._outer.fragments
+        fragments = self.outer.fragments
         rounds = [round_record(one, fragments[one.fragment], self._clock) for one in self._rounds]
         self._in_flight.append(_LoggedStep(*progress, record, rounds, sums))
         self._begin_interval()
@@ -310,85 +306,11 @@ class Telemetry:
         }
         return found | {name: share for name, share in shares.items() if math.isfinite(share)}
 
-    # --- other records, and the end ---------------------------------------------------------------
+    # --- other records ----------------------------------------------------------------------------
 
     def write(self, step: int, record: Record) -> None:
         """Write a record of other numbers, such as those of a validation."""
         self.files.write({"step": step, "time": time.time()} | record)
-
-    def log_summary(
-        self,
-        folder: Path,
-        step: int,
-        validated: tuple[int, float, float] | None,
-        *,
-        has_control: bool,
-    ) -> None:
-        """Log the table at the end of a run. Its numbers are those of a report.
-
-        `has_control`: a run with data parallelism and the same settings sees the same data.
-        """
-        rows = {}
-        if validated is not None:
-            after, loss, bits = validated
-            rows["loss of the shared model"] = (
-                f"{loss:.4f} nats per held-out token, {bits:.4f} bits per byte, after step {after}"
-            )
-        if self.workers > 1:
-            rows |= self._bytes_sent(step) | self._shares()
-        if self.world.is_first and (kept := self._kept_time()):
-            rows["kept time"] = (
-                f"{kept['run']:.1f} % of the wall time went into steps that were kept "
-                f"({kept['last hour']:.1f} % in the last hour)"
-            )
-        commands = {}
-        if has_control and self.workers > 1 and SENT in self.totals:
-            config = shlex.quote(str(folder / "config.toml"))
-            control = f"{command_line('train')} --config {config} --diloco.method none"
-            commands["to compare with data parallelism, run"] = control
-        whole = shlex.quote(os.environ.get(LOCAL_ISLANDS, str(folder)))
-        commands["to see where the time went, run"] = f"{command_line('report')} {whole}"
-        for table in (rows, commands):
-            width = max(map(len, table), default=0)
-            for name, text in table.items():
-                logger.info(f"{name:<{width}}  {text}")
-        logger.info(f"took {clock(self.elapsed_seconds)}; the run is in {folder}")
-
-    def _shares(self) -> dict[str, str]:
-        """Return what communication has cost."""
-        totals, rows = self.totals, {}
-        scope = "all workers" if self.world.workers > 1 else "this island"
-        if math.isfinite(hidden := hidden_percent(totals)):
-            took, waited = totals["world/exchange_seconds"], totals["world/exposed_waiting_seconds"]
-            rows["hidden"] = (
-                f"{hidden:.1f} % of the exchanges' time, {scope} (exchanges took {took:.2f} s, and "
-                f"training waited for {waited:.2f} s of them)"
-            )
-        if math.isfinite(computing := compute_percent(totals)):
-            rows["compute share"] = f"{computing:.1f} % of the training time, {scope}"
-        return rows
-
-    def _kept_time(self) -> dict[str, float]:
-        records = self.files.read()
-        starts = [one["time"] for one in records if one.get("kind") == "start"]
-        return kept_time(starts, [one for one in records if "kind" not in one])
-
-    def _bytes_sent(self, step: int) -> dict[str, str]:
-        """Return what each worker has sent, and would send with data parallelism."""
-        steps = round(self.totals.get("worker/steps", 0))
-        since = f" after step {step - steps}" if steps < step else ""
-        expected = steps * all_reduce_bytes(self.plan.parameters, self.workers)
-        would_send = f"{expected / 1e6:,.1f}"
-        gradients = "(bf16 gradients, every step)"
-        if (sent := self.totals.get(SENT)) is None:
-            return {"sent by each worker": f"about {would_send} MB{since} {gradients}"}
-        cycle = len(self._outer.fragments)
-        whole = self.totals.get("worker/fragments_applied", 0) >= cycle
-        ratio = f", {expected / sent:,.1f} times as much" if sent and whole else ""
-        return {
-            "sent by each worker": f"{sent / 1e6:,.1f} MB{since}, counted in the buffers",
-            "data parallelism would send": f"{would_send} MB {gradients}{ratio}",
-        }
 
     def __enter__(self) -> Self:
         return self

@@ -21,7 +21,7 @@ from torchtitan_diloco.components.records import NAN
 from torchtitan_diloco.config.schema import format_value
 from torchtitan_diloco.islands.overview import LEAST_GAP
 from torchtitan_diloco.islands.page import TEMPLATES, time_text
-from torchtitan_diloco.log import Parser, UserError, brief, clock, command_line
+from torchtitan_diloco.log import Parser, UserError, brief, clock, command_line, counted
 from torchtitan_diloco.report.charts import Exchange, css_variables
 from torchtitan_diloco.report.figures import figures
 from torchtitan_diloco.report.run_records import Run, Worker, of_known, open_runs
@@ -99,7 +99,7 @@ def html_page(runs: Sequence[Run]) -> str:
 
 
 def describe(run: Run) -> str:
-    workers = f"{run.size} worker{'s' * (run.size > 1)}" if run.size else ""
+    workers = counted(run.size, "worker") if run.size else ""
     if run.log is not None:
         workers = f"{len({stay.name for stay in run.stays})} islands"
     elif run.is_of_islands:
@@ -172,7 +172,7 @@ def _facts(run: Run) -> dict[str, Cell]:
         "loss of the shared model": _cell(shared_loss, _loss, validation_note),
         "in bits per byte": _cell(run.last("loss/bits_per_byte")[1], _loss, byte_note),
         "training loss": _cell(loss, _loss, f"nats per token, {owner}, step {trained:,}"),
-        "tokens": _cell(tokens, _count, f"of the run, {run.last_step:,} steps{steps_of}"),
+        "tokens": _cell(tokens, _count, f"of the run, {counted(run.last_step, 'step')}{steps_of}"),
         **{name: Cell(text, "by its log") for name, text in headline.items()},
         "time": _cell(elapsed, clock, f"{days}h:mm:ss, up to the last logged step"),
         "tokens/s": _cell(run.tokens_per_second, _count, f"{scope}, median"),

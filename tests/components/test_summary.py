@@ -1,4 +1,4 @@
-"""The log of a run and its report show the same figures under the same names."""
+"""The table at the end of a run, which shows the figures of its report under the same names."""
 
 import re
 from collections.abc import Sequence
@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.components.test_telemetry import PLAN, SENT, Clock, Outer, telemetry
+from tests.components.test_telemetry import PLAN, SENT, Clock, Outer, telemetry, train
 from tests.test_trainer import records
 from torchtitan_diloco.components import telemetry as module
+from torchtitan_diloco.components.metrics import all_reduce_bytes, kept_time
+from torchtitan_diloco.components.summary import log_summary
 from torchtitan_diloco.components.telemetry import StepResult
 from torchtitan_diloco.distributed.collectives import PendingSum
 from torchtitan_diloco.report.page import facts_table
@@ -63,7 +65,7 @@ def train_workers(folder: Path, steps: range) -> None:
                 own.publish(all=True)
         Clock.now += 3.0  # of the validation
         workers[0].write(steps[-1], {"loss/val": 1.5})
-        workers[0].log_summary(folder, steps[-1], (steps[-1], 1.5, 2.0), has_control=True)
+        log_summary(workers[0], folder, steps[-1], (steps[-1], 1.5, 2.0), has_control=True)
 
 
 def logged(messages: Sequence[str]) -> dict[str, str]:
@@ -102,3 +104,31 @@ def test_the_table_at_the_end_has_the_figures_of_the_report(
     first, second = (records(tmp_path, worker=worker)[0] for worker in (0, 1))
     for name in ("sync/hidden_percent", "speed/compute_percent", "sync/exposed_percent"):
         assert 0 < first[name] == second[name] < 100, name
+
+
+def test_the_summary_counts_islands_that_came_later(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    own = telemetry(None)
+    train(own, range(1, 9))
+    caplog.set_level("INFO", "torchtitan_diloco")
+    log_summary(own, tmp_path, 10, None, has_control=False)
+    expected = 8 * all_reduce_bytes(PLAN.parameters, 2) / 1e6
+    assert f"{expected:,.1f} MB (bf16 gradients, every step)" in caplog.text
+    assert " MB after step 2, counted in the buffers" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("starts", "steps", "expected"),
+    [
+        ([0.0], {100.0: 100.0}, {}),
+        ([0.0, 200.0], {100.0: 100.0, 400.0: 200.0}, {"run": 75.0, "last hour": 75.0}),
+        ([0.0], {3600.0: 2700.0, 7200.0: 1800.0}, {"run": 62.5, "last hour": 50.0}),
+    ],
+)
+def test_kept_time_is_the_share_of_the_wall_time_in_steps_that_are_kept(
+    starts: list[float], steps: dict[float, float], expected: dict[str, float]
+) -> None:
+    records = [{"time": at, "world/step_seconds": took} for at, took in steps.items()]
+    records.append({"time": 9e9, "loss/val": 1.0})
+    assert kept_time(starts, records) == expected
