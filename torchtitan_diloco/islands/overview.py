@@ -230,7 +230,7 @@ class _Moment:
             "loss": _finite(loss[1]) if loss else None,
             "loss_at_tokens": loss[0] if loss else None,
             "verdicts": sorted({text for one in present for text in one.hint.numbers.says}),
-            "goodput": kept / read if read else None,
+            "kept_samples": kept / read if read else None,
         }
 
 
@@ -303,8 +303,8 @@ def headline(found: dict[str, Any]) -> dict[str, str]:
         lines["loss of the shared model"] = f"{found['loss']:.4f} {place}"
     if found["verdicts"]:
         lines["verdicts"] = ", ".join(found["verdicts"])
-    if found["goodput"] is not None:
-        lines["goodput"] = f"{found['goodput']:.1%} of the work is in the model"
+    if found["kept_samples"] is not None:
+        lines["kept samples"] = f"{found['kept_samples']:.1%} of those that were read"
     return lines
 
 
