@@ -14,7 +14,7 @@ from tests.report.synthetic import FRAGMENTS, exchanges, round_records, step_rec
 from tests.test_trainer import LOSS
 from torchtitan_diloco.components.metrics import METRICS, all_reduce_bytes
 from torchtitan_diloco.report.charts import PHASES, phases, timeline_svg
-from torchtitan_diloco.report.figures import Figure, figures
+from torchtitan_diloco.report.figures import Figure, figures, latest
 from torchtitan_diloco.report.page import describe, detail_tables, facts_table, html_page, main
 from torchtitan_diloco.report.run_records import Run, open_runs
 
@@ -223,6 +223,44 @@ def test_islands_of_a_run_have_lanes_on_one_clock(tmp_path: Path) -> None:
     late_one = replace(second, steps=[{**step, "time": 1e9 + 77}])
     assert run.came_after(late_one) == 77 - step["worker/elapsed_seconds"]
     assert run.came_after(first) == 0
+
+
+PAUSE = 650.0
+
+
+def test_a_stop_ends_verdicts_and_begins_a_new_timeline(tmp_path: Path) -> None:
+    """Two islands are stopped at step 150, and start again later. One of them had been away for the
+    last exchange before, and makes up for it. The other one's records are fewer."""
+    resumed = 1e9 + 75 + PAUSE
+    starts = {"kind": "start", "step": 150, "time": resumed, "workers": 2, "parameters": 1}
+    verdict = {"kind": "verdict", "since": 99, "what": "slow compute", "culprit": "oslo"}
+    verdict |= {"evidence": "0.12 s a step", "over": False}
+    lines = [{**verdict, "step": 100, "time": 1e9 + 50}, starts | {"run": "run-1"}]
+    lines.append({**verdict, "step": 190, "time": 1e9 + 95 + PAUSE})
+    both = round_records(200)
+    for place, (name, rounds) in enumerate(zip(("oslo", "rome"), both, strict=True)):
+        steps = step_records(200)
+        for record in steps:
+            record["time"] = 1e9 + record["step"] / 2 + PAUSE * (record["step"] > 150)
+        before = [one for one in rounds if one.step < 150]
+        for one in rounds:
+            if one.step > 150 or (place and one is before[-1]):
+                one.at_seconds = {key: at + PAUSE for key, at in one.at_seconds.items()}
+        kept = rounds if place else [one for one in rounds if one is not before[3]]
+        folder = tmp_path / "all" / name
+        write_run(folder, steps, [kept], f'[islands]\nname = "{name}"\n', run="run-1")
+        with (folder / "worker-0/metrics.jsonl").open("a") as file:
+            file.writelines(json.dumps(one) + "\n" for one in lines)
+    run = opened(tmp_path / "all")
+    ends = [(one.time, end) for one, end in run.verdicts if one.culprit == "oslo"]
+    last = 1e9 + 100 + PAUSE
+    assert ends == [(1e9 + 50, 1e9 + 75)] * 2 + [(1e9 + 95 + PAUSE, last)] * 2
+    shown = [one for exchange in latest(run, 8) for one in exchange if one is not None]
+    assert {one.step > 150 for one in shown} == {True, False}
+    assert min(one.ended for one in shown) > resumed - 10
+    assert "The last exchanges" in by_title(run)
+    first = [exchange[1] for exchange in run.exchanges]
+    assert first == sorted(first, key=lambda one: one.ended if one else 0)
 
 
 def test_records_that_are_damaged_hostile_or_not_finite(tmp_path: Path) -> None:
