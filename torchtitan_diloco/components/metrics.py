@@ -12,7 +12,7 @@ its counters under world/, which all workers record alike.
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 Record = dict[str, Any]
 """Of a step: values by name, None if not known."""
@@ -163,6 +163,10 @@ def time_shares(totals: Mapping[str, float]) -> dict[str, float]:
     }
 
 
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float)
+
+
 def _communication_is_known(totals: Mapping[str, float]) -> bool:
     return "world/exposed_seconds" in totals
 
@@ -174,8 +178,9 @@ def kept_time(starts: Sequence[float], steps: Sequence[Record]) -> dict[str, flo
     Empty if the run was started once, and took less than an hour. `starts`: when its processes
     began. `steps`: the records of one worker, without those of the steps that were repeated.
     """
-    pairs = ((one.get("time"), one.get("world/step_seconds")) for one in steps)
-    kept = [pair for pair in pairs if all(isinstance(value, int | float) for value in pair)]
+    names = "time", "world/step_seconds"
+    pairs = [tuple(one.get(name) for name in names) for one in steps]
+    kept = [(at, took) for at, took in pairs if _is_number(at) and _is_number(took)]
     if not starts or not kept:
         return {}
     end = kept[-1][0]
