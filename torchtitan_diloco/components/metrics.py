@@ -75,7 +75,9 @@ WORLD_TIMES = (
     "wall_seconds",
 )
 """Counters under worker/ that are also averaged over all ranks of the job, under world/."""
-METRICS |= {f"world/{name}": METRICS[f"worker/{name}"]._replace(scope=JOB) for name in WORLD_TIMES}
+for _name in WORLD_TIMES:
+    _unit, _meaning, _ = METRICS[f"worker/{_name}"]
+    METRICS[f"world/{_name}"] = Metric(_unit, f"{_meaning}, mean over ranks", JOB)
 
 
 def described(name: str, workers: int) -> str:

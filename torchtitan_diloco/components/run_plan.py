@@ -175,6 +175,6 @@ def log_early_end(
     saved = paused or config.checkpoint.at_end
     hint = f"; {command} with --run.folder {folder} resumes it" if saved else ""
     if island:
-        logger.info(f"left the run after own step {step}{hint}")
+        logger.info(f"left the run after its own step {step}{hint}")
     else:
         logger.info(f"stopped after step {step} of {total_steps}, as asked by {reason}{hint}")

@@ -180,7 +180,10 @@ def _verdicts(run: Run) -> Figure | None:
     stays = [Stay(f"{one.culprit}: {one.what}", [[one.time, end]]) for one, end in run.verdicts]
     first = min(start.time for worker in run.workers for start in worker.starts)
     lanes = lanes_of([Stay("run", [[first, first]]), *stays])
-    caption = "Bar: from when a verdict was made until it was over. The table has the evidence."
+    caption = (
+        "Bar: from when a verdict was made until it was over, or the process that made it ended. "
+        "The table has the evidence."
+    )
     return Figure(f"Verdicts of {run.name}", caption, [], lanes=lanes._replace(rows=lanes.rows[1:]))
 
 

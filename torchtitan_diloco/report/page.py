@@ -163,7 +163,7 @@ def _facts(run: Run) -> dict[str, Cell]:
     whose = f", mean of {len(names)} islands" if len(names) > 1 else f", {owner}"
     whose = whose if run.is_of_islands else ", all workers"
     validation_note = f"nats per held-out token, step {validated:,}"
-    byte_note = "of the same text, with any tokenizer"
+    byte_note = "of the same text, comparable between tokenizers"
     tokens, elapsed = run.last("train/tokens")[1], run.last("worker/elapsed_seconds")[1]
     days = "days, " if elapsed >= 86_400 else ""
     totals, kept = run.totals, run.kept_time
