@@ -102,13 +102,13 @@ def test_facts_and_figures_of_a_run(runs: Path) -> None:
 
 
 def test_verdicts_have_lanes_and_evidence(runs: Path, tmp_path: Path) -> None:
-    """One is over, the other stands until the last record; the later worker waits for nobody."""
+    """Both are over before the run is; the later worker waits for nobody."""
     folder = tmp_path / "run"
     copytree(runs / "streaming", folder)
     about = {"kind": "verdict", "since": 119, "evidence": "0.12 s a step"}
     slow = about | {"what": "slow compute", "culprit": "worker 1"}
     link = about | {"what": "slow link", "culprit": "worker 0 -> worker 2"}
-    times = [(slow, 60, False), (link, 100, False), (slow, 90, True)]
+    times = [(slow, 60, False), (link, 100, False), (slow, 90, True), (link, 150, True)]
     with (folder / "worker-0/metrics.jsonl").open("a") as file:
         for one, at, over in times:
             record = one | {"step": 2 * at, "time": 1e9 + at, "over": over}
@@ -116,7 +116,7 @@ def test_verdicts_have_lanes_and_evidence(runs: Path, tmp_path: Path) -> None:
     run = opened(folder)
     assert [(one.what, end - one.time) for one, end in run.verdicts] == [
         ("slow compute", 30.0),
-        ("slow link", 200.0),
+        ("slow link", 50.0),
     ]
     (found,) = [table for table in detail_tables([run]) if table.heading == "Verdicts"]
     assert [row[0].text for row in found.rows] == [

@@ -80,8 +80,8 @@ def _shares(telemetry: Telemetry) -> dict[str, str]:
     if math.isfinite(hidden := hidden_percent(totals)):
         took, waited = totals["world/exchange_seconds"], totals["world/exposed_waiting_seconds"]
         rows["hidden"] = (
-            f"{hidden:.1f} % of the exchanges' time, {scope} (exchanges took {took:.2f} s, and "
-            f"training waited for {waited:.2f} s of them)"
+            f"{hidden:.1f} % of the exchanges' time, {scope} (training waited for {waited:.2f} of "
+            f"{took:.2f} s)"
         )
     if math.isfinite(computing := compute_percent(totals)):
         rows["compute share"] = f"{computing:.1f} % of the training time, {scope}"

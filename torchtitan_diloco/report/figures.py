@@ -179,7 +179,9 @@ def _verdicts(run: Run) -> Figure | None:
         return None
     stays = [Stay(f"{one.culprit}: {one.what}", [[one.time, end]]) for one, end in run.verdicts]
     first = min(start.time for worker in run.workers for start in worker.starts)
-    lanes = lanes_of([Stay("run", [[first, first]]), *stays])
+    times = (number(one.get("time")) for worker in run.workers for one in worker.steps)
+    last = max(filter(math.isfinite, times), default=first)
+    lanes = lanes_of([Stay("run", [[first, max(first, last)]]), *stays])
     caption = (
         "Bar: from when a verdict was made until it was over, or the process that made it ended. "
         "The table has the evidence."
