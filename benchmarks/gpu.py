@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from benchmarks import core, records, sync, torchft_loop, train_step
-from torchtitan_diloco.components.metrics import hidden_percent, totals_of, utilisation_percent
+from torchtitan_diloco.components.metrics import compute_percent, hidden_percent, totals_of
 from torchtitan_diloco.config.schema import Model
 from torchtitan_diloco.diloco import DiLoCoConfig, Fragments, Link, OuterOptimizer, StreamingDiLoCo
 from torchtitan_diloco.diloco.codecs import CODECS, UNIT, build_codec
@@ -281,8 +281,8 @@ def describe_workers(lines: list[core.Record]) -> str:
     seconds = [step["speed/seconds_per_step"] for step in steps if "speed/seconds_per_step" in step]
     memory = max(step["train/memory_gib"] for step in steps if "train/memory_gib" in step)
     return (
-        f"{hidden_percent(totals):.0f} % hidden, computing {utilisation_percent(totals):.0f} % of "
-        f"the time, a step {1e3 * statistics.median(seconds):.0f} ms, peak {memory:.1f} GiB"
+        f"{hidden_percent(totals):.0f} % hidden, compute share {compute_percent(totals):.0f} %, "
+        f"a step {1e3 * statistics.median(seconds):.0f} ms, peak {memory:.1f} GiB"
     )
 
 

@@ -195,8 +195,8 @@ def storm(folder: Path, seconds: float) -> Found:
         ended = max(run.steps(worker)[-1]["time"] for worker in run.living)
         usual = statistics.median(map(run.usual, run.living))
         found = run.losses(audit, run.living)
-    found["goodput, %"] = 100 * (audit["merged_tokens"] - merged) * usual / (ended - began)
-    found["goodput, %"] /= 4 * LENGTH
+    found["kept time, %"] = 100 * (audit["merged_tokens"] - merged) * usual / (ended - began)
+    found["kept time, %"] /= 4 * LENGTH
     return found
 
 
@@ -208,7 +208,7 @@ CASES: dict[str, Callable[..., Found]] = {
 }
 COLUMNS = "longest stall, steps", "idle, %", "next round, s", "steps lost"
 GOALS = (
-    "Goals: no stall above 1 step, the next round within 2 s, 0 steps lost, goodput 95 %, 0 "
+    "Goals: no stall above 1 step, the next round within 2 s, 0 steps lost, kept time 95 %, 0 "
     "problems."
 )
 

@@ -79,8 +79,9 @@ def build_trainer_loop(config: Config) -> tuple[Trainer, Batches, Loop]:
 
     def step() -> None:
         telemetry.measure(lambda: trainer.train_step(batches))
+        numbers = telemetry.numbers(agreement_seconds=0.0)
         if trainer.step % config.metrics.log_every == 0:
-            sums = PendingSum(world, [0.0, 0.0, *telemetry.sums], "in a benchmark")
+            sums = PendingSum(world, [0.0, 0.0, *numbers], "in a benchmark")
             telemetry.open(trainer.step, trainer.lr, sums)
         telemetry.publish()
 

@@ -205,5 +205,5 @@ def test_an_island_that_stops_says_how_to_resume(
     log_early_end(Config(), Path("runs/island-1"), 4, 10, island=True)
     monkeypatch.setenv(LOCAL_ISLANDS, "runs")
     log_early_end(Config(), Path("runs/island-1"), 4, 10, island=True)
-    resumes = "left the run after own step 4; the same command with --run.folder {} resumes it"
+    resumes = "left the run after its own step 4; the same command with --run.folder {} resumes it"
     assert caplog.messages == [resumes.format(one) for one in ("runs/island-1", "runs")]

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchtitan_diloco.log import UserError
+from torchtitan_diloco.log import UserError, counted
 
 if TYPE_CHECKING:
     import torch
@@ -79,7 +79,8 @@ def describe_device(device: "torch.device") -> str:
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
         return f"{torch.cuda.get_device_name(device)}, {total / GIB:.0f} GiB"
-    return f"CPU, {available_cores()} cores, {torch.get_num_threads()} threads a process"
+    cores, threads = available_cores(), torch.get_num_threads()
+    return f"CPU, {counted(cores, 'core')}, {counted(threads, 'thread')} a process"
 
 
 def peak_memory_bytes(device: "torch.device") -> int:

@@ -112,6 +112,11 @@ def brief(seconds: float) -> str:
     return f"{seconds:.2f} s" if abs(seconds) >= 1 else f"{1000 * seconds:.1f} ms"
 
 
+def counted(count: int, noun: str, plural: str = "") -> str:
+    """Return `1 step`, or `1,000 steps`. `plural`: if it does not only add an s."""
+    return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
+
+
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a Markdown table with aligned columns."""
     widths = [max(3, *map(len, column)) for column in zip(columns, *rows, strict=True)]

@@ -79,7 +79,12 @@ def _parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--latency", type=parse_duration, help="one way, half of ping, as in 30ms")
     add("--step-time", type=seconds, help="compute of one inner step of the slowest worker")
     add("--run", type=Path, help="take what is not given from the folder of a run")
-    add("--utilisation", type=float, default=0.95, help="wanted share of the time (0.95)")
+    add(
+        "--utilisation",
+        type=float,
+        default=0.95,
+        help="wanted share of the speed on an unlimited link (0.95)",
+    )
     add("--write", type=Path, help="write the chosen settings as a TOML that extends the config")
     add("--table", action="store_true", help="print the paper's table of bandwidths")
     add("--presets", action="store_true", help="print what each preset needs")
@@ -102,7 +107,7 @@ def _parse_failures(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = Parser(
         prog=prog,
         usage=f"{prog} --chips N --mtbf TIME [options]",
-        description="Predict goodput when chips fail, and find how many islands are enough, and "
+        description="Predict the kept time when chips fail, how many islands are enough, and "
         "how often to save a checkpoint. TIME has a unit: s, min, h, d or y.",
         epilog="Settings can be given as well: --diloco.sync_every 50. See docs/report-and-plan.md",
         allow_abbrev=False,

@@ -42,6 +42,7 @@ from torchtitan_diloco.components.run_plan import (
     log_plan,
     plan_run,
 )
+from torchtitan_diloco.components.summary import log_summary
 from torchtitan_diloco.components.telemetry import Batch, StepResult, Telemetry, build_profiler
 from torchtitan_diloco.config import Config, to_toml
 from torchtitan_diloco.config.schema import flat_settings, portable
@@ -141,12 +142,13 @@ class Trainer:
                 if self.step % COLLECT_EVERY == 0:
                     gc.collect(1)
                 save = checkpointer.due_by_time()
-                requests = stop.agreed(self.step, telemetry.sums, save=save)
+                numbers = telemetry.numbers(stop.waited_seconds)
+                requests = stop.agreed(self.step, numbers, save=save)
                 then = after_step(config, self.step, requests, finished=self.finished)
                 if then.log:
                     progress = None if self.island is None else self.island.progress
-                    sums = stop.ask(self.step, telemetry.sums)
-                    telemetry.open(self.step, self.lr, sums, stop.waited_seconds, progress)
+                    sums = stop.ask(self.step, numbers)
+                    telemetry.open(self.step, self.lr, sums, progress)
                 telemetry.publish(all=then.flush)
                 if then.validate and not (self.island and self.island.peers.left):
                     telemetry.pause(self.validator.validate(self.step, telemetry))
@@ -178,7 +180,7 @@ class Trainer:
         is_plain = not is_island and config.data.shard_by == "none"
         has_control = is_plain and self.start.manifest is None
         validated = self.validator.validated
-        telemetry.log_summary(folder, self.step, validated, has_control=has_control)
+        log_summary(telemetry, folder, self.step, validated, has_control=has_control)
 
     def train_step(self, batches: Iterator[Batch]) -> StepResult:
         self.step += 1

@@ -273,35 +273,6 @@ def draw_bytes() -> None:
     plt.close("all")
 
 
-def draw_sizes() -> None:
-    """The sizes of models in docs/measurements.md, and the points of the paper at 35M."""
-    page = (HERE.parent / "measurements.md").read_text(encoding="utf-8")
-    number = r"([+-][\d.]+)"
-    pattern = rf"^\| ([\d.]+)M \| [\d.]+M \| \d \| {number} \({number} \.\.\. {number}\) \|$"
-    rows = [tuple(map(float, row)) for row in re.findall(pattern, page, re.M)]
-    sizes, means, least, greatest = map(list, zip(*rows, strict=True))
-    below = [mean - low for mean, low in zip(means, least, strict=True)]
-    above = [high - mean for mean, high in zip(means, greatest, strict=True)]
-    figure, axes = plt.subplots(figsize=(9.2, 3.2), layout="constrained")
-    axes.axhline(0, color=GREY, lw=1)
-    blue, orange, _ = FRAGMENTS
-    axes.errorbar(
-        sizes, means, [below, above], fmt="o-", color=blue, capsize=4, label="here, H = 30"
-    )
-    axes.plot([35], [0.6], "s", color=orange, label="the paper, H = 30")
-    axes.plot([35], [1.4], "D", color=orange, label="the paper, H = 100")
-    axes.set(xscale="log", ylim=(-0.5, 2), ylabel="loss against\ndata parallelism, %")
-    axes.set_xlabel("parameters (20 tokens for each; two workers, mean and range of the seeds)")
-    ticks = [*sizes, 1, 10, 35]
-    axes.set_xticks(ticks, [f"{one:g}M" for one in ticks])
-    axes.minorticks_off()
-    axes.legend(frameon=False, loc="upper left")
-    for side in ("right", "top"):
-        axes.spines[side].set_visible(False)
-    figure.savefig(HERE / "sizes.svg", metadata={"Date": None})
-    plt.close("all")
-
-
 def draw_islands() -> None:
     """Three islands and one log: one comes late, one is cut off for a while, one dies."""
     axes = bare_axes(9.2, 3.6)
@@ -318,10 +289,11 @@ def draw_islands() -> None:
             bar(axes, begin, y, end - begin, TRAIN)
         for at in rounds:
             if any(begin + 0.7 < at < end for begin, end in reaches):
+                # Behind the bars of the other islands, so that it crosses no label.
                 arrow = {"arrowstyle": "-|>", "color": blue, "lw": 1.2, "alpha": 0.7}
-                axes.annotate("", (at, 0.72), (at - 0.45, y), arrowprops=arrow)
+                axes.annotate("", (at, 0.72), (at - 0.45, y), arrowprops=arrow, zorder=0.5)
     axes.text(5.3, 2.44, "no connection: it trains on", ha="center", va="center", color=orange)
-    axes.text(6.9, 1.64, " killed", va="center", color=orange)
+    axes.text(6.85, 1.64, "killed", ha="right", va="center", color=orange)
     axes.text(8.65, 1.64, "again", va="center", color=green)
     axes.text(2.45, 1.64, "joins", va="center", color=green)
     axes.text(-0.15, 0.38, "log", ha="right", weight="bold")
@@ -396,5 +368,5 @@ if __name__ == "__main__":
     if sys.argv[1:]:
         draw_terminal(Path(sys.argv[1]))
     pictures = draw_turns, draw_two_sites, draw_islands, draw_fragment, draw_run_folder
-    for draw in (*pictures, draw_exchange, draw_losses, draw_bytes, draw_sizes):
+    for draw in (*pictures, draw_exchange, draw_losses, draw_bytes):
         draw()

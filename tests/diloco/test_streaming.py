@@ -66,7 +66,7 @@ def test_one_worker_needs_no_process_group() -> None:
     assert [outer.metrics()["worker/fragments_applied"] for _ in range(2)] == [1, 0]
     assert outer.load_state_dict(outer.state_dict()) == []
     described = "\n".join(outer.describe())
-    assert "each fragment every 1 steps, applied 0 steps later" in described
+    assert "each fragment every step, applied 0 steps later; local weight 0;" in described
     assert "fp32, 32 bits a parameter; summed in fp32" in described
     assert "whole model" in described
     with pytest.raises(ValueError, match="weight of a step"):

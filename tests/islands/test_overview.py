@@ -78,6 +78,7 @@ def test_any_run_adds_up(faults: list[tuple[float, str]], seed: int) -> None:
     for stay in history.stays.values():
         assert all(before[1] < after[0] for before, after in pairwise(stay.spans))
     assert found["tokens_merged"] == max(state.clocks, default=0)
+    assert len({tuple(row) for row in found["islands"]}) <= 1, "columns keep their order"
     owners = {slot: name_of(owner) for slot, owner in state.owners().items()}
     assert {row["slot"]: row["island"] for row in found["islands"]} == owners
     trains = [row for row in found["islands"] if row["doing"] == "trains"]
@@ -97,9 +98,13 @@ def island(name: str = "a", **numbers: Any) -> Hint:
 def test_what_islands_do_and_whom_rounds_wait_for() -> None:
     log, history, members = Log(), History(), Members(5.0, 60.0)
     members.connect(0.0)
-    says = ("b: hung outside communication",)
+    says = ("b: hung outside communication", "c: stopped")
+    stopped = "b: stopped"
     for name in ("a", "b", "new"):
-        members.hear(island(name, site="oslo", loss=2.5, round_trip_seconds=0.01, says=says), 10.0)
+        members.hear(
+            island(name, site="oslo", loss=2.5, round_trip_seconds=0.01, says=(*says, stopped)),
+            10.0,
+        )
     log.open()
     log.part(0, 10)
     found = overview(log.state, members, history, 10.5, 100.0)
@@ -108,7 +113,7 @@ def test_what_islands_do_and_whom_rounds_wait_for() -> None:
     assert found["fragments"][0]["waits_for"] == ["b"]
     assert found["fragments"][1]["waits_for"] == []
     assert found["eta_seconds"] == 100 / 800
-    assert found["verdicts"] == [*says]
+    assert found["verdicts"] == [*says], "not that one that is heard has stopped"
     soon = Members(5.0, 60.0)
     soon.connect(10.0)
     soon.hear(island("a"), 10.0)
@@ -120,6 +125,8 @@ def test_what_islands_do_and_whom_rounds_wait_for() -> None:
     members.hear(msgspec.structs.replace(island("b"), step=6), 9.0)
     gone = overview(log.state, members, history, 15.5, 100.0)
     assert gone["verdicts"] == [], "of islands that are heard"
+    nobody = overview(log.state, members, history, 60.0, 100.0)
+    assert (found["phase"], nobody["phase"]) == ("running", "no island is there")
     assert [(row["doing"], row["for_seconds"]) for row in gone["islands"]] == [
         ("leaves", None),
         ("gone", 6.5),

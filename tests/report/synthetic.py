@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from torchtitan_diloco.components.metrics import WORLD_TIMES
 from torchtitan_diloco.components.records import RoundRecord, Start, to_line
 
 FRAGMENTS = {"blocks.0, blocks.2": 800_000, "blocks.1, blocks.3": 800_000, "embedding": 1_200_000}
@@ -53,6 +54,8 @@ def step_records(steps: int, *, seconds: float = 0.5, seed: int = 0) -> list[dic
                 "worker/exposed_waiting_seconds": 0.05,
             }
         )
+        own = records[-1]
+        own |= {f"world/{name}": own[f"worker/{name}"] for name in WORLD_TIMES}
         if step % 100 == 0:
             records.append({"step": step, "loss/val": loss + 0.05, "loss/bits_per_byte": 1.5})
     return records

@@ -1,14 +1,18 @@
 """The numbers of a step: their names, units, meaning and scope.
 
 A number has one name: in the records, on the boards, in a report and in the documentation
-(docs/report-and-plan.md, but for those under worker/). To add one, declare it here, and add it
-to the record in `Telemetry.open`, or to the outer loop's `metrics()`.
-Those under worker/ are of the steps since the last record, and can be summed up.
+(docs/report-and-plan.md, but for those under worker/ and world/). To add one, declare it here, and
+add it to the record in `Telemetry.open`, or to the outer loop's `metrics()`.
+Those under worker/ and world/ are of the steps since the last record, and can be summed up.
+
+The shares that a log, a report and the boards show are computed here: `hidden_percent`,
+`compute_percent`, `exposed_percent` and `kept_time`. The first three are of all ranks of a job, by
+its counters under world/, which all workers record alike.
 """
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 Record = dict[str, Any]
 """Of a step: values by name, None if not known."""
@@ -27,11 +31,12 @@ METRICS = {
     "loss/bits_per_byte": Metric("bits per byte", "of the same text as loss/val", RUN),
     "loss/train": Metric("nats per token", "of the workers' own parameters", JOB),
     "loss/val": Metric("nats per token", "of the shared parameters, on held-out text", RUN),
+    "speed/compute_percent": Metric("percent", "of the training time spent on computing", JOB),
     "speed/mfu_percent": Metric("percent", "of the GPUs' bf16 peak"),
     "speed/seconds_per_step": Metric("seconds", "without validations and saves"),
     "speed/tokens_per_second": Metric("tokens/s", "without validations and saves", JOB),
-    "sync/exposed_percent": Metric("percent", "of the wall time that communication took"),
-    "sync/hidden_percent": Metric("percent", "of exchanges in which training did not wait"),
+    "sync/exposed_percent": Metric("percent", "of the training time lost to communication", JOB),
+    "sync/hidden_percent": Metric("percent", "of the exchanges' time hidden behind training", JOB),
     "sync/mbit_per_second": Metric("Mbit/s", "sent to other workers, mean over the wall time"),
     "train/gradient_norm": Metric("norm", "of the last step, before clipping"),
     "train/lr": Metric("rate", "of the inner optimizer", RUN),
@@ -59,6 +64,20 @@ METRICS = {
     "worker/transfer_waiting_seconds": Metric("seconds", "of the exchange thread, for messages"),
     "worker/wall_seconds": Metric("seconds", "without validations and saves"),
 }
+WORLD_TIMES = (
+    "agreement_seconds",
+    "compute_seconds",
+    "data_seconds",
+    "exchange_seconds",
+    "exposed_seconds",
+    "exposed_waiting_seconds",
+    "step_seconds",
+    "wall_seconds",
+)
+"""Counters under worker/ that are also averaged over all ranks of the job, under world/."""
+for _name in WORLD_TIMES:
+    _unit, _meaning, _ = METRICS[f"worker/{_name}"]
+    METRICS[f"world/{_name}"] = Metric(_unit, f"{_meaning}, mean over ranks", JOB)
 
 
 def described(name: str, workers: int) -> str:
@@ -73,12 +92,12 @@ def described(name: str, workers: int) -> str:
 # --- totals ---------------------------------------------------------------------------------------
 
 Totals = dict[str, float]
-"""Sums of the counters of records, which are named worker/..."""
+"""Sums of the counters of records, which are named worker/... and world/..."""
 
 
 def add_totals(totals: Totals, record: Mapping[str, Any]) -> None:
     for name, value in record.items():
-        if name.startswith("worker/") and isinstance(value, int | float):
+        if name.startswith(("worker/", "world/")) and isinstance(value, int | float):
             totals[name] = totals.get(name, 0.0) + value
 
 
@@ -91,64 +110,86 @@ def totals_of(records: Iterable[Record], *, streaming: bool) -> Totals:
     return totals
 
 
+def all_reduce_bytes(parameters: float, workers: int) -> float:
+    """Return the bytes that one worker sends in a ring all-reduce of all gradients in bf16."""
+    return 2 * (workers - 1) / workers * 2 * parameters
+
+
+# --- shares ---------------------------------------------------------------------------------------
+
+
 def percent(part: float, whole: float) -> float:
     """Return a share from 0 to 100, NaN if it is not known."""
     return min(max(100 * part / whole, 0.0), 100.0) if whole else math.nan
 
 
-def goodput(records: Sequence[Record]) -> dict[str, float]:
-    """Return the percent of the run, and of its last hour, in steps that count.
-
-    Empty if the run was started once, and took less than an hour. `records`: of one worker.
-    """
-    starts = [one["time"] for one in records if one.get("kind") == "start"]
-    steps = [one for one in records if "worker/step_seconds" in one]  # repeated ones are dropped
-    if not starts or not steps:
-        return {}
-    end = steps[-1]["time"]
-    spans = {"run": end - starts[0], "last hour": min(HOUR, end - starts[0])}
-    if len(starts) == 1 and spans["run"] < HOUR:
-        return {}
-    return {
-        name: percent(
-            sum(one["worker/step_seconds"] for one in steps if one["time"] > end - seconds), seconds
-        )
-        for name, seconds in spans.items()
-    }
-
-
 def hidden_percent(totals: Mapping[str, float]) -> float:
-    """Return the share of the exchanges' time in which training did not wait."""
-    exchange = totals.get("worker/exchange_seconds", 0.0)
-    return 100 - percent(totals.get("worker/exposed_waiting_seconds", 0.0), exchange)
+    """Return the share of the exchanges' time that is hidden behind training, which did not wait.
+
+    NaN if there was no exchange.
+    """
+    exchange = totals.get("world/exchange_seconds", 0.0)
+    return 100 - percent(totals.get("world/exposed_waiting_seconds", 0.0), exchange)
 
 
-def utilisation_percent(totals: Mapping[str, float]) -> float:
-    """Return the share of the training steps that was not exposed communication."""
-    names = ("exposed_seconds", "agreement_seconds", "step_seconds")
-    exposed, agreement, steps = (totals.get(f"worker/{name}", math.nan) for name in names)
-    return 100 - percent(exposed + agreement, steps + agreement)
+def compute_percent(totals: Mapping[str, float]) -> float:
+    """Return the compute share: the share of the training time that was spent on computing.
+
+    NaN with data parallelism, whose backward pass contains its communication.
+    """
+    return time_shares(totals)["compute"] if _communication_is_known(totals) else math.nan
+
+
+def exposed_percent(totals: Mapping[str, float]) -> float:
+    """Return the share of the training time that communication took. NaN as for computing."""
+    return time_shares(totals)["exposed communication"]
 
 
 def time_shares(totals: Mapping[str, float]) -> dict[str, float]:
-    """Return the shares of the wall time in percent.
+    """Return the shares of the training time, without validations and saves, in percent.
 
     Waiting for agreement of ranks is exposed communication. With data parallelism, communication
     is part of the backward pass: its share is unknown and counts as compute.
     """
-    names = ("wall_seconds", "step_seconds", "data_seconds")
-    wall, steps, data = (totals.get(f"worker/{name}", math.nan) for name in names)
-    known = "worker/exposed_seconds" in totals
-    exposed = totals["worker/exposed_seconds"] if known else 0.0
-    agreement = totals.get("worker/agreement_seconds", 0.0) if known else 0.0
+    names = ("wall", "compute", "data", "exposed", "agreement")
+    wall, compute, data, exposed, agreement = (
+        totals.get(f"world/{name}_seconds", math.nan) for name in names
+    )
+    communication = exposed + agreement
+    named = compute + data + (communication if _communication_is_known(totals) else 0.0)
     return {
-        "compute": percent(steps - data - exposed, wall),
+        "compute": percent(compute, wall),
         "data": percent(data, wall),
-        "exposed communication": percent(exposed + agreement, wall) if known else math.nan,
-        "other": percent(wall - steps - agreement, wall),
+        "exposed communication": percent(communication, wall),
+        "other": percent(wall - named, wall),
     }
 
 
-def all_reduce_bytes(parameters: float, workers: int) -> float:
-    """Return the bytes that one worker sends in a ring all-reduce of all gradients in bf16."""
-    return 2 * (workers - 1) / workers * 2 * parameters
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float)
+
+
+def _communication_is_known(totals: Mapping[str, float]) -> bool:
+    return "world/exposed_seconds" in totals
+
+
+def kept_time(starts: Sequence[float], steps: Sequence[Record]) -> dict[str, float]:
+    """Return the percent of the wall time, in the run and in its last hour, that went into steps
+    that were kept.
+
+    Empty if the run was started once, and took less than an hour. `starts`: when its processes
+    began. `steps`: the records of one worker, without those of the steps that were repeated.
+    """
+    names = "time", "world/step_seconds"
+    pairs = [tuple(one.get(name) for name in names) for one in steps]
+    kept = [(at, took) for at, took in pairs if _is_number(at) and _is_number(took)]
+    if not starts or not kept:
+        return {}
+    end = kept[-1][0]
+    spans = {"run": end - starts[0], "last hour": min(HOUR, end - starts[0])}
+    if len(starts) == 1 and spans["run"] < HOUR:
+        return {}
+    return {
+        name: percent(sum(took for at, took in kept if at > end - seconds), seconds)
+        for name, seconds in spans.items()
+    }

@@ -84,6 +84,11 @@ class RoundRecord(msgspec.Struct, tag_field="kind", tag="round"):
         return self.seconds("asked", "arrived")
 
     @property
+    def ended(self) -> float:
+        """The latest of its moments that is known, or NaN."""
+        return max(filter(math.isfinite, self.at_seconds.values()), default=NAN)
+
+    @property
     def waited_for_headers(self) -> float:
         return max(self.heard_after_seconds.values(), default=NAN)
 

@@ -22,7 +22,7 @@ from torchtitan_diloco.hardware import (
     describe_device,
     untested_torch,
 )
-from torchtitan_diloco.log import LOCAL_ISLANDS, UserError, logger
+from torchtitan_diloco.log import LOCAL_ISLANDS, UserError, counted, logger
 
 MANY_EPOCHS = 4
 """Times that text can be repeated before it helps much less than new text (arXiv 2305.16264)."""
@@ -122,7 +122,7 @@ def log_plan(
     fit into memory. `epochs`: times that the run reads its text."""
     training, ranks, start = config.training, world.ranks_per_worker, plan.start_step
     workers = plan.ranks // ranks
-    here = f", of which {world.size} ranks here" if plan.ranks > world.size else ""
+    here = f", of which {counted(world.size, 'rank')} here" if plan.ranks > world.size else ""
     gib = plan.inner_bytes * plan.parameters / ranks / GIB
     total_tokens, each = plan.tokens_at(plan.total_steps), f"{plan.tokens_per_step:,}"
     resumed = f"({plan.start_tokens:,} tokens up to step {start:,}, then {each} a step)"
@@ -133,13 +133,15 @@ def log_plan(
         "model": f"{model}: {plan.parameters:,} parameters, {plan.embedding_parameters:,} of "
         "them embedding",
         "data": data,
-        "step": f"{workers} workers x {ranks} ranks x {plan.accumulation} micro-batches x "
-        f"{training.batch_size} sequences x {training.sequence_length:,} tokens = {each} tokens"
-        f"{here}",
-        "run": f"{plan.total_steps:,} steps {steps} = {total_tokens:,} tokens = "
+        "step": f"{counted(workers, 'worker')} x {counted(ranks, 'rank')} x "
+        f"{counted(plan.accumulation, 'micro-batch', 'micro-batches')} x "
+        f"{counted(training.batch_size, 'sequence')} x "
+        f"{counted(training.sequence_length, 'token')} = {each} tokens{here}",
+        "run": f"{counted(plan.total_steps, 'step')} {steps} = {total_tokens:,} tokens = "
         f"{total_tokens / plan.parameters:.1f} per parameter, {epochs:,.2f} epochs",
-        "memory": f"{plan.parameters:,} parameters x {plan.inner_bytes:.3g} bytes / {ranks} ranks"
-        f" = {gib:.2f} GiB a rank for parameters, gradients and optimizer, without activations",
+        "memory": f"{plan.parameters:,} parameters x {plan.inner_bytes:.3g} bytes / "
+        f"{counted(ranks, 'rank')} = {gib:.2f} GiB a rank for parameters, gradients and "
+        "optimizer, without activations",
     }
     for name, text in lines.items():
         logger.info(f"{name:<10} {text}")
@@ -194,6 +196,6 @@ def log_early_end(
     saved = paused or config.checkpoint.at_end
     hint = f"; {command} with --run.folder {folder} resumes it" if saved else ""
     if island:
-        logger.info(f"left the run after own step {step}{hint}")
+        logger.info(f"left the run after its own step {step}{hint}")
     else:
         logger.info(f"stopped after step {step} of {total_steps}, as asked by {reason}{hint}")

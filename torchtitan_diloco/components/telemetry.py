@@ -1,18 +1,16 @@
 """Telemetry of a run: measures its steps, logs lines, and writes the records of this worker.
 
 Every rank counts. At a logged step, one small sum over all ranks is started (`StopRequest`): loss,
-tokens and bytes. It is read after a later step, when it is there. Then the first rank of the run
-logs a line, and the first rank of each worker writes the records of the step and of the rounds
+tokens, bytes and times. It is read after a later step, when it is there. Then the first rank of the
+run logs a line, and the first rank of each worker writes the records of the step and of the rounds
 since the last one. All other numbers are its own.
 """
 
 import math
-import os
-import shlex
 import statistics
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -23,14 +21,14 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from torchtitan_diloco.components.checkpoint import folder_of_worker
 from torchtitan_diloco.components.metrics import (
+    WORLD_TIMES,
     Record,
     add_totals,
-    all_reduce_bytes,
-    goodput,
+    compute_percent,
+    exposed_percent,
     hidden_percent,
     percent,
     totals_of,
-    utilisation_percent,
 )
 from torchtitan_diloco.components.records import RecordFiles, RoundRecord, Start, round_record
 from torchtitan_diloco.components.run_plan import RunPlan
@@ -41,9 +39,10 @@ from torchtitan_diloco.diloco.vitals import Vitals
 from torchtitan_diloco.distributed.collectives import PendingSum
 from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.hardware import GIB, crowded, peak_flops, peak_memory_bytes, queued_seconds
-from torchtitan_diloco.log import LOCAL_ISLANDS, clock, command_line, logger
+from torchtitan_diloco.log import clock, logger
 
 Batch = tuple[Tensor, Tensor]
+SENT, IN_FLIGHT = "worker/sent_bytes", "worker/fragments_in_flight"
 RECENT = 16
 """Steps in which the usual times of a step are measured."""
 
@@ -64,7 +63,8 @@ class StepResult(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Numbers of a rank since the last logged step that are summed over all ranks."""
+    """Numbers of a rank since the last logged step that are summed over all ranks, before those of
+    `WORLD_TIMES`."""
 
     cross_entropy: float = 0.0
     tokens: float = 0.0
@@ -74,17 +74,20 @@ class Sums(NamedTuple):
 class _LoggedStep(NamedTuple):
     """A logged step whose sums over ranks are in flight."""
 
-    line: str
-    """For the console, with a place for the loss."""
+    progress: str
+    """Of the run, for the console."""
+    steps_left: float
     record: Record
     rounds: list[RoundRecord]
     sums: PendingSum
 
 
 class Telemetry:
-    """Call `measure` for every step, `open` after a step that is logged, and `publish` after every
-    step. `folder`: of the run, None to write nothing. `step`: from which the run is resumed.
-    `settings`: for Weights & Biases. `run`: id of the run that an island is in.
+    """Call `measure` and `numbers` for every step, `open` after a step that is logged, and
+    `publish` after every step.
+
+    `folder`: of the run, None to write nothing. `step`: from which the run is resumed. `settings`:
+    for Weights & Biases. `run`: id of the run that an island is in.
     """
 
     def __init__(
@@ -100,7 +103,7 @@ class Telemetry:
         settings: Mapping[str, Any] | None = None,
         run: str = "",
     ) -> None:
-        self.world, self.plan, self._outer = world, plan, outer
+        self.world, self.plan, self.outer = world, plan, outer
         self._flops_per_token, self._peak_flops = flops_per_token, peak_flops(world.device)
         self._interval_started = self._started = time.perf_counter()
         self._clock = time.time() - self._started
@@ -118,7 +121,8 @@ class Telemetry:
         kept = self.files.kept
         self._started -= max((one.get("worker/elapsed_seconds", 0) for one in kept), default=0)
         self.totals = totals_of(kept, streaming=bool(outer.fragments))
-        """Sums over the records of this worker, including those before a resume."""
+        """Sums over the records of this worker, including those before a resume. Those under world/
+        are of all ranks."""
         self.files.write(
             Start(step, time.time(), workers=self.workers, parameters=plan.parameters, run=run)
         )
@@ -153,7 +157,7 @@ class Telemetry:
 
     def _begin_interval(self) -> None:
         self._counters, self._compute_squares = defaultdict[str, float](float), 0.0
-        self.sums, self._rounds = Sums(), list[Round]()
+        self._sums, self._rounds = Sums(), list[Round]()
 
     # --- every step -------------------------------------------------------------------------------
 
@@ -179,19 +183,35 @@ class Telemetry:
         self._compute_squares += compute**2
         queued = queued_seconds() - queued
         self._steps.append((compute, counters["worker/data_seconds"] - data, queued))
-        rounds = self._outer.rounds()  # at every step, as it keeps only the latest
+        rounds = self.outer.rounds()  # at every step, as it keeps only the latest
         self._rounds, self.applied = [*self._rounds, *rounds], rounds
         self.workers = max([self.workers, *(one.participants for one in rounds)])
-        sent = sum(one.exchange_sums().get("worker/sent_bytes", 0.0) for one in rounds)
-        self.sums = Sums(
-            cross_entropy=self.sums.cross_entropy + (self._last.cross_entropy if trained else 0),
-            tokens=self.sums.tokens + trained * self.plan.tokens_per_step / self.plan.ranks,
-            sent_bytes=self.sums.sent_bytes + sent,
+        for name, value in self.outer.metrics().items():
+            counters[name] = value if name == IN_FLIGHT else counters[name] + value
+        before = self._sums
+        self._sums = before._replace(
+            cross_entropy=before.cross_entropy + (self._last.cross_entropy if trained else 0),
+            tokens=before.tokens + trained * self.plan.tokens_per_step / self.plan.ranks,
         )
 
     def _waited(self) -> float:
         """Return seconds of waiting for data and communication, for differences within a step."""
-        return self._counters["worker/data_seconds"] + self._outer.exposed_seconds
+        return self._counters["worker/data_seconds"] + self.outer.exposed_seconds
+
+    def numbers(self, agreement_seconds: float) -> list[float]:
+        """Return what this rank adds to the sums over all ranks: `Sums`, then `WORLD_TIMES`.
+
+        They are of the time from the last logged step until now. Call it once after each step.
+
+        `agreement_seconds`: total time for which the training thread of this process has waited for
+        other ranks.
+        """
+        now, counters = time.perf_counter(), self._counters
+        counters["worker/wall_seconds"] += now - self._interval_started
+        counters["worker/agreement_seconds"] += agreement_seconds - self._agreement_before
+        self._interval_started, self._agreement_before = now, agreement_seconds
+        sums = self._sums._replace(sent_bytes=counters.get(SENT, 0.0))
+        return [*sums, *(counters.get(f"worker/{name}", 0.0) for name in WORLD_TIMES)]
 
     def pause(self, seconds: float) -> None:
         """Exclude time that was not spent on training, such as validation, from the rates."""
@@ -204,18 +224,12 @@ class Telemetry:
         step: int,
         lr: float,
         sums: PendingSum,
-        agreement_seconds: float = 0.0,
         run: RunProgress | None = None,
     ) -> None:
         """Log the steps since the last logged one.
 
-        `sums`: those of `self.sums` over all ranks. `agreement_seconds`: total time for which the
-        training thread of this process has waited for other ranks. `run`: only on an island.
+        `sums`: those of the latest `numbers` over all ranks. `run`: only on an island.
         """
-        now, counters = time.perf_counter(), self._counters
-        counters["worker/wall_seconds"] += now - self._interval_started
-        counters["worker/agreement_seconds"] += agreement_seconds - self._agreement_before
-        self._interval_started, self._agreement_before = now, agreement_seconds
         record: Record = {
             "step": step,
             "time": time.time(),
@@ -223,8 +237,7 @@ class Telemetry:
             "train/tokens": self.plan.tokens_at(step) if run is None else run.tokens,
             "train/gradient_norm": self._last.gradient_norm,
             "train/memory_gib": peak_memory_bytes(self.world.device) / GIB,
-            **counters,
-            **self._outer.metrics(),
+            **self._counters,
             "worker/elapsed_seconds": self.elapsed_seconds,
         }
         record |= self._rates(record)
@@ -232,10 +245,10 @@ class Telemetry:
         if warning and self.world.device.type == "cpu":
             self._warned = True
             logger.warning(warning)
-        line = _console_line(record, *self._progress(step, None if run is None else run.steps))
-        fragments = self._outer.fragments
+        progress = self._progress(step, None if run is None else run.steps)
+        fragments = self.outer.fragments
         rounds = [round_record(one, fragments[one.fragment], self._clock) for one in self._rounds]
-        self._in_flight.append(_LoggedStep(line, record, rounds, sums))
+        self._in_flight.append(_LoggedStep(*progress, record, rounds, sums))
         self._begin_interval()
 
     def _rates(self, record: Record) -> Record:
@@ -251,11 +264,6 @@ class Telemetry:
         if self._peak_flops is not None:
             peak = self._peak_flops * self.world.size
             rates["speed/mfu_percent"] = percent(self._flops_per_token * tokens, peak)
-        if "worker/exposed_seconds" in record:
-            exposed = record["worker/exposed_seconds"] + record["worker/agreement_seconds"]
-            rates["sync/exposed_percent"] = percent(exposed, wall)
-        if record.get("worker/exchange_seconds"):
-            rates["sync/hidden_percent"] = hidden_percent(record)
         return rates
 
     def _progress(self, step: int, done: float | None) -> tuple[str, float]:
@@ -272,85 +280,40 @@ class Telemetry:
     def publish(self, *, all: bool = False) -> None:
         """Write the logged steps whose sums are there, or wait for all."""
         while self._in_flight and (all or self._in_flight[0].sums.is_complete):
-            line, record, rounds, sums = self._in_flight.popleft()
+            progress, steps_left, record, rounds, sums = self._in_flight.popleft()
             started = time.perf_counter()
             _, _, *found = sums.result()  # without the wishes to stop and to save
             self._counters["worker/agreement_seconds"] += time.perf_counter() - started
-            cross_entropy, tokens, sent_bytes = Sums(*found)
-            record["loss/train"] = self.loss = loss = cross_entropy / (tokens or math.nan)
-            if "worker/sent_bytes" in record:
-                record["worker/sent_bytes"] = sent = sent_bytes / self.world.workers
-                record["sync/mbit_per_second"] = 8e-6 * sent / record["worker/wall_seconds"]
+            record |= self._of_all_ranks(found, record)
+            self.loss = record["loss/train"]
             add_totals(self.totals, record)
             for one in rounds:
                 self.files.write(one)
             self.files.write(record)
-            logger.info(line.format(loss=loss))
+            logger.info(_console_line(record, progress, steps_left))
 
-    # --- other records, and the end ---------------------------------------------------------------
+    def _of_all_ranks(self, summed: Sequence[float], record: Record) -> Record:
+        """Return the numbers that all workers record alike, from the sums of `numbers`."""
+        sums, times = Sums(*summed[: len(Sums._fields)]), summed[len(Sums._fields) :]
+        found: Record = {"loss/train": sums.cross_entropy / (sums.tokens or math.nan)}
+        for name, seconds in zip(WORLD_TIMES, times, strict=True):
+            if f"worker/{name}" in record:
+                found[f"world/{name}"] = seconds / self.world.size
+        if SENT in record:
+            found[SENT] = sums.sent_bytes / self.world.workers
+            found["sync/mbit_per_second"] = 8e-6 * found[SENT] / record["worker/wall_seconds"]
+        shares = {
+            "speed/compute_percent": compute_percent(found),
+            "sync/exposed_percent": exposed_percent(found),
+            "sync/hidden_percent": hidden_percent(found),
+        }
+        return found | {name: share for name, share in shares.items() if math.isfinite(share)}
+
+    # --- other records ----------------------------------------------------------------------------
 
     def write(self, step: int, record: Record) -> None:
         """Write a record of other numbers, such as those of a validation."""
         self.files.write({"step": step, "time": time.time()} | record)
-
-    def log_summary(
-        self,
-        folder: Path,
-        step: int,
-        validated: tuple[int, float, float] | None,
-        *,
-        has_control: bool,
-    ) -> None:
-        """Log the table at the end of a run, with the times of the first worker.
-
-        `has_control`: a run with data parallelism and the same settings sees the same data.
-        """
-        rows = {}
-        if validated is not None:
-            after, loss, bits = validated
-            rows["loss of the shared model"] = (
-                f"{loss:.4f} nats per held-out token, {bits:.4f} bits per byte, after step {after}"
-            )
-        if self.workers > 1:
-            rows |= self._bytes_sent(step)
-            if has_control and "worker/sent_bytes" in self.totals:
-                config = shlex.quote(str(folder / "config.toml"))
-                control = f"{command_line('train')} --config {config} --diloco.method none"
-                rows["its loss at equal tokens"] = control
-            if exchange := self.totals.get("worker/exchange_seconds"):
-                waited = self.totals["worker/exposed_waiting_seconds"]
-                rows["communication hidden"] = (
-                    f"{hidden_percent(self.totals):.1f} % (exchanges took {exchange:.2f} s, "
-                    f"training waited {waited:.2f} s, first worker)"
-                )
-            if "worker/exposed_seconds" in self.totals:
-                share = f"{utilisation_percent(self.totals):.1f} % of the training steps"
-                rows["time spent computing"] = share
-        if self.world.is_first and (shares := goodput(self.files.read())):
-            texts = (f"{share:.1f} % of the {name}" for name, share in shares.items())
-            rows["goodput"] = f"steps that count took {', '.join(texts)}, first worker"
-        whole = os.environ.get(LOCAL_ISLANDS, str(folder))
-        rows["see where the time went"] = f"{command_line('report')} {shlex.quote(whole)}"
-        for name, text in rows.items():
-            logger.info(f"{name:<28} {text}")
-        logger.info(f"took {clock(self.elapsed_seconds)}; the run is in {folder}")
-
-    def _bytes_sent(self, step: int) -> dict[str, str]:
-        """Return what each worker has sent, and would send with data parallelism."""
-        steps = round(self.totals.get("worker/steps", 0))
-        by_each = "MB by each worker" + (f" after step {step - steps}" if steps < step else "")
-        expected = steps * all_reduce_bytes(self.plan.parameters, self.workers)
-        would_send = f"{expected / 1e6:,.1f}"
-        gradients = "(bf16 gradients, every step)"
-        if (sent := self.totals.get("worker/sent_bytes")) is None:
-            return {"sent between workers": f"about {would_send} {by_each} {gradients}"}
-        cycle = len(self._outer.fragments)
-        whole = self.totals.get("worker/fragments_applied", 0) >= cycle
-        ratio = f", {expected / sent:,.1f} times as much" if sent and whole else ""
-        return {
-            "sent between workers": f"{sent / 1e6:,.1f} {by_each}, as counted",
-            "data parallelism would send": f"{would_send} MB {gradients}{ratio}",
-        }
 
     def __enter__(self) -> Self:
         return self
@@ -360,11 +323,11 @@ class Telemetry:
 
 
 def _console_line(record: Record, progress: str, steps_left: float) -> str:
-    """Return the line of a logged step, with a place for the loss."""
+    """Return the line of a logged step."""
     mfu, hidden = record.get("speed/mfu_percent"), record.get("sync/hidden_percent")
     return (
         f"step {progress}"
-        "  loss {loss:.4f}"
+        f"  loss {record['loss/train']:.4f}"
         f"  gradient norm {record['train/gradient_norm']:.3f}"
         f"  lr {record['train/lr']:.2e}"
         f"  {record['speed/tokens_per_second']:,.0f} tokens/s"

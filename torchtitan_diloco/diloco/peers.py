@@ -25,6 +25,7 @@ from torchtitan_diloco.diloco.schedule import Schedule, build_schedule
 from torchtitan_diloco.diloco.state_dict import Facts, SavedState
 from torchtitan_diloco.diloco.vitals import DROPPED, WENT_WRONG, Action, Report, Vitals
 from torchtitan_diloco.hardware import GIB
+from torchtitan_diloco.log import counted
 
 
 @dataclass(frozen=True)
@@ -163,11 +164,14 @@ class Peers(ABC):
         """Describe settings, wire format, memory and fragments for the start of a run."""
         config, states = self.config, self.states
         overlap, outer, first = config.overlap, config.outer_optimizer, config.beginning
-        falling = "" if overlap.mixing_end is None else f", at the end {overlap.mixing_end:g}"
+        weight, end = f"{overlap.mixing:g}", overlap.mixing_end
+        if end is not None and end != overlap.mixing:
+            weight = f"{'falls' if end < overlap.mixing else 'rises'} from {weight} to {end:g}"
+        every = "step" if config.sync_every == 1 else f"{config.sync_every:,} steps"
         momentum = f" momentum {outer.momentum:g}" * bool(states[0].slots)
         beginning = (
-            f"{'':<10} in the first {first.steps} steps every {first.sync_every} steps, averaged "
-            "and waited for"
+            f"{'':<10} in the first {counted(first.steps, 'step')} every "
+            f"{counted(first.sync_every, 'step')}, averaged and waited for"
         )
         memory = sum(state.bytes for state in states)
         place = "GPU" if states[0].outer.is_cuda else "host"
@@ -180,9 +184,8 @@ class Peers(ABC):
                 f"steps {', '.join(map(str, self.offsets))} of each {config.sync_every}"
             )
         return [
-            f"{'outer':<10} each fragment every {config.sync_every} steps, applied {overlap.delay} "
-            f"steps later, local share {overlap.mixing:g}{falling}; {outer.name} lr {outer.lr:g}"
-            f"{momentum}",
+            f"{'outer':<10} each fragment every {every}, applied {counted(overlap.delay, 'step')} "
+            f"later; local weight {weight}; {outer.name} lr {outer.lr:g}{momentum}",
             *([beginning] if first.steps else []),
             f"{'wire':<10} {describe(config.quantization)}; summed in fp32",
             f"{'':<10} {memory / GIB:.2f} GiB a rank on the {place} for shared parameters, the "

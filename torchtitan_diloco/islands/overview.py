@@ -10,11 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
-
+from torchtitan_diloco.diloco.vitals import STOPPED
 from torchtitan_diloco.islands.ledger import Outcome
 from torchtitan_diloco.islands.log import State
-from torchtitan_diloco.islands.members import Members
+from torchtitan_diloco.islands.members import Members, Numbers
 from torchtitan_diloco.islands.records import (
     Change,
     Close,
@@ -47,6 +46,8 @@ FORMS: dict[str, tuple[str, Callable[[Any], str]]] = {
 """Heading and text of the columns that are not shown as they are."""
 HIDDEN = {"for_seconds", "incarnation", "tokens", "caught_up", "leaving"}
 """What programs need, and users see elsewhere."""
+NUMBERS = [key for key in Numbers.__struct_fields__ if key not in ("validated", "vitals", "says")]
+"""Those of a heartbeat that are columns."""
 
 # --- history --------------------------------------------------------------------------------------
 
@@ -155,11 +156,10 @@ class _Moment:
         member, stay = self.members.heard.get(name), self.history.stays.get(name)
         row: dict[str, Any] = {"island": name_of(name), "slot": slot, "doing": doing}
         row["for_seconds"] = since
+        row |= dict.fromkeys((*NUMBERS, "step", "tokens", "caught_up", "leaving"))
         if member is not None:
-            hint, numbers = member.hint, msgspec.structs.asdict(member.hint.numbers)
-            for key in ("validated", "vitals", "says"):
-                del numbers[key]
-            row |= {key: _finite(value) for key, value in numbers.items()}
+            hint = member.hint
+            row |= {key: _finite(getattr(hint.numbers, key)) for key in NUMBERS}
             seconds, rate = hint.step * hint.step_seconds, row["tokens_per_second"]
             row["tokens_per_second"] = round(rate or (hint.tokens / seconds if seconds else 0))
             row |= {"step": hint.step, "tokens": hint.tokens}
@@ -219,6 +219,11 @@ class _Moment:
         kept = sum(slot["merged"] for slot in slots)
         read = kept + sum(slot["lost"] + slot["read_twice"] for slot in slots)
         phase = "ended" if state.ended else "running" if state.begun else "waits for islands"
+        if phase == "running" and not present:
+            phase = "no island is there"
+        # Others need some seconds to hear that an island is back.
+        back = {f"{row['island']}: {STOPPED}" for row in islands if row["doing"] != "gone"}
+        verdicts = {text for one in present for text in one.hint.numbers.says} - back
         return {
             "phase": phase if state.facts else "nothing has been written yet",
             "total_tokens": total or None,
@@ -229,8 +234,8 @@ class _Moment:
             and {"fragment": last[1], "version": last[2], "seconds_ago": _ago(self.at, last[0])},
             "loss": _finite(loss[1]) if loss else None,
             "loss_at_tokens": loss[0] if loss else None,
-            "verdicts": sorted({text for one in present for text in one.hint.numbers.says}),
-            "goodput": kept / read if read else None,
+            "verdicts": sorted(verdicts),
+            "kept_samples": kept / read if read else None,
         }
 
 
@@ -303,15 +308,16 @@ def headline(found: dict[str, Any]) -> dict[str, str]:
         lines["loss of the shared model"] = f"{found['loss']:.4f} {place}"
     if found["verdicts"]:
         lines["verdicts"] = ", ".join(found["verdicts"])
-    if found["goodput"] is not None:
-        lines["goodput"] = f"{found['goodput']:.1%} of the work is in the model"
+    if found["kept_samples"] is not None:
+        lines["kept samples"] = f"{found['kept_samples']:.1%} of those merged, lost or read twice"
     return lines
 
 
 def table(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Return the names of the columns that have a value, and the cells."""
-    names = list({name: 0 for row in rows for name, value in row.items() if value is not None})
-    names = [name for name in names if name not in HIDDEN]
+    """Return the names of the columns that have a value, in the order of the rows' keys, and the
+    cells."""
+    keys = [name for name in (rows[0] if rows else ()) if name not in HIDDEN]
+    names = [name for name in keys if any(row[name] is not None for row in rows)]
     cells = [[_cell(name, row) for name in names] for row in rows]
     return [FORMS[name][0] if name in FORMS else name.replace("_", " ") for name in names], cells
 

@@ -25,7 +25,14 @@ from torchtitan_diloco.log import UserError
 CACHE_SECONDS = 1.0
 RETRY_SECONDS = 5.0
 GAUGES: dict[str, tuple[str, ...]] = {
-    "run": ("tokens_merged", "total_tokens", "tokens_per_second", "eta_seconds", "loss", "goodput"),
+    "run": (
+        "tokens_merged",
+        "total_tokens",
+        "tokens_per_second",
+        "eta_seconds",
+        "loss",
+        "kept_samples",
+    ),
     "island": (
         *("trains", "step", "tokens", "tokens_per_second", "loss", "waited", "round_trip_seconds"),
         *("upload_bytes_per_second", "late_parts", "part_in_rounds", "heard_seconds_ago"),

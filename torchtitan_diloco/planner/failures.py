@@ -1,4 +1,4 @@
-"""Predict goodput: the share of the chips' time that makes steps whose work is kept.
+"""Predict kept time, or goodput: the share of the chips' time that makes steps whose work is kept.
 
 Chips fail independently. A failure stops a job. After a pause it goes on from its last checkpoint
 (`job_goodput`, exact for failures at random times). Elastic data parallelism goes on from the state
@@ -186,7 +186,7 @@ def outlooks_text(found: Sequence[Outlook], chosen: Outlook) -> str:
         ]
         for one in found
     ]
-    columns = ["training as", "goodput", "stops every", "for", "checkpoint every"]
+    columns = ["training as", "kept time", "stops every", "for", "checkpoint every"]
     return markdown_table(columns, rows)
 
 

@@ -10,19 +10,27 @@ import numpy as np
 
 from torchtitan_diloco.components.metrics import time_shares
 from torchtitan_diloco.components.records import number
-from torchtitan_diloco.islands.overview import Stay
+from torchtitan_diloco.islands.overview import GAP_FACTOR, LEAST_GAP, Stay
 from torchtitan_diloco.islands.page import Lanes, lanes_of
 from torchtitan_diloco.report.charts import (
     PHASE_COLOURS,
     SERIES,
     Curve,
+    Exchange,
     heat_map,
     line_chart,
     phases,
     series_colour,
     timeline_svg,
 )
-from torchtitan_diloco.report.run_records import ELAPSED_SECONDS, Array, Run, Worker, of_known
+from torchtitan_diloco.report.run_records import (
+    ELAPSED_SECONDS,
+    Array,
+    Run,
+    Worker,
+    ended_at,
+    of_known,
+)
 
 TOKENS = "train/tokens"
 SHARE_COLOURS = {
@@ -171,8 +179,13 @@ def _verdicts(run: Run) -> Figure | None:
         return None
     stays = [Stay(f"{one.culprit}: {one.what}", [[one.time, end]]) for one, end in run.verdicts]
     first = min(start.time for worker in run.workers for start in worker.starts)
-    lanes = lanes_of([Stay("run", [[first, first]]), *stays])
-    caption = "Bar: from when a verdict was made until it was over. The table has the evidence."
+    times = (number(one.get("time")) for worker in run.workers for one in worker.steps)
+    last = max(filter(math.isfinite, times), default=first)
+    lanes = lanes_of([Stay("run", [[first, max(first, last)]]), *stays])
+    caption = (
+        "Bar: from when a verdict was made until it was over, or the process that made it ended. "
+        "The table has the evidence."
+    )
     return Figure(f"Verdicts of {run.name}", caption, [], lanes=lanes._replace(rows=lanes.rows[1:]))
 
 
@@ -227,8 +240,8 @@ def _sent(runs: Sequence[Run], x: Axis) -> Figure | None:
 def _time_shares(runs: Sequence[Run]) -> Figure | None:
     bars = {run.name: time_shares(run.totals) for run in runs if run.totals}
     caption = (
-        "Shares of the training thread's time, mean over workers and the run. Exposed "
-        "communication is what training did not hide."
+        "Shares of the training time, without validations and saves, mean over all ranks. Exposed "
+        "communication is what is not hidden behind training."
     )
     if any(np.isnan(shares["exposed communication"]) for shares in bars.values()):
         caption += " In data parallelism, communication is part of compute."
@@ -242,13 +255,31 @@ def _timelines(runs: Sequence[Run]) -> list[Figure]:
     found = []
     for run in runs:
         title = "The last exchanges" + (f", {run.name}" if len(runs) > 1 else "")
-        shown, fewer = (phases(run.exchanges[-count:]) for count in (8, 3))
+        shown, fewer = (phases(latest(run, count)) for count in (8, 3))
         if any(phase.seconds > 0 for phase in fewer):
             legend = [Key(*entry) for entry in PHASE_COLOURS.items()]
             svg = timeline_svg(title, shown, run.worker_names)
             narrow_svg = timeline_svg(title, fewer, run.worker_names, NARROW)
             found.append(Figure(title, TIMELINE_CAPTION, legend, svg=svg, narrow_svg=narrow_svg))
     return found
+
+
+def latest(run: Run, count: int) -> list[Exchange]:
+    """Return the last exchanges, at most so many, without those before a pause of the run.
+
+    Of an exchange that one island made up for long after the others, its part is left.
+    """
+    chosen = [one for one in run.exchanges[-count:] if math.isfinite(ended_at(one))]
+    ends = np.array([ended_at(one) for one in chosen])
+    gaps = np.diff(ends)
+    longest = max(LEAST_GAP, GAP_FACTOR * np.median(gaps)) if gaps.size else math.inf
+    (pauses,) = np.nonzero(gaps > longest)
+    first = pauses[-1] + 1 if pauses.size else 0
+    apart = longest if run.is_of_islands else math.inf  # clocks of a job's workers may differ
+    return [
+        [None if one is None or one.ended < end - apart else one for one in exchange]
+        for exchange, end in zip(chosen[first:], ends[first:], strict=True)
+    ]
 
 
 def _rounds(run: Run, title: str, unit: str, caption: str, field: str) -> Figure | None:

@@ -16,12 +16,12 @@ import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from matplotlib.ticker import EngFormatter
 
-from torchtitan_diloco.components.metrics import hidden_percent, time_shares, utilisation_percent
+from torchtitan_diloco.components.metrics import compute_percent, exposed_percent, hidden_percent
 from torchtitan_diloco.components.records import NAN
 from torchtitan_diloco.config.schema import format_value
 from torchtitan_diloco.islands.overview import LEAST_GAP
 from torchtitan_diloco.islands.page import TEMPLATES, time_text
-from torchtitan_diloco.log import Parser, UserError, brief, clock, command_line
+from torchtitan_diloco.log import Parser, UserError, brief, clock, command_line, counted
 from torchtitan_diloco.report.charts import Exchange, css_variables
 from torchtitan_diloco.report.figures import figures
 from torchtitan_diloco.report.run_records import Run, Worker, of_known, open_runs
@@ -99,7 +99,7 @@ def html_page(runs: Sequence[Run]) -> str:
 
 
 def describe(run: Run) -> str:
-    workers = f"{run.size} worker{'s' * (run.size > 1)}" if run.size else ""
+    workers = counted(run.size, "worker") if run.size else ""
     if run.log is not None:
         workers = f"{len({stay.name for stay in run.stays})} islands"
     elif run.is_of_islands:
@@ -163,28 +163,31 @@ def _facts(run: Run) -> dict[str, Cell]:
     steps_of = f" of {names[0]}" if run.is_of_islands else ""
     scope = f"{len(names)} of {run.size} islands" if run.is_of_islands else "all workers"
     whose = f", mean of {len(names)} islands" if len(names) > 1 else f", {owner}"
-    whose = whose if run.is_of_islands else ""
+    whose = whose if run.is_of_islands else ", all workers"
     validation_note = f"nats per held-out token, step {validated:,}"
-    byte_note = "of the same text, with any tokenizer"
+    byte_note = "of the same text, comparable between tokenizers"
     tokens, elapsed = run.last("train/tokens")[1], run.last("worker/elapsed_seconds")[1]
     days = "days, " if elapsed >= 86_400 else ""
-    totals, exposed = run.totals, time_shares(run.totals)["exposed communication"]
+    totals, kept = run.totals, run.kept_time
     headline = run.log.headline if run.log else {}
     return {
         "loss of the shared model": _cell(shared_loss, _loss, validation_note),
         "in bits per byte": _cell(run.last("loss/bits_per_byte")[1], _loss, byte_note),
         "training loss": _cell(loss, _loss, f"nats per token, {owner}, step {trained:,}"),
-        "tokens": _cell(tokens, _count, f"of the run, {run.last_step:,} steps{steps_of}"),
+        "tokens": _cell(tokens, _count, f"of the run, {counted(run.last_step, 'step')}{steps_of}"),
         **{name: Cell(text, "by its log") for name, text in headline.items()},
-        "time": _cell(elapsed, clock, f"{days}h:mm:ss, with validations"),
+        "time": _cell(elapsed, clock, f"{days}h:mm:ss, up to the last logged step"),
         "tokens/s": _cell(run.tokens_per_second, _count, f"{scope}, median"),
-        **_sent_bytes(run, whose),
-        "communication hidden": _cell(
-            hidden_percent(totals), _percent, f"of the exchanges' time{whose}"
+        **_sent_bytes(run, whose if run.is_of_islands else ", mean over workers"),
+        "hidden": _cell(hidden_percent(totals), _percent, f"of the exchanges' time{whose}"),
+        "compute share": _cell(compute_percent(totals), _percent, f"of the training time{whose}"),
+        "exposed communication": _cell(
+            exposed_percent(totals), _percent, f"of the training time{whose}"
         ),
-        "exposed communication": _cell(exposed, _percent, f"of the training time{whose}"),
-        "utilisation": _cell(
-            utilisation_percent(totals), _percent, f"of the training steps{whose}"
+        "kept time": _cell(
+            kept.get("run", math.nan),
+            _percent,
+            f"of the wall time, {kept.get('last hour', math.nan):.1f} % in the last hour",
         ),
     }
 

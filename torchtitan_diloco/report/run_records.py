@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -13,7 +13,13 @@ import numpy as np
 import tomli
 from numpy.typing import NDArray
 
-from torchtitan_diloco.components.metrics import Record, Totals, all_reduce_bytes, totals_of
+from torchtitan_diloco.components.metrics import (
+    Record,
+    Totals,
+    all_reduce_bytes,
+    kept_time,
+    totals_of,
+)
 from torchtitan_diloco.components.records import (
     METRICS_FILE,
     RoundRecord,
@@ -71,6 +77,22 @@ class Worker:
             if missed[one.fragment] > one.sent_step and math.isfinite(at):
                 stay.late.append(at)
         return stay
+
+    @property
+    def begun_verdicts(self) -> Iterator[VerdictRecord]:
+        return (one for one in self.verdicts if not one.over)
+
+    def end_of(self, verdict: VerdictRecord) -> float:
+        """Return when a verdict was over, or the last sign of life of the process that made it: the
+        next one begins without verdicts."""
+        restarts = (start.time for start in self.starts if start.time > verdict.time)
+        end = min(restarts, default=math.inf)
+        for one in self.verdicts:
+            same = (one.what, one.culprit) == (verdict.what, verdict.culprit)
+            if one.over and same and verdict.time <= one.time < end:
+                return one.time
+        signs = (number(one.get("time")) for one in self.steps)
+        return max((at for at in signs if verdict.time <= at < end), default=verdict.time)
 
     @cached_property
     def totals(self) -> Totals:
@@ -138,7 +160,10 @@ class Run:
 
     @cached_property
     def totals(self) -> Totals:
-        """Means of the workers' totals, for the steps of the first: others may begin later."""
+        """Totals of the curves' worker, where world/ is of all ranks. Of islands, the means of
+        their totals, for the steps of the first: others may begin later."""
+        if not self.is_of_islands:
+            return self.source.totals
         each = [worker.totals for worker in self.workers]
         steps = [own.get("worker/steps") or 1.0 for own in each]
         each = [
@@ -150,7 +175,8 @@ class Run:
 
     @cached_property
     def exchanges(self) -> list[list[RoundRecord | None]]:
-        """The rounds of all workers, in the order of the first worker that has them."""
+        """The rounds of all workers, in the order of time. Those whose time is not known come
+        first."""
         found = defaultdict[tuple[int, int], list[RoundRecord | None]](
             lambda: [None] * len(self.workers)
         )
@@ -158,7 +184,7 @@ class Run:
             for record in worker.rounds:
                 turn = record.outer_round if self.is_of_islands else record.sent_step
                 found[turn, record.fragment][place] = record
-        return list(found.values())
+        return sorted(found.values(), key=ended_at)
 
     @property
     def worker_names(self) -> list[str]:
@@ -184,22 +210,22 @@ class Run:
 
     @cached_property
     def verdicts(self) -> list[tuple[VerdictRecord, float]]:
-        """Verdicts about the workers, and when each was over, or the last record was written.
+        """Verdicts about the workers, and when each was over, or the process that made it wrote its
+        last record.
 
         The workers of one job say the same, islands each what they find.
         """
-        found = list[tuple[VerdictRecord, float]]()
-        for worker in self.workers if self.is_of_islands else self.workers[:1]:
-            standing = dict[tuple[str, str], VerdictRecord]()
-            for one in worker.verdicts:
-                begun = standing.pop((one.what, one.culprit), None)
-                if not one.over:
-                    standing[one.what, one.culprit] = one
-                elif begun is not None:
-                    found.append((begun, one.time))
-            end = max((number(one.get("time")) for one in worker.steps), default=np.nan)
-            found += [(one, max(one.time, end)) for one in standing.values()]
+        judging = self.workers if self.is_of_islands else self.workers[:1]
+        found = [(one, worker.end_of(one)) for worker in judging for one in worker.begun_verdicts]
         return sorted(found, key=lambda pair: pair[0].time)
+
+    @property
+    def kept_time(self) -> dict[str, float]:
+        """Percent of the wall time, by span, that went into steps that were kept, if it is known.
+        Islands keep the work of others, which their records do not tell."""
+        source = self.source
+        starts = [start.time for start in source.starts]
+        return {} if self.is_of_islands else kept_time(starts, source.steps)
 
     @property
     def tokens_per_second(self) -> float:
@@ -227,6 +253,12 @@ class Run:
         if self.parameters is None or self.size <= 1:
             return steps * np.nan
         return steps * all_reduce_bytes(self.parameters, self.size)
+
+
+def ended_at(exchange: Iterable[RoundRecord | None]) -> float:
+    """Return the latest moment of an exchange, on the clock of its worker, else -inf."""
+    ends = (one.ended for one in exchange if one is not None)
+    return max(filter(math.isfinite, ends), default=-math.inf)
 
 
 def of_known(function: Callable[[Array], Any], values: Array) -> float:
@@ -309,8 +341,8 @@ def _read_worker(file: Path, name: str) -> Worker:
                     verdicts.append(from_record(VerdictRecord, record))
                 case {"kind": _}:
                     pass  # of another version
-                case {"step": int(step)}:
-                    steps.setdefault(step, {}).update(record)
+                case {"step": int(step)}:  # the time of a step is not that of its validation
+                    steps[step] = record | steps.get(step, {})
                 case _:
                     unreadable += 1
         except msgspec.ValidationError:

@@ -1,0 +1,138 @@
+"""The table at the end of a run, which shows the figures of its report under the same names."""
+
+import re
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.components.test_telemetry import PLAN, SENT, Clock, Outer, telemetry, train
+from tests.test_trainer import records
+from torchtitan_diloco.components import telemetry as module
+from torchtitan_diloco.components.metrics import all_reduce_bytes, kept_time
+from torchtitan_diloco.components.summary import log_summary
+from torchtitan_diloco.components.telemetry import StepResult
+from torchtitan_diloco.distributed.collectives import PendingSum
+from torchtitan_diloco.report.page import facts_table
+from torchtitan_diloco.report.run_records import open_runs
+
+OF_TWO = replace(PLAN, parameters=10**6, ranks=2)
+
+
+class Uneven(Outer):
+    """Sends, exchanges and waits as it is told, for an applied round at each step."""
+
+    def __init__(self, sent: float, exchange: float, waiting: float, merging: float) -> None:
+        super().__init__()
+        self.exposed_seconds = 0.0
+        self._each = {SENT: sent, "worker/fragments_applied": 1.0}
+        self._each |= {"worker/exchange_seconds": exchange}
+        self._each |= {"worker/exposed_waiting_seconds": waiting}
+        self._each |= {"worker/exposed_seconds": waiting + merging}
+
+    def step(self) -> None:
+        super().step()
+        self.exposed_seconds += self._each["worker/exposed_seconds"]
+        Clock.now += 0.7 + self._each["worker/exposed_seconds"]
+
+    def train_step(self) -> StepResult:
+        self.step()
+        return StepResult(64.0, 1.0, skipped=False)
+
+    def metrics(self) -> dict[str, float]:
+        return dict(self._each)
+
+
+def train_workers(folder: Path, steps: range) -> None:
+    """Train two workers of which only the second waits, and log every other step."""
+    outers = Uneven(3e6, 0.5, 0.0, 0.01), Uneven(4e6, 1.1, 0.37, 0.05)
+    begin = steps[0] - 1
+    with ExitStack() as stack:
+        workers = [
+            stack.enter_context(
+                telemetry(folder, outer, rank=rank, workers=2, step=begin, plan=OF_TWO)
+            )
+            for rank, outer in enumerate(outers)
+        ]
+        for step in steps:
+            each = []
+            for own, outer in zip(workers, outers, strict=True):
+                own.measure(outer.train_step)
+                Clock.now += 0.2
+                each.append(own.numbers(agreement_seconds=0.03 * (step - begin)))
+            summed = [0.0, 0.0, *map(sum, zip(*each, strict=True))]
+            for own in workers:
+                if step % 2 == 0:
+                    own.open(step, 0.1, PendingSum(own.world, summed, "in the test"))
+                own.publish(all=True)
+        Clock.now += 3.0  # of the validation
+        workers[0].write(steps[-1], {"loss/val": 1.5})
+        log_summary(workers[0], folder, steps[-1], (steps[-1], 1.5, 2.0), has_control=True)
+
+
+def logged(messages: Sequence[str]) -> dict[str, str]:
+    """Return the rows of the table at the end by their names."""
+    pairs = (re.split(r" {2,}", line, maxsplit=1) for line in messages)
+    return dict(pair for pair in pairs if len(pair) == 2)
+
+
+def test_the_table_at_the_end_has_the_figures_of_the_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of a run that was started twice, with workers that differ."""
+    monkeypatch.setattr(module, "time", Clock())
+    train_workers(tmp_path, range(1, 5))
+    Clock.now += 9.0
+    caplog.clear()
+    with caplog.at_level("INFO", "torchtitan_diloco"):
+        train_workers(tmp_path, range(5, 13))
+    (run,) = open_runs([tmp_path])
+    report = {name.text: cell for name, cell in facts_table([run]).rows}
+    log = logged(caplog.messages)
+    shared = set(log) & set(report)
+    assert shared == {
+        "loss of the shared model",
+        "sent by each worker",
+        "data parallelism would send",
+        "hidden",
+        "compute share",
+        "kept time",
+    }
+    for name in shared:
+        assert log[name].startswith(report[name].text), name
+    assert log["hidden"].startswith(f"{100 * (1 - 0.37 / 1.6):.1f} %"), "of both workers"
+    last_hour = re.findall(r"[\d.]+ % in the last hour", log["kept time"])
+    assert last_hour[0] in report["kept time"].note
+    first, second = (records(tmp_path, worker=worker)[0] for worker in (0, 1))
+    for name in ("sync/hidden_percent", "speed/compute_percent", "sync/exposed_percent"):
+        assert 0 < first[name] == second[name] < 100, name
+
+
+def test_the_summary_counts_islands_that_came_later(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    own = telemetry(None)
+    train(own, range(1, 9))
+    caplog.set_level("INFO", "torchtitan_diloco")
+    log_summary(own, tmp_path, 10, None, has_control=False)
+    expected = 8 * all_reduce_bytes(PLAN.parameters, 2) / 1e6
+    assert f"{expected:,.1f} MB (bf16 gradients, every step)" in caplog.text
+    assert " MB after step 2, counted in the buffers" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("starts", "steps", "expected"),
+    [
+        ([0.0], {100.0: 100.0}, {}),
+        ([0.0, 200.0], {100.0: 100.0, 400.0: 200.0}, {"run": 75.0, "last hour": 75.0}),
+        ([0.0], {3600.0: 2700.0, 7200.0: 1800.0}, {"run": 62.5, "last hour": 50.0}),
+    ],
+)
+def test_kept_time_is_the_share_of_the_wall_time_in_steps_that_are_kept(
+    starts: list[float], steps: dict[float, float], expected: dict[str, float]
+) -> None:
+    records = [{"time": at, "world/step_seconds": took} for at, took in steps.items()]
+    records.append({"time": 9e9, "loss/val": 1.0})
+    assert kept_time(starts, records) == expected

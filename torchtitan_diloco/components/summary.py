@@ -1,0 +1,100 @@
+"""The table at the end of a run.
+
+Its figures have the names and values of a report (report/page.py): both are computed from the
+records, with the functions of metrics.py.
+"""
+
+import math
+import os
+import shlex
+from pathlib import Path
+
+from torchtitan_diloco.components.metrics import (
+    all_reduce_bytes,
+    compute_percent,
+    hidden_percent,
+    kept_time,
+)
+from torchtitan_diloco.components.telemetry import SENT, Telemetry
+from torchtitan_diloco.log import LOCAL_ISLANDS, clock, command_line, logger
+
+
+def log_summary(
+    telemetry: Telemetry,
+    folder: Path,
+    step: int,
+    validated: tuple[int, float, float] | None,
+    *,
+    has_control: bool,
+) -> None:
+    """Log the figures of a run, and the commands to run next.
+
+    `has_control`: a run with data parallelism and the same settings sees the same data.
+    """
+    figures = {}
+    if validated is not None:
+        after, loss, bits = validated
+        figures["loss of the shared model"] = (
+            f"{loss:.4f} nats per held-out token, {bits:.4f} bits per byte, after step {after}"
+        )
+    if telemetry.workers > 1:
+        figures |= _bytes_sent(telemetry, step) | _shares(telemetry)
+    figures |= _kept_time(telemetry)
+
+    commands = {}
+    if has_control and telemetry.workers > 1 and SENT in telemetry.totals:
+        config = shlex.quote(str(folder / "config.toml"))
+        control = f"{command_line('train')} --config {config} --diloco.method none"
+        commands["to compare with data parallelism, run"] = control
+    whole = shlex.quote(os.environ.get(LOCAL_ISLANDS, str(folder)))
+    commands["to see where the time went, run"] = f"{command_line('report')} {whole}"
+    for table in (figures, commands):
+        width = max(map(len, table), default=0)
+        for name, text in table.items():
+            logger.info(f"{name:<{width}}  {text}")
+    logger.info(f"took {clock(telemetry.elapsed_seconds)}; the run is in {folder}")
+
+
+def _bytes_sent(telemetry: Telemetry, step: int) -> dict[str, str]:
+    """Return what each worker has sent, and would send with data parallelism."""
+    totals = telemetry.totals
+    steps = round(totals.get("worker/steps", 0))
+    since = f" after step {step - steps}" if steps < step else ""
+    expected = steps * all_reduce_bytes(telemetry.plan.parameters, telemetry.workers)
+    would_send = f"{expected / 1e6:,.1f} MB"
+    gradients = "(bf16 gradients, every step)"
+    if (sent := totals.get(SENT)) is None:
+        return {"sent by each worker": f"about {would_send}{since} {gradients}"}
+    whole_cycle = totals.get("worker/fragments_applied", 0) >= len(telemetry.outer.fragments)
+    ratio = f", {expected / sent:,.1f} times as much" if sent and whole_cycle else ""
+    return {
+        "sent by each worker": f"{sent / 1e6:,.1f} MB{since}, counted in the buffers",
+        "data parallelism would send": f"{would_send} {gradients}{ratio}",
+    }
+
+
+def _shares(telemetry: Telemetry) -> dict[str, str]:
+    """Return what communication has cost."""
+    totals, rows = telemetry.totals, {}
+    scope = "all workers" if telemetry.world.workers > 1 else "this island"
+    if math.isfinite(hidden := hidden_percent(totals)):
+        took, waited = totals["world/exchange_seconds"], totals["world/exposed_waiting_seconds"]
+        rows["hidden"] = (
+            f"{hidden:.1f} % of the exchanges' time, {scope} (training waited for {waited:.2f} of "
+            f"{took:.2f} s)"
+        )
+    if math.isfinite(computing := compute_percent(totals)):
+        rows["compute share"] = f"{computing:.1f} % of the training time, {scope}"
+    return rows
+
+
+def _kept_time(telemetry: Telemetry) -> dict[str, str]:
+    records = telemetry.files.read() if telemetry.world.is_first else []
+    starts = [one["time"] for one in records if one.get("kind") == "start"]
+    kept = kept_time(starts, [one for one in records if "kind" not in one])
+    if not kept:
+        return {}
+    return {
+        "kept time": f"{kept['run']:.1f} % of the wall time went into steps that were kept "
+        f"({kept['last hour']:.1f} % in the last hour)"
+    }
