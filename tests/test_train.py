@@ -86,9 +86,11 @@ def test_a_process_that_others_do_not_reach_says_over_which_interface(
     [("return 0", 0, "goodbye"), ("return 3", 3, ""), ("raise OSError('odd')", 1, "OSError: odd")],
 )
 def test_only_a_process_that_ends_in_order_says_goodbye(body: str, code: int, says: str) -> None:
-    """Exit handlers run only then: they tell the other ranks that this one has ended in order."""
+    """Exit handlers run only then: they tell the other ranks that this one has ended in order.
+    Objects are not freed, which takes long, and may abort."""
     program = (
         "import atexit\nfrom torchtitan_diloco.log import run_and_exit\n"
+        "class Kept:\n    def __del__(self):\n        print('freed')\nkept = Kept()\n"
         f"atexit.register(print, 'goodbye')\ndef main(_):\n    {body}\nrun_and_exit(main, [])"
     )
     done = subprocess.run(
@@ -97,6 +99,7 @@ def test_only_a_process_that_ends_in_order_says_goodbye(body: str, code: int, sa
     assert done.returncode == code
     assert says in done.stdout + done.stderr
     assert ("goodbye" in done.stdout) == (code == 0)
+    assert "freed" not in done.stdout
 
 
 # --- what a run needs -----------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 import gc
 from collections.abc import Iterator
-from contextlib import closing, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -106,8 +106,8 @@ class Trainer:
         self._resume()
         self.begin()
         own_folder = folder_of_worker(folder, self.world.worker)
-        gc.disable()  # all ranks collect garbage after the same steps
         with (
+            _without_automatic_collections(),
             lock or nullcontext(),
             StopRequest(self.world, answer_lag(self.world, config.diloco)) as stop,
             self._open_telemetry(folder) as telemetry,
@@ -147,7 +147,6 @@ class Trainer:
             self.outer.drain()
             checkpointer.wait()
         early = not self.finished if self.island is None else self.island.close()
-        gc.enable()
         self._log_end(folder, telemetry, early=early)
         if checkpointer.failure:
             raise UserError(
@@ -368,3 +367,13 @@ class Trainer:
         weights = weights_fingerprint("" if self.start.manifest else self.config.model.weights)
         facts |= {"tokenizer": self.tokenizer.fingerprint, "model.weights": weights}
         agree(facts, self.world.control, "rank")
+
+
+@contextmanager
+def _without_automatic_collections() -> Iterator[None]:
+    """Leave it to the body when garbage is collected: on all ranks after the same steps."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()

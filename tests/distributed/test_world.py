@@ -150,6 +150,15 @@ def test_an_interface_is_for_groups_between_workers_only(processes: ProcessPool)
         assert all(joins == interface.endswith(",") for joins, interface in seen)
 
 
+def test_a_failure_leaves_no_interface_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    for before in ("", "eth0"):
+        monkeypatch.setenv(world_module.GLOO_INTERFACE, before)
+        with pytest.raises(OSError, match="odd"), world_module._gloo_over("eth1"):
+            assert os.environ[world_module.GLOO_INTERFACE] == "eth1"
+            raise OSError("odd")
+        assert os.environ[world_module.GLOO_INTERFACE] == before
+
+
 # --- TCP streams between workers ------------------------------------------------------------------
 
 

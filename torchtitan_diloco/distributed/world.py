@@ -214,10 +214,12 @@ def _gloo_over(interfaces: str) -> Iterator[None]:
     before = os.environ.get(GLOO_INTERFACE)
     if interfaces:
         os.environ[GLOO_INTERFACE] = interfaces
-    yield
-    os.environ.pop(GLOO_INTERFACE, None)
-    if before is not None:
-        os.environ[GLOO_INTERFACE] = before
+    try:
+        yield
+    finally:
+        os.environ.pop(GLOO_INTERFACE, None)
+        if before is not None:
+            os.environ[GLOO_INTERFACE] = before
 
 
 def _check_interface(name: str, *, for_nccl: bool) -> None:
