@@ -1,4 +1,4 @@
-"""Check imports between packages, names of other packages, and the lengths of files and functions."""
+"""Check imports, names of other packages, and the lengths of files and functions."""
 
 import ast
 from functools import cache
@@ -109,14 +109,17 @@ def private_names(parsed: ast.Module) -> list[str]:
     for node in ast.walk(parsed):
         if not isinstance(node, ast.Import | ast.ImportFrom):
             continue
+        origin = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
         for alias in node.names:
-            module = f"{node.module}.{alias.name}" if isinstance(node, ast.ImportFrom) else alias.name
-            if module.startswith("torchtitan_diloco"):
+            imported = origin + alias.name
+            if imported.startswith("torchtitan_diloco"):
                 continue
-            if any(is_private(part) for part in module.split(".")):
-                found.append(module)
-            name = alias.asname or alias.name.split(".")[0]
-            modules[name] = module if alias.asname or isinstance(node, ast.ImportFrom) else name
+            if any(is_private(part) for part in imported.split(".")):
+                found.append(imported)
+            if alias.asname or origin:
+                modules[alias.asname or alias.name] = imported
+            else:  # `import a.b` binds a
+                modules[imported.split(".")[0]] = imported.split(".")[0]
     for node in ast.walk(parsed):
         if isinstance(node, ast.Attribute) and is_private(node.attr):
             root, _, rest = ast.unparse(node).partition(".")

@@ -4,6 +4,7 @@ import logging
 import math
 import os
 import socket
+from contextlib import suppress
 from itertools import combinations
 from typing import Any
 
@@ -153,9 +154,9 @@ def test_an_interface_is_for_groups_between_workers_only(processes: ProcessPool)
 def test_a_failure_leaves_no_interface_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     for before in ("", "eth0"):
         monkeypatch.setenv(world_module.GLOO_INTERFACE, before)
-        with pytest.raises(OSError, match="odd"), world_module._gloo_over("eth1"):
+        with suppress(OSError), world_module._gloo_over("eth1"):
             assert os.environ[world_module.GLOO_INTERFACE] == "eth1"
-            raise OSError("odd")
+            raise OSError
         assert os.environ[world_module.GLOO_INTERFACE] == before
 
 
