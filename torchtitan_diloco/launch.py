@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchtitan_diloco.config import Config, from_command_line
 from torchtitan_diloco.hardware import available_cores, end_with_parent, raise_open_files_limit
+from torchtitan_diloco.help import print_help
 from torchtitan_diloco.log import (
     FENCED,
     SAME_SIGNAL_SECONDS,
@@ -53,10 +54,11 @@ NO_RUN_ID = "none"
 def main(arguments: list[str], module: str = "torchtitan_diloco.train") -> int:
     """Run `module` with `arguments` in every process of this machine and return the exit code."""
     try:
+        if print_help(arguments):
+            return 0
         config = from_command_line(arguments)
-        if config is None:  # --help or --print-config
-            if not {"--help", "-h"}.intersection(arguments):
-                _say_what_is_missing(arguments)
+        if config is None:  # --print-config
+            _say_what_is_missing(arguments)
             return 0
         from torchtitan_diloco.preflight import check_inputs
 

@@ -25,6 +25,7 @@ from torchtitan_diloco.diloco import WorkerLostError
 from torchtitan_diloco.distributed.collectives import RanksLostError
 from torchtitan_diloco.distributed.world import World, join_world, leave_world
 from torchtitan_diloco.hardware import raise_open_files_limit
+from torchtitan_diloco.help import print_help
 from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.members import IslandFailedError, IslandFencedError
 from torchtitan_diloco.log import (
@@ -42,6 +43,8 @@ from torchtitan_diloco.trainer import Trainer
 
 
 def main(arguments: list[str]) -> int:
+    if print_help(arguments):
+        return 0
     try:
         config = from_command_line(arguments)
     except ConfigError as error:
