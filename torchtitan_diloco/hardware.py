@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 PR_SET_PDEATHSIG, SIOCGIFADDR = 1, 0x8915
 GIB = 2**30
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+"""Environment variable: network interfaces of gloo, with commas."""
 CGROUP = Path("/sys/fs/cgroup")
 PEAK_BF16_FLOPS = {
     "B200": 2.25e15,
@@ -47,6 +49,17 @@ def check_device(wanted: str) -> None:
             'run.device = "cuda", but torch sees no GPU here: use "auto" or "cpu", or check the '
             "driver"
         )
+
+
+def check_interfaces(setting: str, names: str) -> None:
+    """Raise an error if this machine lacks one of the network interfaces of a setting."""
+    present = [name for _, name in socket.if_nameindex()]
+    for name in filter(None, names.split(",")):
+        if name not in present:
+            raise UserError(
+                f"{setting}: {name} is no network interface of this machine: choose one of "
+                f"{', '.join(present)}, or leave it out"
+            )
 
 
 def peak_flops(device: "torch.device") -> float | None:

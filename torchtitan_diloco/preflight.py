@@ -9,7 +9,7 @@ from torchtitan_diloco.config import Config
 from torchtitan_diloco.data.corpus import find_corpus
 from torchtitan_diloco.data.text import HUGGING_FACE_PREFIX
 from torchtitan_diloco.data.tokenizer import build_tokenizer
-from torchtitan_diloco.hardware import check_device
+from torchtitan_diloco.hardware import GLOO_INTERFACE, check_device, check_interfaces
 from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.server_folder import find_server
 from torchtitan_diloco.log import UserError, command_line, install_command, installed
@@ -44,8 +44,16 @@ def missing(config: Config) -> Iterator[str]:
         yield from _tried(find_server)
     if config.islands.join:
         yield from _tried(Join.parse, config.islands.join)
+    yield from _missing_interfaces(config)
     yield from _tried(_check_folder, config)
     yield from files
+
+
+def _missing_interfaces(config: Config) -> Iterator[str]:
+    chosen = config.diloco.link.interface
+    yield from _tried(check_interfaces, f'diloco.link.interface = "{chosen}"', chosen)
+    of_gloo = os.environ.get(GLOO_INTERFACE, "")
+    yield from _tried(check_interfaces, f"{GLOO_INTERFACE}={of_gloo}", of_gloo)
 
 
 def _check_folder(config: Config) -> None:
