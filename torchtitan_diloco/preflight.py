@@ -115,11 +115,14 @@ def _prepare_options(config: Config) -> list[str]:
 
 
 def _check_model(config: Config) -> None:
-    """Raise an error if the settings of the model, the tokenizer and the weights do not fit."""
+    """Raise an error if settings of model, fragments, tokenizer and weights do not fit."""
+    from torchtitan_diloco.diloco.fragments import build_fragments
     from torchtitan_diloco.export.weights import check_weights
     from torchtitan_diloco.models import build_model, vocabulary_rows
 
     rows = vocabulary_rows(config.model, build_tokenizer(config.data.tokenizer).vocab_size)
     model = build_model(config.model, rows, config.training.sequence_length)
+    if config.diloco.method != "none":
+        build_fragments(model, config.diloco.fragments)
     if config.model.weights and not _goes_on(config):
         check_weights(model, config.model.weights)

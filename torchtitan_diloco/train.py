@@ -100,8 +100,8 @@ def join(config: Config) -> World:
         if not interface and (interface := os.environ.get(GLOO_INTERFACE, "")):
             key = GLOO_INTERFACE
         raise RanksLostError(
-            f"could not connect to all other processes over the {interface or 'default'} interface (failed "
-            f"after {time.monotonic() - started:.0f} s, distributed.init_timeout_seconds = "
+            f"could not connect to all other processes over the {interface or 'default'} interface "
+            f"(failed after {time.monotonic() - started:.0f} s, distributed.init_timeout_seconds = "
             f"{config.distributed.init_timeout_seconds}): if no other console has an earlier "
             f"error, set {key} to one that leads to the other nodes, and open its "
             f"ports (docs/troubleshooting.md) ({cause_of(error)})"

@@ -126,6 +126,7 @@ def test_malformed_command_lines(words: str, reason: str) -> None:
         ("training.batch_size", "3\nx = 4", ": expected a whole number"),
         ("training.steps", "1" * 400, ": expected a number that fits in 64 bits"),
         ("training.z_loss", "inf", ": expected a number that fits in 64 bits"),
+        ("optimizer.lr", "1e400", ": expected a number that fits in 64 bits"),
         ("optimizer.lr", "101", ": expected a number <= 100.0"),
         ("optimizer.lr", "nan", ": expected a number > 0.0"),
         ("optimizer.weight_decay", "x", ": expected a number, or one of 1/steps"),
@@ -242,6 +243,7 @@ TOPK = {"diloco.quantization.codec": "topk", "diloco.outer_optimizer.name": "sgd
         ({"training.steps": "0"}, "training.steps"),
         ({"training.steps": "5", "training.tokens": "1000"}, "training.tokens"),
         ({"run.name": "../elsewhere"}, "run.name"),
+        ({"training.steps": "4", "training.stop_after": "9"}, "training.stop_after"),
         ({"diloco.overlap.delay": "10"}, "diloco.overlap.delay"),
         ({"diloco.beginning.sync_every": "3"}, "diloco.beginning.sync_every"),
         (

@@ -26,6 +26,7 @@ from tests.islands.written import Log
 from torchtitan_diloco.islands import reader
 from torchtitan_diloco.islands.__main__ import main
 from torchtitan_diloco.islands.config import Join, LoginError
+from torchtitan_diloco.islands.log import State
 from torchtitan_diloco.islands.members import Hint
 from torchtitan_diloco.islands.records import Give, encode
 from torchtitan_diloco.islands.server import make_streams, open_folder
@@ -345,6 +346,15 @@ def test_status_and_leave(island: Listener, capsys: pytest.CaptureFixture[str]) 
     share = {"part_in_rounds": 1.0, "rounds_since_last_part": 0}
     assert slot == {"slot": 0, "owner": "a"} | means | share
     assert (other["waiting"], other["rounds_since_last_part"]) == (15, 1)
+
+
+def test_nobody_leaves_a_run_that_has_ended(
+    island: Listener, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(State, "ended", property(lambda _: True, lambda *_: None))
+    assert main(["leave", "a", "--join", str(island.join)]) == USER_ERROR
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == "error: a has nothing to leave: the run r has ended"
 
 
 # --- several islands on this machine --------------------------------------------------------------

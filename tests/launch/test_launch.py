@@ -51,7 +51,7 @@ def test_several_nodes_need_all_variables(variables: dict[str, str]) -> None:
         read_nodes(variables)
     with pytest.raises(ValueError, match="h:99999 must be host:port"):
         read_nodes(SECOND | {"RDZV_ENDPOINT": "h:99999"})
-    with pytest.raises(ValueError, match="NODE_RANK=5 is too large for NNODES=2: .* from 0 to 1"):
+    with pytest.raises(ValueError, match=r"NODE_RANK=5 is too large for NNODES=2: .* from 0 to 1"):
         read_nodes(SECOND | {"RDZV_ENDPOINT": "h", "NODE_RANK": "5"})
 
 

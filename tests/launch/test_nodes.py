@@ -71,9 +71,11 @@ def test_a_first_node_that_does_not_start(port: int) -> None:
 
 
 def test_what_listens_is_not_torchrun() -> None:
-    with answering(b"SSH-2.0-OpenSSH_9.2") as address:
-        with pytest.raises(UserError, match=f"RDZV_ENDPOINT={address}: another program has port"):
-            wait_for_first_node(Nodes(2, 1, address), 60, print)
+    with (
+        answering(b"SSH-2.0-OpenSSH_9.2") as address,
+        pytest.raises(UserError, match=f"RDZV_ENDPOINT={address}: another program has port"),
+    ):
+        wait_for_first_node(Nodes(2, 1, address), 60, print)
     with answering(b".") as address, pytest.raises(TimeoutError, match="a doctor listens there"):
         wait_for_first_node(Nodes(2, 1, address), 0, print)
 

@@ -203,18 +203,20 @@ def shipped_configs() -> list[str]:
 
 def config_mistakes(config: Config) -> Mistakes:
     """Yield a (key, reason and remedy) pair for each contradiction between settings."""
-    training = config.training
+    training, is_island = config.training, bool(config.islands.join or config.islands.local)
     lengths = [key for key in RUN_LENGTH if getattr(training, key.removeprefix("training."))]
     if not lengths:
         yield RUN_LENGTH[0], f"the run has no length: set one of {', '.join(RUN_LENGTH)}"
     elif len(lengths) > 1:
         yield lengths[1], f"{lengths[0]} already sets the length of the run: set one of them to 0"
+    if 0 < training.steps < training.stop_after and not is_island:
+        reason = f"is after the end of the run: give at most training.steps = {training.steps}"
+        yield "training.stop_after", reason
     if config.lr_schedule.warmup_steps and config.lr_schedule.warmup_fraction:
         yield WARMUP[1], f"{WARMUP[0]} already sets the length of the warm-up: give one of them"
-    islands = bool(config.islands.join or config.islands.local)
-    if islands or config.diloco.method != "none":
-        yield from diloco_mistakes(config.diloco, islands=islands)
-    if islands:
+    if is_island or config.diloco.method != "none":
+        yield from diloco_mistakes(config.diloco, islands=is_island)
+    if is_island:
         yield from islands_mistakes(config.islands, config.workers)
     else:
         for key, default in flat_settings(Islands()).items():

@@ -231,6 +231,8 @@ def _ask_to_leave(options: argparse.Namespace) -> None:
     """Ask an island to leave and wait until its slot is free."""
     name = options.name
     with open_reader(options.join) as reader:
+        if reader.state.ended:
+            raise UserError(f"{name} has nothing to leave: the run {reader.state.run} has ended")
         owners = reader.state.owners().values()
         asked = {owner for owner in owners if name_of(owner) == name}
         if not asked:
