@@ -77,7 +77,7 @@ def main(arguments: list[str], module: str = "torchtitan_diloco.train") -> int:
         nodes = read_nodes(os.environ)
         for key, minimum in NUMBERS.items():
             whole_number(os.environ, key, minimum)
-        if nodes.count > 1:
+        if nodes.total > 1:
             check_endpoint(nodes)
         from torchtitan_diloco.preflight import check_inputs
 
@@ -98,7 +98,7 @@ def main(arguments: list[str], module: str = "torchtitan_diloco.train") -> int:
     raise_open_files_limit()
     kill_on_second_signal()
     try:
-        if nodes.count > 1:
+        if nodes.total > 1:
             wait_for_first_node(nodes, config.distributed.init_timeout_seconds, _say)
         elastic_launch(launch, sys.executable)("-u", "-m", module, *arguments)
     except ChildFailedError as error:
@@ -110,7 +110,7 @@ def main(arguments: list[str], module: str = "torchtitan_diloco.train") -> int:
     except UserError as error:
         return _fail(str(error), USER_ERROR)
     except (RuntimeError, OSError) as error:
-        if nodes.count == 1:
+        if nodes.total == 1:
             return _fail(f"the processes could not be started: {cause_of(error)}", code=1)
         return _fail(
             f"did not meet the other nodes at RDZV_ENDPOINT={nodes.endpoint} within "
@@ -180,7 +180,7 @@ def prepare(config: Config, nodes: Nodes, arguments: list[str]) -> tuple["Launch
     from torchtitan_diloco.components.run_plan import accumulation
     from torchtitan_diloco.distributed.world import split_world
 
-    count, is_local = nodes.count, nodes.is_local
+    count, is_local = nodes.total, nodes.is_local
     gpus = 0 if config.run.device == "cpu" else torch.cuda.device_count()
     wanted = config.workers_of_job * max(1, config.parallel.fsdp)
     by_settings = gpus if gpus and not config.parallel.fsdp else -(-wanted // count)

@@ -19,7 +19,7 @@ ANSWER_SECONDS = 2.0
 
 
 class Nodes(NamedTuple):
-    count: int = 1
+    total: int = 1
     rank: int = 0
     endpoint: str = "localhost:0"
 

@@ -297,6 +297,11 @@ WARM = {"lr_schedule.warmup_steps": "200"}
         (200, {"diloco.beginning.steps": "199"}, ["the run has 20 outer rounds"]),
         (200, {"diloco.sync_every": "300"}, ["nothing is ever exchanged"]),
         (200, {"diloco.sync_every": "300", "diloco.workers": "1"}, []),
+        (
+            2000,
+            {"training.tokens": "9", "training.stop_after": "2001"},
+            ["the end of the run of 20"],
+        ),
         (199, {"diloco.workers": "1", **WARM}, ["the peak learning rate is never reached"]),
     ],
 )

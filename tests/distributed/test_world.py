@@ -28,6 +28,7 @@ from torchtitan_diloco.distributed.world import (
     leave_world,
     pick_device,
 )
+from torchtitan_diloco.hardware import GLOO_INTERFACE
 from torchtitan_diloco.log import logger
 
 
@@ -153,11 +154,11 @@ def test_an_interface_is_for_groups_between_workers_only(processes: ProcessPool)
 
 def test_a_failure_leaves_no_interface_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     for before in ("", "eth0"):
-        monkeypatch.setenv(world_module.GLOO_INTERFACE, before)
+        monkeypatch.setenv(GLOO_INTERFACE, before)
         with suppress(OSError), world_module._gloo_over("eth1"):
-            assert os.environ[world_module.GLOO_INTERFACE] == "eth1"
+            assert os.environ[GLOO_INTERFACE] == "eth1"
             raise OSError
-        assert os.environ[world_module.GLOO_INTERFACE] == before
+        assert os.environ[GLOO_INTERFACE] == before
 
 
 # --- TCP streams between workers ------------------------------------------------------------------
@@ -180,7 +181,7 @@ def _join(count: int, problem: str = "", ranks: int = 1) -> tuple[int, list[str]
         return Speed(ROUND_TRIP, RATE / (1 + rank // ranks))
 
     def make_group(*given: Any, **more: Any) -> Any:
-        made.append(os.environ[world_module.GLOO_INTERFACE])
+        made.append(os.environ[GLOO_INTERFACE])
         return original(*given, **more)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -252,6 +252,11 @@ def unused_settings(config: Config) -> Iterator[str]:
 def run_warnings(config: Config, total_steps: int) -> list[str]:
     """Return warnings about valid settings that are unlikely to be intended."""
     found = [*advice(config.diloco, total_steps), *unused_settings(config)]
+    if config.training.stop_after > total_steps and not config.islands.join:
+        found.append(
+            f"training.stop_after = {config.training.stop_after} is after the end of the run of "
+            f"{total_steps} steps and has no effect: lower it"
+        )
     warmup_steps = config.lr_schedule.warmup(total_steps)
     if warmup_steps > total_steps:
         found.append(
