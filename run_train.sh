@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Train: ./run_train.sh [--config NAME_OR_PATH] [--section.key value ...]; --help lists the settings.
+# Train: ./run_train.sh [--config NAME_OR_PATH] [--section.key value ...]; --help lists the settings that matter most.
 # Several nodes, GPUs, another Python: docs/launching.md.
 set -euo pipefail
 

@@ -42,6 +42,19 @@ def test_after_run_train_sh_the_installed_command_if_there_is_one(
     assert command_line("train") == f"'{root}/run_train.sh'"
 
 
+@pytest.mark.parametrize(
+    ("name", "hint"), [("trian", "; did you mean train?"), ("xyzzy", ""), ("", "")]
+)
+def test_a_command_that_does_not_exist(
+    name: str, hint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["__main__.py", name])
+    assert cli.main() == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    usage = f"`{PYTHON} torchtitan_diloco --help` lists them"
+    assert line == f"error: there is no command {name}{hint}; {usage}"
+
+
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules after import")
 @pytest.mark.parametrize("name", sorted(COMMANDS.keys() - {"train"}))
 def test_a_wrong_option_is_answered_in_one_line(

@@ -1,9 +1,11 @@
-"""Check imports between packages, names of torch, and the lengths of files and functions."""
+"""Check imports, names of other packages, and the lengths of files and functions."""
 
 import ast
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
+
+import pytest
 
 from tests.conftest import REPOSITORY
 from torchtitan_diloco.trainer import COMPUTES
@@ -116,22 +118,58 @@ def test_the_rules_of_islands_are_pure() -> None:
             assert pure, f"islands/{name}.py imports {module}"
 
 
+PUBLIC = {"os._exit"}
+"""Documented names of the standard library that look private."""
+
+
 def private_names(parsed: ast.Module) -> list[str]:
-    """Return the private names of torch that a module uses."""
-    found = []
+    """Return the private names of other packages that a module uses, such as `torch._C`."""
+    found, modules = list[str](), dict[str, str]()  # of each name, what was imported under it
     for node in ast.walk(parsed):
-        if isinstance(node, ast.Attribute) and node.attr.startswith("_"):
-            root: ast.expr = node.value
-            while isinstance(root, ast.Attribute):
-                root = root.value
-            of_torch = isinstance(root, ast.Name) and root.id in {"torch", "dist", "nn", "F"}
-            if of_torch and not node.attr.startswith("__"):
-                found.append(ast.unparse(node))
-    modules = [one for one in imported_modules(parsed) if one.startswith("torch.")]
-    return found + [one for one in modules if any(part[0] == "_" for part in one.split("."))]
+        if not isinstance(node, ast.Import | ast.ImportFrom):
+            continue
+        origin = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+        for alias in node.names:
+            imported = origin + alias.name
+            if imported.startswith("torchtitan_diloco"):
+                continue
+            if any(is_private(part) for part in imported.split(".")):
+                found.append(imported)
+            if alias.asname or origin:
+                modules[alias.asname or alias.name] = imported
+            else:  # `import a.b` binds a
+                modules[imported.split(".")[0]] = imported.split(".")[0]
+    for node in ast.walk(parsed):
+        if isinstance(node, ast.Attribute) and is_private(node.attr):
+            root, _, rest = ast.unparse(node).partition(".")
+            if root in modules:
+                found.append(f"{modules[root]}.{rest}")
+    return [name for name in found if name not in PUBLIC]
 
 
-def test_only_public_names_of_torch() -> None:
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.endswith("__")
+
+
+@pytest.mark.parametrize(
+    ("code", "private"),
+    [
+        ("import atexit\natexit._run_exitfuncs()", "atexit._run_exitfuncs"),
+        ("import torch.nn as nn\nprint(nn.modules._functions)", "torch.nn.modules._functions"),
+        ("import torch.distributed\ntorch._C._log_api_usage_once", "torch._C._log_api_usage_once"),
+        ("import torch._dynamo", "torch._dynamo"),
+        ("from torch import distributed as d\nd._make()", "torch.distributed._make"),
+        ("from threading import _shutdown", "threading._shutdown"),
+        ("import os\nos._exit(os.__name__)", None),
+        ("from torchtitan_diloco import log\nlog._relative", None),
+        ("class A:\n    def f(self):\n        self._a = 1", None),
+    ],
+)
+def test_private_names_are_found(code: str, private: str | None) -> None:
+    assert (private in private_names(ast.parse(code))) == (private is not None)
+
+
+def test_only_public_names_of_other_packages() -> None:
     assert [name for path in FILES for name in private_names(tree(path))] == []
 
 
@@ -152,9 +190,9 @@ the steps in which a process joins the others."""
 
 def test_files_and_functions_stay_short() -> None:
     for path in FILES:
-        assert len(path.read_text().splitlines()) <= 400, relative(path)
+        assert len(path.read_text().splitlines()) <= 500, relative(path)
         for node in ast.walk(tree(path)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 lines = (node.end_lineno or 0) - node.lineno + 1
-                most = 70 if node.name in LONG_FUNCTIONS else 60
+                most = 80 if node.name in LONG_FUNCTIONS else 60
                 assert lines <= most, f"{relative(path)}: {node.name} is too long"

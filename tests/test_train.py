@@ -5,6 +5,7 @@ import logging
 import math
 import os
 import re
+import socket
 import subprocess
 import sys
 from functools import partial
@@ -26,7 +27,7 @@ from torchtitan_diloco.data.tokenizer import main as train_tokenizer
 from torchtitan_diloco.diloco.config import DiLoCoConfig, OuterOptimizer
 from torchtitan_diloco.distributed.collectives import RanksLostError
 from torchtitan_diloco.distributed.world import World
-from torchtitan_diloco.hardware import GIB
+from torchtitan_diloco.hardware import GIB, GLOO_INTERFACE
 from torchtitan_diloco.islands import IslandFencedError
 from torchtitan_diloco.launch import folder_of_run
 from torchtitan_diloco.launch import main as launch
@@ -86,9 +87,11 @@ def test_a_process_that_others_do_not_reach_says_over_which_interface(
     [("return 0", 0, "goodbye"), ("return 3", 3, ""), ("raise OSError('odd')", 1, "OSError: odd")],
 )
 def test_only_a_process_that_ends_in_order_says_goodbye(body: str, code: int, says: str) -> None:
-    """Exit handlers run only then: they tell the other ranks that this one has ended in order."""
+    """Exit handlers run only then: they tell the other ranks that this one has ended in order.
+    Objects are not freed, which takes long, and may abort."""
     program = (
         "import atexit\nfrom torchtitan_diloco.log import run_and_exit\n"
+        "class Kept:\n    def __del__(self):\n        print('freed')\nkept = Kept()\n"
         f"atexit.register(print, 'goodbye')\ndef main(_):\n    {body}\nrun_and_exit(main, [])"
     )
     done = subprocess.run(
@@ -97,6 +100,7 @@ def test_only_a_process_that_ends_in_order_says_goodbye(body: str, code: int, sa
     assert done.returncode == code
     assert says in done.stdout + done.stderr
     assert ("goodbye" in done.stdout) == (code == 0)
+    assert "freed" not in done.stdout
 
 
 # --- what a run needs -----------------------------------------------------------------------------
@@ -142,6 +146,18 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (file := tmp_path / "file").touch()
     with pytest.raises(UserError, match=rf'run.folder = "{file}/run": {file} is no folder that'):
         check_inputs(debug(run__folder=f"{file}/run"))
+
+
+def test_interfaces_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = [name for _, name in socket.if_nameindex()]
+    remedy = f"choose one of {', '.join(there)}, or leave it out"
+    with pytest.raises(UserError, match=rf'link.interface = "eth9": eth9 is no .*: {remedy}'):
+        check_inputs(debug(diloco__link__interface="eth9"))
+    monkeypatch.setenv(GLOO_INTERFACE, f"{there[0]},eth9")
+    with pytest.raises(UserError, match=rf"{GLOO_INTERFACE}=.*: eth9 is no network .*: {remedy}"):
+        check_inputs(debug())
+    monkeypatch.setenv(GLOO_INTERFACE, f"{there[0]},{there[0]}")
+    check_inputs(debug())
 
 
 def test_a_join_file_that_is_not_there() -> None:

@@ -1,5 +1,6 @@
 """Whole runs: their curve, what they write, and how they end."""
 
+import gc
 import json
 import logging
 import math
@@ -343,6 +344,17 @@ def sending(number: int, step: int, worker: int | None = None) -> Any:
             os.kill(os.getpid(), number)
 
     return around_steps(before=send)
+
+
+def test_garbage_is_collected_again_after_a_run_that_fails(text: Path) -> None:
+    config = load_config("debug", settings(text))
+    trainer = Trainer(config, join(config))
+    with (
+        patch.object(trainer, "train_step", side_effect=OSError("odd")),
+        pytest.raises(OSError, match="odd"),
+    ):
+        trainer.run()
+    assert gc.isenabled()
 
 
 def test_a_run_that_ends_early_says_why_and_how_it_goes_on(

@@ -4,11 +4,12 @@ import gc
 import os
 import shutil
 import sys
+from difflib import get_close_matches
 from pathlib import Path
 from runpy import run_module
 
 from torchtitan_diloco import __version__
-from torchtitan_diloco.log import STARTED_BY, command_line, exit_soon
+from torchtitan_diloco.log import STARTED_BY, USER_ERROR, command_line, exit_soon
 
 COMMANDS = {
     "train": ("launch", "train, on one machine or several"),
@@ -45,13 +46,11 @@ def main() -> int:
     if name == "--version":
         print(f"torchtitan_diloco {__version__}")
         return 0
-    lines = [f"  {command:<16} {text}" for command, (_, text) in COMMANDS.items()]
-    known = name in ("--help", "-h")
-    print(
-        "" if known else f"error: there is no command {name}\n",
-        f"usage: {command_line('COMMAND')} [--help] ...\n\n",
-        "\n".join(lines),
-        sep="",
-        file=sys.stdout if known else sys.stderr,
-    )
-    return 0 if known else 2
+    if name in ("--help", "-h"):
+        lines = [f"  {command:<16} {text}" for command, (_, text) in COMMANDS.items()]
+        print(f"usage: {command_line('COMMAND')} [--help] ...\n", *lines, sep="\n")
+        return 0
+    hint = "".join(f"; did you mean {like}?" for like in get_close_matches(name, COMMANDS, n=1))
+    usage = f"{command_line('COMMAND').removesuffix(' COMMAND')} --help"
+    print(f"error: there is no command {name}{hint}; `{usage}` lists them", file=sys.stderr)
+    return USER_ERROR

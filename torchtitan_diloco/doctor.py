@@ -10,7 +10,6 @@
 import math
 import platform
 import socket
-import struct
 import sys
 import threading
 import time
@@ -20,7 +19,6 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from ipaddress import ip_address
 from itertools import chain
 from pathlib import Path
 from typing import TypeAlias
@@ -44,6 +42,7 @@ from torchtitan_diloco.islands.config import Join, explain
 from torchtitan_diloco.islands.log import State
 from torchtitan_diloco.islands.session import open_session, stream_of
 from torchtitan_diloco.log import USER_ERROR, Parser, UserError, brief, command_line
+from torchtitan_diloco.reach import dial, is_doctor, resolve, route
 
 PACKET = 2**16
 MOST_APART = 60.0  # seconds between two clocks, which put the records of a run in one order
@@ -180,49 +179,10 @@ def _corpus(folder: Path) -> str:
 
 def address_hops(host: str, port: int) -> list[Hop]:
     return [
-        (f"name {host}", lambda: _resolve(host, port)),
-        ("route", lambda: _route(host, port)),
-        (f"port {port}", lambda: _dial(host, port)),
+        (f"name {host}", lambda: ", ".join(resolve(host, port))),
+        ("route", lambda: f"from {route(host, port)}"),
+        (f"port {port}", lambda: f"open, {brief(dial(host, port))}"),
     ]
-
-
-def _resolve(host: str, port: int) -> str:
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise UserError(
-            f"{error.strerror}: give the address in numbers, or add the name to /etc/hosts"
-        ) from error
-    return ", ".join(dict.fromkeys(str(at[0]) for *_, at in found))
-
-
-def _route(host: str, port: int) -> str:
-    family, *_, at = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    try:
-        with closing(socket.socket(family, socket.SOCK_DGRAM)) as asking:
-            asking.connect(at)  # sends nothing
-            own = str(asking.getsockname()[0])
-    except OSError as error:
-        raise UserError(f"{error.strerror}: start the VPN, or add a route to {at[0]}") from error
-    names = [name for name, address in interfaces().items() if address == own]
-    if not names:
-        names = ["loopback" if ip_address(own.partition("%")[0]).is_loopback else "IPv6"]
-    return f"from {own} ({', '.join(names)})"
-
-
-def _dial(host: str, port: int) -> str:
-    started, listening = time.perf_counter(), f"--endpoint :{port} --listen"
-    try:
-        socket.create_connection((host, port), PATIENCE).close()
-    except ConnectionRefusedError as error:
-        raise UserError(
-            "nobody listens there: start the server or the first node, or, to test the way, "
-            f"`{command_line('doctor')} {listening}` there"
-        ) from error
-    except OSError as error:
-        reason = error.strerror or "no answer"
-        raise UserError(f"{reason}: open the port in firewalls, or give its address") from error
-    return f"open, {brief(time.perf_counter() - started)}"
 
 
 # --- torchrun's endpoint --------------------------------------------------------------------------
@@ -230,20 +190,15 @@ def _dial(host: str, port: int) -> str:
 
 def endpoint_hops(host: str, port: int, streams: int) -> Iterable[Hop]:
     """Yield the checks of the link to a doctor that listens, or to a store of torchrun."""
-    is_doctor = False
+    listens = False
 
     def meet() -> str:
-        nonlocal is_doctor
-        with socket.create_connection((host, port), PATIENCE) as other:
-            other.sendall(struct.pack("!Q", 1) + b".")
-            with suppress(ConnectionError, TimeoutError):
-                is_doctor = (answer := other.recv(1)) == b"."
-                if answer and not is_doctor:
-                    raise UserError(f"another program has port {port}: take another port")
-        return "another doctor answers" if is_doctor else _dial_store(host, port)
+        nonlocal listens
+        listens = is_doctor(host, port, PATIENCE)
+        return "another doctor answers" if listens else _dial_store(host, port)
 
     yield "rendezvous", meet
-    if is_doctor:
+    if listens:
         connect = partial(Sender, host, port)
         yield "packets", lambda: _packets(connect)
         yield "rate", lambda: _rates(connect, streams)

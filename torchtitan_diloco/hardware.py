@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 PR_SET_PDEATHSIG, SIOCGIFADDR = 1, 0x8915
 GIB = 2**30
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+"""Environment variable: network interfaces of gloo, with commas."""
 CGROUP = Path("/sys/fs/cgroup")
 NEWEST_TORCH = "2.14.1"
 """Newest version of torch that the tests were run with. There is no upper bound."""
@@ -61,6 +63,17 @@ def untested_torch(version: str) -> str:
         f"torch {version} is newer than {NEWEST_TORCH}, the newest that was tested: if something "
         f"fails, try torch {NEWEST_TORCH}"
     )
+
+
+def check_interfaces(setting: str, names: str) -> None:
+    """Raise an error if this machine lacks one of the network interfaces of a setting."""
+    present = [name for _, name in socket.if_nameindex()]
+    for name in filter(None, names.split(",")):
+        if name not in present:
+            raise UserError(
+                f"{setting}: {name} is no network interface of this machine: choose one of "
+                f"{', '.join(present)}, or leave it out"
+            )
 
 
 def peak_flops(device: "torch.device") -> float | None:

@@ -23,7 +23,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchtitan_diloco.config import Config, from_command_line
-from torchtitan_diloco.hardware import available_cores, end_with_parent, raise_open_files_limit
+from torchtitan_diloco.hardware import (
+    GLOO_INTERFACE,
+    available_cores,
+    end_with_parent,
+    raise_open_files_limit,
+)
+from torchtitan_diloco.help import print_help
 from torchtitan_diloco.log import (
     FENCED,
     SAME_SIGNAL_SECONDS,
@@ -33,6 +39,13 @@ from torchtitan_diloco.log import (
     UserError,
     cause_of,
     exit_soon,
+)
+from torchtitan_diloco.nodes import (
+    Nodes,
+    check_endpoint,
+    read_nodes,
+    wait_for_first_node,
+    whole_number,
 )
 
 if TYPE_CHECKING:
@@ -48,22 +61,30 @@ NOT_AGAIN = {USER_ERROR: signal.SIGUSR1, FENCED: signal.SIGUSR2}
 """Signals that a rank sends to the launcher to end the run with these exit codes."""
 NO_RUN_ID = "none"
 """torchrun's default for several nodes."""
+NUMBERS = {"NPROC": 1, "OMP_NUM_THREADS": 1, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": 0}
+"""Environment variables that are whole numbers, and their minimum."""
 
 
 def main(arguments: list[str], module: str = "torchtitan_diloco.train") -> int:
     """Run `module` with `arguments` in every process of this machine and return the exit code."""
     try:
-        config = from_command_line(arguments)
-        if config is None:  # --help or --print-config
-            if not {"--help", "-h"}.intersection(arguments):
-                _say_what_is_missing(arguments)
+        if print_help(arguments):
             return 0
+        config = from_command_line(arguments)
+        if config is None:  # --print-config
+            _say_what_is_missing(arguments)
+            return 0
+        nodes = read_nodes(os.environ)
+        for key, minimum in NUMBERS.items():
+            whole_number(os.environ, key, minimum)
+        if nodes.total > 1:
+            check_endpoint(nodes)
         from torchtitan_diloco.preflight import check_inputs
 
         check_inputs(config)
         if config.islands.local:
             return run_local_islands(config, arguments)
-        launch, arguments = prepare(config, arguments)
+        launch, arguments = prepare(config, nodes, arguments)
     except BrokenPipeError:  # `--help | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -77,6 +98,8 @@ def main(arguments: list[str], module: str = "torchtitan_diloco.train") -> int:
     raise_open_files_limit()
     kill_on_second_signal()
     try:
+        if nodes.total > 1:
+            wait_for_first_node(nodes, config.distributed.init_timeout_seconds, _say)
         elastic_launch(launch, sys.executable)("-u", "-m", module, *arguments)
     except ChildFailedError as error:
         code, text = describe_failures(error.failures)
@@ -84,11 +107,13 @@ def main(arguments: list[str], module: str = "torchtitan_diloco.train") -> int:
     except SignalException as error:
         codes = {number: code for code, number in NOT_AGAIN.items()}
         return codes.get(error.sigval, 128 + error.sigval)
+    except UserError as error:
+        return _fail(str(error), USER_ERROR)
     except (RuntimeError, OSError) as error:
-        if launch.max_nodes == 1:
+        if nodes.total == 1:
             return _fail(f"the processes could not be started: {cause_of(error)}", code=1)
         return _fail(
-            f"did not meet the other nodes at RDZV_ENDPOINT={launch.rdzv_endpoint} within "
+            f"did not meet the other nodes at RDZV_ENDPOINT={nodes.endpoint} within "
             f"{config.distributed.init_timeout_seconds} s: start all nodes, and check the address "
             f"and firewalls ({cause_of(error)})",
             code=1,
@@ -142,7 +167,7 @@ def _share_cores(processes: int) -> None:
 # --- torchrun's arguments -------------------------------------------------------------------------
 
 
-def prepare(config: Config, arguments: list[str]) -> tuple["LaunchConfig", list[str]]:
+def prepare(config: Config, nodes: Nodes, arguments: list[str]) -> tuple["LaunchConfig", list[str]]:
     """Return torchrun's configuration and the arguments of the ranks."""
     level = os.environ.setdefault("LOGLEVEL", "ERROR")  # read at the import, by some modules
     logging.getLogger("torch.distributed.elastic").setLevel(level)
@@ -155,8 +180,7 @@ def prepare(config: Config, arguments: list[str]) -> tuple["LaunchConfig", list[
     from torchtitan_diloco.components.run_plan import accumulation
     from torchtitan_diloco.distributed.world import split_world
 
-    count, rank, endpoint = read_nodes(os.environ)
-    is_local = endpoint.startswith(("localhost:", "127.", "[::1]:"))
+    count, is_local = nodes.total, nodes.is_local
     gpus = 0 if config.run.device == "cpu" else torch.cuda.device_count()
     wanted = config.workers_of_job * max(1, config.parallel.fsdp)
     by_settings = gpus if gpus and not config.parallel.fsdp else -(-wanted // count)
@@ -165,8 +189,7 @@ def prepare(config: Config, arguments: list[str]) -> tuple["LaunchConfig", list[
     accumulation(config.training, processes * count)
     rendezvous: dict[str, Any] = {"timeout": config.distributed.init_timeout_seconds}
     if count > 1:
-        rendezvous["rank"] = rank
-        _say(f"node {rank} of {count}: waiting for the others at {endpoint}")
+        rendezvous["rank"] = nodes.rank
     os.environ[LAUNCHER] = str(os.getpid())
     # FSDP2, NCCL and the outer loop have more streams than the 8 queues of a GPU's default.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
@@ -174,10 +197,9 @@ def prepare(config: Config, arguments: list[str]) -> tuple["LaunchConfig", list[
     if here > 1:
         _share_cores(here)
     if is_local and (processes > 1 or count > 1):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
+        os.environ.setdefault(GLOO_INTERFACE, LOOPBACK)
     # A variable, as LaunchConfig has it only from torch 2.12 on. Before, 30 s are fixed.
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_SECONDS))
-    whole_number(os.environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", minimum=0)
     handled = [
         one.name
         for one in (*STOP_SIGNALS, *NOT_AGAIN.values())
@@ -189,7 +211,7 @@ def prepare(config: Config, arguments: list[str]) -> tuple["LaunchConfig", list[
         nproc_per_node=processes,
         run_id=new_run_id() if count == 1 else NO_RUN_ID,
         rdzv_backend="c10d" if count == 1 else "static",
-        rdzv_endpoint=endpoint,
+        rdzv_endpoint=nodes.endpoint,
         rdzv_configs=rendezvous,
         local_addr="localhost" if is_local else None,
         max_restarts=config.run.restarts,
@@ -197,38 +219,6 @@ def prepare(config: Config, arguments: list[str]) -> tuple["LaunchConfig", list[
         logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
     )
     return launch, [word.replace("$", "$$") for word in arguments]  # torch expands ${local_rank}
-
-
-def read_nodes(environment: Mapping[str, str]) -> tuple[int, int, str]:
-    """Return the number of nodes, the number of this one, and where they meet."""
-    count, rank = whole_number(environment, "NNODES"), whole_number(environment, "NODE_RANK", 0)
-    endpoint = environment.get("RDZV_ENDPOINT", "")
-    if count == 1 or not (count or endpoint or rank):
-        return 1, 0, "localhost:0"
-    if not (count and endpoint) or rank is None or rank >= count:
-        given = {"NNODES": count, "NODE_RANK": rank, "RDZV_ENDPOINT": endpoint}
-        now = {key: "not set" if one in (None, "") else one for key, one in given.items()}
-        raise UserError(
-            f"several nodes need NNODES (now {now['NNODES']}), NODE_RANK (now {now['NODE_RANK']}), "
-            f"this node's number from 0, and RDZV_ENDPOINT (now {now['RDZV_ENDPOINT']}), host:port "
-            "of the first node"
-        )
-    if ":" not in endpoint.rpartition("]")[2]:
-        endpoint = f"{endpoint}:29500"
-    port = endpoint.rpartition(":")[2]
-    if not port.isdecimal() or int(port) > 65535:
-        raise UserError(f"RDZV_ENDPOINT={endpoint} must be host:port, with a port up to 65535")
-    return count, rank, endpoint
-
-
-def whole_number(environment: Mapping[str, str], key: str, minimum: int = 1) -> int | None:
-    """Return a variable's value, or None if it is not set."""
-    value = environment.get(key, "").strip()
-    if value and (not value.isdecimal() or int(value) < minimum):
-        raise UserError(
-            f"{key}={value} must be a whole number of at least {minimum}: correct it, or unset it"
-        )
-    return int(value) if value else None
 
 
 # --- ends -----------------------------------------------------------------------------------------

@@ -57,19 +57,34 @@ def run_and_exit(main: Callable[[list[str]], int], arguments: list[str]) -> NoRe
     except Exception:
         traceback.print_exc()
         code = 1
-    exit_soon(code, clean_up=code == 0)
+    if code:
+        _end_process(code)
+    exit_soon(code)
 
 
-def exit_soon(code: int, *, clean_up: bool = True) -> NoReturn:
+_exit_code: int | None = None  # once `exit_soon` was called
+
+
+def exit_soon(code: int) -> NoReturn:
     """Exit without freeing all objects, which takes almost a second after an import of torch.
 
-    At times torch also aborts in it ("terminate called without an active exception").
-
-    Threads that are no daemons are not waited for, and files have to be closed. `clean_up`: call
-    the functions of `atexit`, which has no public name for this.
+    At times torch also aborts in it ("terminate called without an active exception"). The exit
+    handlers of `atexit` are called.
     """
-    if clean_up:
-        atexit._run_exitfuncs()
+    global _exit_code
+    _exit_code = code
+    raise SystemExit(code)
+
+
+@atexit.register
+def _skip_freeing() -> None:
+    """End the process after all other exit handlers: Python calls the first one last, and frees
+    objects after that. This module is imported before those that register any."""
+    if _exit_code is not None:
+        _end_process(_exit_code)
+
+
+def _end_process(code: int) -> NoReturn:
     for stream in filter(None, (sys.stdout, sys.stderr)):  # None: closed before the start
         try:
             stream.flush()

@@ -1,6 +1,6 @@
 """Find settings of the outer loop for a link by prediction, before or after a run.
 
-.venv/bin/torchtitan-diloco plan --config 1b --bandwidth 2Gbit --latency 30ms --step-time 0.5
+.venv/bin/torchtitan-diloco plan --config 1b --bandwidth 2Gbit --latency 30ms --step-time 0.5s
 """
 
 import argparse
@@ -30,7 +30,7 @@ _BANDWIDTH = re.compile(r"(\d*\.?\d+)\s*([kmgt]?)(bits?|bytes?|b)(?:ps|/s)?", re
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
 _SECONDS["y"] = 365 * _SECONDS["d"]
 _LONGEST = 10_000 * _SECONDS["y"]
-_DURATION = re.compile(rf"(\d*\.?\d+)\s*(|{'|'.join(_SECONDS)})", re.IGNORECASE)
+_DURATION = re.compile(rf"(\d*\.?\d+)\s*({'|'.join(_SECONDS)})", re.IGNORECASE)
 _PREFIXES = {"T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3, "": 1.0, "m": 1e-3, "u": 1e-6}
 
 
@@ -73,11 +73,11 @@ def _parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
         epilog="Settings can be given as well: --diloco.workers 4. See docs/report-and-plan.md.",
         allow_abbrev=False,
     )
-    add, seconds = parser.add_argument, partial(parse_duration, default_unit="s")
+    add = parser.add_argument
     add("--config", metavar="NAME_OR_PATH", help="a TOML file, or the name of a preset")
     add("--bandwidth", type=parse_bandwidth, help="slowest link of a worker: 2Gbit or 25MB/s")
     add("--latency", type=parse_duration, help="one way, half of ping, as in 30ms")
-    add("--step-time", type=seconds, help="compute of one inner step of the slowest worker")
+    add("--step-time", type=parse_duration, help="of a step of the slowest worker, as in 0.5s")
     add("--run", type=Path, help="take what is not given from the folder of a run")
     add(
         "--utilisation",
@@ -113,19 +113,19 @@ def _parse_failures(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
         allow_abbrev=False,
         exit_on_error=False,
     )
-    add, time = parser.add_argument, partial(parser.add_argument, metavar="TIME")
+    add = parser.add_argument
+    time = partial(add, metavar="TIME", type=parse_duration)
     add("--failures", action="store_true", help=argparse.SUPPRESS)
     add("--chips", type=int, metavar="N", help="accelerators of all islands together")
-    time("--mtbf", type=parse_duration, help="mean time between two failures of a chip, as in 3y")
+    time("--mtbf", help="mean time between two failures of a chip, as in 3y")
     add("--islands", type=int, nargs="+", metavar="N", default=[2, 4, 8], help="default 2 4 8")
-    seconds = partial(parse_duration, default_unit="s")
-    time("--detect", type=seconds, default=30.0, help="until a failure is known (30s)")
-    time("--restart", type=seconds, default=120.0, help="until new processes have started (2min)")
-    time("--rejoin", type=seconds, default=60.0, help="until these train with the others (1min)")
-    time("--save", type=seconds, default=10.0, help="for which a checkpoint stops training (10s)")
-    time("--checkpoint", type=seconds, help="from one checkpoint to the next (the best)")
-    time("--step-time", type=seconds, default=1.0, help="of an inner step (1s)")
-    time("--grace", type=seconds, help="islands.grace_seconds, if not those of the config")
+    time("--detect", default=30.0, help="until a failure is known (30s)")
+    time("--restart", default=120.0, help="until new processes have started (2min)")
+    time("--rejoin", default=60.0, help="until these train with the others (1min)")
+    time("--save", default=10.0, help="for which a checkpoint stops training (10s)")
+    time("--checkpoint", help="from one checkpoint to the next (the best)")
+    time("--step-time", default=1.0, help="of an inner step (1s)")
+    time("--grace", help="islands.grace_seconds, if not those of the config")
     add("--quorum", type=int, metavar="N", help="islands.quorum, if not that of the config")
     add("--config", metavar="NAME_OR_PATH", default="1b", help="settings of the islands (1b)")
     add("--plot", type=Path, metavar="FILE", help="draw what is lost, as .svg or .png")
@@ -293,13 +293,15 @@ def parse_bandwidth(text: str) -> float:
     raise argparse.ArgumentTypeError(f'"{text}" is no bandwidth: give 2Gbit, 200Mbit/s or 25MB/s')
 
 
-def parse_duration(text: str, default_unit: str = "") -> float:
-    """Return seconds. A unit is required, unless there is a default."""
-    if (match := _DURATION.fullmatch(text.strip())) and (unit := match[2].lower() or default_unit):
-        if (seconds := float(match[1]) * _SECONDS[unit]) <= _LONGEST:
+def parse_duration(text: str) -> float:
+    """Return seconds. A unit is required."""
+    if match := _DURATION.fullmatch(text.strip()):
+        if (seconds := float(match[1]) * _SECONDS[match[2].lower()]) <= _LONGEST:
             return seconds
         raise argparse.ArgumentTypeError(f'"{text}" is longer than {_LONGEST / _SECONDS["y"]:g}y')
-    raise argparse.ArgumentTypeError(f'"{text}" is no time: give a unit, as in 30ms or 0.5s')
+    raise argparse.ArgumentTypeError(
+        f'"{text}" is no time: give a number of at least 0 with a unit, as in 30ms or 0.5s'
+    )
 
 
 def quantity(value: float, unit: str) -> str:

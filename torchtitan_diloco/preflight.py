@@ -9,7 +9,7 @@ from torchtitan_diloco.config import Config
 from torchtitan_diloco.data.corpus import find_corpus
 from torchtitan_diloco.data.text import HUGGING_FACE_PREFIX
 from torchtitan_diloco.data.tokenizer import USUAL, build_tokenizer
-from torchtitan_diloco.hardware import check_device
+from torchtitan_diloco.hardware import GLOO_INTERFACE, check_device, check_interfaces
 from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.server_folder import find_server
 from torchtitan_diloco.log import UserError, command_line, install_command, installed
@@ -44,8 +44,16 @@ def missing(config: Config) -> Iterator[str]:
         yield from _tried(find_server)
     if config.islands.join:
         yield from _tried(Join.parse, config.islands.join)
+    yield from _missing_interfaces(config)
     yield from _tried(_check_folder, config)
     yield from files
+
+
+def _missing_interfaces(config: Config) -> Iterator[str]:
+    chosen = config.diloco.link.interface
+    yield from _tried(check_interfaces, f'diloco.link.interface = "{chosen}"', chosen)
+    of_gloo = os.environ.get(GLOO_INTERFACE, "")
+    yield from _tried(check_interfaces, f"{GLOO_INTERFACE}={of_gloo}", of_gloo)
 
 
 def _check_folder(config: Config) -> None:
@@ -120,11 +128,14 @@ def _vocabulary_rows(config: Config) -> int:
 
 
 def _check_model(config: Config) -> None:
-    """Raise an error if the settings of the model, the tokenizer and the weights do not fit."""
+    """Raise an error if settings of model, fragments, tokenizer and weights do not fit."""
+    from torchtitan_diloco.diloco.fragments import build_fragments
     from torchtitan_diloco.export.weights import check_weights
     from torchtitan_diloco.models import build_model, vocabulary_rows
 
     rows = vocabulary_rows(config.model, build_tokenizer(config.data.tokenizer).vocab_size)
     model = build_model(config.model, rows, config.training.sequence_length)
+    if config.diloco.method != "none":
+        build_fragments(model, config.diloco.fragments)
     if config.model.weights and not _goes_on(config):
         check_weights(model, config.model.weights)

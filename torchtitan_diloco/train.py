@@ -24,7 +24,8 @@ from torchtitan_diloco.config.schema import Run
 from torchtitan_diloco.diloco import WorkerLostError
 from torchtitan_diloco.distributed.collectives import RanksLostError
 from torchtitan_diloco.distributed.world import World, join_world, leave_world
-from torchtitan_diloco.hardware import raise_open_files_limit
+from torchtitan_diloco.hardware import GLOO_INTERFACE, raise_open_files_limit
+from torchtitan_diloco.help import print_help
 from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.members import IslandFailedError, IslandFencedError
 from torchtitan_diloco.log import (
@@ -42,6 +43,8 @@ from torchtitan_diloco.trainer import Trainer
 
 
 def main(arguments: list[str]) -> int:
+    if print_help(arguments):
+        return 0
     try:
         config = from_command_line(arguments)
     except ConfigError as error:
@@ -93,12 +96,14 @@ def join(config: Config) -> World:
     except torch.AcceleratorError:  # for example, a GPU that is in use
         raise
     except RuntimeError as error:
-        interface = config.diloco.link.interface or os.environ.get("GLOO_SOCKET_IFNAME", "default")
+        key, interface = "diloco.link.interface", config.diloco.link.interface
+        if not interface and (interface := os.environ.get(GLOO_INTERFACE, "")):
+            key = GLOO_INTERFACE
         raise RanksLostError(
-            f"could not connect to all other processes over the {interface} interface (failed "
-            f"after {time.monotonic() - started:.0f} s, distributed.init_timeout_seconds = "
+            f"could not connect to all other processes over the {interface or 'default'} interface "
+            f"(failed after {time.monotonic() - started:.0f} s, distributed.init_timeout_seconds = "
             f"{config.distributed.init_timeout_seconds}): if no other console has an earlier "
-            "error, set diloco.link.interface to one that leads to the other nodes, and open its "
+            f"error, set {key} to one that leads to the other nodes, and open its "
             f"ports (docs/troubleshooting.md) ({cause_of(error)})"
         ) from error
 

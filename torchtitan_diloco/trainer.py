@@ -3,7 +3,7 @@
 import gc
 import sys
 from collections.abc import Iterator
-from contextlib import closing, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -121,8 +121,8 @@ class Trainer:
         self._resume()
         self.begin()
         own_folder = folder_of_worker(folder, self.world.worker)
-        gc.disable()  # all ranks collect garbage after the same steps
         with (
+            _without_automatic_collections(),
             lock or nullcontext(),
             StopRequest(self.world, answer_lag(self.world, config.diloco)) as stop,
             self._open_telemetry(folder) as telemetry,
@@ -163,7 +163,6 @@ class Trainer:
             self.outer.drain()
             checkpointer.wait()
         early = not self.finished if self.island is None else self.island.close()
-        gc.enable()
         self._log_end(folder, telemetry, early=early)
         if checkpointer.failure:
             raise UserError(
@@ -392,3 +391,13 @@ class Trainer:
         if source and not model.__name__.startswith(f"{__package__}."):
             code.append(Path(source))
         agree(facts | code_facts(*code), self.world.control, "rank")
+
+
+@contextmanager
+def _without_automatic_collections() -> Iterator[None]:
+    """Leave it to the body when garbage is collected: on all ranks after the same steps."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()

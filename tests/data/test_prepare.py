@@ -143,8 +143,8 @@ def test_a_folder_has_one_source_and_settings(
     ("options", "message"),
     [
         (("--validation-fraction", "0.6"), "0.6 is not between 0 and 0.5"),
-        (("--max-tokens", "0"), "0 is no whole number such as 1000000 or 1e6"),
-        (("--shard-tokens", "1.5"), "1.5 is no whole number"),
+        (("--max-tokens", "0"), '"0": give a whole number from 1 on, such as 1000000 or 1e6'),
+        (("--shard-tokens", "1.5"), '"1.5": give a whole number'),
         (("--begin-token",), "--begin-token: bytes has none of <|begin_of_text|>, <s>, <bos>"),
     ],
 )

@@ -32,6 +32,13 @@ def names(model: nn.Module, layers_per_fragment: int = 1) -> list[str]:
     return [fragment.name for fragment in build_fragments(model, chosen)]
 
 
+def test_more_blocks_in_a_fragment_than_there_are_is_a_mistake() -> None:
+    with pytest.raises(ValueError, match=r"fragment = 8: the model has 7 .* give 1 to 7"):
+        build_fragments(decoder(), Fragments(layers_per_fragment=8))
+    blocks, _ = build_fragments(decoder(2), Fragments())
+    assert blocks.name == "blocks.0, blocks.1", "the default is for deeper models"
+
+
 @pytest.mark.parametrize(
     ("pattern", "expected"),
     [
@@ -55,7 +62,7 @@ def test_blocks_and_the_rest(pattern: Any, expected: list[list[str]]) -> None:
 def test_every_value_is_in_exactly_one_fragment(
     layers: int, per_fragment: int, pattern: Any, vocabulary: int
 ) -> None:
-    model = decoder(layers, vocabulary)
+    model, per_fragment = decoder(layers, vocabulary), min(per_fragment, layers)
     fragments = build_fragments(model, Fragments(pattern=pattern, layers_per_fragment=per_fragment))
     found = sorted(part.name for fragment in fragments for part in fragment.parts)
     assert found == sorted(name for name, _ in model.named_parameters())

@@ -4,6 +4,7 @@ import logging
 import math
 import os
 import socket
+from contextlib import suppress
 from itertools import combinations
 from typing import Any
 
@@ -27,6 +28,7 @@ from torchtitan_diloco.distributed.world import (
     leave_world,
     pick_device,
 )
+from torchtitan_diloco.hardware import GLOO_INTERFACE
 from torchtitan_diloco.log import logger
 
 
@@ -150,6 +152,15 @@ def test_an_interface_is_for_groups_between_workers_only(processes: ProcessPool)
         assert all(joins == interface.endswith(",") for joins, interface in seen)
 
 
+def test_a_failure_leaves_no_interface_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    for before in ("", "eth0"):
+        monkeypatch.setenv(GLOO_INTERFACE, before)
+        with suppress(OSError), world_module._gloo_over("eth1"):
+            assert os.environ[GLOO_INTERFACE] == "eth1"
+            raise OSError
+        assert os.environ[GLOO_INTERFACE] == before
+
+
 # --- TCP streams between workers ------------------------------------------------------------------
 
 
@@ -170,7 +181,7 @@ def _join(count: int, problem: str = "", ranks: int = 1) -> tuple[int, list[str]
         return Speed(ROUND_TRIP, RATE / (1 + rank // ranks))
 
     def make_group(*given: Any, **more: Any) -> Any:
-        made.append(os.environ[world_module.GLOO_INTERFACE])
+        made.append(os.environ[GLOO_INTERFACE])
         return original(*given, **more)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -5,6 +5,8 @@ import io
 import json
 import math
 import os
+import pty
+import re
 import signal
 import socket
 import subprocess
@@ -24,6 +26,7 @@ from tests.islands.written import Log
 from torchtitan_diloco.islands import reader
 from torchtitan_diloco.islands.__main__ import main
 from torchtitan_diloco.islands.config import Join, LoginError
+from torchtitan_diloco.islands.log import State
 from torchtitan_diloco.islands.members import Hint
 from torchtitan_diloco.islands.records import Give, encode
 from torchtitan_diloco.islands.server import make_streams, open_folder
@@ -37,7 +40,7 @@ TIMEOUT = 200
 
 
 class Serving:
-    """A running `serve` that has printed its join string."""
+    """A running `serve` that has said where its join string is."""
 
     def __init__(self, *arguments: object) -> None:
         words = [*COMMAND, "serve", "--host", "127.0.0.1", *map(str, arguments)]
@@ -45,8 +48,11 @@ class Serving:
             words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=REPOSITORY
         )
         assert self.process.stdout is not None
-        self.join = Join.parse(self.process.stdout.readline())
-        assert "contains a password" in self.process.stdout.readline()
+        line = self.process.stdout.readline()
+        (file,) = re.findall(r"contains a password, is in (\S+)\. Give this file", line)
+        self.join = Join.parse(file)
+        assert f"Islands connect to {self.join.addresses[0]}." in line
+        assert self.join.password not in line, "journals keep what a service prints"
 
     def wait(self) -> tuple[int, str]:
         _, errors = self.process.communicate(timeout=TIMEOUT)
@@ -95,6 +101,23 @@ def test_a_server_that_is_started_again_goes_on_with_its_run(tmp_path: Path) -> 
         again.process.terminate()
         printed, _ = again.process.communicate(timeout=TIMEOUT)
         assert "nats-server ended with code -9; starting it again in 1 s" in printed
+
+
+def test_a_terminal_shows_the_join_string(tmp_path: Path) -> None:
+    reading, terminal = pty.openpty()
+    flags = ["--folder", str(tmp_path / "server"), "--port", str(free_port()), "--keep-gb", "0.1"]
+    server = subprocess.Popen([*COMMAND, "serve", *flags], stdout=terminal, cwd=REPOSITORY)
+    try:
+        with os.fdopen(reading, encoding="utf-8") as shown:
+            join = Join.parse(shown.readline())
+            assert "Give this line, which contains a password" in shown.readline()
+            assert join == Join.parse(str(tmp_path / "server/join.txt"))
+            server.terminate()
+            server.wait(TIMEOUT)
+    finally:
+        server.kill()
+        server.wait()
+        os.close(terminal)
 
 
 def test_what_cannot_be_served_is_said_in_one_line(
@@ -323,6 +346,15 @@ def test_status_and_leave(island: Listener, capsys: pytest.CaptureFixture[str]) 
     share = {"part_in_rounds": 1.0, "rounds_since_last_part": 0}
     assert slot == {"slot": 0, "owner": "a"} | means | share
     assert (other["waiting"], other["rounds_since_last_part"]) == (15, 1)
+
+
+def test_nobody_leaves_a_run_that_has_ended(
+    island: Listener, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(State, "ended", property(lambda _: True, lambda *_: None))
+    assert main(["leave", "a", "--join", str(island.join)]) == USER_ERROR
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == "error: a has nothing to leave: the run r has ended"
 
 
 # --- several islands on this machine --------------------------------------------------------------

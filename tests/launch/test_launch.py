@@ -17,7 +17,8 @@ import pytest
 from tests.islands.servers import free_port
 from tests.launch.running import launcher
 from torchtitan_diloco.hardware import available_cores
-from torchtitan_diloco.launch import NOT_AGAIN, describe_failures, main, read_nodes
+from torchtitan_diloco.launch import NOT_AGAIN, describe_failures, main
+from torchtitan_diloco.nodes import read_nodes
 
 SECOND = {"NNODES": "2", "NODE_RANK": "1"}
 
@@ -42,7 +43,6 @@ def test_variables_of_a_node(variables: dict[str, str], expected: tuple[int, int
         {"RDZV_ENDPOINT": "host:1"},
         {"NODE_RANK": "1"},
         {"NNODES": "2", "RDZV_ENDPOINT": "h"},
-        {"NNODES": "2", "NODE_RANK": "2", "RDZV_ENDPOINT": "h"},
     ],
 )
 def test_several_nodes_need_all_variables(variables: dict[str, str]) -> None:
@@ -51,10 +51,13 @@ def test_several_nodes_need_all_variables(variables: dict[str, str]) -> None:
         read_nodes(variables)
     with pytest.raises(ValueError, match="h:99999 must be host:port"):
         read_nodes(SECOND | {"RDZV_ENDPOINT": "h:99999"})
+    with pytest.raises(ValueError, match=r"NODE_RANK=5 is too large for NNODES=2: .* from 0 to 1"):
+        read_nodes(SECOND | {"RDZV_ENDPOINT": "h", "NODE_RANK": "5"})
 
 
 def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    for key, value in {"NPROC": "x", "NNODES": "-1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "x"}.items():
+    wrong = {"NPROC": "x", "NNODES": "-1", "OMP_NUM_THREADS": "x"}
+    for key, value in {**wrong, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "x"}.items():
         with patch.dict(os.environ, {key: value}):  # also undoes what the launcher sets
             assert main(["--run.device", "cpu"]) == 2
         assert capsys.readouterr().err.startswith(f"error: {key}={value} must be a whole number")
@@ -156,11 +159,16 @@ def test_a_node_that_no_other_node_meets(tmp_path: Path) -> None:
     with (
         launcher(tmp_path / "0", "wait", *timeout, **first) as alone,
         launcher(tmp_path / "1", "wait", **second) as stopped,
+        launcher(tmp_path / "2", "wait", *timeout, **second) as late,
     ):
         stopped.wait_for("node 1 of 2: waiting for the others at localhost:")
         assert alone.wait() == 1
         meeting = f"RDZV_ENDPOINT={ends[0]} within 2 s"
         assert f"error: did not meet the other nodes at {meeting}" in alone.printed()
+        assert late.wait() == 1
+        assert "within 2 s: start all nodes, and check the" in late.printed()
+        assert "(nobody listens there: start the" in late.printed()
+        assert len(late.printed().splitlines()) == 2, "torch prints no traces of C++"
         stopped.process.send_signal(signal.SIGINT)
         assert stopped.wait() == 130
         assert "Traceback" not in alone.printed() + stopped.printed()

@@ -207,7 +207,10 @@ def test_the_documented_answers_are_what_the_command_prints(
         ([*KNOWN, "--step-time", "1h"], "--step-time 3600s: give 0.01s to 60s"),
         ([*KNOWN, "--mtbf", "10001y"], 'argument --mtbf: "10001y" is longer than 10000y'),
         ([*KNOWN, "--mtbf", "9" * 400 + "y"], 'y" is longer than 10000y'),
-        ([*KNOWN, "--mtbf", "3"], 'argument --mtbf: "3" is no time: give a unit'),
+        (
+            [*KNOWN, "--mtbf", "3"],
+            'argument --mtbf: "3" is no time: give a number of at least 0 with',
+        ),
         ([*KNOWN, "--islands", "1"], "--islands 1: give 2 or more, up to 512 chips"),
         ([*KNOWN, "--quorum", "5"], "--quorum 5: give 1 to 4 islands"),
         ([*KNOWN, "--checkpoint", "0s"], "--checkpoint 0s: give a time above 0"),

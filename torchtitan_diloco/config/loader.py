@@ -5,8 +5,6 @@ Precedence: command line > TOML file > the files that it extends > defaults.
 
 import contextlib
 import difflib
-import os
-import sys
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -26,6 +24,7 @@ from torchtitan_diloco.log import UserError, command_line
 CONFIGS_FOLDER = Path(__file__).parents[1] / "train_configs"
 DEFAULT_CONFIG = "demo"
 COMMAND_LINE = "command line"
+PRINT_CONFIG = "--print-config"
 TYPES = setting_types(Config)
 SECRET = "islands.join"
 """Setting that contains a password, which errors do not show."""
@@ -165,7 +164,7 @@ def _hint(key: str) -> str:
         elsewhere = f"; {name} is a key of {', '.join(others)}" if others else ""
         names = dict.fromkeys(one.partition(".")[0] for one in own)  # with nested sections
         return f"{elsewhere}; {section} has {', '.join(names)}"
-    return nearest(key, TYPES) or f"; `{command_line('train')} --help` lists all keys"
+    return nearest(key, TYPES) or f"; `{command_line('train')} --help all` lists all keys"
 
 
 def _mistake(origin: str, key: str, value: Any, reason: str) -> str:
@@ -211,16 +210,18 @@ def shipped_configs() -> list[str]:
 
 def config_mistakes(config: Config) -> Mistakes:
     """Yield a (key, reason and remedy) pair for each contradiction between settings."""
-    training = config.training
+    training, is_island = config.training, bool(config.islands.join or config.islands.local)
     lengths = [key for key in RUN_LENGTH if getattr(training, key.removeprefix("training."))]
     if not lengths:
         yield RUN_LENGTH[0], f"the run has no length: set one of {', '.join(RUN_LENGTH)}"
     elif len(lengths) > 1:
         yield lengths[1], f"{lengths[0]} already sets the length of the run: set one of them to 0"
-    islands = bool(config.islands.join or config.islands.local)
-    if islands or config.diloco.method != "none":
-        yield from diloco_mistakes(config.diloco, islands=islands)
-    if islands:
+    if 0 < training.steps < training.stop_after and not is_island:
+        reason = f"is after the end of the run: give at most training.steps = {training.steps}"
+        yield "training.stop_after", reason
+    if is_island or config.diloco.method != "none":
+        yield from diloco_mistakes(config.diloco, islands=is_island)
+    if is_island:
         yield from islands_mistakes(config.islands, config.workers)
     else:
         for key, default in flat_settings(Islands()).items():
@@ -256,6 +257,11 @@ def unused_settings(config: Config) -> Iterator[str]:
 def run_warnings(config: Config, total_steps: int) -> list[str]:
     """Return warnings about valid settings that are unlikely to be intended."""
     found = [*advice(config.diloco, total_steps), *unused_settings(config)]
+    if config.training.stop_after > total_steps and not config.islands.join:
+        found.append(
+            f"training.stop_after = {config.training.stop_after} is after the end of the run of "
+            f"{total_steps} steps and has no effect: lower it"
+        )
     warmup_steps = config.lr_schedule.warmup(total_steps)
     if warmup_steps > total_steps:
         found.append(
@@ -269,14 +275,10 @@ def run_warnings(config: Config, total_steps: int) -> list[str]:
 
 
 def from_command_line(words: list[str]) -> Config | None:
-    """Load the configuration of a command line, or print what was asked for and return None."""
-    flags = {"--help", "-h", "--print-config"}.intersection(words)
-    if flags & {"--help", "-h"}:
-        _print_help()
-        return None
+    """Load the configuration of a command line. For `--print-config` print it, and return None."""
     found: dict[str, list[str]] = {}
     values: list[str] | None = None
-    for word in (word for word in words if word not in flags):
+    for word in (word for word in words if word != PRINT_CONFIG):
         key, equals, value = word.removeprefix("--").partition("=")
         if word.startswith("--"):
             values = found[key] = [value] if equals else []
@@ -284,29 +286,16 @@ def from_command_line(words: list[str]) -> Config | None:
             raise ConfigError([f"{COMMAND_LINE}: {word}: settings look like --section.key VALUE"])
         else:
             values.append(word)
-    if lacking := [f"--{key}" for key in found if not found[key]]:
-        raise ConfigError([f"{COMMAND_LINE}: {key}: needs a value: {key} VALUE" for key in lacking])
+    if lacking := [key for key in found if not found[key]]:
+        raise ConfigError([f"{COMMAND_LINE}: --{key}: {_without_value(key)}" for key in lacking])
     settings = {key: " ".join(found[key]) for key in found}
     config = load_config(settings.pop("config", DEFAULT_CONFIG), settings)
-    if flags:
+    if PRINT_CONFIG in words:
         print(to_toml(config), end="")
         return None
     return config
 
 
-def _print_help() -> None:
-    import tyro  # takes longer than all other imports, and only the help needs it
-
-    if not sys.stdout.isatty():
-        os.environ.setdefault("COLUMNS", "108")  # as wide as the docstrings
-    with contextlib.suppress(SystemExit):
-        tyro.cli(
-            Config,
-            prog=f"{command_line('train')} [--config NAME_OR_PATH] [--print-config]",
-            description="Train. The command line takes precedence over the TOML file of --config "
-            f"(default: {DEFAULT_CONFIG}), and the file over the defaults below. Files of "
-            f"train_configs/: {', '.join(shipped_configs())}.",
-            args=["--help"],
-            use_underscores=True,
-            config=(tyro.conf.FlagConversionOff,),
-        )
+def _without_value(key: str) -> str:
+    known = key == "config" or key in TYPES
+    return f"needs a value: --{key} VALUE" if known else f"unknown key{_hint(key)}"

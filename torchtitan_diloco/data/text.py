@@ -89,9 +89,14 @@ def progress_options(action: str) -> dict[str, Any]:
 
 def whole_number(text: str) -> int:
     """Parse an option: 1000000, 1_000_000 or 1e6."""
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
     if value < 1 or not value.is_integer():
-        raise argparse.ArgumentTypeError(f"{text} is no whole number such as 1000000 or 1e6")
+        raise argparse.ArgumentTypeError(
+            f'"{text}": give a whole number from 1 on, such as 1000000 or 1e6'
+        )
     return int(value)
 
 

@@ -20,8 +20,8 @@ from torchtitan_diloco.diloco.gloo_peers import GlooPeers
 from torchtitan_diloco.diloco.peers import Peers
 from torchtitan_diloco.diloco.streaming import OuterLoop, StreamingDiLoCo
 from torchtitan_diloco.diloco.vitals import Report
-from torchtitan_diloco.distributed.world import GLOO_INTERFACE, World
-from torchtitan_diloco.hardware import write_whole
+from torchtitan_diloco.distributed.world import World
+from torchtitan_diloco.hardware import GLOO_INTERFACE, write_whole
 from torchtitan_diloco.log import logger
 from torchtitan_diloco.planner.ladder import settings_that_fit
 

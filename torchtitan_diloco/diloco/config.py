@@ -70,13 +70,13 @@ class Beginning(Section):
     """First steps of a run, in which workers drift apart most easily."""
 
     steps: NotNegative = 0
-    """Inner steps in which fragments are exchanged more often, averaged plainly, waited for, and
-    taken as they are. Give this or `fraction`: in files and on the command line the last one
-    counts, and both together are an error. Both 0: none."""
+    """Length of the initial phase, in steps. In it, fragments are exchanged more often, training
+    waits for them, and they are plainly averaged. Give this or `fraction`: in files and on the
+    command line the last one counts, and both together are an error. Both 0: none."""
     fraction: Fraction = 0.0
-    """Length of the beginning as a fraction of the run."""
+    """Length of the initial phase, as a fraction of the run."""
     sync_every: Positive = 2
-    """Inner steps between two exchanges of the same fragment in the beginning."""
+    """Inner steps between two exchanges of the same fragment in the initial phase."""
 
     def in_steps(self, total_steps: int) -> "Beginning":
         """Return the same beginning, with its length in steps, of a run of so many steps."""

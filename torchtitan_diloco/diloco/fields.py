@@ -20,6 +20,9 @@ NAMES = {
 }
 
 
+TOO_LARGE = "expected a number that fits in 64 bits"
+
+
 class Section:
     """Base class of config dataclasses, which refuses invalid values."""
 
@@ -72,6 +75,8 @@ def convert(value: Any, kind: Any, *, is_word: bool = False) -> Any:
     try:  # without `strict`, msgspec converts text and whole floats
         found = msgspec.convert(value, kind, strict=not (is_word or isinstance(value, float)))
     except msgspec.ValidationError as error:
+        if "out of range" in str(error):
+            raise UserError(TOO_LARGE) from None
         parts = [one for one in (kind, *get_args(kind)) if get_origin(one) is Literal]
         choices = [choice for one in parts for choice in get_args(one)]
         if not choices:
@@ -84,7 +89,7 @@ def convert(value: Any, kind: Any, *, is_word: bool = False) -> Any:
         hint = nearest(str(value), choices)
         raise UserError(f"expected {number}one of {', '.join(choices)}{hint}") from None
     if isinstance(found, int | float) and not abs(found) < 2**63:
-        raise UserError("expected a number that fits in 64 bits")
+        raise UserError(TOO_LARGE)
     return found
 
 

@@ -92,6 +92,7 @@ def build_fragments(model: nn.Module, config: Fragments) -> tuple[Fragment, ...]
         groups = [("whole model", trained)]
     else:
         blocks, rest = _split_blocks(model, trained, config.blocks)
+        _check_size(config.layers_per_fragment, len(blocks))
         count = -(-len(blocks) // config.layers_per_fragment)
         size, strided = -(-len(blocks) // count), config.pattern == "strided"
         chosen = [blocks[p::count] if strided else blocks[p * size :][:size] for p in range(count)]
@@ -102,6 +103,15 @@ def build_fragments(model: nn.Module, config: Fragments) -> tuple[Fragment, ...]
         ]
         groups += [(REST, rest)] if rest else []
     return tuple(Fragment(index, name, tuple(parts)) for index, (name, parts) in enumerate(groups))
+
+
+def _check_size(layers: int, blocks: int) -> None:
+    """Raise if a fragment has more blocks than the model, but not by the default."""
+    if layers > blocks and layers != Fragments.layers_per_fragment:
+        raise UserError(
+            f"diloco.fragments.layers_per_fragment = {layers}: the model has {blocks} blocks with "
+            f"trainable parameters; give 1 to {blocks}, or 0 for one fragment"
+        )
 
 
 def check_identity(model: nn.Module, fragment: Fragment) -> None:

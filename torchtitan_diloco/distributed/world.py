@@ -21,7 +21,7 @@ from torchtitan_diloco.diloco.config import Link
 from torchtitan_diloco.diloco.link import MOST_STREAMS, Sender, Speed, listen, measure
 from torchtitan_diloco.diloco.liveness import Liveness
 from torchtitan_diloco.diloco.meeting import gather_objects, store_of_attempt, store_of_job
-from torchtitan_diloco.hardware import check_device, interfaces
+from torchtitan_diloco.hardware import GLOO_INTERFACE, check_device, interfaces
 from torchtitan_diloco.log import UserError, logger
 
 WORKER, FSDP = "worker", "fsdp"
@@ -30,7 +30,6 @@ LONGER_THAN_LINK_SECONDS = 60
 would give up first, and the error would not name the lost worker."""
 SAVING_TIMEOUT_SECONDS = 7200
 """For which ranks wait for each other in a save. Disks may be slow."""
-GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 LOOPBACK = "127."
 LEAST_STREAMS = 4
 """In a measurement of a link. With many workers each has few, as all links are measured at once."""
@@ -152,7 +151,8 @@ def join_world(
         inner_timeout = max(inner_timeout, link.timeout_seconds + LONGER_THAN_LINK_SECONDS)
     inner_backend = "nccl" if on_gpu else "gloo"
     outer_backend = "gloo" if outer_loop else inner_backend
-    _check_interface(link.interface, for_nccl=not outer_loop)
+    if link.interface and not outer_loop:  # NCCL uses one for all groups of a process
+        os.environ["NCCL_SOCKET_IFNAME"] = link.interface
     with _gloo_over(link.interface):
         # Eager communicators of NCCL are made below, and none for all ranks, over slow links.
         store = store_of_attempt(store_of_job(limit), rank, size, limit)
@@ -214,22 +214,12 @@ def _gloo_over(interfaces: str) -> Iterator[None]:
     before = os.environ.get(GLOO_INTERFACE)
     if interfaces:
         os.environ[GLOO_INTERFACE] = interfaces
-    yield
-    os.environ.pop(GLOO_INTERFACE, None)
-    if before is not None:
-        os.environ[GLOO_INTERFACE] = before
-
-
-def _check_interface(name: str, *, for_nccl: bool) -> None:
-    """Raise if this machine has no such interface. NCCL uses one for all groups of a process."""
-    present = [known for _, known in socket.if_nameindex()]
-    if name and name not in present:
-        raise UserError(
-            f'diloco.link.interface = "{name}" is no network interface of this machine: '
-            f"choose one of {', '.join(present)}, or leave it empty"
-        )
-    if name and for_nccl:
-        os.environ["NCCL_SOCKET_IFNAME"] = name
+    try:
+        yield
+    finally:
+        os.environ.pop(GLOO_INTERFACE, None)
+        if before is not None:
+            os.environ[GLOO_INTERFACE] = before
 
 
 def _own_group(

@@ -59,12 +59,14 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(act=act)
         return command
 
-    serve = add("serve", _serve, "run a server, and print the join string of its run")
+    serve = add("serve", _serve, "run a server, and write the join string of its run")
     serve.add_argument("--folder", type=Path, required=True, help="new, or that of the same run")
     serve.add_argument("--run", help="name of the run (default: a random one)")
     serve.add_argument("--host", help="address to listen on (default: 0.0.0.0; :: for IPv6, too)")
     serve.add_argument("--port", type=int, help="default: 4222")
-    serve.add_argument("--address", help="name or address that islands dial (default: this host's)")
+    serve.add_argument(
+        "--address", help="name or address that islands connect to (default: this host's)"
+    )
     serve.add_argument("--keep-gb", type=float, help=keep)
     where = "(default: of this machine only, without TLS)"
     serve.add_argument(
@@ -114,12 +116,7 @@ def _serve(options: argparse.Namespace) -> None:
         if address is not None:  # which may be taken: an error, before a join string is printed
             page = PageServer(server, *address)
         if ISLAND in server.joins:
-            print(server.join)
-            print(
-                f"Give this line, which contains a password, to each island: --islands.join '...', "
-                f"or the path of a file with it, such as {server.join_file()}. Islands dial "
-                f"{server.join.addresses[0]}. Ctrl-C ends the server."
-            )
+            say(_invitation(server))
         say(f"sites with a login: {', '.join(server.joins) or 'none'}")
         if page is not None:
             say(f"page of the run: {page.url}, for these logins and their passwords")
@@ -131,6 +128,18 @@ def _serve(options: argparse.Namespace) -> None:
         if page is not None:
             page.close()
         server.stop()
+
+
+def _invitation(server: Server) -> str:
+    """Say how islands join. The password is shown on a terminal only, as journals keep the rest."""
+    file, address = server.join_file(), server.join.addresses[0]
+    if sys.stdout.isatty():
+        text = f"{server.join}\nGive this line, which contains a password, to each island: "
+        text += f"--islands.join '...', or the path of a file with it, such as {file}."
+    else:
+        text = f"The join string, which contains a password, is in {file}. Give this file to each "
+        text += "island: --islands.join FILE."
+    return f"{text} Islands connect to {address}. Ctrl-C ends the server."
 
 
 def _change_site(options: argparse.Namespace) -> None:
@@ -222,6 +231,8 @@ def _ask_to_leave(options: argparse.Namespace) -> None:
     """Ask an island to leave and wait until its slot is free."""
     name = options.name
     with open_reader(options.join) as reader:
+        if reader.state.ended:
+            raise UserError(f"{name} has nothing to leave: the run {reader.state.run} has ended")
         owners = reader.state.owners().values()
         asked = {owner for owner in owners if name_of(owner) == name}
         if not asked:

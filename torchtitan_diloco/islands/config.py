@@ -25,7 +25,7 @@ class Islands(Section):
     """Workers as jobs of their own, which come and go while the others continue."""
 
     join: str = field(default="", repr=False)  # contains a password
-    """Join string that `islands serve` has printed, or a file that holds it, so that no list of
+    """Join string of a server, or its `join.txt`, which `islands serve` writes, so that no list of
     processes shows its password. Empty: all workers are one job. With islands, each job is one
     worker."""
     name: str = ""
@@ -35,7 +35,7 @@ class Islands(Section):
     begin: NotNegative = 0
     """Islands that start together. 0: as many as `diloco.workers`."""
     quorum: Positive = 1
-    """Parts that a round needs when its time is over."""
+    """Smallest number of islands whose updates close a round once its waiting time is over."""
     grace_seconds: Annotated[float, Meta(gt=0, le=3600)] = 1.0
     """Least time that a round, and training, wait for parts. It is longer if `diloco.overlap.delay`
     steps are. A round, but not training, also waits for parts that usually take longer."""
@@ -76,7 +76,7 @@ def own_loop_settings(islands: Islands, config: DiLoCoConfig) -> tuple[Islands, 
     check_class(config, "diloco", DiLoCoConfig)
     begin, mistakes = islands.begin or config.workers, list[tuple[str, str]]()
     if not islands.join:
-        text = "is empty: give the join string that `serve` prints, or its file"
+        text = "is empty: give the join string of the server, or the file that `serve` wrote it to"
         mistakes.append(("islands.join", text))
     if islands.local:
         text = "starts no server in a loop of your own: run `serve`, and leave it out"
@@ -210,8 +210,8 @@ def _read_file(path: str) -> str:
         problem = "it is no text"
     if problem:
         raise UserError(
-            f"islands.join = {path!r}: {problem}; give the join string that "
-            f"`{command_line('islands')} serve` prints, or a file that holds it"
+            f"islands.join = {path!r}: {problem}; give the join string of the "
+            f"server, or a file that holds it, the join.txt of `{command_line('islands')} serve`"
         )
     return text
 
@@ -236,7 +236,7 @@ def _decode_certificate(text: str, encoded: str) -> bytes:
 def _error(text: str, reason: str) -> ValueError:
     """Return an error that shows the join string without its password."""
     shown = f"...@{text.rpartition('@')[2].strip()[:80]}" if "@" in text else "..."
-    remedy = f"copy the whole line that `{command_line('islands')} serve` prints"
+    remedy = f"copy the whole line of the join.txt of `{command_line('islands')} serve`"
     return UserError(f"islands.join = {shown!r}: {reason}; {remedy}")
 
 
@@ -247,13 +247,13 @@ def explain(error: Exception, address: str, join: Join) -> Exception:
         return RefusedError(
             f"islands.join: this system does not trust the certificate of {address} "
             f"({error.verify_message}), and the join string has none: it may have been cut off; "
-            "copy the whole line that the server printed"
+            "copy the whole line of the join.txt of the server"
         )
     if isinstance(error, ssl.SSLCertVerificationError):
         return RefusedError(
             f"islands.join: {address} has another certificate than the join string says "
             f"({error.verify_message}): it is another server, or its folder was made anew; "
-            "use the join string that it printed last"
+            "use the join string that it wrote last, to its join.txt"
         )
     if isinstance(error, ssl.SSLError) and error.reason:  # else the server has closed it
         return RefusedError(
@@ -263,7 +263,7 @@ def explain(error: Exception, address: str, join: Join) -> Exception:
     if "authorization" in text.lower():
         return LoginError(
             f"islands.join: {address} refuses the user or the password of the join string; "
-            "use the one that the server printed last for this site"
+            "use the one that the server wrote last for this site"
         )
     if "permissions violation" in text.lower():
         return RefusedError(

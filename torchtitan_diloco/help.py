@@ -1,0 +1,130 @@
+"""The help of a training: the settings that matter most, or all of them."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+from docstring_parser import parse_from_object
+
+from torchtitan_diloco.cli import COMMANDS
+from torchtitan_diloco.config import Config
+from torchtitan_diloco.config.loader import DEFAULT_CONFIG, TYPES, shipped_configs
+from torchtitan_diloco.config.schema import flat_settings
+from torchtitan_diloco.log import command_line
+
+MATTER_MOST = (
+    "run.folder",
+    "run.device",
+    "model.flavor",
+    "data.corpus",
+    "data.tokenizer",
+    "training.sequence_length",
+    "training.batch_size",
+    "training.global_batch_size",
+    "training.steps",
+    "training.tokens_per_parameter",
+    "optimizer.lr",
+    "lr_schedule.warmup_steps",
+    "parallel.fsdp",
+    "diloco.method",
+    "diloco.workers",
+    "diloco.sync_every",
+    "diloco.overlap.delay",
+    "diloco.quantization.codec",
+    "islands.join",
+    "checkpoint.every_minutes",
+)
+"""Settings of the short help."""
+DESCRIPTION = (
+    "Train. The command line takes precedence over the TOML file of --config, and the file over "
+    "the defaults below."
+)
+CONFIG = f"A TOML file, or the name of one in train_configs/: {', '.join(shipped_configs())}."
+PRINT_CONFIG = "Print the settings that the run would have, and what is missing for it."
+MANY = 5
+"""Choices of a setting from which on the short help lists them in its text."""
+WIDTH = "108"
+"""Columns if there is no terminal: as wide as the docstrings of the settings."""
+
+
+def print_help(words: Sequence[str]) -> bool:
+    """Print the help if the words ask for it (`--help`, `--help all`). Return whether they do."""
+    if not {"--help", "-h", "--help=all"}.intersection(words):
+        return False
+    if not sys.stdout.isatty():
+        os.environ.setdefault("COLUMNS", WIDTH)
+    if {"all", "--help=all"}.intersection(words):
+        _print_all()
+    else:
+        print(_short_help(), end="")
+    return True
+
+
+def _short_help() -> str:
+    program = command_line("train")
+    parser = argparse.ArgumentParser(
+        usage=f"{program} [--config NAME_OR_PATH] [--section.key VALUE ...]",
+        description=DESCRIPTION,
+        epilog=f"All {len(TYPES)} settings: {program} --help all",
+        add_help=False,
+    )
+    config = f"{CONFIG} (default: {DEFAULT_CONFIG})"
+    parser.add_argument("--config", metavar="NAME_OR_PATH", help=config)
+    parser.add_argument("--print-config", action="store_true", help=PRINT_CONFIG)
+    parser.add_argument(
+        "--help", metavar="all", nargs="?", help="Print this text, or all settings."
+    )
+    settings, defaults = parser.add_argument_group("settings"), flat_settings(Config())
+    for key in MATTER_MOST:
+        metavar, text = _metavar(TYPES[key]), _first_sentence(key)
+        if metavar.count(",") >= MANY:
+            metavar, text = "NAME", f"{text} One of {metavar.strip('{}').replace(',', ', ')}."
+        default = "not set" if defaults[key] in (None, "") else defaults[key]
+        text = f"{text} (default: {default})".replace("%", "%%")
+        settings.add_argument(f"--{key}", metavar=metavar, help=text)
+    usage = f"{command_line('COMMAND')} --help"
+    commands = parser.add_subparsers(title="commands", description=usage, metavar="COMMAND")
+    for name, (_, text) in COMMANDS.items():
+        commands.add_parser(name, help=text)
+    return parser.format_help()
+
+
+def _first_sentence(key: str) -> str:
+    """Return the first sentence of the docstring of a setting."""
+    *sections, name = key.split(".")
+    owner: Any = Config
+    for section in sections:
+        owner = get_type_hints(owner)[section]
+    texts = {entry.arg_name: entry.description or "" for entry in parse_from_object(owner).params}
+    sentence, *others = " ".join(texts[name].split()).split(". ")
+    return f"{sentence}." if others else sentence
+
+
+def _metavar(kind: Any) -> str:
+    """Return the choices of a setting of this type, or the name of the type, such as INT."""
+    if get_origin(kind) is Literal:
+        return f"{{{','.join(get_args(kind))}}}"
+    parts = get_args(kind)  # of `Annotated[int, ...]` and of `int | None`
+    return _metavar(parts[0]) if parts else str(kind.__name__).upper()
+
+
+def _print_all() -> None:
+    import tyro  # takes longer than all other imports
+
+    @dataclass(frozen=True)
+    class CommandLine(Config):
+        config: Annotated[str, tyro.conf.arg(metavar="NAME_OR_PATH", help=CONFIG)] = DEFAULT_CONFIG
+
+    with suppress(SystemExit):
+        tyro.cli(
+            CommandLine,
+            prog=f"{command_line('train')} [--config NAME_OR_PATH] [--print-config]",
+            description=DESCRIPTION,
+            args=["--help"],
+            use_underscores=True,
+            config=(tyro.conf.FlagConversionOff,),
+        )

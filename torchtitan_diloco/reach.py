@@ -1,0 +1,69 @@
+"""Whether a TCP address can be reached from here: its name, the route to it, and its port."""
+
+import socket
+import struct
+import time
+from contextlib import closing, suppress
+from ipaddress import ip_address
+
+from torchtitan_diloco.diloco.link import PATIENCE
+from torchtitan_diloco.hardware import interfaces
+from torchtitan_diloco.log import UserError, command_line
+
+PROBE = struct.pack("!Q", 1) + b"."
+"""What a doctor that listens answers with `DOCTOR`, and a store of torchrun not at all."""
+DOCTOR = b"."
+
+
+def resolve(host: str, port: int) -> list[str]:
+    """Return the addresses that a name has."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise UserError(
+            f"{error.strerror}: give the address in numbers, or add the name to /etc/hosts"
+        ) from error
+    return [*dict.fromkeys(str(at[0]) for *_, at in found)]
+
+
+def route(host: str, port: int) -> str:
+    """Return the own address, and its interface, from which packets go there."""
+    family, *_, at = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    try:
+        with closing(socket.socket(family, socket.SOCK_DGRAM)) as asking:
+            asking.connect(at)  # sends nothing
+            own = str(asking.getsockname()[0])
+    except OSError as error:
+        raise UserError(f"{error.strerror}: start the VPN, or add a route to {at[0]}") from error
+    names = [name for name, address in interfaces().items() if address == own]
+    if not names:
+        names = ["loopback" if ip_address(own.partition("%")[0]).is_loopback else "IPv6"]
+    return f"{own} ({', '.join(names)})"
+
+
+def dial(host: str, port: int) -> float:
+    """Return the seconds until a connection is open."""
+    started, listening = time.perf_counter(), f"--endpoint :{port} --listen"
+    try:
+        socket.create_connection((host, port), PATIENCE).close()
+    except ConnectionRefusedError as error:
+        raise UserError(
+            "nobody listens there: start the server or the first node, or, to test the way, "
+            f"`{command_line('doctor')} {listening}` there"
+        ) from error
+    except OSError as error:
+        reason = error.strerror or "no answer"
+        raise UserError(f"{reason}: open the port in firewalls, or give its address") from error
+    return time.perf_counter() - started
+
+
+def is_doctor(host: str, port: int, patience: float = PATIENCE) -> bool:
+    """Return whether a doctor listens, not a store of torchrun. Raise for any other program."""
+    answer = b""
+    with socket.create_connection((host, port), patience) as other:
+        other.sendall(PROBE)
+        with suppress(ConnectionError, TimeoutError):
+            answer = other.recv(1)
+    if answer not in (b"", DOCTOR):
+        raise UserError(f"another program has port {port}: take another port")
+    return answer == DOCTOR
