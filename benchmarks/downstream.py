@@ -53,6 +53,12 @@ CLEARLY, LIKELY = 0.99, 0.95
 """One-sided confidence that the control beats chance, and two-sided confidence of a difference."""
 CONTROL = "data parallel"
 PHASES = "before", "after"
+WARM_UP = "0.2"
+"""Share of a run that warms up, and in which streaming begins with frequent syncs."""
+RESERVED = {
+    *("run.folder", "run.seed", "data.corpus"),
+    *("diloco.method", "diloco.workers", "diloco.sync_every"),
+}
 LOSSES = "model | loss on held-out text | against the control"
 ANSWERS = "task | fine-tuning | chance, % | data parallel, %"
 
@@ -96,6 +102,8 @@ def find_sources(folders: Sequence[Path]) -> list[Source]:
             f"{first} and {second} differ in tokens, model, optimizer or tokenizer: give --runs "
             "with folders of runs that differ in the method and the seed only"
         )
+    if len({(source.seed, source.name) for source in sources}) < len(sources):
+        raise UserError("--runs has two runs of the same method and seed: give folders with one")
     controls = {source.seed for source in sources if source.name == CONTROL}
     without = {source.seed for source in sources} - controls
     if without or not sources:
@@ -374,9 +382,9 @@ def settings_of(
     tokenizer = str(read_index(index).settings["tokenizer"]) if index.exists() else "bytes"
     text = {"data.corpus": corpus, "data.tokenizer": tokenizer, "data.validation_fraction": "0.04"}
     text |= {key: value for key, value in extra.items() if key.startswith("data.")}
-    more = {"run.seed": str(seed)} | extra
+    more = {"run.seed": str(seed), "lr_schedule.warmup_fraction": WARM_UP} | extra
     if run.every:
-        more = {"diloco.beginning.fraction": scale.COMMON["lr_schedule.warmup_fraction"]} | more
+        more = {"diloco.beginning.fraction": WARM_UP} | more
     else:
         more = {key: value for key, value in more.items() if not key.startswith("diloco.")}
     return scale.settings_of(run, text, more, ratio)
@@ -402,46 +410,40 @@ def train_kept(out: Path, runs: Mapping[str, core.Settings], jobs: int) -> list[
 
 def main() -> None:
     parser, on_gpu = core.build_parser(__doc__), torch.cuda.is_available()
-    add, size = parser.add_argument, "15M" if on_gpu else "0.8M"
-    ratio = 20.0 if on_gpu else 5.0
+    add, size, ratio = parser.add_argument, 15.0 if on_gpu else 0.8, 20.0 if on_gpu else 5.0
     add("--out", type=Path, required=True, metavar="DIR")
     add("--runs", type=Path, nargs="+", default=[], metavar="DIR", help="finished runs")
     add("--corpus", default="stdlib", help="text files, or a folder of token shards")
-    add("--size", type=scale.parse_size, default=size, help=f"default here: {size}")
-    add("--ratio", type=float, default=ratio, help=f"tokens per parameter, default here {ratio:g}")
+    add("--size", type=float, default=size, help=f"million parameters: default here {size:g}")
+    add("--ratio", type=float, default=ratio, help=f"tokens per parameter: default here {ratio:g}")
     add("--workers", type=core.positive, default=2, help="M: default 2")
     add("--every", type=core.positive, default=30, help="H: default 30")
-    add("--seeds", type=core.list_of(int), default=[0], help="default: 0")
+    add("--seeds", type=core.list_of(int), default=[0], help="default 0")
     add("--jobs", type=core.positive, default=1, help="runs trained, and models tested, at once")
     add("--examples", type=core.positive, default=1000, help="questions a task: default 1000")
     add("--steps", type=core.positive, default=STEPS, help=f"of fine-tuning: default {STEPS}")
     options, words = parser.parse_known_args()
-    extra, out = core.parse_settings(parser, words), options.out.resolve()
-    pair = (
-        scale.Run(options.size, "adamw"),
-        scale.Run(options.size, "adamw", options.workers, options.every),
-    )
+    extra, out = core.parse_settings(parser, words, RESERVED), options.out.resolve()
+    streaming = scale.Run(round(1e6 * options.size), "adamw", options.workers, options.every)
     runs = {
         f"{run}, seed {seed}": settings_of(run, seed, options.corpus, extra, options.ratio)
         for seed in options.seeds
-        for run in pair
+        for run in (streaming.control, streaming)
     }
+    for settings in runs.values():
+        core.load(settings)
     if not on_gpu:
         os.environ["OMP_NUM_THREADS"] = "1"
         torch.set_num_threads(1)
+
+    def test(source: Source) -> core.Record:
+        return measure_kept(out, source, options.examples, options.steps)
+
     try:
         out.mkdir(parents=True, exist_ok=True)
-        for settings in runs.values():
-            core.load(settings)
         sources = find_sources(options.runs or train_kept(out, runs, options.jobs))
-
-        def test(source: Source) -> core.Record:
-            return measure_kept(out, source, options.examples, options.steps)
-
         with ThreadPoolExecutor(options.jobs) as pool:
             results = dict(zip(sources, pool.map(test, sources), strict=True))
-    except OSError as error:
-        parser.error(f"--out {options.out} cannot be written ({error}): choose another folder")
     except UserError as error:
         parser.error(str(error))
     write_results(out, results, options.examples, options.steps)

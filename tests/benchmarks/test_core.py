@@ -4,7 +4,18 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import core, diagnosis, gpu, islands, parity, scale, slow_link, sync, train_step
+from benchmarks import (
+    core,
+    diagnosis,
+    downstream,
+    gpu,
+    islands,
+    parity,
+    scale,
+    slow_link,
+    sync,
+    train_step,
+)
 
 
 @pytest.mark.parametrize(
@@ -26,6 +37,8 @@ from benchmarks import core, diagnosis, gpu, islands, parity, scale, slow_link, 
         (scale.main, "--out x --minutes 1 --workers 3", "there are 2, 4, 8"),
         (scale.main, "--out /proc/x --minutes 1", "choose another folder"),
         (scale.main, "--out x --minutes 1 --diloco.workers 2", "the table sets this itself"),
+        (downstream.main, "--out x --run.seed 1", "the table sets this itself"),
+        (downstream.main, "--out x --runs y", 'has diloco.method = "none", as a control'),
         (gpu.main, "--out x --only all", "there are bits, nccl"),
     ],
 )

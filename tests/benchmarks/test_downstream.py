@@ -168,7 +168,7 @@ def run_command(folder: Path, monkeypatch: pytest.MonkeyPatch, *more: str) -> li
     monkeypatch.setattr(core, "train", train_here)
     monkeypatch.setattr(downstream, "ThreadPoolExecutor", InThisThread)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    words = f"--out {folder / 'out'} --corpus {folder}/*.txt --size 0.1M --workers 1 --every 3 "
+    words = f"--out {folder / 'out'} --corpus {folder}/*.txt --size 0.1 --workers 1 --every 3 "
     words += f"--examples 40 --steps 2 {TINY} --data.cache_folder {folder / 'cache'}"
     monkeypatch.setattr("sys.argv", ["downstream", *words.split(), *more])
     downstream.main()
