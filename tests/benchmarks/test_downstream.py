@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import core, downstream
-from benchmarks.downstream import CONTROL
+from benchmarks.downstream import CONTROL, Source
 from benchmarks.downstream_tasks import BRACKETS, TASKS, Example, Text, make_examples
 from torchtitan_diloco.components.checkpoint import MODEL, read_manifest
 from torchtitan_diloco.components.resume import SavedTensors
@@ -131,6 +131,34 @@ def test_differences_are_of_the_same_seed_and_question() -> None:
     text = downstream.difference(better, control)
     # In a quarter of the questions the mean of the seeds is 0.5 more.
     assert text == "+12.5 (+0.0 ... +25.0), ±4.3"
+
+
+def record_of(right: int, loss: float) -> core.Record:
+    """Return a result with so many of 100 right answers to one task, and chance at the other."""
+    answers = {"copying": "1" * right + "0" * (100 - right), "addition": "1000" * 25}
+    facts = {"parameters": 8e5, "tokens": 4e6, "hardware": "CPU", "torch": "2.13", "loss": loss}
+    chance = dict.fromkeys(answers, 0.25)
+    return {**facts, "chance": chance, "before": answers, "after": answers}
+
+
+def test_the_table_has_what_counts_and_names_the_rest(tmp_path: Path) -> None:
+    merged = "streaming, M=2, H=30: merged"
+    results = {
+        Source(0, CONTROL, tmp_path): record_of(60, 2.0),
+        Source(1, CONTROL, tmp_path): record_of(64, 2.0),
+        Source(0, merged, tmp_path): record_of(61, 2.02),
+        Source(1, merged, tmp_path): record_of(63, 2.04),
+    }
+    downstream.write_results(tmp_path, results, 100, 300)
+    table = (tmp_path / "table.md").read_text()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
+    assert [merged, "2.0300 (2.0200 ... 2.0400)", "+1.50 (+1.00 ... +2.00) %"] in rows
+    shares = ["25.0", "62.0 (60.0 ... 64.0)", "+0.0 (-1.0 ... +1.0), ±1.4"]
+    for phase in ("before", "after"):
+        assert ["copying", phase, *shares] in rows
+        assert f"- addition, {phase} fine-tuning: 25.0 %, chance 25.0 %" in table
+    lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    assert [line["after"]["copying"] for line in lines] == [0.6, 0.64, 0.61, 0.63]
 
 
 # --- models ---------------------------------------------------------------------------------------
