@@ -8,6 +8,7 @@ from benchmarks import (
     backlog,
     core,
     diagnosis,
+    downstream,
     gpu,
     islands,
     parity,
@@ -41,6 +42,8 @@ from benchmarks import (
         (gpu.main, "--out x --only bits", "torch sees no GPU here"),
         (backlog.main, "--minutes 5 --only 99", "'99': there are 1, 2"),
         (gpu.main, "--out x --only all", "there are bits, syncs"),
+        (downstream.main, "--out x --run.seed 1", "the table sets this itself"),
+        (downstream.main, "--out x --runs y", 'has diloco.method = "none", as a control'),
     ],
 )
 def test_commands_refuse_before_anything_is_measured(

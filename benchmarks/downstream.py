@@ -1,0 +1,453 @@
+"""Compare data parallelism and streaming after fine-tuning, on tasks made from held-out text.
+
+    .venv/bin/python -m benchmarks.downstream --out DIR [--section.key value ...]
+
+For each seed this trains a model with data parallelism and one with streaming, for equal tokens,
+or it takes the checkpoints of finished runs (`--runs DIR ...`). The control, the merged model
+(shared parameters) and a single worker (its own parameters) answer questions of the tasks in
+benchmarks/downstream_tasks.py, before and after the same fine-tuning on other questions. A task
+counts where the control clearly beats chance: `counts`. Finished parts are kept in --out, so that
+the same command continues. Without --corpus, the text is the source of Python's standard library.
+"""
+
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import date
+from itertools import product
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from benchmarks import core, scale
+from benchmarks.downstream_tasks import TASKS, Example, Text, make_examples
+from torchtitan_diloco.components.checkpoint import MODEL, complete_checkpoints, read_manifest
+from torchtitan_diloco.components.loss import count_text_bytes, validate
+from torchtitan_diloco.components.resume import SavedTensors
+from torchtitan_diloco.data.corpus import open_split
+from torchtitan_diloco.data.loader import IGNORE_INDEX, Batch, ValidationBatches
+from torchtitan_diloco.data.shards import INDEX_NAME, read_index
+from torchtitan_diloco.data.tokenizer import Tokenizer
+from torchtitan_diloco.distributed.world import World, pick_device
+from torchtitan_diloco.export.weights import SavedModel, open_saved
+from torchtitan_diloco.hardware import describe_device
+from torchtitan_diloco.log import UserError, markdown_table
+from torchtitan_diloco.models import LanguageModel
+
+STEPS, EXAMPLES_PER_STEP, LR = 300, 8, 1e-3
+"""The fine-tuning of every model: AdamW, so many examples of each task a step, a constant rate."""
+PAIRS_AT_ONCE = 128
+"""Pairs of a context and an answer in a forward pass without gradients."""
+HELD_OUT_TOKENS = 2_000_000
+"""Tokens of held-out text that examples are made from, at most."""
+CLEARLY, LIKELY = 0.99, 0.95
+"""One-sided confidence that the control beats chance, and two-sided confidence of a difference."""
+CONTROL = "data parallel"
+PHASES = "before", "after"
+WARM_UP = "0.2"
+"""Share of a run that warms up, and in which streaming begins with frequent syncs."""
+RESERVED = {
+    *("run.folder", "run.seed", "data.corpus"),
+    *("diloco.method", "diloco.workers", "diloco.sync_every"),
+}
+LOSSES = "model | loss on held-out text | against the control"
+ANSWERS = "task | fine-tuning | chance, % | data parallel, %"
+
+
+# --- models ---------------------------------------------------------------------------------------
+
+
+class Source(NamedTuple):
+    """Where the parameters of a model are."""
+
+    seed: int
+    name: str
+    run: Path
+    is_worker: bool = False
+    """Whether they are the first worker's own ones, instead of the shared ones."""
+
+
+def find_sources(folders: Sequence[Path]) -> list[Source]:
+    """Return the models of the finished runs in these folders, the controls first.
+
+    The runs must differ in the method and the seed only, and have a control of each seed.
+    """
+    workers = (worker for folder in folders for worker in folder.glob("**/worker-0"))
+    runs = sorted({worker.parent for worker in workers if complete_checkpoints(worker)})
+    sources: list[Source] = []
+    kinds: dict[object, Path] = {}
+    for run in runs:
+        saved = open_saved(run)
+        config, outer = saved.config, saved.config.diloco
+        tokens = read_manifest(saved.path).state.tokens
+        kinds[tokens, config.model, config.optimizer.name, saved.tokenizer.fingerprint] = run
+        if outer.method == "none":
+            sources.append(Source(config.run.seed, CONTROL, run))
+        else:
+            method = f"{outer.method}, M={outer.workers}, H={outer.sync_every}"
+            sources.append(Source(config.run.seed, f"{method}: merged", run))
+            sources.append(Source(config.run.seed, f"{method}: one worker", run, is_worker=True))
+    if len(kinds) > 1:
+        first, second, *_ = kinds.values()
+        raise UserError(
+            f"{first} and {second} differ in tokens, model, optimizer or tokenizer: give --runs "
+            "with folders of runs that differ in the method and the seed only"
+        )
+    if len({(source.seed, source.name) for source in sources}) < len(sources):
+        raise UserError("--runs has two runs of the same method and seed: give folders with one")
+    controls = {source.seed for source in sources if source.name == CONTROL}
+    without = {source.seed for source in sources} - controls
+    if without or not sources:
+        lacking = f"no run with checkpoints and run.seed = {min(without, default=0)}"
+        raise UserError(
+            f'{lacking} has diloco.method = "none", as a control: give such folders to --runs, '
+            "trained with checkpoint.at_end = true"
+        )
+    return sorted(sources, key=lambda one: (one.name != CONTROL, one.name, one.seed))
+
+
+def open_source(source: Source) -> SavedModel:
+    saved = open_saved(source.run)
+    if source.is_worker:
+        local = {MODEL + name: value.detach() for name, value in saved.model.named_parameters()}
+        SavedTensors(saved.path, read_manifest(saved.path)).fill(local)
+    return saved
+
+
+def read_held_out(saved: SavedModel) -> tuple[Text, Text]:
+    """Return the held-out text to fine-tune on and to test on: every other document."""
+    tokens = open_split(saved.config.data, saved.tokenizer, "validation")
+    ids = torch.from_numpy(tokens.read(0, min(len(tokens), HELD_OUT_TOKENS)).astype("int64"))
+    ends = (ids == saved.tokenizer.end_of_document).nonzero().flatten().tolist()
+    parts = ids.tensor_split([end + 1 for end in ends])
+    documents = [saved.tokenizer.decode(part[:-1].tolist()) for part in parts]
+    return Text(documents[::2]), Text(documents[1::2])
+
+
+# --- answers --------------------------------------------------------------------------------------
+
+
+def encode(pairs: Sequence[tuple[str, str]], tokenizer: Tokenizer, length: int) -> Batch:
+    """Return inputs, and targets that are the answers of (context, answer), with padding.
+
+    Contexts lose their first tokens if there are more than the model was trained with.
+    """
+    inputs, targets = [], []
+    for context, answer in pairs:
+        before, after = (
+            torch.from_numpy(tokenizer.encode(text).astype("int64")) for text in (context, answer)
+        )
+        row = torch.cat([before, after])[-length - 1 :]
+        target = row[1:].clone()
+        target[: -len(after)] = IGNORE_INDEX
+        inputs.append(row[:-1])
+        targets.append(target)
+    return (
+        pad_sequence(inputs, batch_first=True),
+        pad_sequence(targets, batch_first=True, padding_value=IGNORE_INDEX),
+    )
+
+
+def losses_of(model: LanguageModel, batch: Batch) -> Tensor:
+    """Return minus the log-likelihood of each answer."""
+    device = next(model.parameters()).device
+    inputs, targets = (part.to(device) for part in batch)
+    logits = model(inputs).float().transpose(1, 2)
+    losses = F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="none")
+    return losses.sum(dim=1)
+
+
+@torch.no_grad()
+def answer(saved: SavedModel, examples: Sequence[Example]) -> str:
+    """Return a "1" for each example whose likeliest choice is the right one, "0" for the others."""
+    pairs = [(one.context, choice) for one in examples for choice in one.choices]
+    losses: list[float] = []
+    for first in range(0, len(pairs), PAIRS_AT_ONCE):
+        part = pairs[first : first + PAIRS_AT_ONCE]
+        batch = encode(part, saved.tokenizer, saved.model.sequence_length)
+        losses += losses_of(saved.model, batch).tolist()
+    of_examples = torch.tensor(losses).view(len(examples), -1)
+    right = of_examples.argmin(dim=1) == torch.tensor([one.answer for one in examples])
+    return "".join("01"[int(one)] for one in right)
+
+
+def fine_tune(saved: SavedModel, examples: Mapping[str, Sequence[Example]], steps: int) -> None:
+    """Train on the right answers to examples of all tasks, with equal weights of the tasks."""
+    model = saved.model.requires_grad_(True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0)
+    for step in range(steps):
+        for of_task in examples.values():
+            part = of_task[step * EXAMPLES_PER_STEP : (step + 1) * EXAMPLES_PER_STEP]
+            pairs = [(one.context, one.right) for one in part]
+            batch = encode(pairs, saved.tokenizer, model.sequence_length)
+            tokens = (batch[1] != IGNORE_INDEX).sum()
+            (losses_of(model, batch).sum() / tokens / len(examples)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    model.requires_grad_(False)
+
+
+def held_out_loss(saved: SavedModel, device: torch.device) -> float:
+    """Return the loss that the run reports, here of the parameters that the model has."""
+    config = saved.config
+    batches = ValidationBatches(
+        open_split(config.data, saved.tokenizer, "validation"),
+        sequence_length=config.training.sequence_length,
+        batch_size=config.training.batch_size,
+        rank=0,
+        ranks=1,
+        sequences=config.validation.sequences,
+    )
+    world = World(rank=0, size=1, workers=1, device=device)
+    return validate(saved.model, batches, world, count_text_bytes(batches, saved.tokenizer)).loss
+
+
+def measure(source: Source, count: int, steps: int) -> core.Record:
+    """Return the answers of a model, before and after fine-tuning."""
+    saved = open_source(source)
+    device = pick_device("auto", 0)
+    saved.model.to(device)
+    to_fit, to_test = read_held_out(saved)
+    tests = {task: make_examples(task, to_test, count, "test") for task in TASKS}
+    lessons = {
+        task: make_examples(
+            task,
+            to_fit,
+            steps * EXAMPLES_PER_STEP,
+            f"fine-tuning, {source.seed}",
+            without={one.context for one in tests[task]},
+        )
+        for task in TASKS
+    }
+    loss = held_out_loss(saved, device)
+    before = {task: answer(saved, examples) for task, examples in tests.items()}
+    fine_tune(saved, lessons, steps)
+    after = {task: answer(saved, examples) for task, examples in tests.items()}
+    return {
+        "date": date.today().isoformat(),
+        "hardware": describe_device(device),
+        "torch": torch.__version__,
+        "commit": commit(),
+        "command": " ".join([".venv/bin/python -m benchmarks.downstream", *sys.argv[1:]]),
+        "parameters": saved.model.parameter_counts()["total"],
+        "tokens": read_manifest(saved.path).state.tokens,
+        "loss": loss,
+        "chance": {task: 1 / len(examples[0].choices) for task, examples in tests.items()},
+        **dict(zip(PHASES, (before, after), strict=True)),
+    }
+
+
+def commit() -> str:
+    words = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    try:
+        return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def measure_kept(out: Path, source: Source, count: int, steps: int) -> core.Record:
+    """Return the answers of a model, which are kept in `out`."""
+    save = read_manifest(open_saved(source.run).path).save
+    recipe = {"save": save, "steps": steps, "examples_per_step": EXAMPLES_PER_STEP, "lr": LR}
+    settings = {key: str(value) for key, value in (recipe | {"examples": count}).items()}
+    folder = core.run_folder(out / "answers", f"{source.name}, seed {source.seed}", settings)
+    result = core.kept(folder, settings, lambda: measure(source, count, steps))
+    for phase in PHASES:
+        right = ", ".join(f"{task} {100 * share(one):.1f} %" for task, one in result[phase].items())
+        print(f"{source.name}, seed {source.seed}, {phase} fine-tuning: {right}", flush=True)
+    return result
+
+
+# --- results --------------------------------------------------------------------------------------
+
+Results = Mapping[Source, core.Record]
+
+
+def share(answers: str) -> float:
+    return answers.count("1") / len(answers)
+
+
+def counts(control: Sequence[str], chance: float) -> bool:
+    """Return whether the answers of the control, by seed, clearly beat chance.
+
+    The lower end of Wilson's interval has to be above chance. All seeds answer the same questions,
+    so that they do not make the interval narrower.
+    """
+    mean, z = statistics.mean(map(share, control)), statistics.NormalDist().inv_cdf(CLEARLY)
+    n = len(control[0])
+    spread = z * math.sqrt(mean * (1 - mean) / n + (z / n) ** 2 / 4)
+    return (mean + z**2 / (2 * n) - spread) / (1 + z**2 / n) > chance
+
+
+def difference(answers: Mapping[int, str], control: Mapping[int, str]) -> str:
+    """Return the difference from the control in points: the mean (least ... greatest) of the seeds,
+    and half the interval that the choice of the questions leaves open."""
+    seeds = sorted(answers)
+    points = [100 * (share(answers[seed]) - share(control[seed])) for seed in seeds]
+    of_questions = [
+        statistics.mean(int(answers[seed][n]) - int(control[seed][n]) for seed in seeds)
+        for n in range(len(answers[seeds[0]]))
+    ]
+    z = statistics.NormalDist().inv_cdf((1 + LIKELY) / 2)
+    half = 100 * z * statistics.stdev(of_questions) / math.sqrt(len(of_questions))
+    return f"{core.summary(points, '+.1f', middle=statistics.mean)}, ±{half:.1f}"
+
+
+def of_model(results: Results, name: str) -> dict[int, core.Record]:
+    """Return the results of a model by seed."""
+    return {source.seed: result for source, result in results.items() if source.name == name}
+
+
+def loss_rows(results: Results, names: Sequence[str]) -> list[list[str]]:
+    losses = {
+        name: {seed: result["loss"] for seed, result in of_model(results, name).items()}
+        for name in names
+    }
+    return [
+        [
+            name,
+            core.summary([*of_seeds.values()], ".4f", middle=statistics.mean),
+            "" if name == CONTROL else core.against(of_seeds, losses[CONTROL]),
+        ]
+        for name, of_seeds in losses.items()
+    ]
+
+
+def answer_rows(results: Results, names: Sequence[str]) -> tuple[list[list[str]], list[str]]:
+    """Return the rows of tasks that count, and a line for each of the others."""
+    rows, others = [], []
+    chances = next(iter(results.values()))["chance"]
+    for task, phase in product(chances, PHASES):
+        answers = {
+            name: {seed: result[phase][task] for seed, result in of_model(results, name).items()}
+            for name in names
+        }
+        control, chance = answers.pop(CONTROL), chances[task]
+        shares = [100 * share(one) for one in control.values()]
+        right = core.summary(shares, ".1f", middle=statistics.mean)
+        if counts([*control.values()], chance):
+            points = [difference(of_seeds, control) for of_seeds in answers.values()]
+            rows.append([task, phase, f"{100 * chance:.1f}", right, *points])
+        else:
+            others.append(f"{task}, {phase} fine-tuning: {right} %, chance {100 * chance:.1f} %")
+    return rows, others
+
+
+def write_results(out: Path, results: Results, count: int, steps: int) -> None:
+    """Write and print the tables, and write the results."""
+    names = list(dict.fromkeys(source.name for source in results))
+    first = next(iter(results.values()))
+    seeds = ", ".join(map(str, of_model(results, CONTROL)))
+    losses = markdown_table(LOSSES.split(" | "), loss_rows(results, names))
+    rows, others = answer_rows(results, names)
+    answers = markdown_table([*ANSWERS.split(" | "), *names[1:]], rows)
+    text = (
+        f"{first['parameters'] / 1e6:.2f}M parameters, {first['tokens'] / 1e6:.1f}M tokens, seeds "
+        f"{seeds}; {first['hardware']}; torch {first['torch']}\n\n{losses}\n\n"
+        f"right answers to {count:,} questions of each task, before and after {steps} steps of "
+        "fine-tuning, of the control in %, of the others in points more; mean (least ... greatest) "
+        f"of the seeds, ± what the draw of the questions leaves open ({LIKELY:.0%})\n\n{answers}\n"
+    )
+    if others:
+        listed = "".join(f"\n- {line}" for line in others)
+        text += f"\nNot counted, as the control does not clearly beat chance:\n{listed}\n"
+    (out / "table.md").write_text(text)
+    with (out / "results.jsonl").open("w") as file:
+        for source, result in results.items():
+            line = {"model": source.name, "seed": source.seed} | result
+            for phase in PHASES:
+                line[phase] = {task: share(answers) for task, answers in result[phase].items()}
+            file.write(json.dumps(line) + "\n")
+    print(f"\n{text}\nwrote {out}/table.md and results.jsonl")
+
+
+# --- command line ---------------------------------------------------------------------------------
+
+
+def settings_of(
+    run: scale.Run, seed: int, corpus: str, extra: core.Settings, ratio: float
+) -> core.Settings:
+    """Return the settings of a run. Streaming has a beginning as long as the warm-up."""
+    index = Path(corpus) / INDEX_NAME
+    tokenizer = str(read_index(index).settings["tokenizer"]) if index.exists() else "bytes"
+    text = {"data.corpus": corpus, "data.tokenizer": tokenizer, "data.validation_fraction": "0.04"}
+    text |= {key: value for key, value in extra.items() if key.startswith("data.")}
+    more = {"run.seed": str(seed), "lr_schedule.warmup_fraction": WARM_UP} | extra
+    if run.every:
+        more = {"diloco.beginning.fraction": WARM_UP} | more
+    else:
+        more = {key: value for key, value in more.items() if not key.startswith("diloco.")}
+    return scale.settings_of(run, text, more, ratio)
+
+
+def train_kept(out: Path, runs: Mapping[str, core.Settings], jobs: int) -> list[Path]:
+    """Train runs, `jobs` at a time, unless they are finished, and return their folders."""
+
+    def train(name: str) -> Path:
+        folder = core.run_folder(out / "runs", name, runs[name])
+
+        def finish() -> core.Record:
+            core.train(folder / "run", runs[name], NPROC=runs[name]["diloco.workers"])
+            return {}
+
+        core.kept(folder, runs[name], finish)
+        print(f"trained: {name}", flush=True)
+        return folder / "run"
+
+    with ThreadPoolExecutor(jobs) as pool:
+        return list(pool.map(train, runs))
+
+
+def main() -> None:
+    parser, on_gpu = core.build_parser(__doc__), torch.cuda.is_available()
+    add, size, ratio = parser.add_argument, 15.0 if on_gpu else 0.8, 20.0 if on_gpu else 5.0
+    add("--out", type=Path, required=True, metavar="DIR")
+    add("--runs", type=Path, nargs="+", default=[], metavar="DIR", help="finished runs")
+    add("--corpus", default="stdlib", help="text files, or a folder of token shards")
+    add("--size", type=float, default=size, help=f"million parameters: default here {size:g}")
+    add("--ratio", type=float, default=ratio, help=f"tokens per parameter: default here {ratio:g}")
+    add("--workers", type=core.positive, default=2, help="M: default 2")
+    add("--every", type=core.positive, default=30, help="H: default 30")
+    add("--seeds", type=core.list_of(int), default=[0], help="default 0")
+    add("--jobs", type=core.positive, default=1, help="runs trained, and models tested, at once")
+    add("--examples", type=core.positive, default=1000, help="questions a task: default 1000")
+    add("--steps", type=core.positive, default=STEPS, help=f"of fine-tuning: default {STEPS}")
+    options, words = parser.parse_known_args()
+    extra, out = core.parse_settings(parser, words, RESERVED), options.out.resolve()
+    streaming = scale.Run(round(1e6 * options.size), "adamw", options.workers, options.every)
+    runs = {
+        f"{run}, seed {seed}": settings_of(run, seed, options.corpus, extra, options.ratio)
+        for seed in options.seeds
+        for run in (streaming.control, streaming)
+    }
+    for settings in runs.values():
+        core.load(settings)
+    if not on_gpu:
+        os.environ["OMP_NUM_THREADS"] = "1"
+        torch.set_num_threads(1)
+
+    def test(source: Source) -> core.Record:
+        return measure_kept(out, source, options.examples, options.steps)
+
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        sources = find_sources(options.runs or train_kept(out, runs, options.jobs))
+        with ThreadPoolExecutor(options.jobs) as pool:
+            results = dict(zip(sources, pool.map(test, sources), strict=True))
+    except UserError as error:
+        parser.error(str(error))
+    write_results(out, results, options.examples, options.steps)
+
+
+if __name__ == "__main__":
+    main()

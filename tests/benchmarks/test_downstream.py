@@ -1,0 +1,333 @@
+"""Test the tasks of `benchmarks.downstream` by their definitions, and its command in miniature."""
+
+import json
+import random
+import string
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks import core, downstream
+from benchmarks.downstream import CONTROL, Source
+from benchmarks.downstream_tasks import BRACKETS, TASKS, Example, Text, make_examples
+from torchtitan_diloco.components.checkpoint import MODEL, read_manifest
+from torchtitan_diloco.components.resume import SavedTensors
+from torchtitan_diloco.data.loader import IGNORE_INDEX
+from torchtitan_diloco.data.tokenizer import build_tokenizer
+from torchtitan_diloco.diloco.state_dict import shared_parameter_name
+from torchtitan_diloco.export.weights import SavedModel, open_saved
+from torchtitan_diloco.log import UserError
+from torchtitan_diloco.train import main as train
+
+TINY = (
+    "--model.layers 1 --model.width 32 --model.heads 1 --model.feed_forward 32 --run.device cpu "
+    "--training.sequence_length 64 --training.global_batch_size 4 --training.batch_size 4 "
+    "--training.tokens_per_parameter 0 --training.steps 8 --validation.sequences 4 "
+    "--data.validation_fraction 0.5 --run.restarts 0"
+)
+SEED = st.integers(0, 10_000)
+
+
+def write_documents(count: int, seed: int = 0) -> list[str]:
+    draw = random.Random(seed)
+    words = ["".join(draw.choices(string.ascii_lowercase, k=4 + n % 3)) for n in range(60)]
+    return [" = ".join(draw.choices(words, k=60)) for _ in range(count)]
+
+
+TEXT = Text(write_documents(4))
+
+
+def draw_example(task: str, seed: int) -> Example:
+    return TASKS[task](TEXT, random.Random(seed))
+
+
+# --- tasks ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("task", TASKS)
+@given(seed=SEED)
+def test_choices_differ_and_none_is_shorter(task: str, seed: int) -> None:
+    example = draw_example(task, seed)
+    assert example.right == example.choices[example.answer]
+    assert len(set(example.choices)) == len(example.choices) == (3 if "bracket" in task else 4)
+    assert len({len(choice) for choice in example.choices}) == 1
+    assert len(example.context) <= 96
+
+
+@given(seed=SEED)
+def test_the_next_identifier_continues_the_text(seed: int) -> None:
+    example = draw_example("next identifier", seed)
+    assert any(example.context + example.right in document for document in TEXT.documents)
+
+
+@given(seed=SEED)
+def test_the_word_to_copy_follows_the_one_that_is_asked_for(seed: int) -> None:
+    example = draw_example("copying", seed)
+    line, asked = example.context.split("\n")
+    assert f"{asked}{example.right} " in f"{line} "
+    assert all(line.split().count(choice.strip()) == 1 for choice in example.choices)
+
+
+@given(seed=SEED)
+def test_the_bracket_closes_the_innermost_open_one(seed: int) -> None:
+    example = draw_example("bracket matching", seed)
+    still_open: list[str] = []
+    for character in example.context + example.right:
+        if character in BRACKETS:
+            still_open.append(BRACKETS[character])
+        elif character in BRACKETS.values():
+            assert still_open.pop() == character
+    assert example.context[-1] in BRACKETS.values(), "the last one opened is closed"
+
+
+@given(seed=SEED)
+def test_the_sum_is_right_and_others_have_one_wrong_digit(seed: int) -> None:
+    example = draw_example("three-digit addition", seed)
+    first, second = example.context.removesuffix(" =").split(" + ")
+    assert int(example.right) == int(first) + int(second)
+    assert len(first) == len(second) == len(example.right.strip()) == 3
+    for choice in example.choices:
+        wrong = [one for one, other in zip(choice, example.right, strict=True) if one != other]
+        assert len(wrong) == (choice != example.right)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_examples_are_reproducible_and_keep_questions_out(task: str) -> None:
+    tests = make_examples(task, TEXT, 40, "test")
+    assert tests == make_examples(task, Text(list(TEXT.documents)), 40, "test")
+    known = {example.context for example in tests}
+    assert len(known) == 40
+    lessons = make_examples(task, TEXT, 40, "test", without=known)
+    assert not known & {example.context for example in lessons}
+
+
+def test_text_that_is_too_short_is_refused() -> None:
+    with pytest.raises(UserError, match=r"has too few words: raise data\.val"):
+        make_examples("copying", Text(["few words"]), 1, 0)
+    with pytest.raises(UserError, match=r"too short for 400 examples .* lower --examples"):
+        make_examples("next identifier", Text(TEXT.documents[:1]), 400, 0)
+
+
+# --- the rule -------------------------------------------------------------------------------------
+
+
+@given(right=st.integers(0, 400), seeds=st.integers(1, 3))
+def test_a_task_counts_only_if_chance_would_hardly_do_as_well(right: int, seeds: int) -> None:
+    answers = ["1" * right + "0" * (400 - right)] * seeds
+    # Chance 1/4: mean 100, standard deviation 8.7, of which 2.33 are exceeded once in a hundred.
+    assert downstream.counts(answers, 0.25) == (right > 121)
+
+
+def test_differences_are_of_the_same_seed_and_question() -> None:
+    control = {0: "1100" * 25, 1: "1000" * 25}
+    assert downstream.difference(control, control) == "+0.0, ±0.0"
+    better = {0: "1110" * 25, 1: "1000" * 25}
+    text = downstream.difference(better, control)
+    # In a quarter of the questions the mean of the seeds is 0.5 more.
+    assert text == "+12.5 (+0.0 ... +25.0), ±4.3"
+
+
+def record_of(right: int, loss: float) -> core.Record:
+    """Return a result with so many of 100 right answers to one task, and chance at the other."""
+    answers = {"copying": "1" * right + "0" * (100 - right), "addition": "1000" * 25}
+    facts = {"parameters": 8e5, "tokens": 4e6, "hardware": "CPU", "torch": "2.13", "loss": loss}
+    chance = dict.fromkeys(answers, 0.25)
+    return {**facts, "chance": chance, "before": answers, "after": answers}
+
+
+def test_the_table_has_what_counts_and_names_the_rest(tmp_path: Path) -> None:
+    merged = "streaming, M=2, H=30: merged"
+    results = {
+        Source(0, CONTROL, tmp_path): record_of(60, 2.0),
+        Source(1, CONTROL, tmp_path): record_of(64, 2.0),
+        Source(0, merged, tmp_path): record_of(61, 2.02),
+        Source(1, merged, tmp_path): record_of(63, 2.04),
+    }
+    downstream.write_results(tmp_path, results, 100, 300)
+    table = (tmp_path / "table.md").read_text()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
+    assert [merged, "2.0300 (2.0200 ... 2.0400)", "+1.50 (+1.00 ... +2.00) %"] in rows
+    shares = ["25.0", "62.0 (60.0 ... 64.0)", "+0.0 (-1.0 ... +1.0), ±1.4"]
+    for phase in ("before", "after"):
+        assert ["copying", phase, *shares] in rows
+        assert f"- addition, {phase} fine-tuning: 25.0 %, chance 25.0 %" in table
+    lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    assert [line["after"]["copying"] for line in lines] == [0.6, 0.64, 0.61, 0.63]
+
+
+# --- models ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Train a run with data parallelism, and one with an outer loop."""
+    folder = tmp_path_factory.mktemp("downstream")
+    for number, document in enumerate(write_documents(40)):
+        (folder / f"{number:02d}.txt").write_text(document)
+    return folder
+
+
+class InThisThread(Executor):
+    """As a run sets handlers of signals, which only the main thread may."""
+
+    def __init__(self, _: int) -> None: ...
+
+    def submit(self, task: Callable[..., Any], /, *how: Any, **more: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(task(*how, **more))
+        return future
+
+
+def run_command(folder: Path, monkeypatch: pytest.MonkeyPatch, *more: str) -> list[Path]:
+    """Run the command, which trains one worker of each run here, and return what it trained."""
+    trained: list[Path] = []
+
+    def train_here(run: Path, chosen: core.Settings, **_: str) -> list[core.Record]:
+        trained.append(run)
+        assert train(core.command_line(chosen | {"run.folder": str(run)})) == 0
+        return core.read_records(run)
+
+    monkeypatch.setattr(core, "train", train_here)
+    monkeypatch.setattr(downstream, "ThreadPoolExecutor", InThisThread)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    words = f"--out {folder / 'out'} --corpus {folder}/*.txt --size 0.1 --workers 1 --every 3 "
+    words += f"--examples 40 --steps 2 {TINY} --data.cache_folder {folder / 'cache'}"
+    monkeypatch.setattr("sys.argv", ["downstream", *words.split(), *more])
+    downstream.main()
+    return trained
+
+
+def test_the_command_compares_three_models_and_repeats_nothing(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = [CONTROL, "streaming, M=1, H=3: merged", "streaming, M=1, H=3: one worker"]
+    assert len(run_command(runs, monkeypatch)) == 2
+    table = (runs / "out/table.md").read_text()
+    assert table in capsys.readouterr().out
+    assert all(table.count(f"\n| {name} ") == 1 for name in names)
+    lines = [json.loads(line) for line in (runs / "out/results.jsonl").read_text().splitlines()]
+    assert [line["model"] for line in lines] == names
+    for line in lines:
+        assert set(line["before"]) == set(line["after"]) == set(TASKS)
+        assert {line["tokens"], line["torch"]} == {8 * 4 * 64, torch.__version__}
+    losses = [line["loss"] for line in lines]
+    manifests = [
+        read_manifest(one.path) for one in map(open_saved, sorted(runs.glob("out/**/run")))
+    ]
+    reported = [one.state.validated[1] for one in manifests if one.state.validated]
+    assert losses[:2] == pytest.approx(reported[::-1]), "those of the runs' own validation"
+    assert losses[2] != losses[1]
+
+    monkeypatch.setattr(downstream, "measure", None)
+    assert run_command(runs, monkeypatch) == []
+    assert run_command(runs, monkeypatch, "--runs", str(runs / "out/runs")) == []
+    assert (runs / "out/table.md").read_text() == table
+
+
+def test_the_parameters_are_the_shared_ones_or_those_of_the_worker(
+    runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_command(runs, monkeypatch)
+    _, merged, worker = downstream.find_sources([runs / "out"])
+    for source, of in ((merged, shared_parameter_name), (worker, (MODEL + "{}").format)):
+        saved = downstream.open_source(source)
+        values = dict(saved.model.named_parameters())
+        expected = {of(name): torch.zeros_like(value) for name, value in values.items()}
+        SavedTensors(saved.path, read_manifest(saved.path)).fill(expected)
+        for value, known in zip(values.values(), expected.values(), strict=True):
+            torch.testing.assert_close(value, known, rtol=0, atol=0)
+
+
+def test_runs_that_cannot_be_compared_are_refused(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_command(runs, monkeypatch)
+    (streaming,) = runs.glob("out/runs/*M-1*")
+    with pytest.raises(UserError, match=r"no run with checkpoints and run\.seed = 0"):
+        downstream.find_sources([streaming])
+    with pytest.raises(UserError, match="as a control: give such folders to --runs"):
+        downstream.find_sources([tmp_path])
+    other = f"{TINY} --training.steps 1 --diloco.method none --diloco.workers 1"
+    words = f"--config debug {other} --data.corpus {runs}/*.txt --run.folder {tmp_path / 'other'}"
+    assert train(words.split()) == 0
+    with pytest.raises(UserError, match="differ in tokens"):
+        downstream.find_sources([runs / "out", tmp_path])
+
+
+# --- answers --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def saved(runs: Path, monkeypatch: pytest.MonkeyPatch) -> SavedModel:
+    run_command(runs, monkeypatch)
+    return downstream.open_source(downstream.find_sources([runs / "out"])[0])
+
+
+def log_likelihood(saved: SavedModel, context: str, answer: str) -> float:
+    """Return it token by token, without padding."""
+    before, after = saved.tokenizer.encode(context).tolist(), saved.tokenizer.encode(answer)
+    total = 0.0
+    for token in after.tolist():
+        logits = saved.model(torch.tensor([before[-saved.model.sequence_length :]]))
+        total += float(logits[0, -1].log_softmax(dim=0)[token])
+        before.append(token)
+    return total
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_the_likeliest_choice_is_the_answer(saved: SavedModel, task: str) -> None:
+    examples = [
+        example._replace(context=example.context[-30:])  # what the model has room for
+        for example in make_examples(task, TEXT, 8, "test")
+    ]
+    pairs = [(one.context, choice) for one in examples for choice in one.choices]
+    with torch.no_grad():
+        known = torch.tensor([log_likelihood(saved, *pair) for pair in pairs])
+        batch = downstream.encode(pairs, saved.tokenizer, saved.model.sequence_length)
+        losses = downstream.losses_of(saved.model, batch)
+    torch.testing.assert_close(losses, -known, rtol=1e-4, atol=1e-4)
+    best = known.view(len(examples), -1).argmax(dim=1).tolist()
+    right = [guess == one.answer for guess, one in zip(best, examples, strict=True)]
+    assert downstream.answer(saved, examples) == "".join("01"[one] for one in right)
+
+
+@given(
+    context=st.text(string.ascii_letters, min_size=1, max_size=50),
+    answer=st.text("ab", min_size=1, max_size=9),
+)
+def test_a_long_context_loses_its_beginning(context: str, answer: str) -> None:
+    tokenizer = build_tokenizer("bytes")
+    inputs, targets = downstream.encode([(context, answer)], tokenizer, 12)
+    whole = [*(context + answer).encode()][-13:]
+    assert inputs[0].tolist() == whole[:-1]
+    kept = [one for one in targets[0].tolist() if one != IGNORE_INDEX]
+    assert kept == [*answer.encode()][-len(whole) + 1 :]
+
+
+def test_fine_tuning_teaches_the_tasks(saved: SavedModel) -> None:
+    """Enough to know what it was trained on by heart."""
+    examples = {task: make_examples(task, TEXT, 8, 0) for task in TASKS}
+    lessons = {task: of_task * 150 for task, of_task in examples.items()}
+    pairs = [(one.context, one.right) for of_task in examples.values() for one in of_task]
+    batch = downstream.encode(pairs, saved.tokenizer, saved.model.sequence_length)
+    before = downstream.losses_of(saved.model, batch).sum()
+    downstream.fine_tune(saved, lessons, 150)
+    assert downstream.losses_of(saved.model, batch).sum() < 0.5 * before
+    assert (
+        downstream.share("".join(downstream.answer(saved, one) for one in examples.values())) > 0.7
+    )
+
+
+def test_text_is_divided_by_documents(saved: SavedModel) -> None:
+    to_fit, to_test = downstream.read_held_out(saved)
+    documents = write_documents(40)
+    found = [one for one in (*to_fit.documents, *to_test.documents) if one]
+    assert set(found) <= set(documents)
+    assert len(found) == len(set(found)) == 20
+    assert abs(len(to_fit.documents) - len(to_test.documents)) <= 1
