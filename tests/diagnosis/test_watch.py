@@ -39,7 +39,7 @@ from torchtitan_diloco.diloco.vitals import (
     Report,
     Vitals,
 )
-from torchtitan_diloco.distributed.world import GLOO_INTERFACE
+from torchtitan_diloco.hardware import GLOO_INTERFACE
 from torchtitan_diloco.islands import leader
 from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.connection import Connection
