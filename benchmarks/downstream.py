@@ -374,15 +374,13 @@ def write_results(out: Path, results: Results, count: int, steps: int) -> None:
 # --- command line ---------------------------------------------------------------------------------
 
 
-def settings_of(
-    run: scale.Run, seed: int, corpus: str, extra: core.Settings, ratio: float
-) -> core.Settings:
+def settings_of(run: scale.Run, corpus: str, extra: core.Settings, ratio: float) -> core.Settings:
     """Return the settings of a run. Streaming has a beginning as long as the warm-up."""
     index = Path(corpus) / INDEX_NAME
     tokenizer = str(read_index(index).settings["tokenizer"]) if index.exists() else "bytes"
     text = {"data.corpus": corpus, "data.tokenizer": tokenizer, "data.validation_fraction": "0.04"}
     text |= {key: value for key, value in extra.items() if key.startswith("data.")}
-    more = {"run.seed": str(seed), "lr_schedule.warmup_fraction": WARM_UP} | extra
+    more = {"lr_schedule.warmup_fraction": WARM_UP} | extra
     if run.every:
         more = {"diloco.beginning.fraction": WARM_UP} | more
     else:
@@ -424,11 +422,10 @@ def main() -> None:
     add("--steps", type=core.positive, default=STEPS, help=f"of fine-tuning: default {STEPS}")
     options, words = parser.parse_known_args()
     extra, out = core.parse_settings(parser, words, RESERVED), options.out.resolve()
-    streaming = scale.Run(round(1e6 * options.size), "adamw", options.workers, options.every)
+    stage = scale.Stage(round(1e6 * options.size), "adamw")
     runs = {
-        f"{run}, seed {seed}": settings_of(run, seed, options.corpus, extra, options.ratio)
-        for seed in options.seeds
-        for run in (streaming.control, streaming)
+        str(run): settings_of(run, options.corpus, extra, options.ratio)
+        for run in scale.runs_of(stage, [options.workers], [options.every], options.seeds)
     }
     for settings in runs.values():
         core.load(settings)
