@@ -34,7 +34,7 @@ class Nodes(NamedTuple):
         return self.endpoint.startswith(("localhost:", "127.", "[::1]:"))
 
     def __str__(self) -> str:
-        return f"node {self.rank} of {self.count}"
+        return f"node {self.rank} of {self.total}"
 
 
 def read_nodes(environment: Mapping[str, str]) -> Nodes:
