@@ -41,11 +41,11 @@ class Provenance:
 
 
 def provenance(module: str, words: Sequence[str], device: torch.device) -> Provenance:
-    """Return where and how a measurement by `python -m MODULE WORDS` is made."""
+    """Return where and how a measurement is made by a module with these words."""
     return Provenance(
         date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M"),
         commit=read_commit(),
-        command=f"python -m {module} {shlex.join(without_folders(words))}".strip(),
+        command=f".venv/bin/python -m {module} {shlex.join(without_folders(words))}".strip(),
         device=describe_device(device),
         versions=describe_versions(),
     )

@@ -33,5 +33,6 @@ def test_a_wheel_gives_one_command(tmp_path: Path) -> None:
     wrong = run("trane")
     assert (wrong.returncode, wrong.stderr.splitlines()[0]) == (
         2,
-        "error: there is no command trane",
+        "error: there is no command trane; did you mean train?; `site/bin/torchtitan-diloco --help` "
+        "lists them",
     )

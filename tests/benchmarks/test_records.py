@@ -11,7 +11,7 @@ def test_records_say_how_they_were_made_without_folders(
 ) -> None:
     words = ["--minutes", "9", "--out", "/tmp/x", "--work=/tmp/y", "--corpus", "/tmp/z/*.md"]
     made_by = records.provenance("benchmarks.scale", words, torch.device("cpu"))
-    assert made_by.command == "python -m benchmarks.scale --minutes 9 --corpus '*.md'"
+    assert made_by.command == ".venv/bin/python -m benchmarks.scale --minutes 9 --corpus '*.md'"
     assert torch.__version__ in made_by.versions
     path = tmp_path / records.file_name("scale", made_by)
     assert path.name == f"scale-{made_by.date[:10]}-cpu.jsonl"
