@@ -1,0 +1,459 @@
+"""An island without tensors, store and clock.
+
+Pass it what it reads and what is done: `on_...`. Between two steps do what `boundary` says. Write
+`note` each second, and when something has changed. Download what `wanted` returns, in order.
+"""
+
+import math
+from dataclasses import dataclass, field
+
+import msgspec
+
+from torchtitan_diloco.diloco.schedule import Schedule
+from torchtitan_diloco.islands_store.decision import LEAVE as LEAVE_ORDER
+from torchtitan_diloco.islands_store.decision import Count, Decision, Ledger, Name, Settings
+from torchtitan_diloco.islands_store.fragment import (
+    Apply,
+    Mode,
+    OwnFragment,
+    SavedFragment,
+    Send,
+)
+from torchtitan_diloco.islands_store.names import Object, part_names
+from torchtitan_diloco.islands_store.note import GIVE, JOIN, Founding, Note, Part, encode_note
+from torchtitan_diloco.log import UserError
+
+WENT_BACK = 10.0
+"""Seconds in which the newest decision of the store is older than the one that is known, until the
+store counts as an older copy of itself. Lists may be late."""
+BEHIND = 1
+"""Versions that an island may be behind when it asks for a slot."""
+COPY_VERSIONS = 8
+"""Versions after which a newer copy is less to download."""
+
+ENDED, LEFT, REJOIN = "ended", "left", "rejoin"
+"""Why a start of an island is over, beside `ORDERS`. After REJOIN, the same process goes on as a
+new start, with its inner optimizer."""
+
+
+class Saved(msgspec.Struct, frozen=True):
+    """What a checkpoint of an island has, beside theta and P."""
+
+    run: Name
+    slot: Count
+    position: Count
+    tokens: Count
+    clock: Count
+    fragments: list[SavedFragment]
+
+
+@dataclass
+class Boundary:
+    """What to do between two steps, in this order."""
+
+    clock: int
+    """Tokens of the run, which determine the inner learning rate."""
+    applies: list[Apply] = field(default_factory=list)
+    sends: list[Send] = field(default_factory=list)
+    waits_until: float | None = None
+    """Training waits: ask again when something has happened, or at this time."""
+    is_training: bool = False
+    """Whether to make a step next, unless it waits."""
+
+
+class Island:
+    def __init__(
+        self,
+        incarnation: str,
+        *,
+        founds: Founding | None = None,
+        saved: Saved | None = None,
+        corpus: str = "",
+    ) -> None:
+        """`founds`: the run to found in an empty location. `saved`: from an own checkpoint."""
+        self.incarnation, self.founds, self.corpus = incarnation, founds, corpus
+        self.decision: Decision | None = None
+        self.slot: int | None = None
+        self.fragments = list[OwnFragment]()
+        self.is_training = False
+        self.ending = ""
+        """Why it is over: empty while it is not."""
+        self.step, self.tokens, self.position, self.step_seconds = 0, 0, 0, 0.0
+        self.is_stopped, self.is_leaving = False, False
+        self.heard_at = -math.inf
+        """When a new decision was read."""
+        self.news = list[str]()
+        self._saved, self._is_founding = saved, False
+        self._counter, self._lower_since = 0, math.inf
+        self._stored = list[Part]()  # parts whose objects exist
+        self._clock_floor, self._clock_base = 0, (0, 0, 1)
+        self._trains_until = 0
+
+    # --- what it knows ----------------------------------------------------------------------------
+
+    @property
+    def settings(self) -> Settings:
+        assert self.decision is not None
+        return self.decision.settings
+
+    @property
+    def grace(self) -> float:
+        """Time that it gives others for a version with its part."""
+        return max(self.settings.grace, self.settings.delay * self.step_seconds)
+
+    @property
+    def is_resuming(self) -> bool:
+        """Whether theta may be that of the checkpoint, so nothing is applied before it begins."""
+        return self._saved is not None and not self.is_training
+
+    @property
+    def clock(self) -> int:
+        """Merged tokens, plus its own since, times the ready islands. It never goes back."""
+        merged, tokens, ready = self._clock_base
+        self._clock_floor = max(self._clock_floor, merged + (self.tokens - tokens) * ready)
+        return self._clock_floor
+
+    def say(self, line: str) -> None:
+        self.news.append(line)
+
+    # --- decisions --------------------------------------------------------------------------------
+
+    def on_empty(self, now: float) -> None:
+        """The location holds no decision."""
+        if self.decision is not None:
+            self._note_lower(now)
+        elif self.founds is None:
+            what = "the location is empty"
+            if self._saved is not None:
+                what += f", and the checkpoint is of run {self._saved.run}"
+            raise UserError(
+                f"{what}: give the location of the run, or --islands.found true to go on there "
+                "from this checkpoint"
+            )
+
+    def on_decision(self, decision: Decision, now: float) -> None:
+        """Take the newest decision that the store lists."""
+        before = self.decision
+        if before is not None and decision.number <= before.number:
+            if decision.number < before.number:
+                self._note_lower(now)
+            return
+        if self._saved is not None and self._saved.run != decision.run:
+            raise UserError(
+                f"the location holds run {decision.run}, and the checkpoint is of run "
+                f"{self._saved.run}: give its location, or another run.folder"
+            )
+        self._lower_since, self.heard_at = math.inf, now
+        if before is not None and self._went_back(before, decision):
+            self._end(REJOIN, "the store was put back to an older state: it joins anew")
+            return
+        self.decision = decision
+        self._obey(decision)
+        if self.ending or not decision.is_founded:
+            return
+        if not self.fragments:
+            self._prepare()
+        if self.slot is not None:
+            for one in self.fragments if self.is_training else ():
+                one.on_decision(now)
+            if before is not None and before.settings.sync_every != self.settings.sync_every:
+                self._take_turns(self.step + 1 - self.settings.sync_every)
+        self._begin_if_ready()
+
+    def _note_lower(self, now: float) -> None:
+        self._lower_since = min(self._lower_since, now)
+        if now - self._lower_since >= WENT_BACK:
+            self._end(REJOIN, "the store has only older decisions than were read: it joins anew")
+
+    def _went_back(self, before: Decision, after: Decision) -> bool:
+        """Return whether what was decided before is no longer so."""
+        if not before.is_founded:
+            return False
+        if before.run != after.run or len(after.fragments) != len(before.fragments):
+            return True
+        pairs = zip(before.fragments, after.fragments, strict=True)
+        if any(old.version > new.version for old, new in pairs):
+            return True
+        if self.slot is None or self.slot >= len(after.slots):
+            return self.slot is not None
+        ledgers = zip(before.slots[self.slot].ledgers, after.slots[self.slot].ledgers, strict=True)
+        return any(old.number > new.number for old, new in ledgers)
+
+    def _obey(self, decision: Decision) -> None:
+        """Take the own slot, and note if it is lost, or an order."""
+        told = decision.told.get(self.incarnation, "")
+        if told == LEAVE_ORDER:
+            self.is_leaving = True
+        elif told:
+            self._end(told, "")
+            return
+        slot = decision.slot_of(self.incarnation)
+        if self.slot is not None and slot != self.slot:
+            if self.is_leaving:
+                self._end(LEFT, "")
+            else:
+                self._end(REJOIN, "its slot was given to another island: it joins anew")
+        self.slot = slot
+
+    def _end(self, why: str, line: str) -> None:
+        self.ending = self.ending or why
+        if line:
+            self.say(line)
+
+    # --- join -------------------------------------------------------------------------------------
+
+    def on_founding_stored(self) -> None:
+        """The copies of the run that it founds are stored under its name."""
+        self._is_founding = True
+
+    def _prepare(self) -> None:
+        assert self.decision is not None
+        saved = self._saved
+        for number in range(len(self.decision.fragments)):
+            one = OwnFragment(self, number)
+            self.fragments.append(one)
+            if saved is not None and number < len(saved.fragments):
+                one.applied = saved.fragments[number].version
+                if (checksum := saved.fragments[number].checksum) is not None:
+                    one.on_checksum(one.applied, checksum)
+
+    def wanted(self) -> list[Object]:
+        """Return what to download, in this order."""
+        if self.decision is None or not self.decision.is_founded:
+            return []
+        return [stored for one in self.fragments for stored in one.wanted()]
+
+    def on_held(self, stored: Object, now: float) -> None:
+        """An object is downloaded and its bytes are checked."""
+        if stored.fragment < len(self.fragments):
+            self.fragments[stored.fragment].on_held(stored, now)
+            self._begin_if_ready()
+
+    def on_checksum(self, fragment: int, version: int, checksum: str) -> None:
+        """P of this version was computed, and has this checksum."""
+        self.fragments[fragment].on_checksum(version, checksum)
+
+    def _is_near(self) -> bool:
+        return bool(self.fragments) and all(
+            one.held >= one.shared.version - BEHIND for one in self.fragments
+        )
+
+    def _begin_if_ready(self) -> None:
+        decision = self.decision
+        if self.is_training or decision is None or self.slot is None or not decision.begun:
+            return
+        if not self._is_near() or any(one.applied < 0 for one in self.fragments):
+            return
+        ledgers = decision.slots[self.slot].ledgers
+        saved, self._saved = self._saved, None
+        is_fit = saved is not None and saved.slot == self.slot
+        if is_fit and saved is not None:
+            is_fit = not any(one.is_wrong for one in self.fragments) and all(
+                part.fits(ledger) for part, ledger in zip(saved.fragments, ledgers, strict=True)
+            )
+        self.position = max(ledger.taken for ledger in ledgers)
+        clocks = [one.clock for one in decision.fragments]
+        self._clock_base = max(clocks), 0, max(1, len(decision.owners()))
+        if is_fit and saved is not None:
+            self.position, self.tokens = saved.position, saved.tokens
+            self._clock_base = max(clocks), saved.tokens, max(1, len(decision.owners()))
+        self._clock_floor = saved.clock if saved is not None else 0
+        self.is_training = True
+        self._take_turns(0)
+        for one, ledger in zip(self.fragments, ledgers, strict=True):
+            if is_fit and saved is not None:
+                self._resume(one, saved.fragments[one.number], ledger)
+            else:
+                one.counted, one.lost_to, one.resets = self.tokens, self.position, Mode.TAKE
+
+    def _take_turns(self, step: int) -> None:
+        """Let the fragments take turns in the H steps that follow H steps from `step` on."""
+        schedule = Schedule(self.settings.sync_every, len(self.fragments), self.settings.delay)
+        for one in self.fragments:
+            one.turn = step + schedule.first_send(one.number)
+
+    def _resume(self, one: OwnFragment, saved: SavedFragment, ledger: Ledger) -> None:
+        one.turn, one.lost_to = saved.turn_in, saved.lost_to
+        one.counted, one.is_in_theta = self.tokens - saved.uncounted, saved.is_in_theta
+        one.resets = Mode.RESET if saved.resets else None
+        if saved.sent is None or ledger.number != saved.sent.number:
+            if saved.sent is not None and saved.is_in_theta:  # it was never listed
+                one.counted -= saved.sent.weight
+            return
+        one.sent, one.is_stored = saved.sent, True
+        one.sent_step = -self.settings.delay - 1  # late
+        one.on_decision(0.0)
+
+    # --- train ------------------------------------------------------------------------------------
+
+    def finish_step(self, samples: int, tokens: int, seconds: float) -> None:
+        """Count a step. `tokens`: 0 if it was skipped. `seconds`: usual time of a step."""
+        self.step += 1
+        self.position += samples
+        self.tokens += tokens
+        self.step_seconds = seconds
+
+    def leave(self) -> None:
+        """Send all work, give the slot back and end."""
+        self.is_leaving = True
+        if self.slot is None:
+            self._end(LEFT, "")
+
+    def on_applied(self, one: OwnFragment, mode: Mode) -> None:
+        """Take the clock of a version. A MIX has the tokens up to its send."""
+        if self.decision is None or not self.is_training or one.applied != one.shared.version:
+            return
+        tokens = one.counted if mode is Mode.MIX else self.tokens
+        self._clock_floor = self.clock
+        self._clock_base = one.shared.clock, tokens, max(1, len(self.decision.ready))
+
+    def boundary(self, now: float) -> Boundary:
+        """Return what to do now. Ask again after it is done, until it returns nothing to do."""
+        due = Boundary(self.clock)
+        if self.decision is None or self.ending:
+            return due
+        for one in self.fragments:
+            while (apply := one.next_apply()) is not None:
+                due.applies.append(apply)
+        self._begin_if_ready()
+        if not self.is_training:
+            return due
+        self._look_at_end()
+        if due.applies:
+            return due
+        for one in self.fragments:
+            before = one.sent
+            part = one.next_send(now)
+            if part is not None and part is not before and not part.is_loss:
+                due.sends.append(Send(part))
+        waits = [until for one in self.fragments if (until := one.waits_until(now)) is not None]
+        due.waits_until = max(waits, default=None)
+        due.is_training = not self.is_stopped
+        self._finish()
+        return due
+
+    def on_stored(
+        self, part: Part, size: int, chunks: int, digest: str, now: float, *, is_finite: bool = True
+    ) -> None:
+        """The bytes of a part are stored. Not finite: it has none, and becomes a loss."""
+        one = self.fragments[part.fragment]
+        if one.sent is not part:
+            return
+        self._stored.append(msgspec.structs.replace(part, chunks=chunks))
+        one.uploads.append(now - one.sent_at)
+        one.is_stored = True
+        if is_finite:
+            one.sent = msgspec.structs.replace(part, size=size, chunks=chunks, digest=digest)
+            return
+        one.sent = msgspec.structs.replace(part, weight=0, is_loss=True)
+        one.lose(Mode.RESET)
+
+    def _look_at_end(self) -> None:
+        """Decide whether to make another step.
+
+        The clock is an estimate. So an island stops at the total, sends what is short, and once its
+        parts are decided trains on for what is still short.
+        """
+        assert self.decision is not None
+        total = self.settings.total_tokens
+        short = max(total - one.shared.clock for one in self.fragments)
+        if self.is_leaving or short <= 0:
+            self.is_stopped = True
+        elif self.clock < total:
+            self.is_stopped = False
+        elif not self.is_stopped:
+            self.is_stopped = self.step >= self._trains_until
+        elif not any(one.sent is not None or self._has_unsent(one) for one in self.fragments):
+            per_step = max(1, self.tokens // max(1, self.step)) * max(1, len(self.decision.ready))
+            steps = min(math.ceil(short / per_step), self.settings.sync_every)
+            self._trains_until, self.is_stopped = self.step + steps, False
+
+    def _has_unsent(self, one: OwnFragment) -> bool:
+        is_short = one.shared.clock < self.settings.total_tokens
+        return is_short and self.position > one.ledger.taken
+
+    def _finish(self) -> None:
+        assert self.decision is not None
+        is_newest = all(one.applied == one.shared.version for one in self.fragments)
+        if self.decision.ended and is_newest:
+            self._end(ENDED, "")
+
+    # --- what others see --------------------------------------------------------------------------
+
+    def _wish(self) -> str:
+        if self.slot is None:
+            return JOIN if self._is_near() and not self.is_leaving else ""
+        if not self.is_leaving:
+            return ""
+        is_busy = self.is_training and any(
+            one.is_undecided or self._has_unsent(one) for one in self.fragments
+        )
+        return "" if is_busy else GIVE
+
+    def note(self) -> bytes:
+        """Return what to write about this start."""
+        self._counter += 1
+        behind = (one.shared.version - one.held for one in self.fragments)
+        founds = self.founds if self._is_founding and not self.fragments else None
+        return encode_note(
+            Note(
+                counter=self._counter,
+                wish=self._wish(),
+                step=self.step,
+                tokens=self.tokens,
+                step_seconds=self.step_seconds,
+                is_idle=self.is_training and self.is_stopped,
+                sending=[
+                    one.number
+                    for one in self.fragments
+                    if one.sent is not None and not one.is_stored
+                ],
+                parts=[
+                    msgspec.Raw(msgspec.json.encode(one.sent))
+                    for one in self.fragments
+                    if self.slot is not None and one.is_undecided and one.is_stored
+                ],
+                corpus=self.corpus,
+                slot=-1 if self._saved is None else self._saved.slot,
+                needs_copies=self.slot is None and max(behind, default=0) > COPY_VERSIONS,
+                founds=msgspec.Raw(msgspec.json.encode(founds)),
+            )
+        )
+
+    def take_garbage(self) -> list[str]:
+        """Return the objects of parts that are decided, to be deleted."""
+        decided, waiting = list[str](), list[Part]()
+        for part in self._stored:
+            if part.number <= self.fragments[part.fragment].ledger.number:
+                decided += part_names(self.incarnation, part.fragment, part.number, part.chunks)
+            else:
+                waiting.append(part)
+        self._stored = waiting
+        return decided
+
+    def save(self) -> Saved | None:
+        """Return what a checkpoint needs, or None while it has nothing of its own."""
+        if not self.is_training or self.decision is None or self.slot is None:
+            return None
+        return Saved(
+            run=self.decision.run,
+            slot=self.slot,
+            position=self.position,
+            tokens=self.tokens,
+            clock=self.clock,
+            fragments=[
+                SavedFragment(
+                    version=one.applied,
+                    checksum=None,
+                    turn_in=one.turn - self.step,
+                    uncounted=self.tokens - one.counted,
+                    lost_to=one.lost_to,
+                    number=one.ledger.number,
+                    taken=one.ledger.taken,
+                    sent=one.sent,
+                    is_in_theta=one.is_in_theta,
+                    resets=one.resets is not None,
+                )
+                for one in self.fragments
+            ],
+        )
