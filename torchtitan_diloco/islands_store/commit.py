@@ -97,14 +97,17 @@ def _has_lost(number: int) -> Generator[Call, Any, bool]:
 def read_newest() -> Generator[Call, Any, tuple[int, bytes] | None]:
     """Return the highest decision, or None in an empty location."""
     while True:
-        names = yield List(RUN)
-        numbers = [number for name in names if (number := run_number(name)) is not None]
-        if not numbers:
-            return None
-        content = yield Get(run_name(max(numbers)))
-        if content is not None:
-            return max(numbers), content
-        yield Sleep(RETRY)  # it was listed, and is not readable yet, or was old
+        try:
+            names = yield List(RUN)
+            numbers = [number for name in names if (number := run_number(name)) is not None]
+            if not numbers:
+                return None
+            content = yield Get(run_name(max(numbers)))
+            if content is not None:
+                return max(numbers), content
+        except StoreError:
+            pass
+        yield Sleep(RETRY)  # or it was listed, and is not readable yet, or was old
 
 
 STANDSTILL = 10.0

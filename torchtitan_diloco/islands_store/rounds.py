@@ -122,9 +122,10 @@ class Round:
 
     # --- open -------------------------------------------------------------------------------------
 
-    def open_if_due(self, now: float) -> None:
+    def open_if_due(self, now: float) -> bool:
+        """Open a round if it is due, and return whether it does."""
         if self.shared.is_open or self.merging or not self.waiting or not self._is_paced():
-            return
+            return False
         self.shared.is_open, self.opened_at = True, now
         delay = self.decision.settings.delay
         for number, slot in enumerate(self.decision.slots):
@@ -133,6 +134,7 @@ class Round:
                 # Who has a part in has sent it up to tau steps ago. Counted from now, each round
                 # would open as late after its parts as the latest one before.
                 self.steps[slot.owner] = note.step - delay * (number in self.waiting)
+        return True
 
     def _is_paced(self) -> bool:
         """Return whether the fastest ready island has made nearly H steps since the last opening.

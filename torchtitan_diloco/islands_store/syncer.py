@@ -319,8 +319,8 @@ class Syncer:
 
     def on_adopted(self, incarnation: str, founding: Founding, is_whole: bool) -> None:
         """Found the run with copies that are fetched, or look for another founder."""
-        self._adopting = None
         if not is_whole:
+            self._adopting = None
             self._unfit.add(incarnation)
             return
         fragments = [
@@ -446,8 +446,9 @@ class Syncer:
         for one in self.rounds:
             for waiting, fate in one.drop_refused(self.age()):
                 self._refuse(waiting.incarnation, waiting.slot, waiting.part, fate)
-            if state.begun and not self.is_stopping:
-                one.open_if_due(self._now)
+            if state.begun and not self.is_stopping and one.open_if_due(self._now):
+                # Announced now, its upload need not wait for a decision once it is merged.
+                self.uploads.plan(VERSION, one.fragment, one.shared.version + 1)
             if one.fragment in self._loaded:
                 self._close(one)
             self._copy_if_due(one.shared, one.fragment)
@@ -456,8 +457,10 @@ class Syncer:
         self._end(state)
 
     def _close(self, one: Round) -> None:
-        closed = one.close_if_due(self._now)
+        closed, version = one.close_if_due(self._now), one.shared.version + 1
         if closed is None:
+            if not one.shared.is_open and not one.merging:  # its parts were refused
+                self.uploads.cancel(VERSION, one.fragment, version)
             return
         parts, weight = closed
         for slot in one.outliers(parts):
@@ -466,9 +469,9 @@ class Syncer:
             parts.remove(outlier)
             weight -= outlier.part.weight
         if parts:
-            version = one.shared.version + 1
-            self.uploads.plan(VERSION, one.fragment, version)
             self._jobs.append(Merge(one.fragment, version, tuple(parts), weight))
+        else:
+            self.uploads.cancel(VERSION, one.fragment, version)
 
     def _copy_if_due(self, shared: Fragment, number: int) -> None:
         """Write copy and outer state, if it is time and the last ones are written."""
