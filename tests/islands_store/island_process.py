@@ -223,7 +223,7 @@ class IslandProcess(Process):
         delta = toy.encode_delta(tensors.theta[fragment], published)
         assert self.machine.slot is not None
         is_finite = fragment not in self.poisoned
-        if not self.is_flipped:
+        if not (self.is_flipped and fragment == 0):
             tensors.accounts[fragment].send(self.machine.slot, part.start, part.end, delta.linear)
         assert part.weight == toy.TOKENS * (part.end - part.start), "weight is tokens trained"
         norm = 1.0 + (part.end - part.start) / 100
@@ -333,7 +333,7 @@ class IslandProcess(Process):
                 tensors.theta[fragment] = toy.mix(apply.share, theta, after)
                 assert account is not None
                 assert machine.slot is not None
-                if not self.is_flipped:
+                if not (self.is_flipped and fragment == 0):
                     slot, position = machine.slot, machine.position
                     account.apply(apply.share, slot, position, change.linear)
             case Mode.ADD:
@@ -347,11 +347,11 @@ class IslandProcess(Process):
             self.is_flipped = False
         checksum = toy.checksum(after)
         machine.on_checksum(fragment, apply.version, checksum)
-        if not machine.fragments[fragment].is_wrong and not self.is_flipped:
+        if not machine.fragments[fragment].is_wrong and not (self.is_flipped and fragment == 0):
             self.simulation.agree(machine, fragment, apply.version, checksum)
 
     def flip(self) -> None:
-        """Change a bit of a copy in memory."""
+        """Change a bit of the copy of fragment 0 in memory."""
         published = self.tensors.published[0]
         self.tensors.published[0] = toy.add(published, Vector(0, 1))
         self.is_flipped = True

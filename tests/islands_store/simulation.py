@@ -14,6 +14,7 @@ from torchtitan_diloco.islands_store.decision import (
     VERSIONS_LATE,
     Decision,
     Fate,
+    Ledger,
     Settings,
     decode_decision,
 )
@@ -72,7 +73,10 @@ class Simulation:
         self.save_every = 0
         self.is_exact = True
         """Whether each syncer has begun with the newest outer state."""
-        self.is_restored = False
+        self.is_restored, self.restored_to = False, 0
+        self.is_calm = False
+        self.planned: list[tuple[float, str]] = []
+        """Faults, and when they come."""
         self.news: list[str] = []
         self._nonce = 0
 
@@ -135,9 +139,10 @@ class Simulation:
         self.decision_bytes = max(self.decision_bytes, len(content))
         if self.decisions and number <= self.last.number and not self.is_restored:
             return  # free again, as it was old: its syncer will see that it does not count
-        if self.is_restored:
-            self.is_restored = False
-            self.decisions = [one for one in self.decisions if one.number < number]
+        if self.is_restored and number <= self.last.number:
+            # A new syncer goes on from the older copy. One that was not killed knows better.
+            self.decisions = [one for one in self.decisions if one.number <= self.restored_to]
+        self.is_restored = False
         self.check_decision(decision)
         self.decisions.append(decision)
 
@@ -153,7 +158,7 @@ class Simulation:
             return
         old = self.last
         assert new.number == old.number + 1, "a decision is left out"
-        assert new.age >= old.age
+        assert new.age >= old.age, (old.session, new.session)
         if not old.is_founded:
             return
         assert new.run == old.run
@@ -170,10 +175,9 @@ class Simulation:
         merged = list[tuple[int, Part]]()
         for number, slot in enumerate(new.slots):
             after = slot.ledgers[fragment]
-            if number >= len(old.slots):
-                assert after.number == after.taken == after.lost == 0
-                continue
-            ledger, owner = old.slots[number].ledgers[fragment], old.slots[number].owner
+            is_new = number >= len(old.slots)
+            ledger = Ledger() if is_new else old.slots[number].ledgers[fragment]
+            owner = slot.owner if is_new else old.slots[number].owner
             if after.number == ledger.number:
                 assert (after.taken, after.lost) == (ledger.taken, ledger.lost)
                 continue
@@ -194,7 +198,7 @@ class Simulation:
                 self.late.append(late)
                 merged.append((number, part))
             else:
-                assert (after.taken, after.lost) == (ledger.taken, ledger.lost)
+                assert (after.taken, after.lost) == (ledger.taken, ledger.lost), (ledger, after)
         assert shared.clock - before.clock == sum(part.weight for _, part in merged)
         if shared.version > before.version:
             job = self.merges[new.session, fragment, shared.version]

@@ -29,7 +29,7 @@ from torchtitan_diloco.islands_store.names import (
     old_decisions,
     part_names,
 )
-from torchtitan_diloco.islands_store.note import MOST_NOTE
+from torchtitan_diloco.islands_store.note import MOST_NOTE, Part
 from torchtitan_diloco.islands_store.syncer import (
     Adopt,
     Commit,
@@ -58,6 +58,7 @@ class SyncerProcess(Process):
         self.term = 0
         """How often it has led. Threads of earlier terms end."""
         self.outers: dict[int, Outer] = {}
+        self.fetched: dict[tuple[str, Part], Any] = {}
         self.prepared: dict[tuple[str, int, int], Any] = {}
         self.fragment_jobs: dict[int, deque[Thread]] = {}
         self.terms_lost = 0
@@ -74,7 +75,7 @@ class SyncerProcess(Process):
                 break
             yield POLL * 2
         self.term += 1
-        self.outers, self.prepared, self.fragment_jobs = {}, {}, {}
+        self.outers, self.prepared, self.fragment_jobs, self.fetched = {}, {}, {}, {}
         session = f"{self.world.random.getrandbits(64):016x}"
         wall = self.world.now
         self.machine = Syncer(decision, session, self.now, wall)
@@ -240,6 +241,7 @@ class SyncerProcess(Process):
                 payload = contents[0]
                 whole = len(contents) > 0 and payload.digest == part.digest
                 found = payload.norm if whole else Fate.UNREADABLE
+                self.fetched[job.incarnation, part] = payload
                 break
             yield 0.3  # not visible yet
         assert self.machine is not None
@@ -250,10 +252,7 @@ class SyncerProcess(Process):
         deltas = list[Vector]()
         for one in job.parts:
             part = one.part
-            [name] = part_names(one.incarnation, part.fragment, part.number, 1)
-            payload = yield from self.patient(Get(name))
-            assert payload is not None, f"{name} is gone while it is merged"
-            deltas.append(payload.delta)
+            deltas.append(self.fetched.pop((one.incarnation, part)).delta)
         assert self.machine is not None
         if any(self.simulation.overflows(one.part) for one in job.parts):
             self.machine.on_merged(job.fragment, job.version, None)

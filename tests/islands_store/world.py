@@ -123,6 +123,8 @@ class Store:
         self.world = world
         self.entries: dict[str, Entry] = {}
         self.away_until = 0.0
+        self.age = 0
+        """How often it was put back. What is under way then is lost."""
         self.most = 0
         """Largest number of objects."""
         self.on_create: Callable[[str, Any, Process], None] = lambda *_: None
@@ -168,10 +170,13 @@ class Store:
             if how == "done":
                 self._write(name, content, process, replaces)
             elif how == "later":
-                late = world.random.uniform(0, 3)
-                world.schedule(
-                    late, None, lambda: self._write(name, content, process, replaces) and None
-                )
+                age = self.age
+
+                def land() -> None:
+                    if self.age == age:
+                        self._write(name, content, process, replaces)
+
+                world.schedule(world.random.uniform(0, 3), None, land)
             raise StoreError(f"the write of {name} failed")
         done = self._write(name, content, process, replaces)
         yield world.latency()

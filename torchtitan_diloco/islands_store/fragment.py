@@ -184,14 +184,14 @@ class OwnFragment:
         if self.sent is None or self.is_undecided or self._is_merged():
             return
         if self.ledger.fate.is_lost:
-            self.lose(Mode.RESET)
+            self.resets = Mode.RESET
         elif self.is_in_theta and not self.sent.is_loss:
             self.counted -= self.sent.weight  # refused: it is in theta, and sent again
         self.sent = None
 
-    def lose(self, mode: Mode) -> None:
-        """Take P, and declare the work that is lost by it."""
-        self.resets, self.is_in_theta = mode, False
+    def lose(self) -> None:
+        """Declare the work that theta has lost, as it is P now."""
+        self.resets, self.is_in_theta = None, False
         self.lost_to, self.counted = self.island.position, self.island.tokens
 
     def on_checksum(self, version: int, checksum: str) -> None:
@@ -199,9 +199,8 @@ class OwnFragment:
         known = self.shared.checksum(version)
         if version == self.applied and known is not None and checksum != known:
             self.is_wrong, self.copy, self.updates = True, None, {}
+            self.resets = self.resets or Mode.TAKE
             self.island.say(f"fragment {self.number}: its copy has wrong bits, and is taken again")
-            if self.island.is_training:
-                self.lose(Mode.TAKE)
 
     # --- between two steps ------------------------------------------------------------------------
 
@@ -211,7 +210,8 @@ class OwnFragment:
         if self.is_wrong or self.applied < 0:
             return None if copy is None else self._apply(copy, self.resets or Mode.TAKE)
         if self.resets is not None:
-            mode, self.resets = self.resets, None
+            mode = self.resets
+            self.lose()
             return Apply(self.number, self.applied, mode)
         source = self.updates.get(self.applied + 1)
         if source is None and copy is not None and copy.version > self.applied:
@@ -235,7 +235,8 @@ class OwnFragment:
         if self.copy is not None and self.copy.version <= self.applied:
             self.copy = None
         if mode in (Mode.TAKE, Mode.RESET):
-            self.is_wrong, self.resets = False, None
+            self.is_wrong = False
+            self.lose()
         if self._is_merged() and self.applied >= self.ledger.version:
             self.sent = None
         self.island.on_applied(self, mode)

@@ -264,7 +264,7 @@ class Island:
             if is_fit and saved is not None:
                 self._resume(one, saved.fragments[one.number], ledger)
             else:
-                one.counted, one.lost_to, one.resets = self.tokens, self.position, Mode.TAKE
+                one.resets = Mode.TAKE
 
     def _take_turns(self, step: int) -> None:
         """Let the fragments take turns in the H steps that follow H steps from `step` on."""
@@ -346,7 +346,7 @@ class Island:
             one.sent = msgspec.structs.replace(part, size=size, chunks=chunks, digest=digest)
             return
         one.sent = msgspec.structs.replace(part, weight=0, is_loss=True)
-        one.lose(Mode.RESET)
+        one.resets = Mode.RESET
 
     def _look_at_end(self) -> None:
         """Decide whether to make another step.

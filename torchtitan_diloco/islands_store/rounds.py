@@ -80,15 +80,6 @@ class Round:
     def is_busy(self, slot: int) -> bool:
         return slot in self.waiting or any(one.slot == slot for one in self.merging)
 
-    def take(self, slot: int, incarnation: str, part: Part) -> bool:
-        """Let a valid part wait, and return whether it is new."""
-        merging = any(one.slot == slot and one.part.number == part.number for one in self.merging)
-        known = self.waiting.get(slot)
-        if merging or (known is not None and known.part.number == part.number):
-            return False
-        self.waiting[slot] = Waiting(incarnation, slot, part)
-        return True
-
     # --- who is waited for ------------------------------------------------------------------------
 
     def ready(self) -> dict[int, str]:

@@ -148,7 +148,7 @@ class Syncer:
         self.news = list[str]()
         """Lines for people."""
         self.is_stopping = False
-        self._now, self._began, self._wall = now, now, wall
+        self._now, self._began, self._wall, self._age = now, now, wall, 0.0
         self._jobs = list[Job]()
         self._number = 0 if decision is None else decision.number
         self._named = set[str]() if decision is None else decision.names
@@ -165,7 +165,7 @@ class Syncer:
         self.state = state
         state.session, state.stopped, state.writing = self.session, False, []
         away = self._wall - state.written if state.written else 0.0
-        self._age = state.age + min(max(0.0, away), YEARS)
+        self._age = max(self._age, state.age + min(max(0.0, away), YEARS))
         fragments = range(len(state.fragments))
         self.uploads = Uploads()
         self.rounds = [Round(state, self.presence, number) for number in fragments]
@@ -234,8 +234,8 @@ class Syncer:
             if part.fragment >= len(self.rounds):
                 continue
             ledger = self.state.slots[slot].ledgers[part.fragment]
-            if part.number != ledger.number + 1:
-                continue  # decided, and the island has not read it yet; or no part of it
+            if part.number != ledger.number + 1 or self.rounds[part.fragment].is_busy(slot):
+                continue  # decided, and the island has not read it; or waiting, and it stays so
             if isinstance(part, PartHead):
                 self._refuse(incarnation, slot, part, Fate.MALFORMED)
                 continue
@@ -243,7 +243,8 @@ class Syncer:
                 decide(ledger, fate, part.number, part.end)
             elif fate is not Fate.NONE:
                 self._refuse(incarnation, slot, part, fate)
-            elif self.rounds[part.fragment].take(slot, incarnation, part):
+            else:
+                self.rounds[part.fragment].waiting[slot] = Waiting(incarnation, slot, part)
                 self._jobs.append(Fetch(incarnation, part))
 
     def _refuse(self, incarnation: str, slot: int, part: Part | PartHead, fate: Fate) -> None:
