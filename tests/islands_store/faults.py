@@ -177,7 +177,6 @@ def restore(simulation: Simulation, seconds: float, rng: random.Random) -> None:
     if not simulation.decisions or not simulation.last.is_founded:
         return
     older = dict(store.entries)
-    number = simulation.last.number
 
     def put_back() -> None:
         away = rng.uniform(1, 15)
@@ -185,7 +184,6 @@ def restore(simulation: Simulation, seconds: float, rng: random.Random) -> None:
         store.entries, store.age = older, store.age + 1
         simulation.restores += 1
         simulation.is_restored = True
-        simulation.restored_to = number
         if rng.random() < 0.6:
             for one in simulation.syncers:
                 one.is_alive = False

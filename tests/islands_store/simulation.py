@@ -73,7 +73,7 @@ class Simulation:
         self.save_every = 0
         self.is_exact = True
         """Whether each syncer has begun with the newest outer state."""
-        self.is_restored, self.restored_to = False, 0
+        self.is_restored = False
         self.is_calm = False
         self.planned: list[tuple[float, str]] = []
         """Faults, and when they come."""
@@ -140,8 +140,8 @@ class Simulation:
         if self.decisions and number <= self.last.number and not self.is_restored:
             return  # free again, as it was old: its syncer will see that it does not count
         if self.is_restored and number <= self.last.number:
-            # A new syncer goes on from the older copy. One that was not killed knows better.
-            self.decisions = [one for one in self.decisions if one.number <= self.restored_to]
+            # A new syncer goes on from the older copy, and one that was not killed from its own.
+            self.decisions = [one for one in self.decisions if one.number < number]
         self.is_restored = False
         self.check_decision(decision)
         self.decisions.append(decision)
@@ -214,10 +214,8 @@ class Simulation:
 
     def overflows(self, part: Part) -> bool:
         return any(
-            (incarnation, part.fragment, part.number) in self.overflowing
-            and self.parts[incarnation, part.fragment, part.number] == part
-            for incarnation, fragment, number in list(self.overflowing)
-            if (fragment, number) == (part.fragment, part.number)
+            self.parts.get((incarnation, fragment, number)) == part
+            for incarnation, fragment, number in self.overflowing
         )
 
     def check_upload(self, stored: Any, session: str) -> None:
@@ -244,7 +242,11 @@ class Simulation:
         """Start somebody again if all are gone and the run has not ended."""
         if not [one for one in self.syncers if one.is_alive]:
             self.start_syncer()
-        if self.islands and not self.living and not (self.decisions and self.last.ended):
+        has_begun, has_ended = False, False
+        if self.decisions:
+            has_begun, has_ended = self.last.begun, self.last.ended
+        needed = 1 if has_begun else self.plan.start_with
+        if self.islands and len(self.living) < needed and not has_ended:
             self.start(f"heir{len(self.islands)}")
         self.world.schedule(5.0, None, self.look_after)
 

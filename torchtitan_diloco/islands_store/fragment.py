@@ -91,6 +91,8 @@ class OwnFragment:
     number: int
     applied: int = -1
     """Version of P; -1: there is none yet."""
+    checksum: str | None = None
+    """Of P, once it is known."""
     is_wrong: bool = False
     """P is not the published copy: only a copy mends it."""
     resets: Mode | None = None
@@ -180,6 +182,7 @@ class OwnFragment:
 
     def on_decision(self, now: float) -> None:
         """Take note of what became of the own part."""
+        self._compare()
         self.opened_at = (self.opened_at or now) if self.shared.is_open else None
         if self.sent is None or self.is_undecided or self._is_merged():
             return
@@ -195,9 +198,17 @@ class OwnFragment:
         self.lost_to, self.counted = self.island.position, self.island.tokens
 
     def on_checksum(self, version: int, checksum: str) -> None:
-        """Compare P with the published copy."""
-        known = self.shared.checksum(version)
-        if version == self.applied and known is not None and checksum != known:
+        """Take the checksum of P, as it was computed."""
+        if version == self.applied:
+            self.checksum = checksum
+            self._compare()
+
+    def _compare(self) -> None:
+        """Compare P with the published copy. Each decision may be of a store that was put back."""
+        known = self.shared.checksum(self.applied)
+        if self.is_wrong or None in (known, self.checksum):
+            return
+        if self.checksum != known:
             self.is_wrong, self.copy, self.updates = True, None, {}
             self.resets = self.resets or Mode.TAKE
             self.island.say(f"fragment {self.number}: its copy has wrong bits, and is taken again")
@@ -230,7 +241,7 @@ class OwnFragment:
         return self._apply(source, Mode.MIX, mixing if late <= 0 else max(mixing, LATE_MIXING))
 
     def _apply(self, source: Object, mode: Mode, share: float = 0.0) -> Apply:
-        self.applied = source.version
+        self.applied, self.checksum = source.version, None
         self.updates = {v: one for v, one in self.updates.items() if v > self.applied}
         if self.copy is not None and self.copy.version <= self.applied:
             self.copy = None

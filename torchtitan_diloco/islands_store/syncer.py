@@ -155,7 +155,6 @@ class Syncer:
         self._committing: tuple[int, set[str]] | None = None
         self._committed_at, self._size, self._last = -math.inf, 0, b""
         self._adopting: str | None = None
-        self._unfit = set[str]()  # founders whose copies are not what they say
         self._is_asked = False  # for newer copies
         self.state = decision
         if decision is not None:
@@ -313,16 +312,16 @@ class Syncer:
 
     def _consider(self, incarnation: str, note: Note) -> None:
         founding = note.read_founding()
-        if founding is None or self._adopting is not None or incarnation in self._unfit:
+        if founding is None or self._adopting is not None:
             return
         self._adopting = incarnation
         self._jobs.append(Adopt(incarnation, founding))
 
     def on_adopted(self, incarnation: str, founding: Founding, is_whole: bool) -> None:
-        """Found the run with copies that are fetched, or look for another founder."""
+        """Found the run with copies that are fetched, or look for a founder again: they may be
+        visible later."""
         if not is_whole:
             self._adopting = None
-            self._unfit.add(incarnation)
             return
         fragments = [
             Fragment(elements, clock=clock, kept=[Kept(0, checksum, 0)])
