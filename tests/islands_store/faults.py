@@ -218,7 +218,9 @@ def be_hostile(simulation: Simulation, rng: random.Random) -> None:
 
     def write() -> None:
         counter[0] += 1
-        world.store.put(ISLAND + login, hostile_note(simulation, login, counter[0], rng), replaces=True)
+        world.store.put(
+            ISLAND + login, hostile_note(simulation, login, counter[0], rng), replaces=True
+        )
         if counter[0] < 60:
             world.schedule(0.3, None, write)
 
@@ -237,7 +239,9 @@ def hostile_note(simulation: Simulation, login: str, counter: int, rng: random.R
             ledger = last.slots[slot].ledgers[fragment] if slot is not None else None
             number, taken = (ledger.number + 1, ledger.taken) if ledger else (1, 0)
             checksum = shared.kept[-1].checksum if shared.kept else "0"
-            wrong = rng.choice(["number", "base", "start", "end", "weight", "size", "form", "bytes"])
+            wrong = rng.choice(
+                ["number", "base", "start", "end", "weight", "size", "form", "bytes"]
+            )
             part = Part(
                 fragment=fragment,
                 number=number if wrong != "number" else rng.choice([10**11, 1]),

@@ -276,7 +276,8 @@ class IslandProcess(Process):
                         break
             idle = self.world.now - began
             self.waited.seconds += idle
-            self.waited.longest = max(self.waited.longest, idle)
+            if not self.paused_until:
+                self.waited.longest = max(self.waited.longest, idle * self.rate)
             if not due.is_training or machine.ending:
                 self.is_note_due = True
                 yield LOOK * 2
@@ -355,4 +356,3 @@ class IslandProcess(Process):
         published = self.tensors.published[0]
         self.tensors.published[0] = toy.add(published, Vector(0, 1))
         self.is_flipped = True
-

@@ -64,6 +64,8 @@ class Simulation:
         """Checksums of versions. More than one only after the store was put back."""
         self.overflowing: set[tuple[str, int, int]] = set()
         self.clocks: dict[str, int] = {}
+        self.paces: list[float] = []
+        """Versions a cycle of the fastest island, by fragment."""
         self.late: list[int] = []
         self.losses: list[tuple[int, int, int]] = []
         self.fates: dict[Fate, int] = {}
@@ -256,7 +258,28 @@ class Simulation:
         assert is_over, f"no end after {until} s"
         self.check_end()
 
+    def check_waits(self) -> None:
+        """Training waits at a boundary for the grace at most, whatever happens."""
+        for process in self.islands:
+            longest = max(self.plan.grace, 4 * process.nature.step * process.rate)
+            assert process.waited.longest <= longest + 0.3, process.waited
+
+    def check_calm(self) -> None:
+        """Nobody starves, and nothing is lost, where nothing fails."""
+        assert set(self.fates) <= {Fate.MERGED, Fate.LOSS, Fate.OVER}, self.fates
+        for process in self.islands:
+            machine = process.machine
+            assert machine.news == [], machine.news
+        for fragment in range(self.plan.fragments):
+            made = self.last.fragments[fragment].version
+            steps = max(process.machine.step for process in self.islands)
+            cycles = steps / self.plan.sync_every
+            self.paces.append(made / cycles)
+
     def check_end(self) -> None:
+        self.check_waits()
+        if self.is_calm:
+            self.check_calm()
         last, total = self.last, self.last.settings.total_tokens
         assert last.ended
         for fragment, shared in enumerate(last.fragments):

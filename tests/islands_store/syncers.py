@@ -284,4 +284,3 @@ class SyncerProcess(Process):
         yield self.simulation.upload_seconds * factor
         yield from self.patient(Create(stored.name, content))
         self.machine.on_uploaded(stored)
-

@@ -95,9 +95,7 @@ class Outer:
     theta: Vector
     momentum: Vector = Vector()
 
-    def step(
-        self, deltas: Sequence[Vector], weights: Sequence[int], weight_of_all: int
-    ) -> "Outer":
+    def step(self, deltas: Sequence[Vector], weights: Sequence[int], weight_of_all: int) -> "Outer":
         """Make an outer step. The copy stays as it is until an update is published."""
         total = sum(weights)
         if not total:

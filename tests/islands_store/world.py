@@ -189,7 +189,9 @@ class Store:
         yield from self._travel(process)
         if self.world.random.random() < self.world.plan.failing:
             raise StoreError("a read failed")
-        found = self.look(call.name) if isinstance(call, Get) else self.names(call.prefix, call.after)
+        found = (
+            self.look(call.name) if isinstance(call, Get) else self.names(call.prefix, call.after)
+        )
         yield self.world.latency()
         return found
 
@@ -211,9 +213,7 @@ class World:
     def latency(self) -> float:
         return self.random.uniform(*self.plan.latency)
 
-    def schedule(
-        self, seconds: float, process: Process | None, action: Callable[[], None]
-    ) -> None:
+    def schedule(self, seconds: float, process: Process | None, action: Callable[[], None]) -> None:
         """`process`: the actor. A dead one does nothing, and a paused one acts later."""
         heapq.heappush(self._queue, (self.now + seconds, next(self._number), process, action))
 

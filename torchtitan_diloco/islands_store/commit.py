@@ -13,8 +13,8 @@ from torchtitan_diloco.islands_store.names import RUN, run_name, run_number
 
 RETRY = 0.5
 """Seconds until a call that failed is repeated."""
-VISIBLE_SECONDS = 2.0
-"""Time after which a list shows what was created before."""
+LOOKS, VISIBLE_SECONDS = 3, 0.6
+"""How often, and after which time, a decision is looked for that a list does not show."""
 
 
 class StoreError(ConnectionError):
@@ -57,7 +57,8 @@ class Outcome(Enum):
     SUPERSEDED = "superseded"
     """Another syncer decides. This one drops all that it knows, deletes nothing and stands by."""
     RESTORED = "restored"
-    """It counts, but the store is an older copy of itself: objects may be missing."""
+    """It counts, but the decision before it is gone: the store was put back to an older copy of
+    itself, and objects may be missing."""
 
 
 def commit(number: int, content: bytes) -> Generator[Call, Any, Outcome]:
@@ -66,32 +67,25 @@ def commit(number: int, content: bytes) -> Generator[Call, Any, Outcome]:
     `content`: bytes that no other syncer writes. The number may be free because it is old, as only
     the newest decisions are kept. So it counts only if no higher one is listed afterwards.
     """
-    name, is_restored, has_failed = run_name(number), False, False
+    name, before = run_name(number), run_name(number - 1)
     while True:
         try:
-            if has_failed and number > 1:
-                is_restored = yield from _has_lost(number - 1)
             if not (yield Create(name, content)):
                 there = yield Get(name)
                 if there is None:  # not visible yet
                     raise StoreError(f"{name} exists and cannot be read")
                 if there != content:
                     return Outcome.SUPERSEDED
-            if (yield List(RUN, after=name)):
-                return Outcome.SUPERSEDED
-            return Outcome.RESTORED if is_restored else Outcome.COMMITTED
+            for _ in range(LOOKS):
+                names = yield List(RUN, after=run_name(number - 2))
+                if any(other > name for other in names):
+                    return Outcome.SUPERSEDED
+                if number == 1 or before in names:
+                    return Outcome.COMMITTED
+                yield Sleep(VISIBLE_SECONDS)
+            return Outcome.RESTORED
         except StoreError:
-            has_failed = True
             yield Sleep(RETRY)
-
-
-def _has_lost(number: int) -> Generator[Call, Any, bool]:
-    """Return whether the store has lost an own decision, as it does when a copy is put back."""
-    for _ in range(2):
-        if (yield List(RUN, after=run_name(number - 1))):
-            return False
-        yield Sleep(VISIBLE_SECONDS)
-    return True
 
 
 def read_newest() -> Generator[Call, Any, tuple[int, bytes] | None]:
