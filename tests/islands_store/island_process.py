@@ -10,7 +10,7 @@ import msgspec
 from tests.islands_store import toy
 from tests.islands_store.toy import Account, Vector
 from tests.islands_store.world import Process, Thread
-from torchtitan_diloco.islands_store.commit import Create, Get, StoreError, read_newest
+from torchtitan_diloco.islands_store.commit import Get, StoreError, read_newest
 from torchtitan_diloco.islands_store.decision import Decision, decode_decision
 from torchtitan_diloco.islands_store.fragment import Apply, Mode
 from torchtitan_diloco.islands_store.island import REJOIN, Island, Saved
@@ -168,7 +168,7 @@ class IslandProcess(Process):
             return
         for fragment in range(self.world.plan.fragments):
             [name] = part_names(self.incarnation, fragment, "founds", 1)
-            yield from self.patient(Create(name, toy.START))
+            yield from self.put(name, toy.START)
         self.machine.on_founding_stored()
 
     def read(self) -> Thread:
@@ -243,7 +243,7 @@ class IslandProcess(Process):
         if is_finite:
             yield self.nature.upload
             [name] = part_names(self.incarnation, part.fragment, part.number, 1)
-            yield from self.patient(Create(name, payload))
+            yield from self.put(name, payload)
         machine.on_stored(part, 100 * chunks, chunks, payload.digest, self.now, is_finite=is_finite)
         if is_finite:
             sent = machine.fragments[part.fragment].sent
@@ -255,7 +255,7 @@ class IslandProcess(Process):
 
     def train(self) -> Thread:
         machine = self.machine
-        while not machine.ending:
+        while not self._has_ended(machine):
             began = self.world.now
             while True:  # a boundary
                 due = machine.boundary(self.now)
@@ -272,8 +272,6 @@ class IslandProcess(Process):
                     break
                 else:
                     yield LOOK
-                    if machine.ending:
-                        break
             idle = self.world.now - began
             self.waited.seconds += idle
             if not self.paused_until:
@@ -284,9 +282,12 @@ class IslandProcess(Process):
                 continue
             jitter = self.nature.jitter
             yield self.nature.step + self.world.random.uniform(-jitter, jitter)
-            if machine.ending:
-                break
-            self.step()
+            if not self._has_ended(machine):
+                self.step()
+
+    @staticmethod
+    def _has_ended(machine: Island) -> bool:
+        return bool(machine.ending)  # other threads end it
 
     def check_clock(self, clock: int) -> None:
         known = self.simulation.clocks.get(self.incarnation, 0)

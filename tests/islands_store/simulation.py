@@ -5,11 +5,13 @@ Each decision that counts is compared with the one before it: what it merges, lo
 
 from itertools import pairwise
 from typing import Any
+from unittest.mock import patch
 
 from tests.islands_store import toy
 from tests.islands_store.island_process import Checkpoint, IslandProcess, Nature
 from tests.islands_store.syncers import SyncerProcess
-from tests.islands_store.world import Plan, Process, World
+from tests.islands_store.world import Plan, World
+from torchtitan_diloco.islands_store import presence, syncer
 from torchtitan_diloco.islands_store.decision import (
     VERSIONS_LATE,
     Decision,
@@ -28,6 +30,8 @@ from torchtitan_diloco.islands_store.names import (
 from torchtitan_diloco.islands_store.note import Part
 from torchtitan_diloco.islands_store.syncer import Merge
 
+FORGOTTEN, KEPT_SECONDS = 12.0, 3.0
+"""Runs here last half a minute, so what is old gets old sooner."""
 MOST_OBJECTS = 250
 MOST_NOTE_BYTES, MOST_DECISION_BYTES = 2000, 4000
 
@@ -133,7 +137,7 @@ class Simulation:
 
     # --- what holds always ------------------------------------------------------------------------
 
-    def on_create(self, name: str, content: Any, process: Process) -> None:
+    def on_create(self, name: str, content: Any) -> None:
         number = run_number(name)
         if number is None:
             return
@@ -254,7 +258,11 @@ class Simulation:
 
     def run(self, until: float = 1500.0) -> None:
         self.world.schedule(20.0, None, self.look_after)
-        is_over = self.world.run(self.is_over, until)
+        with (
+            patch.object(presence, "FORGOTTEN", FORGOTTEN),
+            patch.object(syncer, "KEPT_SECONDS", KEPT_SECONDS),
+        ):
+            is_over = self.world.run(self.is_over, until)
         assert is_over, f"no end after {until} s"
         self.check_end()
 

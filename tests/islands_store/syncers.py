@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 from tests.islands_store.toy import Outer, Vector, add, checksum
 from tests.islands_store.world import Process, Thread
 from torchtitan_diloco.islands_store.commit import (
-    Create,
     Get,
     List,
     Outcome,
@@ -26,7 +25,6 @@ from torchtitan_diloco.islands_store.names import (
     VERSION,
     Object,
     incarnation_of,
-    old_decisions,
     part_names,
 )
 from torchtitan_diloco.islands_store.note import MOST_NOTE, Part
@@ -46,7 +44,7 @@ from torchtitan_diloco.islands_store.syncer import (
 if TYPE_CHECKING:
     from tests.islands_store.simulation import Simulation
 
-POLL, TICK, SWEEP, KEPT = 0.15, 0.1, 5.0, 12
+POLL, TICK, SWEEP = 0.15, 0.1, 5.0
 """The sweep of real syncers comes once a minute."""
 
 
@@ -127,14 +125,12 @@ class SyncerProcess(Process):
         while self.machine is not None:
             try:
                 names = list[str]()
-                for prefix in ("version/", "copy/", "outer/", PART, ISLAND):
+                for prefix in ("version/", "copy/", "outer/", PART, ISLAND, RUN):
                     names += yield from self.call(List(prefix))
-                decisions = yield from self.call(List(RUN))
             except StoreError:
                 yield 1.0
                 continue
-            garbage = self.machine.garbage(names) + old_decisions(decisions, KEPT)
-            for name in garbage:
+            for name in self.machine.garbage(names):
                 self.simulation.check_garbage(name)
                 self.world.store.delete(name)
             yield SWEEP
@@ -198,13 +194,13 @@ class SyncerProcess(Process):
             self.outers = {f: Outer(0, one, one) for f, one in enumerate(found)}
             for fragment, one in enumerate(found):
                 self.prepared[COPY, fragment, 0] = one
-        self.machine.on_adopted(job.incarnation, job.founding, is_whole)
+        self.machine.on_adopted(job.founding, is_whole)
 
     def load(self, job: Load) -> Thread:
         yield self.world.plan.upload
         copy = yield from self.read(job.copy)
-        for version in job.versions:
-            update = yield from self.read(version)
+        for stored in job.versions:
+            update = yield from self.read(stored)
             copy = add(copy, update)
         assert checksum(copy) == job.checksum, "the objects of a takeover make another copy"
         version = job.versions[-1].version if job.versions else job.copy.version
@@ -282,5 +278,5 @@ class SyncerProcess(Process):
         self.simulation.check_upload(stored, self.machine.session)
         factor = 1 if stored.kind == VERSION else 4
         yield self.simulation.upload_seconds * factor
-        yield from self.patient(Create(stored.name, content))
+        yield from self.put(stored.name, content)
         self.machine.on_uploaded(stored)

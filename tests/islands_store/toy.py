@@ -26,7 +26,7 @@ class Vector(NamedTuple):
     mixed: int = 0
 
 
-START = Vector(0, 17)
+START, ZERO = Vector(0, 17), Vector()
 
 
 def modular(value: Fraction | float) -> int:
@@ -93,7 +93,7 @@ class Outer:
     version: int
     published: Vector
     theta: Vector
-    momentum: Vector = Vector()
+    momentum: Vector = ZERO
 
     def step(self, deltas: Sequence[Vector], weights: Sequence[int], weight_of_all: int) -> "Outer":
         """Make an outer step. The copy stays as it is until an update is published."""

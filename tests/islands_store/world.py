@@ -3,7 +3,7 @@
 import heapq
 import random
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
 from typing import Any, TypeAlias
 
@@ -69,6 +69,17 @@ class Process:
         except StopIteration as end:
             return end.value
 
+    def put(self, name: str, content: object) -> Thread:
+        """Create an object of tensors, as often as it takes."""
+        while True:
+            self.calls += 1
+            try:
+                yield from self.world.store.write(name, content, self, replaces=False)
+            except StoreError:
+                yield 0.5
+            else:
+                return
+
     def patient(self, call: Call) -> Generator[float, None, Any]:
         """Repeat a call until it succeeds."""
         while True:
@@ -127,7 +138,7 @@ class Store:
         """How often it was put back. What is under way then is lost."""
         self.most = 0
         """Largest number of objects."""
-        self.on_create: Callable[[str, Any, Process], None] = lambda *_: None
+        self.on_create: Callable[[str, Any], None] = lambda *_: None
 
     def put(self, name: str, content: Any, *, replaces: bool) -> bool:
         known = self.entries.get(name)
@@ -153,10 +164,10 @@ class Store:
     def delete(self, name: str) -> None:
         self.entries.pop(name, None)
 
-    def _write(self, name: str, content: Any, process: Process, replaces: bool) -> bool:
+    def _write(self, name: str, content: Any, replaces: bool) -> bool:
         is_done = self.put(name, content, replaces=replaces)
         if is_done:
-            self.on_create(name, content, process)
+            self.on_create(name, content)
         return is_done
 
     def write(
@@ -168,17 +179,17 @@ class Store:
         if world.random.random() < world.plan.failing:
             how = world.random.choice(["no", "done", "later"])
             if how == "done":
-                self._write(name, content, process, replaces)
+                self._write(name, content, replaces)
             elif how == "later":
                 age = self.age
 
                 def land() -> None:
                     if self.age == age:
-                        self._write(name, content, process, replaces)
+                        self._write(name, content, replaces)
 
                 world.schedule(world.random.uniform(0, 3), None, land)
             raise StoreError(f"the write of {name} failed")
-        done = self._write(name, content, process, replaces)
+        done = self._write(name, content, replaces)
         yield world.latency()
         return done
 

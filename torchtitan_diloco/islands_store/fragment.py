@@ -74,8 +74,6 @@ class SavedFragment(msgspec.Struct, array_like=True, frozen=True):
     number: Count
     taken: Count
     sent: Part | None
-    is_in_theta: bool
-    resets: bool
 
     def fits(self, ledger: Ledger) -> bool:
         """Return whether the ledger is where the checkpoint left it, or at the end of the part that

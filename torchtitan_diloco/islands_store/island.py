@@ -143,6 +143,8 @@ class Island:
                 f"the location holds run {decision.run}, and the checkpoint is of run "
                 f"{self._saved.run}: give its location, or another run.folder"
             )
+        if before is None and self.founds is not None:
+            self._compare_facts(self.founds.settings.facts, decision.settings.facts)
         self._lower_since, self.heard_at = math.inf, now
         if before is not None and self._went_back(before, decision):
             self._end(REJOIN, "the store was put back to an older state: it joins anew")
@@ -159,6 +161,14 @@ class Island:
             if before is not None and before.settings.sync_every != self.settings.sync_every:
                 self._take_turns(self.step + 1 - self.settings.sync_every)
         self._begin_if_ready()
+
+    def _compare_facts(self, own: dict[str, str], of_run: dict[str, str]) -> None:
+        for key in sorted(own.keys() | of_run.keys()):
+            if own.get(key) != of_run.get(key):
+                raise UserError(
+                    f"{key} is {own.get(key)} here and {of_run.get(key)} in the run: "
+                    "start this island with what the run has"
+                )
 
     def _note_lower(self, now: float) -> None:
         self._lower_since = min(self._lower_since, now)
@@ -274,10 +284,9 @@ class Island:
 
     def _resume(self, one: OwnFragment, saved: SavedFragment, ledger: Ledger) -> None:
         one.turn, one.lost_to = saved.turn_in, saved.lost_to
-        one.counted, one.is_in_theta = self.tokens - saved.uncounted, saved.is_in_theta
-        one.resets = Mode.RESET if saved.resets else None
+        one.counted = self.tokens - saved.uncounted
         if saved.sent is None or ledger.number != saved.sent.number:
-            if saved.sent is not None and saved.is_in_theta:  # it was never listed
+            if saved.sent is not None:  # it was never listed: its work is in theta
                 one.counted -= saved.sent.weight
             return
         one.sent, one.is_stored = saved.sent, True
@@ -432,8 +441,10 @@ class Island:
         return decided
 
     def save(self) -> Saved | None:
-        """Return what a checkpoint needs, or None while it has nothing of its own."""
+        """Return what a checkpoint needs, or None while a restart could not go on from it."""
         if not self.is_training or self.decision is None or self.slot is None:
+            return None
+        if any(one.resets or one.is_wrong or not one.is_in_theta for one in self.fragments):
             return None
         return Saved(
             run=self.decision.run,
@@ -451,8 +462,6 @@ class Island:
                     number=one.ledger.number,
                     taken=one.ledger.taken,
                     sent=one.sent,
-                    is_in_theta=one.is_in_theta,
-                    resets=one.resets is not None,
                 )
                 for one in self.fragments
             ],

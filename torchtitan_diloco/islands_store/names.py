@@ -85,8 +85,3 @@ def is_garbage(name: str, number: int, known: Collection[str]) -> bool:
     """
     found = object_of(name)
     return found is not None and found.number <= number and name not in known
-
-
-def old_decisions(names: Collection[str], kept: int) -> list[str]:
-    """Return the names of decisions but for the newest ones."""
-    return sorted(name for name in names if run_number(name) is not None)[:-kept]

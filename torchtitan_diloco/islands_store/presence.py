@@ -86,6 +86,10 @@ class Presence:
         longest = max(SILENT, SLOW_STEP * member.note.step_seconds) + grace
         return self.listened - member.stepped <= longest
 
+    def is_unknown(self, incarnation: str) -> bool:
+        """Return whether there is no note of a start, although all were read for long."""
+        return incarnation not in self.members and self.listened > FORGOTTEN
+
     def forgotten(self, decision: Decision) -> list[str]:
         """Return starts without a slot that are gone, and forget them."""
         owners = set(decision.owners())

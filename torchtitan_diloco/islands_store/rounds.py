@@ -2,7 +2,7 @@
 
 import statistics
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torchtitan_diloco.islands_store.decision import Decision, Fate, Fragment
@@ -18,6 +18,12 @@ FIRST_JUDGED = 5
 """Versions from which on the usual norm is known."""
 USUAL = 4
 """Latest parts of an island that tell its usual weight."""
+
+
+def _pacing(fastest_first: Sequence[float]) -> float:
+    """Return what counts of several islands: of three or more the second, so that one of them
+    alone, which may not tell the truth, sets no pace."""
+    return fastest_first[1 if len(fastest_first) >= SECOND_PACES else 0]
 
 
 @dataclass
@@ -105,11 +111,12 @@ class Round:
 
     @property
     def grace(self) -> float:
-        """Return the time that an open round waits: the setting, or tau steps of the fastest."""
+        """Return the time that an open round waits: the setting, or tau steps of the pacing one."""
         settings = self.decision.settings
         notes = (self.presence.note_of(owner) for owner in self.decision.owners())
-        steps = [note.step_seconds for note in notes if note is not None and note.step_seconds > 0]
-        return max(settings.grace, settings.delay * min(steps, default=0.0))
+        steps = sorted(note.step_seconds for note in notes if note and note.step_seconds > 0)
+        step = _pacing(steps) if steps else 0.0
+        return max(settings.grace, settings.delay * step)
 
     # --- open -------------------------------------------------------------------------------------
 
@@ -128,22 +135,21 @@ class Round:
         return True
 
     def _is_paced(self) -> bool:
-        """Return whether the fastest ready island has made nearly H steps since the last opening.
+        """Return whether the pacing island has made nearly H steps since the last opening.
 
         A late part opens no round of its own: that would make the others send early, again and
-        again. Of three islands or more the second counts, so one fast island alone sets no pace.
+        again.
         """
         owners = [one.incarnation for one in self.waiting.values()]
         if any(not self._steps(owner) for owner in owners):
             return True  # it stopped, leaves or is absent, so it waits for nothing else
         pacing = [owner for owner in self.ready().values() if self._steps(owner)] or owners
-        made = list[int]()
+        made = list[float]()
         for owner in pacing:
             note = self.presence.note_of(owner)
             assert note is not None
             made.append(note.step - self.steps.get(owner, -self.decision.settings.sync_every))
-        made.sort(reverse=True)
-        pace = made[1] if len(made) >= SECOND_PACES else made[0]
+        pace = _pacing(sorted(made, reverse=True))
         return pace >= PACE * self.decision.settings.sync_every
 
     def _steps(self, owner: str) -> bool:

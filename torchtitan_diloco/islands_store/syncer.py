@@ -7,6 +7,7 @@ superseded, it is thrown away.
 """
 
 import math
+from collections import deque
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -37,6 +38,7 @@ from torchtitan_diloco.islands_store.names import (
     incarnation_of,
     is_garbage,
     login_of,
+    run_number,
 )
 from torchtitan_diloco.islands_store.note import (
     Admit,
@@ -51,7 +53,7 @@ from torchtitan_diloco.islands_store.note import (
     decode_change,
     decode_note,
 )
-from torchtitan_diloco.islands_store.presence import FORGOTTEN, Presence, Seats
+from torchtitan_diloco.islands_store.presence import Presence, Seats
 from torchtitan_diloco.islands_store.rounds import Round, Waiting
 from torchtitan_diloco.islands_store.uploads import Uploads
 
@@ -63,6 +65,8 @@ COPY_VERSIONS, COPY_SECONDS = 8, 600.0
 """A copy is written when one is asked for that is so many versions newer, or after this time."""
 WRONG_IN_A_ROW = 16
 """Wrong parts of an island in a fragment, without a good one, after which it loses its slot."""
+KEPT, KEPT_SECONDS = 12, 60.0
+"""Decisions that stay at least, and the time for which all stay."""
 MOST_DONE = 64
 YEARS = 1e9
 
@@ -150,6 +154,7 @@ class Syncer:
         self.is_stopping = False
         self._now, self._began, self._wall, self._age = now, now, wall, 0.0
         self._jobs = list[Job]()
+        self._recent = deque[tuple[float, int]]()  # when own decisions began to count
         self._number = 0 if decision is None else decision.number
         self._named = set[str]() if decision is None else decision.names
         self._committing: tuple[int, set[str]] | None = None
@@ -317,7 +322,7 @@ class Syncer:
         self._adopting = incarnation
         self._jobs.append(Adopt(incarnation, founding))
 
-    def on_adopted(self, incarnation: str, founding: Founding, is_whole: bool) -> None:
+    def on_adopted(self, founding: Founding, is_whole: bool) -> None:
         """Found the run with copies that are fetched, or look for a founder again: they may be
         visible later."""
         if not is_whole:
@@ -410,6 +415,7 @@ class Syncer:
         dropped, self._named = self._named - names, names
         if dropped:
             self._jobs.append(Delete(tuple(sorted(dropped))))
+        self._recent.append((self._now, number))
         self.uploads.commit(number)
         if outcome is Outcome.RESTORED:
             self._say("the store has lost decisions: all copies are written again")
@@ -541,20 +547,28 @@ class Syncer:
     # --- garbage ----------------------------------------------------------------------------------
 
     def garbage(self, names: list[str]) -> list[str]:
-        """Return which of these names, as listed, are garbage: orphans of syncers that died, and
-        objects of starts without a slot that are gone."""
+        """Return which of all names are garbage: orphans of syncers that died, objects of starts
+        that are gone, and old decisions."""
         if self.state is None or self._number == 0:
             return []
-        gone = set(self.presence.forgotten(self.state))
         owners = set(self.state.owners())
+        gone = set(self.presence.forgotten(self.state))
+        oldest = self._oldest_kept()
         found = list[str]()
         for name in names:
-            incarnation = incarnation_of(name)
-            if is_garbage(name, self._number, self._named):
+            incarnation, number = incarnation_of(name), run_number(name)
+            if incarnation is not None and incarnation not in owners:
+                is_old = incarnation in gone or self.presence.is_unknown(incarnation)
+            else:
+                is_old = is_garbage(name, self._number, self._named)
+            if is_old or (number is not None and number < oldest):
                 found.append(name)
-            elif incarnation is not None and incarnation not in owners:
-                is_known = incarnation in self.presence.members
-                has_listened = self.presence.listened > FORGOTTEN
-                if incarnation in gone or (not is_known and has_listened):
-                    found.append(name)
         return found
+
+    def _oldest_kept(self) -> int:
+        """Return the oldest decision that stays: readers that are late still find it."""
+        if self._now - self._began < KEPT_SECONDS:
+            return 0  # it does not know how old those of its predecessor are
+        while len(self._recent) > KEPT and self._now - self._recent[0][0] > KEPT_SECONDS:
+            self._recent.popleft()
+        return self._recent[0][1] if self._recent else 0
