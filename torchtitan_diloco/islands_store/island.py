@@ -444,8 +444,9 @@ class Island:
         """Return what a checkpoint needs, or None while a restart could not go on from it."""
         if not self.is_training or self.decision is None or self.slot is None:
             return None
-        if any(one.resets or one.is_wrong or not one.is_in_theta for one in self.fragments):
-            return None
+        for one in self.fragments:
+            if one.resets or one.is_wrong or (one.sent is not None and not one.is_in_theta):
+                return None
         return Saved(
             run=self.decision.run,
             slot=self.slot,
