@@ -20,7 +20,7 @@ from torchtitan_diloco.islands_store.note import Founding, Part
 if TYPE_CHECKING:
     from tests.islands_store.simulation import Simulation
 
-NOTE_SECONDS, READ_SECONDS, LOOK = 0.25, 0.15, 0.05
+NOTE_SECONDS, READ_SECONDS, LOOK = 0.3, 0.2, 0.06
 
 
 @lru_cache(maxsize=64)

@@ -256,7 +256,7 @@ class Simulation:
             self.start(f"heir{len(self.islands)}")
         self.world.schedule(5.0, None, self.look_after)
 
-    def run(self, until: float = 1500.0) -> None:
+    def run(self, until: float = 600.0) -> None:
         self.world.schedule(20.0, None, self.look_after)
         with (
             patch.object(presence, "FORGOTTEN", FORGOTTEN),

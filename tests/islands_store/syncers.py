@@ -44,7 +44,7 @@ from torchtitan_diloco.islands_store.syncer import (
 if TYPE_CHECKING:
     from tests.islands_store.simulation import Simulation
 
-POLL, TICK, SWEEP = 0.15, 0.1, 5.0
+POLL, TICK, SWEEP = 0.2, 0.15, 5.0
 """The sweep of real syncers comes once a minute."""
 
 

@@ -204,9 +204,8 @@ class OwnFragment:
     def _compare(self) -> None:
         """Compare P with the published copy. Each decision may be of a store that was put back."""
         known = self.shared.checksum(self.applied)
-        if self.is_wrong or None in (known, self.checksum):
-            return
-        if self.checksum != known:
+        is_same = known is None or self.checksum in (None, known)
+        if not self.is_wrong and not (is_same and self.applied <= self.shared.version):
             self.is_wrong, self.copy, self.updates = True, None, {}
             self.resets = self.resets or Mode.TAKE
             self.island.say(f"fragment {self.number}: its copy has wrong bits, and is taken again")
@@ -251,7 +250,7 @@ class OwnFragment:
         self.island.on_applied(self, mode)
         return Apply(self.number, self.applied, mode, share, source)
 
-    def next_send(self, now: float) -> Part | None:
+    def next_send(self, now: float, *, may_send: bool) -> Part | None:
         """Return the part to send now, whose bytes are not there yet, or a loss."""
         island, ledger, shared = self.island, self.ledger, self.shared
         oldest = max(ledger.version, shared.version - VERSIONS_LATE)
@@ -261,7 +260,7 @@ class OwnFragment:
             return None
         is_loss = self.lost_to > ledger.taken
         end = self.lost_to if is_loss else island.position
-        if end <= ledger.taken or not (is_loss or self._is_due(now)):
+        if end <= ledger.taken or not (is_loss or (may_send and self._is_due(now))):
             return None
         self.sent = Part(
             fragment=self.number,
@@ -287,10 +286,7 @@ class OwnFragment:
         left of the grace and the turn does not. It sends what it has: steps weigh as tokens.
         """
         island = self.island
-        if self.sent_step == island.step and not island.is_stopped:
-            return False  # once per boundary
-        is_over = self.shared.clock >= island.settings.total_tokens
-        if is_over:
+        if self.shared.clock >= island.settings.total_tokens:
             return False
         if island.is_stopped or island.step >= self.turn:
             return True

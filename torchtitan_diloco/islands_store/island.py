@@ -87,7 +87,7 @@ class Island:
         self._counter, self._lower_since = 0, math.inf
         self._stored = list[Part]()  # parts whose objects exist
         self._clock_floor, self._clock_base = 0, (0, 0, 1)
-        self._trains_until = 0
+        self._trains_until, self._sent_step = 0, -1
 
     # --- what it knows ----------------------------------------------------------------------------
 
@@ -330,11 +330,13 @@ class Island:
         self._look_at_end()
         if due.applies:
             return due
+        # Once per boundary: another send while it waits would begin another grace.
+        may_send = self.is_stopped or self._sent_step != self.step
         for one in self.fragments:
-            before = one.sent
-            part = one.next_send(now)
-            if part is not None and part is not before and not part.is_loss:
+            part = one.next_send(now, may_send=may_send)
+            if part is not None and not part.is_loss:
                 due.sends.append(Send(part))
+                self._sent_step = self.step
         waits = [until for one in self.fragments if (until := one.waits_until(now)) is not None]
         due.waits_until = max(waits, default=None)
         due.is_training = not self.is_stopped
