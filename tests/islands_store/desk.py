@@ -38,7 +38,7 @@ def checksum(version: int) -> str:
 
 
 def settings(**changed: Any) -> Settings:
-    fields = {
+    fields: dict[str, Any] = {
         "sync_every": 10,
         "delay": 1,
         "total_tokens": 10_000,
@@ -102,7 +102,7 @@ class Desk:
     def part(self, slot: int, samples: int = 10, **changed: Any) -> Part:
         """Return the next part of a slot."""
         ledger, shared = self.ledger(slot), self.state.fragments[0]
-        fields = {
+        fields: dict[str, Any] = {
             "fragment": 0,
             "number": ledger.number + 1,
             "base": shared.version,

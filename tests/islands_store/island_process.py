@@ -97,7 +97,8 @@ class IslandProcess(Process):
         self.waited = Waited()
         self.poisoned = set[int]()
         self.is_flipped = False
-        self.merged_late = 0
+        self.left_slot: int | None = None
+        """Which it has given back."""
         self.spawn(self.live(checkpoint))
 
     @property
@@ -301,6 +302,7 @@ class IslandProcess(Process):
     def step(self) -> None:
         machine, batch = self.machine, self.world.plan.batch
         assert machine.slot is not None
+        self.left_slot = machine.slot
         for sample in range(machine.position, machine.position + batch):
             toy.train(self.tensors.theta, machine.slot, sample)
         machine.finish_step(batch, batch * toy.TOKENS, self.nature.step)

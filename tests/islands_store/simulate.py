@@ -10,6 +10,9 @@ from multiprocessing import Pool
 from tests.islands_store.faults import build
 from torchtitan_diloco.islands_store.decision import Fate
 
+PROGRESS = 250
+"""Seeds from one line to the next."""
+
 
 def simulate(seed: int) -> tuple[int, Counter[str], str]:
     """Run a seed. Return counts, and what went wrong."""
@@ -47,17 +50,22 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=1)
     arguments = parser.parse_args()
     seeds = range(arguments.first, arguments.first + arguments.seeds)
-    began, total, problems = time.monotonic(), Counter[str](), list[str]()
+    began, total, violations = time.monotonic(), Counter[str](), 0
     with Pool(arguments.processes) as pool:
-        for _, counts, problem in pool.imap_unordered(simulate, seeds, chunksize=4):
+        results = pool.imap_unordered(simulate, seeds, chunksize=4)
+        for done, (_, counts, problem) in enumerate(results, start=1):
             total += counts
+            violations += bool(problem)
             if problem:
-                problems.append(problem)
                 print(problem, flush=True)
+            if done % PROGRESS == 0 and done < len(seeds):
+                merged = total["merged parts"]
+                print(f"{done} seeds, {merged:,} merged parts, {violations} violations", flush=True)
     for name, number in total.items():
         print(f"{number:>9,} {name}")
-    print(f"{len(problems):>9,} violations in {len(seeds)} seeds, {time.monotonic() - began:.0f} s")
-    return bool(problems)
+    seconds = time.monotonic() - began
+    print(f"{violations:>9,} violations in {len(seeds)} seeds, {seconds:.0f} s")
+    return int(violations > 0)
 
 
 if __name__ == "__main__":

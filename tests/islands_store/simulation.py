@@ -80,6 +80,8 @@ class Simulation:
         self.is_exact = True
         """Whether each syncer has begun with the newest outer state."""
         self.is_restored = False
+        self.begun_with: dict[str, Decision] = {}
+        """Older decisions that sessions have begun with, as objects of the newest one were lost."""
         self.is_calm = False
         self.planned: list[tuple[float, str]] = []
         """Faults, and when they come."""
@@ -162,8 +164,8 @@ class Simulation:
         if not self.decisions:
             assert new.number == 1
             return
-        old = self.last
-        assert new.number == old.number + 1, "a decision is left out"
+        assert new.number == self.last.number + 1, "a decision is left out"
+        old = self.begun_with.pop(new.session, self.last)
         assert new.age >= old.age, (old.session, new.session)
         if not old.is_founded:
             return
@@ -183,7 +185,7 @@ class Simulation:
             after = slot.ledgers[fragment]
             is_new = number >= len(old.slots)
             ledger = Ledger() if is_new else old.slots[number].ledgers[fragment]
-            owner = slot.owner if is_new else old.slots[number].owner
+            owner = slot.owner if is_new else old.slots[number].owner or slot.owner
             if after.number == ledger.number:
                 assert (after.taken, after.lost) == (ledger.taken, ledger.lost)
                 continue

@@ -1,5 +1,6 @@
 """A simulated process of the syncer: it drives the shipped machine, with toy tensors."""
 
+import copy
 from collections import deque
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from torchtitan_diloco.islands_store.commit import (
     commit,
     read_newest,
 )
-from torchtitan_diloco.islands_store.decision import Fate, decode_decision
+from torchtitan_diloco.islands_store.decision import Decision, Fate, decode_decision
 from torchtitan_diloco.islands_store.names import (
     CHANGE,
     COPY,
@@ -26,6 +27,8 @@ from torchtitan_diloco.islands_store.names import (
     Object,
     incarnation_of,
     part_names,
+    run_name,
+    run_number,
 )
 from torchtitan_diloco.islands_store.note import MOST_NOTE, Part
 from torchtitan_diloco.islands_store.syncer import (
@@ -53,13 +56,15 @@ class SyncerProcess(Process):
         super().__init__(simulation.world, name)
         self.simulation = simulation
         self.machine: Syncer | None = None
+        self.begun_at = 0
         self.term = 0
         """How often it has led. Threads of earlier terms end."""
         self.outers: dict[int, Outer] = {}
         self.fetched: dict[tuple[str, Part], Any] = {}
         self.prepared: dict[tuple[str, int, int], Any] = {}
         self.fragment_jobs: dict[int, deque[Thread]] = {}
-        self.terms_lost = 0
+        self.lost_from = 0
+        """Decisions from this one on name objects that the store has lost."""
         self.spawn(self.stand_by())
 
     def stand_by(self) -> Thread:
@@ -75,11 +80,24 @@ class SyncerProcess(Process):
         self.term += 1
         self.outers, self.prepared, self.fragment_jobs, self.fetched = {}, {}, {}, {}
         session = f"{self.world.random.getrandbits(64):016x}"
-        wall = self.world.now
-        self.machine = Syncer(decision, session, self.now, wall)
+        while decision is not None and self.lost_from and decision.number >= self.lost_from:
+            decision = yield from self.older(decision.number)
+            assert decision is not None, "all decisions that are kept name lost objects"
+            self.simulation.begun_with[session] = copy.deepcopy(decision)
+        self.machine = Syncer(decision, session, self.now, self.world.now, newest=number or 0)
+        self.begun_at = 0 if decision is None else decision.number
         self.simulation.terms += 1
         for thread in (self.poll(), self.ticks(), self.sweeps()):
             self.spawn(self.in_term(thread))
+
+    def older(self, number: int) -> Generator[float, None, Decision | None]:
+        """Return the next decision before this one."""
+        names = yield from self.patient(List(RUN))
+        before = [name for name in names if name < run_name(number)]
+        if not before:
+            return None
+        raw = yield from self.patient(Get(before[-1]))
+        return decode_decision(raw, run_number(before[-1]))
 
     def in_term(self, thread: Thread) -> Thread:
         """End a thread when its term ends."""
@@ -90,6 +108,7 @@ class SyncerProcess(Process):
                 return
 
     def resign(self) -> None:
+        """Drop all that is known, and stand by."""
         self.machine = None
         self.term += 1
         self.simulation.superseded += 1
@@ -198,18 +217,25 @@ class SyncerProcess(Process):
 
     def load(self, job: Load) -> Thread:
         yield self.world.plan.upload
-        copy = yield from self.read(job.copy)
+        found = dict[Object, Any]()
+        for stored in (job.copy, *job.versions, *([job.outer] if job.outer else [])):
+            found[stored] = yield from self.read(stored)
+            if found[stored] is None:
+                assert self.simulation.restores, f"{stored.name} is named and gone"
+                self.lost_from = self.begun_at
+                self.resign()
+                return
+        published: Vector = found[job.copy]
         for stored in job.versions:
-            update = yield from self.read(stored)
-            copy = add(copy, update)
-        assert checksum(copy) == job.checksum, "the objects of a takeover make another copy"
+            published = add(published, found[stored])
+        assert checksum(published) == job.checksum, "a takeover makes another copy"
         version = job.versions[-1].version if job.versions else job.copy.version
-        outer = Outer(version, copy, copy)
+        outer = Outer(version, published, published)
         if job.outer is not None:
-            saved = yield from self.read(job.outer)
+            saved = found[job.outer]
             is_newest = saved.version == version
-            theta = saved.theta if is_newest else copy
-            outer = Outer(version, copy, theta, saved.momentum)
+            theta = saved.theta if is_newest else published
+            outer = Outer(version, published, theta, saved.momentum)
             self.simulation.is_exact &= is_newest
         else:
             self.simulation.is_exact &= version == 0
@@ -218,11 +244,12 @@ class SyncerProcess(Process):
         self.machine.on_loaded(job.fragment)
 
     def read(self, stored: Object) -> Generator[float, None, Any]:
-        while True:
+        for _ in range(6):
             content = yield from self.patient(Get(stored.name))
             if content is not None:
                 return content
-            yield 0.5
+            yield 0.5  # not visible yet
+        return None
 
     def fetch(self, job: Fetch) -> Thread:
         part = job.part

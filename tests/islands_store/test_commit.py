@@ -52,36 +52,37 @@ LOOK = List("run/", run_name(5))
 BEFORE, NOW, HIGHER = run_name(6), run_name(7), run_name(90)
 
 
-@pytest.mark.parametrize(
-    ("answers", "outcome"),
-    [
-        ([(CREATE, True), (LOOK, [BEFORE, NOW])], Outcome.COMMITTED),
-        ([(CREATE, True), (LOOK, [BEFORE, NOW, HIGHER])], Outcome.SUPERSEDED),
-        ([(CREATE, True), (LOOK, [NOW, HIGHER])], Outcome.SUPERSEDED),
-        ([(CREATE, False), (GET, OTHERS)], Outcome.SUPERSEDED),
-        ([(CREATE, False), (GET, MINE), (LOOK, [BEFORE, NOW])], Outcome.COMMITTED),
-        (
-            [(CREATE, LATE), (Sleep(RETRY), None), (CREATE, True), (LOOK, [BEFORE, NOW])],
-            Outcome.COMMITTED,
-        ),
-        (
-            [
-                *((CREATE, True), (LOOK, LATE), (Sleep(RETRY), None)),
-                *((CREATE, False), (GET, MINE), (LOOK, [BEFORE, NOW, HIGHER])),
-            ],
-            Outcome.SUPERSEDED,
-        ),
-        (
-            [(CREATE, False), (GET, None), (Sleep(RETRY), None), (CREATE, False), (GET, OTHERS)],
-            Outcome.SUPERSEDED,
-        ),
-        ([(CREATE, True), *[(LOOK, [NOW]), (Sleep(0.6), None)] * 3], Outcome.RESTORED),
-        (
-            [(CREATE, True), (LOOK, [NOW]), (Sleep(0.6), None), (LOOK, [BEFORE, NOW])],
-            Outcome.COMMITTED,
-        ),
-    ],
-)
+MISSING: list[tuple[Call, Any]] = [(LOOK, [NOW]), (Sleep(0.6), None)]
+COMMITS: list[tuple[list[tuple[Call, Any]], Outcome]] = [
+    ([(CREATE, True), (LOOK, [BEFORE, NOW])], Outcome.COMMITTED),
+    ([(CREATE, True), (LOOK, [BEFORE, NOW, HIGHER])], Outcome.SUPERSEDED),
+    ([(CREATE, True), (LOOK, [NOW, HIGHER])], Outcome.SUPERSEDED),
+    ([(CREATE, False), (GET, OTHERS)], Outcome.SUPERSEDED),
+    ([(CREATE, False), (GET, MINE), (LOOK, [BEFORE, NOW])], Outcome.COMMITTED),
+    (
+        [(CREATE, LATE), (Sleep(RETRY), None), (CREATE, True), (LOOK, [BEFORE, NOW])],
+        Outcome.COMMITTED,
+    ),
+    (
+        [
+            *((CREATE, True), (LOOK, LATE), (Sleep(RETRY), None)),
+            *((CREATE, False), (GET, MINE), (LOOK, [BEFORE, NOW, HIGHER])),
+        ],
+        Outcome.SUPERSEDED,
+    ),
+    (
+        [(CREATE, False), (GET, None), (Sleep(RETRY), None), (CREATE, False), (GET, OTHERS)],
+        Outcome.SUPERSEDED,
+    ),
+    ([(CREATE, True), *MISSING, *MISSING, *MISSING], Outcome.RESTORED),
+    (
+        [(CREATE, True), (LOOK, [NOW]), (Sleep(0.6), None), (LOOK, [BEFORE, NOW])],
+        Outcome.COMMITTED,
+    ),
+]
+
+
+@pytest.mark.parametrize(("answers", "outcome"), COMMITS)
 def test_a_decision_counts_if_it_is_created_and_the_highest(
     answers: list[tuple[Call, Any]], outcome: Outcome
 ) -> None:
@@ -98,6 +99,7 @@ def test_the_highest_decision_is_read_as_a_number() -> None:
     names = [run_name(9), run_name(10), "run/x", "run/.run-tmp"]
     assert drive(read_newest(), (List("run/"), names), (Get(run_name(10)), b"x")) == (10, b"x")
     assert drive(read_newest(), (List("run/"), [])) is None
+    again: list[tuple[Call, Any]]
     again = [(List("run/"), [run_name(3)]), (Get(run_name(3)), None), (Sleep(RETRY), None)]
     assert drive(read_newest(), *again, (List("run/"), [])) is None
 
@@ -116,7 +118,9 @@ def test_a_stand_by_takes_over_when_the_number_stands_still() -> None:
 NUMBERS = st.integers(1, 10**6)
 
 
-@given(st.sampled_from(["version", "copy", "outer"]), NUMBERS, NUMBERS, NUMBERS, NUMBERS)
+@given(
+    st.sampled_from(["version", "copy", "outer"]), NUMBERS, st.integers(0, 4095), NUMBERS, NUMBERS
+)
 def test_names_are_read_back(kind: str, number: int, fragment: int, version: int, n: int) -> None:
     stored = Object(kind, number, fragment, version)
     assert object_of(stored.name) == stored

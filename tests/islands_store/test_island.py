@@ -83,11 +83,16 @@ class Hand:
         self.read()
 
 
-@pytest.fixture
-def hand() -> Hand:
+def build_hand() -> Hand:
+    """Return an island that has begun, alone."""
     hand = Hand(founded((A,), sync_every=10, delay=2, mixing=0.25))
     hand.boundary()
     return hand
+
+
+@pytest.fixture
+def hand() -> Hand:
+    return build_hand()
 
 
 def test_it_sends_at_its_turn_and_mixes_in_time(hand: Hand) -> None:
@@ -223,7 +228,7 @@ def test_it_waits_for_its_grace_at_most_and_not_in_vain() -> None:
     sent = hand.now
     assert hand.step(1).waits_until is None
     assert hand.step(1).waits_until == sent + 5.0
-    hand.now = sent + 5.0
+    hand.now = hand.island.heard_at = sent + 5.0
     assert hand.boundary().waits_until is None
     hand.now = sent + 7.0
     hand.publish()

@@ -245,6 +245,7 @@ class OwnFragment:
         if mode in (Mode.TAKE, Mode.RESET):
             self.is_wrong = False
             self.lose()
+            self.island.drop_saved()
         if self._is_merged() and self.applied >= self.ledger.version:
             self.sent = None
         self.island.on_applied(self, mode)

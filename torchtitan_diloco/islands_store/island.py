@@ -227,6 +227,11 @@ class Island:
                 if (checksum := saved.fragments[number].checksum) is not None:
                     one.on_checksum(one.applied, checksum)
 
+    def drop_saved(self) -> None:
+        """A fragment takes a copy, so theta is no longer that of the checkpoint."""
+        if not self.is_training:
+            self._saved = None
+
     def wanted(self) -> list[Object]:
         """Return what to download, in this order."""
         if self.decision is None or not self.decision.is_founded:

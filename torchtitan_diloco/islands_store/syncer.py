@@ -89,7 +89,10 @@ class Adopt:
 
 @dataclass(frozen=True)
 class Load:
-    """Load a fragment, after a takeover: `on_loaded`. P is the copy and the versions after it."""
+    """Load a fragment, after a takeover: `on_loaded`. P is the copy and the versions after it.
+
+    If an object is missing, begin anew with an older decision.
+    """
 
     fragment: int
     copy: Object
@@ -145,8 +148,14 @@ Job: TypeAlias = Commit | Adopt | Load | Fetch | Merge | Snapshot | Upload | Del
 
 
 class Syncer:
-    def __init__(self, decision: Decision | None, session: str, now: float, wall: float) -> None:
-        """Lead, beginning with the newest decision. `wall`: time of day in seconds."""
+    def __init__(
+        self, decision: Decision | None, session: str, now: float, wall: float, newest: int = 0
+    ) -> None:
+        """Lead, beginning with the newest decision. `wall`: time of day in seconds.
+
+        `newest`: number of the newest one if an older one is begun with, as the store was put back
+        and has lost what the newest one names. Islands see that what was decided is no longer so.
+        """
         self.session = session
         self.presence = Presence()
         self.news = list[str]()
@@ -155,9 +164,11 @@ class Syncer:
         self._now, self._began, self._wall, self._age = now, now, wall, 0.0
         self._jobs = list[Job]()
         self._recent = deque[tuple[float, int]]()  # when own decisions began to count
-        self._number = 0 if decision is None else decision.number
-        self._named = set[str]() if decision is None else decision.names
-        self._committing: tuple[int, set[str]] | None = None
+        self._number = newest if decision is None else max(newest, decision.number)
+        self._named, self._owners = set[str](), set[str]()
+        if decision is not None:
+            self._named, self._owners = decision.names, set(decision.owners())
+        self._committing: tuple[set[str], set[str]] | None = None  # names and owners in it
         self._committed_at, self._size, self._last = -math.inf, 0, b""
         self._adopting: str | None = None
         self._is_asked = False  # for newer copies
@@ -410,7 +421,7 @@ class Syncer:
         """Go on after a commit that counts. One that was superseded is thrown away instead."""
         assert self._committing is not None
         assert self.state is not None
-        _, names = self._committing
+        names, self._owners = self._committing
         self._committing, self._number, self._committed_at = None, number, self._now
         dropped, self._named = self._named - names, names
         if dropped:
@@ -535,7 +546,7 @@ class Syncer:
         state.written = round(self._wall + self._now - self._began, 1)
         content = encode_decision(state)
         self._size = len(content)
-        self._committing = number, state.names
+        self._committing = state.names, set(state.owners())
         self._jobs.append(Commit(number, content))
 
     @property
@@ -551,13 +562,12 @@ class Syncer:
         that are gone, and old decisions."""
         if self.state is None or self._number == 0:
             return []
-        owners = set(self.state.owners())
         gone = set(self.presence.forgotten(self.state))
         oldest = self._oldest_kept()
         found = list[str]()
         for name in names:
             incarnation, number = incarnation_of(name), run_number(name)
-            if incarnation is not None and incarnation not in owners:
+            if incarnation is not None and incarnation not in self._owners:
                 is_old = incarnation in gone or self.presence.is_unknown(incarnation)
             else:
                 is_old = is_garbage(name, self._number, self._named)
