@@ -165,8 +165,8 @@ class IslandProcess(Process):
     # --- threads of the store ---------------------------------------------------------------------
 
     def found(self) -> Thread:
-        if not self.is_founder:
-            return
+        while not self.machine.may_found:
+            yield READ_SECONDS
         for fragment in range(self.world.plan.fragments):
             [name] = part_names(self.incarnation, fragment, "founds", 1)
             yield from self.put(name, toy.START)

@@ -80,9 +80,8 @@ def test_a_syncer_that_is_killed_between_any_two_calls(
         simulation = lockstep(plan)
         simulation.start_syncer()
         simulation.start_syncer(after=0.05)
-        simulation.world.schedule(
-            0.1, None, lambda s=simulation, c=call: setattr(s.syncers[0], "dies_at", c + half)
-        )
+        simulation.world.run(lambda: False, until=0.1)
+        simulation.syncers[0].dies_at = call + half
         simulation.run()
         assert not simulation.losses
         assert set(simulation.fates) <= {Fate.MERGED, Fate.OVER}
@@ -142,9 +141,9 @@ def test_a_planned_stop_loses_nothing() -> None:
     plan = Plan(steps=60)
     simulation = lockstep(plan)
     simulation.start_syncer()
-    stopped = simulation.world.random
+    rng = simulation.world.random
     simulation.world.schedule(
-        6.0, None, lambda: stop_and_return(simulation, simulation.islands[0], stopped)
+        6.0, None, lambda: stop_and_return(simulation, simulation.islands[0], rng)
     )
     simulation.run()
     assert len(simulation.islands) == 3

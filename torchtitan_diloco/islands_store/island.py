@@ -76,6 +76,8 @@ class Island:
         self.slot: int | None = None
         self.fragments = list[OwnFragment]()
         self.is_training = False
+        self.may_found = False
+        """Whether to store the copies of the run that it founds, and call `on_founding_stored`."""
         self.ending = ""
         """Why it is over: empty while it is not."""
         self.step, self.tokens, self.position, self.step_seconds = 0, 0, 0, 0.0
@@ -130,6 +132,8 @@ class Island:
                 f"{what}: give the location of the run, or --islands.found true to go on there "
                 "from this checkpoint"
             )
+        else:
+            self.may_found = True
 
     def on_decision(self, decision: Decision, now: float) -> None:
         """Take the newest decision that the store lists."""
@@ -410,7 +414,7 @@ class Island:
         """Return what to write about this start."""
         self._counter += 1
         behind = (one.shared.version - one.held for one in self.fragments)
-        founds = self.founds if self._is_founding and not self.fragments else None
+        founds = self.founds if self._is_founding else None
         return encode_note(
             Note(
                 counter=self._counter,
@@ -437,8 +441,13 @@ class Island:
         )
 
     def take_garbage(self) -> list[str]:
-        """Return the objects of parts that are decided, to be deleted."""
+        """Return the objects of parts that are decided, and copies of the founder that are adopted,
+        to be deleted."""
         decided, waiting = list[str](), list[Part]()
+        if self._is_founding and self.fragments and self.founds is not None:
+            self._is_founding = False
+            for number, chunks in enumerate(self.founds.chunks):
+                decided += part_names(self.incarnation, number, "founds", chunks)
         for part in self._stored:
             if part.number <= self.fragments[part.fragment].ledger.number:
                 decided += part_names(self.incarnation, part.fragment, part.number, part.chunks)
