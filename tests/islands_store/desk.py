@@ -17,8 +17,7 @@ from torchtitan_diloco.islands_store.decision import (
     Stored,
     decode_decision,
 )
-from torchtitan_diloco.islands_store.note import Note, Part, encode_note
-from torchtitan_diloco.islands_store.syncer import (
+from torchtitan_diloco.islands_store.jobs import (
     Commit,
     Delete,
     Fetch,
@@ -26,9 +25,10 @@ from torchtitan_diloco.islands_store.syncer import (
     Load,
     Merge,
     Snapshot,
-    Syncer,
     Upload,
 )
+from torchtitan_diloco.islands_store.note import Note, Part, encode_note
+from torchtitan_diloco.islands_store.syncer import Syncer
 
 A, B, C = "a/0000", "b/0000", "c/0000"
 

@@ -9,7 +9,8 @@ import msgspec
 from tests.islands_store.island_process import IslandProcess, Nature
 from tests.islands_store.simulation import CHANGE, ISLAND, Plan, Simulation
 from tests.islands_store.syncers import SyncerProcess
-from torchtitan_diloco.islands_store.note import Admit, Evict, Leave, Note, Part, Set, encode_note
+from torchtitan_diloco.islands_store.changes import Admit, Evict, Leave, Set
+from torchtitan_diloco.islands_store.note import Note, Part, encode_note
 
 MOST_FAULTS = 6
 CALM = 4

@@ -10,10 +10,11 @@ import msgspec
 from tests.islands_store import toy
 from tests.islands_store.toy import Account, Vector
 from tests.islands_store.world import Process, Thread
+from torchtitan_diloco.islands_store.checkpoint import Saved
 from torchtitan_diloco.islands_store.commit import Get, StoreError, read_newest
 from torchtitan_diloco.islands_store.decision import Decision, decode_decision
 from torchtitan_diloco.islands_store.fragment import Apply, Mode
-from torchtitan_diloco.islands_store.island import REJOIN, Island, Saved
+from torchtitan_diloco.islands_store.island import REJOIN, Island
 from torchtitan_diloco.islands_store.names import COPY, ISLAND, part_names
 from torchtitan_diloco.islands_store.note import Founding, Part
 

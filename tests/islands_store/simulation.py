@@ -11,7 +11,7 @@ from tests.islands_store import toy
 from tests.islands_store.island_process import Checkpoint, IslandProcess, Nature
 from tests.islands_store.syncers import SyncerProcess
 from tests.islands_store.world import Plan, World
-from torchtitan_diloco.islands_store import presence, syncer
+from torchtitan_diloco.islands_store import presence, writer
 from torchtitan_diloco.islands_store.decision import (
     VERSIONS_LATE,
     Decision,
@@ -21,6 +21,7 @@ from torchtitan_diloco.islands_store.decision import (
     decode_decision,
 )
 from torchtitan_diloco.islands_store.island import ENDED, LEFT, Island
+from torchtitan_diloco.islands_store.jobs import Merge
 from torchtitan_diloco.islands_store.names import (
     CHANGE,
     ISLAND,
@@ -28,7 +29,6 @@ from torchtitan_diloco.islands_store.names import (
     run_number,
 )
 from torchtitan_diloco.islands_store.note import Part
-from torchtitan_diloco.islands_store.syncer import Merge
 
 FORGOTTEN, KEPT_SECONDS = 12.0, 3.0
 """Runs here last half a minute, so what is old gets old sooner."""
@@ -262,7 +262,7 @@ class Simulation:
         self.world.schedule(20.0, None, self.look_after)
         with (
             patch.object(presence, "FORGOTTEN", FORGOTTEN),
-            patch.object(syncer, "KEPT_SECONDS", KEPT_SECONDS),
+            patch.object(writer, "KEPT_SECONDS", KEPT_SECONDS),
         ):
             is_over = self.world.run(self.is_over, until)
         assert is_over, f"no end after {until} s"

@@ -17,6 +17,17 @@ from torchtitan_diloco.islands_store.commit import (
     read_newest,
 )
 from torchtitan_diloco.islands_store.decision import Decision, Fate, decode_decision
+from torchtitan_diloco.islands_store.jobs import (
+    Adopt,
+    Commit,
+    Delete,
+    Fetch,
+    Job,
+    Load,
+    Merge,
+    Snapshot,
+    Upload,
+)
 from torchtitan_diloco.islands_store.names import (
     CHANGE,
     COPY,
@@ -31,18 +42,7 @@ from torchtitan_diloco.islands_store.names import (
     run_number,
 )
 from torchtitan_diloco.islands_store.note import MOST_NOTE, Part
-from torchtitan_diloco.islands_store.syncer import (
-    Adopt,
-    Commit,
-    Delete,
-    Fetch,
-    Job,
-    Load,
-    Merge,
-    Snapshot,
-    Syncer,
-    Upload,
-)
+from torchtitan_diloco.islands_store.syncer import Syncer
 
 if TYPE_CHECKING:
     from tests.islands_store.simulation import Simulation

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from tests.islands_store import test_commit, test_island, test_syncer
-from torchtitan_diloco.islands_store import commit, ledger, names
-from torchtitan_diloco.islands_store.fragment import OwnFragment, SavedFragment
+from torchtitan_diloco.islands_store import commit, ledger, location, names
+from torchtitan_diloco.islands_store.checkpoint import SavedFragment
+from torchtitan_diloco.islands_store.fragment import OwnFragment
 from torchtitan_diloco.islands_store.island import Island
 from torchtitan_diloco.islands_store.presence import Presence, Seats
 from torchtitan_diloco.islands_store.rounds import Round
@@ -244,7 +245,7 @@ MUTATIONS = {
         with_hand(test_island.test_a_restart_takes_the_copies_if_the_ledger_has_moved),
     ),
     "a decision goes back": Mutation(
-        Island._went_back,
+        location.went_back,
         "old.number > new.number",
         "False",
         with_hand(test_island.test_it_joins_anew_if_what_was_decided_is_no_longer_so, "ledger"),

@@ -121,7 +121,8 @@ def test_rounds_come_at_the_pace_of_the_fastest_and_all_work_is_merged(
             for number, part in parts
             if number == process.machine.slot
         )
-        assert merged >= 0.9 * process.machine.position, f"island {slot}"
+        rest = process.machine.position - merged
+        assert rest <= 2 * plan.sync_every * plan.batch, f"island {slot}: not only its last parts"
         assert process.waited.seconds <= 0.03 * simulation.world.now
 
 

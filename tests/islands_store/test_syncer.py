@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.islands_store.desk import A, B, C, Desk, checksum, founded
+from torchtitan_diloco.islands_store.changes import Change, Evict, Leave, Set
 from torchtitan_diloco.islands_store.decision import (
     BARRED,
     PROTOCOL,
@@ -27,9 +28,10 @@ from torchtitan_diloco.islands_store.decision import (
     decode_decision,
     encode_decision,
 )
+from torchtitan_diloco.islands_store.jobs import Adopt
 from torchtitan_diloco.islands_store.names import VERSION, Object
-from torchtitan_diloco.islands_store.note import Change, Evict, Founding, Leave, Set
-from torchtitan_diloco.islands_store.syncer import WRONG_IN_A_ROW, Adopt, Syncer
+from torchtitan_diloco.islands_store.note import Founding
+from torchtitan_diloco.islands_store.syncer import WRONG_IN_A_ROW, Syncer
 
 
 def round_of_all(desk: Desk, step: int, samples: int = 10) -> None:

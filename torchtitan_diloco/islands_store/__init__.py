@@ -7,13 +7,17 @@ what it has decided. This package is the rules, without tensors, store and clock
 | file | says |
 |---|---|
 | `names.py` | what objects are called, and which are garbage |
-| `decision.py`, `note.py` | what the syncer decides; what an island and a person say |
+| `decision.py` | what the syncer decides: the state of a run |
+| `note.py`, `changes.py` | what an island says, and what a person asks for |
 | `commit.py` | how a decision begins to count, and when a stand-by takes over |
 | `ledger.py` | which parts count |
-| `rounds.py` | when a round opens and closes, and who is waited for |
 | `presence.py` | who is there, and who has which slot |
-| `uploads.py`, `syncer.py` | the syncer |
-| `fragment.py`, `island.py` | an island |
+| `rounds.py` | when a round opens and closes, and who is waited for |
+| `uploads.py`, `writer.py` | objects and decisions on their way, and old ones |
+| `syncer.py`, `jobs.py` | the syncer, and what it lets its threads do |
+| `fragment.py` | when an island sends, applies and waits |
+| `checkpoint.py`, `location.py` | from where it goes on, and whether that is its run |
+| `island.py` | an island |
 
 **Decisions** are created, never replaced, and hold the whole state. Everybody takes the highest.
 Who creates number N and lists no higher one afterwards has decided; anybody else stands by. Safety

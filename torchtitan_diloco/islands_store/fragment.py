@@ -6,12 +6,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from torchtitan_diloco.islands_store.decision import (
     VERSIONS_LATE,
-    Checksum,
-    Count,
     Fate,
     Fragment,
     Ledger,
@@ -60,27 +56,6 @@ class Send:
     """Take the delta theta - P now, store its chunks, then call `on_stored`."""
 
     part: Part
-
-
-class SavedFragment(msgspec.Struct, array_like=True, frozen=True):
-    """What a checkpoint has of a fragment, beside theta and P."""
-
-    version: Count
-    checksum: Checksum | None
-    """Of P, as it is computed when it is loaded."""
-    turn_in: int
-    uncounted: Count
-    lost_to: Count
-    number: Count
-    taken: Count
-    sent: Part | None
-
-    def fits(self, ledger: Ledger) -> bool:
-        """Return whether the ledger is where the checkpoint left it, or at the end of the part that
-        was undecided then."""
-        if (ledger.number, ledger.taken) == (self.number, self.taken):
-            return True
-        return self.sent is not None and ledger.number == self.sent.number
 
 
 @dataclass

@@ -10,18 +10,18 @@ from dataclasses import dataclass, field
 import msgspec
 
 from torchtitan_diloco.diloco.schedule import Schedule
+from torchtitan_diloco.islands_store.checkpoint import Saved, can_save, resume, save
 from torchtitan_diloco.islands_store.decision import LEAVE as LEAVE_ORDER
-from torchtitan_diloco.islands_store.decision import Count, Decision, Ledger, Name, Settings
+from torchtitan_diloco.islands_store.decision import Decision, Settings
 from torchtitan_diloco.islands_store.fragment import (
     Apply,
     Mode,
     OwnFragment,
-    SavedFragment,
     Send,
 )
+from torchtitan_diloco.islands_store.location import check_empty, check_run, went_back
 from torchtitan_diloco.islands_store.names import Object, part_names
 from torchtitan_diloco.islands_store.note import GIVE, JOIN, Founding, Note, Part, encode_note
-from torchtitan_diloco.log import UserError
 
 WENT_BACK = 10.0
 """Seconds in which the newest decision of the store is older than the one that is known, until the
@@ -34,17 +34,6 @@ COPY_VERSIONS = 8
 ENDED, LEFT, REJOIN = "ended", "left", "rejoin"
 """Why a start of an island is over, beside `ORDERS`. After REJOIN, the same process goes on as a
 new start, with its inner optimizer."""
-
-
-class Saved(msgspec.Struct, frozen=True):
-    """What a checkpoint of an island has, beside theta and P."""
-
-    run: Name
-    slot: Count
-    position: Count
-    tokens: Count
-    clock: Count
-    fragments: list[SavedFragment]
 
 
 @dataclass
@@ -124,15 +113,8 @@ class Island:
         """The location holds no decision."""
         if self.decision is not None:
             self._note_lower(now)
-        elif self.founds is None:
-            what = "the location is empty"
-            if self._saved is not None:
-                what += f", and the checkpoint is of run {self._saved.run}"
-            raise UserError(
-                f"{what}: give the location of the run, or --islands.found true to go on there "
-                "from this checkpoint"
-            )
         else:
+            check_empty(self.founds, self._saved)
             self.may_found = True
 
     def on_decision(self, decision: Decision, now: float) -> None:
@@ -142,15 +124,10 @@ class Island:
             if decision.number < before.number:
                 self._note_lower(now)
             return
-        if self._saved is not None and self._saved.run != decision.run:
-            raise UserError(
-                f"the location holds run {decision.run}, and the checkpoint is of run "
-                f"{self._saved.run}: give its location, or another run.folder"
-            )
-        if before is None and self.founds is not None:
-            self._compare_facts(self.founds.settings.facts, decision.settings.facts)
+        if before is None:
+            check_run(decision, self.founds, self._saved)
         self._lower_since, self.heard_at = math.inf, now
-        if before is not None and self._went_back(before, decision):
+        if before is not None and went_back(before, decision, self.slot):
             self._end(REJOIN, "the store was put back to an older state: it joins anew")
             return
         self.decision = decision
@@ -166,32 +143,10 @@ class Island:
                 self._take_turns(self.step + 1 - self.settings.sync_every)
         self._begin_if_ready()
 
-    def _compare_facts(self, own: dict[str, str], of_run: dict[str, str]) -> None:
-        for key in sorted(own.keys() | of_run.keys()):
-            if own.get(key) != of_run.get(key):
-                raise UserError(
-                    f"{key} is {own.get(key)} here and {of_run.get(key)} in the run: "
-                    "start this island with what the run has"
-                )
-
     def _note_lower(self, now: float) -> None:
         self._lower_since = min(self._lower_since, now)
         if now - self._lower_since >= WENT_BACK:
             self._end(REJOIN, "the store has only older decisions than were read: it joins anew")
-
-    def _went_back(self, before: Decision, after: Decision) -> bool:
-        """Return whether what was decided before is no longer so."""
-        if not before.is_founded:
-            return False
-        if before.run != after.run or len(after.fragments) != len(before.fragments):
-            return True
-        pairs = zip(before.fragments, after.fragments, strict=True)
-        if any(old.version > new.version for old, new in pairs):
-            return True
-        if self.slot is None or self.slot >= len(after.slots):
-            return self.slot is not None
-        ledgers = zip(before.slots[self.slot].ledgers, after.slots[self.slot].ledgers, strict=True)
-        return any(old.number > new.number for old, new in ledgers)
 
     def _obey(self, decision: Decision) -> None:
         """Take the own slot, and note if it is lost, or an order."""
@@ -265,23 +220,20 @@ class Island:
             return
         ledgers = decision.slots[self.slot].ledgers
         saved, self._saved = self._saved, None
-        is_fit = saved is not None and saved.slot == self.slot
-        if is_fit and saved is not None:
-            is_fit = not any(one.is_wrong for one in self.fragments) and all(
-                part.fits(ledger) for part, ledger in zip(saved.fragments, ledgers, strict=True)
-            )
+        if saved is not None:
+            self._clock_floor = saved.clock
+            if any(one.is_wrong for one in self.fragments) or not saved.fits(self.slot, ledgers):
+                saved = None
         self.position = max(ledger.taken for ledger in ledgers)
-        clocks = [one.clock for one in decision.fragments]
-        self._clock_base = max(clocks), 0, max(1, len(decision.owners()))
-        if is_fit and saved is not None:
+        if saved is not None:
             self.position, self.tokens = saved.position, saved.tokens
-            self._clock_base = max(clocks), saved.tokens, max(1, len(decision.owners()))
-        self._clock_floor = saved.clock if saved is not None else 0
+        newest = max(one.clock for one in decision.fragments)
+        self._clock_base = newest, self.tokens, max(1, len(decision.owners()))
         self.is_training = True
         self._take_turns(0)
-        for one, ledger in zip(self.fragments, ledgers, strict=True):
-            if is_fit and saved is not None:
-                self._resume(one, saved.fragments[one.number], ledger)
+        for one in self.fragments:
+            if saved is not None:
+                resume(one, saved.fragments[one.number])
             else:
                 one.resets = Mode.TAKE
 
@@ -290,17 +242,6 @@ class Island:
         schedule = Schedule(self.settings.sync_every, len(self.fragments), self.settings.delay)
         for one in self.fragments:
             one.turn = step + schedule.first_send(one.number)
-
-    def _resume(self, one: OwnFragment, saved: SavedFragment, ledger: Ledger) -> None:
-        one.turn, one.lost_to = saved.turn_in, saved.lost_to
-        one.counted = self.tokens - saved.uncounted
-        if saved.sent is None or ledger.number != saved.sent.number:
-            if saved.sent is not None:  # it was never listed: its work is in theta
-                one.counted -= saved.sent.weight
-            return
-        one.sent, one.is_stored = saved.sent, True
-        one.sent_step = -self.settings.delay - 1  # late
-        one.on_decision(0.0)
 
     # --- train ------------------------------------------------------------------------------------
 
@@ -460,26 +401,13 @@ class Island:
         """Return what a checkpoint needs, or None while a restart could not go on from it."""
         if not self.is_training or self.decision is None or self.slot is None:
             return None
-        for one in self.fragments:
-            if one.resets or one.is_wrong or (one.sent is not None and not one.is_in_theta):
-                return None
+        if not all(can_save(one) for one in self.fragments):
+            return None
         return Saved(
             run=self.decision.run,
             slot=self.slot,
             position=self.position,
             tokens=self.tokens,
             clock=self.clock,
-            fragments=[
-                SavedFragment(
-                    version=one.applied,
-                    checksum=None,
-                    turn_in=one.turn - self.step,
-                    uncounted=self.tokens - one.counted,
-                    lost_to=one.lost_to,
-                    number=one.ledger.number,
-                    taken=one.ledger.taken,
-                    sent=one.sent,
-                )
-                for one in self.fragments
-            ],
+            fragments=[save(one) for one in self.fragments],
         )

@@ -1,7 +1,7 @@
-"""What an island says of itself, and what a person asks for: bounded, and judged part by part."""
+"""What an island says of itself: bounded, and judged part by part."""
 
 from collections.abc import Iterator
-from typing import Annotated, TypeAlias
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
@@ -9,18 +9,23 @@ from msgspec import Meta
 from torchtitan_diloco.islands_store.decision import (
     MOST_FRAGMENTS,
     MOST_SLOTS,
+    PROTOCOL,
     Checksum,
     Count,
     DamagedError,
+    Decision,
+    Fragment,
+    Kept,
+    Ledger,
     Name,
     Positive,
     Seconds,
     Settings,
+    Slot,
 )
-from torchtitan_diloco.islands_store.names import LOGIN_PATTERN
 
-MOST_NOTE, MOST_CHANGE = 512 * 1024, 4096
-"""Bytes that are read of a note and of a change."""
+MOST_NOTE = 512 * 1024
+"""Bytes that are read of a note."""
 MOST_CHUNKS = 4096
 
 JOIN, GIVE = "join", "give"
@@ -70,6 +75,23 @@ class Founding(msgspec.Struct, array_like=True, frozen=True):
             raise DamagedError("its lists differ in length")
         if len(self.clocks) not in (0, fragments) or len(self.positions) > self.settings.slots:
             raise DamagedError("its clocks or positions do not fit")
+
+    def decision(self, number: int, session: str) -> Decision:
+        """Return the state of the run before anybody has a slot."""
+        clocks = self.clocks or [0] * len(self.elements)
+        fragments = [
+            Fragment(elements, clock=clock, kept=[Kept(0, checksum, 0)])
+            for elements, checksum, clock in zip(self.elements, self.checksums, clocks, strict=True)
+        ]
+        return Decision(
+            protocol=PROTOCOL,
+            number=number,
+            session=session,
+            run=self.run,
+            settings=self.settings,
+            fragments=fragments,
+            slots=[Slot([Ledger(taken=taken) for _ in fragments]) for taken in self.positions],
+        )
 
 
 class Vitals(msgspec.Struct, array_like=True, frozen=True):
@@ -141,75 +163,3 @@ def decode_note(raw: bytes) -> Note:
         return msgspec.json.decode(raw, type=Note)
     except msgspec.DecodeError as error:
         raise DamagedError(f"a note is malformed: {error}") from error
-
-
-# --- changes --------------------------------------------------------------------------------------
-
-Login = Annotated[str, Meta(pattern=rf"^{LOGIN_PATTERN}\Z")]
-
-
-class _Change(msgspec.Struct, frozen=True, tag_field="kind", tag=str.lower):
-    pass
-
-
-class Set(_Change, frozen=True):
-    """Change a setting of the run."""
-
-    key: Name
-    value: Name
-
-
-class Leave(_Change, frozen=True):
-    """Ask an island to send its work and leave."""
-
-    login: Login
-
-
-class Evict(_Change, frozen=True):
-    """Take the slot of an island, and refuse its login until it is admitted."""
-
-    login: Login
-
-
-class Admit(_Change, frozen=True):
-    login: Login
-
-
-Change: TypeAlias = Set | Leave | Evict | Admit
-_CHANGEABLE = {
-    "sync_every",
-    "delay",
-    "mixing",
-    "outer_lr",
-    "codec",
-    "total_tokens",
-    "slots",
-    "grace",
-    "slot_seconds",
-    "fastest",
-}
-
-
-def decode_change(raw: bytes) -> Change:
-    if len(raw) > MOST_CHANGE:
-        raise DamagedError(f"a change has {len(raw)} bytes, and may have {MOST_CHANGE}")
-    try:
-        return msgspec.json.decode(raw, type=Set | Leave | Evict | Admit)
-    except msgspec.DecodeError as error:
-        raise DamagedError(f"a change is malformed: {error}") from error
-
-
-def changed(settings: Settings, change: Set) -> Settings:
-    """Return the settings after a change. Raise a DamagedError if it is not possible."""
-    if change.key not in _CHANGEABLE:
-        raise DamagedError(f"{change.key} cannot change while a run goes on")
-    fields = msgspec.to_builtins(settings) | {change.key: change.value}
-    try:
-        after = msgspec.convert(fields, Settings, strict=False)
-    except msgspec.ValidationError as error:
-        raise DamagedError(f"{change.key} = {change.value}: {error}") from error
-    if after.delay >= after.sync_every:
-        raise DamagedError(f"delay {after.delay} must be smaller than {after.sync_every}")
-    if after.slots < settings.slots:
-        raise DamagedError(f"the run has {settings.slots} slots, and none is taken away")
-    return after

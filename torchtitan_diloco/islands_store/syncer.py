@@ -7,27 +7,28 @@ superseded, it is thrown away.
 """
 
 import math
-from collections import deque
-from dataclasses import dataclass
-from typing import TypeAlias
 
-import msgspec
-
+from torchtitan_diloco.islands_store.changes import make
 from torchtitan_diloco.islands_store.commit import Outcome
 from torchtitan_diloco.islands_store.decision import (
     BARRED,
-    LEAVE,
-    PROTOCOL,
     SICK,
     DamagedError,
     Decision,
     Fate,
     Fragment,
     Kept,
-    Ledger,
-    Slot,
     Stored,
-    encode_decision,
+)
+from torchtitan_diloco.islands_store.jobs import (
+    Adopt,
+    Delete,
+    Fetch,
+    Job,
+    Merge,
+    Snapshot,
+    Upload,
+    load,
 )
 from torchtitan_diloco.islands_store.ledger import decide, judge
 from torchtitan_diloco.islands_store.names import (
@@ -35,116 +36,25 @@ from torchtitan_diloco.islands_store.names import (
     OUTER,
     VERSION,
     Object,
-    incarnation_of,
-    is_garbage,
-    login_of,
-    run_number,
 )
 from torchtitan_diloco.islands_store.note import (
-    Admit,
-    Evict,
     Founding,
-    Leave,
     Note,
     Part,
     PartHead,
-    Set,
-    changed,
-    decode_change,
     decode_note,
 )
 from torchtitan_diloco.islands_store.presence import Presence, Seats
 from torchtitan_diloco.islands_store.rounds import Round, Waiting
 from torchtitan_diloco.islands_store.uploads import Uploads
+from torchtitan_diloco.islands_store.writer import Writer
 
-BEAT = 1.0
-"""Seconds between two decisions at most."""
-LARGE, LARGE_SECONDS = 10_000, 1.0
-"""Decisions of more bytes are written once a second."""
 COPY_VERSIONS, COPY_SECONDS = 8, 600.0
 """A copy is written when one is asked for that is so many versions newer, or after this time."""
 WRONG_IN_A_ROW = 16
 """Wrong parts of an island in a fragment, without a good one, after which it loses its slot."""
-KEPT, KEPT_SECONDS = 12, 60.0
-"""Decisions that stay at least, and the time for which all stay."""
 MOST_DONE = 64
 YEARS = 1e9
-
-
-@dataclass(frozen=True)
-class Commit:
-    """Make a decision count (`commit`), then call `on_committed`."""
-
-    number: int
-    content: bytes
-
-
-@dataclass(frozen=True)
-class Adopt:
-    """Fetch and check the copies of a founder: `on_adopted`."""
-
-    incarnation: str
-    founding: Founding
-
-
-@dataclass(frozen=True)
-class Load:
-    """Load a fragment, after a takeover: `on_loaded`. P is the copy and the versions after it.
-
-    If an object is missing, begin anew with an older decision.
-    """
-
-    fragment: int
-    copy: Object
-    versions: tuple[Object, ...]
-    outer: Object | None
-    checksum: str
-
-
-@dataclass(frozen=True)
-class Fetch:
-    """Fetch a part and check its bytes: `on_part`."""
-
-    incarnation: str
-    part: Part
-
-
-@dataclass(frozen=True)
-class Merge:
-    """Average parts in this order, step the outer optimizer, encode the update: `on_merged`.
-
-    The learning rate is scaled by the weight of the parts over `weight_of_all`. If the result is
-    not finite, the momentum stays as it was.
-    """
-
-    fragment: int
-    version: int
-    parts: tuple[Waiting, ...]
-    weight_of_all: int
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """Keep copy and outer state of this version until they are uploaded: `on_snapshot`. Jobs of a
-    fragment are done in order, so the next merge comes after it."""
-
-    fragment: int
-    version: int
-
-
-@dataclass(frozen=True)
-class Upload:
-    """Upload what was merged or kept: `on_uploaded`. Whatever exists of this name is its own."""
-
-    stored: Object
-
-
-@dataclass(frozen=True)
-class Delete:
-    names: tuple[str, ...]
-
-
-Job: TypeAlias = Commit | Adopt | Load | Fetch | Merge | Snapshot | Upload | Delete
 
 
 class Syncer:
@@ -163,13 +73,7 @@ class Syncer:
         self.is_stopping = False
         self._now, self._began, self._wall, self._age = now, now, wall, 0.0
         self._jobs = list[Job]()
-        self._recent = deque[tuple[float, int]]()  # when own decisions began to count
-        self._number = newest if decision is None else max(newest, decision.number)
-        self._named, self._owners = set[str](), set[str]()
-        if decision is not None:
-            self._named, self._owners = decision.names, set(decision.owners())
-        self._committing: tuple[set[str], set[str]] | None = None  # names and owners in it
-        self._committed_at, self._size, self._last = -math.inf, 0, b""
+        self._writer = Writer(decision, newest, now)
         self._adopting: str | None = None
         self._is_asked = False  # for newer copies
         self.state = decision
@@ -191,23 +95,8 @@ class Syncer:
         self._copied_at = dict.fromkeys(fragments, self._now)
         self._checksums = dict[int, str]()  # of the versions that are being uploaded
         self._wrong = dict[tuple[str, int], int]()
-        for number, fragment in enumerate(state.fragments if state.is_founded else ()):
-            copy = fragment.copies[-1]
-            versions = [one for one in fragment.kept if one.version > copy.version]
-            outer = fragment.outer
-            self._jobs.append(
-                Load(
-                    fragment=number,
-                    copy=Object(COPY, copy.number, number, copy.version),
-                    versions=tuple(
-                        Object(VERSION, one.number, number, one.version) for one in versions
-                    ),
-                    outer=None
-                    if outer is None
-                    else Object(OUTER, outer.number, number, outer.version),
-                    checksum=fragment.checksum(fragment.version) or "",
-                )
-            )
+        if state.is_founded:
+            self._jobs += [load(shared, number) for number, shared in enumerate(state.fragments)]
 
     def age(self) -> float:
         return self._age + self._now - self._began
@@ -303,20 +192,7 @@ class Syncer:
             return
         reason = ""
         try:
-            change = decode_change(raw)
-            owners = state.owners()
-            match change:
-                case Set():
-                    state.settings = changed(state.settings, change)
-                case Leave():
-                    told = [one for one in owners if login_of(one) == change.login]
-                    state.told |= dict.fromkeys(told, LEAVE)
-                case Evict():
-                    told = [one for one in owners if login_of(one) == change.login]
-                    state.told |= dict.fromkeys(told, BARRED)
-                    state.barred = sorted({*state.barred, change.login})
-                case Admit():
-                    state.barred = [one for one in state.barred if one != change.login]
+            make(state, raw)
         except DamagedError as error:
             reason = str(error)[:200]
         self._say(f"change {name}: {reason or 'made'}")
@@ -339,30 +215,8 @@ class Syncer:
         if not is_whole:
             self._adopting = None
             return
-        fragments = [
-            Fragment(elements, clock=clock, kept=[Kept(0, checksum, 0)])
-            for elements, checksum, clock in zip(
-                founding.elements,
-                founding.checksums,
-                founding.clocks or [0] * len(founding.elements),
-                strict=True,
-            )
-        ]
-        slots = [
-            Slot([Ledger(taken=position) for _ in fragments]) for position in founding.positions
-        ]
-        self._begin(
-            Decision(
-                PROTOCOL,
-                self._number,
-                self.session,
-                founding.run,
-                founding.settings,
-                fragments,
-                slots,
-            )
-        )
-        for number in range(len(fragments)):
+        self._begin(founding.decision(self._writer.number, self.session))
+        for number in range(len(founding.elements)):
             self._loaded.add(number)
             self.uploads.plan(COPY, number, 0)
             self.uploads.prepare(COPY, number, 0)
@@ -419,14 +273,9 @@ class Syncer:
 
     def on_committed(self, number: int, outcome: Outcome) -> None:
         """Go on after a commit that counts. One that was superseded is thrown away instead."""
-        assert self._committing is not None
-        assert self.state is not None
-        names, self._owners = self._committing
-        self._committing, self._number, self._committed_at = None, number, self._now
-        dropped, self._named = self._named - names, names
+        dropped = self._writer.on_committed(number, self._now)
         if dropped:
-            self._jobs.append(Delete(tuple(sorted(dropped))))
-        self._recent.append((self._now, number))
+            self._jobs.append(Delete(dropped))
         self.uploads.commit(number)
         if outcome is Outcome.RESTORED:
             self._say("the store has lost decisions: all copies are written again")
@@ -449,7 +298,7 @@ class Syncer:
             if self.state.is_founded:
                 self._lead(self.state)
             self._jobs += map(Upload, self.uploads.start())
-            self._commit_if_due(self.state)
+            self._write(self.state)
         jobs, self._jobs = self._jobs, []
         return jobs
 
@@ -469,6 +318,7 @@ class Syncer:
             if one.fragment in self._loaded:
                 self._close(one)
             self._copy_if_due(one.shared, one.fragment)
+        self._is_asked = False
         ready = {owner for one in self.rounds for owner in one.ready().values()}
         state.ready = [owner for owner in state.owners() if owner in ready]
         self._end(state)
@@ -506,7 +356,7 @@ class Syncer:
         outer = None if shared.outer is None else shared.outer.version
         is_due |= self.is_stopping and shared.version > 0 and outer != shared.version
         if is_due:
-            self._copied_at[number], self._is_asked = self._now, False
+            self._copied_at[number] = self._now
             self.uploads.plan(COPY, number, shared.version)
             self.uploads.plan(OUTER, number, shared.version)
             self._jobs.append(Snapshot(number, shared.version))
@@ -527,58 +377,24 @@ class Syncer:
                 is_saved and not self.uploads and not any(r.merging for r in self.rounds)
             )
 
-    def _commit_if_due(self, state: Decision) -> None:
-        """Write a decision when something has changed, and each second at least."""
-        if self._committing is not None:
-            return
-        waited = self._now - self._committed_at
-        least = state.settings.commit_seconds
-        if self._size > LARGE:
-            least = max(least, LARGE_SECONDS)
-        number = self._number + 1
-        state.number, state.age, state.written = 0, 0.0, 0.0
-        state.writing = self.uploads.announce(number)
-        body = msgspec.json.encode(state)
-        if waited < least or (body == self._last and waited < BEAT):
-            return
-        self._last, state.number = body, number
+    def _write(self, state: Decision) -> None:
+        state.number = self._writer.number + 1
         state.age = round(self.age(), 1)
         state.written = round(self._wall + self._now - self._began, 1)
-        content = encode_decision(state)
-        self._size = len(content)
-        self._committing = state.names, set(state.owners())
-        self._jobs.append(Commit(number, content))
+        if not self._writer.is_writing:
+            state.writing = self.uploads.announce(state.number)
+        commit = self._writer.write_if_due(state, self._now)
+        if commit is not None:
+            self._jobs.append(commit)
 
     @property
     def has_stopped(self) -> bool:
         """Whether the decision that says so counts."""
-        is_written = self._committing is None and self.state is not None
-        return is_written and self.state is not None and self.state.stopped
-
-    # --- garbage ----------------------------------------------------------------------------------
+        return self.state is not None and self.state.stopped and not self._writer.is_writing
 
     def garbage(self, names: list[str]) -> list[str]:
-        """Return which of all names are garbage: orphans of syncers that died, objects of starts
-        that are gone, and old decisions."""
-        if self.state is None or self._number == 0:
+        """Return which of all names are garbage."""
+        if self.state is None:
             return []
-        gone = set(self.presence.forgotten(self.state))
-        oldest = self._oldest_kept()
-        found = list[str]()
-        for name in names:
-            incarnation, number = incarnation_of(name), run_number(name)
-            if incarnation is not None and incarnation not in self._owners:
-                is_old = incarnation in gone or self.presence.is_unknown(incarnation)
-            else:
-                is_old = is_garbage(name, self._number, self._named)
-            if is_old or (number is not None and number < oldest):
-                found.append(name)
-        return found
-
-    def _oldest_kept(self) -> int:
-        """Return the oldest decision that stays: readers that are late still find it."""
-        if self._now - self._began < KEPT_SECONDS:
-            return 0  # it does not know how old those of its predecessor are
-        while len(self._recent) > KEPT and self._now - self._recent[0][0] > KEPT_SECONDS:
-            self._recent.popleft()
-        return self._recent[0][1] if self._recent else 0
+        gone = self.presence.forgotten(self.state)
+        return self._writer.garbage(names, self.presence, gone, self._now)
