@@ -299,8 +299,11 @@ class Simulation:
             )
             assert merged * toy.TOKENS == shared.clock, "the clock is what was merged"
         for process in self.islands:
-            if process.ending != ENDED or self.restores:
+            read = process.machine.decision
+            if process.ending != ENDED or self.restores or read is None:
                 continue
+            if read.settings.total_tokens != total:
+                continue  # the run was made longer since
             for fragment, published in enumerate(process.tensors.published):
                 shared = last.fragments[fragment]
                 if not process.is_flipped:

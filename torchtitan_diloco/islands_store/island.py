@@ -132,6 +132,8 @@ class Island:
             return
         self.decision = decision
         self._obey(decision)
+        if not decision.is_founded and not decision.writing:
+            self.may_found = self.founds is not None  # its founder has died before it was adopted
         if self.ending or not decision.is_founded:
             return
         if not self.fragments:
