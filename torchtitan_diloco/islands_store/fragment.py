@@ -59,6 +59,20 @@ class Send:
 
 
 @dataclass
+class Boundary:
+    """What to do between two steps, in this order."""
+
+    clock: int
+    """Tokens of the run, which determine the inner learning rate."""
+    applies: list[Apply] = field(default_factory=list)
+    sends: list[Send] = field(default_factory=list)
+    waits_until: float | None = None
+    """Training waits: ask again when something has happened, or at this time."""
+    is_training: bool = False
+    """Whether to make a step next, unless it waits."""
+
+
+@dataclass
 class OwnFragment:
     island: "Island"
     number: int
@@ -106,6 +120,11 @@ class OwnFragment:
     @property
     def is_undecided(self) -> bool:
         return self.sent is not None and self.ledger.number < self.sent.number
+
+    @property
+    def is_sending(self) -> bool:
+        """Whether the upload of a part is under way."""
+        return self.sent is not None and not self.is_stored
 
     # --- downloads --------------------------------------------------------------------------------
 

@@ -5,7 +5,6 @@ Pass it what it reads and what is done: `on_...`. Between two steps do what `bou
 """
 
 import math
-from dataclasses import dataclass, field
 
 import msgspec
 
@@ -14,7 +13,7 @@ from torchtitan_diloco.islands_store.checkpoint import Saved, can_save, resume, 
 from torchtitan_diloco.islands_store.decision import LEAVE as LEAVE_ORDER
 from torchtitan_diloco.islands_store.decision import Decision, Settings
 from torchtitan_diloco.islands_store.fragment import (
-    Apply,
+    Boundary,
     Mode,
     OwnFragment,
     Send,
@@ -34,20 +33,6 @@ COPY_VERSIONS = 8
 ENDED, LEFT, REJOIN = "ended", "left", "rejoin"
 """Why a start of an island is over, beside `ORDERS`. After REJOIN, the same process goes on as a
 new start, with its inner optimizer."""
-
-
-@dataclass
-class Boundary:
-    """What to do between two steps, in this order."""
-
-    clock: int
-    """Tokens of the run, which determine the inner learning rate."""
-    applies: list[Apply] = field(default_factory=list)
-    sends: list[Send] = field(default_factory=list)
-    waits_until: float | None = None
-    """Training waits: ask again when something has happened, or at this time."""
-    is_training: bool = False
-    """Whether to make a step next, unless it waits."""
 
 
 class Island:
@@ -366,15 +351,11 @@ class Island:
                 tokens=self.tokens,
                 step_seconds=self.step_seconds,
                 is_idle=self.is_training and self.is_stopped,
-                sending=[
-                    one.number
-                    for one in self.fragments
-                    if one.sent is not None and not one.is_stored
-                ],
+                sending=[one.number for one in self.fragments if one.is_sending],
                 parts=[
                     msgspec.Raw(msgspec.json.encode(one.sent))
                     for one in self.fragments
-                    if self.slot is not None and one.is_undecided and one.is_stored
+                    if one.is_stored and one.is_undecided
                 ],
                 corpus=self.corpus,
                 slot=-1 if self._saved is None else self._saved.slot,
