@@ -225,8 +225,7 @@ class IslandProcess(Process):
         delta = toy.encode_delta(tensors.theta[fragment], published)
         assert self.machine.slot is not None
         is_finite = fragment not in self.poisoned
-        if not (self.is_flipped and fragment == 0):
-            tensors.accounts[fragment].send(self.machine.slot, part.start, part.end, delta.linear)
+        tensors.accounts[fragment].send(self.machine.slot, part.start, part.end, delta.linear)
         assert part.weight == toy.TOKENS * (part.end - part.start), "weight is tokens trained"
         norm = 1.0 + (part.end - part.start) / 100
         if 0 <= self.nature.sick_at <= self.machine.step:
@@ -338,9 +337,8 @@ class IslandProcess(Process):
                 tensors.theta[fragment] = toy.mix(apply.share, theta, after)
                 assert account is not None
                 assert machine.slot is not None
-                if not (self.is_flipped and fragment == 0):
-                    slot, position = machine.slot, machine.position
-                    account.apply(apply.share, slot, position, change.linear)
+                slot, position = machine.slot, machine.position
+                account.apply(apply.share, slot, position, change.linear)
             case Mode.ADD:
                 tensors.theta[fragment] = toy.add(theta, change)
             case Mode.TAKE | Mode.RESET:
