@@ -131,6 +131,12 @@ def test_names_are_read_back(kind: str, number: int, fragment: int, version: int
     assert not is_garbage(stored.name, n, {stored.name})
 
 
+def test_only_what_is_old_and_not_named_is_garbage() -> None:
+    assert is_garbage("version/7-0-3", 7, {"version/8-0-4"})
+    assert not is_garbage("version/7-0-3", 7, {"version/7-0-3"})
+    assert not is_garbage("version/8-0-4", 7, ()), "its decision may name it yet"
+
+
 @pytest.mark.parametrize(
     "name",
     [

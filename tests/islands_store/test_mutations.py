@@ -254,7 +254,7 @@ MUTATIONS = {
         names.is_garbage,
         "found.number <= number and ",
         "",
-        test_commit.test_names_are_read_back,
+        test_commit.test_only_what_is_old_and_not_named_is_garbage,
     ),
 }
 
