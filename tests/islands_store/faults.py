@@ -77,8 +77,8 @@ def cut(simulation: Simulation, victim: IslandProcess, rng: random.Random) -> No
 
 def slow_link(_: Simulation, victim: IslandProcess, rng: random.Random) -> None:
     victim.nature = copy.copy(victim.nature)
-    victim.nature.upload *= rng.choice([3, 30])
-    victim.nature.download *= rng.choice([1, 10])
+    victim.nature.upload = min(30.0, victim.nature.upload * rng.choice([3, 30]))
+    victim.nature.download = min(5.0, victim.nature.download * rng.choice([1, 10]))
 
 
 def slow(_: Simulation, victim: IslandProcess, rng: random.Random) -> None:
