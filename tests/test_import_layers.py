@@ -19,6 +19,7 @@ MAY_IMPORT = {
     "diloco": set(),
     "config": {"diloco.config", "diloco.fields", "islands.config"},
     "islands": {"diloco"},
+    "islands_store": {"diloco.schedule"},
     "distributed": {"config", "diloco"},
     "models": {"config"},
     "data": {"config", "diloco.fields"},
@@ -106,10 +107,22 @@ def test_ranks_compare_all_code_that_computes() -> None:
     assert named - looks_on - {"diloco"} == {one.removesuffix(".py") for one in COMPUTES}
 
 
+PURE = {"collections", "dataclasses", "enum", "hashlib", "math", "msgspec", "operator", "re"}
+PURE |= {"statistics", "typing", "zlib"}
+"""Packages without I/O, clocks and chance."""
+
+
+def test_the_rules_of_islands_on_a_store_are_pure() -> None:
+    own = "torchtitan_diloco.islands_store.", "torchtitan_diloco.diloco.schedule."
+    for path in (PACKAGE / "islands_store").glob("*.py"):
+        for module in imported_modules(tree(path)):
+            pure = module.startswith(own) or module == "torchtitan_diloco.log.UserError"
+            assert pure or module.split(".")[0] in PURE, f"{path.name} imports {module}"
+
+
 def test_the_rules_of_islands_are_pure() -> None:
     """A simulation can test them, as they have no I/O and no clock."""
-    allowed = {"collections", "dataclasses", "enum", "hashlib", "math", "msgspec", "operator"}
-    allowed |= {"statistics", "typing"}
+    allowed = PURE - {"re", "zlib"}
     own = "torchtitan_diloco.islands.", "torchtitan_diloco.diloco.schedule.", VITALS
     for name in ("records", "log", "members", "rounds", "ledger", "machine", "actions"):
         for module in imported_modules(tree(PACKAGE / f"islands/{name}.py")):

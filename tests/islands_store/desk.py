@@ -1,0 +1,151 @@
+"""A syncer by hand: its jobs are done at once, or left undone."""
+
+from typing import Any
+
+import msgspec
+
+from torchtitan_diloco.islands_store.commit import Outcome
+from torchtitan_diloco.islands_store.decision import (
+    PROTOCOL,
+    Decision,
+    Fate,
+    Fragment,
+    Kept,
+    Ledger,
+    Settings,
+    Slot,
+    Stored,
+    decode_decision,
+)
+from torchtitan_diloco.islands_store.jobs import (
+    Commit,
+    Delete,
+    Fetch,
+    Job,
+    Load,
+    Merge,
+    Snapshot,
+    Upload,
+)
+from torchtitan_diloco.islands_store.note import Note, Part, encode_note
+from torchtitan_diloco.islands_store.syncer import Syncer
+
+A, B, C = "a/0000", "b/0000", "c/0000"
+
+
+def checksum(version: int) -> str:
+    return f"{version:x}"
+
+
+def settings(**changed: Any) -> Settings:
+    fields: dict[str, Any] = {
+        "sync_every": 10,
+        "delay": 1,
+        "total_tokens": 10_000,
+        "slots": 3,
+        "start_with": 1,
+        "fastest": 100.0,
+        "grace": 1.0,
+        "slot_seconds": 10.0,
+    }
+    return Settings(**(fields | changed))
+
+
+def founded(owners: tuple[str, ...] = (A, B), fragments: int = 1, **changed: Any) -> Decision:
+    """Return a decision with islands in slots, and version 0 of all fragments."""
+    return Decision(
+        protocol=PROTOCOL,
+        number=1,
+        session="before",
+        run="r",
+        settings=settings(**changed),
+        fragments=[
+            Fragment(1000, kept=[Kept(0, checksum(0), 0)], copies=[Stored(0, 1)])
+            for _ in range(fragments)
+        ],
+        slots=[Slot([Ledger() for _ in range(fragments)], owner) for owner in owners],
+        begun=bool(owners),
+    )
+
+
+class Desk:
+    def __init__(self, state: Decision) -> None:
+        self.now = 0.0
+        self.syncer = Syncer(state, "session", self.now, 0.0)
+        self.decisions = [state]
+        self.merges: list[Merge] = []
+        self.deleted: list[str] = []
+        self.merges_last, self.is_finite = False, True
+        """Whether merges do not end for now, and whether they are finite."""
+        self.norm: float | Fate = 1.0
+        self._counters: dict[str, int] = {}
+        self.pass_time(0.0)
+
+    @property
+    def state(self) -> Decision:
+        return self.decisions[-1]
+
+    def ledger(self, slot: int, fragment: int = 0) -> Ledger:
+        return self.state.slots[slot].ledgers[fragment]
+
+    def note(self, incarnation: str, *parts: Part | bytes, **fields: Any) -> None:
+        """Let an island write a note."""
+        counter = self._counters.get(incarnation, 0) + 1
+        self._counters[incarnation] = counter
+        raws = [
+            msgspec.Raw(one if isinstance(one, bytes) else msgspec.json.encode(one))
+            for one in parts
+        ]
+        fields = {"counter": counter, "step_seconds": 0.1, **fields}
+        self.syncer.on_note(incarnation, encode_note(Note(parts=raws, **fields)))
+
+    def part(self, slot: int, samples: int = 10, **changed: Any) -> Part:
+        """Return the next part of a slot."""
+        ledger, shared = self.ledger(slot), self.state.fragments[0]
+        fields: dict[str, Any] = {
+            "fragment": 0,
+            "number": ledger.number + 1,
+            "base": shared.version,
+            "checksum": checksum(shared.version),
+            "start": ledger.taken,
+            "end": ledger.taken + samples,
+            "weight": samples,
+            "size": 100,
+            "chunks": 1,
+        }
+        return Part(**(fields | changed))
+
+    def pass_time(self, seconds: float, *, listens: bool = True) -> None:
+        """Let time pass, and do all jobs. `listens`: the store is there."""
+        end = self.now + seconds
+        while True:
+            self.now = min(end, self.now + 0.1)
+            if listens:
+                self.syncer.on_poll(self.now)
+            for _ in range(4):
+                for job in self.syncer.tick(self.now):
+                    self._do(job)
+            if self.now >= end:
+                return
+
+    def _do(self, job: Job) -> None:
+        syncer = self.syncer
+        match job:
+            case Commit():
+                self.decisions.append(decode_decision(job.content, job.number))
+                syncer.on_committed(job.number, Outcome.COMMITTED)
+            case Load():
+                syncer.on_loaded(job.fragment)
+            case Fetch():
+                syncer.on_part(job.incarnation, job.part, self.norm)
+            case Merge():
+                self.merges.append(job)
+                if not self.merges_last:
+                    known = checksum(job.version) if self.is_finite else None
+                    syncer.on_merged(job.fragment, job.version, known)
+            case Snapshot():
+                syncer.on_snapshot(job.fragment, job.version)
+            case Upload():
+                syncer.on_uploaded(job.stored)
+            case Delete():
+                self.deleted += job.names

@@ -1,0 +1,360 @@
+"""A simulated process of an island: it drives the shipped machine, with toy tensors."""
+
+import copy
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from tests.islands_store import toy
+from tests.islands_store.toy import Account, Vector
+from tests.islands_store.world import Process, Thread
+from torchtitan_diloco.islands_store.checkpoint import Saved
+from torchtitan_diloco.islands_store.commit import Get, StoreError, read_newest
+from torchtitan_diloco.islands_store.decision import Decision, decode_decision
+from torchtitan_diloco.islands_store.fragment import Apply, Mode
+from torchtitan_diloco.islands_store.island import REJOIN, Island
+from torchtitan_diloco.islands_store.names import COPY, ISLAND, part_names
+from torchtitan_diloco.islands_store.note import Founding, Part
+
+if TYPE_CHECKING:
+    from tests.islands_store.simulation import Simulation
+
+NOTE_SECONDS, READ_SECONDS, LOOK = 0.3, 0.2, 0.06
+
+
+@lru_cache(maxsize=64)
+def decode(raw: bytes, number: int) -> Decision:
+    """Islands only read what they decode, so they share it."""
+    return decode_decision(raw, number)
+
+
+@dataclass
+class Nature:
+    """Properties of an island."""
+
+    step: float = 0.3
+    jitter: float = 0.0
+    upload: float = 0.05
+    download: float = 0.05
+    not_finite_at: int = -1
+    """Step after which its parameters are not finite."""
+    sick_at: int = -1
+    """Step from which its deltas are a hundred times too long, for one part."""
+    overflows_at: int = -1
+    """Step from which an outer step with its part is not finite, for one part."""
+    is_mute: bool = False
+    """It makes steps and never delivers."""
+
+
+@dataclass
+class Payload:
+    delta: Vector
+    digest: str
+    norm: float
+
+
+@dataclass
+class Checkpoint:
+    saved: Saved
+    theta: list[Vector]
+    published: list[Vector]
+    accounts: list[Account]
+
+
+@dataclass
+class Waited:
+    """How long training has stood still at a boundary."""
+
+    seconds: float = 0.0
+    longest: float = 0.0
+
+
+@dataclass
+class Tensors:
+    theta: list[Vector] = field(default_factory=list)
+    published: list[Vector] = field(default_factory=list)
+    accounts: list[Account] = field(default_factory=list)
+
+
+class IslandProcess(Process):
+    def __init__(
+        self,
+        simulation: "Simulation",
+        login: str,
+        nature: Nature,
+        checkpoint: Checkpoint | None = None,
+        *,
+        is_founder: bool = True,
+    ) -> None:
+        super().__init__(simulation.world, login)
+        self.simulation, self.nature = simulation, nature
+        self.is_founder = is_founder
+        self.checkpoint: Checkpoint | None = None  # of this process
+        self.ending = ""
+        self.error = ""
+        self.starts = 0
+        self.waited = Waited()
+        self.poisoned = set[int]()
+        self.is_flipped = False
+        self.left_slot: int | None = None
+        """Which it has given back."""
+        self.spawn(self.live(checkpoint))
+
+    @property
+    def is_over(self) -> bool:
+        return bool(self.ending or self.error)
+
+    def live(self, checkpoint: Checkpoint | None) -> Thread:
+        """Go on with new starts in the same process, while one has to join anew."""
+        while not self.is_over:
+            self.starts += 1
+            self.begin(checkpoint)
+            for thread in (self.read(), self.write_notes(), self.download(), self.found()):
+                self.spawn(self.in_start(thread))
+            yield from self.train()
+            if self.machine.ending != REJOIN:
+                self.ending = self.machine.ending
+                self.simulation.take_news(self)
+            checkpoint = None
+
+    def begin(self, checkpoint: Checkpoint | None) -> None:
+        world, plan = self.world, self.world.plan
+        nonce = f"{self.simulation.next_nonce():08x}"
+        fragments = range(plan.fragments)
+        saved = None
+        self.tensors = Tensors([toy.START] * plan.fragments, [toy.START] * plan.fragments)
+        if checkpoint is not None:
+            self.tensors = Tensors(
+                list(checkpoint.theta),
+                list(checkpoint.published),
+                copy.deepcopy(checkpoint.accounts),
+            )
+            checksums = [toy.checksum(one) for one in checkpoint.published]
+            saved = msgspec.structs.replace(
+                checkpoint.saved,
+                fragments=[
+                    msgspec.structs.replace(one, checksum=checksum)
+                    for one, checksum in zip(checkpoint.saved.fragments, checksums, strict=True)
+                ],
+            )
+        founding = Founding(
+            run=f"run-{nonce}",
+            settings=self.simulation.settings,
+            elements=[1000] * plan.fragments,
+            checksums=[toy.checksum(toy.START)] * plan.fragments,
+            chunks=[1] * plan.fragments,
+        )
+        self.incarnation = f"{self.name}/{nonce}"
+        self.hands: dict[str, Vector] = {}
+        self.machine = Island(
+            self.incarnation, founds=founding if self.is_founder else None, saved=saved
+        )
+        self.has_account = bool(self.tensors.accounts)
+        self.is_note_due = True
+        self.poisoned = set()
+        assert world.plan.fragments == len(fragments)
+
+    def in_start(self, thread: Thread) -> Thread:
+        machine = self.machine
+        for seconds in thread:
+            yield seconds
+            if self.machine is not machine or machine.ending or self.is_over:
+                return
+
+    # --- threads of the store ---------------------------------------------------------------------
+
+    def found(self) -> Thread:
+        while not self.machine.may_found:
+            yield READ_SECONDS
+        for fragment in range(self.world.plan.fragments):
+            [name] = part_names(self.incarnation, fragment, "founds", 1)
+            yield from self.put(name, toy.START)
+        self.machine.on_founding_stored()
+
+    def read(self) -> Thread:
+        while True:
+            newest = yield from self.drive(read_newest())
+            if newest is None:
+                self.machine.on_empty(self.now)
+            else:
+                self.machine.on_decision(decode(newest[1], newest[0]), self.now)
+                self.is_note_due = True
+            yield READ_SECONDS
+
+    def write_notes(self) -> Thread:
+        last = -1.0
+        while True:
+            if self.is_note_due or self.world.now - last >= NOTE_SECONDS:
+                last, self.is_note_due = self.world.now, False
+                raw = self.machine.note()
+                self.simulation.note_bytes = max(self.simulation.note_bytes, len(raw))
+                name = ISLAND + self.incarnation
+                try:
+                    yield from self.world.store.write(name, raw, self, replaces=True)
+                except StoreError:
+                    self.is_note_due = True
+                for name in self.machine.take_garbage():
+                    self.world.store.delete(name)
+            yield LOOK * 2
+
+    def download(self) -> Thread:
+        while True:
+            wanted = self.machine.wanted()
+            if not wanted:
+                yield LOOK * 2
+                continue
+            stored = wanted[0]
+            try:
+                yield self.nature.download * (4 if stored.kind == COPY else 1)
+                content = yield from self.call(Get(stored.name))
+            except StoreError:
+                continue
+            if content is None:  # not visible yet, or old: look at the next decision
+                yield 0.3
+                continue
+            self.hands[stored.name] = content
+            self.machine.on_held(stored, self.now)
+
+    def send(self, part: Part) -> None:
+        """Take the delta of a part, and upload it in a thread of its own."""
+        tensors, fragment = self.tensors, part.fragment
+        published = tensors.published[fragment]
+        assert toy.checksum(published) == part.checksum or self.is_flipped, "another base"
+        delta = toy.encode_delta(tensors.theta[fragment], published)
+        assert self.machine.slot is not None
+        is_finite = fragment not in self.poisoned
+        tensors.accounts[fragment].send(self.machine.slot, part.start, part.end, delta.linear)
+        assert part.weight == toy.TOKENS * (part.end - part.start), "weight is tokens trained"
+        norm = 1.0 + (part.end - part.start) / 100
+        if 0 <= self.nature.sick_at <= self.machine.step:
+            norm, self.nature.sick_at = 100 * norm, -1
+        if 0 <= self.nature.overflows_at <= self.machine.step:
+            self.simulation.overflowing.add((self.incarnation, fragment, part.number))
+            self.nature.overflows_at = -1
+        digest = f"{self.world.random.getrandbits(64):016x}"
+        payload = Payload(delta, digest, norm)
+        self.spawn(self.in_start(self.upload(part, payload, is_finite)))
+
+    def upload(self, part: Part, payload: Payload, is_finite: bool) -> Thread:
+        if self.nature.is_mute:
+            return
+        machine, chunks = self.machine, int(is_finite)
+        if is_finite:
+            yield self.nature.upload
+            [name] = part_names(self.incarnation, part.fragment, part.number, 1)
+            yield from self.put(name, payload)
+        machine.on_stored(part, 100 * chunks, chunks, payload.digest, self.now, is_finite=is_finite)
+        if is_finite:
+            sent = machine.fragments[part.fragment].sent
+            assert sent is not None
+            self.simulation.parts[self.incarnation, part.fragment, part.number] = sent
+        self.is_note_due = True
+
+    # --- train ------------------------------------------------------------------------------------
+
+    def train(self) -> Thread:
+        machine = self.machine
+        while not self._has_ended(machine):
+            began = self.world.now
+            while True:  # a boundary
+                due = machine.boundary(self.now)
+                self.check_clock(due.clock)
+                for apply in due.applies:
+                    self.apply(apply)
+                if machine.is_training and not self.tensors.accounts:
+                    self.open_accounts()
+                for send in due.sends:
+                    self.send(send.part)
+                if due.applies or due.sends:
+                    self.is_note_due = True
+                elif machine.ending or due.waits_until is None:
+                    break
+                else:
+                    yield LOOK
+            idle = self.world.now - began
+            self.waited.seconds += idle
+            if not self.paused_until:
+                self.waited.longest = max(self.waited.longest, idle * self.rate)
+            if not due.is_training or machine.ending:
+                self.is_note_due = True
+                yield LOOK * 2
+                continue
+            jitter = self.nature.jitter
+            yield self.nature.step + self.world.random.uniform(-jitter, jitter)
+            if not self._has_ended(machine):
+                self.step()
+
+    @staticmethod
+    def _has_ended(machine: Island) -> bool:
+        return bool(machine.ending)  # other threads end it
+
+    def check_clock(self, clock: int) -> None:
+        known = self.simulation.clocks.get(self.incarnation, 0)
+        assert clock >= known, "the clock of the learning rate goes back"
+        self.simulation.clocks[self.incarnation] = clock
+
+    def open_accounts(self) -> None:
+        at = self.machine.position
+        self.tensors.accounts = [Account(at, at) for _ in self.tensors.theta]
+
+    def step(self) -> None:
+        machine, batch = self.machine, self.world.plan.batch
+        assert machine.slot is not None
+        self.left_slot = machine.slot
+        for sample in range(machine.position, machine.position + batch):
+            toy.train(self.tensors.theta, machine.slot, sample)
+        machine.finish_step(batch, batch * toy.TOKENS, self.nature.step)
+        if machine.step == self.nature.not_finite_at:
+            self.poisoned = set(range(self.world.plan.fragments))
+        every = self.simulation.save_every
+        if every and machine.step % every == 0:
+            self.save()
+
+    def save(self) -> None:
+        saved = self.machine.save()
+        if saved is not None and not self.poisoned and not self.is_flipped:
+            tensors = self.tensors
+            accounts = copy.deepcopy(tensors.accounts)
+            self.checkpoint = Checkpoint(
+                saved, list(tensors.theta), list(tensors.published), accounts
+            )
+
+    def apply(self, apply: Apply) -> None:
+        tensors, fragment = self.tensors, apply.fragment
+        before = tensors.published[fragment]
+        after = before
+        if apply.source is not None:
+            content = self.hands.pop(apply.source.name)
+            after = content if apply.source.kind == COPY else toy.add(before, content)
+        tensors.published[fragment] = after
+        theta, change = tensors.theta[fragment], toy.subtract(after, before)
+        machine = self.machine
+        account = tensors.accounts[fragment] if tensors.accounts else None
+        match apply.mode:
+            case Mode.MIX:
+                tensors.theta[fragment] = toy.mix(apply.share, theta, after)
+                assert account is not None
+                assert machine.slot is not None
+                slot, position = machine.slot, machine.position
+                account.apply(apply.share, slot, position, change.linear)
+            case Mode.ADD:
+                tensors.theta[fragment] = toy.add(theta, change)
+            case Mode.TAKE | Mode.RESET:
+                tensors.theta[fragment] = after
+                self.poisoned.discard(fragment)
+                if account is not None:
+                    account.lose(machine.position)
+        if fragment == 0 and apply.source is not None and apply.source.kind == COPY:
+            self.is_flipped = False
+        checksum = toy.checksum(after)
+        machine.on_checksum(fragment, apply.version, checksum)
+        if not machine.fragments[fragment].is_wrong and not (self.is_flipped and fragment == 0):
+            self.simulation.agree(machine, fragment, apply.version, checksum)
+
+    def flip(self) -> None:
+        """Change a bit of the copy of fragment 0 in memory."""
+        published = self.tensors.published[0]
+        self.tensors.published[0] = toy.add(published, Vector(0, 1))
+        self.is_flipped = True

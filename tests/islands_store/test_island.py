@@ -1,0 +1,377 @@
+"""What an island does, case by case. Each was a hole in the first rules."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.islands_store.desk import A, B, checksum, founded
+from torchtitan_diloco.islands_store.checkpoint import Saved
+from torchtitan_diloco.islands_store.decision import REPLACED, Decision, Fate, Kept, Ledger
+from torchtitan_diloco.islands_store.fragment import Boundary, Mode
+from torchtitan_diloco.islands_store.island import REJOIN, WENT_BACK, Island
+from torchtitan_diloco.islands_store.names import COPY, VERSION, Object
+from torchtitan_diloco.islands_store.note import Founding, Note, decode_note
+from torchtitan_diloco.log import UserError
+
+
+class Hand:
+    """An island by hand, which holds what it wants at once."""
+
+    def __init__(self, state: Decision, **options: Any) -> None:
+        self.now, self.state = 0.0, state
+        self.island = Island(A, **options)
+        self.applied: list[tuple[int, Mode, float]] = []
+        self.read()
+
+    def read(self, **changed: Any) -> None:
+        """Let it read a decision with these fields, and download what it wants."""
+        for key, value in changed.items():
+            setattr(self.state, key, value)
+        self.state.number += 1
+        raw = msgspec.json.encode(self.state)
+        self.island.on_decision(msgspec.json.decode(raw, type=Decision), self.now)
+        self.download()
+
+    def download(self) -> None:
+        while wanted := self.island.wanted():
+            self.island.on_held(wanted[0], self.now)
+
+    def boundary(self) -> Boundary:
+        """Do what is due, and return what is left."""
+        total = Boundary(0)
+        while True:
+            due = self.island.boundary(self.now)
+            for apply in due.applies:
+                self.applied.append((apply.version, apply.mode, apply.share))
+                self.island.on_checksum(apply.fragment, apply.version, checksum(apply.version))
+            for send in due.sends:
+                self.island.on_stored(send.part, 100, 1, "", self.now)
+            total.applies += due.applies
+            total.sends += due.sends
+            if not due.applies and not due.sends:
+                total.waits_until, total.clock = due.waits_until, due.clock
+                total.is_training = due.is_training
+                return total
+
+    def step(self, count: int = 1) -> Boundary:
+        for _ in range(count):
+            self.now += 0.1
+            self.island.heard_at = self.now
+            self.island.finish_step(1, 1, 0.1)
+            due = self.boundary()
+        return due
+
+    @property
+    def note(self) -> Note:
+        return decode_note(self.island.note())
+
+    def publish(self, *, fate: Fate = Fate.MERGED, own: bool = True, keeps: int = 99) -> None:
+        """Let the syncer make the next version, with the own part or without."""
+        shared, ledger = self.state.fragments[0], self.state.slots[0].ledgers[0]
+        sent = self.island.fragments[0].sent
+        if own:
+            assert sent is not None
+            ledger.number, ledger.fate = sent.number, fate
+            if fate is Fate.MERGED or fate.is_lost:
+                ledger.taken = sent.end
+        if fate is Fate.MERGED:
+            shared.version += 1
+            shared.clock += 20
+            shared.kept.append(Kept(shared.version, checksum(shared.version), self.state.number))
+            shared.kept = shared.kept[-keeps:]
+            ledger.version = shared.version if own else ledger.version
+        self.read()
+
+
+def build_hand() -> Hand:
+    """Return an island that has begun, alone."""
+    hand = Hand(founded((A,), sync_every=10, delay=2, mixing=0.25))
+    hand.boundary()
+    return hand
+
+
+@pytest.fixture
+def hand() -> Hand:
+    return build_hand()
+
+
+def test_it_sends_at_its_turn_and_mixes_in_time(hand: Hand) -> None:
+    assert not hand.step(9).sends
+    [send] = hand.step().sends
+    assert (send.part.start, send.part.end, send.part.weight, send.part.base) == (0, 10, 10, 0)
+    hand.publish()
+    hand.step()
+    assert hand.applied[-1] == (0, Mode.TAKE, 0.0), "not yet"
+    hand.step()
+    assert hand.applied[-1] == (1, Mode.MIX, 0.25)
+    [send] = hand.step(8).sends
+    assert (send.part.start, send.part.end, send.part.weight, send.part.base) == (10, 20, 10, 1)
+
+
+def test_a_version_that_comes_late_keeps_half_of_the_local_parameters(hand: Hand) -> None:
+    hand.step(15)
+    hand.publish()
+    hand.boundary()
+    assert hand.applied[-1] == (1, Mode.MIX, 0.5)
+
+
+def test_a_version_without_the_own_part_is_added(hand: Hand) -> None:
+    hand.step(10)
+    hand.publish(own=False)
+    hand.boundary()
+    assert hand.applied[-1] == (1, Mode.ADD, 0.0)
+
+
+def test_it_does_not_send_before_its_last_part_is_applied(hand: Hand) -> None:
+    """The part is in version 1, whose bytes are under way: theta - P of version 0 contains it."""
+    hand.step(10)
+    island = hand.island
+    hand.state.fragments[0].kept.append(Kept(1, checksum(1), 5))
+    hand.state.fragments[0].version = 1
+    hand.state.slots[0].ledgers[0] = Ledger(1, 10, 0, Fate.MERGED, 1, 0)
+    hand.state.number += 1
+    island.on_decision(hand.state, hand.now)
+    assert not hand.step(15).sends
+    hand.download()
+    assert hand.boundary().sends
+
+
+@pytest.mark.parametrize("fate", [Fate.STALE, Fate.TOO_LONG, Fate.UNREADABLE])
+def test_refused_work_is_sent_again(hand: Hand, fate: Fate) -> None:
+    hand.step(10)
+    hand.publish(fate=fate)
+    [send] = hand.step(10).sends
+    assert (send.part.number, send.part.start, send.part.end, send.part.weight) == (2, 0, 20, 20)
+
+
+def test_what_a_reset_has_lost_is_declared(hand: Hand) -> None:
+    """Its part was not finite. The work up to the reset is in no part, so it says so."""
+    hand.step(10)
+    hand.step(3)
+    hand.publish(fate=Fate.NOT_FINITE)
+    hand.boundary()
+    assert hand.applied[-1] == (0, Mode.RESET, 0.0)
+    [part] = hand.note.read_parts()
+    loss = hand.island.fragments[0].sent
+    assert part == loss
+    assert loss is not None
+    assert (loss.is_loss, loss.start, loss.end) == (True, 10, 13)
+    ledger = hand.state.slots[0].ledgers[0]
+    ledger.number, ledger.taken, ledger.fate = 2, 13, Fate.LOSS
+    hand.read()
+    [send] = hand.step(7).sends
+    assert (send.part.start, send.part.end, send.part.weight) == (13, 20, 7)
+
+
+def test_a_part_that_is_not_finite_becomes_a_loss(hand: Hand) -> None:
+    for _ in range(10):
+        hand.island.finish_step(1, 1, 0.1)
+    [send] = hand.island.boundary(1.0).sends
+    hand.island.on_stored(send.part, 0, 0, "", 1.0, is_finite=False)
+    [part] = hand.note.read_parts()
+    assert (part.number, getattr(part, "is_loss", False)) == (1, True)
+    assert hand.boundary().applies[0].mode is Mode.RESET
+
+
+def test_a_wrong_bit_is_mended_by_a_copy(hand: Hand) -> None:
+    hand.step(10)
+    island = hand.island
+    hand.publish()
+    hand.step()
+    island.finish_step(1, 1, 0.1)
+    assert len(island.boundary(hand.now).applies) == 1
+    island.on_checksum(0, 1, "bad")
+    hand.state.fragments[0].copies[-1] = msgspec.structs.replace(
+        hand.state.fragments[0].copies[-1], version=1, number=3
+    )
+    hand.read()
+    assert island.fragments[0].copy == Object(COPY, 3, 0, 1)
+    hand.boundary()
+    assert hand.applied[-1] == (1, Mode.TAKE, 0.0)
+    sent = island.fragments[0].sent
+    assert sent is not None
+    assert (sent.is_loss, sent.start, sent.end) == (True, 10, 12)
+
+
+def test_a_store_that_was_put_back_shows_in_the_copy(hand: Hand) -> None:
+    """The same version has another checksum in the decision that is read now."""
+    hand.step(10)
+    hand.publish()
+    hand.step(2)
+    assert hand.island.fragments[0].applied == 1
+    kept = hand.state.fragments[0].kept
+    kept[-1] = msgspec.structs.replace(kept[-1], checksum="ffff")
+    hand.read()
+    assert hand.island.fragments[0].is_wrong
+
+
+@pytest.mark.parametrize("what", ["number", "version", "ledger"])
+def test_it_joins_anew_if_what_was_decided_is_no_longer_so(hand: Hand, what: str) -> None:
+    hand.step(10)
+    hand.publish()
+    older = founded((A,))
+    older.number = hand.state.number + (1 if what != "number" else -1)
+    if what == "ledger":
+        older.fragments = hand.state.fragments
+    hand.island.on_decision(older, hand.now)
+    if what == "number":
+        assert not hand.island.ending, "a list may be late"
+        hand.island.on_decision(older, hand.now + WENT_BACK)
+    assert hand.island.ending == REJOIN
+    assert "joins anew" in hand.island.news[-1]
+
+
+def test_it_waits_for_its_grace_at_most_and_not_in_vain() -> None:
+    hand = Hand(founded((A,), delay=2, grace=5.0))
+    hand.boundary()
+    hand.step(10)
+    sent = hand.now
+    assert hand.step(1).waits_until is None
+    assert hand.step(1).waits_until == sent + 5.0
+    hand.now = hand.island.heard_at = sent + 5.0
+    assert hand.boundary().waits_until is None
+    hand.now = sent + 7.0
+    hand.publish()
+    assert hand.island.fragments[0].trips
+    hand.step(8)
+    assert hand.step(2).waits_until is None, "round trips take longer than the grace"
+
+
+def test_it_waits_for_no_decision_that_does_not_come() -> None:
+    hand = Hand(founded((A,), delay=0, grace=100.0))
+    hand.boundary()
+    assert hand.step(10).waits_until is not None
+    hand.now += 10
+    assert hand.boundary().waits_until is None
+
+
+def test_without_a_delay_it_waits_at_the_boundary_of_its_send() -> None:
+    hand = Hand(founded((A,), delay=0, grace=5.0))
+    hand.boundary()
+    due = hand.step(10)
+    assert len(due.sends) == 1
+    assert due.waits_until == hand.now + 5.0
+    hand.publish()
+    due = hand.boundary()
+    assert hand.applied[-1] == (1, Mode.MIX, 0.0)
+    assert not due.sends
+    assert due.waits_until is None
+
+
+def test_the_clock_of_the_learning_rate_never_goes_back(hand: Hand) -> None:
+    hand.read(ready=[A, B, "c/0000", "d/0000"])
+    clocks = [hand.step(10).clock]
+    hand.publish()
+    clocks.append(hand.step(9).clock)
+    hand.read(ready=[A])
+    hand.publish(own=False)
+    clocks += [hand.step().clock, hand.step().clock]
+    assert clocks == sorted(clocks)
+
+
+def test_it_sends_early_only_if_the_upload_fits_and_the_turn_does_not() -> None:
+    def early(upload: float, steps: int) -> bool:
+        hand = Hand(founded((A,), grace=0.5))
+        hand.boundary()
+        hand.step(steps)
+        hand.island.fragments[0].uploads.append(upload)
+        hand.state.fragments[0].is_open = True
+        hand.read()
+        return bool(hand.boundary().sends)
+
+    assert early(upload=0.1, steps=2)
+    assert not early(upload=0.6, steps=2), "it would miss the round, and send less"
+    assert not early(upload=0.1, steps=7), "its turn comes in time"
+
+
+def test_an_owner_of_nothing_joins_anew_and_a_replaced_start_ends(hand: Hand) -> None:
+    hand.step(10)
+    slots = hand.state.slots
+    slots[0].owner = B
+    hand.read()
+    assert hand.island.ending == REJOIN
+    again = Hand(founded((A,)))
+    again.read(told={A: REPLACED})
+    assert again.island.ending == REPLACED
+
+
+def saved_of(hand: Hand) -> Saved:
+    saved = hand.island.save()
+    assert saved is not None
+    fragments = [
+        msgspec.structs.replace(one, checksum=checksum(one.version)) for one in saved.fragments
+    ]
+    return msgspec.structs.replace(saved, fragments=fragments)
+
+
+def test_a_restart_goes_on_from_its_checkpoint_if_the_ledger_fits(hand: Hand) -> None:
+    hand.step(10)
+    hand.step(1)
+    saved = saved_of(hand)
+    hand.publish()
+    again = Hand(hand.state, saved=saved)
+    due = again.boundary()
+    assert again.applied == [(1, Mode.MIX, 0.5)], "the part that was undecided is in"
+    assert not due.sends
+    assert again.island.position == 11
+    [send] = again.step(9).sends
+    assert (send.part.start, send.part.end, send.part.weight) == (10, 20, 10)
+
+
+def test_a_restart_takes_the_copies_if_the_ledger_has_moved(hand: Hand) -> None:
+    saved = saved_of(hand)
+    hand.step(10)
+    hand.publish()
+    again = Hand(hand.state, saved=saved)
+    again.boundary()
+    assert again.applied == [(0, Mode.TAKE, 0.0), (1, Mode.ADD, 0.0)]
+    assert again.island.position == 10
+    [send] = again.step(10).sends
+    assert (send.part.start, send.part.end) == (10, 20)
+
+
+def test_a_checkpoint_with_a_wrong_bit_is_not_carried_on(hand: Hand) -> None:
+    saved = saved_of(hand)
+    wrong = [msgspec.structs.replace(saved.fragments[0], checksum="bad")]
+    again = Hand(hand.state, saved=msgspec.structs.replace(saved, fragments=wrong))
+    assert again.boundary().applies[0].source == Object(COPY, 1, 0, 0)
+
+
+def test_a_joiner_takes_a_copy_and_the_versions_after_it() -> None:
+    state = founded((B,), fragments=2)
+    for number, shared in enumerate(state.fragments):
+        shared.version = 9
+        shared.kept = [Kept(v, checksum(v), 50 + v) for v in range(10)]
+        copy = msgspec.structs.replace(shared.copies[0], version=8, number=40 + number)
+        shared.copies.append(copy)
+    island = Island(A)
+    island.on_decision(state, 0.0)
+    assert island.wanted() == [
+        Object(COPY, 40, 0, 8),
+        Object(VERSION, 59, 0, 9),
+        Object(COPY, 41, 1, 8),
+        Object(VERSION, 59, 1, 9),
+    ]
+    assert decode_note(island.note()).wish == ""
+    for stored in island.wanted():
+        island.on_held(stored, 0.0)
+    assert decode_note(island.note()).wish == "join"
+
+
+def test_an_empty_or_another_location_is_an_error_for_people(hand: Hand) -> None:
+    saved = saved_of(hand)
+    with pytest.raises(UserError, match="run r"):
+        Island(A, saved=saved).on_empty(0.0)
+    state = founded((A,))
+    state.run = "other"
+    with pytest.raises(UserError, match="the checkpoint is of run r"):
+        Island(A, saved=saved).on_decision(state, 0.0)
+    Island(A, founds=Founding("r", state.settings, [1], ["0"], [1]), saved=saved).on_empty(0.0)
+
+
+def test_another_tokenizer_is_an_error_for_people() -> None:
+    own = msgspec.structs.replace(founded().settings, facts={"tokenizer": "a"})
+    founding = Founding("r", own, [1], ["0"], [1])
+    with pytest.raises(UserError, match="tokenizer is a here and None in the run"):
+        Island(A, founds=founding).on_decision(founded(), 0.0)

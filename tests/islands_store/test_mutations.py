@@ -1,0 +1,270 @@
+"""Each important rule is needed: without it, a case or a simulated run fails."""
+
+import inspect
+import textwrap
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+import pytest
+
+from tests.islands_store import test_commit, test_island, test_syncer
+from torchtitan_diloco.islands_store import commit, ledger, location, names
+from torchtitan_diloco.islands_store.checkpoint import SavedFragment
+from torchtitan_diloco.islands_store.fragment import OwnFragment
+from torchtitan_diloco.islands_store.island import Island
+from torchtitan_diloco.islands_store.presence import Presence, Seats
+from torchtitan_diloco.islands_store.rounds import Round
+from torchtitan_diloco.islands_store.syncer import Syncer
+
+
+@contextmanager
+def mutated(function: Any, old: str, new: str) -> Iterator[None]:
+    """Run with other code in a function, wherever it is imported."""
+    target = plain(function)
+    source = textwrap.dedent(inspect.getsource(target))
+    assert source.count(old) == 1, f"{target.__qualname__} has no line {old}"
+    namespace: dict[str, Any] = {}
+    exec(compile(source.replace(old, new), "mutated", "exec"), target.__globals__, namespace)
+    before = target.__code__
+    target.__code__ = plain(namespace[target.__name__]).__code__
+    try:
+        yield
+    finally:
+        target.__code__ = before
+
+
+def plain(function: Any) -> FunctionType:
+    """Return the function of a property, or a function."""
+    found = function.fget if isinstance(function, property) else function
+    assert isinstance(found, FunctionType)
+    return found
+
+
+@dataclass
+class Mutation:
+    function: Any
+    old: str
+    new: str
+    case: Callable[[], object]
+
+
+def with_hand(case: Callable[..., None], *arguments: Any) -> Callable[[], None]:
+    return lambda: case(test_island.build_hand(), *arguments)
+
+
+def commits(outcome: commit.Outcome) -> Callable[[], None]:
+    def case() -> None:
+        for answers, expected in test_commit.COMMITS:
+            if expected is outcome:
+                test_commit.test_a_decision_counts_if_it_is_created_and_the_highest(
+                    answers, expected
+                )
+
+    return case
+
+
+MUTATIONS = {
+    "a decision with other bytes": Mutation(
+        commit.commit, "if there != content", "if False", commits(commit.Outcome.SUPERSEDED)
+    ),
+    "a higher decision": Mutation(
+        commit.commit, "other > name", "False", commits(commit.Outcome.SUPERSEDED)
+    ),
+    "a store that was put back": Mutation(
+        commit.commit, "before in names", "True", commits(commit.Outcome.RESTORED)
+    ),
+    "the base holds the slot's last part": Mutation(
+        ledger.judge,
+        "max(ledger.version, fragment.version - VERSIONS_LATE)",
+        "fragment.version - VERSIONS_LATE",
+        test_syncer.test_a_part_is_not_merged_again_from_an_older_base,
+    ),
+    "a part is bounded by time": Mutation(
+        ledger.judge,
+        "if samples > allowed",
+        "if False",
+        test_syncer.test_a_part_of_too_many_samples_does_not_end_the_run,
+    ),
+    "a loss is bounded": Mutation(
+        ledger.judge,
+        "if is_bounded",
+        "if True",
+        test_syncer.test_a_loss_of_too_many_samples_spoils_no_slot,
+    ),
+    "a refusal is decided": Mutation(
+        Syncer._read_parts,
+        "self._refuse(incarnation, slot, part, Fate.MALFORMED)",
+        "pass",
+        test_syncer.test_a_malformed_part_does_not_silence_its_island,
+    ),
+    "a number is used once": Mutation(
+        Syncer._read_parts,
+        " or self.rounds[part.fragment].is_busy(slot)",
+        "",
+        test_syncer.test_a_number_is_used_once,
+    ),
+    "notes have counters": Mutation(
+        Presence.hear,
+        "note.counter <= known.note.counter",
+        "False",
+        test_syncer.test_an_older_note_that_lands_late_is_ignored,
+    ),
+    "who is ready has delivered": Mutation(
+        Round.ready,
+        "if had_part and",
+        "if",
+        test_syncer.test_an_island_that_never_delivers_delays_two_versions,
+    ),
+    "the fastest paces": Mutation(
+        Round._is_paced,
+        "return pace >=",
+        "return True or",
+        test_syncer.test_a_late_part_opens_no_round_of_its_own,
+    ),
+    "who is gone paces nothing": Mutation(
+        Round._is_paced,
+        "if any(not self._steps(owner) for owner in owners)",
+        "if False",
+        test_syncer.test_the_part_of_an_island_that_is_gone_is_merged_at_once,
+    ),
+    "the outer rate is scaled": Mutation(
+        Round.close_if_due,
+        "total + sum(usual)",
+        "total",
+        test_syncer.test_late_halves_of_a_round_do_not_move_twice_as_far,
+    ),
+    "silence is time listened": Mutation(
+        Presence.listen,
+        "min(now - self._polled, MOST_LISTENED)",
+        "now - self._polled",
+        test_syncer.test_an_outage_of_the_store_takes_no_slot,
+    ),
+    "a slot without work is taken": Mutation(
+        Seats._is_replaceable,
+        "> settings.slot_seconds:",
+        "> 1e9:",
+        test_syncer.test_a_spare_takes_the_slot_of_one_that_is_silent_or_never_delivers,
+    ),
+    "a slot with a waiting part stays": Mutation(
+        Round.is_busy,
+        "return slot in self.waiting or any(one.slot == slot for one in self.merging)",
+        "return False",
+        test_syncer.test_a_slot_changes_hands_when_no_part_of_it_waits,
+    ),
+    "the second start is told": Mutation(
+        Seats._tell_twins,
+        "told[incarnation] = RUNNING",
+        "pass",
+        test_syncer.test_the_second_of_two_starts_is_told,
+    ),
+    "not at once": Mutation(
+        Seats._tell_twins,
+        "lasts > SILENT",
+        "lasts > 0.5",
+        test_syncer.test_the_next_start_of_a_killed_island_takes_its_slot,
+    ),
+    "changes are done once": Mutation(
+        Syncer.on_change,
+        "if name in state.done",
+        "if False",
+        test_syncer.test_a_change_counts_once_wherever_its_name_is_in_the_list,
+    ),
+    "what is over is refused": Mutation(
+        ledger.judge,
+        "return Fate.OVER",
+        "pass",
+        test_syncer.test_the_run_ends_with_its_copies_and_goes_on_with_a_larger_total,
+    ),
+    "a stop saves": Mutation(
+        Syncer._copy_if_due,
+        "is_due |= self.is_stopping",
+        "is_due |= False",
+        test_syncer.test_a_clean_stop_saves_the_outer_state_of_the_last_version,
+    ),
+    "a part is sent once": Mutation(
+        OwnFragment.next_send,
+        "is_able = self.sent is None and",
+        "oldest = 0; is_able = not self.is_undecided and",
+        with_hand(test_island.test_it_does_not_send_before_its_last_part_is_applied),
+    ),
+    "a loss is declared": Mutation(
+        OwnFragment.next_send,
+        "self.lost_to > ledger.taken",
+        "False",
+        with_hand(test_island.test_what_a_reset_has_lost_is_declared),
+    ),
+    "a wait has an end": Mutation(
+        OwnFragment.waits_until,
+        "until if now < until else None",
+        "until",
+        test_island.test_it_waits_for_its_grace_at_most_and_not_in_vain,
+    ),
+    "no wait in vain": Mutation(
+        OwnFragment.waits_until,
+        " or usual > island.grace",
+        "",
+        test_island.test_it_waits_for_its_grace_at_most_and_not_in_vain,
+    ),
+    "no wait for nobody": Mutation(
+        OwnFragment.waits_until,
+        "now > island.heard_at + FRESH or ",
+        "",
+        test_island.test_it_waits_for_no_decision_that_does_not_come,
+    ),
+    "the copy is compared": Mutation(
+        OwnFragment._compare,
+        "known is None or self.checksum in (None, known)",
+        "True",
+        with_hand(test_island.test_a_checkpoint_with_a_wrong_bit_is_not_carried_on),
+    ),
+    "also in each decision": Mutation(
+        OwnFragment.on_decision,
+        "self._compare()",
+        "pass",
+        with_hand(test_island.test_a_store_that_was_put_back_shows_in_the_copy),
+    ),
+    "an early send fits": Mutation(
+        OwnFragment._is_due,
+        "upload <= left < turn + upload",
+        "True",
+        test_island.test_it_sends_early_only_if_the_upload_fits_and_the_turn_does_not,
+    ),
+    "the clock": Mutation(
+        Island.clock,
+        "max(self._clock_floor, merged + (self.tokens - tokens) * ready)",
+        "merged + (self.tokens - tokens) * ready",
+        with_hand(test_island.test_the_clock_of_the_learning_rate_never_goes_back),
+    ),
+    "a checkpoint fits": Mutation(
+        SavedFragment.fits,
+        "(ledger.number, ledger.taken) == (self.number, self.taken)",
+        "True",
+        with_hand(test_island.test_a_restart_takes_the_copies_if_the_ledger_has_moved),
+    ),
+    "a decision goes back": Mutation(
+        location.went_back,
+        "old.number > new.number",
+        "False",
+        with_hand(test_island.test_it_joins_anew_if_what_was_decided_is_no_longer_so, "ledger"),
+    ),
+    "garbage has an old number": Mutation(
+        names.is_garbage,
+        "found.number <= number and ",
+        "",
+        test_commit.test_only_what_is_old_and_not_named_is_garbage,
+    ),
+}
+
+
+@pytest.mark.parametrize("rule", MUTATIONS)
+def test_a_case_fails_without_the_rule(rule: str) -> None:
+    mutation = MUTATIONS[rule]
+    mutation.case()
+    with (
+        mutated(mutation.function, mutation.old, mutation.new),
+        pytest.raises((AssertionError, LookupError, ValueError, ExceptionGroup)),
+    ):
+        mutation.case()

@@ -1,0 +1,310 @@
+"""One fragment on an island: what it holds and has sent, and what it does between two steps."""
+
+import statistics
+from collections import deque
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from torchtitan_diloco.islands_store.decision import (
+    VERSIONS_LATE,
+    Fate,
+    Fragment,
+    Ledger,
+)
+from torchtitan_diloco.islands_store.names import COPY, VERSION, Object
+from torchtitan_diloco.islands_store.note import Part
+
+if TYPE_CHECKING:
+    from torchtitan_diloco.islands_store.island import Island
+
+LATE_MIXING = 0.5
+"""Least share of the local parameters when a version is applied late, as they have work since."""
+TRIPS = 8
+"""Round trips, and uploads, whose median is the usual one."""
+FRESH = 3.0
+"""Seconds without a new decision after which training waits for none."""
+
+
+class Mode(Enum):
+    """What a version does to the parameters theta. P: the published copy, before and after."""
+
+    MIX = "mix"
+    """theta = share theta + (1 - share) P: the own part is in."""
+    ADD = "add"
+    """theta += P - P before: it is not."""
+    TAKE = "take"
+    """theta = P."""
+    RESET = "reset"
+    """The same, and the inner optimizer begins anew: theta went wrong."""
+
+
+@dataclass(frozen=True)
+class Apply:
+    """Bring P to a version, and theta along."""
+
+    fragment: int
+    version: int
+    mode: Mode
+    share: float = 0.0
+    source: Object | None = None
+    """What to add to P, or a copy to replace it with. None: P stays."""
+
+
+@dataclass(frozen=True)
+class Send:
+    """Take the delta theta - P now, store its chunks, then call `on_stored`."""
+
+    part: Part
+
+
+@dataclass
+class Boundary:
+    """What to do between two steps, in this order."""
+
+    clock: int
+    """Tokens of the run, which determine the inner learning rate."""
+    applies: list[Apply] = field(default_factory=list)
+    sends: list[Send] = field(default_factory=list)
+    waits_until: float | None = None
+    """Training waits: ask again when something has happened, or at this time."""
+    is_training: bool = False
+    """Whether to make a step next, unless it waits."""
+
+
+@dataclass
+class OwnFragment:
+    island: "Island"
+    number: int
+    applied: int = -1
+    """Version of P; -1: there is none yet."""
+    checksum: str | None = None
+    """Of P, once it is known."""
+    is_wrong: bool = False
+    """P is not the published copy: only a copy mends it."""
+    resets: Mode | None = None
+    """How theta takes P at the next boundary, if it does."""
+    updates: dict[int, Object] = field(default_factory=dict)
+    """By version, downloaded and not applied."""
+    copy: Object | None = None
+    """The same."""
+    sent: Part | None = None
+    """Not decided, or not applied yet."""
+    sent_step: int = -1
+    sent_at: float = 0.0
+    is_stored: bool = False
+    is_in_theta: bool = True
+    """Whether theta still contains what was sent."""
+    turn: int = 0
+    """Own step of the next send."""
+    lost_to: int = 0
+    """theta does not contain the work before this sample."""
+    counted: int = 0
+    """Own tokens when the work began that is in no part."""
+    opened_at: float | None = None
+    """When it has read that a round is open."""
+    trips: deque[float] = field(default_factory=lambda: deque(maxlen=TRIPS))
+    uploads: deque[float] = field(default_factory=lambda: deque(maxlen=TRIPS))
+
+    @property
+    def shared(self) -> Fragment:
+        assert self.island.decision is not None
+        return self.island.decision.fragments[self.number]
+
+    @property
+    def ledger(self) -> Ledger:
+        assert self.island.decision is not None
+        assert self.island.slot is not None
+        return self.island.decision.slots[self.island.slot].ledgers[self.number]
+
+    @property
+    def is_undecided(self) -> bool:
+        return self.sent is not None and self.ledger.number < self.sent.number
+
+    @property
+    def is_sending(self) -> bool:
+        """Whether the upload of a part is under way."""
+        return self.sent is not None and not self.is_stored
+
+    # --- downloads --------------------------------------------------------------------------------
+
+    @property
+    def held(self) -> int:
+        """The newest version that is in hand without a gap."""
+        version = self.applied if not self.is_wrong else -1
+        if self.copy is not None:
+            version = max(version, self.copy.version)
+        while version + 1 in self.updates:
+            version += 1
+        return version
+
+    def wanted(self) -> list[Object]:
+        """Return what to download next, in this order: a copy if there is no way without, then at
+        once the versions after it."""
+        shared, held = self.shared, self.held
+        updates = {one.version: one.number for one in shared.kept if one.number}
+        found = list[Object]()
+        if held < 0 or any(v not in updates for v in range(held + 1, shared.version + 1)):
+            copy = shared.copies[-1]
+            if copy.version <= held:
+                return []  # what is missing is lost: a newer copy comes
+            found.append(Object(COPY, copy.number, self.number, copy.version))
+            held = copy.version
+        for version in range(held + 1, shared.version + 1):
+            if version not in updates:
+                break
+            if version not in self.updates:
+                found.append(Object(VERSION, updates[version], self.number, version))
+        return found
+
+    def on_held(self, stored: Object, now: float) -> None:
+        if stored.kind == COPY:
+            self.copy = stored
+        else:
+            self.updates[stored.version] = stored
+        if self.island.is_training and self._is_merged() and stored.version == self.ledger.version:
+            self.trips.append(now - self.sent_at)
+
+    # --- decisions --------------------------------------------------------------------------------
+
+    def _is_merged(self) -> bool:
+        if self.sent is None:
+            return False
+        return self.ledger.number == self.sent.number and self.ledger.fate is Fate.MERGED
+
+    def on_decision(self, now: float) -> None:
+        """Take note of what became of the own part."""
+        self._compare()
+        self.opened_at = (self.opened_at or now) if self.shared.is_open else None
+        if self.sent is None or self.is_undecided or self._is_merged():
+            return
+        if self.ledger.fate.is_lost:
+            self.resets = Mode.RESET
+        elif self.is_in_theta and not self.sent.is_loss:
+            self.counted -= self.sent.weight  # refused: it is in theta, and sent again
+        self.sent = None
+
+    def lose(self) -> None:
+        """Declare the work that theta has lost, as it is P now."""
+        self.resets, self.is_in_theta = None, False
+        self.lost_to, self.counted = self.island.position, self.island.tokens
+
+    def on_checksum(self, version: int, checksum: str) -> None:
+        """Take the checksum of P, as it was computed."""
+        if version == self.applied:
+            self.checksum = checksum
+            self._compare()
+
+    def _compare(self) -> None:
+        """Compare P with the published copy. Each decision may be of a store that was put back."""
+        known = self.shared.checksum(self.applied)
+        is_same = known is None or self.checksum in (None, known)
+        if not self.is_wrong and not (is_same and self.applied <= self.shared.version):
+            self.is_wrong, self.copy, self.updates = True, None, {}
+            self.resets = self.resets or Mode.TAKE
+            self.island.say(f"fragment {self.number}: its copy has wrong bits, and is taken again")
+
+    # --- between two steps ------------------------------------------------------------------------
+
+    def next_apply(self) -> Apply | None:
+        """Return what to apply now, and count it as applied."""
+        island, copy = self.island, self.copy
+        if self.is_wrong or self.applied < 0:
+            return None if copy is None else self._apply(copy, self.resets or Mode.TAKE)
+        if self.resets is not None:
+            mode = self.resets
+            self.lose()
+            return Apply(self.number, self.applied, mode)
+        source = self.updates.get(self.applied + 1)
+        if source is None and copy is not None and copy.version > self.applied:
+            source = copy
+        if source is None or island.is_resuming:
+            return None
+        if not island.is_training:
+            return self._apply(source, Mode.TAKE)
+        is_own = self._is_merged() and self.applied < self.ledger.version <= source.version
+        if not is_own or not self.is_in_theta:
+            return self._apply(source, Mode.ADD)
+        late = island.step - self.sent_step - island.settings.delay
+        if late < 0 and not island.is_stopped:
+            return None
+        mixing = island.settings.mixing
+        return self._apply(source, Mode.MIX, mixing if late <= 0 else max(mixing, LATE_MIXING))
+
+    def _apply(self, source: Object, mode: Mode, share: float = 0.0) -> Apply:
+        self.applied, self.checksum = source.version, None
+        self.updates = {v: one for v, one in self.updates.items() if v > self.applied}
+        if self.copy is not None and self.copy.version <= self.applied:
+            self.copy = None
+        if mode in (Mode.TAKE, Mode.RESET):
+            self.is_wrong = False
+            self.lose()
+            self.island.drop_saved()
+        if self._is_merged() and self.applied >= self.ledger.version:
+            self.sent = None
+        self.island.on_applied(self, mode)
+        return Apply(self.number, self.applied, mode, share, source)
+
+    def next_send(self, now: float, *, may_send: bool) -> Part | None:
+        """Return the part to send now, whose bytes are not there yet, or a loss."""
+        island, ledger, shared = self.island, self.ledger, self.shared
+        oldest = max(ledger.version, shared.version - VERSIONS_LATE)
+        checksum = shared.checksum(self.applied)
+        is_able = self.sent is None and not self.is_wrong and self.resets is None
+        if not is_able or checksum is None or self.applied < oldest:
+            return None
+        is_loss = self.lost_to > ledger.taken
+        end = self.lost_to if is_loss else island.position
+        if end <= ledger.taken or not (is_loss or (may_send and self._is_due(now))):
+            return None
+        self.sent = Part(
+            fragment=self.number,
+            number=ledger.number + 1,
+            base=self.applied,
+            checksum=checksum,
+            start=ledger.taken,
+            end=end,
+            weight=0 if is_loss else island.tokens - self.counted,
+            codec=island.settings.codec,
+            is_loss=is_loss,
+        )
+        self.is_stored, self.is_in_theta = is_loss, True
+        if not is_loss:
+            self.sent_step, self.sent_at, self.counted = island.step, now, island.tokens
+            self.turn = island.step + island.settings.sync_every
+        return self.sent
+
+    def _is_due(self, now: float) -> bool:
+        """Return whether it is time to send.
+
+        At its turn, or at the end; or while a round is open, if the usual upload fits into what is
+        left of the grace and the turn does not. It sends what it has: steps weigh as tokens.
+        """
+        island = self.island
+        if self.shared.clock >= island.settings.total_tokens:
+            return False
+        if island.is_stopped or island.step >= self.turn:
+            return True
+        if self.opened_at is None:
+            return False
+        left = self.opened_at + island.grace - now
+        upload = statistics.median(self.uploads) if self.uploads else 0.0
+        turn = (self.turn - island.step) * island.step_seconds
+        return upload <= left < turn + upload
+
+    def waits_until(self, now: float) -> float | None:
+        """Return until when training waits for the version with the own part.
+
+        It waits at the boundary where that is applied, also while the upload is under way, but for
+        no decision that does not come, and not if it is usually in vain.
+        """
+        island = self.island
+        if self.sent is None or self.sent.is_loss or not self.is_in_theta:
+            return None
+        if island.step != self.sent_step + island.settings.delay or island.is_stopped:
+            return None
+        usual = statistics.median(self.trips) if self.trips else 0.0
+        if now > island.heard_at + FRESH or usual > island.grace:
+            return None
+        until = self.sent_at + island.grace
+        return until if now < until else None

@@ -1,0 +1,396 @@
+"""An island without tensors, store and clock.
+
+Pass it what it reads and what is done: `on_...`. Between two steps do what `boundary` says. Write
+`note` each second, and when something has changed. Download what `wanted` returns, in order.
+"""
+
+import math
+
+import msgspec
+
+from torchtitan_diloco.diloco.schedule import Schedule
+from torchtitan_diloco.islands_store.checkpoint import Saved, can_save, resume, save
+from torchtitan_diloco.islands_store.decision import LEAVE as LEAVE_ORDER
+from torchtitan_diloco.islands_store.decision import Decision, Settings
+from torchtitan_diloco.islands_store.fragment import (
+    Boundary,
+    Mode,
+    OwnFragment,
+    Send,
+)
+from torchtitan_diloco.islands_store.location import check_empty, check_run, went_back
+from torchtitan_diloco.islands_store.names import Object, part_names
+from torchtitan_diloco.islands_store.note import GIVE, JOIN, Founding, Note, Part, encode_note
+
+WENT_BACK = 10.0
+"""Seconds in which the newest decision of the store is older than the one that is known, until the
+store counts as an older copy of itself. Lists may be late."""
+BEHIND = 1
+"""Versions that an island may be behind when it asks for a slot."""
+COPY_VERSIONS = 8
+"""Versions after which a newer copy is less to download."""
+
+ENDED, LEFT, REJOIN = "ended", "left", "rejoin"
+"""Why a start of an island is over, beside `ORDERS`. After REJOIN, the same process goes on as a
+new start, with its inner optimizer."""
+
+
+class Island:
+    def __init__(
+        self,
+        incarnation: str,
+        *,
+        founds: Founding | None = None,
+        saved: Saved | None = None,
+        corpus: str = "",
+    ) -> None:
+        """`founds`: the run to found in an empty location. `saved`: from an own checkpoint."""
+        self.incarnation, self.founds, self.corpus = incarnation, founds, corpus
+        self.decision: Decision | None = None
+        self.slot: int | None = None
+        self.fragments = list[OwnFragment]()
+        self.is_training = False
+        self.may_found = False
+        """Whether to store the copies of the run that it founds, and call `on_founding_stored`."""
+        self.ending = ""
+        """Why it is over: empty while it is not."""
+        self.step, self.tokens, self.position, self.step_seconds = 0, 0, 0, 0.0
+        self.is_stopped, self.is_leaving = False, False
+        self.heard_at = -math.inf
+        """When a new decision was read."""
+        self.news = list[str]()
+        self._saved, self._is_founding = saved, False
+        self._counter, self._lower_since = 0, math.inf
+        self._stored = list[Part]()  # parts whose objects exist
+        self._clock_floor, self._clock_base = 0, (0, 0, 1)
+        self._trains_until, self._sent_step = 0, -1
+
+    # --- what it knows ----------------------------------------------------------------------------
+
+    @property
+    def settings(self) -> Settings:
+        assert self.decision is not None
+        return self.decision.settings
+
+    @property
+    def grace(self) -> float:
+        """Time that it gives others for a version with its part."""
+        return max(self.settings.grace, self.settings.delay * self.step_seconds)
+
+    @property
+    def is_resuming(self) -> bool:
+        """Whether theta may be that of the checkpoint, so nothing is applied before it begins."""
+        return self._saved is not None and not self.is_training
+
+    @property
+    def clock(self) -> int:
+        """Merged tokens, plus its own since, times the ready islands. It never goes back."""
+        merged, tokens, ready = self._clock_base
+        self._clock_floor = max(self._clock_floor, merged + (self.tokens - tokens) * ready)
+        return self._clock_floor
+
+    def say(self, line: str) -> None:
+        self.news.append(line)
+
+    # --- decisions --------------------------------------------------------------------------------
+
+    def on_empty(self, now: float) -> None:
+        """The location holds no decision."""
+        if self.decision is not None:
+            self._note_lower(now)
+        else:
+            check_empty(self.founds, self._saved)
+            self.may_found = True
+
+    def on_decision(self, decision: Decision, now: float) -> None:
+        """Take the newest decision that the store lists."""
+        before = self.decision
+        if before is not None and decision.number <= before.number:
+            if decision.number < before.number:
+                self._note_lower(now)
+            return
+        if before is None:
+            check_run(decision, self.founds, self._saved)
+        self._lower_since, self.heard_at = math.inf, now
+        if before is not None and went_back(before, decision, self.slot):
+            self._end(REJOIN, "the store was put back to an older state: it joins anew")
+            return
+        self.decision = decision
+        self._obey(decision)
+        if not decision.is_founded and not decision.writing:
+            self.may_found = self.founds is not None  # its founder has died before it was adopted
+        if self.ending or not decision.is_founded:
+            return
+        if not self.fragments:
+            self._prepare()
+        if self.slot is not None:
+            for one in self.fragments if self.is_training else ():
+                one.on_decision(now)
+            if before is not None and before.settings.sync_every != self.settings.sync_every:
+                self._take_turns(self.step + 1 - self.settings.sync_every)
+        self._begin_if_ready()
+
+    def _note_lower(self, now: float) -> None:
+        self._lower_since = min(self._lower_since, now)
+        if now - self._lower_since >= WENT_BACK:
+            self._end(REJOIN, "the store has only older decisions than were read: it joins anew")
+
+    def _obey(self, decision: Decision) -> None:
+        """Take the own slot, and note if it is lost, or an order."""
+        told = decision.told.get(self.incarnation, "")
+        if told == LEAVE_ORDER:
+            self.is_leaving = True
+        elif told:
+            self._end(told, "")
+            return
+        slot = decision.slot_of(self.incarnation)
+        if self.slot is not None and slot != self.slot:
+            if self.is_leaving:
+                self._end(LEFT, "")
+            else:
+                self._end(REJOIN, "its slot was given to another island: it joins anew")
+        self.slot = slot
+
+    def _end(self, why: str, line: str) -> None:
+        self.ending = self.ending or why
+        if line:
+            self.say(line)
+
+    # --- join -------------------------------------------------------------------------------------
+
+    def on_founding_stored(self) -> None:
+        """The copies of the run that it founds are stored under its name."""
+        self._is_founding = True
+
+    def _prepare(self) -> None:
+        assert self.decision is not None
+        saved = self._saved
+        for number in range(len(self.decision.fragments)):
+            one = OwnFragment(self, number)
+            self.fragments.append(one)
+            if saved is not None and number < len(saved.fragments):
+                one.applied = saved.fragments[number].version
+                if (checksum := saved.fragments[number].checksum) is not None:
+                    one.on_checksum(one.applied, checksum)
+
+    def drop_saved(self) -> None:
+        """A fragment takes a copy, so theta is no longer that of the checkpoint."""
+        if not self.is_training:
+            self._saved = None
+
+    def wanted(self) -> list[Object]:
+        """Return what to download, in this order."""
+        if self.decision is None or not self.decision.is_founded:
+            return []
+        return [stored for one in self.fragments for stored in one.wanted()]
+
+    def on_held(self, stored: Object, now: float) -> None:
+        """An object is downloaded and its bytes are checked."""
+        if stored.fragment < len(self.fragments):
+            self.fragments[stored.fragment].on_held(stored, now)
+            self._begin_if_ready()
+
+    def on_checksum(self, fragment: int, version: int, checksum: str) -> None:
+        """P of this version was computed, and has this checksum."""
+        self.fragments[fragment].on_checksum(version, checksum)
+
+    def _is_near(self) -> bool:
+        return bool(self.fragments) and all(
+            one.held >= one.shared.version - BEHIND for one in self.fragments
+        )
+
+    def _begin_if_ready(self) -> None:
+        decision = self.decision
+        if self.is_training or decision is None or self.slot is None or not decision.begun:
+            return
+        if not self._is_near() or any(one.applied < 0 for one in self.fragments):
+            return
+        ledgers = decision.slots[self.slot].ledgers
+        saved, self._saved = self._saved, None
+        if saved is not None:
+            self._clock_floor = saved.clock
+            if any(one.is_wrong for one in self.fragments) or not saved.fits(self.slot, ledgers):
+                saved = None
+        self.position = max(ledger.taken for ledger in ledgers)
+        if saved is not None:
+            self.position, self.tokens = saved.position, saved.tokens
+        newest = max(one.clock for one in decision.fragments)
+        self._clock_base = newest, self.tokens, max(1, len(decision.owners()))
+        self.is_training = True
+        self._take_turns(0)
+        for one in self.fragments:
+            if saved is not None:
+                resume(one, saved.fragments[one.number])
+            else:
+                one.resets = Mode.TAKE
+
+    def _take_turns(self, step: int) -> None:
+        """Let the fragments take turns in the H steps that follow H steps from `step` on."""
+        schedule = Schedule(self.settings.sync_every, len(self.fragments), self.settings.delay)
+        for one in self.fragments:
+            one.turn = step + schedule.first_send(one.number)
+
+    # --- train ------------------------------------------------------------------------------------
+
+    def finish_step(self, samples: int, tokens: int, seconds: float) -> None:
+        """Count a step. `tokens`: 0 if it was skipped. `seconds`: usual time of a step."""
+        self.step += 1
+        self.position += samples
+        self.tokens += tokens
+        self.step_seconds = seconds
+
+    def leave(self) -> None:
+        """Send all work, give the slot back and end."""
+        self.is_leaving = True
+        if self.slot is None:
+            self._end(LEFT, "")
+
+    def on_applied(self, one: OwnFragment, mode: Mode) -> None:
+        """Take the clock of a version. A MIX has the tokens up to its send."""
+        if self.decision is None or not self.is_training or one.applied != one.shared.version:
+            return
+        tokens = one.counted if mode is Mode.MIX else self.tokens
+        self._clock_floor = self.clock
+        self._clock_base = one.shared.clock, tokens, max(1, len(self.decision.ready))
+
+    def boundary(self, now: float) -> Boundary:
+        """Return what to do now. Ask again after it is done, until it returns nothing to do."""
+        due = Boundary(self.clock)
+        if self.decision is None or self.ending:
+            return due
+        for one in self.fragments:
+            while (apply := one.next_apply()) is not None:
+                due.applies.append(apply)
+        self._begin_if_ready()
+        if not self.is_training:
+            return due
+        self._look_at_end()
+        if due.applies:
+            return due
+        # Once per boundary: another send while it waits would begin another grace.
+        may_send = self.is_stopped or self._sent_step != self.step
+        for one in self.fragments:
+            part = one.next_send(now, may_send=may_send)
+            if part is not None and not part.is_loss:
+                due.sends.append(Send(part))
+                self._sent_step = self.step
+        waits = [until for one in self.fragments if (until := one.waits_until(now)) is not None]
+        due.waits_until = max(waits, default=None)
+        due.is_training = not self.is_stopped
+        self._finish()
+        return due
+
+    def on_stored(
+        self, part: Part, size: int, chunks: int, digest: str, now: float, *, is_finite: bool = True
+    ) -> None:
+        """The bytes of a part are stored. Not finite: it has none, and becomes a loss."""
+        one = self.fragments[part.fragment]
+        if one.sent is not part:
+            return
+        self._stored.append(msgspec.structs.replace(part, chunks=chunks))
+        one.uploads.append(now - one.sent_at)
+        one.is_stored = True
+        if is_finite:
+            one.sent = msgspec.structs.replace(part, size=size, chunks=chunks, digest=digest)
+            return
+        one.sent = msgspec.structs.replace(part, weight=0, is_loss=True)
+        one.resets = Mode.RESET
+
+    def _look_at_end(self) -> None:
+        """Decide whether to make another step.
+
+        The clock is an estimate. So an island stops at the total, sends what is short, and once its
+        parts are decided trains on for what is still short.
+        """
+        assert self.decision is not None
+        total = self.settings.total_tokens
+        short = max(total - one.shared.clock for one in self.fragments)
+        if self.is_leaving or short <= 0:
+            self.is_stopped = True
+        elif self.clock < total:
+            self.is_stopped = False
+        elif not self.is_stopped:
+            self.is_stopped = self.step >= self._trains_until
+        elif not any(one.sent is not None or self._has_unsent(one) for one in self.fragments):
+            per_step = max(1, self.tokens // max(1, self.step)) * max(1, len(self.decision.ready))
+            steps = min(math.ceil(short / per_step), self.settings.sync_every)
+            self._trains_until, self.is_stopped = self.step + steps, False
+
+    def _has_unsent(self, one: OwnFragment) -> bool:
+        is_short = one.shared.clock < self.settings.total_tokens
+        return is_short and self.position > one.ledger.taken
+
+    def _finish(self) -> None:
+        assert self.decision is not None
+        is_newest = all(one.applied == one.shared.version for one in self.fragments)
+        if self.decision.ended and is_newest:
+            self._end(ENDED, "")
+
+    # --- what others see --------------------------------------------------------------------------
+
+    def _wish(self) -> str:
+        if self.slot is None:
+            return JOIN if self._is_near() and not self.is_leaving else ""
+        if not self.is_leaving:
+            return ""
+        is_busy = self.is_training and any(
+            one.is_undecided or self._has_unsent(one) for one in self.fragments
+        )
+        return "" if is_busy else GIVE
+
+    def note(self) -> bytes:
+        """Return what to write about this start."""
+        self._counter += 1
+        behind = (one.shared.version - one.held for one in self.fragments)
+        founds = self.founds if self._is_founding else None
+        return encode_note(
+            Note(
+                counter=self._counter,
+                wish=self._wish(),
+                step=self.step,
+                tokens=self.tokens,
+                step_seconds=self.step_seconds,
+                is_idle=self.is_training and self.is_stopped,
+                sending=[one.number for one in self.fragments if one.is_sending],
+                parts=[
+                    msgspec.Raw(msgspec.json.encode(one.sent))
+                    for one in self.fragments
+                    if one.is_stored and one.is_undecided
+                ],
+                corpus=self.corpus,
+                slot=-1 if self._saved is None else self._saved.slot,
+                needs_copies=self.slot is None and max(behind, default=0) > COPY_VERSIONS,
+                founds=msgspec.Raw(msgspec.json.encode(founds)),
+            )
+        )
+
+    def take_garbage(self) -> list[str]:
+        """Return the objects of parts that are decided, and copies of the founder that are adopted,
+        to be deleted."""
+        decided, waiting = list[str](), list[Part]()
+        if self._is_founding and self.fragments and self.founds is not None:
+            self._is_founding = False
+            for number, chunks in enumerate(self.founds.chunks):
+                decided += part_names(self.incarnation, number, "founds", chunks)
+        for part in self._stored:
+            if part.number <= self.fragments[part.fragment].ledger.number:
+                decided += part_names(self.incarnation, part.fragment, part.number, part.chunks)
+            else:
+                waiting.append(part)
+        self._stored = waiting
+        return decided
+
+    def save(self) -> Saved | None:
+        """Return what a checkpoint needs, or None while a restart could not go on from it."""
+        if not self.is_training or self.decision is None or self.slot is None:
+            return None
+        if not all(can_save(one) for one in self.fragments):
+            return None
+        return Saved(
+            run=self.decision.run,
+            slot=self.slot,
+            position=self.position,
+            tokens=self.tokens,
+            clock=self.clock,
+            fragments=[save(one) for one in self.fragments],
+        )

@@ -1,0 +1,52 @@
+"""Whether a location holds the run that an island knows, in the state that it knows."""
+
+from torchtitan_diloco.islands_store.checkpoint import Saved
+from torchtitan_diloco.islands_store.decision import Decision
+from torchtitan_diloco.islands_store.note import Founding
+from torchtitan_diloco.log import UserError
+
+
+def check_empty(founds: Founding | None, saved: Saved | None) -> None:
+    """Raise a UserError if an island may not found a run in an empty location: it may be a folder
+    that is not mounted, or a typo."""
+    if founds is None:
+        of_run = "" if saved is None else f", and the checkpoint is of run {saved.run}"
+        raise UserError(
+            f"the location is empty{of_run}: give the location of the run, or --islands.found true "
+            "to go on there from this checkpoint"
+        )
+
+
+def check_run(decision: Decision, founds: Founding | None, saved: Saved | None) -> None:
+    """Raise a UserError if an island does not fit the run."""
+    if saved is not None and saved.run != decision.run:
+        raise UserError(
+            f"the location holds run {decision.run}, and the checkpoint is of run {saved.run}: "
+            "give its location, or another run.folder"
+        )
+    own = {} if founds is None else founds.settings.facts
+    of_run = decision.settings.facts
+    for key in sorted(own.keys() | of_run.keys()) if founds is not None else ():
+        if own.get(key) != of_run.get(key):
+            raise UserError(
+                f"{key} is {own.get(key)} here and {of_run.get(key)} in the run: start this island "
+                "with what the run has"
+            )
+
+
+def went_back(before: Decision, after: Decision, slot: int | None) -> bool:
+    """Return whether what was decided before is no longer so, as the store was put back to an older
+    state and another syncer has gone on from there."""
+    if not before.is_founded:
+        return False
+    if before.run != after.run or len(after.fragments) != len(before.fragments):
+        return True
+    fragments = zip(before.fragments, after.fragments, strict=True)
+    if any(old.version > new.version for old, new in fragments):
+        return True
+    if slot is None:
+        return False
+    if slot >= len(after.slots):
+        return True
+    ledgers = zip(before.slots[slot].ledgers, after.slots[slot].ledgers, strict=True)
+    return any(old.number > new.number for old, new in ledgers)

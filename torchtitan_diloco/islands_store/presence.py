@@ -1,0 +1,211 @@
+"""Who is there, in time in which the syncer has listened, and who has which slot."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from torchtitan_diloco.islands_store.decision import (
+    BARRED,
+    REPLACED,
+    RUNNING,
+    SICK,
+    Decision,
+    Ledger,
+    Slot,
+)
+from torchtitan_diloco.islands_store.names import login_of
+from torchtitan_diloco.islands_store.note import GIVE, JOIN, Note
+
+MOST_LISTENED = 1.5
+"""Seconds that one poll counts as listened at most. Longer ones were an outage of the store or a
+pause of the syncer, in which nobody could be heard."""
+SILENT = 5.0
+"""Seconds of silence after which rounds do not wait for an island, and its next start takes its
+slot."""
+FORGOTTEN = 60.0
+"""Seconds of silence after which the objects of a start without a slot are deleted."""
+SLOW_STEP = 4.0
+"""Multiple of its usual step time after which an island does not step."""
+WITHOUT_WORK = 3
+"""Multiple of `slot_seconds`, and cycles, without merged work after which a slot may be taken."""
+LONGEST_CYCLE = 60
+"""A cycle counts at most this multiple of `slot_seconds`, as islands say how long it is."""
+
+
+@dataclass
+class Member:
+    """A start of an island, as the syncer hears it."""
+
+    note: Note
+    arrived: float
+    heard: float  # when its counter last moved
+    stepped: float  # when its step last moved
+
+
+class Presence:
+    def __init__(self) -> None:
+        self.listened = 0.0
+        self.members: dict[str, Member] = {}  # by incarnation, in the order of their arrival
+        self._polled: float | None = None
+
+    def listen(self, now: float) -> None:
+        """Count a poll in which all notes were read."""
+        if self._polled is not None:
+            self.listened += min(now - self._polled, MOST_LISTENED)
+        self._polled = now
+
+    def hear(self, incarnation: str, note: Note) -> bool:
+        """Take a note, and return whether it is a new one."""
+        known = self.members.get(incarnation)
+        at = self.listened
+        if known is None:
+            self.members[incarnation] = Member(note, arrived=at, heard=at, stepped=at)
+            return True
+        if note.counter <= known.note.counter:
+            return False
+        if note.step != known.note.step:
+            known.stepped = at
+        known.note, known.heard = note, at
+        return True
+
+    def note_of(self, incarnation: str | None) -> Note | None:
+        member = self.members.get(incarnation or "")
+        return None if member is None else member.note
+
+    def silence(self, incarnation: str) -> float:
+        member = self.members.get(incarnation)
+        return self.listened - (0.0 if member is None else member.heard)
+
+    def is_heard(self, incarnation: str) -> bool:
+        return incarnation in self.members and self.silence(incarnation) <= SILENT
+
+    def is_stepping(self, incarnation: str, grace: float) -> bool:
+        """Return whether it is heard and makes steps. It may stand still for its own grace."""
+        member = self.members.get(incarnation)
+        if member is None or member.note.is_idle or not self.is_heard(incarnation):
+            return False
+        longest = max(SILENT, SLOW_STEP * member.note.step_seconds) + grace
+        return self.listened - member.stepped <= longest
+
+    def is_unknown(self, incarnation: str) -> bool:
+        """Return whether there is no note of a start, although all were read for long."""
+        return incarnation not in self.members and self.listened > FORGOTTEN
+
+    def forgotten(self, decision: Decision) -> list[str]:
+        """Return starts without a slot that are gone, and forget them."""
+        owners = set(decision.owners())
+        gone = [
+            incarnation
+            for incarnation in self.members
+            if incarnation not in owners and self.silence(incarnation) > FORGOTTEN
+        ]
+        for incarnation in gone:
+            del self.members[incarnation]
+            decision.told.pop(incarnation, None)
+        return gone
+
+
+class Seats:
+    """Gives the slots of a run to islands, and takes them."""
+
+    def __init__(
+        self, decision: Decision, presence: Presence, is_busy: Callable[[int], bool]
+    ) -> None:
+        """`is_busy`: whether a part of a slot waits. Such a slot does not change hands, as its
+        successor begins where the ledger ends once the part is decided."""
+        self._decision, self._presence, self._is_busy = decision, presence, is_busy
+        self._given = dict[str, float]()  # age at which an owner was first seen
+
+    def update(self, age: float) -> Iterator[tuple[int, str | None]]:
+        """Free and give slots. Yield each that changes hands, with its new owner."""
+        decision = self._decision
+        for number, slot in enumerate(decision.slots):
+            if slot.owner is None or self._is_busy(number):
+                continue
+            note = self._presence.note_of(slot.owner)
+            gives = note is not None and note.wish == GIVE
+            if gives or decision.told.get(slot.owner) in (BARRED, SICK):
+                slot.owner = None
+                yield number, None
+        self._tell_twins()
+        for incarnation, member in self._presence.members.items():
+            waits = member.note.wish == JOIN and self._presence.is_heard(incarnation)
+            if not waits or incarnation in decision.told or incarnation in decision.owners():
+                continue
+            if login_of(incarnation) in decision.barred:
+                decision.told[incarnation] = BARRED
+                continue
+            found = self._find(incarnation, member.note, age)
+            if found is not None:
+                self._give(found, incarnation, member.note, age)
+                yield found, incarnation
+
+    def _starts(self, login: str) -> list[str]:
+        """Return the starts of an island, the one that counts first."""
+        owners = self._decision.owners()
+        starts = [one for one in self._presence.members if login_of(one) == login]
+        starts += [one for one in owners if login_of(one) == login and one not in starts]
+        return sorted(starts, key=lambda one: one not in owners)
+
+    def _tell_twins(self) -> None:
+        """The first start of a name wins while its counter moves.
+
+        The last note of one that was killed may land after the first of its next start. So a start
+        is told only if an earlier one has moved some seconds later.
+        """
+        members, told = self._presence.members, self._decision.told
+        for login in {login_of(incarnation) for incarnation in members}:
+            first, *others = self._starts(login)
+            for incarnation in others:
+                if first in members and first not in told and incarnation not in told:
+                    lasts = members[first].heard - members[incarnation].arrived
+                    if lasts > SILENT and self._presence.is_heard(incarnation):
+                        told[incarnation] = RUNNING
+
+    def _find(self, incarnation: str, note: Note, age: float) -> int | None:
+        """Return the slot for an island that waits."""
+        decision, slots = self._decision, self._decision.slots
+        login = login_of(incarnation)
+        for number, slot in enumerate(slots):
+            if slot.owner is not None and login_of(slot.owner) == login:
+                if self._presence.silence(slot.owner) <= SILENT:
+                    return None
+                if slot.corpus in ("", note.corpus):
+                    return None if self._is_busy(number) else number
+        fitting = [n for n, slot in enumerate(slots) if slot.corpus in ("", note.corpus)]
+        free = [number for number in fitting if slots[number].owner is None]
+        if note.slot in free:
+            return note.slot
+        if free:
+            return free[0]
+        if len(slots) < decision.settings.slots:
+            return len(slots)
+        idle = (n for n in fitting if self._is_replaceable(n, age) and not self._is_busy(n))
+        return next(idle, None)
+
+    def _is_replaceable(self, number: int, age: float) -> bool:
+        """Return whether another island may take a slot: its owner is silent, or nothing of it is
+        merged, for long."""
+        settings, slot = self._decision.settings, self._decision.slots[number]
+        owner = slot.owner
+        assert owner is not None
+        if self._presence.silence(owner) > settings.slot_seconds:
+            return True
+        note = self._presence.note_of(owner)
+        step = 0.0 if note is None else note.step_seconds
+        cycle = min(settings.sync_every * step, LONGEST_CYCLE * settings.slot_seconds)
+        patience = WITHOUT_WORK * max(settings.slot_seconds, cycle)
+        since = self._given.setdefault(owner, age)
+        return age - max([since, *(ledger.since for ledger in slot.ledgers)]) > patience
+
+    def _give(self, number: int, incarnation: str, note: Note, age: float) -> None:
+        decision = self._decision
+        if number == len(decision.slots):
+            decision.slots.append(Slot([Ledger() for _ in decision.fragments]))
+        slot = decision.slots[number]
+        is_new = slot.owner is None or login_of(slot.owner) != login_of(incarnation)
+        if slot.owner is not None:
+            decision.told[slot.owner] = REPLACED
+        slot.owner, slot.corpus = incarnation, note.corpus
+        self._given[incarnation] = age
+        for ledger in slot.ledgers if is_new else ():
+            ledger.since = int(age)  # it cannot have trained on more since
