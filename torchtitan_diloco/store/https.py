@@ -145,7 +145,7 @@ class Https(Backend):
                 preload_content=False,
                 redirect=False,
             )
-            raw = self._read(reply, seconds, most)
+            raw = self._read(reply, route, seconds, most)
         except (HTTPError, OSError) as error:
             if reply is not None:
                 reply.close()  # not to be used again
@@ -153,14 +153,17 @@ class Https(Backend):
         reply.release_conn()
         return _Reply(reply.status, reply.headers, raw)
 
-    def _read(self, reply: urllib3.BaseHTTPResponse, seconds: float, most: int) -> bytes:
+    def _read(
+        self, reply: urllib3.BaseHTTPResponse, route: str, seconds: float, most: int
+    ) -> bytes:
         end, raw = time.monotonic() + seconds + most / SLOWEST, bytearray()
         for piece in reply.stream(READ_BYTES, decode_content=False):
             raw += piece
             if len(raw) > most:
                 reply.close()
                 raise DamagedError(
-                    f"{self.location}: a reply has more than {most} bytes; no object has as many"
+                    f"{self.location}: the reply to {route} has more than {most} bytes, and no "
+                    "object of a store has; delete it"
                 )
             if time.monotonic() > end:
                 raise TimeoutError("the reply does not end")
@@ -194,6 +197,8 @@ class Https(Backend):
             )
         if reply.status == 403:
             raise RefusedError(f"{self.location}: {text}")
+        if reply.status == 422:
+            raise DamagedError(f"{self.location}: {text}")
         if reply.status == 507:
             raise FullError(f"{self.location}: {text}")
         if reply.status in (404, 405) or 300 <= reply.status < 400:

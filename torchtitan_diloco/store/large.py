@@ -151,7 +151,7 @@ class LargeObjects:
             return bytearray(memoryview(found.content)[1:])
         try:
             head = msgspec.json.decode(found.content[1:], type=_Head)
-            if head.size <= head.chunk_bytes or not 0 < head.chunk_bytes <= CHUNK_BYTES:
+            if not 0 < head.chunk_bytes <= min(head.size, CHUNK_BYTES):
                 raise ValueError("sizes that cannot be")
         except ValueError as error:
             raise DamagedError(

@@ -10,7 +10,8 @@
 | `GET /store/wait?prefix=P&mark=M&seconds=S` | 200 with a `Mark`, once it is another one than M |
 
 Contents are sealed (seal.py). Each reply has `Store-Now`, the clock of the server. Refusals are a
-line of text: 401 an unknown login, 403 no right, 413 too large, 507 no room, 503 try again.
+line of text: 401 an unknown login, 403 no right, 413 too large, 422 damaged, 507 no room, 503 try
+again.
 """
 
 import msgspec

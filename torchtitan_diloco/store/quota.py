@@ -3,6 +3,7 @@
 import shutil
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 
 from torchtitan_diloco.store.errors import FullError
@@ -42,7 +43,7 @@ class Quotas:
         self._lock = threading.Lock()
         self._used: dict[str, _Used] = {}
 
-    def admit(self, login: str, size: int, *, owner: bool) -> None:
+    def admit(self, login: str, name: str, size: int, *, owner: bool) -> None:
         """Count an object that a login is about to store. Raise a FullError if there is no room."""
         free = shutil.disk_usage(self._folder.path).free
         if free - size < self._quota.spare_bytes:
@@ -52,23 +53,30 @@ class Quotas:
             )
         if owner:
             return
+        objects = 1
+        with suppress(FileNotFoundError):
+            size -= (self._folder.path / name).stat().st_size  # it replaces this, or changes none
+            objects = 0
         with self._lock:
             used = self._used.get(login)
             if used is None or (
-                not self._fits(used, size) and time.monotonic() > used.counted + COUNT_SECONDS
+                not self._fits(used, objects, size)
+                and time.monotonic() > used.counted + COUNT_SECONDS
             ):
                 used = self._used[login] = self._count(login)
-            if not self._fits(used, size):
+            if not self._fits(used, objects, size):
                 raise FullError(
                     f"login {login} stores {used.objects} objects with {used.bytes / 1e9:.2f} GB, "
                     f"and may store {self._quota.objects} with {self._quota.bytes / 1e9:.2f}; wait "
                     "until parts are merged, or give it a larger quota"
                 )
-            used.objects += 1
+            used.objects += objects
             used.bytes += size
 
-    def _fits(self, used: _Used, size: int) -> bool:
-        return used.objects + 1 <= self._quota.objects and used.bytes + size <= self._quota.bytes
+    def _fits(self, used: _Used, objects: int, size: int) -> bool:
+        return (
+            used.objects + objects <= self._quota.objects and used.bytes + size <= self._quota.bytes
+        )
 
     def _count(self, login: str) -> _Used:
         sizes = [

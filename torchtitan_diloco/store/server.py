@@ -5,6 +5,7 @@ process that has made it may use the folder itself at the same time, as may any 
 """
 
 import asyncio
+import os
 import socket
 import ssl
 import threading
@@ -21,6 +22,7 @@ import msgspec
 from torchtitan_diloco.hardware import raise_open_files_limit
 from torchtitan_diloco.log import UserError, install_command, logger
 from torchtitan_diloco.store.errors import (
+    DamagedError,
     FullError,
     PassingError,
     RefusedError,
@@ -58,6 +60,7 @@ IDLE_SECONDS = 600.0
 BODY_SECONDS = 20.0
 FOLDER_SECONDS = 30.0
 ERRORS: tuple[tuple[type[Exception], int], ...] = (
+    (DamagedError, 422),
     (FullError, 507),
     (RefusedError, 500),
     (StoreError, 400),
@@ -158,8 +161,8 @@ class Server:
             listening = socket.create_server((self._host, self.port), family=family, backlog=512)
         except OSError as error:
             raise UserError(
-                f"--host {self._host} --port {self.port}: {error.strerror}; give a free port, and "
-                "an address of this machine"
+                f"--host {self._host} --port {self.port}: {os.strerror(error.errno or 0)}; give a "
+                "free port, and an address of this machine"
             ) from error
         for option in socket_options():  # connections inherit them
             listening.setsockopt(*option)
@@ -204,14 +207,14 @@ class Server:
         self._check_right(
             may_create(name, caller.name, owner=caller.login.owner), caller, name, "create"
         )
-        content = await self._body(request, caller)
+        content = await self._body(request, caller, name)
         made = await self._on_disk(lambda: self.folder.create(name, content, FOLDER_SECONDS))
         return web.Response(status=201 if made else 409)
 
     async def _replace(self, request: web.Request) -> web.StreamResponse:
         caller, name = self._caller(request), _name_in(request)
         self._check_right(may_replace(name, caller.name), caller, name, "replace")
-        content = await self._body(request, caller)
+        content = await self._body(request, caller, name)
         await self._on_disk(lambda: self.folder.replace(name, content, FOLDER_SECONDS))
         return web.Response(status=201)
 
@@ -248,7 +251,7 @@ class Server:
                 "notes, and the owner of the run changes; use the join file of another login"
             )
 
-    async def _body(self, request: web.Request, caller: Caller) -> bytes:
+    async def _body(self, request: web.Request, caller: Caller, name: str) -> bytes:
         """Return the content in a request, once its size is known to be allowed."""
         size = request.content_length
         if size is None:
@@ -256,7 +259,7 @@ class Server:
         if size > MOST_RAW_BYTES:
             raise web.HTTPRequestEntityTooLarge(MOST_RAW_BYTES, size)
         owner = caller.login.owner
-        await self._on_disk(lambda: self._quotas.admit(caller.name, size, owner=owner))
+        await self._on_disk(lambda: self._quotas.admit(caller.name, name, size, owner=owner))
         try:
             async with asyncio.timeout(BODY_SECONDS + size / SLOWEST):
                 return await request.read()

@@ -171,10 +171,10 @@ class Store:
         `prefix`: where this login may write.
         """
         name, nonce = f"{prefix}test-{secrets.token_hex(8)}", secrets.token_bytes(8)
+        first = self.create(name, nonce)
         try:
-            first = self.create(name, nonce)
             second = self.create(name, nonce + b"another")
-            raw = self.backend.get(name, PATIENCE_SECONDS)
+            raw = self._attempts.run("get", name, lambda seconds: self.backend.get(name, seconds))
         finally:
             with suppress(StoreError):  # the first error is the one to read
                 self.delete(name)
