@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import boto3  # type: ignore[import-untyped]
-from moto.server import DomainDispatcherApplication, create_backend_app
+from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import make_server
 
 BUCKETS = "run", "plain", "clock", "wrong", "readonly", "busy"

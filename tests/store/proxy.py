@@ -17,6 +17,7 @@ class Proxy:
         self.port = int(self._listening.getsockname()[1])
         self._lock = threading.Lock()
         self._open = set[socket.socket]()
+        self._silent = set[socket.socket]()
         self._cuts: list[int] = []
         self.passed, self.cuts = 0, 0
         threading.Thread(target=self._accept, daemon=True).start()
@@ -26,6 +27,11 @@ class Proxy:
         with self._lock:
             self.passed = 0
             self._cuts = list(sizes)
+
+    def silence(self) -> None:
+        """Pass on nothing any more on the connections that are open, and do not close them."""
+        with self._lock:
+            self._silent |= self._open
 
     def close(self) -> None:
         self._listening.close()
@@ -44,6 +50,8 @@ class Proxy:
     def _pass_on(self, source: socket.socket, sink: socket.socket) -> None:
         with suppress(OSError):
             while data := source.recv(PIECE):
+                if source in self._silent:
+                    continue
                 sink.sendall(data)
                 if self._counts(len(data)):
                     self._cut()

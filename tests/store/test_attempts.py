@@ -2,6 +2,7 @@
 
 import logging
 import threading
+import time
 
 import pytest
 
@@ -54,7 +55,7 @@ def test_a_line_when_it_works_again(
 ) -> None:
     caplog.set_level(logging.INFO, "torchtitan_diloco")
     seconds = iter([0.0, 0.0, 1.0, 1.0, 20.0, 20.0, 25.0, 25.0])
-    monkeypatch.setattr(module.time, "monotonic", lambda: next(seconds, 30.0))
+    monkeypatch.setattr(time, "monotonic", lambda: next(seconds, 30.0))
     attempts = Attempts("place", 100.0)
     assert attempts.run("get", "a", Flaky(3)) == "done"
     assert caplog.messages[-1].startswith("place: can get again, after ")

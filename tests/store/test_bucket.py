@@ -1,6 +1,7 @@
 """What a bucket refuses, in one line each."""
 
 import logging
+import sys
 from pathlib import Path
 
 import pytest
@@ -36,9 +37,10 @@ def test_a_bucket_to_read(bucket: Place) -> None:
     store = open_store("s3://readonly/run", writes=None)
     assert store.list("") == []
     assert store.get("a") is None
-    for call in (lambda: store.delete("a"), lambda: store.replace("a", b"")):
-        with pytest.raises(RefusedError, match=r"may not (delete|replace) a"):
-            call()
+    with pytest.raises(RefusedError, match=r"may not delete a"):
+        store.delete("a")
+    with pytest.raises(RefusedError, match=r"may not replace a"):
+        store.replace("a", b"")
     with pytest.raises(RefusedError, match="there is no such bucket"):
         open_store("s3://nowhere/run", writes=None).list("")
     assert bucket.kind == "bucket"
@@ -95,7 +97,7 @@ def test_all_three_providers_are_known(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 
 def test_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "obstore", None)
-    monkeypatch.delitem(__import__("sys").modules, "torchtitan_diloco.store.bucket", raising=False)
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    monkeypatch.delitem(sys.modules, "torchtitan_diloco.store.bucket", raising=False)
     with pytest.raises(UserError, match=r"install obstore: .*\[bucket\]"):
         open_store("s3://bucket/run")

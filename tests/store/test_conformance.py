@@ -234,6 +234,11 @@ def large(store: Store) -> Iterator[LargeObjects]:
         yield found
 
 
+def fetch(large: LargeObjects, name: str, most: int) -> bytes | None:
+    found = large.get(name, most)
+    return None if found is None else bytes(found)
+
+
 @pytest.mark.parametrize("size", [0, 1, 999, 1000, 1001, 3500])
 def test_a_content_of_any_size(place: Place, store: Store, large: LargeObjects, size: int) -> None:
     name, content = f"{place.own}a", bytes(number % 251 for number in range(size))
@@ -241,7 +246,7 @@ def test_a_content_of_any_size(place: Place, store: Store, large: LargeObjects, 
     assert large.create(name, memoryview(content))
     assert large.create(name, content)
     assert not large.create(name, content + b"x")
-    assert large.get(name, size) == content
+    assert fetch(large, name, size) == content
     chunks = -(-size // 1000) if size >= 1000 else 0
     assert len(store.list(place.own)) == 1 + chunks, "the loser's chunks are gone"
     large.delete(name)
@@ -269,6 +274,36 @@ def test_damage_of_a_chunk_is_named(place: Place, store: Store, large: LargeObje
         large.get(name, 3500)
 
 
+@pytest.mark.parametrize(
+    ("head", "says"),
+    [
+        (b"", "is no large object"),
+        (b"\1", "is no large object"),
+        (b"\1{}", "is no large object"),
+        (b'\1{"size": 10, "chunk_bytes": 0, "root": "0123456789abcdef"}', "sizes that cannot be"),
+        (
+            b'\1{"size": -10, "chunk_bytes": 1000, "root": "0123456789abcdef"}',
+            "sizes that cannot be",
+        ),
+        (
+            b'\1{"size": 1e15, "chunk_bytes": 1000, "root": "0123456789abcdef"}',
+            "is no large object",
+        ),
+        (
+            b'\1{"size": 1000000000000000, "chunk_bytes": 1, "root": "0123456789abcdef"}',
+            "at most 5000 are",
+        ),
+        (b'\1{"size": 10, "chunk_bytes": 9, "root": "../a"}', "is no large object"),
+    ],
+)
+def test_a_writer_may_claim_anything(
+    place: Place, store: Store, large: LargeObjects, head: bytes, says: str
+) -> None:
+    store.create(f"{place.own}a", head)
+    with pytest.raises(DamagedError, match=says):
+        large.get(f"{place.own}a", 5000)
+
+
 def test_a_cut_does_not_end_a_transfer(
     place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -290,7 +325,7 @@ def test_a_cut_does_not_end_a_transfer(
         assert large.create(name, content)
         assert proxy.cuts == 2
         proxy.cut_after(30_000_000)
-        assert large.get(name, len(content)) == content
+        assert fetch(large, name, len(content)) == content
         assert proxy.cuts == 3
     assert any("trying again" in message for message in caplog.messages)
     store.close()
@@ -307,6 +342,10 @@ def test_a_transfer_is_resumed(place: Place, store: Store, monkeypatch: pytest.M
         sent.append(name)
         return create(self, name, *rest)
 
+    def note_and_create(self: Store, name: str, *rest: bytes) -> bool:
+        sent.append(name)
+        return create(self, name, *rest)
+
     with LargeObjects(store, 1, chunk_bytes=1000) as large:
         with monkeypatch.context() as patch:
             patch.setattr(Store, "create", break_off)
@@ -314,9 +353,9 @@ def test_a_transfer_is_resumed(place: Place, store: Store, monkeypatch: pytest.M
                 large.create(name, content)
         assert large.get(name, len(content)) is None
         with monkeypatch.context() as patch:
-            patch.setattr(Store, "create", lambda *all: sent.append(all[1]) or create(*all))
+            patch.setattr(Store, "create", note_and_create)
             assert large.create(name, content, resume=True)
-        assert large.get(name, len(content)) == content
+        assert fetch(large, name, len(content)) == content
     assert len(sent) == 11, "each chunk was sent once, and the head"
     assert len(set(sent)) == 11
 
@@ -337,9 +376,8 @@ def test_a_killed_upload_is_resumed(place: Place, store: Store) -> None:
     writer.kill()
     writer.communicate()
     with LargeObjects(store, 2) as large:
-        found = large.get(name, len(content))
-        assert found is None or found == content, "it may have been faster"
+        assert fetch(large, name, len(content)) in (None, content), "it may have been faster"
         assert large.create(name, content, resume=True)
-        assert large.get(name, len(content)) == content
+        assert fetch(large, name, len(content)) == content
         large.delete(name)
     assert store.list(place.own) == []

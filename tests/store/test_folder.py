@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -114,7 +113,7 @@ def test_no_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
-    monkeypatch.setattr(module.os, "link", refuse)
+    monkeypatch.setattr(os, "link", refuse)
     with pytest.raises(RefusedError, match=r"no hard links .* use a local file system, NFS"):
         open_store(tmp_path / "run")
 
@@ -122,7 +121,7 @@ def test_no_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_file_system_on_which_links_replace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module.os, "link", os.replace)
+    monkeypatch.setattr(os, "link", os.replace)
     monkeypatch.setattr(Path, "exists", lambda _: False)
     with pytest.raises(RefusedError, match="a second writer could create"):
         open_store(tmp_path / "run")
@@ -247,7 +246,7 @@ def test_a_wait_sleeps_until_it_is_told(
     if tells and sys.platform != "linux":
         pytest.skip("only on Linux")
     if not tells:
-        monkeypatch.setattr(notify.sys, "platform", "other")
+        monkeypatch.setattr(sys, "platform", "other")
     else:
         monkeypatch.setattr(notify, "TOLD_SECONDS", PATIENCE)
     store, looks = open_store(tmp_path), list[str]()
@@ -278,12 +277,37 @@ def test_a_wait_for_a_folder_that_is_not_there_yet(tmp_path: Path) -> None:
     timer.join()
 
 
+def test_empty_folders_do_not_pile_up(tmp_path: Path) -> None:
+    """Two writers make and delete the folders of each other."""
+    store = open_store(tmp_path)
+    failures = list[Exception]()
+
+    def write(own: str) -> None:
+        try:
+            for _ in range(100):
+                assert store.create(f"part/a/b/{own}", b"")
+                store.delete(f"part/a/b/{own}")
+        except Exception as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=write, args=(own,)) for own in "xy"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert list((tmp_path / "part").iterdir()) == []
+
+
 def test_folders_that_appear_are_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a power cut, what was created is there: each name that leads to it was flushed."""
     store, flushed = Store(Folder(tmp_path)), list[str]()
-    flush: Any = module._flush_folder
-    monkeypatch.setattr(
-        module, "_flush_folder", lambda path: (flushed.append(path.name), flush(path))
-    )
+    flush = module._flush_folder
+
+    def note_and_flush(path: Path) -> None:
+        flushed.append(path.name)
+        flush(path)
+
+    monkeypatch.setattr(module, "_flush_folder", note_and_flush)
     store.create("a/b/c", b"")
     assert flushed == [tmp_path.name, "a", "b"]

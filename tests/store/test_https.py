@@ -9,7 +9,7 @@ import ssl
 import threading
 import time
 from base64 import b64encode
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from torchtitan_diloco.store.store import MOST_RAW_BYTES
 pytest.importorskip("aiohttp", reason="needs aiohttp")
 pytest.importorskip("cryptography", reason="needs cryptography")
 
+from torchtitan_diloco.store import attempts
 from torchtitan_diloco.store import quota as quota_module
 from torchtitan_diloco.store.certificate import make_certificate
 from torchtitan_diloco.store.logins import OWN_FOLDER, Logins
@@ -76,7 +77,7 @@ def test_rights_are_those_of_the_login(served: tuple[Place, Any]) -> None:
     assert site.create(f"part/{SITE}/1", b"")
     assert owner.create("change/1", b"")
     assert owner.create("found/1", b"")
-    forbidden = [
+    forbidden: list[Callable[[], object]] = [
         lambda: site.create("change/1", b"1"),
         lambda: site.create("found/2", b""),
         lambda: site.create("part/people/1", b""),
@@ -120,7 +121,7 @@ def ask(
     route: str,
     body: bytes = b"",
     login: str | None = None,
-    **headers: str,
+    headers: Mapping[str, str] = {},
 ) -> tuple[int, bytes]:
     """Send a request of any kind, and return the status and the reply."""
     address = address_of(place)
@@ -128,8 +129,8 @@ def ask(
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     connection = http.client.HTTPSConnection("127.0.0.1", address.port, context=context)
     given = f"{address.login}:{address.password}" if login is None else login
-    headers = {"Authorization": f"Basic {b64encode(given.encode()).decode()}"} | headers
-    connection.request(method, route, body, headers)
+    basic = {"Authorization": f"Basic {b64encode(given.encode()).decode()}"}
+    connection.request(method, route, body, basic | dict(headers))
     reply = connection.getresponse()
     found = reply.status, reply.read()
     connection.close()
@@ -148,7 +149,7 @@ def test_no_request_without_a_login(served: tuple[Place, Any], login: str) -> No
         ("GET", "/store/wait"),
     ):
         assert ask(place, method, route, b"1" * 30, login)[0] == 401
-    assert ask(place, "GET", "/store/list", Authorization="Basic ???")[0] == 401
+    assert ask(place, "GET", "/store/list", headers={"Authorization": "Basic ???"})[0] == 401
     assert server.folder.list("", "", PATIENCE) == []
 
 
@@ -197,7 +198,7 @@ def test_a_body_is_bounded(served: tuple[Place, Any]) -> None:
     place, server = served
     route = f"/store/object/part/{SITE}/1"
     assert ask(place, "POST", route, bytes(MOST_RAW_BYTES + 1))[0] == 413
-    assert ask(place, "POST", route, login=None, **{"Transfer-Encoding": "chunked"})[0] in (
+    assert ask(place, "POST", route, headers={"Transfer-Encoding": "chunked"})[0] in (
         400,
         411,
     )
@@ -248,7 +249,7 @@ def test_a_quota_of_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         store.delete(f"part/{SITE}/1")
         assert store.create(f"part/{SITE}/2", bytes(2000))
         for _ in range(10):
-            store.replace(f"island/{SITE}-1", bytes(5000)), "it replaces itself"
+            store.replace(f"island/{SITE}-1", bytes(5000))
 
 
 def test_some_of_the_disk_stays_free(tmp_path: Path) -> None:
@@ -279,8 +280,8 @@ def test_a_clock_that_is_a_year_off(
     """Seen from here, a certificate that an authority has signed is not valid yet, or any more."""
     path, now = tmp_path / "run" / OWN_FOLDER, datetime.datetime.now(datetime.UTC)
     path.mkdir(parents=True)
-    days = (datetime.timedelta(days=number) for number in (first, last))
-    certificate, key = make_certificate(*(now + one for one in days), address="127.0.0.1")
+    begin, end = (now + datetime.timedelta(days=number) for number in (first, last))
+    certificate, key = make_certificate(begin, end)
     (path / "certificate.pem").write_bytes(certificate)
     (path / "key.pem").write_bytes(key)
     with https_place(tmp_path / "run") as (place, server):
@@ -394,6 +395,34 @@ def test_a_reply_that_was_lost(tmp_path: Path) -> None:
         assert store.create(f"part/{SITE}/1", b"content")
         assert count == [True, True]
         proxy.close()
+
+
+def test_a_connection_that_dies_without_a_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No packet passes any more on the connections that there are; a new one works."""
+    monkeypatch.setattr(attempts, "ATTEMPT_SECONDS", (0.3, PATIENCE))
+    with https_place(tmp_path / "run") as (place, _):
+        proxy = Proxy(place.port)
+        store = open_store(replace(address_of(place), port=proxy.port).line)
+        proxy.silence()
+        assert store.create(f"part/{SITE}/1", b"content")
+        assert any("trying again" in one for one in caplog.messages)
+        store.close()
+        proxy.close()
+
+
+@pytest.mark.parametrize("verb", ["create", "replace"])
+def test_a_full_disk_of_the_server(served: tuple[Place, Any], verb: str) -> None:
+    place, server = served
+    store = place.open()
+
+    def fail(*_: object) -> None:
+        raise FullError("/srv: No space left on device; free some space on this disk")
+
+    setattr(server.folder, verb, fail)
+    with pytest.raises(FullError, match=r"https://.*: /srv: No space left on device; free some"):
+        getattr(store, verb)(place.note, b"")
 
 
 def test_many_clients_wait_with_one_thread(served: tuple[Place, Any]) -> None:

@@ -5,6 +5,8 @@ It says "ready", and begins with a line from its parent.
 
 import json
 import sys
+from collections.abc import Callable
+from typing import Any
 
 from torchtitan_diloco.hardware import end_with_parent
 from torchtitan_diloco.store import LargeObjects, Store, open_store
@@ -25,13 +27,16 @@ def payload(megabytes: int) -> bytes:
     return b"".join(number.to_bytes(4, "little") * 2**18 for number in range(megabytes))
 
 
+VERBS: dict[str, Callable[..., Any]] = {"race": race, "upload": upload}
+
+
 def main() -> None:
     end_with_parent()
     location, verb, *words = sys.argv[1:]
     store = open_store(location)
     print("ready", flush=True)
     sys.stdin.readline()
-    print(json.dumps({"race": race, "upload": upload}[verb](store, *words)), flush=True)
+    print(json.dumps(VERBS[verb](store, *words)), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """A store: objects under names, in a folder, behind an https server, or in a bucket.
 
 `open_store(location)` takes the path of a folder, a join file or `https://` for a folder that
-`server.py` gives, `s3://BUCKET/PATH`, `gs://BUCKET/PATH` or `az://ACCOUNT/CONTAINER/PATH`. All of
+`server.py` gives, `s3://BUCKET/PATH`, `gs://BUCKET/PATH` or `az://CONTAINER/PATH`. All of
 them keep the same promises, and any thread may call a store. Calls wait.
 
 Names

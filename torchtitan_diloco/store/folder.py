@@ -13,6 +13,7 @@ import stat
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from io import FileIO
 from pathlib import Path
 
 from torchtitan_diloco.store.errors import (
@@ -29,6 +30,7 @@ from torchtitan_diloco.store.store import MOST_RAW_BYTES, Backend, Listed, Raw
 TEMPORARY = ".tmp"
 STALE_SECONDS = 3600.0
 """Age of a temporary file whose writer must be dead."""
+FOLDER_ATTEMPTS = 20
 NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 FULL = {errno.ENOSPC, errno.EDQUOT}
 FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
@@ -102,7 +104,12 @@ class Folder(Backend):
 
     def delete(self, name: str, seconds: float) -> None:  # noqa: ARG002
         with self._explain(), suppress(FileNotFoundError):
-            (self.path / name).unlink()
+            path = self.path / name
+            path.unlink()
+            with suppress(OSError):  # it is not empty
+                for _ in range(name.count("/") - 1):  # not the first one, which many watch
+                    path = path.parent
+                    path.rmdir()
 
     def wait(self, prefix: str, mark: str, seconds: float) -> str:
         end = time.monotonic() + seconds
@@ -130,9 +137,8 @@ class Folder(Backend):
         """Write a file beside an object, flush it, and delete it in the end."""
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{TEMPORARY}")
         self._check_identity()
-        self._make_folders(path.parent)
         try:
-            with temporary.open("xb", buffering=0) as file:
+            with self._open(temporary) as file:
                 rest = memoryview(content)
                 while rest:
                     rest = rest[file.write(rest) :]
@@ -140,6 +146,14 @@ class Folder(Backend):
             yield temporary
         finally:
             temporary.unlink(missing_ok=True)  # it is gone if it was renamed
+
+    def _open(self, path: Path) -> FileIO:
+        """Open a new file. Its folder may be deleted as an empty one meanwhile."""
+        for _ in range(FOLDER_ATTEMPTS):
+            self._make_folders(path.parent)
+            with suppress(FileNotFoundError):
+                return path.open("xb", buffering=0)
+        raise PassingError(f"{path.parent} is deleted again and again")
 
     def _link(self, temporary: Path, path: Path) -> bool:
         """Give a file its name, and return False if another one has it."""

@@ -156,10 +156,12 @@ class Https(Backend):
     def _read(
         self, reply: urllib3.BaseHTTPResponse, route: str, seconds: float, most: int
     ) -> bytes:
-        end, raw = time.monotonic() + seconds + most / SLOWEST, bytearray()
+        end, size = time.monotonic() + seconds + most / SLOWEST, 0
+        pieces = list[bytes]()
         for piece in reply.stream(READ_BYTES, decode_content=False):
-            raw += piece
-            if len(raw) > most:
+            pieces.append(piece)
+            size += len(piece)
+            if size > most:
                 reply.close()
                 raise DamagedError(
                     f"{self.location}: the reply to {route} has more than {most} bytes, and no "
@@ -167,7 +169,7 @@ class Https(Backend):
                 )
             if time.monotonic() > end:
                 raise TimeoutError("the reply does not end")
-        return bytes(raw)
+        return b"".join(pieces)
 
     def _modified(self, reply: _Reply, modified: float) -> float:
         """Return when something was modified, on the clock of this machine."""

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from types import TracebackType
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 
@@ -32,7 +32,7 @@ class _Head(msgspec.Struct, forbid_unknown_fields=True):
 
     size: int
     chunk_bytes: int
-    root: str
+    root: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
 
     def names(self, name: str) -> list[str]:
         return chunk_names(name, self.root, -(-self.size // self.chunk_bytes))

@@ -4,6 +4,7 @@ They are kept in the folder `.serve` in it, which no name of an object reaches: 
 server's certificate, and a join file for each site.
 """
 
+import fcntl
 import hmac
 import re
 import secrets
@@ -52,7 +53,8 @@ class Logins:
             if not self._path.exists():
                 self._save(_File(address="localhost", port=0, logins={}))
             self.fingerprint = fingerprint_of(self.certificate.read_bytes())
-        self._read_at, self._file = 0, self._load()
+        self._read_as: object = None
+        self._file = self._load()
 
     @property
     def names(self) -> list[str]:
@@ -66,49 +68,56 @@ class Logins:
 
     def set_address(self, address: str, port: int) -> None:
         """Set where sites reach the server, and write their join files again."""
-        file = self._fresh()
-        file.address, file.port = address, port
-        self._save(file)
-        for name in file.logins:
-            self._write_join_file(file, name)
+        with self._change() as file:
+            file.address, file.port = address, port
+            for name in file.logins:
+                self._write_join_file(file, name)
 
     def add(self, name: str, *, owner: bool = False) -> Path:
         """Add a login and return its join file."""
-        file = self._fresh()
         if not re.fullmatch(LOGIN, name):
             raise RefusedError(
                 f"site {name[:80]!r}: give a name of at most 60 of the characters A-Z, a-z, 0-9, "
                 "'.', '-' and '_', which begins with a letter, a digit or '_'"
             )
-        if name in file.logins:
-            raise RefusedError(f"site {name} has a login: {self.join_file(name)} is its join file")
-        file.logins[name] = Login(password=secrets.token_urlsafe(24), owner=owner)
-        self._save(file)
-        return self._write_join_file(file, name)
+        with self._change() as file:
+            if name in file.logins:
+                raise RefusedError(
+                    f"site {name} has a login: {self.join_file(name)} is its join file"
+                )
+            file.logins[name] = Login(password=secrets.token_urlsafe(24), owner=owner)
+            return self._write_join_file(file, name)
 
     def renew(self, name: str) -> Path:
         """Give a login another password and return its new join file."""
-        file = self._known(name)
-        file.logins[name].password = secrets.token_urlsafe(24)
-        self._save(file)
-        return self._write_join_file(file, name)
+        with self._change() as file:
+            self._known(file, name).password = secrets.token_urlsafe(24)
+            return self._write_join_file(file, name)
 
     def revoke(self, name: str) -> None:
         """Remove a login. Its objects stay."""
-        file = self._known(name)
-        del file.logins[name]
-        self._save(file)
-        self.join_file(name).unlink(missing_ok=True)
+        with self._change() as file:
+            self._known(file, name)
+            del file.logins[name]
+            self.join_file(name).unlink(missing_ok=True)
 
     def join_file(self, name: str) -> Path:
         return self._folder / f"join-{name}.txt"
 
-    def _known(self, name: str) -> _File:
-        file = self._fresh()
+    def _known(self, file: _File, name: str) -> Login:
         if name not in file.logins:
             there = ", ".join(file.logins) or "none"
             raise RefusedError(f"there is no site {name[:80]}; there are: {there}")
-        return file
+        return file.logins[name]
+
+    @contextmanager
+    def _change(self) -> Iterator[_File]:
+        """Yield the list, and save it. No other process changes it meanwhile."""
+        with self._files(), (self._folder / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            file = self._load()
+            yield file
+            self._save(file)
 
     def _write_join_file(self, file: _File, name: str) -> Path:
         address = Address(
@@ -126,13 +135,13 @@ class Logins:
     def _fresh(self) -> _File:
         """Return the list as it is now."""
         with self._files():
-            if self._path.stat().st_mtime_ns != self._read_at:
+            if self._state() != self._read_as:
                 self._file = self._load()
         return self._file
 
     def _load(self) -> _File:
         with self._files():
-            self._read_at = self._path.stat().st_mtime_ns
+            self._read_as = self._state()
             content = self._path.read_bytes()
         try:
             return msgspec.json.decode(content, type=_File)
@@ -141,6 +150,11 @@ class Logins:
                 f"{self._path} is damaged ({error}); restore it, or delete it and give each site a "
                 "new join file"
             ) from error
+
+    def _state(self) -> tuple[int, int, int]:
+        """Return what is another one whenever the list is written."""
+        found = self._path.stat()
+        return found.st_mtime_ns, found.st_ino, found.st_size
 
     def _save(self, file: _File) -> None:
         with self._files():

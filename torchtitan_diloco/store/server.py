@@ -120,9 +120,9 @@ class Server:
 
     def stop(self) -> None:
         """End all connections."""
-        with suppress(RuntimeError):  # it has ended
+        with suppress(RuntimeError):  # it has ended, or was not started
             self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join()
+            self._thread.join()
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)

@@ -3,7 +3,7 @@
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
 
-from torchtitan_diloco.store.errors import PassingError
+from torchtitan_diloco.store.errors import PassingError, StoreError
 from torchtitan_diloco.store.folder import Folder
 
 MOST_WATCHES = 16
@@ -52,7 +52,7 @@ class Watches:
                     mark = await loop.run_in_executor(
                         self._pool, self._folder.wait, prefix, watch.mark, TURN_SECONDS
                     )
-                except PassingError:
+                except (PassingError, StoreError):
                     await asyncio.sleep(TURN_SECONDS)
                     continue
                 watch.tell(mark)
