@@ -62,13 +62,12 @@ class Https(Backend):
         self.location = f"https://{address.place}"
         self.own_prefix = parts_of(address.login)
         self._address = address
-        pinned = bool(address.fingerprint)
         self._pool = urllib3.HTTPSConnectionPool(
             address.host,
             address.port,
             maxsize=MOST_CONNECTIONS,
             retries=False,
-            cert_reqs=ssl.CERT_NONE if pinned else ssl.CERT_REQUIRED,
+            ssl_context=_context(pinned=bool(address.fingerprint)),
             assert_fingerprint=address.fingerprint or None,
             socket_options=socket_options(),
         )
@@ -232,6 +231,16 @@ class Https(Backend):
 def _pieces(content: bytes) -> Iterator[bytes]:
     for at in range(0, len(content), PIECE_BYTES):
         yield content[at : at + PIECE_BYTES]
+
+
+def _context(*, pinned: bool) -> ssl.SSLContext:
+    """Return a context for all connections: reading what the system trusts takes long."""
+    if not pinned:
+        return ssl.create_default_context()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE  # the pool compares the certificate itself
+    return context
 
 
 def socket_options() -> list[tuple[int, int, int]]:
