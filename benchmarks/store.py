@@ -1,0 +1,148 @@
+"""Rates and times of the three stores on this machine.
+
+    .venv/bin/python -m benchmarks.store [--stores folder,https,bucket] [--streams 1,4] [--rounds 7]
+
+A large object of --megabytes is stored and fetched, in chunks over --streams connections. The small
+operations have a content of 2 kB, as a decision has. Client and server are processes of their own
+on the same machine, over the loopback: what a link adds is not in it. The bucket is moto, a
+stand-in for tests, whose own time is most of what is measured: only real providers show what theirs
+take. CPU is that of the client.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from benchmarks import core
+from tests.store.places import SITE, BucketServer
+from torchtitan_diloco.hardware import end_with_parent
+from torchtitan_diloco.store import LargeObjects, Store, open_store
+
+STORES = "folder", "https", "bucket"
+OWN, NOTE = f"part/{SITE}/", f"island/{SITE}-1"
+SMALL, LISTED = bytes(2000), 100
+RATE_HEADER = "store | streams | up, MB/s | down, MB/s | CPU up, ms/MB | CPU down, ms/MB | n"
+TIME_HEADER = f"store | create | replace | get | get, missing | list of {LISTED} | wait | n"
+
+
+def serve(folder: Path, pipe: Connection) -> None:
+    """Serve a folder in this process, and send the path of a join file."""
+    from torchtitan_diloco.store.server import Server
+
+    end_with_parent()
+    server = Server(folder, host="127.0.0.1")
+    server.start()
+    server.logins.set_address("127.0.0.1", server.port)
+    pipe.send(server.logins.add(SITE))
+    with contextlib.suppress(EOFError):
+        pipe.recv()
+    server.stop()
+
+
+@contextlib.contextmanager
+def opened(kind: str) -> Iterator[Store]:
+    """Yield a store of this kind that is empty."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        location = f"{folder}/run"
+        if kind == "https":
+            here, there = multiprocessing.Pipe()
+            server = multiprocessing.get_context("spawn").Process(
+                target=serve, args=(Path(location), there), daemon=True
+            )
+            server.start()
+            location = str(here.recv())
+            stack.callback(server.join)
+            stack.callback(here.send, None)
+        elif kind == "bucket":
+            bucket = BucketServer()
+            stack.callback(bucket.close)
+            os.environ |= bucket.environment
+            location = "s3://run/benchmark"
+        store = open_store(location)
+        stack.callback(store.close)
+        yield store
+
+
+def rates(store: Store, kind: str, streams: int, megabytes: float, rounds: int) -> list[str]:
+    """Return a row about a large object."""
+    content = os.urandom(round(1e6 * megabytes))
+    up, down = list[core.Seconds](), list[core.Seconds]()
+    with LargeObjects(store, streams) as large:
+        for number in range(1 + rounds):
+            name = f"{OWN}large-{streams}-{number}"
+            up.append(core.timed(lambda name=name: large.create(name, content)))  # type: ignore[misc]
+            down.append(core.timed(lambda name=name: large.get(name, len(content))))  # type: ignore[misc]
+            large.delete(name)
+    columns = [
+        *(core.summary([megabytes / one.wall for one in way[1:]], ",.0f") for way in (up, down)),
+        *(core.summary([one.cpu / megabytes for one in way[1:]], ".1f", 1e3) for way in (up, down)),
+    ]
+    return [kind, str(streams), *columns, str(rounds)]
+
+
+def times(store: Store, kind: str, rounds: int) -> list[str]:
+    """Return a row about small objects."""
+    for number in range(LISTED):
+        store.create(f"{OWN}listed/{number:03d}", SMALL)
+    numbers = iter(range(10**6))
+    tasks = {
+        "create": lambda: store.create(f"{OWN}{next(numbers)}", SMALL),
+        "replace": lambda: store.replace(NOTE, SMALL),
+        "get": lambda: store.get(f"{OWN}listed/050"),
+        "missing": lambda: store.get(f"{OWN}missing"),
+        "list": lambda: store.list(f"{OWN}listed/"),
+    }
+    found = core.take_turns(
+        {name: lambda task=task: core.timed(task).wall for name, task in tasks.items()},  # type: ignore[misc]
+        rounds,
+    )
+    found["wait"] = [] if kind == "bucket" else [wait_time(store) for _ in range(rounds)]
+    columns = [core.summary(values, ".1f", 1e3) if values else "-" for values in found.values()]
+    return [kind, *columns, str(rounds)]
+
+
+def wait_time(store: Store) -> float:
+    """Return the seconds from the end of a change to the end of a wait for it."""
+    ended, mark = list[float](), store.wait("island/", "", 10.0)
+
+    def wait() -> None:
+        store.wait("island/", mark, 10.0)
+        ended.append(time.perf_counter())
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    time.sleep(0.1)
+    store.replace(NOTE, SMALL)
+    changed = time.perf_counter()
+    thread.join()
+    return ended[0] - changed
+
+
+def main() -> None:
+    parser = core.build_parser(__doc__)
+    add = parser.add_argument
+    add("--stores", type=core.one_of(STORES), default="")
+    add("--streams", type=core.list_of(int), default=[1, 4])
+    add("--megabytes", type=float, default=64.0)
+    add("--rounds", type=core.positive, default=7)
+    options = parser.parse_args()
+    of_rates, of_times = list[list[str]](), list[list[str]]()
+    for kind in options.stores:
+        with opened(kind) as store:
+            for streams in options.streams:
+                row = rates(store, kind, streams, options.megabytes, options.rounds)
+                of_rates.append(row)
+            of_times.append(times(store, kind, 3 * options.rounds))
+    core.print_table(f"An object of {options.megabytes:g} MB", RATE_HEADER, of_rates)
+    core.print_table("Small operations, ms", TIME_HEADER, of_times)
+    print(f"\nload of this machine at the end: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
+
+
+if __name__ == "__main__":
+    main()

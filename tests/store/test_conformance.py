@@ -1,0 +1,383 @@
+"""What every store promises."""
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as some
+
+from tests.store.places import PATIENCE, Place, bucket_environment, start_writer
+from tests.store.proxy import Proxy
+from tests.store.writer import payload
+from torchtitan_diloco.store import (
+    MOST_BYTES,
+    AwayError,
+    ClosedError,
+    DamagedError,
+    LargeObjects,
+    Store,
+    StoreError,
+)
+from torchtitan_diloco.store.address import read_join_file
+
+SEGMENTS = some.from_regex(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,20}", fullmatch=True)
+CONTENTS = some.binary(max_size=2000)
+SAME_STORE = settings(
+    max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None
+)
+
+
+def test_an_object_is_created_once(place: Place, store: Store) -> None:
+    name = f"{place.own}a"
+    assert store.get(name) is None
+    assert store.create(name, b"first")
+    assert store.create(name, b"first"), "a repeated attempt"
+    assert not store.create(name, b"second")
+    assert not store.create(name, b"")
+    found = store.get(name)
+    assert found is not None
+    assert found.content == b"first"
+    store.delete(name)
+    store.delete(name)
+    assert store.get(name) is None
+    assert store.create(name, b"second")
+
+
+def test_a_note_is_replaced(place: Place, store: Store) -> None:
+    for content in (b"1", b"2" * 1000, b""):
+        store.replace(place.note, content)
+        found = store.get(place.note)
+        assert found is not None
+        assert found.content == content
+        assert 0 <= found.age < PATIENCE
+    [entry] = store.list("island/")
+    assert entry[:2] == (place.note, 0)
+    assert 0 <= entry.age < PATIENCE
+
+
+@SAME_STORE
+@given(segments=some.lists(SEGMENTS, min_size=1, max_size=3), content=CONTENTS)
+def test_any_name_and_content(
+    place: Place, store: Store, segments: list[str], content: bytes
+) -> None:
+    name = f"{place.own}{len(segments)}/{'/'.join(segments)}"
+    assert store.create(name, content)
+    found = store.get(name)
+    assert found is not None
+    assert found.content == content
+    assert name in [one.name for one in store.list(place.own)]
+    store.delete(name)
+
+
+def test_a_list_is_sorted_and_begins_where_it_is_told_to(place: Place, store: Store) -> None:
+    names = ["b", "a", "b.1", "b-1", "a/c/d", "a/b", "ab", "a.x", "B", "c0", "c1"]
+    names.remove("a")  # the folder of others
+    written = sorted(f"{place.own}{name}" for name in names)
+    for name in written:
+        assert store.create(name, name.encode())
+    for prefix in ("", "a", "a/", "a/c", "b", "b.", "c", "d"):
+        expected = [one for one in written if one.startswith(place.own + prefix)]
+        assert [one.name for one in store.list(place.own + prefix)] == expected, prefix
+        for after in written:
+            later = [one for one in expected if one > after]
+            assert [one.name for one in store.list(place.own + prefix, after)] == later
+    assert {one.size for one in store.list(f"{place.own}b.")} == {len(f"{place.own}b.1")}
+
+
+@pytest.mark.parametrize("name", ["", "..", "a/../b", ".a", "a/.b", "/a", "a/", "a//b", "a b", "ä"])
+def test_no_other_names(store: Store, name: str) -> None:
+    for call in (store.get, store.delete, lambda name: store.create(name, b"")):
+        with pytest.raises(StoreError, match="names no object"):
+            call(name)
+
+
+def test_sizes_are_bounded(place: Place, store: Store) -> None:
+    with pytest.raises(StoreError, match="cut it into chunks"):
+        store.create(f"{place.own}a", bytes(MOST_BYTES + 1))
+    assert store.create(f"{place.own}a", bytes(MOST_BYTES))
+    found = store.get(f"{place.own}a")
+    assert found is not None
+    assert found.content == bytes(MOST_BYTES)
+
+
+def test_of_two_processes_one_creates(place: Place, store: Store) -> None:
+    count, owners = 20, ("one", "two")
+    prefix = f"{place.own}race/"
+    writers = [start_writer(place, "race", prefix, own, str(count)) for own in owners]
+    for writer in writers:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == "ready\n"
+    for writer in writers:
+        assert writer.stdin is not None
+        writer.stdin.write("\n")
+        writer.stdin.flush()
+    first, second = (json.loads(writer.communicate(timeout=PATIENCE)[0]) for writer in writers)
+    for number in range(count):
+        assert first[number] != second[number]
+        found = store.get(f"{prefix}{number}")
+        assert found is not None
+        assert found.content == owners[second[number]].encode()
+
+
+def test_a_list_has_all_that_was_there_before(place: Place, store: Store) -> None:
+    created, count = list[str](), 60 if place.kind == "folder" else 25
+
+    def create() -> None:
+        for number in range(count):
+            store.create(f"{place.own}{number:03d}", b"")
+            created.append(f"{place.own}{number:03d}")
+
+    thread = threading.Thread(target=create)
+    thread.start()
+    while thread.is_alive():
+        before = list(created)
+        names = [one.name for one in store.list(place.own)]
+        assert names == sorted(names)
+        assert set(before) <= set(names)
+    thread.join()
+    assert [one.name for one in store.list(place.own)] == created
+
+
+def test_readers_see_one_content_or_the_other(place: Place, store: Store) -> None:
+    contents = [bytes([number]) * 5000 for number in range(20)]
+    store.replace(place.note, contents[0])
+    done = threading.Event()
+
+    def replace_all() -> None:
+        for content in contents:
+            store.replace(place.note, content)
+        done.set()
+
+    thread = threading.Thread(target=replace_all)
+    thread.start()
+    seen = 0
+    while not done.is_set():
+        found = store.get(place.note)
+        assert found is not None
+        assert found.content in contents
+        seen += 1
+    thread.join()
+    assert seen
+
+
+def test_a_wait_ends_when_something_changes(place: Place, store: Store) -> None:
+    mark = store.wait(place.own, "", PATIENCE)
+    assert mark
+    for change in (
+        lambda: store.create(f"{place.own}a", b"1"),
+        lambda: store.delete(f"{place.own}a"),
+    ):
+        timer = threading.Timer(0.05, change)
+        timer.start()
+        # A bucket tells nothing: it sleeps.
+        seconds = 0.2 if place.kind == "bucket" else PATIENCE
+        following = store.wait(place.own, mark, seconds)
+        assert (following != mark) == (place.kind != "bucket")
+        mark = following
+        timer.join()
+
+
+def test_a_wait_misses_nothing(place: Place, store: Store) -> None:
+    """A change between a mark and the wait with it ends the wait at once."""
+    store.replace(place.note, b"0")
+    mark = store.wait("island/", "", PATIENCE)
+    for number in range(5):
+        store.replace(place.note, str(number).encode())
+        mark = store.wait("island/", mark, 0.01 if place.kind == "bucket" else PATIENCE)
+        found = store.get(place.note)
+        assert found is not None
+        assert found.content == str(number).encode()
+
+
+def test_a_wait_without_changes_ends(place: Place, store: Store) -> None:
+    mark = store.wait(place.own, "", PATIENCE)
+    assert store.wait(place.own, mark, 0.1) == mark
+
+
+@pytest.mark.parametrize("damage", ["truncated", "altered", "emptied", "longer"])
+def test_damage_is_named(place: Place, store: Store, damage: str) -> None:
+    name = f"{place.own}a"
+    store.create(name, b"content" * 10)
+    raw = place.read_raw(name)
+    place.write_raw(
+        name,
+        {
+            "truncated": raw[:-30],
+            "altered": b"C" + raw[1:],
+            "emptied": b"",
+            "longer": raw + bytes(MOST_BYTES),
+        }[damage],
+    )
+    with pytest.raises(DamagedError, match=name):
+        store.get(name)
+
+
+def test_a_closed_store_says_so(place: Place) -> None:
+    store = place.open()
+    store.close()
+    with pytest.raises(ClosedError):
+        store.get("a")
+
+
+# --- large objects --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def large(store: Store) -> Iterator[LargeObjects]:
+    with LargeObjects(store, 4, chunk_bytes=1000) as found:
+        yield found
+
+
+def fetch(large: LargeObjects, name: str, most: int) -> bytes | None:
+    found = large.get(name, most)
+    return None if found is None else bytes(found)
+
+
+@pytest.mark.parametrize("size", [0, 1, 999, 1000, 1001, 3500])
+def test_a_content_of_any_size(place: Place, store: Store, large: LargeObjects, size: int) -> None:
+    name, content = f"{place.own}a", bytes(number % 251 for number in range(size))
+    assert large.get(name, size) is None
+    assert large.create(name, memoryview(content))
+    assert large.create(name, content)
+    assert not large.create(name, content + b"x")
+    assert fetch(large, name, size) == content
+    chunks = -(-size // 1000) if size >= 1000 else 0
+    assert len(store.list(place.own)) == 1 + chunks, "the loser's chunks are gone"
+    large.delete(name)
+    assert large.get(name, size) is None
+    assert store.list(place.own) == []
+
+
+def test_damage_of_a_chunk_is_named(place: Place, store: Store, large: LargeObjects) -> None:
+    name, content = f"{place.own}a", bytes(3500)
+    large.create(name, content)
+    third = store.list(f"{name}.")[2].name
+    raw = place.read_raw(third)
+    place.write_raw(third, b"x" + raw[1:])
+    with pytest.raises(DamagedError, match=third):
+        large.get(name, 3500)
+    store.delete(third)
+    with pytest.raises(DamagedError, match=r"chunk 3 of 4 .* is missing"):
+        large.get(name, 3500)
+    store.create(third, b"another chunk")
+    with pytest.raises(DamagedError, match=r"chunk 3 of 4 .* has 13 bytes, not 1000"):
+        large.get(name, 3500)
+    store.delete(third)
+    store.create(third, b"x" * 1000)
+    with pytest.raises(DamagedError, match="another content"):
+        large.get(name, 3500)
+
+
+@pytest.mark.parametrize(
+    ("head", "says"),
+    [
+        (b"", "is no large object"),
+        (b"\1", "is no large object"),
+        (b"\1{}", "is no large object"),
+        (b'\1{"size": 10, "chunk_bytes": 0, "root": "0123456789abcdef"}', "sizes that cannot be"),
+        (
+            b'\1{"size": -10, "chunk_bytes": 1000, "root": "0123456789abcdef"}',
+            "sizes that cannot be",
+        ),
+        (
+            b'\1{"size": 1e15, "chunk_bytes": 1000, "root": "0123456789abcdef"}',
+            "is no large object",
+        ),
+        (
+            b'\1{"size": 1000000000000000, "chunk_bytes": 1, "root": "0123456789abcdef"}',
+            "at most 5000 are",
+        ),
+        (b'\1{"size": 10, "chunk_bytes": 9, "root": "../a"}', "is no large object"),
+    ],
+)
+def test_a_writer_may_claim_anything(
+    place: Place, store: Store, large: LargeObjects, head: bytes, says: str
+) -> None:
+    store.create(f"{place.own}a", head)
+    with pytest.raises(DamagedError, match=says):
+        large.get(f"{place.own}a", 5000)
+
+
+def test_a_cut_does_not_end_a_transfer(
+    place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """64 MB with a cut in the middle of the upload and of the download."""
+    if place.kind == "folder":
+        pytest.skip("a folder has no connections")
+    caplog.set_level(logging.INFO, "torchtitan_diloco")
+    proxy = Proxy(place.port)
+    if place.kind == "https":
+        address = replace(read_join_file(Path(place.location)), port=proxy.port)
+        through = replace(place, location=address.line)
+    else:
+        through = place
+        for key, value in bucket_environment(proxy.port).items():
+            monkeypatch.setenv(key, value)
+    store, content, name = through.open(), payload(64), f"{place.own}large"
+    with LargeObjects(store, 4) as large:
+        proxy.cut_after(20_000_000, 20_000_000)
+        assert large.create(name, content)
+        assert proxy.cuts == 2
+        proxy.cut_after(30_000_000)
+        assert fetch(large, name, len(content)) == content
+        assert proxy.cuts == 3
+    assert any("trying again" in message for message in caplog.messages)
+    store.close()
+    proxy.close()
+
+
+def test_a_transfer_is_resumed(place: Place, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, content = f"{place.own}a", bytes(number % 251 for number in range(9500))
+    sent, create = list[str](), Store.create
+
+    def break_off(self: Store, name: str, *rest: bytes) -> bool:
+        if len(sent) == 4:
+            raise AwayError("the link is cut")
+        sent.append(name)
+        return create(self, name, *rest)
+
+    def note_and_create(self: Store, name: str, *rest: bytes) -> bool:
+        sent.append(name)
+        return create(self, name, *rest)
+
+    with LargeObjects(store, 1, chunk_bytes=1000) as large:
+        with monkeypatch.context() as patch:
+            patch.setattr(Store, "create", break_off)
+            with pytest.raises(AwayError):
+                large.create(name, content)
+        assert large.get(name, len(content)) is None
+        with monkeypatch.context() as patch:
+            patch.setattr(Store, "create", note_and_create)
+            assert large.create(name, content, resume=True)
+        assert fetch(large, name, len(content)) == content
+    assert len(sent) == 11, "each chunk was sent once, and the head"
+    assert len(set(sent)) == 11
+
+
+def test_a_killed_upload_is_resumed(place: Place, store: Store) -> None:
+    """Kill a process in the middle of its upload: there is no object, and another one goes on."""
+    name, content = f"{place.own}a", payload(24)
+    writer = start_writer(place, "upload", name, "24")
+    assert writer.stdin is not None
+    assert writer.stdout is not None
+    writer.stdout.readline()
+    writer.stdin.write("\n")
+    writer.stdin.flush()
+    until = time.monotonic() + PATIENCE
+    while not store.list(f"{name}."):
+        assert time.monotonic() < until
+        time.sleep(0.005)
+    writer.kill()
+    writer.communicate()
+    with LargeObjects(store, 2) as large:
+        assert fetch(large, name, len(content)) in (None, content), "it may have been faster"
+        assert large.create(name, content, resume=True)
+        assert fetch(large, name, len(content)) == content
+        large.delete(name)
+    assert store.list(place.own) == []

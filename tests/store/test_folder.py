@@ -1,0 +1,313 @@
+"""What a folder has to promise beside the others: writers that die, disks that fill."""
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.store.places import PATIENCE
+from torchtitan_diloco.hardware import end_with_parent
+from torchtitan_diloco.store import (
+    AwayError,
+    FullError,
+    RefusedError,
+    Store,
+    StoreError,
+    notify,
+    open_store,
+)
+from torchtitan_diloco.store import folder as module
+from torchtitan_diloco.store.folder import Folder
+from torchtitan_diloco.store.seal import checksum, seal
+
+OLD, NEW = b"old content" * 100, b"new content" * 200
+
+
+def sealed(content: bytes) -> bytes:
+    return seal(content, checksum(content))
+
+
+def _kill_before_call(number: int) -> None:
+    """Kill this process before it calls its `number`-th function in C, such as a system call."""
+    left = number
+
+    def profile(_frame: object, event: str, _argument: object) -> None:
+        nonlocal left
+        if event == "c_call":
+            left -= 1
+            if left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.setprofile(profile)
+
+
+def _write_and_die(path: Path, verb: str) -> list[str]:
+    """Write an object in one process after another, each of which is killed one call later than the
+    one before, until one ends. Return what a reader found after each: old, new or missing."""
+    found = list[str]()
+    while True:
+        folder = Folder(path / str(len(found)))
+        if verb == "replace":
+            folder.replace("a/b", sealed(OLD), PATIENCE)
+        child = os.fork()
+        if child == 0:
+            end_with_parent()
+            _kill_before_call(len(found) + 1)
+            getattr(folder, verb)("a/b", sealed(NEW), PATIENCE)
+            sys.setprofile(None)
+            os._exit(0)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        raw = folder.get("a/b", PATIENCE)
+        contents = {sealed(OLD): "old", sealed(NEW): "new"}
+        found.append(contents.get(raw.content, "broken") if raw else "missing")
+        assert [one.name for one in folder.list("", "", PATIENCE)] == ["a/b"] * (raw is not None)
+        # Whatever was left is in nobody's way.
+        assert folder.create("a/b", sealed(NEW), PATIENCE) == (found[-1] != "old")
+        folder.replace("a/b", sealed(NEW), PATIENCE)
+        if code == 0:
+            return found
+        assert code == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(("verb", "before"), [("create", "missing"), ("replace", "old")])
+def test_a_writer_that_is_killed_leaves_all_or_nothing(
+    tmp_path: Path, verb: str, before: str
+) -> None:
+    code = "import json, sys; from pathlib import Path; from tests.store.test_folder import "
+    code += "_write_and_die; print(json.dumps(_write_and_die(Path(sys.argv[1]), sys.argv[2])))"
+    output = subprocess.check_output([sys.executable, "-c", code, str(tmp_path), verb], text=True)
+    found = json.loads(output)
+    changed = found.index("new")
+    assert changed > 10, "there are that many calls before"
+    assert found == [before] * changed + ["new"] * (len(found) - changed)
+    assert len(found) > changed + 3, "and some after"
+    left = [one for one in tmp_path.rglob(".*") if one.suffix == module.TEMPORARY]
+    assert left, "temporary files of those killed"
+    for path in tmp_path.iterdir():
+        for one in path.rglob(f".*{module.TEMPORARY}"):
+            os.utime(one, (0, 0))
+        Folder(path).tidy()
+    assert not [one for one in tmp_path.rglob(".*") if one.suffix == module.TEMPORARY]
+
+
+def test_temporary_files_are_kept_for_their_writer(tmp_path: Path) -> None:
+    young, other = tmp_path / ".a.1234.tmp", tmp_path / ".serve"
+    for path in (young, other):
+        path.write_text("")
+    os.utime(other, (0, 0))
+    store = open_store(tmp_path)
+    store.tidy()
+    assert young.exists()
+    assert other.exists()
+    assert store.list("") == []
+
+
+def test_no_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    with pytest.raises(RefusedError, match=r"no hard links .* use a local file system, NFS"):
+        open_store(tmp_path / "run")
+
+
+def test_a_file_system_on_which_links_replace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "link", os.replace)
+    monkeypatch.setattr(Path, "exists", lambda _: False)
+    with pytest.raises(RefusedError, match="a second writer could create"):
+        open_store(tmp_path / "run")
+
+
+def _fill_a_disk(folder: str) -> None:
+    """Fill a small file system of this process's own, and print the error."""
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "none", folder], check=True)
+    store = open_store(folder, patience=1.0)
+    assert store.create("a", bytes(100_000))
+    try:
+        store.create("b", bytes(200_000))
+    except FullError as error:
+        assert store.get("b") is None
+        assert not [one for one in os.listdir(folder) if one != "a"]  # noqa: PTH208
+        print(error)
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    code = "import sys; from tests.store.test_folder import _fill_a_disk; _fill_a_disk(sys.argv[1])"
+    command = ["unshare", "--mount", "--map-root-user", sys.executable, "-c", code, str(tmp_path)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        pytest.skip("needs unshare")
+    if done.returncode and ("unshare" in done.stderr or "mount" in done.stderr):
+        pytest.skip(f"no mounts here: {done.stderr.splitlines()[-1]}")
+    assert done.stdout == (
+        f"{tmp_path}: No space left on device; free some space on this disk\n"
+    ), done.stderr
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_no_rights(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(RefusedError, match=r"Permission denied; .*"):
+        open_store(tmp_path)
+
+
+def test_another_folder_in_its_place(tmp_path: Path) -> None:
+    """A file system that was mounted is gone: nothing is stored below its empty folder."""
+    path, aside = tmp_path / "run", tmp_path / "aside"
+    store = open_store(path, patience=0.2)
+    store.create("a", b"1")
+    path.rename(aside)
+    path.mkdir()
+    for call in (
+        lambda: store.create("b", b"1"),
+        lambda: store.get("a"),
+        lambda: store.list(""),
+        lambda: store.wait("", "", 1.0),
+    ):
+        with pytest.raises(AwayError, match="another folder than before; is it mounted"):
+            call()
+    assert not list(path.iterdir())
+    path.rmdir()
+    with pytest.raises(AwayError, match="No such file"):
+        store.get("a")
+    aside.rename(path)
+    assert store.create("b", b"1")
+
+
+def test_a_folder_is_made_only_in_one_that_is_there(tmp_path: Path) -> None:
+    with pytest.raises(RefusedError, match=r"there is no folder .*/typo; check the path"):
+        open_store(tmp_path / "typo" / "run")
+    with pytest.raises(RefusedError, match=r"there is no folder .*/run; check the path"):
+        open_store(tmp_path / "run", writes=None)
+    open_store(tmp_path / "run")
+    assert open_store(tmp_path / "run", writes=None).list("") == []
+
+
+def test_an_object_has_none_below_its_name(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    store.create("a", b"")
+    store.create("b/c", b"")
+    for call in (
+        lambda: store.create("a/b", b""),
+        lambda: store.create("b", b""),
+        lambda: store.get("b"),
+        lambda: store.replace("b", b""),
+    ):
+        with pytest.raises(StoreError, match="below its name"):
+            call()
+
+
+def test_files_of_others_are_no_objects(tmp_path: Path) -> None:
+    (tmp_path / "lost + found").mkdir()
+    (tmp_path / "lost + found" / "a").write_text("")
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    store = open_store(tmp_path)
+    store.create("a", b"")
+    assert [one.name for one in store.list("")] == ["a"]
+
+
+def test_the_age_of_what_is_read(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    store.create("a", b"")
+    os.utime(tmp_path / "a", (time.time() - 100,) * 2)
+    found = store.get("a")
+    assert found is not None
+    assert 99 < found.age < 100 + PATIENCE
+    [entry] = store.list("")
+    assert 99 < entry.age < 100 + PATIENCE
+
+
+def test_the_clock_of_the_store_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server of a file system has another clock than this machine."""
+    now = time.time
+    monkeypatch.setattr("torchtitan_diloco.store.store.time.time", lambda: now() + 1e6)
+    store = open_store(tmp_path)
+    store.create("a", b"")
+    found = store.get("a")
+    assert found is not None
+    assert found.age < PATIENCE
+
+
+@pytest.mark.parametrize("tells", [True, False])
+def test_a_wait_sleeps_until_it_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tells: bool
+) -> None:
+    """Without inotify, as on other systems, it looks again now and then."""
+    if tells and sys.platform != "linux":
+        pytest.skip("only on Linux")
+    if not tells:
+        monkeypatch.setattr(sys, "platform", "other")
+    else:
+        monkeypatch.setattr(notify, "TOLD_SECONDS", PATIENCE)
+    store, looks = open_store(tmp_path), list[str]()
+    mark_of = Folder._mark
+
+    def look(self: Folder, prefix: str) -> str:
+        looks.append(prefix)
+        return mark_of(self, prefix)
+
+    monkeypatch.setattr(Folder, "_mark", look)
+    store.create("run/1", b"")
+    mark = store.wait("run/", "", PATIENCE)
+    looks.clear()
+    timer = threading.Timer(0.3, lambda: store.create("run/2", b""))
+    timer.start()
+    assert store.wait("run/", mark, PATIENCE) != mark
+    timer.join()
+    if tells:
+        assert len(looks) <= 5, "one for each file operation of the writer"
+
+
+def test_a_wait_for_a_folder_that_is_not_there_yet(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    mark = store.wait("run/", "", PATIENCE)
+    timer = threading.Timer(0.1, lambda: store.create("run/1", b""))
+    timer.start()
+    assert store.wait("run/", mark, PATIENCE) != mark
+    timer.join()
+
+
+def test_empty_folders_do_not_pile_up(tmp_path: Path) -> None:
+    """Two writers make and delete the folders of each other."""
+    store = open_store(tmp_path)
+    failures = list[Exception]()
+
+    def write(own: str) -> None:
+        try:
+            for _ in range(100):
+                assert store.create(f"part/a/b/{own}", b"")
+                store.delete(f"part/a/b/{own}")
+        except Exception as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=write, args=(own,)) for own in "xy"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert list((tmp_path / "part").iterdir()) == []
+
+
+def test_folders_that_appear_are_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a power cut, what was created is there: each name that leads to it was flushed."""
+    store, flushed = Store(Folder(tmp_path)), list[str]()
+    flush = module._flush_folder
+
+    def note_and_flush(path: Path) -> None:
+        flushed.append(path.name)
+        flush(path)
+
+    monkeypatch.setattr(module, "_flush_folder", note_and_flush)
+    store.create("a/b/c", b"")
+    assert flushed == [tmp_path.name, "a", "b"]

@@ -1,0 +1,77 @@
+"""Attempts: repeat what failed for now, for a while, and say so in the log."""
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from torchtitan_diloco.log import brief, logger
+from torchtitan_diloco.store.errors import AwayError, ClosedError, PassingError
+
+T = TypeVar("T")
+ATTEMPT_SECONDS = (3.0, 6.0, 12.0, 24.0)
+"""Time without an answer after which an attempt fails: a new connection is often faster than one
+whose packets were lost. Later attempts wait for longer, as a link may be slow."""
+PAUSE, LONGEST_PAUSE = 0.1, 2.0
+"""Seconds between two attempts, twice as long after each, with up to half of it at random."""
+QUIET_SECONDS = 10.0
+"""Least time between two lines of the log about the same verb."""
+
+
+class Attempts:
+    """Calls of a backend that are repeated. Any thread may use this."""
+
+    def __init__(self, location: str, patience: float) -> None:
+        """`patience`: seconds for which a call is repeated."""
+        self._location, self._patience = location, patience
+        self._closed = threading.Event()
+        self._lock = threading.Lock()
+        self._failing: dict[str, float] = {}  # verb -> when it began to fail
+        self._said: dict[str, float] = {}
+
+    def run(self, verb: str, name: str, call: Callable[[float], T]) -> T:
+        """Return what `call` returns. It takes the seconds that an attempt waits for an answer."""
+        end, number, pause = time.monotonic() + self._patience, 0, PAUSE
+        while True:
+            if self._closed.is_set():
+                raise ClosedError(f"{self._location} was closed")
+            try:
+                result = call(ATTEMPT_SECONDS[min(number, len(ATTEMPT_SECONDS) - 1)])
+            except PassingError as error:
+                self._note_failure(verb, name, error)
+                if time.monotonic() + pause > end:
+                    raise AwayError(
+                        f"{self._location}: cannot {verb} {name or 'all'} for {self._patience:g} s "
+                        f"({error}); check that it can be reached from here"
+                    ) from error
+                self._closed.wait(pause * random.uniform(1.0, 1.5))
+                number, pause = number + 1, min(2 * pause, LONGEST_PAUSE)
+            else:
+                self._note_success(verb)
+                return result
+
+    def close(self) -> None:
+        """End the attempts of all threads with ClosedError, once the present ones have failed."""
+        self._closed.set()
+
+    @property
+    def closed(self) -> threading.Event:
+        return self._closed
+
+    def _note_failure(self, verb: str, name: str, error: PassingError) -> None:
+        now = time.monotonic()
+        with self._lock:
+            self._failing.setdefault(verb, now)
+            if now < self._said.get(verb, -QUIET_SECONDS) + QUIET_SECONDS:
+                return
+            self._said[verb] = now
+        logger.warning(f"{self._location}: cannot {verb} {name or 'all'} ({error}); trying again")
+
+    def _note_success(self, verb: str) -> None:
+        if not self._failing:  # without the lock, as it is so nearly always
+            return
+        with self._lock:
+            began = self._failing.pop(verb, None)
+        if began is not None and (seconds := time.monotonic() - began) > 1.0:
+            logger.info(f"{self._location}: can {verb} again, after {brief(seconds)}")

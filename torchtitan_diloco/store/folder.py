@@ -1,0 +1,266 @@
+"""A folder as a store: each object is a file, local or on a file system that machines share.
+
+A writer fills a temporary file beside the object, with a dot in front, flushes it, and then links
+it to its name, which fails if the name exists, or renames it to replace one. So a file under its
+name is whole, whenever a writer is killed.
+"""
+
+import errno
+import hashlib
+import os
+import secrets
+import stat
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from io import FileIO
+from pathlib import Path
+
+from torchtitan_diloco.store.errors import (
+    DamagedError,
+    FullError,
+    PassingError,
+    RefusedError,
+    StoreError,
+)
+from torchtitan_diloco.store.names import is_segment
+from torchtitan_diloco.store.notify import watch
+from torchtitan_diloco.store.store import MOST_RAW_BYTES, Backend, Listed, Raw
+
+TEMPORARY = ".tmp"
+STALE_SECONDS = 3600.0
+"""Age of a temporary file whose writer must be dead."""
+FOLDER_ATTEMPTS = 20
+NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
+FULL = {errno.ENOSPC, errno.EDQUOT}
+FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
+NOT_A_NAME = {errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG}
+
+
+class Folder(Backend):
+    """A folder."""
+
+    def __init__(self, path: Path, *, make: bool = True) -> None:
+        """`make`: make it if it does not exist. The folder above must exist: it is no typo."""
+        self.path = path.absolute()
+        self.location = str(self.path)
+        try:
+            if make:
+                self.path.mkdir(exist_ok=True)
+            self._identity = _identity(self.path)
+        except FileExistsError:
+            raise RefusedError(f"{path}: it is a file; give a folder, or a join file") from None
+        except FileNotFoundError:
+            missing = self.path.parent if make else self.path
+            raise RefusedError(
+                f"{path}: there is no folder {missing}; check the path, and that its file system "
+                "is mounted"
+            ) from None
+        except OSError as error:
+            raise RefusedError(f"{path}: {error.strerror}; give another folder") from error
+
+    def create(self, name: str, content: bytes, seconds: float) -> bool:
+        with self._explain():
+            path = self.path / name
+            while not path.exists():
+                with self._temporary(path, content) as temporary:
+                    if not self._link(temporary, path):
+                        continue  # another writer was faster
+                _flush_folder(path.parent)
+                return True
+            found = self.get(name, seconds)
+            if found is None:
+                raise PassingError("it was deleted meanwhile")
+            _flush_folder(path.parent)  # whoever has linked it may be dead
+            return found.content == content
+
+    def replace(self, name: str, content: bytes, seconds: float) -> None:  # noqa: ARG002
+        with self._explain():
+            path = self.path / name
+            with self._temporary(path, content) as temporary:
+                temporary.replace(path)
+            _flush_folder(path.parent)
+
+    def get(self, name: str, seconds: float) -> Raw | None:  # noqa: ARG002
+        with self._explain():
+            try:
+                with (self.path / name).open("rb", buffering=0) as file:
+                    found = os.fstat(file.fileno())
+                    if found.st_size > MOST_RAW_BYTES:
+                        raise _too_large(self.location, name, found.st_size)
+                    return Raw(file.read(), found.st_mtime)
+            except FileNotFoundError:
+                self._check_identity()
+                return None
+
+    def list(self, prefix: str, after: str, seconds: float) -> list[Listed]:  # noqa: ARG002
+        with self._explain():
+            self._check_identity()
+            return sorted(
+                Listed(name, found.st_size, found.st_mtime)
+                for name, found in self._files(prefix)
+                if name > after
+            )
+
+    def delete(self, name: str, seconds: float) -> None:  # noqa: ARG002
+        with self._explain(), suppress(FileNotFoundError):
+            path = self.path / name
+            path.unlink()
+            with suppress(OSError):  # it is not empty
+                for _ in range(name.count("/") - 1):  # not the first one, which many watch
+                    path = path.parent
+                    path.rmdir()
+
+    def wait(self, prefix: str, mark: str, seconds: float) -> str:
+        end = time.monotonic() + seconds
+        with self._explain(), watch(self._folders(prefix)) as sleep:
+            while (found := self._mark(prefix)) == mark and (left := end - time.monotonic()) > 0:
+                sleep(left)
+        return found
+
+    def tidy(self) -> None:
+        """Delete temporary files that are old."""
+        with self._explain():
+            for folder, _, names in os.walk(self.path):
+                for name in names:
+                    path = Path(folder, name)
+                    if not (name.startswith(".") and name.endswith(TEMPORARY)):
+                        continue
+                    with suppress(FileNotFoundError):
+                        if time.time() - path.stat().st_mtime > STALE_SECONDS:
+                            path.unlink()
+
+    # --- files ------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _temporary(self, path: Path, content: bytes) -> Iterator[Path]:
+        """Write a file beside an object, flush it, and delete it in the end."""
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{TEMPORARY}")
+        self._check_identity()
+        try:
+            with self._open(temporary) as file:
+                rest = memoryview(content)
+                while rest:
+                    rest = rest[file.write(rest) :]
+                os.fsync(file.fileno())
+            yield temporary
+        finally:
+            temporary.unlink(missing_ok=True)  # it is gone if it was renamed
+
+    def _open(self, path: Path) -> FileIO:
+        """Open a new file. Its folder may be deleted as an empty one meanwhile."""
+        for _ in range(FOLDER_ATTEMPTS):
+            self._make_folders(path.parent)
+            with suppress(FileNotFoundError):
+                return path.open("xb", buffering=0)
+        raise PassingError(f"{path.parent} is deleted again and again")
+
+    def _link(self, temporary: Path, path: Path) -> bool:
+        """Give a file its name, and return False if another one has it."""
+        try:
+            os.link(temporary, path)
+        except FileExistsError:
+            return False
+        except OSError as error:
+            if error.errno not in NO_LINKS:
+                raise
+            raise RefusedError(
+                f"{self.path}: its file system has no hard links ({error.strerror}), so two "
+                "writers cannot exclude each other: use a local file system, NFS or a bucket"
+            ) from error
+        return True
+
+    def _make_folders(self, folder: Path) -> None:
+        """Make the folders of an object below that of the store, which is never made here."""
+        if folder.is_dir():
+            return
+        self._make_folders(folder.parent)
+        folder.mkdir(exist_ok=True)
+        _flush_folder(folder.parent)
+
+    def _files(self, prefix: str) -> Iterator[tuple[str, os.stat_result]]:
+        """Yield the objects whose names begin with `prefix`, in no order."""
+        above, _, start = prefix.rpartition("/")
+        folders = [above]
+        while folders:
+            folder = folders.pop()
+            try:
+                entries = list(os.scandir(self.path / folder))
+            except FileNotFoundError:
+                continue
+            for entry in entries:
+                if not is_segment(entry.name) or not entry.name.startswith(start):
+                    continue
+                name = f"{folder}/{entry.name}".lstrip("/")
+                with suppress(FileNotFoundError):  # it was deleted meanwhile
+                    found = entry.stat(follow_symlinks=False)
+                    if stat.S_ISDIR(found.st_mode):
+                        folders.append(name)
+                    elif stat.S_ISREG(found.st_mode):
+                        yield name, found
+            start = ""  # in the folders below
+
+    def _mark(self, prefix: str) -> str:
+        """Return a digest of which files there are. Each that is written has another number."""
+        self._check_identity()
+        lines = sorted(
+            f"{name} {found.st_ino} {found.st_mtime_ns} {found.st_size}"
+            for name, found in self._files(prefix)
+        )
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+    def _folders(self, prefix: str) -> Sequence[Path]:
+        """Return the folder of a prefix and those in it, or the lowest one above that exists."""
+        folder = self.path / prefix.rpartition("/")[0]
+        while not folder.is_dir() and folder != self.path:
+            folder = folder.parent
+        with suppress(FileNotFoundError):
+            return [folder, *(Path(one.path) for one in os.scandir(folder) if one.is_dir())]
+        return []
+
+    # --- what may fail ----------------------------------------------------------------------------
+
+    def _check_identity(self) -> None:
+        """Raise if the folder is another one than at the start: nothing is stored under the place
+        where a file system was mounted."""
+        if _identity(self.path) != self._identity:
+            raise PassingError("it is another folder than before; is it mounted?")
+
+    @contextmanager
+    def _explain(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise self._explained(error) from error
+
+    def _explained(self, error: OSError) -> Exception:
+        place = error.filename or self.location
+        if error.errno in FULL:
+            return FullError(f"{self.location}: {error.strerror}; free some space on this disk")
+        if error.errno in FORBIDDEN:
+            return RefusedError(
+                f"{place}: {error.strerror}; let this user read and write in {self.location}"
+            )
+        if error.errno in NOT_A_NAME:
+            return StoreError(f"{place}: {error.strerror}: an object has none below its name")
+        return PassingError(f"{place}: {error.strerror}")
+
+
+def _too_large(location: str, name: str, size: int) -> StoreError:
+    return DamagedError(
+        f"{location}: {name} has {size} bytes, and no object of a store has more than "
+        f"{MOST_RAW_BYTES}; delete it"
+    )
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    found = path.stat()
+    return found.st_dev, found.st_ino
+
+
+def _flush_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,194 @@
+"""Contents of any size: chunks of some MB, over several connections.
+
+A content below `MOST_BYTES` is one object. For a larger one, the chunks `NAME.ROOT.00000` and so
+on are stored first, and then the object NAME, which says how many bytes and chunks there are.
+ROOT is a checksum of all chunks: two writers of one name have chunks of their own, and the object
+NAME decides whose content it is. An attempt that broke off is resumed with `resume`.
+"""
+
+import hashlib
+import re
+from collections.abc import Callable, Iterable
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from types import TracebackType
+from typing import Annotated, TypeVar
+
+import msgspec
+
+from torchtitan_diloco.store.errors import DamagedError
+from torchtitan_diloco.store.seal import checksum
+from torchtitan_diloco.store.store import MOST_BYTES, Entry, Store
+
+T = TypeVar("T")
+Result = TypeVar("Result")
+_WHOLE, _CUT = b"\0", b"\1"
+"""First byte of an object: the content follows, or where its chunks are."""
+CHUNK_BYTES = MOST_BYTES
+_CHUNK = re.compile(r"\.[0-9a-f]{16}\.[0-9]{5}$")
+
+
+class _Head(msgspec.Struct, forbid_unknown_fields=True):
+    """What the object of a content in chunks holds."""
+
+    size: int
+    chunk_bytes: int
+    root: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
+
+    def names(self, name: str) -> list[str]:
+        return chunk_names(name, self.root, -(-self.size // self.chunk_bytes))
+
+
+class LargeObjects:
+    """Reads and writes contents of any size. Any thread may call this; all share the connections.
+
+    A thread that waits for its turn does not delay the small objects of the same store.
+    """
+
+    def __init__(self, store: Store, streams: int, chunk_bytes: int = CHUNK_BYTES) -> None:
+        """`streams`: chunks under way at a time, each over a connection of its own."""
+        assert 0 < chunk_bytes <= CHUNK_BYTES
+        self._store, self._chunk_bytes = store, chunk_bytes
+        self._pool = ThreadPoolExecutor(streams, thread_name_prefix="store")
+
+    def create(
+        self, name: str, content: bytes | bytearray | memoryview, *, resume: bool = False
+    ) -> bool:
+        """Store an object that does not exist, and return whether it holds this content now.
+
+        `resume`: ask first which chunks an earlier attempt has stored, and send only the others.
+        """
+        view = memoryview(content).cast("B")
+        if len(view) < self._chunk_bytes:
+            return self._store.create(name, b"".join((_WHOLE, view)))
+        pieces = [
+            view[at : at + self._chunk_bytes] for at in range(0, len(view), self._chunk_bytes)
+        ]
+        checksums = self._map(checksum, pieces)
+        root = _root_of(checksums)
+        names = chunk_names(name, root, len(pieces))
+        stored = {one.name: one.size for one in self._chunks(name, root)} if resume else {}
+
+        def store_chunk(number: int) -> None:
+            piece = pieces[number]
+            if stored.get(names[number]) != len(piece) and not self._store.create(
+                names[number], piece, checksums[number]
+            ):
+                raise DamagedError(
+                    f"{self._store.location}: {names[number]} exists with other bytes than its "
+                    "name says; delete it"
+                )
+
+        self._map(store_chunk, range(len(pieces)))
+        head = _Head(size=len(view), chunk_bytes=self._chunk_bytes, root=root)
+        if self._store.create(name, _CUT + msgspec.json.encode(head)):
+            return True
+        self._map(self._store.delete, names)  # nobody reads them
+        return False
+
+    def get(self, name: str, most: int) -> bytearray | None:
+        """Return a content, or None if there is none.
+
+        `most`: bytes that the reader has memory for, whatever the writer claims. Raises
+        DamagedError if the content is larger, or a part of it is missing, truncated or altered.
+        """
+        head = self._head(name)
+        if not isinstance(head, _Head):
+            return head
+        if head.size > most:
+            raise DamagedError(
+                f"{self._store.location}: {name} claims {head.size} bytes, and at most {most} are "
+                "expected"
+            )
+        content = bytearray(head.size)
+        names, checksums = head.names(name), [b""] * len(head.names(name))
+
+        def fetch_chunk(number: int) -> None:
+            found = self._store.get(names[number])
+            place = f"{self._store.location}: chunk {number + 1} of {len(names)} of {name}"
+            if found is None:
+                raise _MissingError(f"{place} is missing")
+            room = memoryview(content)[number * head.chunk_bytes :][: head.chunk_bytes]
+            if len(found.content) != len(room):
+                raise DamagedError(f"{place} has {len(found.content)} bytes, not {len(room)}")
+            room[:], checksums[number] = found.content, found.checksum
+
+        try:
+            self._map(fetch_chunk, range(len(names)))
+        except _MissingError:
+            if self._store.get(name) is None:
+                return None  # it was deleted meanwhile
+            raise
+        if _root_of(checksums) != head.root:
+            raise DamagedError(f"{self._store.location}: {name} has chunks of another content")
+        return content
+
+    def delete(self, name: str) -> None:
+        """Delete an object, and then its chunks, also those of a writer that broke off."""
+        self._store.delete(name)
+        self._map(self._store.delete, [one.name for one in self._chunks(name)])
+
+    def close(self) -> None:
+        """Drop the chunks that wait for a connection. Those under way end with the store."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def __enter__(self) -> "LargeObjects":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _head(self, name: str) -> _Head | bytearray | None:
+        """Return where the chunks are, or the content itself."""
+        found = self._store.get(name)
+        if found is None:
+            return None
+        if found.content.startswith(_WHOLE):
+            return bytearray(memoryview(found.content)[1:])
+        try:
+            head = msgspec.json.decode(found.content[1:], type=_Head)
+            if not 0 < head.chunk_bytes <= min(head.size, CHUNK_BYTES):
+                raise ValueError("sizes that cannot be")
+        except ValueError as error:
+            raise DamagedError(
+                f"{self._store.location}: {name} is no large object ({error})"
+            ) from error
+        return head
+
+    def _chunks(self, name: str, root: str = "") -> list[Entry]:
+        """Return the chunks of a name that are stored."""
+        found = self._store.list(f"{name}.{root}")
+        return [one for one in found if _CHUNK.fullmatch(one.name[len(name) :])]
+
+    def _map(self, function: Callable[[T], Result], values: Iterable[T]) -> list[Result]:
+        """Call a function for each value, `streams` at a time. Raise the first error at once."""
+        futures = [self._pool.submit(function, value) for value in values]
+        try:
+            done = wait(futures, return_when=FIRST_EXCEPTION).done
+        finally:
+            for future in futures:
+                future.cancel()  # those that have begun go on
+        for future in done:
+            future.result()
+        return [future.result() for future in futures]
+
+
+class _MissingError(DamagedError):
+    """A chunk is not there."""
+
+
+def chunk_names(name: str, root: str, count: int) -> list[str]:
+    return [f"{name}.{root}.{number:05d}" for number in range(count)]
+
+
+def owner_of(name: str) -> str:
+    """Return the name of the object to which a chunk belongs, and any other name as it is."""
+    return _CHUNK.sub("", name)
+
+
+def _root_of(checksums: Iterable[bytes]) -> str:
+    return hashlib.sha256(b"".join(checksums)).hexdigest()[:16]

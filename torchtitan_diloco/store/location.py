@@ -1,0 +1,71 @@
+"""Where a store is, in one word: a folder, a join file, `https://`, `s3://`, `gs://` or `az://`."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from torchtitan_diloco.log import UserError, install_command
+from torchtitan_diloco.store.address import Address, read_join_file
+from torchtitan_diloco.store.errors import RefusedError
+from torchtitan_diloco.store.folder import Folder
+from torchtitan_diloco.store.store import PATIENCE_SECONDS, Backend, Store
+
+BUCKETS = ("s3", "gs", "az")
+KINDS = "a folder, a join file, https://, s3://, gs:// or az://"
+
+
+def open_store(
+    location: str | Path,
+    *,
+    credentials: Mapping[str, str] | None = None,
+    patience: float = PATIENCE_SECONDS,
+    writes: str | None = "",
+) -> Store:
+    """Open a store and test it.
+
+    `credentials`: settings of a bucket beside those in the environment, such as `endpoint` or
+    `access_key_id`. `patience`: seconds for which a call is tried again. `writes`: prefix below
+    which this process may write, None to read only; by default everywhere, or over https below the
+    parts of the login. Raises a UserError that says what is wrong.
+    """
+    backend = _backend(str(location), credentials or {}, make=writes is not None)
+    store = Store(backend, patience)
+    try:
+        if writes is None:
+            store.get("test")
+        else:
+            store.self_test(writes or backend.own_prefix)
+    except BaseException:
+        store.close()
+        raise
+    return store
+
+
+def _backend(location: str, credentials: Mapping[str, str], *, make: bool) -> Backend:
+    scheme, found, rest = location.partition("://")
+    if found and scheme in BUCKETS:
+        try:
+            from torchtitan_diloco.store.bucket import Bucket
+        except ImportError:
+            raise UserError(f"install obstore: {install_command('bucket')}") from None
+        return Bucket(location, credentials)
+    if credentials:
+        raise RefusedError(f"{location[:80]}: takes no credentials; only buckets do")
+    if found and scheme == "https":
+        return _https(Address.parse(location))
+    if found:
+        place = f"{scheme[:20]}://{rest.rpartition('@')[2][:80]}"
+        raise RefusedError(f"{place}: there is no such kind of store; give {KINDS}")
+    if not location:
+        raise RefusedError(f"the location of a store is empty; give {KINDS}")
+    path = Path(location).expanduser()
+    if path.is_file():
+        return _https(read_join_file(path))
+    return Folder(path, make=make)
+
+
+def _https(address: Address) -> Backend:
+    try:
+        from torchtitan_diloco.store.https import Https
+    except ImportError:
+        raise UserError(f"install urllib3: {install_command('islands')}") from None
+    return Https(address)

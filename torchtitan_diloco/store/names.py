@@ -1,0 +1,39 @@
+"""Names of objects: which there are, checked in one place."""
+
+import re
+
+from torchtitan_diloco.store.errors import StoreError
+
+MOST_SEGMENTS, MOST_CHARACTERS = 6, 300
+_SEGMENT = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,149}"
+_NAME = re.compile(rf"{_SEGMENT}(?:/{_SEGMENT})*")
+_PREFIX = re.compile(rf"(?:{_SEGMENT}/)*(?:{_SEGMENT})?")
+_RULE = (
+    "segments of the characters A-Z, a-z, 0-9, '_', '.' and '-', which begin with a letter, a "
+    f"digit or '_' and have at most 150, at most {MOST_SEGMENTS} of them, joined by '/'"
+)
+
+
+def check_name(name: str) -> str:
+    """Return the name of an object, or raise a StoreError.
+
+    No segment begins with a dot: there is no `..`, and files with such names are a backend's own.
+    """
+    if not _NAME.fullmatch(name) or not _is_short(name):
+        raise StoreError(f"{name[:80]!r} names no object: a name has {_RULE}")
+    return name
+
+
+def check_prefix(prefix: str) -> str:
+    """Return the beginning of names, which may be empty, or raise a StoreError."""
+    if not _PREFIX.fullmatch(prefix) or not _is_short(prefix):
+        raise StoreError(f"{prefix[:80]!r} begins no name: a name has {_RULE}")
+    return prefix
+
+
+def is_segment(text: str) -> bool:
+    return re.fullmatch(_SEGMENT, text) is not None
+
+
+def _is_short(name: str) -> bool:
+    return len(name) <= MOST_CHARACTERS and name.count("/") < MOST_SEGMENTS

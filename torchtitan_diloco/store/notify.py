@@ -1,0 +1,52 @@
+"""Sleep until something changes in a folder of this machine.
+
+Linux tells with inotify, for which Python has no module. What other machines change in a folder
+that they share is not told, so that a sleep is short all the same.
+"""
+
+import ctypes
+import os
+import select
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+IN_MOVED_TO, IN_CREATE, IN_DELETE, IN_ONLYDIR = 0x80, 0x100, 0x200, 0x0100_0000
+IN_CLOEXEC, IN_NONBLOCK = os.O_CLOEXEC, os.O_NONBLOCK
+TOLD_SECONDS, UNTOLD_SECONDS = 0.25, 0.05
+"""Longest sleep where changes by this machine are told, and where they are not."""
+
+
+@contextmanager
+def watch(folders: Sequence[Path]) -> Iterator[Callable[[float], None]]:
+    """Watch folders from now on, and yield a function that sleeps until one changes, or less long
+    than it was asked to."""
+    descriptor = _open(folders)
+    if descriptor < 0:
+        yield lambda seconds: time.sleep(min(seconds, UNTOLD_SECONDS))
+        return
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+
+    def sleep(seconds: float) -> None:
+        if poll.poll(1000 * min(seconds, TOLD_SECONDS)):
+            os.read(descriptor, 2**16)
+
+    try:
+        yield sleep
+    finally:
+        os.close(descriptor)
+
+
+def _open(folders: Sequence[Path]) -> int:
+    """Return a file that can be read once a folder has changed, -1 if the system has none."""
+    if sys.platform != "linux":
+        return -1
+    library = ctypes.CDLL(None)
+    descriptor = int(library.inotify_init1(IN_CLOEXEC | IN_NONBLOCK))
+    for folder in folders if descriptor >= 0 else ():
+        mask = IN_MOVED_TO | IN_CREATE | IN_DELETE | IN_ONLYDIR
+        library.inotify_add_watch(descriptor, os.fsencode(folder), mask)
+    return descriptor

@@ -1,0 +1,36 @@
+"""What the client and the server of a folder say to each other, over HTTP/1.1.
+
+| request | reply |
+|---|---|
+| `POST /store/object/NAME` creates | 201; 200 if it holds this content; 409 if another one |
+| `PUT /store/object/NAME` replaces | 201 |
+| `GET /store/object/NAME` | 200 with the content and `Store-Modified`; 404 |
+| `DELETE /store/object/NAME` | 204 |
+| `GET /store/list?prefix=P&after=A` | 200 with a `Listing` |
+| `GET /store/wait?prefix=P&mark=M&seconds=S` | 200 with a `Mark`, once it is another one than M |
+
+Contents are sealed (seal.py). Each reply has `Store-Now`, the clock of the server. Refusals are a
+line of text: 401 an unknown login, 403 no right, 413 too large, 422 damaged, 507 no room, 503 try
+again.
+"""
+
+import msgspec
+
+from torchtitan_diloco.store.store import Listed
+
+OBJECT_ROUTE, LIST_ROUTE, WAIT_ROUTE = "/store/object/", "/store/list", "/store/wait"
+NOW, MODIFIED = "Store-Now", "Store-Modified"
+MOST_LISTED = 5000
+"""Objects in one reply."""
+MOST_REPLY_BYTES = 2**22
+MOST_WAIT_SECONDS = 30.0
+
+
+class Listing(msgspec.Struct):
+    objects: list[Listed]
+    more: bool
+    """Whether there are others after the last one."""
+
+
+class Mark(msgspec.Struct):
+    mark: str

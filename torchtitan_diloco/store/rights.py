@@ -1,0 +1,33 @@
+"""What a login of a server may write: its own parts and notes, and for an owner also the changes
+and the foundation of the run. All may read everything."""
+
+import re
+
+LOGIN = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,59}"
+_NOTE = re.compile(rf"island/(?P<login>{LOGIN})-[A-Za-z0-9]+")
+OWNERS = ("change/", "found/")
+
+
+def may_create(name: str, login: str, *, owner: bool) -> bool:
+    """Return whether a login may create and delete an object."""
+    if name.startswith(parts_of(login)) or may_replace(name, login):
+        return True
+    return owner and name.startswith(OWNERS)
+
+
+def may_replace(name: str, login: str) -> bool:
+    """Return whether a login may replace an object, as it does with notes only.
+
+    A note is named after the whole login: what follows the last "-" is of one start of an island.
+    """
+    found = _NOTE.fullmatch(name)
+    return found is not None and found["login"] == login
+
+
+def parts_of(login: str) -> str:
+    return f"part/{login}/"
+
+
+def prefixes_of(login: str) -> list[str]:
+    """Return prefixes of all that a login stores which is not an owner."""
+    return [parts_of(login), f"island/{login}-"]

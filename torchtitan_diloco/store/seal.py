@@ -1,0 +1,28 @@
+"""The checksum that travels with a content: a sealed content ends with it, and with a mark."""
+
+import hashlib
+
+from torchtitan_diloco.store.errors import DamagedError
+
+_MARK = b"tds1"
+_CHECKSUM_BYTES = 16
+SEAL_BYTES = _CHECKSUM_BYTES + len(_MARK)
+
+
+def checksum(content: bytes | memoryview) -> bytes:
+    return hashlib.sha256(content).digest()[:_CHECKSUM_BYTES]
+
+
+def seal(content: bytes | memoryview, found: bytes) -> bytes:
+    """Return a content with its checksum `found` at its end."""
+    return b"".join((content, found, _MARK))
+
+
+def unseal(place: str, raw: bytes) -> tuple[bytes, bytes]:
+    """Return a content and its checksum. Raise a DamagedError that names its place."""
+    if len(raw) < SEAL_BYTES or raw[-len(_MARK) :] != _MARK:
+        raise DamagedError(f"{place} is truncated: its {len(raw)} bytes do not end with a checksum")
+    content, expected = raw[:-SEAL_BYTES], raw[-SEAL_BYTES : -len(_MARK)]
+    if checksum(content) != expected:
+        raise DamagedError(f"{place} was altered: its {len(content)} bytes have another checksum")
+    return content, expected

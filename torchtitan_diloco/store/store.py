@@ -1,0 +1,203 @@
+"""The verbs of a store, over a backend: names, checksums, repeated attempts."""
+
+import secrets
+import time
+from abc import ABC, abstractmethod
+from contextlib import suppress
+from typing import NamedTuple
+
+from torchtitan_diloco.store.attempts import Attempts
+from torchtitan_diloco.store.errors import RefusedError, StoreError
+from torchtitan_diloco.store.names import check_name, check_prefix
+from torchtitan_diloco.store.seal import SEAL_BYTES, checksum, seal, unseal
+
+MOST_BYTES = 2**22
+"""Largest content of an object. Memory of a reader is bounded, whoever has written."""
+MOST_RAW_BYTES = MOST_BYTES + SEAL_BYTES
+"""What a backend has to store and may read."""
+PATIENCE_SECONDS = 60.0
+SLOWEST = 16_000.0
+"""Bytes per second below which the transfer of a content fails."""
+
+
+class Raw(NamedTuple):
+    """A sealed content."""
+
+    content: bytes
+    modified: float
+    """When it was written, in seconds since 1970, on the clock of the store."""
+
+
+class Listed(NamedTuple):
+    name: str
+    size: int
+    modified: float
+
+
+class Found(NamedTuple):
+    content: bytes
+    age: float
+    """Seconds since it was written, as the store has it. Another copy may be newer: a shared file
+    system may show a reader what was there some seconds ago."""
+    checksum: bytes
+
+
+class Entry(NamedTuple):
+    name: str
+    size: int
+    """Bytes of the content."""
+    age: float
+
+
+class Backend(ABC):
+    """Where sealed contents are. Each method is one attempt, and any thread may call it.
+
+    `seconds`: how long an attempt waits for an answer. A failure that may pass raises PassingError,
+    all others StoreError. A content above `MOST_RAW_BYTES` is not read: StoreError.
+    """
+
+    location: str
+    """For users, without a password."""
+    own_prefix: str = ""
+    """Below which this login may create, replace nothing, and delete."""
+
+    @abstractmethod
+    def create(self, name: str, content: bytes, seconds: float) -> bool:
+        """Return whether the object holds this content now."""
+
+    @abstractmethod
+    def replace(self, name: str, content: bytes, seconds: float) -> None: ...
+
+    @abstractmethod
+    def get(self, name: str, seconds: float) -> Raw | None: ...
+
+    @abstractmethod
+    def list(self, prefix: str, after: str, seconds: float) -> list[Listed]:
+        """Return what there is, sorted by name."""
+
+    @abstractmethod
+    def delete(self, name: str, seconds: float) -> None: ...
+
+    def wait(self, prefix: str, mark: str, seconds: float) -> str:  # noqa: ARG002
+        """Return when something may have changed since `mark`, and a new mark.
+
+        Without knowledge of changes, sleep.
+        """
+        if mark:
+            time.sleep(seconds)
+        return "slept"
+
+    def tidy(self) -> None:  # noqa: B027
+        """Delete what writers that were killed have left. Names do not show it."""
+
+    def close(self) -> None:  # noqa: B027
+        """Free what is held. Other threads may still be in a method, which then fails."""
+
+
+class Store:
+    """A store. The package's docstring says what the verbs promise."""
+
+    def __init__(self, backend: Backend, patience: float = PATIENCE_SECONDS) -> None:
+        self.backend = backend
+        self.location = backend.location
+        self._attempts = Attempts(backend.location, patience)
+        self._ahead = 0.0  # seconds by which the store's clock is ahead of this machine's
+
+    def create(self, name: str, content: bytes | memoryview, known: bytes = b"") -> bool:
+        """Store an object that does not exist, and return whether it holds this content now.
+
+        `known`: the `checksum` of the content, if it was computed before.
+        """
+        raw = self._sealed(name, content, known)
+        return self._attempts.run(
+            "create", name, lambda seconds: self.backend.create(name, raw, seconds)
+        )
+
+    def replace(self, name: str, content: bytes | memoryview) -> None:
+        """Store an object, whether or not it exists."""
+        raw = self._sealed(name, content)
+        self._attempts.run(
+            "replace", name, lambda seconds: self.backend.replace(name, raw, seconds)
+        )
+
+    def get(self, name: str) -> Found | None:
+        """Return the content of an object, or None if there is none."""
+        check_name(name)
+        raw = self._attempts.run("get", name, lambda seconds: self.backend.get(name, seconds))
+        if raw is None:
+            return None
+        content, found = unseal(f"{self.location}: {name}", raw.content)
+        return Found(content, self._age(raw.modified), found)
+
+    def list(self, prefix: str, after: str = "") -> list[Entry]:
+        """Return the objects whose names begin with `prefix` and come after `after`, sorted."""
+        check_prefix(prefix)
+        check_prefix(after)
+        found = self._attempts.run(
+            "list", prefix, lambda seconds: self.backend.list(prefix, after, seconds)
+        )
+        return [
+            Entry(one.name, max(0, one.size - SEAL_BYTES), self._age(one.modified)) for one in found
+        ]
+
+    def delete(self, name: str) -> None:
+        """Delete an object, if there is one."""
+        check_name(name)
+        self._attempts.run("delete", name, lambda seconds: self.backend.delete(name, seconds))
+
+    def wait(self, prefix: str, mark: str, seconds: float) -> str:
+        """Return when an object below `prefix` may have changed since `mark`, or after a time.
+
+        Returns a new mark, to read first and to wait with next. At once for the mark "", so that
+        nothing is missed:
+
+            mark = ""
+            while True:
+                mark = store.wait("run/", mark, 2.0)
+                ...  # read what is there
+        """
+        check_prefix(prefix)
+        return self._attempts.run(
+            "wait for", prefix, lambda _: self.backend.wait(prefix, mark, seconds)
+        )
+
+    def tidy(self) -> None:
+        """Delete what writers that were killed have left. Call it now and then."""
+        self.backend.tidy()
+
+    def self_test(self, prefix: str) -> None:
+        """Check that a second `create` is refused, and read the clock of the store.
+
+        `prefix`: where this login may write.
+        """
+        name, nonce = f"{prefix}test-{secrets.token_hex(8)}", secrets.token_bytes(8)
+        first = self.create(name, nonce)
+        try:
+            second = self.create(name, nonce + b"another")
+            raw = self._attempts.run("get", name, lambda seconds: self.backend.get(name, seconds))
+        finally:
+            with suppress(StoreError):  # the first error is the one to read
+                self.delete(name)
+        if not first or second or raw is None or not raw.content.startswith(nonce):
+            raise RefusedError(
+                f"{self.location}: a second writer could create an object that exists, so two "
+                "syncers could decide at once; use a store with conditional writes (If-None-Match)"
+            )
+        self._ahead = raw.modified - time.time()
+        self.tidy()
+
+    def close(self) -> None:
+        """Close the store. Calls of other threads raise ClosedError soon."""
+        self._attempts.close()
+        self.backend.close()
+
+    def _sealed(self, name: str, content: bytes | memoryview, known: bytes = b"") -> bytes:
+        check_name(name)
+        if len(content) > MOST_BYTES:
+            raise StoreError(
+                f"{name}: its {len(content)} bytes are more than {MOST_BYTES}: cut it into chunks"
+            )
+        return seal(content, known or checksum(content))
+
+    def _age(self, modified: float) -> float:
+        return max(0.0, time.time() + self._ahead - modified)
