@@ -291,6 +291,10 @@ def test_damage_of_a_chunk_is_named(place: Place, store: Store, large: LargeObje
         ),
         (
             b'\1{"size": 1000000000000000, "chunk_bytes": 1, "root": "0123456789abcdef"}',
+            "sizes that cannot be",
+        ),
+        (
+            b'\1{"size": 5001, "chunk_bytes": 1000, "root": "0123456789abcdef"}',
             "at most 5000 are",
         ),
         (b'\1{"size": 10, "chunk_bytes": 9, "root": "../a"}', "is no large object"),

@@ -70,7 +70,7 @@ def test_a_join_file_is_read(tmp_path: Path) -> None:
     assert read_join_file(path) == Address("host", 8443, "", "a", "b", "0" * 64)
 
 
-@given(some.text(max_size=40))
+@given(some.one_of(some.text(max_size=40), some.text("a./-\n", max_size=8)))
 def test_a_name_stays_below_the_folder(text: str) -> None:
     """Whatever passes as a name is a path below a folder, and no file that is not shown."""
     try:

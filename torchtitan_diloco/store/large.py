@@ -15,7 +15,7 @@ from typing import Annotated, TypeVar
 
 import msgspec
 
-from torchtitan_diloco.store.errors import DamagedError
+from torchtitan_diloco.store.errors import DamagedError, StoreError
 from torchtitan_diloco.store.seal import checksum
 from torchtitan_diloco.store.store import MOST_BYTES, Entry, Store
 
@@ -24,6 +24,8 @@ Result = TypeVar("Result")
 _WHOLE, _CUT = b"\0", b"\1"
 """First byte of an object: the content follows, or where its chunks are."""
 CHUNK_BYTES = MOST_BYTES
+MOST_CHUNKS = 100_000
+"""A reader has memory for their names. They have five digits."""
 _CHUNK = re.compile(r"\.[0-9a-f]{16}\.[0-9]{5}$")
 
 
@@ -60,6 +62,8 @@ class LargeObjects:
         view = memoryview(content).cast("B")
         if len(view) < self._chunk_bytes:
             return self._store.create(name, b"".join((_WHOLE, view)))
+        if len(view) > MOST_CHUNKS * self._chunk_bytes:
+            raise StoreError(f"{name}: its {len(view)} bytes are more than {MOST_CHUNKS} chunks")
         pieces = [
             view[at : at + self._chunk_bytes] for at in range(0, len(view), self._chunk_bytes)
         ]
@@ -151,7 +155,10 @@ class LargeObjects:
             return bytearray(memoryview(found.content)[1:])
         try:
             head = msgspec.json.decode(found.content[1:], type=_Head)
-            if not 0 < head.chunk_bytes <= min(head.size, CHUNK_BYTES):
+            if not (
+                0 < head.chunk_bytes <= min(head.size, CHUNK_BYTES)
+                and head.size <= MOST_CHUNKS * head.chunk_bytes
+            ):
                 raise ValueError("sizes that cannot be")
         except ValueError as error:
             raise DamagedError(
