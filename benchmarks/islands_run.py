@@ -22,7 +22,7 @@ Found = dict[str, float]
 
 
 def island_settings(samples: int) -> core.Settings:
-    """Return the settings of the decoder of 0.12M parameters of docs/measurements.md."""
+    """Return the settings of the decoder of 0.12M parameters of benchmarks/records/loss.md."""
     tables = read_tables()
     settings = tables.defaults | tables.shapes["many-steps"]
     for key in ("training.global_batch_size", "diloco.workers"):

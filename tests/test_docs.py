@@ -25,7 +25,11 @@ from torchtitan_diloco.diloco import transport
 from torchtitan_diloco.hardware import NEWEST_TORCH
 
 README = REPOSITORY / "README.md"
-PAGES = [README, *sorted((REPOSITORY / "docs").glob("*.md"))]
+PAGES = [
+    README,
+    *sorted((REPOSITORY / "docs").glob("*.md")),
+    *(REPOSITORY / f"benchmarks/records/{name}.md" for name in ("loss", "speed")),
+]
 SHELL = {"PATH": "/usr/local/bin:/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
 """All variables but HOME. Other tests run on the same cores: more threads would wait for them."""
 PROGRAMS = {"torchtitan-diloco": "torchtitan_diloco.cli", "torchrun": "torch.distributed.run"}
@@ -51,7 +55,7 @@ ELSEWHERE = {
     ("launching.md", "wg "): "root, two machines; tests/test_two_sites.py",
     ("launching.md", "site-a$"): "two machines; tests/test_two_sites.py",
     ("launching.md", "site-a-alone$"): "fewer workers; tests/components/test_resume.py",
-    ("measurements.md", "benchmarks.parity"): "hours; tests/benchmarks/test_parity.py",
+    ("loss.md", "benchmarks.parity"): "hours; tests/benchmarks/test_parity.py",
     ("measurements.md", "benchmarks.scale"): "a GPU; tests/benchmarks/test_scale.py",
     ("report-and-plan.md", "tensorboard --logdir"): "a server; tests/components/test_telemetry.py",
     ("troubleshooting.md", "nft"): "root, a firewall",

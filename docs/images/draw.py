@@ -1,6 +1,6 @@
 """Draw the pictures of the documentation: python docs/images/draw.py [OUTPUT]
 
-The picture of the losses reads its numbers from the table in docs/measurements.md. OUTPUT: what
+The pictures of losses read their numbers from the tables in benchmarks/records/loss.md. OUTPUT: what
 `./run_train.sh` has printed, for the picture of a terminal.
 """
 
@@ -18,11 +18,12 @@ from matplotlib.axes import Axes
 from matplotlib.patches import FancyBboxPatch
 
 HERE = Path(__file__).parent
+LOSSES = HERE.parents[1] / "benchmarks/records/loss.md"
 INK, FAINT, GREY, PAPER = "#1f2933", "#616e7c", "#9aa5b1", "#ffffff"
 TRAIN = "#dde4ec"
 FRAGMENTS = ("#2f6fb3", "#d9822b", "#2e8b6f")
 MODEL = "0.12M parameters"
-"""Size of all models in docs/measurements.md that do not name another."""
+"""Size of all models in benchmarks/records/loss.md that do not name another."""
 plt.rcParams.update(
     {
         "font.family": ["DejaVu Sans", "sans-serif"],
@@ -112,7 +113,7 @@ def draw_exchange() -> None:
     for name, y in lanes.items():
         axes.text(-0.15, y + 0.17, name, ha="right")
     blue, orange, green = FRAGMENTS
-    bar(axes, 0, 3, 0.9, blue, "delta")
+    bar(axes, 0, 3, 0.9, blue, "its change")
     bar(axes, 0.9, 3, 9.0, TRAIN, "τ inner steps")
     bar(axes, 9.9, 3, 0.9, blue, "apply")
     bar(axes, 10.8, 3, 1.0, TRAIN)
@@ -135,13 +136,13 @@ def draw_fragment() -> None:
     blue, orange, green = FRAGMENTS
     for worker, y in ((0, 2.7), (1, 0.0)):
         axes.text(-0.2, y + 0.24, f"worker {worker}", ha="right", va="center", weight="bold")
-        bar(axes, 0, y, 2.7, TRAIN, "trained for H steps")
-        bar(axes, 2.75, y, 1.65, blue, "delta")
-        bar(axes, 4.45, y, 2.5, TRAIN, "trained on, τ steps")
-        bar(axes, 7.0, y, 2.05, blue, "mixed")
-        bar(axes, 9.1, y, 1.9, TRAIN, "trained on")
-    bar(axes, 2.4, 1.35, 1.6, orange, "4 bits each")
-    bar(axes, 4.25, 1.35, 1.5, green, "mean, fp32")
+        bar(axes, 0, y, 2.7, TRAIN, "trains, H steps")
+        bar(axes, 2.75, y, 1.65, blue, "its change")
+        bar(axes, 4.45, y, 2.5, TRAIN, "trains on, τ steps")
+        bar(axes, 7.0, y, 2.05, blue, "mixes it in")
+        bar(axes, 9.1, y, 1.9, TRAIN, "trains on")
+    bar(axes, 2.4, 1.35, 1.6, orange, "in 4 bits")
+    bar(axes, 4.25, 1.35, 1.5, green, "average")
     bar(axes, 6.0, 1.35, 1.9, green, "outer optimizer")
     bar(axes, 8.15, 1.35, 2.3, green, "shared parameters")
     arrow = {"arrowstyle": "-|>", "color": INK, "lw": 1.2}
@@ -150,11 +151,11 @@ def draw_fragment() -> None:
         axes.annotate("", (8.1, y), (8.9, end), arrowprops=arrow)
     for begin, end in ((4.0, 4.25), (5.75, 6.0), (7.9, 8.15)):
         axes.annotate("", (end + 0.04, 1.59), (begin - 0.04, 1.59), arrowprops=arrow)
-    axes.text(-0.2, 1.59, "link and\nbackground", ha="right", va="center", color=FAINT)
+    axes.text(-0.2, 1.59, "slow link,\nin the background", ha="right", va="center", color=FAINT)
     axes.text(
         3.6,
         3.32,
-        "what it has changed since\nits last exchange",
+        "of one fragment, since\nits last exchange",
         ha="center",
         color=FAINT,
         size=9,
@@ -162,7 +163,7 @@ def draw_fragment() -> None:
     axes.text(
         8.05,
         3.32,
-        "a share of its own values (0.5),\nthe rest of the shared parameters",
+        "a share of its own values,\nthe rest of the shared ones",
         ha="center",
         color=FAINT,
         size=9,
@@ -211,8 +212,8 @@ def draw_run_folder() -> None:
 
 
 def draw_losses() -> None:
-    """The table of 9,000 steps in docs/measurements.md."""
-    page = (HERE.parent / "measurements.md").read_text(encoding="utf-8")
+    """The table of 9,000 steps in benchmarks/records/loss.md."""
+    page = LOSSES.read_text(encoding="utf-8")
     table = page[page.index("| run | rounds | loss, % |") :]
     pattern = r"^\| ([^|]+?) \| \d+ \| ([+-][\d.]+) \(([+-][\d.]+) \.\.\. ([+-][\d.]+)\)"
     rows = re.findall(pattern, table[: table.index("\n\n")], re.M)[::-1]
@@ -234,8 +235,8 @@ def draw_losses() -> None:
 
 
 def draw_bytes() -> None:
-    """The runs of 3,000 steps in docs/measurements.md, by method."""
-    page = (HERE.parent / "measurements.md").read_text(encoding="utf-8")
+    """The runs of 3,000 steps in benchmarks/records/loss.md, by method."""
+    page = LOSSES.read_text(encoding="utf-8")
     dense = page[page.index("| 3,000 |") : page.index("| 9,000 |")]
     sparse = page[page.index("**Sparse deltas**") : page.index("**Other settings.**")]
     # The last column is against AdamW's data parallelism.
