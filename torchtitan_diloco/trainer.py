@@ -39,6 +39,7 @@ from torchtitan_diloco.components.resume import (
 from torchtitan_diloco.components.run_data import Position, RunData
 from torchtitan_diloco.components.run_plan import (
     after_step,
+    epochs_text,
     log_early_end,
     log_plan,
     plan_run,
@@ -48,6 +49,7 @@ from torchtitan_diloco.components.telemetry import Batch, StepResult, Telemetry,
 from torchtitan_diloco.config import Config, to_toml
 from torchtitan_diloco.config.schema import flat_settings, portable
 from torchtitan_diloco.data.loader import Stream, TrainLoader
+from torchtitan_diloco.data.mixture import Segment
 from torchtitan_diloco.data.tokenizer import build_tokenizer
 from torchtitan_diloco.diagnosis.watch import Diagnosis, Stacks
 from torchtitan_diloco.diloco import StreamingDiLoCo
@@ -102,6 +104,8 @@ class Trainer:
             saved = self.resumed.position, self.resumed.segment, self.start.manifest.data
             self.position = self.data.find_position(*saved)
         self.step, self.lr = self.resumed.step, 0.0
+        self.segment = Segment(0, {})
+        """The part of the mixture that is being read."""
         self.skips = SkippedSteps(config.training.max_skipped_steps)
         self._build_model()
         self.optimizer = build_optimizer(self.model, config.optimizer, self.plan.total_steps)
@@ -136,6 +140,9 @@ class Trainer:
                 stacks.watch(telemetry.vitals().step)
                 telemetry.measure(lambda: self.train_step(batches))
                 stacks.rest()
+                if self.loader.segment != self.segment:
+                    self.segment = self.loader.segment
+                    telemetry.begin_phase(self.step, self.data.phase_text(self.segment))
                 diagnosis.after_step(self.step)
                 if profiler is not None:
                     profiler.step()
@@ -179,7 +186,10 @@ class Trainer:
         is_plain = not is_island and config.data.shard_by == "none"
         has_control = is_plain and self.start.manifest is None
         validated = self.validator.validated
-        log_summary(telemetry, folder, self.step, validated, has_control=has_control)
+        epochs = (
+            "" if is_island else epochs_text(self.data.epochs(self.plan, self.position, self.step))
+        )
+        log_summary(telemetry, folder, self.step, validated, has_control=has_control, epochs=epochs)
 
     def train_step(self, batches: Iterator[Batch]) -> StepResult:
         self.step += 1
