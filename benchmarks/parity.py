@@ -24,8 +24,10 @@ from typing import NamedTuple
 import msgspec
 
 from benchmarks import core, records
+from torchtitan_diloco.data.corpus import main as prepare_main
 
 CONTROL = "data parallel"
+TEXT_SETTINGS = ("data.corpus", "data.validation_corpus")
 RESERVED = {
     "run.folder",
     *("run.seed", "data.corpus", "diloco.method", "diloco.workers", "diloco.sync_every"),
@@ -155,10 +157,29 @@ def record_runs(
             "seed": run.seed,
             "text": text,
             **result,
-            "settings": {key: value for key, value in seeded[run].items() if key != "data.corpus"},
+            "settings": {
+                key: value for key, value in seeded[run].items() if key not in TEXT_SETTINGS
+            },
         }
         for run, result in results.items()
     ]
+
+
+def text_of(run: core.Settings, corpus: str, out: Path) -> core.Settings:
+    """Return the settings of the text of a run. With corpora of the workers' own, these are made of
+    the documents that are alike."""
+    if run.get("data.shard_by") != "own":
+        return {"data.corpus": corpus}
+    chosen = core.load(run | {"data.corpus": "{worker}"})
+    shards, tokenizer = out / f"clusters-{chosen.diloco.workers}", chosen.data.tokenizer
+    prepare_main(
+        [
+            *("--source", corpus, "--tokenizer", tokenizer, "--out", str(shards)),
+            *("--validation-fraction", str(chosen.data.validation_fraction)),
+            *("--clusters", str(chosen.diloco.workers)),
+        ]
+    )
+    return {"data.corpus": f"{shards}-{{worker}}", "data.validation_corpus": str(shards)}
 
 
 def main() -> None:
@@ -181,10 +202,11 @@ def main() -> None:
         parser.error(f"--runs {unknown.pop()!r}: there are {'; '.join(controls)}")
     names = [one for one in controls if one in {*names, *(controls[name] for name in names)}]
     runs = {name: table.settings(name) | extra for name in names}
-    for run in runs.values():
-        core.load(run)
+    texts = {name: text_of(run, options.corpus, options.out) for name, run in runs.items()}
+    for name, run in runs.items():
+        core.load(run | texts[name])
     seeded = {
-        Run(seed, name): run | {"data.corpus": options.corpus, "run.seed": str(seed)}
+        Run(seed, name): run | texts[name] | {"run.seed": str(seed)}
         for seed in options.seeds
         for name, run in runs.items()
     }

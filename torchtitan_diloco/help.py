@@ -119,6 +119,23 @@ def _print_all() -> None:
     class CommandLine(Config):
         config: Annotated[str, tyro.conf.arg(metavar="NAME_OR_PATH", help=CONFIG)] = DEFAULT_CONFIG
 
+    registry = tyro.constructors.ConstructorRegistry()
+
+    @registry.primitive_rule
+    def phases(
+        info: tyro.constructors.PrimitiveTypeInfo,
+    ) -> tyro.constructors.PrimitiveConstructorSpec[Any] | None:
+        """Show a list of tables as one value, which tyro would leave out."""
+        if info.type != TYPES["data.phases"]:
+            return None
+        return tyro.constructors.PrimitiveConstructorSpec(
+            nargs=1,
+            metavar="TABLES",
+            instance_from_str=lambda _: (),
+            is_instance=lambda value: isinstance(value, tuple),
+            str_from_instance=lambda value: [str(list(value))],
+        )
+
     with suppress(SystemExit):
         tyro.cli(
             CommandLine,
@@ -127,4 +144,5 @@ def _print_all() -> None:
             args=["--help"],
             use_underscores=True,
             config=(tyro.conf.FlagConversionOff,),
+            registry=registry,
         )

@@ -35,8 +35,8 @@ class IslandRun:
     def join(self) -> tuple[int, Stream]:
         """Join the run. Return the first sample of this island, and its stream."""
         seat = self.peers.join()
-        block, by_clusters = seat.block * (self._shard_by == "none"), self._shard_by == "clusters"
-        return seat.position, Stream(seat.slot, seat.streams, block, by_clusters)
+        block = seat.block if self._shard_by == "none" else 0
+        return seat.position, Stream(seat.slot, seat.streams, block)
 
     def note(self, loss: float | None, validated: tuple[int, float, float] | None) -> None:
         """Note for heartbeats the training loss, and step and loss of the last validation."""

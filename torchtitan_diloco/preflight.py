@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from torchtitan_diloco.config import Config
-from torchtitan_diloco.data.corpus import find_corpus
+from torchtitan_diloco.data.corpus import corpus_key, find_corpus, own_name
 from torchtitan_diloco.data.text import HUGGING_FACE_PREFIX
 from torchtitan_diloco.data.tokenizer import USUAL, build_tokenizer
 from torchtitan_diloco.hardware import GLOO_INTERFACE, check_device, check_interfaces
@@ -75,9 +75,20 @@ def _missing_files(config: Config) -> Iterator[str]:
     tokenizer = Path(data.tokenizer).expanduser()
     if not (absent and tokenizer.is_relative_to(weights)):  # else it comes with the weights
         yield from _tried(_check_tokenizer, config)
-    for key in ("data.corpus", "data.validation_corpus"):
-        if key == "data.corpus" or data.validation_corpus:
-            yield from _tried(find_corpus, data, key, lambda: _prepare_options(config))
+    named = [(corpus_key(data), name) for name in data.corpora]
+    named += [("data.validation_corpus", data.validation_corpus)] * bool(data.validation_corpus)
+    for key, name in named:
+        for spec in _own_names(config, name):
+            yield from _tried(find_corpus, data, key, spec, lambda: _prepare_options(config))
+
+
+def _own_names(config: Config, name: str) -> list[str]:
+    """Return the names of a corpus for the workers on this machine, if it is the only one: with
+    several, each node has the corpora of its own workers."""
+    if own_name(name, 0) == name:
+        return [name]
+    is_only = os.environ.get("NNODES", "1") in ("", "1")
+    return [own_name(name, worker) for worker in range(config.diloco.workers * is_only)]
 
 
 def _tried(check: Callable[..., object], *arguments: object) -> Iterator[str]:

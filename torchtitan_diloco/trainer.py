@@ -18,7 +18,7 @@ from torchtitan_diloco.components.checkpoint import (
     RunState,
     folder_of_worker,
 )
-from torchtitan_diloco.components.loss import Validator, count_text_bytes, loss_head
+from torchtitan_diloco.components.loss import Validator, loss_head, open_held_out
 from torchtitan_diloco.components.optimizer import (
     SkippedSteps,
     build_optimizer,
@@ -36,8 +36,10 @@ from torchtitan_diloco.components.resume import (
     find_start,
     restore,
 )
+from torchtitan_diloco.components.run_data import Position, RunData
 from torchtitan_diloco.components.run_plan import (
     after_step,
+    epochs_text,
     log_early_end,
     log_plan,
     plan_run,
@@ -46,9 +48,8 @@ from torchtitan_diloco.components.summary import log_summary
 from torchtitan_diloco.components.telemetry import Batch, StepResult, Telemetry, build_profiler
 from torchtitan_diloco.config import Config, to_toml
 from torchtitan_diloco.config.schema import flat_settings, portable
-from torchtitan_diloco.data.clusters import choose_clusters
-from torchtitan_diloco.data.corpus import open_split
-from torchtitan_diloco.data.loader import Stream, TrainLoader, ValidationBatches
+from torchtitan_diloco.data.loader import Stream, TrainLoader
+from torchtitan_diloco.data.mixture import Segment
 from torchtitan_diloco.data.tokenizer import build_tokenizer
 from torchtitan_diloco.diagnosis.watch import Diagnosis, Stacks
 from torchtitan_diloco.diloco import StreamingDiLoCo
@@ -95,13 +96,16 @@ class Trainer:
         length = config.training.sequence_length
         self.model = build_model(config.model, self.vocab_size, length)
         self.flops_per_token = self.model.flops_per_token(length)
-        self.streams = config.islands.slots or config.workers
-        clusters = self.streams if config.data.shard_by == "clusters" else 0
-        self.tokens = open_split(config.data, tokenizer, "train", clusters)
+        self.data = RunData(config, tokenizer, world)
         self._agree()
 
-        self.resumed = self._resumed_state()
+        self.resumed, self.position = self.start.state, Position()
+        if self.start.manifest is not None:
+            saved = self.resumed.position, self.resumed.segment, self.start.manifest.data
+            self.position = self.data.find_position(*saved)
         self.step, self.lr = self.resumed.step, 0.0
+        self.segment = Segment(0, {})
+        """The part of the mixture that is being read."""
         self.skips = SkippedSteps(config.training.max_skipped_steps)
         self._build_model()
         self.optimizer = build_optimizer(self.model, config.optimizer, self.plan.total_steps)
@@ -136,6 +140,9 @@ class Trainer:
                 stacks.watch(telemetry.vitals().step)
                 telemetry.measure(lambda: self.train_step(batches))
                 stacks.rest()
+                if self.loader.segment != self.segment:
+                    self.segment = self.loader.segment
+                    telemetry.begin_phase(self.step, self.data.phase_text(self.segment))
                 diagnosis.after_step(self.step)
                 if profiler is not None:
                     profiler.step()
@@ -179,7 +186,10 @@ class Trainer:
         is_plain = not is_island and config.data.shard_by == "none"
         has_control = is_plain and self.start.manifest is None
         validated = self.validator.validated
-        log_summary(telemetry, folder, self.step, validated, has_control=has_control)
+        epochs = (
+            "" if is_island else epochs_text(self.data.epochs(self.plan, self.position, self.step))
+        )
+        log_summary(telemetry, folder, self.step, validated, has_control=has_control, epochs=epochs)
 
     def train_step(self, batches: Iterator[Batch]) -> StepResult:
         self.step += 1
@@ -222,13 +232,16 @@ class Trainer:
     def begin(self) -> None:
         """Join the other islands, if any, and start the loader at the current position."""
         world, config = self.world, self.config
-        start, stream, shard_by = self.resumed.position, None, config.data.shard_by
+        start, stream = self.position.samples, None
+        segments = self.data.segments(self.plan, self.position)
         if self.island is not None:
             start, stream = self.island.join()
-        elif shard_by != "none":
-            stream = Stream(world.worker, world.workers, clusters=shard_by == "clusters")
+            segments = self.data.segments(self.plan, Position())
+        elif config.data.shard_by != "none":
+            stream = Stream(world.worker, world.workers)
         self.loader = TrainLoader(
-            self.tokens,
+            self.data.corpora,
+            segments=segments,
             sequence_length=config.training.sequence_length,
             batch_size=config.training.batch_size,
             accumulation=self.plan.accumulation,
@@ -239,11 +252,13 @@ class Trainer:
             processes=config.data.loader_processes,
             start=start,
             stream=stream,
+            own=self.data.own,
             pin_memory=world.device.type == "cuda",
         )
+        self.segment = self.loader.segment
         self.weight = self.plan.tokens_per_step // config.workers
-        if self.island is None and shard_by == "clusters":  # those of islands are their tokens
-            self.weight = round(self.plan.tokens_per_step * self.loader.share)
+        if config.data.shard_by == "own":
+            self.weight = round(self.plan.tokens_per_step * self.data.share)
 
     def _open_telemetry(self, folder: Path) -> Telemetry:
         parts = self.config.metrics, self.world, folder, self.plan, self.outer, self.resumed.step
@@ -259,22 +274,16 @@ class Trainer:
             step=self.step,
             tokens=tokens if self.island is None else self.island.progress.tokens,
             position=self.loader.position,
+            segment=self.loader.segment,
             validated=self.validator.validated,
         )
         return Manifest(
             state,
             workers=1 if self.config.diloco.method == "none" else self.world.workers,
-            data=self._data_identity(),
+            data=self.data.identity,
             config=self.toml,
             tokenizer=self.tokenizer.fingerprint,
         )
-
-    def _resumed_state(self) -> RunState:
-        """Return the state to resume from, with zeros for what does not fit this run."""
-        manifest, state = self.start.manifest, self.start.state
-        if manifest is not None and manifest.data != self._data_identity():
-            state = replace(state, position=0)
-        return state
 
     def _resume(self) -> None:
         """Load the checkpoint, and log what has changed since the save."""
@@ -282,8 +291,7 @@ class Trainer:
         if manifest is None:
             return
         notes = restore(self.start, *self.parts)
-        if manifest.data != self._data_identity() and self.island is None:
-            notes.append("the data or their order have changed: they are read from the beginning")
+        notes += self.position.notes if self.island is None else []
         if self.config.model.weights:
             notes.append("model.weights is for new runs: the checkpoint's weights are used")
         if self.start.goes_on and self.config.checkpoint.resume != "auto":
@@ -293,19 +301,6 @@ class Trainer:
         changes = changed_settings(manifest.config, self.toml)
         for line in [*(f"changed: {change}" for change in changes), *notes]:
             logger.info(f"  {line}")
-
-    def _data_identity(self) -> dict[str, Any]:
-        """Return the facts that a position in the order of samples depends on."""
-        shard_by = self.config.data.shard_by
-        clusters = shard_by == "clusters" and choose_clusters(self.tokens, self.streams).checksum
-        return {
-            "corpus": self.tokens.fingerprint,
-            "parts": 1 if shard_by == "none" else self.streams,
-            "clusters": clusters,
-            "training.sequence_length": self.config.training.sequence_length,
-            "run.seed": self.config.run.seed,
-            "data.shuffle": self.config.data.shuffle,
-        }
 
     # --- parts ------------------------------------------------------------------------------------
 
@@ -323,10 +318,8 @@ class Trainer:
             muon=config.optimizer.name == "muon",
         )
         model = f"{config.model.flavor}, {self.model.shape}, vocabulary {self.vocab_size:,}"
-        data = f"{config.data.corpus}: {len(self.tokens):,} tokens, tokenizer {self.tokenizer.name}"
-        # Where the data have changed, they are read from the beginning.
-        read_before = start.tokens if self.resumed.position == 0 else 0
-        epochs = (self.plan.tokens_at(self.plan.total_steps) - read_before) / len(self.tokens)
+        data = f"{self.data.description}, tokenizer {self.tokenizer.name}"
+        epochs = self.data.epochs(self.plan, self.position, self.plan.total_steps)
         log_plan(self.plan, config, self.world, model, data, epochs)  # before memory is allocated
         dtype = compute_dtype(config.parallel.compute_dtype, device)
         mesh = self.world.fsdp_mesh(all_workers=config.diloco.method == "none")
@@ -345,7 +338,7 @@ class Trainer:
     def _build_outer_loop(self) -> OuterLoop:
         config = self.config.diloco
         if self.config.islands.join:
-            identity = self._data_identity() | {"tokenizer": self.tokenizer.fingerprint}
+            identity = self.data.common_facts | {"tokenizer": self.tokenizer.fingerprint}
             self.island = IslandRun(self.config, self.plan, self.world, identity)
             return StreamingDiLoCo(self.model, self.island.peers, config, optimizer=self.optimizer)
         if config.method == "none":
@@ -364,25 +357,17 @@ class Trainer:
     def _build_validator(self) -> Validator:
         """Build the validator, and keep its few sequences in memory."""
         config = self.config
-        batches: list[Batch] = []
-        if config.validation.every:
-            held_out = ValidationBatches(
-                open_split(config.data, self.tokenizer, "validation"),
-                sequence_length=config.training.sequence_length,
-                batch_size=config.training.batch_size,
-                rank=self.world.rank,
-                ranks=self.world.size,
-                sequences=config.validation.sequences,
-            )
-            batches = list(held_out)
-        text_bytes = count_text_bytes(batches, self.tokenizer)
-        validated = self.resumed.validated
-        return Validator(self.model, batches, self.world, self.outer, validated, text_bytes)
+        if not config.validation.every:
+            return Validator(self.model, [], self.world, self.outer, self.resumed.validated)
+        held_out = open_held_out(
+            config, self.tokenizer, self.world, own=config.data.shard_by == "own"
+        )
+        return Validator(self.model, held_out, self.world, self.outer, self.resumed.validated)
 
     def _agree(self) -> None:
         settings = flat_settings(self.config).items()
         facts = {key: str(value) for key, value in settings if key not in OWN_SETTINGS}
-        facts |= {key: str(fact) for key, fact in self._data_identity().items()}
+        facts |= {key: str(fact) for key, fact in self.data.common_facts.items()}
         weights = weights_fingerprint("" if self.start.manifest else self.config.model.weights)
         facts |= {"tokenizer": self.tokenizer.fingerprint, "model.weights": weights}
         code = [PACKAGE / name for name in COMPUTES]

@@ -360,3 +360,30 @@ def test_a_config_builds_and_repeats_nothing_that_it_inherits(name: str) -> None
     if parent := table.pop("extends", None):
         inherited = flat_settings(load_config(parent))
         assert not [key for key, value in flatten(table).items() if inherited[key] == value]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data.mixture": "a=-1 b=1"}, 'data.mixture: the weight of "a" is -1.0'),
+        ({"data.mixture": "a=nan"}, 'the weight of "a" is nan'),
+        ({"data.mixture": "a=0 b=0"}, "all weights are 0"),
+        ({"data.mixture": "a"}, "give NAME=VALUE pairs"),
+        ({"data.phases": "[{start = 1.2, mixture = {a = 1}}]"}, "a phase begins at 1.2 of the run"),
+        ({"data.phases": "[{start = 0.2, mixture = {a = -1}}]"}, 'weight of "a" is -1'),
+        ({"data.shard_by": "own", "diloco.workers": "2"}, "needs a corpus with {worker}"),
+        ({"data.corpus": "x-{worker}"}, 'only replaced with data.shard_by = "own"'),
+        ({"data.mixture": "a=1", "data.corpus": "b"}, "data.corpus already names the text"),
+    ],
+)
+def test_bad_mixtures_are_one_line_each(changes: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        load_config("debug", changes)
+    assert message in str(refusal.value)
+
+
+def test_a_mixture_survives_the_saved_configuration() -> None:
+    phases = '[{start = 0.8, mixture = {"g.x" = 1.0}}]'
+    config = load_config("debug", {"data.mixture": "data/web.x=0.7 b=0.3", "data.phases": phases})
+    assert config.data.corpora == ["data/web.x", "b", "g.x"]
+    assert parse_config(to_toml(config), "saved") == config

@@ -15,12 +15,12 @@ from tests.processes import ProcessPool
 from tests.test_trainer import LOSS, VALIDATION, curve, records, settings, train
 from torchtitan_diloco.data.loader import (
     IGNORE_INDEX,
-    Indices,
     Stream,
     TrainLoader,
     ValidationBatches,
     sequence_indices,
 )
+from torchtitan_diloco.data.mixture import Indices, Segment
 from torchtitan_diloco.data.shards import SPLITS, TokenShards, _map_shard, find_damage
 
 LENGTH = 10  # 1000 tokens: 99 sequences, which no batch size below divides
@@ -34,7 +34,8 @@ def shards(make_shards: MakeShards) -> TokenShards:
 def build(shards: TokenShards, **changes: Any) -> TrainLoader:
     settings = {"batch_size": 2, "accumulation": 1, "rank": 0, "ranks": 1, "seed": 0}
     settings |= {"sequence_length": LENGTH, "shuffle": True, "processes": 0}
-    return TrainLoader(shards, **(settings | changes))
+    segments = [Segment(0, {"text": 1.0})]
+    return TrainLoader({"text": shards}, segments=segments, **(settings | changes))
 
 
 def take(loader: TrainLoader, batches: int) -> list[list[int]]:
@@ -192,7 +193,7 @@ def test_each_worker_has_a_fixed_random_part(shards: TokenShards) -> None:
 def test_a_run_with_parts_of_the_data_is_resumed(text: Path, processes: ProcessPool) -> None:
     streaming = {"diloco.method": "streaming", "diloco.workers": 2, "diloco.sync_every": 2}
 
-    def losses(name: str, *stops: int, shard_by: str = "clusters") -> list[float]:
+    def losses(name: str, *stops: int, shard_by: str = "random") -> list[float]:
         folder = text.parent / name
         for stop in stops:
             changes = {"data.shard_by": shard_by, "training.stop_after": stop}

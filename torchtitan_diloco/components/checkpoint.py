@@ -37,6 +37,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_diloco.components.optimizer import initial_state
 from torchtitan_diloco.config.schema import Checkpoint
+from torchtitan_diloco.data.mixture import Segment
 from torchtitan_diloco.diloco.background import BackgroundThread
 from torchtitan_diloco.diloco.fragments import local_of
 from torchtitan_diloco.diloco.healing import is_finite
@@ -49,7 +50,7 @@ from torchtitan_diloco.hardware import write_whole
 from torchtitan_diloco.log import UserError, logger
 
 Files = dict[str, tuple[int, int]]
-VERSION = 7
+VERSION = 8
 MANIFEST = "manifest.json"
 MODEL, OPTIMIZER, RANDOM = "model/", "optimizer/", "random/"
 """Prefixes of tensors; all other names are the outer loop's."""
@@ -69,6 +70,8 @@ class RunState:
     """Tokens of all workers together."""
     position: int = 0
     """Position of the next sample in the global order of samples."""
+    segment: Segment | None = None
+    """The part of the mixture that the position is in, which knows what was read before it."""
     validated: tuple[int, float, float] | None = None
     """Step of the last validation, its loss, and its bits per byte."""
 
@@ -81,7 +84,7 @@ class Manifest:
     workers: int
     """Workers that have saved this step; 1 with data parallelism."""
     data: dict[str, Any]
-    """Corpus, sequence length and order that `RunState.position` refers to."""
+    """Corpora, sequence length and order that `RunState.position` refers to."""
     config: str
     """Settings of the run, as TOML."""
     tokenizer: str = ""

@@ -7,7 +7,7 @@ computed in the forward pass, so that its logits are neither kept nor recomputed
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from torchtitan_diloco.components.telemetry import Batch, Telemetry
-from torchtitan_diloco.data.loader import IGNORE_INDEX
+from torchtitan_diloco.config.schema import WORKER_FIELD, Config
+from torchtitan_diloco.data.corpus import open_corpora
+from torchtitan_diloco.data.loader import IGNORE_INDEX, ValidationBatches
 from torchtitan_diloco.data.tokenizer import Tokenizer
 from torchtitan_diloco.diloco.fragments import drop_gathered
 from torchtitan_diloco.diloco.streaming import OuterLoop
@@ -148,27 +150,78 @@ def count_text_bytes(batches: Iterable[Batch], tokenizer: Tokenizer) -> int:
     return sum(map(tokenizer.text_bytes, rows))
 
 
+class HeldOut(NamedTuple):
+    """Held-out text of one corpus, kept in memory."""
+
+    name: str
+    batches: Sequence[Batch]
+    text_bytes: int
+    """Of this rank."""
+    weight: float
+    """In the mean over corpora."""
+
+
+def open_held_out(
+    config: Config, tokenizer: Tokenizer, world: World, *, own: bool
+) -> list[HeldOut]:
+    """Read the first held-out sequences of each corpus. `own`: each worker has its corpora."""
+    found = []
+    corpora = open_corpora(config.data, tokenizer, "validation", world.worker)
+    sequences = max(1, config.validation.sequences // len(corpora))
+    for name, shards in corpora.items():
+        is_own = own and WORKER_FIELD in name
+        batches = ValidationBatches(
+            shards,
+            sequence_length=config.training.sequence_length,
+            batch_size=config.training.batch_size,
+            rank=world.rank_in_worker if is_own else world.rank,
+            ranks=world.ranks_per_worker if is_own else world.size,
+            sequences=max(1, sequences // world.workers) if is_own else sequences,
+        )
+        read = list(batches)
+        weight = config.data.weights.get(name, 1.0 if len(corpora) == 1 else 0.0)
+        found.append(HeldOut(name, read, count_text_bytes(read, tokenizer), weight))
+    return found
+
+
 @dataclass
 class Validator:
     """Validates the shared parameters."""
 
     model: nn.Module
-    batches: Iterable[Batch]
+    held_out: Sequence[HeldOut]
     world: World
     outer: OuterLoop
     validated: tuple[int, float, float] | None
     """Step, loss and bits per byte of the last validation."""
-    text_bytes: int
 
     def validate(self, step: int, telemetry: Telemetry) -> float:
         """Validate, report the result, and return the duration in seconds."""
         started = time.perf_counter()
         with self.outer.global_parameters():
-            result = validate(self.model, self.batches, self.world, self.text_bytes)
-        self.validated = step, result.loss, result.bits_per_byte
-        telemetry.write(step, {"loss/val": result.loss, "loss/bits_per_byte": result.bits_per_byte})
+            results = [
+                validate(self.model, one.batches, self.world, one.text_bytes)
+                for one in self.held_out
+            ]
+        total = math.fsum(one.weight for one in self.held_out)
+        shares = [one.weight / total for one in self.held_out]
+        pairs = list(zip(shares, results, strict=True))
+        loss = math.fsum(share * result.loss for share, result in pairs)
+        bits = math.fsum(share * result.bits_per_byte for share, result in pairs)
+        self.validated = step, loss, bits
+        record = {"loss/val": loss, "loss/bits_per_byte": bits}
+        of_corpora = ""
+        if len(results) > 1:
+            losses = {
+                one.name: result.loss for one, result in zip(self.held_out, results, strict=True)
+            }
+            record |= {f"loss/val/{name}": each for name, each in losses.items()}
+            texts = [f"{name} {each:.4f}" for name, each in losses.items()]
+            of_corpora = f" ({', '.join(texts)})"
+        telemetry.write(step, record)
+        tokens = sum(result.tokens for result in results)
         logger.info(
-            f"validation after step {step}: loss {result.loss:.4f}, "
-            f"{result.bits_per_byte:.4f} bits per byte over {result.tokens:,} held-out tokens"
+            f"validation after step {step}: loss {loss:.4f}{of_corpora}, "
+            f"{bits:.4f} bits per byte over {tokens:,} held-out tokens"
         )
         return time.perf_counter() - started

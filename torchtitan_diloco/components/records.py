@@ -107,6 +107,14 @@ class VerdictRecord(msgspec.Struct, tag_field="kind", tag="verdict"):
     over: bool
 
 
+class PhaseRecord(msgspec.Struct, tag_field="kind", tag="phase"):
+    """Another mixture of corpora begins after this step."""
+
+    step: int
+    time: float
+    mixture: str
+
+
 def round_record(found: "Round", fragment: "Fragment", clock: float) -> RoundRecord:
     """Return the record of a round. `clock`: the wall clock less time.perf_counter."""
     traffic = found.traffic
@@ -226,6 +234,9 @@ class RecordFiles:
             if isinstance(record, dict):
                 for board in self._boards:
                     board.add(record["step"], dict(self._shown(record)))
+            elif isinstance(record, PhaseRecord):
+                for board in self._boards:
+                    board.add_text(record.step, "phases", record.mixture)
             elif isinstance(record, VerdictRecord):
                 state = "over" if record.over else record.evidence
                 text = f"{record.culprit}: {record.what}" + (f": {state}" if state else "")

@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -116,10 +116,10 @@ def after_step(config: Config, step: int, requests: Requests, *, finished: bool)
 
 
 def log_plan(
-    plan: RunPlan, config: Config, world: World, model: str, data: str, epochs: float
+    plan: RunPlan, config: Config, world: World, model: str, data: str, epochs: Mapping[str, float]
 ) -> None:
     """Log how the numbers of the run are derived, one line each, and warnings. Raise if it does not
-    fit into memory. `epochs`: times that the run reads its text."""
+    fit into memory. `epochs`: times that the run reads each corpus."""
     training, ranks, start = config.training, world.ranks_per_worker, plan.start_step
     workers = plan.ranks // ranks
     here = f", of which {counted(world.size, 'rank')} here" if plan.ranks > world.size else ""
@@ -138,7 +138,7 @@ def log_plan(
         f"{counted(training.batch_size, 'sequence')} x "
         f"{counted(training.sequence_length, 'token')} = {each} tokens{here}",
         "run": f"{counted(plan.total_steps, 'step')} {steps} = {total_tokens:,} tokens = "
-        f"{total_tokens / plan.parameters:.1f} per parameter, {epochs:,.2f} epochs",
+        f"{total_tokens / plan.parameters:.1f} per parameter, {epochs_text(epochs)}",
         "memory": f"{plan.parameters:,} parameters x {plan.inner_bytes:.3g} bytes / "
         f"{counted(ranks, 'rank')} = {gib:.2f} GiB a rank for parameters, gradients and "
         "optimizer, without activations",
@@ -153,14 +153,26 @@ def log_plan(
             logger.warning(warning)
 
 
-def _repetition(plan: RunPlan, config: Config, epochs: float) -> Iterator[str]:
-    """Yield a warning if the run reads its text more often than helps it."""
-    if epochs > MANY_EPOCHS:
-        steps = math.floor(plan.total_steps * MANY_EPOCHS / epochs)
+def epochs_text(epochs: Mapping[str, float]) -> str:
+    """Say how often each corpus is read."""
+    if len(epochs) == 1:
+        return f"{next(iter(epochs.values())):,.2f} epochs"
+    return ", ".join(f"{name}: {count:,.2f} epochs" for name, count in epochs.items())
+
+
+def _repetition(plan: RunPlan, config: Config, epochs: Mapping[str, float]) -> Iterator[str]:
+    """Yield a warning for each corpus that the run reads more often than helps it."""
+    for name, count in epochs.items():
+        if count <= MANY_EPOCHS:
+            continue
+        steps = max(1, math.floor(plan.total_steps * MANY_EPOCHS / count))
+        remedy = f"use a larger corpus, or a shorter run (--training.steps {steps})"
+        if len(epochs) > 1:
+            remedy = "use a larger corpus, or a smaller weight"
+        named = f'data.corpus = "{name}"' if name == config.data.corpus else f'"{name}"'
         yield (
-            f'the run reads all of data.corpus = "{config.data.corpus}" {epochs:,.1f} times. After '
-            f"{MANY_EPOCHS} epochs, repeated text helps much less than new text: use a larger "
-            f"corpus, or a shorter run (--training.steps {max(1, steps)})"
+            f"the run reads all of {named} {count:,.1f} times. After {MANY_EPOCHS} epochs, "
+            f"repeated text helps much less than new text: {remedy}"
         )
 
 

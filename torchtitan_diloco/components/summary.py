@@ -26,6 +26,7 @@ def log_summary(
     validated: tuple[int, float, float] | None,
     *,
     has_control: bool,
+    epochs: str = "",
 ) -> None:
     """Log the figures of a run, and the commands to run next.
 
@@ -40,6 +41,8 @@ def log_summary(
     if telemetry.workers > 1:
         figures |= _bytes_sent(telemetry, step) | _shares(telemetry)
     figures |= _kept_time(telemetry)
+    if "," in epochs:  # of several corpora
+        figures["read"] = epochs
 
     commands = {}
     if has_control and telemetry.workers > 1 and SENT in telemetry.totals:

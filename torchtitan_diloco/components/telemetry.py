@@ -30,7 +30,13 @@ from torchtitan_diloco.components.metrics import (
     percent,
     totals_of,
 )
-from torchtitan_diloco.components.records import RecordFiles, RoundRecord, Start, round_record
+from torchtitan_diloco.components.records import (
+    PhaseRecord,
+    RecordFiles,
+    RoundRecord,
+    Start,
+    round_record,
+)
 from torchtitan_diloco.components.run_plan import RunPlan
 from torchtitan_diloco.config.schema import Metrics, Profiling
 from torchtitan_diloco.diloco.round import Round
@@ -314,6 +320,11 @@ class Telemetry:
     def write(self, step: int, record: Record) -> None:
         """Write a record of other numbers, such as those of a validation."""
         self.files.write({"step": step, "time": time.time()} | record)
+
+    def begin_phase(self, step: int, mixture: str) -> None:
+        """Note that another mixture of corpora begins after a step."""
+        logger.info(f"phase after step {step}: {mixture}")
+        self.files.write(PhaseRecord(step, time.time(), mixture))
 
     def __enter__(self) -> Self:
         return self

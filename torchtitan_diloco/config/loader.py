@@ -3,8 +3,8 @@
 Precedence: command line > TOML file > the files that it extends > defaults.
 """
 
-import contextlib
 import difflib
+import shlex
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -15,9 +15,16 @@ import msgspec
 import tomli
 import tomli_w
 
-from torchtitan_diloco.config.schema import Config, flat_settings, flatten, format_value
+from torchtitan_diloco.config.schema import (
+    WORKER_FIELD,
+    Config,
+    flat_settings,
+    flatten,
+    format_value,
+)
+from torchtitan_diloco.config.weights import weight_mistake
 from torchtitan_diloco.diloco.config import Mistakes, advice, diloco_mistakes
-from torchtitan_diloco.diloco.fields import convert, nearest, setting_types
+from torchtitan_diloco.diloco.fields import convert, is_table, nearest, setting_types
 from torchtitan_diloco.islands.config import Islands, islands_mistakes
 from torchtitan_diloco.log import UserError, command_line
 
@@ -36,6 +43,8 @@ BEGINNING = ("diloco.beginning.steps", "diloco.beginning.fraction")
 """The steps and the fraction of a length, as in WARMUP: the one that was given last counts."""
 
 TOKENIZER, VOCABULARY = "data.tokenizer", "model.vocab_size"
+CORPUS, MIXTURE = "data.corpus", "data.mixture"
+TABLES = [key for key, kind in TYPES.items() if is_table(kind)]
 
 READ_WITH: dict[tuple[str, tuple[str, ...]], tuple[str, ...]] = {
     ("optimizer.name", ("muon",)): ("matrix_lr", "momentum"),
@@ -106,7 +115,7 @@ def _merge(tables: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Any], dic
     values, origins, mistakes = dict[str, Any](), dict[str, str](), list[str]()
     for origin, table in tables.items():
         found = {}
-        for key, value in flatten(table).items():
+        for key, value in flatten(table, whole=TABLES).items():
             try:
                 found[key] = _convert(key, value, is_word=origin == COMMAND_LINE)
             except ValueError as error:
@@ -119,6 +128,13 @@ def _merge(tables: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Any], dic
                 mistakes.append(_mistake(origin, fraction, found[fraction], reason))
             if steps in found or fraction in found:
                 values |= {steps: 0, fraction: 0}
+        if found.get(CORPUS) and found.get(MIXTURE):
+            reason = f"{CORPUS} already names the text: give one of them"
+            mistakes.append(_mistake(origin, MIXTURE, found[MIXTURE], reason))
+        if found.get(CORPUS):  # the one that was given last counts
+            values[MIXTURE] = {}
+        elif found.get(MIXTURE):
+            values[CORPUS] = ""
         if TOKENIZER in found:  # a vocabulary that was given before was that of another tokenizer
             values.pop(VOCABULARY, None)
         values |= found
@@ -146,10 +162,21 @@ def _convert(key: str, value: Any, *, is_word: bool) -> Any:
     kind = TYPES[key]
     if is_word and value.lower() == "none" and types.NoneType in get_args(kind):
         return None
-    if is_word and get_origin(kind) is tuple:
-        with contextlib.suppress(ValueError):
+    if is_word and (get_origin(kind) is tuple or is_table(kind)):
+        try:
             value = tomli.loads(f"items = {value}")["items"]
-    return convert(value, kind, is_word=is_word)
+        except ValueError:
+            value = _parse_pairs(value) if is_table(kind) else value
+    found = convert(value, kind, is_word=is_word)
+    return msgspec.to_builtins(found) if is_table(kind) else found
+
+
+def _parse_pairs(text: str) -> dict[str, str]:
+    """Parse NAME=VALUE pairs with spaces between them."""
+    pairs = [word.rpartition("=") for word in shlex.split(text)]
+    if wrong := [value for name, _, value in pairs if not name]:
+        raise UserError(f"{wrong[0]}: give NAME=VALUE pairs, such as data/web=0.7 data/code=0.3")
+    return {name: value for name, _, value in pairs}
 
 
 def _hint(key: str) -> str:
@@ -230,12 +257,47 @@ def config_mistakes(config: Config) -> Mistakes:
                 yield f"islands.{key}", reason
     if "/" in config.run.name or "\\" in config.run.name:
         yield "run.name", "must not contain slashes: set run.folder to choose another folder"
+    yield from _data_mistakes(config)
     if config.data.shard_by != "none" and (config.workers == 1 or config.diloco.method == "none"):
         yield (
             "data.shard_by",
             "needs several workers that train independently "
             '(diloco.workers > 1, diloco.method = "streaming"): leave it out',
         )
+
+
+def _data_mistakes(config: Config) -> Mistakes:
+    """Yield the mistakes in mixtures and phases."""
+    data = config.data
+    if data.mixture and (mistake := weight_mistake(data.mixture)):
+        yield MIXTURE, mistake
+    starts = [phase.start for phase in data.phases]
+    if outside := [start for start in starts if not 0 < start < 1]:
+        reason = "a run begins at 0 and ends at 1: give a share between"
+        yield "data.phases", f"a phase begins at {outside[0]:g} of the run, and {reason}"
+    elif starts != sorted(set(starts)):
+        yield "data.phases", f"they begin at {starts}: give them in the order in which they begin"
+    for phase in data.phases:
+        if mistake := weight_mistake(phase.mixture):
+            yield "data.phases", f"in the phase from {phase.start:g} of the run on, {mistake}"
+    if config.islands.join or config.islands.local:
+        if data.phases:
+            reason = "islands have no common position at which one could begin: leave it out"
+            yield "data.phases", reason
+        if data.shard_by == "own":
+            yield (
+                "data.shard_by",
+                "is for the workers of one job, not yet for islands: leave it out",
+            )
+    shared = [name for name in data.corpora if WORKER_FIELD not in name]
+    if data.shard_by == "own" and len(shared) == len(data.corpora):
+        example = f"{shared[0].rstrip('/')}-{WORKER_FIELD}"
+        reason = f"needs a corpus with {WORKER_FIELD} in its name, such as {example}"
+        yield "data.shard_by", reason
+    if data.shard_by != "own" and len(shared) < len(data.corpora):
+        named = next(name for name in data.corpora if name not in shared)
+        reason = f'{WORKER_FIELD} in "{named}" is only replaced with data.shard_by = "own": set it'
+        yield MIXTURE if data.mixture else CORPUS, reason
 
 
 def unused_settings(config: Config) -> Iterator[str]:

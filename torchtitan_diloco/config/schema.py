@@ -100,6 +100,20 @@ class Model:
     8,192 tokens. 1: not at all."""
 
 
+WORKER_FIELD = "{worker}"
+"""In the name of a corpus: the number of the worker that reads it."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A later part of a run, which reads another mixture."""
+
+    start: float
+    """Share of the run at which it begins."""
+    mixture: dict[str, float]
+    """Weights of corpora from there on, as in `data.mixture`."""
+
+
 @dataclass(frozen=True)
 class Data:
     """Training text, tokenizer and order of the samples."""
@@ -108,6 +122,12 @@ class Data:
     """Training data: `stdlib` (the source of the Python standard library), a folder of token shards
     written by the command `prepare`, or text files as comma-separated paths and globs (`.txt`,
     `.md`, `.py`, `.jsonl`, each also as `.gz`)."""
+    mixture: dict[str, float] = field(default_factory=dict)
+    """Weights of several corpora, in place of `corpus`, by the names that it may have. On the
+    command line: `--data.mixture data/web=0.7 data/code=0.3`."""
+    phases: tuple[Phase, ...] = ()
+    """Later parts of the run, with other mixtures: tables with `start`, a share of the run, and
+    `mixture`."""
     source: str = ""
     """Source of the text of a missing shard folder: any text `corpus`, or a Hugging Face
     dataset `hf:NAME[/SUBSET][:SPLIT]`. Only used to print the `prepare` command."""
@@ -122,12 +142,23 @@ class Data:
     """Folder that caches the tokens of text corpora."""
     shuffle: bool = True
     """Read the sequences in random order, with a new order in each epoch. Depends on `run.seed`."""
-    shard_by: Literal["none", "random", "clusters"] = "none"
+    shard_by: Literal["none", "random", "own"] = "none"
     """Text of each worker. `none`: all share all. `random`: an equal random part of the sequences.
-    `clusters`: documents that are alike, for which shards need `prepare --clusters`. Means are
-    weighted by their tokens."""
+    `own`: corpora of its own, which have `{worker}` in their names; means are weighted by their
+    tokens."""
     loader_processes: NotNegative = 0
     """Loader processes per rank. 0: read in the training process, which is usually fast enough."""
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Weights of the corpora at the beginning of the run, by name."""
+        return dict(self.mixture) or {self.corpus: 1.0}
+
+    @property
+    def corpora(self) -> list[str]:
+        """Names of all corpora of the run, in the order in which they appear."""
+        mixtures = (self.weights, *(phase.mixture for phase in self.phases))
+        return list(dict.fromkeys(name for mixture in mixtures for name in mixture))
 
 
 @dataclass(frozen=True)

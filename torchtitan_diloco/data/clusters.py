@@ -1,12 +1,11 @@
-"""Clusters of documents that are alike, so that each worker trains on a different kind of text.
+"""Divide a corpus into corpora of documents that are alike, one for each worker.
 
 2-means over hashed counts of tokens halves the documents again and again. All numbers are whole,
 and so small that float64 holds their products and sums: every machine finds the same clusters.
 """
 
-import shlex
-import zlib
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,16 +13,17 @@ import numpy.typing as npt
 
 from torchtitan_diloco.data.shards import (
     INDEX_NAME,
-    Clusters,
+    SPLITS,
+    STARTED_NAME,
+    ShardWriter,
     Tokens,
     TokenShards,
     only_writer,
     read_index,
-    write_index,
+    read_or_begin_index,
 )
 from torchtitan_diloco.data.tokenizer import Tokenizer
-from torchtitan_diloco.hardware import write_whole
-from torchtitan_diloco.log import UserError, command_line, logger
+from torchtitan_diloco.log import UserError, logger
 
 _SAMPLE = 8192  # documents that decide where to split
 _ITERATIONS = 20
@@ -35,75 +35,97 @@ _Numbers = npt.NDArray[np.float64]  # whole
 _Indices = npt.NDArray[np.int64]
 
 
-def add_clusters(folder: Path, tokenizer: Tokenizer, count: int) -> bool:
-    """Divide the documents to train on into clusters. Return whether there was anything to do."""
-    read_index(folder / INDEX_NAME)  # or an error, before the lock makes a folder
-    with only_writer(folder, wait=True):
-        index = read_index(folder / INDEX_NAME)
-        if any(len(one.tokens) == count for one in index.clusters):
-            return False
-        tokens, found = TokenShards(folder, "train", tokenizer), list[_Indices]()
-        for start in range(0, len(tokens), _TOKENS_AT_ONCE):
-            some = tokens.read(start, min(start + _TOKENS_AT_ONCE, len(tokens)))
-            found.append(np.flatnonzero(some == tokenizer.end_of_document) + (start + 1))
-        ends = np.union1d(np.concatenate(found), [len(tokens)])  # the last may be cut off
-        lengths, documents = np.diff(ends, prepend=0), len(ends)
-        chosen = np.unique(np.linspace(0, documents - 1, _SAMPLE).astype(np.int64))
-        sample = np.concatenate([_features(tokens, ends[:one], lengths[[one]]) for one in chosen])
-        assign = _split(sample, lengths[chosen], count if len(chosen) >= count else 1)
-        starts = range(0, documents, _DOCUMENTS_AT_ONCE)
-        parts = (
-            _features(tokens, ends[:one], lengths[one:][:_DOCUMENTS_AT_ONCE]) for one in starts
-        )
-        numbers = np.concatenate([assign(part) for part in parts])
-        sizes = np.bincount(numbers, weights=lengths, minlength=count).astype(int).tolist()
+def write_clusters(folder: Path, tokenizer: Tokenizer, count: int) -> bool:
+    """Divide the documents of a corpus into clusters, and write each as a corpus: FOLDER-0,
+    FOLDER-1, ... Return whether there was anything to do."""
+    index = read_index(folder / INDEX_NAME)
+    targets = [folder.with_name(f"{folder.name}-{number}") for number in range(count)]
+    if all((target / INDEX_NAME).exists() for target in targets):
+        return False
+    train = _Documents(TokenShards(folder, "train", tokenizer), tokenizer)
+    assign = _learn(train, count)
+    settings = [
+        index.settings | {"cluster": number, "clusters": count, "of": train.tokens.fingerprint}
+        for number in range(count)
+    ]
+    with contextlib.ExitStack() as stack:
+        for target in targets:
+            stack.enter_context(only_writer(target, wait=False))
+        indices = [
+            read_or_begin_index(target, each)
+            for target, each in zip(targets, settings, strict=True)
+        ]
+        for split in SPLITS:
+            if not index.splits[split].tokens:
+                continue
+            documents = train
+            if split != "train":
+                documents = _Documents(TokenShards(folder, split, tokenizer), tokenizer)
+            writers = [
+                ShardWriter(target, split, each, index.settings["shard_tokens"])
+                for target, each in zip(targets, indices, strict=True)
+            ]
+            _write(documents, assign, writers)
+        sizes = [each.splits["train"].tokens for each in indices]
         if not all(sizes):
             raise UserError(
-                f"{tokens.name} has too few different documents ({documents} in all) for {count} "
-                'clusters: use a larger corpus, or data.shard_by = "random"'
+                f"{folder} has too few different documents ({len(train)} in all) for {count} "
+                "clusters: use a larger corpus, or fewer clusters"
             )
-        content, file = np.stack([ends, numbers]).astype("<i8").tobytes(), f"train-{count}.clusters"
-        write_whole(folder / file, content)
-        index.clusters.append(Clusters(file, zlib.crc32(content), sizes))
-        write_index(folder / INDEX_NAME, index)
+        for target in targets:
+            if (target / STARTED_NAME).exists():
+                (target / STARTED_NAME).rename(target / INDEX_NAME)
     logger.info(
-        f"data: divided {documents:,} documents into {count} clusters of {min(sizes):,} to "
-        f"{max(sizes):,} tokens, in {folder}"
+        f"data: divided {len(train):,} documents into {count} clusters of {min(sizes):,} to "
+        f"{max(sizes):,} tokens, in {targets[0]} to {targets[-1].name}"
     )
     return True
 
 
-def choose_clusters(tokens: TokenShards, parts: int) -> Clusters:
-    """Return the fewest clusters that suffice for so many parts."""
-    enough = [one for one in tokens.clusters if len(one.tokens) >= parts]
-    if not enough:
-        made = ["--tokenizer", tokens.tokenizer, "--out", str(tokens.folder)]
-        raise UserError(
-            f'data.shard_by = "clusters" needs {parts} clusters or more in {tokens.folder}: run\n'
-            f"    {command_line('prepare')} {shlex.join(made)} --clusters {parts}"
-        )
-    return min(enough, key=lambda one: len(one.tokens))
+class _Documents:
+    """The documents of a split, by their numbers."""
+
+    def __init__(self, tokens: TokenShards, tokenizer: Tokenizer) -> None:
+        self.tokens = tokens
+        ends = list[_Indices]()
+        for start in range(0, len(tokens), _TOKENS_AT_ONCE):
+            some = tokens.read(start, min(start + _TOKENS_AT_ONCE, len(tokens)))
+            ends.append(np.flatnonzero(some == tokenizer.end_of_document) + (start + 1))
+        self.ends = np.union1d(np.concatenate(ends), [len(tokens)])  # the last may be cut off
+        self.lengths = np.diff(self.ends, prepend=0)
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def features(self, first: int, count: int) -> _Numbers:
+        """Return the features of documents that follow one another."""
+        return _features(self.tokens, self.ends[:first], self.lengths[first : first + count])
+
+    def read(self, number: int) -> Tokens:
+        end = int(self.ends[number])
+        return self.tokens.read(end - int(self.lengths[number]), end)
 
 
-class ClusterDocuments(TokenShards):
-    """The documents in one part of the clusters, one after another."""
+def _learn(documents: _Documents, count: int) -> Callable[[_Numbers], _Indices]:
+    """Return a function from features to clusters, learned from some of the documents."""
+    chosen = np.unique(np.linspace(0, len(documents) - 1, _SAMPLE).astype(np.int64))
+    sample = np.concatenate([documents.features(number, 1) for number in chosen.tolist()])
+    return _split(sample, documents.lengths[chosen], count if len(chosen) >= count else 1)
 
-    def __init__(self, tokens: TokenShards, part: int, parts: int) -> None:
-        super().__init__(tokens.folder, "train")
-        self._tokens, clusters = tokens, choose_clusters(tokens, parts)
-        self.name = f"part {part} of the clusters of {tokens.folder}"
-        path = tokens.folder / clusters.file
-        content = path.read_bytes() if path.exists() else b""
-        if zlib.crc32(content) != clusters.checksum:
-            raise UserError(f"{path} is damaged: its checksum is wrong; prepare the corpus again")
-        ends, numbers = np.frombuffer(content, dtype="<i8").reshape(2, -1)
-        mine = numbers * parts // len(clusters.tokens) == part  # neighbours are alike
-        lengths = np.diff(ends, prepend=0)[mine]
-        self._starts, self._ends = ends[mine] - lengths, np.cumsum(lengths)
 
-    def _read_piece(self, number: int, start: int, stop: int) -> Tokens:
-        first = int(self._starts[number])
-        return self._tokens.read(first + start, first + stop)
+def _write(
+    documents: _Documents,
+    assign: Callable[[_Numbers], _Indices],
+    writers: Sequence[ShardWriter],
+) -> None:
+    """Give each document to the writer of its cluster, after those that it has written before."""
+    for first in range(0, len(documents), _DOCUMENTS_AT_ONCE):
+        clusters = assign(documents.features(first, _DOCUMENTS_AT_ONCE)).tolist()
+        for number, cluster in enumerate(clusters, start=first):
+            if number > writers[cluster].last_piece:
+                writers[cluster].add(number, documents.read(number), ends_document=True)
+    for writer in writers:
+        writer.finish_shard()
 
 
 def _features(tokens: TokenShards, ends_before: _Indices, lengths: _Indices) -> _Numbers:

@@ -19,8 +19,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from torchtitan_diloco.config.schema import Data
-from torchtitan_diloco.data.clusters import add_clusters
+from torchtitan_diloco.config.schema import WORKER_FIELD, Data
+from torchtitan_diloco.data.clusters import write_clusters
 from torchtitan_diloco.data.shards import (
     FORMAT_VERSION,
     INDEX_NAME,
@@ -59,34 +59,60 @@ Tokenised = tuple[int, Split, npt.NDArray[np.uint32], bool]
 """Number of a piece, its split, its tokens, and whether a document of the split ends with it."""
 
 
-def open_split(data: Data, tokenizer: Tokenizer, split: Split, clusters: int = 0) -> TokenShards:
-    """Open the tokens of one split.
+def open_corpora(
+    data: Data, tokenizer: Tokenizer, split: Split, worker: int
+) -> dict[str, TokenShards]:
+    """Open the tokens of one split of all corpora of a worker, by their names in the settings.
 
-    `clusters`: those into which text is divided, if any; shards must have them already.
+    With a validation corpus, that one is the only one to validate on.
     """
-    own, corpus = data.validation_corpus, data.corpus
+    if split == "validation" and data.validation_corpus:
+        return {data.validation_corpus: open_split(data, tokenizer, split, worker=worker)}
+    return {
+        name: open_split(data, tokenizer, split, name=name, worker=worker) for name in data.corpora
+    }
+
+
+def open_split(
+    data: Data, tokenizer: Tokenizer, split: Split, *, name: str = "", worker: int = 0
+) -> TokenShards:
+    """Open the tokens of one split of a corpus, by default of the first of the run."""
+    name = name or data.corpora[0]
+    own = data.validation_corpus
     if split == "train" or not own:
         # With a corpus of its own for validation, all of this text is for training.
         fraction = 0.0 if own else data.validation_fraction
-        folder = _folder(data, "data.corpus", tokenizer, fraction)
-        if clusters and not _is_shard_folder(corpus):
-            add_clusters(folder, tokenizer, clusters)
+        folder = _folder(data, corpus_key(data), name, worker, tokenizer, fraction)
         return TokenShards(folder, split, tokenizer)
-    if own == corpus and not _is_shard_folder(own):
+    is_trained_on = own in data.corpora
+    if is_trained_on and not _is_shard_folder(own_name(own, worker)):
         raise UserError(
-            f'data.validation_corpus = "{own}" is data.corpus, which is trained on: leave it empty '
-            "to hold out data.validation_fraction of it"
+            f'data.validation_corpus = "{own}" is {corpus_key(data)}, which is trained on: leave '
+            "it empty to hold out data.validation_fraction of it"
         )
-    folder = _folder(data, "data.validation_corpus", tokenizer, fraction=0.0)
+    folder = _folder(data, "data.validation_corpus", own, worker, tokenizer, fraction=0.0)
     # Validate on the held-out split of the folder, or on all of it if that split is empty.
     held_out = read_index(folder / INDEX_NAME).splits["validation"].tokens
-    return TokenShards(folder, "validation" if held_out or own == corpus else "train", tokenizer)
+    return TokenShards(folder, "validation" if held_out or is_trained_on else "train", tokenizer)
 
 
-def find_corpus(data: Data, key: str, options: Callable[[], list[str]] = list) -> Corpus | Path:
+def corpus_key(data: Data) -> str:
+    """Return the setting that names the corpora to train on."""
+    if data.mixture:
+        return "data.mixture"
+    return "data.phases" if data.phases else "data.corpus"
+
+
+def own_name(name: str, worker: int) -> str:
+    """Return the name of a corpus for a worker."""
+    return name.replace(WORKER_FIELD, str(worker))
+
+
+def find_corpus(
+    data: Data, key: str, spec: str, options: Callable[[], list[str]] = list
+) -> Corpus | Path:
     """Return the text, or the folder of shards, that a setting names. If neither is there, raise an
     error that says how to prepare it, with `options`."""
-    spec = data.corpus if key == "data.corpus" else data.validation_corpus
     try:
         if spec.startswith(HUGGING_FACE_PREFIX):
             Dataset.parse(spec)
@@ -121,9 +147,11 @@ def _slug(spec: str) -> str:
     return re.sub(r"\W+", "-", spec.removeprefix(HUGGING_FACE_PREFIX)).strip("-")
 
 
-def _folder(data: Data, key: str, tokenizer: Tokenizer, fraction: float) -> Path:
+def _folder(
+    data: Data, key: str, name: str, worker: int, tokenizer: Tokenizer, fraction: float
+) -> Path:
     """Return the shard folder of a corpus. Tokenise the corpus if it is text."""
-    corpus = find_corpus(data, key)
+    corpus = find_corpus(data, key, own_name(name, worker))
     if isinstance(corpus, Path):
         return corpus
     made_of = f"{corpus.fingerprint[:8]}-{tokenizer.fingerprint[:8]}-{fraction:g}"
@@ -263,7 +291,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--source", help=f"{SOURCES}; not needed to add clusters to finished shards")
+    add("--source", help=f"{SOURCES}; not needed to divide finished shards into clusters")
     tokenizers = "bytes, an encoding of tiktoken such as gpt2, or a tokenizer.json"
     add("--tokenizer", default="bytes", help=tokenizers)
     add("--out", required=True, type=Path, help="folder of the shards")
@@ -275,7 +303,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--begin-token", action="store_true", help=begin)
     field = "field of the text in JSON lines and data sets"
     add("--text-field", default=TEXT_FIELD, metavar="NAME", help=field)
-    clusters = 'also divide the documents into clusters, for data.shard_by = "clusters"'
+    clusters = "also write so many corpora OUT-0, OUT-1, ..., each with documents that are alike"
     add("--clusters", type=whole_number, metavar="NUMBER", help=clusters)
     options = parser.parse_args(arguments)
     if not options.source and not options.clusters:
@@ -292,7 +320,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             begin=options.begin_token,
         )
         if options.clusters:
-            done |= add_clusters(options.out, tokenizer, options.clusters)
+            done |= write_clusters(options.out, tokenizer, options.clusters)
     except UserError as error:
         parser.exit(2, f"error: {error}\n")
     except KeyboardInterrupt:

@@ -8,7 +8,7 @@ import hashlib
 import itertools
 import signal
 import warnings
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from torchtitan_diloco.data.clusters import ClusterDocuments
+from torchtitan_diloco.data.mixture import Indices, Mixture, Segment
 from torchtitan_diloco.data.shards import TokenShards
 from torchtitan_diloco.hardware import end_with_parent
 from torchtitan_diloco.log import STOP_SIGNALS, UserError
@@ -27,7 +27,6 @@ from torchtitan_diloco.log import STOP_SIGNALS, UserError
 Batch = tuple[Tensor, Tensor]
 """Inputs and targets, int64 [sequences, sequence_length]."""
 
-Indices = npt.NDArray[np.int64]
 _Words = npt.NDArray[np.uint64]
 
 _ROUNDS = 8  # even, so that the two halves end where they began
@@ -44,10 +43,8 @@ class Stream(NamedTuple):
     number: int
     streams: int
     block: int = 0
-    """Streams take turns of this many samples in one common order. 0: each stream has a fixed
-    random part of the sequences, and its own order."""
-    clusters: bool = False
-    """With block 0, each stream has the documents of its clusters instead."""
+    """Streams take turns of this many samples in one common order. 0: each stream has its own
+    order, of corpora of its own, or of a fixed random part of the sequences of the others."""
 
     def positions(self, samples: Indices) -> Indices:
         """Return the positions of samples of this stream in the order that it reads."""
@@ -90,20 +87,41 @@ class SequenceReader(Dataset[Batch]):
         return inputs, targets
 
 
+class MixedReader(Dataset[Batch]):
+    """Sequences of several corpora, by the number of the corpus and the index of the sequence."""
+
+    def __init__(self, readers: Sequence[SequenceReader]) -> None:
+        self.readers = readers
+
+    def __getitem__(self, places: Indices) -> Batch:
+        corpora, indices = places.T
+        if len(chosen := np.unique(corpora)) == 1:
+            return self.readers[int(chosen[0])][indices]
+        rows = [
+            self.readers[corpus][indices[row : row + 1]]
+            for row, corpus in enumerate(corpora.tolist())
+        ]
+        inputs, targets = zip(*rows, strict=True)
+        return torch.cat(inputs), torch.cat(targets)
+
+
 class TrainLoader:
     """Endless stream of this rank's micro-batches.
 
     A step takes the next ranks * accumulation * batch_size samples of one order, and rank r the
     r-th equal part of them, so the samples of a step do not depend on the number of ranks.
 
-    The state is one integer, the position in this order. Unlike torchdata's, it is valid for any
-    number of ranks and loader processes and any batch size.
+    The state is the position in this order, and the segment of the mixture that it is in. Unlike
+    torchdata's, it is valid for any number of ranks and loader processes and any batch size.
+
+    `corpora`: by the names that the weights of `segments` have. `own`: those of a stream alone.
     """
 
     def __init__(
         self,
-        tokens: TokenShards,
+        corpora: Mapping[str, TokenShards],
         *,
+        segments: Sequence[Segment],
         sequence_length: int,
         batch_size: int,
         accumulation: int,
@@ -114,18 +132,25 @@ class TrainLoader:
         processes: int,
         start: int = 0,
         stream: Stream | None = None,
+        own: Container[str] = (),
         pin_memory: bool = False,
     ) -> None:
         """Start at position `start`. With a stream, `rank`, `ranks` and `start` refer to it."""
         stream = self._stream = stream or Stream(0, 1, block=1)
         part = stream.number % stream.streams, stream.streams
-        read = ClusterDocuments(tokens, *part) if stream.clusters else tokens
-        self.share = len(read) / len(tokens)  # of all tokens to train on
-        whole = stream.block or stream.clusters
-        self._reader = SequenceReader(read, sequence_length, *((0, 1) if whole else part))
-        self._order = partial(
-            sequence_indices, sequences=self._reader.sequences, seed=seed, shuffle=shuffle
+        self._reader = MixedReader(
+            [
+                SequenceReader(
+                    tokens,
+                    sequence_length,
+                    *((0, 1) if stream.block or name in own else part),
+                )
+                for name, tokens in corpora.items()
+            ]
         )
+        self.names = list(corpora)
+        self.mixture = Mixture(self.names, segments)
+        self._order = partial(sequence_indices, seed=seed, shuffle=shuffle)
         self._rank, self._ranks = rank, ranks
         self._batch_size, self._accumulation = batch_size, accumulation
         self._processes, self._pin_memory = processes, pin_memory
@@ -136,6 +161,11 @@ class TrainLoader:
         """Position of the first sample of the current step, over all ranks."""
         step_size = self._ranks * self._accumulation * self._batch_size
         return self._start + self._taken // self._accumulation * step_size
+
+    @property
+    def segment(self) -> Segment:
+        """The part of the stream that the current step begins in."""
+        return self.mixture.segment_at(self.position)
 
     def __iter__(self) -> Iterator[Batch]:
         """Continue where the last iterator stopped."""
@@ -156,14 +186,21 @@ class TrainLoader:
             yield batch
 
     def _micro_batches(self) -> Iterator[Indices]:
-        """Yield the indices of the sequences in each micro-batch of this rank."""
+        """Yield the corpus and the index of each sequence, [sequences, 2], in each micro-batch of
+        this rank."""
         for first in itertools.count(self._taken, _MICRO_BATCHES_AT_ONCE):
             numbers = first + np.arange(_MICRO_BATCHES_AT_ONCE)
             steps, within = np.divmod(numbers, self._accumulation)
             parts = (steps * self._ranks + self._rank) * self._accumulation + within
             positions = parts[:, None] * self._batch_size + np.arange(self._batch_size)
             places = self._stream.positions((self._start + positions).ravel())
-            yield from self._order(places).reshape(positions.shape)
+            corpora, samples = self.mixture.locate(places)
+            sequences = np.empty_like(samples)
+            for corpus in np.unique(corpora).tolist():
+                mine = corpora == corpus
+                count = self._reader.readers[corpus].sequences
+                sequences[mine] = self._order(samples[mine], sequences=count)
+            yield from np.stack([corpora, sequences], axis=1).reshape(*positions.shape, 2)
 
 
 def _follow_rank(_: int) -> None:

@@ -53,21 +53,12 @@ class SplitIndex(msgspec.Struct):
     shards: list[Shard] = []
 
 
-class Clusters(msgspec.Struct, frozen=True):
-    """Documents of the split to train on, divided into clusters."""
-
-    file: str  # ends of all documents, then the cluster of each, as 8 bytes
-    checksum: int
-    tokens: list[int]  # of each cluster
-
-
 class Index(msgspec.Struct):
     """Content of `corpus.json`."""
 
     format_version: int
     settings: dict[str, Any]
     splits: dict[Split, SplitIndex]
-    clusters: list[Clusters] = []
 
 
 def token_type(vocab_size: int) -> np.dtype[Any]:
@@ -213,7 +204,6 @@ class TokenShards:
         self.folder, self.name = folder, f"the {split} split of {folder}"
         index = read_index(self.folder / INDEX_NAME)
         self._shards, settings = index.splits[split].shards, index.settings
-        self.clusters = index.clusters
         self._vocab_size = settings["vocab_size"]
         if not self._shards:
             corpus, share = settings["source"], settings["validation_fraction"]
@@ -232,6 +222,7 @@ class TokenShards:
         for shard in self._shards:
             if damage := _wrong_size(self.folder, shard, self._vocab_size):
                 raise self._damaged(damage)
+        self.settings = settings
         self._ends = np.cumsum([shard.tokens for shard in self._shards])
         facts = self._vocab_size, made_with
         identity = [(shard.tokens, shard.checksum, *facts) for shard in self._shards]
@@ -293,11 +284,6 @@ def find_damage(folder: Path) -> tuple[str, list[str]]:
         for shard, damage in zip(shards, results, strict=True):
             found.append(damage)
             bar.update(token_bytes * shard.tokens)
-    for clusters in index.clusters:
-        path = folder / clusters.file
-        content = path.read_bytes() if path.exists() else b""
-        is_whole = zlib.crc32(content) == clusters.checksum
-        found.append("" if is_whole else f"{path.name}: {_WRONG_CHECKSUM}")
     return f"{len(found)} files, {total / 1e9:,.2f} GB", [*filter(None, found)]
 
 

@@ -1,7 +1,7 @@
 """Types and values of settings by dotted key, and their validation by msgspec."""
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -16,6 +16,7 @@ NAMES = {
     "`float | null`": 'a number, or "none"',
     "`bool`": "true or false",
     "`array`": "a list",
+    "`object`": "a table",
     "`str`": "text, in quotes",
 }
 
@@ -55,15 +56,26 @@ def setting_types(section: type, prefix: str = "") -> dict[str, Any]:
 
 def flat_settings(section: Any, prefix: str = "") -> dict[str, Any]:
     """Return the value of each setting of a dataclass by dotted key, nested sections included."""
-    return flatten(asdict(section), prefix)
+    tables = [key for key, kind in setting_types(type(section)).items() if is_table(kind)]
+    return flatten(asdict(section), prefix, whole=[prefix + key for key in tables])
 
 
-def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the values of nested tables by dotted key."""
+def is_table(kind: Any) -> bool:
+    """Return whether a setting is itself a table, with names that a user chooses."""
+    return get_origin(kind) is dict
+
+
+def flatten(
+    table: Mapping[str, Any], prefix: str = "", *, whole: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Return the values of nested tables by dotted key. `whole`: keys of tables that are values."""
     found: dict[str, Any] = {}
     for name, value in table.items():
-        is_table = isinstance(value, dict)
-        found |= flatten(value, f"{prefix}{name}.") if is_table else {prefix + name: value}
+        key = prefix + name
+        if isinstance(value, dict) and key not in whole:
+            found |= flatten(value, f"{key}.", whole=whole)
+        else:
+            found[key] = value
     return found
 
 

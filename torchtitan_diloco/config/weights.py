@@ -1,0 +1,44 @@
+"""Weights of the corpora of a mixture: what is wrong with them, and the turns that they mean."""
+
+import math
+from collections.abc import Mapping
+from fractions import Fraction
+
+Weights = Mapping[str, float]
+"""Weights of corpora by name, of any sum."""
+
+MOST_TURNS = 20_000
+"""Samples after which the turns of a mixture repeat, at most. Weights that would need more are
+rounded to multiples of one divided by this."""
+
+
+def weight_mistake(weights: Weights) -> str:
+    """Return what is wrong with weights, with the remedy, or ""."""
+    for name, weight in weights.items():
+        if not (math.isfinite(weight) and weight >= 0):
+            return f'the weight of "{name}" is {weight}: give a number from 0 up'
+    if not any(weights.values()):
+        return "all weights are 0: give one of the corpora a larger one"
+    lost = [name for name, turn in turns_of(weights).items() if weights[name] and not turn]
+    if lost:
+        least = f"1/{MOST_TURNS:,} of the sum"
+        return f'the weight of "{lost[0]}" is below {least}: raise it, or leave the corpus out'
+    return ""
+
+
+def turns_of(weights: Weights) -> dict[str, int]:
+    """Return the samples of each corpus in a period, after which the turns repeat.
+
+    They are exact if the weights, as decimal numbers, have a period of at most MOST_TURNS samples.
+    """
+    exact = {name: Fraction(repr(float(weight))) for name, weight in weights.items()}
+    total = sum(exact.values())
+    shares = {name: weight / total for name, weight in exact.items()}
+    period = math.lcm(*(share.denominator for share in shares.values()))
+    if period <= MOST_TURNS:
+        return {name: int(share * period) for name, share in shares.items()}
+    turns = {name: int(share * MOST_TURNS) for name, share in shares.items()}
+    rest = sorted(shares, key=lambda name: turns[name] - shares[name] * MOST_TURNS)
+    for name in rest[: MOST_TURNS - sum(turns.values())]:
+        turns[name] += 1
+    return turns
