@@ -14,7 +14,7 @@ stall is the time of a step that a surviving island does not compute, as a multi
 step. All cases take about half an hour.
 
 --quality: loss at equal tokens against islands in lockstep. The trainer trains the decoder of
-0.12M parameters of benchmarks/records/loss.md on the source of the Python standard library. A slow island
+0.12M parameters of `benchmarks.parity` on the source of the Python standard library. A slow island
 sleeps in multiples of its usual step. Except in lockstep, rounds wait for 0.1 s. Finished runs are
 kept in --out.
 

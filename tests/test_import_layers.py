@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "distributed": {"config", "diloco"},
     "models": {"config"},
     "data": {"config", "diloco.fields"},
-    "components": {"config", "diloco", "distributed", "models", "data"},
+    "components": {"config", "diloco", "distributed", "models", "data", "store"},
     "diagnosis": {"config", "diloco", "distributed", "components", "planner.ladder"},
     "planner": {"config", "diloco", "islands", "models", "components", "report"},
     "export": {"config", "diloco", "distributed", "models", "data", "components"},

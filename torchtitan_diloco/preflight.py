@@ -13,6 +13,7 @@ from torchtitan_diloco.hardware import GLOO_INTERFACE, check_device, check_inter
 from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.server_folder import find_server
 from torchtitan_diloco.log import UserError, command_line, install_command, installed
+from torchtitan_diloco.store.location import is_bucket
 
 PUBLISHED = {
     "llama-1b": "meta-llama/Llama-3.2-1B",
@@ -34,6 +35,7 @@ def missing(config: Config) -> Iterator[str]:
     files = [*_missing_files(config)]
     packages = {
         "wandb": ("wandb", config.metrics.wandb),
+        "obstore": ("bucket", is_bucket(config.checkpoint.mirror)),
         "datasets": ("c4", any(f"--source {HUGGING_FACE_PREFIX}" in one for one in files)),
     }
     for package, (extra, needed) in packages.items():

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from torchtitan_diloco.components.checkpoint import (
     folder_of_worker,
 )
 from torchtitan_diloco.components.loss import Validator, loss_head, open_held_out
+from torchtitan_diloco.components.mirror import build_mirror, new_identity
 from torchtitan_diloco.components.optimizer import (
     SkippedSteps,
     build_optimizer,
@@ -66,7 +68,7 @@ from torchtitan_diloco.models.parallelize import materialize, parallelize
 
 COLLECT_EVERY = 50
 """Steps between two collections of garbage."""
-OWN_SETTINGS = {"run.folder", "data.cache_folder", *MAY_DIFFER}
+OWN_SETTINGS = {"run.folder", "data.cache_folder", "checkpoint.mirror", *MAY_DIFFER}
 """Settings that may differ between the processes of a run."""
 PACKAGE = Path(__file__).parent
 COMPUTES = (
@@ -78,6 +80,7 @@ COMPUTES = (
     "island_run.py",
     "islands",
     "models",
+    "store",
     "trainer.py",
 )
 """Code that decides what is computed, which all ranks must have in common with that of `diloco`."""
@@ -89,7 +92,7 @@ class Trainer:
         self.ranks = config.workers * world.ranks_per_worker
         """Number of ranks of all workers, including those of other islands."""
         self.island: IslandRun | None = None
-        self.start = find_start(world, config.checkpoint.resume, config.run.folder)
+        self._find_start()
         tokenizer = self.tokenizer = build_tokenizer(config.data.tokenizer)
         check_tokenizer(self.start.manifest, tokenizer.name, tokenizer.fingerprint)
         self.vocab_size = vocabulary_rows(config.model, tokenizer.vocab_size)
@@ -113,6 +116,17 @@ class Trainer:
         self.parts = world, self.model, self.optimizer, self.outer  # of a checkpoint
         self.validator = self._build_validator()
 
+    def _find_start(self) -> None:
+        """Find what the run starts from, here or in its mirror."""
+        config, world = self.config, self.world
+        find = partial(find_start, world, config.checkpoint.resume, config.run.folder)
+        self.start, self.mirror = find(), build_mirror(config, world)
+        manifest, goes_on = self.start.manifest, self.start.goes_on
+        self.run_identity = manifest.run if goes_on and manifest else new_identity(world)
+        if self.mirror is not None:
+            self.start = self.mirror.join(self.start, self.run_identity, find)
+            self.run_identity = self.mirror.run
+
     # --- the run ----------------------------------------------------------------------------------
 
     def run(self) -> Path:
@@ -131,7 +145,9 @@ class Trainer:
             StopRequest(self.world, answer_lag(self.world, config.diloco)) as stop,
             self._open_telemetry(folder) as telemetry,
             build_profiler(config.profiling, folder, self.world) as profiler,
-            closing(Checkpointer(config.checkpoint, own_folder, *self.parts)) as checkpointer,
+            closing(
+                Checkpointer(config.checkpoint, own_folder, *self.parts, mirror=self.mirror)
+            ) as checkpointer,
             Stacks(own_folder, self.world.rank_in_worker) as stacks,
             Diagnosis(self.outer, self.world, telemetry, folder) as diagnosis,
         ):
@@ -168,7 +184,7 @@ class Trainer:
                 if then.stop:
                     break
             self.outer.drain()
-            checkpointer.wait()
+            checkpointer.finish()
         early = not self.finished if self.island is None else self.island.close()
         self._log_end(folder, telemetry, early=early)
         if checkpointer.failure:
@@ -283,6 +299,7 @@ class Trainer:
             data=self.data.identity,
             config=self.toml,
             tokenizer=self.tokenizer.fingerprint,
+            run=self.run_identity,
         )
 
     def _resume(self) -> None:

@@ -1,6 +1,6 @@
 """Draw the pictures of the documentation: python docs/images/draw.py [OUTPUT]
 
-The pictures of losses read their numbers from the tables in benchmarks/records/loss.md. OUTPUT: what
+The pictures of losses read their numbers from benchmarks/records/loss.md. OUTPUT: what
 `./run_train.sh` has printed, for the picture of a terminal.
 """
 

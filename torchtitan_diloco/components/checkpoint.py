@@ -19,14 +19,14 @@ import re
 import shutil
 import time
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import torch
@@ -89,6 +89,8 @@ class Manifest:
     """Settings of the run, as TOML."""
     tokenizer: str = ""
     """Fingerprint of the tokenizer."""
+    run: str = ""
+    """Identity of the run, which goes on with it."""
     outer: dict[str, Any] = field(default_factory=dict)
     """`SavedState.facts`; empty with data parallelism."""
     files: Files = field(default_factory=dict)
@@ -210,10 +212,10 @@ def complete(path: Path, manifest: str) -> None:
     flush_to_disk(path.parent)
 
 
-def prune(folder: Path, keep_latest: int, keep_every: int) -> None:
-    """Delete a worker's checkpoints but the latest and those at steps to keep."""
+def prune(folder: Path, keep_latest: int, keep_every: int, held: Set[Path] = frozenset()) -> None:
+    """Delete a worker's checkpoints but the latest, those at steps to keep, and those in use."""
     for path in complete_checkpoints(folder)[:-keep_latest]:
-        if not keep_every or step_of(path) % keep_every:
+        if path not in held and (not keep_every or step_of(path) % keep_every):
             with suppress(OSError):  # the next one may work
                 path.rename(incomplete(path))  # a folder that is half deleted is no checkpoint
                 shutil.rmtree(incomplete(path))
@@ -295,6 +297,19 @@ def write_tensors(folder: Path, rows: dict[str, Tensor], rank: int) -> Files:
 # --- saving ---------------------------------------------------------------------------------------
 
 
+class Copier(Protocol):
+    """Copies checkpoints elsewhere (mirror.py)."""
+
+    @property
+    def held(self) -> Set[Path]: ...
+
+    def offer(self, path: Path) -> None: ...
+
+    def finish(self, seconds: float) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class Checkpointer:
     """Saves one checkpoint at a time; a failed save leaves training and earlier checkpoints alone.
 
@@ -310,9 +325,11 @@ class Checkpointer:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         outer: OuterLoop,
+        mirror: Copier | None = None,
     ) -> None:
         """`folder`: that of this worker."""
         self._config, self._folder, self._world = config, folder, world
+        self._mirror = mirror
         self._model, self._optimizer, self._outer = model, optimizer, outer
         self._thread = BackgroundThread("checkpoint")
         self._saving: Future[str] | None = None
@@ -365,6 +382,12 @@ class Checkpointer:
             self.failure = self._saving.result()
         self._saving = None
 
+    def finish(self) -> None:
+        """Wait for the save under way, and for a while for its copy in the mirror."""
+        self.wait()
+        if self._mirror is not None:
+            self._mirror.finish(self._config.mirror_wait_seconds)
+
     def close(self) -> None:
         """Give a save under way some time. Its failure must not hide why the run has ended.
 
@@ -373,6 +396,8 @@ class Checkpointer:
         if self._saving is not None and not self._world.liveness.is_lost:
             wait([self._saving], SAVE_AFTER_ERROR_SECONDS)
         self._thread.close(timeout=0.0)
+        if self._mirror is not None:
+            self._mirror.close()
 
     # --- in the background ------------------------------------------------------------------------
 
@@ -395,8 +420,11 @@ class Checkpointer:
             if world.is_first:
                 logger.error(f"{what} could not be saved: {error}; earlier ones are untouched")
             return str(error)
+        if self._mirror is not None:
+            self._mirror.offer(path)
+        held = self._mirror.held if self._mirror is not None else frozenset[Path]()
         if self._is_first:  # now that all workers have this one
-            prune(self._folder, self._config.keep_latest, self._config.keep_every)
+            prune(self._folder, self._config.keep_latest, self._config.keep_every, held)
         megabytes = sum(size for part in files for size, _ in part.values()) / 1e6
         seconds = time.perf_counter() - started
         logger.info(f"{what}: {megabytes:,.1f} MB in {seconds:.1f} s, {path}")

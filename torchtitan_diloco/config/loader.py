@@ -33,8 +33,8 @@ DEFAULT_CONFIG = "demo"
 COMMAND_LINE = "command line"
 PRINT_CONFIG = "--print-config"
 TYPES = setting_types(Config)
-SECRET = "islands.join"
-"""Setting that contains a password, which errors do not show."""
+SECRETS = "islands.join", "checkpoint.mirror"
+"""Settings that may contain a password, which errors do not show."""
 
 RUN_LENGTH = ("training.steps", "training.tokens", "training.tokens_per_parameter")
 """Exactly one of these settings is not 0."""
@@ -196,7 +196,7 @@ def _hint(key: str) -> str:
 
 def _mistake(origin: str, key: str, value: Any, reason: str) -> str:
     """Describe a mistake, with its value shortened to 80 characters. Hide tables."""
-    hidden = value is None or isinstance(value, dict) or key == SECRET
+    hidden = value is None or isinstance(value, dict) or key in SECRETS
     shown = "" if hidden else f" = {format_value(value)}"
     return f"{origin}: {key}{shown[:77] + '...' if len(shown) > 80 else shown}: {reason}"
 
@@ -255,6 +255,7 @@ def config_mistakes(config: Config) -> Mistakes:
             if getattr(config.islands, key) != default:
                 reason = "is only read with islands.join (or islands.local): give it, or neither"
                 yield f"islands.{key}", reason
+    yield from _mirror_mistakes(config)
     if "/" in config.run.name or "\\" in config.run.name:
         yield "run.name", "must not contain slashes: set run.folder to choose another folder"
     yield from _data_mistakes(config)
@@ -298,6 +299,18 @@ def _data_mistakes(config: Config) -> Mistakes:
         named = next(name for name in data.corpora if name not in shared)
         reason = f'{WORKER_FIELD} in "{named}" is only replaced with data.shard_by = "own": set it'
         yield MIXTURE if data.mixture else CORPUS, reason
+
+
+def _mirror_mistakes(config: Config) -> Mistakes:
+    mirror, folder = config.checkpoint.mirror, config.run.folder
+    if "://" in mirror or not (mirror and folder):
+        return
+    inside, outside = (Path(one).expanduser().resolve() for one in (mirror, folder))
+    if inside.is_relative_to(outside):
+        yield (
+            "checkpoint.mirror",
+            "is run.folder, or in it, and would be lost with it: give another",
+        )
 
 
 def unused_settings(config: Config) -> Iterator[str]:

@@ -308,6 +308,14 @@ class Checkpoint:
     """Number of latest checkpoints to keep."""
     keep_every: NotNegative = 0
     """Also keep all checkpoints whose step is a multiple of this. 0: none."""
+    mirror: str = field(default="", repr=False)  # may contain a password
+    """Place that gets a copy of each checkpoint while training goes on, and from which a run starts
+    that has lost `run.folder`: a folder, a join file of an https store, `s3://BUCKET/PATH`,
+    `gs://...` or `az://...`. Each run has a place of its own, the same for all its workers. Empty:
+    none."""
+    mirror_wait_seconds: NotNegative = 300
+    """Seconds that the end of a run waits for its last copy. After a signal, no longer than until
+    the processes are killed."""
     resume: str = "auto"
     """Where a run without checkpoints in `run.folder` starts: `auto` (from the beginning), or the
     folder of another run or checkpoint. A run with checkpoints resumes from the latest that is not
@@ -370,9 +378,10 @@ class Config:
 
 
 def portable(config: Config) -> Config:
-    """Return the settings that start the same run elsewhere, without its folder and password."""
+    """Return the settings that start the same run elsewhere, without its places and passwords."""
     run, islands = replace(config.run, folder=""), replace(config.islands, join="")
-    return replace(config, run=run, islands=islands)
+    checkpoint = replace(config.checkpoint, mirror="")
+    return replace(config, run=run, islands=islands, checkpoint=checkpoint)
 
 
 def format_value(value: Any) -> str:

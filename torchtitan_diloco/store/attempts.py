@@ -22,9 +22,9 @@ QUIET_SECONDS = 10.0
 class Attempts:
     """Calls of a backend that are repeated. Any thread may use this."""
 
-    def __init__(self, location: str, patience: float) -> None:
-        """`patience`: seconds for which a call is repeated."""
-        self._location, self._patience = location, patience
+    def __init__(self, location: str, patience: float, *, quiet: bool = False) -> None:
+        """`patience`: seconds for which a call is repeated. `quiet`: the caller says what fails."""
+        self._location, self._patience, self._quiet = location, patience, quiet
         self._closed = threading.Event()
         self._lock = threading.Lock()
         self._failing: dict[str, float] = {}  # verb -> when it began to fail
@@ -60,6 +60,8 @@ class Attempts:
         return self._closed
 
     def _note_failure(self, verb: str, name: str, error: PassingError) -> None:
+        if self._quiet:
+            return
         now = time.monotonic()
         with self._lock:
             self._failing.setdefault(verb, now)

@@ -19,16 +19,17 @@ def open_store(
     credentials: Mapping[str, str] | None = None,
     patience: float = PATIENCE_SECONDS,
     writes: str | None = "",
+    quiet: bool = False,
 ) -> Store:
     """Open a store and test it.
 
     `credentials`: settings of a bucket beside those in the environment, such as `endpoint` or
     `access_key_id`. `patience`: seconds for which a call is tried again. `writes`: prefix below
     which this process may write, None to read only; by default everywhere, or over https below the
-    parts of the login. Raises a UserError that says what is wrong.
+    parts of the login. `quiet`: log no attempts. Raises a UserError that says what is wrong.
     """
     backend = _backend(str(location), credentials or {}, make=writes is not None)
-    store = Store(backend, patience)
+    store = Store(backend, patience, quiet=quiet)
     try:
         if writes is None:
             store.get("test")
@@ -38,6 +39,11 @@ def open_store(
         store.close()
         raise
     return store
+
+
+def is_bucket(location: str) -> bool:
+    scheme, found, _ = location.partition("://")
+    return bool(found) and scheme in BUCKETS
 
 
 def _backend(location: str, credentials: Mapping[str, str], *, make: bool) -> Backend:

@@ -97,10 +97,12 @@ class Backend(ABC):
 class Store:
     """A store. The package's docstring says what the verbs promise."""
 
-    def __init__(self, backend: Backend, patience: float = PATIENCE_SECONDS) -> None:
+    def __init__(
+        self, backend: Backend, patience: float = PATIENCE_SECONDS, *, quiet: bool = False
+    ) -> None:
         self.backend = backend
         self.location = backend.location
-        self._attempts = Attempts(backend.location, patience)
+        self._attempts = Attempts(backend.location, patience, quiet=quiet)
         self._ahead = 0.0  # seconds by which the store's clock is ahead of this machine's
 
     def create(self, name: str, content: bytes | memoryview, known: bytes = b"") -> bool:

@@ -1,0 +1,439 @@
+"""Mirrors: copies of checkpoints in a store, starts from them, and what they cannot disturb."""
+
+import shutil
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.components.test_checkpoint import flip_a_bit, saved_steps, write_checkpoint
+from tests.components.test_resume import (
+    FP32,
+    STEPS,
+    Train,
+    assert_same,
+    assert_same_end,
+    chosen,
+    last,
+    run,
+    tensors,
+    text,  # noqa: F401 - fixtures
+    train,  # noqa: F401
+    whole,  # noqa: F401
+)
+from tests.store.places import BucketServer, Place
+from tests.test_trainer import around_steps
+from torchtitan_diloco.components import checkpoint, mirror
+from torchtitan_diloco.components.checkpoint import (
+    checkpoint_path,
+    complete_checkpoints,
+    fingerprint,
+    folder_of_worker,
+    prune,
+    read_manifest,
+)
+from torchtitan_diloco.components.copies import Copies, Copy, TakenOverError
+from torchtitan_diloco.config import ConfigError, load_config
+from torchtitan_diloco.log import UserError
+from torchtitan_diloco.preflight import missing
+from torchtitan_diloco.store import DamagedError, Store, StoreError, open_store
+from torchtitan_diloco.trainer import Trainer
+
+TOKEN = "this start"
+
+
+def copies_in(folder: Path, **options: Any) -> Copies:
+    copies = Copies(open_store(folder, quiet=True, patience=0.0), **options)
+    copies.take_over(TOKEN)
+    return copies
+
+
+def steps_in(location: Path | str) -> list[int]:
+    return [copy.step for copy in Copies(open_store(location)).whole()]
+
+
+def same_files(one: Path, other: Path) -> bool:
+    files = [
+        sorted((path.name, fingerprint(path)) for path in folder.iterdir())
+        for folder in (one, other)
+    ]
+    return files[0] == files[1]
+
+
+# --- copies in a store ----------------------------------------------------------------------------
+
+
+def test_a_copy_comes_back_with_the_same_bytes(tmp_path: Path) -> None:
+    """Also if its parts are much smaller than its files."""
+    path = write_checkpoint(tmp_path / "here", 4, ranks=2, save=7)
+    copies = copies_in(tmp_path / "mirror", part_bytes=10)
+    assert copies.save(path, 0, TOKEN) > 0
+    assert copies.save(path, 0, TOKEN) == 0, "it is there"
+    assert copies.whole() == [Copy(step=4, save=7, workers=1)]
+    copies.fetch(copies.whole()[0], 0, checkpoint_path(tmp_path / "there", 4))
+    assert same_files(path, checkpoint_path(tmp_path / "there", 4))
+
+
+@given(broken_after=st.integers(0, 12), workers=st.integers(1, 2))
+def test_a_copy_that_is_broken_off_anywhere_is_whole_or_not_there(
+    tmp_path_factory: pytest.TempPathFactory, broken_after: int, workers: int
+) -> None:
+    """And the next attempt completes it."""
+    folder = tmp_path_factory.mktemp("run")
+    paths = [
+        write_checkpoint(folder_of_worker(folder, worker), 8, save=7, workers=workers)
+        for worker in range(workers)
+    ]
+    copies, left = copies_in(folder / "mirror", part_bytes=60), iter(range(broken_after))
+    create = Store.create
+
+    def create_some(self: Store, *arguments: Any) -> bool:
+        if next(left, None) is None:
+            raise StoreError("cut off")
+        return create(self, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Store, "create", create_some)
+        try:
+            for worker, path in enumerate(paths):
+                copies.save(path, worker, TOKEN)
+            is_cut = False
+        except StoreError:
+            is_cut = True
+    assert bool(copies.whole()) == (not is_cut)
+    for worker, path in enumerate(paths):
+        copies.save(path, worker, TOKEN)
+        (copy,) = copies.whole() if worker == workers - 1 else [Copy.of(read_manifest(path))]
+        target = checkpoint_path(folder / f"back-{worker}", 8)
+        copies.fetch(copy, worker, target)
+        assert same_files(path, target)
+
+
+def test_the_same_step_with_other_bits_is_another_copy(tmp_path: Path) -> None:
+    copies = copies_in(tmp_path / "mirror")
+    for save in (7, 8):
+        path = write_checkpoint(tmp_path / str(save), 4, save=save, config=f"{save}")
+        copies.save(path, 0, TOKEN)
+    assert [copy.save for copy in copies.whole()] == [7, 8]
+    path = write_checkpoint(tmp_path / "again", 4, save=8, config="changed")
+    copies.save(path, 0, TOKEN)  # the same tensors, resumed with other settings
+    copies.fetch(copies.whole()[1], 0, checkpoint_path(tmp_path / "back", 4))
+    assert same_files(path, checkpoint_path(tmp_path / "back", 4))
+
+
+def test_old_copies_are_deleted_as_local_ones_are(tmp_path: Path) -> None:
+    copies = copies_in(tmp_path / "mirror")
+    for step in range(2, 17, 2):
+        path = write_checkpoint(tmp_path / "here", step, save=step)
+        copies.save(path, 0, TOKEN)
+        copies.prune(0, step, keep_latest=2, keep_every=10)
+        prune(tmp_path / "here", keep_latest=2, keep_every=10)
+    assert [copy.step for copy in copies.whole()] == saved_steps(tmp_path / "here") == [10, 14, 16]
+    left = {
+        path.parent.name for path in (tmp_path / "mirror/worker-0").rglob("*") if path.is_file()
+    }
+    assert left == {copy.name for copy in copies.whole()}, "nothing is left of the others"
+
+
+def test_a_copy_that_lacks_a_worker_neither_counts_nor_pushes_others_out(tmp_path: Path) -> None:
+    copies = copies_in(tmp_path / "mirror")
+    for step in (2, 4, 6, 8):
+        for worker in range(2):
+            own = folder_of_worker(tmp_path, worker)
+            path = write_checkpoint(own, step, save=step, workers=2)
+            if worker == 0 or step in (2, 8):
+                copies.save(path, worker, TOKEN)
+                copies.prune(worker, step, keep_latest=1, keep_every=0)
+        assert [copy.step for copy in copies.whole()] == ([2] if step < 8 else [8])
+    copies.prune(0, 8, keep_latest=1, keep_every=0)
+    there = {
+        path.parent.name for path in (tmp_path / "mirror/worker-0").rglob("*") if path.is_file()
+    }
+    assert there == {copies.whole()[0].name}
+
+
+@pytest.mark.parametrize("damage", [flip_a_bit, Path.unlink, lambda path: path.write_bytes(b"")])
+def test_a_part_that_was_altered_or_is_gone_is_named(
+    tmp_path: Path, damage: Callable[[Path], Any]
+) -> None:
+    copies = copies_in(tmp_path / "mirror")
+    copies.save(write_checkpoint(tmp_path / "here", 4), 0, TOKEN)
+    damage(next((tmp_path / "mirror/worker-0").rglob("rank-0*")))
+    target = checkpoint_path(tmp_path / "back", 4)
+    with pytest.raises(DamagedError, match=r"rank-0\.safetensors"):
+        copies.fetch(copies.whole()[0], 0, target)
+    assert list(target.parent.iterdir()) == []
+
+
+def test_a_manifest_cannot_name_files_elsewhere(tmp_path: Path) -> None:
+    copies = copies_in(tmp_path / "mirror")
+    path = write_checkpoint(tmp_path / "here", 4)
+    manifest = read_manifest(path)
+    copies.save(path, 0, TOKEN)
+    (file,) = (tmp_path / "mirror/copy").rglob("worker-0")
+    file.unlink()
+    evil = replace(manifest, files={"../../evil": (1, 1)})
+    copies._large.create(f"copy/{copies_name(manifest)}/worker-0", evil.to_json().encode())
+    with pytest.raises(DamagedError, match="manifest of another one"):
+        copies.fetch(Copy.of(manifest), 0, checkpoint_path(tmp_path / "back", 4))
+
+
+def copies_name(manifest: checkpoint.Manifest) -> str:
+    return Copy.of(manifest).name
+
+
+def test_a_later_start_of_the_run_takes_the_mirror_over(tmp_path: Path) -> None:
+    copies = copies_in(tmp_path / "mirror")
+    path = write_checkpoint(tmp_path / "here", 4)
+    later = Copies(open_store(tmp_path / "mirror"))
+    later.take_over("another start")
+    later.take_over("another start")  # each of its processes does so
+    assert len(list((tmp_path / "mirror/start").iterdir())) == 1
+    with pytest.raises(TakenOverError, match="a later start of this run has taken it over"):
+        copies.save(path, 0, TOKEN)
+    assert copies.whole() == []
+    later.save(path, 0, "another start")
+    assert len(copies.whole()) == 1
+
+
+# --- runs -----------------------------------------------------------------------------------------
+
+
+def mirrored(text: Path, folder: Path, location: object, **changes: Any) -> dict[str, str]:  # noqa: F811
+    return chosen(text, folder, **({"checkpoint.mirror": location} | changes))
+
+
+def test_a_run_that_has_lost_its_folder_goes_on_bit_for_bit(
+    text: Path,  # noqa: F811
+    tmp_path: Path,
+    place: Place,
+) -> None:
+    run(chosen(text, tmp_path / "whole"))
+    location = place.location
+    run(mirrored(text, tmp_path / "lost", location, **{"training.stop_after": 8}))
+    shutil.rmtree(tmp_path / "lost")
+    run(mirrored(text, tmp_path / "found", location))
+    assert saved_steps(tmp_path / "found/worker-0") == [8, 12, 16]
+    assert_same_end(tmp_path / "whole", tmp_path / "found")
+    assert "checkpoint.mirror" not in read_manifest(last(tmp_path / "found")).config
+    assert location not in read_manifest(last(tmp_path / "found")).config, "it has a password"
+
+
+def test_workers_that_have_lost_their_folders_go_on_bit_for_bit(
+    tmp_path: Path,
+    whole: Path,  # noqa: F811
+    train: Train,  # noqa: F811
+) -> None:
+    mirror = {"checkpoint.mirror": tmp_path / "mirror", "checkpoint.keep_latest": 1}
+    lost = train(2, "lost", **FP32, **mirror, **{"training.stop_after": 12})
+    assert steps_in(tmp_path / "mirror") == [12]
+    shutil.rmtree(lost)
+    found = train(2, "found", **FP32, **mirror)
+    assert_same_end(whole, found)
+    shutil.rmtree(found / "worker-1")  # which has lost its disk, and the other one has not
+    train(2, "found", **FP32, **mirror)
+    assert_same_end(whole, found)
+
+
+def test_of_the_folder_and_the_mirror_the_newer_one_is_taken(
+    text: Path,  # noqa: F811
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    location, folder = tmp_path / "mirror", tmp_path / "run"
+    run(mirrored(text, folder, location))
+    end = tensors(last(folder))
+    for path in complete_checkpoints(folder / "worker-0")[1:]:
+        shutil.rmtree(path)
+    caplog.clear()
+    run(mirrored(text, folder, location))
+    assert f"step 16 was taken from {location}" in caplog.text
+    assert_same(tensors(last(folder)), end)
+    caplog.clear()
+    run(mirrored(text, folder, location))
+    assert "was taken from" not in caplog.text
+
+
+def test_a_step_that_only_the_folder_has_is_copied_at_the_next_start(
+    text: Path,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    """Such as the one whose copy was broken off by the end of the machine."""
+    run(chosen(text, tmp_path / "run", **{"training.stop_after": 8}))
+    run(mirrored(text, tmp_path / "run", tmp_path / "mirror", **{"checkpoint.every": 0}))
+    assert steps_in(tmp_path / "mirror") == [8, 16]
+
+
+def test_a_damaged_copy_gives_way_to_an_older_one(
+    text: Path,  # noqa: F811
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    location = tmp_path / "mirror"
+    run(mirrored(text, tmp_path / "lost", location))
+    newest = max((location / "worker-0").iterdir())
+    flip_a_bit(next(newest.glob("rank-0*")))
+    run(mirrored(text, tmp_path / "found", location))
+    assert "was altered" in caplog.text
+    assert "going on from an older step" in caplog.text
+    assert saved_steps(tmp_path / "found/worker-0") == [12, 16]
+    for part in (location / "worker-0").rglob("rank-0*"):
+        part.unlink()
+    with pytest.raises(UserError, match=f"no copy in {location} can be used: give another mirror"):
+        run(mirrored(text, tmp_path / "other", location))
+
+
+def test_the_mirror_of_another_run_is_refused(text: Path, tmp_path: Path) -> None:  # noqa: F811
+    location = tmp_path / "mirror"
+    run(mirrored(text, tmp_path / "one", location))
+    run(chosen(text, tmp_path / "two", **{"training.stop_after": 4}))
+    before = sorted(location.rglob("*"))
+    with pytest.raises(UserError, match=r"has the checkpoints of another run \([0-9a-f]{16}\)"):
+        run(mirrored(text, tmp_path / "two", location))
+    assert sorted(location.rglob("*")) == before
+
+
+class Away:
+    """A mirror that is away while steps of a set are trained."""
+
+    def __init__(self, location: Path, first: int, last: int) -> None:
+        self._here, self._there = location, location.with_name("elsewhere")
+        self._first, self._last = first, last
+
+    def __call__(self, trainer: Trainer) -> None:
+        if trainer.step == self._first:
+            self._here.rename(self._there)
+        if trainer.step == self._last:
+            self._there.rename(self._here)
+
+
+def wait_for_copies(trainer: Trainer) -> None:
+    """Train as slowly as the copies need."""
+    assert isinstance(trainer.mirror, mirror.Mirror)
+    for copying in [*trainer.mirror._under_way.values()]:
+        copying.exception()
+
+
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_a_mirror_that_is_away_is_named_once_and_at_the_end(
+    text: Path,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    comes_back: bool,
+) -> None:
+    monkeypatch.setattr(mirror, "PATIENCE_SECONDS", 0.0)
+    location = tmp_path / "mirror"
+    away = Away(location, 2, 14 if comes_back else 99)
+
+    def before(trainer: Trainer) -> None:
+        wait_for_copies(trainer)
+        away(trainer)
+
+    with around_steps(before=before):
+        run(mirrored(text, tmp_path / "run", location, **{"checkpoint.every": 3}))
+    assert saved_steps(tmp_path / "run/worker-0") == [3, 6, 9, 12, 15, 16]
+    warnings = [one.message for one in caplog.records if one.levelname == "WARNING"]
+    assert "step 3 of worker 0 was not copied: " in warnings[0]
+    assert "training goes on, and the next save tries again" in warnings[0]
+    if comes_back:
+        assert len(warnings) == 1
+        assert steps_in(location) == [15, 16]
+    else:
+        assert "the last checkpoint of worker 0 is only in run.folder: step 16" in warnings[1]
+        assert len(warnings) == 2
+
+
+def test_a_run_goes_on_from_its_folder_without_its_mirror_but_does_not_begin_without(
+    text: Path,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(mirror, "PATIENCE_SECONDS", 0.0)
+    nowhere = mirrored(text, tmp_path / "run", tmp_path / "not/there")
+    with pytest.raises(UserError, match=r"checkpoint.mirror cannot be used: .*there is no folder"):
+        run(nowhere)
+    run(chosen(text, tmp_path / "run", **{"training.stop_after": 4}))
+    run(nowhere)
+    assert saved_steps(tmp_path / "run/worker-0") == [4, 8, 12, 16]
+    assert caplog.text.count("training goes on, and the next save tries again") == 1
+
+
+@pytest.mark.parametrize(
+    ("bucket_name", "message"),
+    [
+        ("wrong", "the credentials are refused .* set AWS_ACCESS_KEY_ID"),
+        ("readonly", "these credentials may not create "),
+        ("missing", "there is no such bucket"),
+        ("plain", "a second writer could create an object that exists"),
+    ],
+)
+def test_a_bucket_that_cannot_be_used_is_an_error_at_the_start(
+    text: Path,  # noqa: F811
+    tmp_path: Path,
+    bucket_server: BucketServer,
+    monkeypatch: pytest.MonkeyPatch,
+    bucket_name: str,
+    message: str,
+) -> None:
+    for key, value in bucket_server.environment.items():
+        monkeypatch.setenv(key, value)
+    with pytest.raises(UserError, match=f"checkpoint.mirror cannot be used: .*{message}"):
+        run(mirrored(text, tmp_path / "run", f"s3://{bucket_name}/a"))
+
+
+def test_a_slow_copy_is_waited_for_at_the_end_for_a_bounded_time(
+    text: Path,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Steps that would wait behind another one are skipped, and the last one is not."""
+    caplog.set_level("INFO")
+    released, save = threading.Event(), Copies.save
+
+    def slow(self: Copies, *arguments: Any) -> int:
+        assert released.wait(60)
+        return save(self, *arguments)
+
+    monkeypatch.setattr(Copies, "save", slow)
+    few = {"checkpoint.every": 3, "checkpoint.keep_latest": 1, "checkpoint.mirror_wait_seconds": 0}
+    run(mirrored(text, tmp_path / "run", tmp_path / "mirror", **few))
+    assert "waiting up to 0 s until the last checkpoint is in the mirror" in caplog.text
+    assert "the last checkpoint was not copied within 0 s" in caplog.text
+    assert saved_steps(tmp_path / "run/worker-0") == [3, 6, 16], "none that is to be copied"
+    assert steps_in(tmp_path / "mirror") == []
+    released.set()
+    few["checkpoint.mirror_wait_seconds"] = 60
+    run(mirrored(text, tmp_path / "run", tmp_path / "mirror", **few))
+    assert steps_in(tmp_path / "mirror") == [STEPS]
+
+
+def test_settings_that_cannot_be_a_mirror(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"checkpoint.mirror: is run.folder, or in it"):
+        load_config("debug", {"run.folder": "a", "checkpoint.mirror": "a/b"})
+    config = load_config("debug", {"checkpoint.mirror": "s3://bucket/a"})
+    monkeypatch.setattr("torchtitan_diloco.preflight.find_spec", lambda _: None)
+    assert any(
+        "install obstore: " in line and "[bucket]" in line and "pip install" in line
+        for line in missing(config)
+    )
+    monkeypatch.undo()
+    assert not any("obstore" in line for line in missing(config))
+
+
+def test_copies_read_only_what_they_have_written(tmp_path: Path) -> None:
+    (tmp_path / "mirror/copy/notes").mkdir(parents=True)
+    (tmp_path / "mirror/copy/notes/worker-0").write_text("mine")
+    copies = copies_in(tmp_path / "mirror")
+    copies.save(write_checkpoint(tmp_path / "here", 4), 0, TOKEN)
+    copies.prune(0, 4, keep_latest=1, keep_every=0)
+    assert [copy.step for copy in copies.whole()] == [4]
+    assert (tmp_path / "mirror/copy/notes/worker-0").read_text() == "mine"

@@ -1,0 +1,211 @@
+"""Copies of a run's checkpoints in a store: what lies there, and copying a folder there and back.
+
+run                                     identity of the run whose copies these are
+start/00000001                          token of the newest start of the run, which alone may write
+worker-0/COPY/rank-0.safetensors-00000  parts of a file of a worker, from its beginning
+copy/COPY/worker-0                      manifest.json of this worker, written after its parts
+
+COPY is a name such as `step-00001000-1a2b3c4d-of-2`: the step, `Manifest.save`, and the number of
+workers that have saved it. A copy is whole once the manifests of all its workers are there. A run
+that writes the same step again, with other bits, makes another copy of it.
+"""
+
+import re
+import shutil
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from torchtitan_diloco.components.checkpoint import (
+    MANIFEST,
+    Manifest,
+    begin,
+    complete,
+    fingerprint,
+    flush_to_disk,
+    incomplete,
+    read_manifest,
+)
+from torchtitan_diloco.hardware import write_whole
+from torchtitan_diloco.log import UserError
+from torchtitan_diloco.store import DamagedError, LargeObjects, Store
+
+PART_BYTES = 2**26
+"""Bytes of a file that are in memory at a time."""
+STREAMS = 4
+"""Chunks under way at a time."""
+MOST_MANIFEST_BYTES = 2**26
+_COPY = re.compile(r"step-(\d+)-([0-9a-f]{8})-of-(\d+)")
+_FILE = re.compile(r"rank-\d+\.safetensors")
+
+
+class OtherRunError(UserError):
+    """The copies of another run are there."""
+
+
+class TakenOverError(UserError):
+    """A later start of the same run writes its copies there."""
+
+
+class Copy(NamedTuple):
+    """A copy of a step of all workers. Later steps are greater."""
+
+    step: int
+    save: int
+    workers: int
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> "Copy":
+        return cls(manifest.step, manifest.save, manifest.workers)
+
+    @classmethod
+    def parse(cls, name: str) -> "Copy | None":
+        found = _COPY.fullmatch(name)
+        return cls(int(found[1]), int(found[2], 16), int(found[3])) if found else None
+
+    @property
+    def name(self) -> str:
+        return f"step-{self.step:08d}-{self.save:08x}-of-{self.workers}"
+
+
+class Copies:
+    """The copies of one run in a store. One process of each worker uses it."""
+
+    def __init__(self, store: Store, below: str = "", part_bytes: int = PART_BYTES) -> None:
+        """`below`: prefix of all names, beside that of the login."""
+        self.location = store.location
+        self._store, self._part_bytes = store, part_bytes
+        self._prefix = store.backend.own_prefix + below
+        self._large = LargeObjects(store, STREAMS)
+
+    def close(self) -> None:
+        self._store.close()
+        self._large.close()
+
+    # --- whose copies these are -------------------------------------------------------------------
+
+    def identify(self, run: str) -> str:
+        """Return the identity of the run whose copies are here: `run` if there were none."""
+        name = f"{self._prefix}run"
+        found = self._store.get(name)
+        if found is None and self._store.create(name, run.encode()):
+            return run
+        found = found or self._store.get(name)
+        return found.content.decode(errors="replace") if found else run
+
+    def take_over(self, token: str) -> None:
+        """Let the start with this token, which all its processes have, be the newest one."""
+        folder = f"{self._prefix}start/"
+        while not self.is_newest(token):
+            before = [entry.name for entry in self._store.list(folder)]
+            number = int(before[-1].removeprefix(folder)) + 1 if before else 1
+            if self._store.create(f"{folder}{number:08d}", token.encode()):
+                for name in before:
+                    self._store.delete(name)
+
+    def is_newest(self, token: str) -> bool:
+        starts = self._store.list(f"{self._prefix}start/")
+        newest = self._store.get(starts[-1].name) if starts else None
+        return newest is not None and newest.content == token.encode()
+
+    # --- what there is ----------------------------------------------------------------------------
+
+    def whole(self) -> list[Copy]:
+        """Return the copies that all their workers have completed, oldest first."""
+        workers: dict[Copy, set[str]] = {}
+        for entry in self._store.list(f"{self._prefix}copy/"):
+            name, _, worker = entry.name.removeprefix(f"{self._prefix}copy/").partition("/")
+            copy = Copy.parse(name)
+            if copy is not None and re.fullmatch(r"worker-\d+", worker):
+                workers.setdefault(copy, set()).add(worker)
+        return sorted(copy for copy, there in workers.items() if len(there) == copy.workers)
+
+    def prune(self, worker: int, step: int, keep_latest: int, keep_every: int) -> None:
+        """Delete a worker's copies of steps before this one, but the latest whole ones and those at
+        steps to keep. Copies that were broken off have no end, and are deleted, too."""
+        older = [copy for copy in self.whole() if copy.step <= step]
+        kept = {*older[-keep_latest:]}
+        kept |= {copy for copy in older if keep_every and copy.step % keep_every == 0}
+        own = f"{self._prefix}worker-{worker}/"
+        doomed: dict[Copy, list[str]] = {}
+        for entry in self._store.list(own):
+            copy = Copy.parse(entry.name.removeprefix(own).partition("/")[0])
+            if copy is not None and older and copy < older[-1] and copy not in kept:
+                doomed.setdefault(copy, []).append(entry.name)
+        for copy, names in doomed.items():
+            self._large.delete(self._manifest(copy, worker))  # first: without it, it is no copy
+            with ThreadPoolExecutor(STREAMS) as pool:
+                list(pool.map(self._store.delete, names))
+
+    # --- there and back ---------------------------------------------------------------------------
+
+    def save(self, path: Path, worker: int, token: str) -> int:
+        """Copy a worker's checkpoint. Return the bytes of the files that were copied."""
+        manifest, text = read_manifest(path), (path / MANIFEST).read_bytes()
+        copy = Copy.of(manifest)
+        name = self._manifest(copy, worker)
+        if bytes(self._large.get(name, MOST_MANIFEST_BYTES) or b"") == text:
+            return 0
+        begun = bool(self._store.list(self._folder(copy, worker)))
+        for file, expected in manifest.files.items():
+            if self._save_file(path / file, self._folder(copy, worker) + file, begun) != expected:
+                raise UserError(f"{path / file} has changed since it was saved")
+        if not self.is_newest(token):
+            raise TakenOverError(f"{self.location}: a later start of this run has taken it over")
+        self._store_anew(name, text, resume=False)
+        return sum(size for size, _ in manifest.files.values())
+
+    def fetch(self, copy: Copy, worker: int, path: Path) -> None:
+        """Copy a worker's part of a copy into the checkpoint `path`, which must not exist."""
+        text = self._large.get(self._manifest(copy, worker), MOST_MANIFEST_BYTES)
+        if text is None:
+            raise DamagedError(f"{self.location}: {copy.name} of worker {worker} has been deleted")
+        begin(path)
+        try:
+            write_whole(incomplete(path) / MANIFEST, bytes(text))
+            manifest = read_manifest(incomplete(path))
+            if Copy.of(manifest) != copy or not all(map(_FILE.fullmatch, manifest.files)):
+                raise DamagedError(f"{self.location}: {copy.name} has the manifest of another one")
+            for file, known in manifest.files.items():
+                target = incomplete(path) / file
+                self._fetch_file(self._folder(copy, worker) + file, target, size=known[0])
+                if fingerprint(target) != known:
+                    raise DamagedError(f"{self.location}: {file} of {copy.name} is another file")
+            complete(path, text.decode())
+        except BaseException:
+            shutil.rmtree(incomplete(path), ignore_errors=True)
+            raise
+
+    def _save_file(self, file: Path, name: str, begun: bool) -> tuple[int, int]:
+        """Store the parts of a file. Return its size and CRC-32, as they were copied."""
+        size, crc, number = 0, 0, 0
+        with file.open("rb") as source:
+            while piece := source.read(self._part_bytes):
+                self._store_anew(f"{name}-{number:05d}", piece, resume=begun)
+                size, crc, number = size + len(piece), zlib.crc32(piece, crc), number + 1
+        return size, crc
+
+    def _store_anew(self, name: str, content: bytes, *, resume: bool) -> None:
+        """Store an object. What a start that was broken off has left under its name is deleted."""
+        if not self._large.create(name, content, resume=resume):
+            self._large.delete(name)
+            if not self._large.create(name, content):
+                raise DamagedError(f"{self.location}: {name} is written by another process, too")
+
+    def _fetch_file(self, name: str, file: Path, size: int) -> None:
+        left, number = size, 0
+        with file.open("wb") as sink:
+            while left > 0:
+                part = self._large.get(f"{name}-{number:05d}", min(left, self._part_bytes))
+                if not part:
+                    raise DamagedError(f"{self.location}: part {number} of {name} is missing")
+                sink.write(part)
+                left, number = left - len(part), number + 1
+        flush_to_disk(file)
+
+    def _manifest(self, copy: Copy, worker: int) -> str:
+        return f"{self._prefix}copy/{copy.name}/worker-{worker}"
+
+    def _folder(self, copy: Copy, worker: int) -> str:
+        return f"{self._prefix}worker-{worker}/{copy.name}/"

@@ -1,0 +1,292 @@
+"""Mirror: each finished checkpoint is copied to a store while training goes on.
+
+The first rank of each worker copies the folder of its worker, in a thread. All ranks agree on which
+steps are copied, so that each copy gets complete. A run starts from the mirror if it has a newer
+step than `run.folder`. A mirror that fails is named once and at the end, and never stops training.
+"""
+
+import secrets
+import shutil
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from torchtitan_diloco.components.checkpoint import (
+    DamagedError,
+    checkpoint_path,
+    folder_of_worker,
+    set_aside,
+    step_of,
+)
+from torchtitan_diloco.components.copies import Copies, Copy, OtherRunError, TakenOverError
+from torchtitan_diloco.components.resume import Start
+from torchtitan_diloco.config import Config
+from torchtitan_diloco.config.schema import Checkpoint
+from torchtitan_diloco.diloco.background import BackgroundThread
+from torchtitan_diloco.diloco.meeting import broadcast_object, gather_objects
+from torchtitan_diloco.distributed.collectives import on_all_ranks
+from torchtitan_diloco.distributed.world import World
+from torchtitan_diloco.log import UserError, brief, logger
+from torchtitan_diloco.store import StoreError, open_store
+
+PATIENCE_SECONDS = 60.0
+"""Time for which each call of the store is tried again."""
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What a rank has found in the mirror."""
+
+    run: str = ""
+    location: str = ""
+    problem: str = ""
+    copies: list[Copy] = field(default_factory=list)
+
+
+def new_identity(world: World) -> str:
+    """Return the identity of a new run, the same on all ranks."""
+    return broadcast_object(secrets.token_hex(8), str, world.control)
+
+
+def build_mirror(config: Config, world: World) -> "Mirror | None":
+    """Return the mirror of a run, if it has one. Collective."""
+    given = gather_objects(bool(config.checkpoint.mirror), world.control)
+    if any(given) and not all(given):
+        raise UserError(
+            f"checkpoint.mirror is not set on rank {given.index(False)}, but on "
+            f"{given.index(True)}: set it on all, to the same place"
+        )
+    if not config.checkpoint.mirror:
+        return None
+    own_loop = bool(config.islands.join) or config.diloco.method != "none"
+    return Mirror(
+        config.checkpoint,
+        world,
+        folder_of_worker(Path(config.run.folder).expanduser(), world.worker),
+        island=config.islands.name if config.islands.join else "",
+        writes=own_loop or world.worker == 0,
+    )
+
+
+class Mirror:
+    """The mirror of a run. Methods that say so are called by all ranks together."""
+
+    def __init__(
+        self, config: Checkpoint, world: World, folder: Path, *, island: str, writes: bool
+    ) -> None:
+        """`folder`: that of this worker. `writes`: this worker has checkpoints of its own."""
+        self._config, self._world, self._folder = config, world, folder
+        self._below = f"island-{island}/" if island else ""
+        self._is_first = writes and world.rank_in_worker == 0
+        self._thread = BackgroundThread("mirror")
+        self._copies: Copies | None = None
+        self._token = new_identity(world)  # of this start
+        self._location = ""
+        self._under_way: dict[Path, Future[None]] = {}
+        self._begun: Path | None = None
+        self._offered: Path | None = None
+        self._skipped = self._failed = 0
+        self._problem, self._is_said, self._taken_over = "", False, False
+        self._newest = -1  # step that was copied last
+        self.run = ""
+        """Identity of the run."""
+
+    # --- the start --------------------------------------------------------------------------------
+
+    def join(self, start: Start, run: str, find: Callable[[], Start]) -> Start:
+        """Return what the run starts from: `start`, or a newer copy in the mirror. Collective.
+
+        `run`: the identity of the run in `run.folder`, or of a new one. `find` looks for what there
+        is in `run.folder`.
+        """
+        world, self.run = self._world, run
+        group, adopts = world.saving, not start.goes_on
+        answer = on_all_ranks(group, lambda: self._look(adopts) if world.is_first else _Seen())
+        seen = gather_objects(answer, group)[0]
+        self.run, self._location = seen.run, seen.location
+        others = self._is_first and not world.is_first and not seen.problem
+        answer = on_all_ranks(group, lambda: self._look(adopts=False) if others else _Seen())
+        problems = [one.problem for one in gather_objects(answer, group) if one.problem]
+        if problem := seen.problem or next(iter(problems), ""):
+            if not start.goes_on:
+                raise UserError(
+                    f"checkpoint.mirror cannot be used: {problem}. run.folder has no checkpoint "
+                    "either: make the mirror reachable, or leave it out"
+                )
+            self._note_failure(problem, says=world.is_first)
+            return start
+        start = self._newer(start, seen.copies, find)
+        known = start.goes_on and start.manifest and Copy.of(start.manifest) in seen.copies
+        if start.goes_on and start.checkpoint is not None and not known:
+            self._submit(start.checkpoint)
+        return start
+
+    def _look(self, adopts: bool) -> _Seen:
+        """Open the mirror. `adopts`: take over the identity of the run that is there."""
+        try:
+            self._copies = self._open(adopts)
+            return _Seen(self.run, self._copies.location, copies=self._copies.whole())
+        except StoreError as error:
+            return _Seen(self.run, problem=str(error))
+
+    def _open(self, adopts: bool = False) -> Copies:
+        store = open_store(self._config.mirror, patience=PATIENCE_SECONDS, quiet=True)
+        copies = Copies(store, self._below)
+        try:
+            there = copies.identify(self.run)
+            if there != self.run and not adopts:
+                raise OtherRunError(
+                    f"checkpoint.mirror: {copies.location} has the checkpoints of another run "
+                    f"({there[:40]}) than this worker's ({self.run}): give each run a place of its "
+                    "own, the same for all its workers"
+                )
+            self.run = there
+            copies.take_over(self._token)
+        except BaseException:
+            copies.close()
+            raise
+        return copies
+
+    def _newer(self, start: Start, copies: list[Copy], find: Callable[[], Start]) -> Start:
+        """Take the newest copy that is newer than `start` and can be used, or what workers that
+        have lost their disks lack of the same one. Collective."""
+        tried, here = False, Copy.of(start.manifest) if start.goes_on and start.manifest else None
+        for copy in sorted(copies, reverse=True):
+            workers = {*range(min(copy.workers, self._world.workers))}
+            if copy == here:
+                workers -= {*start.holders}
+            if not workers or (here is not None and copy != here and copy.step <= here.step):
+                continue
+            tried, started = True, time.monotonic()
+            problem = self._fetch_all(copy, workers)
+            if not problem:
+                if self._world.is_first:
+                    took = brief(time.monotonic() - started)
+                    logger.info(f"step {copy.step} was taken from {self._location} in {took}")
+                return find()
+            if self._world.is_first:
+                logger.warning(f"{problem}: going on from an older step")
+        if tried and not start.goes_on:
+            raise UserError(
+                f"checkpoint.mirror: no copy in {self._location} can be used: give another mirror "
+                "to start over"
+            )
+        return find() if tried else start
+
+    def _fetch_all(self, copy: Copy, workers: set[int]) -> str:
+        """Fetch a copy on these workers. Return why not, if so. Collective."""
+        path = checkpoint_path(self._folder, copy.step)
+        wanted = self._is_first and self._world.worker in workers
+
+        def fetch() -> str:
+            if not wanted:
+                return ""
+            assert self._copies is not None
+            try:
+                if path.exists():
+                    logger.warning(f"{path} is kept as {set_aside(path)}")
+                self._copies.fetch(copy, self._world.worker, path)
+            except (StoreError, DamagedError) as error:
+                return str(error)
+            except OSError as error:
+                raise UserError(f"run.folder: {path} cannot be written ({error})") from error
+            return ""
+
+        group = self._world.saving
+        problem = next(filter(None, gather_objects(on_all_ranks(group, fetch), group)), "")
+        if problem and wanted:  # on all workers or on none
+            shutil.rmtree(path, ignore_errors=True)
+        return problem
+
+    # --- while the run trains ---------------------------------------------------------------------
+
+    @property
+    def held(self) -> set[Path]:
+        """Checkpoints that are being copied, or are about to be, and must stay."""
+        return {path for path, copying in [*self._under_way.items()] if not copying.done()}
+
+    def offer(self, path: Path) -> None:
+        """Copy a checkpoint that all workers have completed, unless one waits. Collective.
+
+        If a worker is behind, none copies it: each copy gets complete.
+        """
+        self._offered = path
+        waits = any(one != self._begun for one in self.held)
+        if not any(gather_objects(waits, self._world.saving)):
+            self._submit(path)
+        else:
+            self._skipped += 1
+
+    def _submit(self, path: Path) -> None:
+        if self._is_first and not self._taken_over:
+            self._under_way = {one: self._under_way[one] for one in self.held}
+            self._under_way[path] = self._thread.submit(partial(self._copy, path))
+
+    def _copy(self, path: Path) -> None:
+        self._begun, started, step = path, time.monotonic(), step_of(path)
+        config, worker = self._config, self._world.worker
+        try:
+            if self._copies is None:
+                self._copies = self._open()
+                self._location = self._copies.location
+            size = self._copies.save(path, worker, self._token)
+            self._newest = step
+            self._copies.prune(worker, step, config.keep_latest, config.keep_every)
+        except Exception as error:  # whatever it is, training goes on
+            self._taken_over = isinstance(error, TakenOverError)
+            self._failed += 1
+            reason = str(error) if isinstance(error, ValueError | OSError) else repr(error)
+            self._note_failure(f"step {step} of worker {worker} was not copied: {reason}")
+        else:
+            again = " again" if self._is_said else ""
+            self._problem, self._is_said = "", False
+            seconds = brief(time.monotonic() - started)
+            logger.info(f"mirror: step {step}, {size / 1e6:,.1f} MB in {seconds}{again}")
+
+    def _note_failure(self, problem: str, *, says: bool = True) -> None:
+        self._problem = problem
+        if says and not self._is_said:
+            then = "nothing more is copied" if self._taken_over else "the next save tries again"
+            logger.warning(f"mirror: {problem}; training goes on, and {then}")
+        self._is_said = True
+
+    # --- the end ----------------------------------------------------------------------------------
+
+    def finish(self, seconds: float) -> None:
+        """Wait for the copy of the last checkpoint, and say what is not copied. Collective."""
+        last = self._offered
+        if last is not None and last not in self._under_way:  # it was skipped, on all workers
+            self._submit(last)
+        left = [self._under_way[path] for path in self.held]
+        if left:
+            logger.info(f"waiting up to {seconds:g} s until the last checkpoint is in the mirror")
+        late = wait(left, seconds).not_done
+        problem = self._problem
+        if late:
+            problem = f"the last checkpoint was not copied within {seconds:g} s"
+        is_behind = self._is_first and last is not None and self._newest < step_of(last)
+        text = f"{problem or 'it is behind'}" if is_behind or problem else ""
+        reports = gather_objects(text, self._world.saving)
+        ranks = self._world.ranks_per_worker
+        problems = {n // ranks: report for n, report in enumerate(reports) if report}
+        if problems and self._world.is_first:
+            for worker, report in problems.items():
+                logger.warning(
+                    f"mirror: the last checkpoint of worker {worker} is only in run.folder: "
+                    f"{report} ({self._failed} failed, {self._skipped} skipped while it was busy)"
+                )
+        elif not problems and self._is_first and self._copies is not None and last is not None:
+            config, worker = self._config, self._world.worker
+            try:  # now that this copy is whole
+                self._copies.prune(worker, step_of(last), config.keep_latest, config.keep_every)
+            except StoreError as error:
+                logger.warning(f"mirror: old copies were not deleted: {error}")
+
+    def close(self) -> None:
+        """Stop copying."""
+        if self._copies is not None:
+            self._copies.close()
+        self._thread.close(timeout=0.0)
