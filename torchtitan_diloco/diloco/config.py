@@ -222,7 +222,7 @@ def _quantization_mistakes(chosen: Quantization) -> Mistakes:
 
 
 def advice(config: DiLoCoConfig, total_steps: int) -> list[str]:
-    """Return warnings about settings that are valid, but train badly (benchmarks/records/loss.md)."""
+    """Return warnings about valid settings that train badly (benchmarks/records/loss.md)."""
     if config.method == "none":
         return []
     found, outer, every = list[str](), config.outer_optimizer, config.sync_every
