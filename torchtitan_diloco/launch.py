@@ -238,6 +238,14 @@ def end_launcher(code: int) -> None:
         os.kill(os.getppid(), NOT_AGAIN[code])
 
 
+def end_as_by_sigterm() -> int:
+    """End the run with the exit code of SIGTERM: it is not finished, and its machine goes away."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return 128 + signal.SIGTERM
+    os.kill(os.getppid(), signal.SIGTERM)  # torchrun's agent, which would start it again
+    return 0
+
+
 def kill_on_second_signal() -> None:
     """End this process on the second stop signal, and with it the ranks."""
     read_end, write_end = os.pipe()

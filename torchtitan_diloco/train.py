@@ -7,7 +7,12 @@ if __name__ == "__main__":
     gc.set_threshold(100_000)  # as in the launcher
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports: no traceback
 
-from torchtitan_diloco.launch import end_launcher, folder_of_run, follow_launcher
+from torchtitan_diloco.launch import (
+    end_as_by_sigterm,
+    end_launcher,
+    folder_of_run,
+    follow_launcher,
+)
 
 if __name__ == "__main__":
     follow_launcher()  # before the seconds in which torch is imported
@@ -63,7 +68,8 @@ def main(arguments: list[str]) -> int:
         if config.islands.join:
             Join.parse(config.islands.join)  # raises for a missing file before a model is built
         world = join(config)
-        Trainer(config, world).run()
+        trainer = Trainer(config, world)
+        trainer.run()
     except UserError as error:
         return _report(error)
     except (WorkerLostError, RanksLostError, IslandFailedError) as error:
@@ -78,7 +84,7 @@ def main(arguments: list[str]) -> int:
         )
         return USER_ERROR
     leave_world(world)
-    return 0
+    return end_as_by_sigterm() if trainer.only_noticed else 0
 
 
 def join(config: Config) -> World:

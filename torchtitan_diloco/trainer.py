@@ -58,7 +58,7 @@ from torchtitan_diloco.diloco import StreamingDiLoCo
 from torchtitan_diloco.diloco.config import MAY_DIFFER
 from torchtitan_diloco.diloco.meeting import agree, code_facts
 from torchtitan_diloco.diloco.streaming import DataParallel, OuterLoop
-from torchtitan_diloco.distributed.collectives import StopRequest, answer_lag
+from torchtitan_diloco.distributed.collectives import StopRequest, answer_lag, watch_notices
 from torchtitan_diloco.distributed.world import FSDP, WORKER, World
 from torchtitan_diloco.export.weights import load_initial_weights, weights_fingerprint
 from torchtitan_diloco.island_run import IslandRun
@@ -68,7 +68,10 @@ from torchtitan_diloco.models.parallelize import materialize, parallelize
 
 COLLECT_EVERY = 50
 """Steps between two collections of garbage."""
-OWN_SETTINGS = {"run.folder", "data.cache_folder", "checkpoint.mirror", *MAY_DIFFER}
+OWN_SETTINGS = {"run.folder", "data.cache_folder", "checkpoint.mirror", *MAY_DIFFER} | {
+    "run.preemption",
+    "run.preemption_address",
+}
 """Settings that may differ between the processes of a run."""
 PACKAGE = Path(__file__).parent
 COMPUTES = (
@@ -92,6 +95,8 @@ class Trainer:
         self.ranks = config.workers * world.ranks_per_worker
         """Number of ranks of all workers, including those of other islands."""
         self.island: IslandRun | None = None
+        self.only_noticed = False
+        """Whether the run was stopped by a notice to this rank, of which no launcher knows."""
         self._find_start()
         tokenizer = self.tokenizer = build_tokenizer(config.data.tokenizer)
         check_tokenizer(self.start.manifest, tokenizer.name, tokenizer.fingerprint)
@@ -143,6 +148,7 @@ class Trainer:
             _without_automatic_collections(),
             lock or nullcontext(),
             StopRequest(self.world, answer_lag(self.world, config.diloco)) as stop,
+            watch_notices(config.run, stop),
             self._open_telemetry(folder) as telemetry,
             build_profiler(config.profiling, folder, self.world) as profiler,
             closing(
@@ -184,7 +190,8 @@ class Trainer:
                 if then.stop:
                     break
             self.outer.drain()
-            checkpointer.finish()
+            checkpointer.finish(stop.seconds_left)
+            self.only_noticed = stop.only_noticed
         early = not self.finished if self.island is None else self.island.close()
         self._log_end(folder, telemetry, early=early)
         if checkpointer.failure:

@@ -1,6 +1,7 @@
 """The trainer on islands: the command that starts a server and islands on one machine."""
 
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from matplotlib.ticker import EngFormatter
 from tests.components.test_resume import last
 from tests.conftest import REPOSITORY
 from tests.islands.servers import need_server
+from tests.metadata_server import GCP, metadata_server
 from torchtitan_diloco import launch
 from torchtitan_diloco.components.checkpoint import read_manifest
 from torchtitan_diloco.components.metrics import all_reduce_bytes
@@ -99,3 +101,20 @@ def test_a_missing_server_is_said_at_once(
         "error: 1 thing to do before this run can start:\n  install nats-server: "
     )
     assert error.count("\n") == 2
+
+
+def test_islands_leave_on_a_notice_and_each_has_a_place_in_the_mirror(tmp_path: Path) -> None:
+    """They send their work and give their slots back, as after a signal."""
+    location, folder = tmp_path / "mirror", tmp_path / "run"
+    with metadata_server() as server:
+        server.answers[GCP] = "TRUE"
+        notices = {"run__preemption": "gcp", "run__preemption_address": server.address}
+        more = {"training__steps": 20_000, "checkpoint__mirror": location}
+        done = run(folder, **notices, **more)
+    assert done.returncode == 128 + signal.SIGTERM, done.stdout + done.stderr
+    assert "notice: GCP preempts this machine, 30 s left" in done.stdout
+    assert "left the run after its own step" in done.stdout
+    for name in ("island-1", "island-2"):
+        saved = last(folder / name)
+        (copy,) = (location / f"island-{name}/copy").iterdir()
+        assert copy.name.startswith(saved.name)

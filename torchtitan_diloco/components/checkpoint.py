@@ -382,11 +382,11 @@ class Checkpointer:
             self.failure = self._saving.result()
         self._saving = None
 
-    def finish(self) -> None:
-        """Wait for the save under way, and for a while for its copy in the mirror."""
+    def finish(self, most: float) -> None:
+        """Wait for the save under way, and up to `most` seconds for its copy in the mirror."""
         self.wait()
         if self._mirror is not None:
-            self._mirror.finish(self._config.mirror_wait_seconds)
+            self._mirror.finish(min(most, self._config.mirror_wait_seconds))
 
     def close(self) -> None:
         """Give a save under way some time. Its failure must not hide why the run has ended.

@@ -262,11 +262,11 @@ class Mirror:
             self._submit(last)
         left = [self._under_way[path] for path in self.held]
         if left:
-            logger.info(f"waiting up to {seconds:g} s until the last checkpoint is in the mirror")
+            logger.info(f"waiting up to {seconds:.0f} s until the last checkpoint is in the mirror")
         late = wait(left, seconds).not_done
         problem = self._problem
         if late:
-            problem = f"the last checkpoint was not copied within {seconds:g} s"
+            problem = f"the last checkpoint was not copied within {seconds:.0f} s"
         is_behind = self._is_first and last is not None and self._newest < step_of(last)
         text = f"{problem or 'it is behind'}" if is_behind or problem else ""
         reports = gather_objects(text, self._world.saving)

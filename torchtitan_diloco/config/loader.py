@@ -5,6 +5,7 @@ Precedence: command line > TOML file > the files that it extends > defaults.
 
 import difflib
 import shlex
+import re
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -256,6 +257,11 @@ def config_mistakes(config: Config) -> Mistakes:
                 reason = "is only read with islands.join (or islands.local): give it, or neither"
                 yield f"islands.{key}", reason
     yield from _mirror_mistakes(config)
+    if address := config.run.preemption_address:
+        if config.run.preemption == "none":
+            yield "run.preemption_address", "is only read with run.preemption: give it, or neither"
+        elif not re.fullmatch(r"http://[^/\s]+/?", address):
+            yield "run.preemption_address", "must look like http://HOST or http://HOST:PORT"
     if "/" in config.run.name or "\\" in config.run.name:
         yield "run.name", "must not contain slashes: set run.folder to choose another folder"
     yield from _data_mistakes(config)

@@ -37,6 +37,11 @@ class Run:
     restarts: NotNegative = 10
     """Times that a crashed run is started again from its latest checkpoint: torchrun's
     `--max-restarts`."""
+    preemption: Literal["none", "aws", "gcp", "azure"] = "none"
+    """Cloud whose metadata server is asked on each node whether the machine is about to be taken
+    away. Then a run saves and stops, and an island sends its work and leaves, as after SIGTERM."""
+    preemption_address: str = ""
+    """Address of the metadata server, such as http://127.0.0.1:8000. Empty: that of the cloud."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device type. `auto`: CUDA if there is a GPU, else the CPU."""
 

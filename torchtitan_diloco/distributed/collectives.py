@@ -1,5 +1,6 @@
 """What all ranks agree on: errors, small sums, and the step after which they stop or save."""
 
+import math
 import os
 import signal
 import time
@@ -11,9 +12,11 @@ from typing import NamedTuple, Self, TypeVar
 import torch
 import torch.distributed as dist
 
+from torchtitan_diloco.config.schema import Run
 from torchtitan_diloco.diloco.config import DiLoCoConfig
 from torchtitan_diloco.diloco.meeting import gather_objects
 from torchtitan_diloco.diloco.transport import WorkerLostError
+from torchtitan_diloco.distributed.notices import Notice, NoticeWatch
 from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.log import SAME_SIGNAL_SECONDS, STOP_SIGNALS, UserError, cause_of, logger
 
@@ -110,7 +113,8 @@ class Requests(NamedTuple):
 
 
 class StopRequest:
-    """Agreement of all ranks to stop on SIGINT, SIGTERM or SIGHUP, or to save, after the same step.
+    """Agreement of all ranks to stop on SIGINT, SIGTERM or SIGHUP, or on a notice that a machine is
+    taken away, or to save, after the same step.
 
     Signals reach ranks at different moments, and a rank that stops alone leaves the others waiting
     in a collective. So the ranks ask each other in the background and read the answer `lag` steps
@@ -124,6 +128,8 @@ class StopRequest:
         self.waited_seconds = 0.0  # of the training thread, for answers
         self._save, self._announced = False, False
         self._received: float | None = None  # time of the first signal
+        self._noticed = False  # a signal after a notice is the first one
+        self._end_of_machine = math.inf
         self._questions: deque[tuple[int, PendingSum]] = deque()  # open ones, by their step
         self._latest: tuple[int, PendingSum] | None = None
         # nohup and background jobs of scripts ignore some signals on purpose.
@@ -137,6 +143,28 @@ class StopRequest:
         elif now - self._received > SAME_SIGNAL_SECONDS:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
+
+    def note(self, notice: Notice) -> None:
+        """Stop, or save, on a notice about this machine. Any thread may call this."""
+        left = "" if notice.seconds is None else f", {notice.seconds:.0f} s left"
+        then = "the run saves and stops" if notice.stops else "the run saves, and goes on"
+        logger.warning(f"notice: {notice.what}{left}: {then}")
+        if notice.seconds is not None:
+            self._end_of_machine = time.monotonic() + notice.seconds
+        if notice.stops:
+            self._noticed = True
+        else:
+            self._save = True
+
+    @property
+    def only_noticed(self) -> bool:
+        """Whether this rank got a notice, and no signal, which the launcher would know of."""
+        return self._noticed and self._received is None
+
+    @property
+    def seconds_left(self) -> float:
+        """Seconds until this machine is taken away; infinity if it is not known."""
+        return max(0.0, self._end_of_machine - time.monotonic())
 
     def agreed(self, step: int, numbers: Sequence[float] = (), *, save: bool = False) -> Requests:
         """Return what all ranks do after this step; `save` asks them to save soon. Every rank calls
@@ -155,12 +183,13 @@ class StopRequest:
         """Return the sum over all ranks of both wishes and the numbers after this step, which may
         have been asked for already."""
         if self._latest is None or self._latest[0] != step:
-            stop = self._received is not None
+            stop = self._noticed or self._received is not None
             values = [float(stop), float(self._save), *numbers]
             self._latest = step, PendingSum(self._world, values, f"up to step {step}")
             self._questions.append(self._latest)
             if stop and not self._announced and self._lag:
-                logger.info(f"signal received: the run stops after step {step + self._lag}")
+                asked = "signal received" if self._received is not None else "noticed"
+                logger.info(f"{asked}: the run stops after step {step + self._lag}")
             self._save, self._announced = False, stop
         return self._latest[1]
 
@@ -174,3 +203,10 @@ class StopRequest:
         if error is None:
             for _, question in self._questions:
                 question.result()
+
+
+def watch_notices(config: Run, stop: StopRequest) -> NoticeWatch:
+    """Return a watch of this node, on its first rank: the other ranks hear of it by agreement."""
+    first = os.environ.get("LOCAL_RANK", "0") == "0"
+    cloud = config.preemption if first else "none"
+    return NoticeWatch(cloud, config.preemption_address, stop.note)

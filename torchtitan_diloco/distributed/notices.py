@@ -1,0 +1,190 @@
+"""Notices that a machine is about to be taken away, from the metadata server of its cloud.
+
+The dialects follow the documentation of the providers:
+  AWS    https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/spot-instance-termination-notices.html
+         and .../rebalance-recommendations.html, with a token (IMDSv2)
+  GCP    https://cloud.google.com/compute/docs/instances/create-use-preemptible
+  Azure  https://learn.microsoft.com/en-us/azure/virtual-machines/linux/scheduled-events
+"""
+
+import json
+import threading
+import urllib.request
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from http.client import HTTPException
+from types import TracebackType
+from typing import NamedTuple, Self
+from urllib.error import HTTPError
+
+from torchtitan_diloco.log import logger
+
+POLL_SECONDS = {"aws": 5.0, "gcp": 1.0, "azure": 1.0}
+"""As the providers recommend. GCP and Azure give 30 seconds of notice, AWS two minutes."""
+ANSWER_SECONDS = 5.0
+FAILURES = 3
+"""Questions in a row without an answer, after which a warning says so. It is the only one."""
+ADDRESSES = {
+    "aws": "http://169.254.169.254",
+    "gcp": "http://metadata.google.internal",
+    "azure": "http://169.254.169.254",
+}
+GCP_SECONDS = 30.0
+MOST_BYTES = 2**20
+LOSES_THE_MACHINE = ("Preempt", "Terminate", "Redeploy", "Reboot")
+"""Types of Azure's events after which the processes are gone. `Freeze` pauses them for seconds."""
+
+
+class Notice(NamedTuple):
+    what: str
+    seconds: float | None = None
+    """Time that is left, if it is known."""
+    stops: bool = True
+    """Whether the machine will be taken away; otherwise it may be, and the run saves."""
+
+
+class Answer(NamedTuple):
+    status: int
+    text: str
+
+
+class Metadata:
+    """A metadata server. It is asked directly, whatever proxies are set."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address.rstrip("/")
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        self._token = ""
+
+    def ask(self, path: str, headers: Mapping[str, str], method: str = "GET") -> Answer:
+        request = urllib.request.Request(
+            f"{self.address}{path}", headers=dict(headers), method=method
+        )
+        try:
+            with self._opener.open(request, timeout=ANSWER_SECONDS) as reply:
+                return Answer(reply.status, reply.read(MOST_BYTES).decode(errors="replace").strip())
+        except HTTPError as error:
+            with error:
+                return Answer(error.code, "")
+
+    def ask_aws(self, path: str) -> str:
+        """Return what AWS says, "" if there is nothing."""
+        for _ in range(2):
+            if not self._token:
+                ttl = {"X-aws-ec2-metadata-token-ttl-seconds": "21600"}
+                self._token = _expected(self.ask("/latest/api/token", ttl, method="PUT"))
+            answer = self.ask(path, {"X-aws-ec2-metadata-token": self._token})
+            if answer.status != 401:
+                break
+            self._token = ""  # it has expired
+        return "" if answer.status == 404 else _expected(answer)
+
+
+def _expected(answer: Answer) -> str:
+    if answer.status != 200:
+        raise ValueError(f"status {answer.status}")
+    return answer.text
+
+
+# --- dialects -------------------------------------------------------------------------------------
+
+
+def ask_aws(server: Metadata) -> Notice | None:
+    if text := server.ask_aws("/latest/meta-data/spot/instance-action"):
+        found = json.loads(text)
+        at = datetime.fromisoformat(found["time"].replace("Z", "+00:00"))
+        return Notice(f"AWS will {found['action']} this machine", _seconds_until(at))
+    if server.ask_aws("/latest/meta-data/events/recommendations/rebalance"):
+        return Notice("AWS may soon take this machine away (rebalance recommendation)", stops=False)
+    return None
+
+
+def ask_gcp(server: Metadata) -> Notice | None:
+    path, headers = "/computeMetadata/v1/instance/preempted", {"Metadata-Flavor": "Google"}
+    text = _expected(server.ask(path, headers))
+    if text not in ("TRUE", "FALSE"):
+        raise ValueError(f"{text[:40]!r} is neither TRUE nor FALSE")
+    return Notice("GCP preempts this machine", GCP_SECONDS) if text == "TRUE" else None
+
+
+def ask_azure(server: Metadata) -> Notice | None:
+    headers = {"Metadata": "true"}
+    path = "/metadata/scheduledevents?api-version=2020-07-01"
+    events = json.loads(_expected(server.ask(path, headers)))["Events"]
+    events = [event for event in events if event["EventType"] in LOSES_THE_MACHINE]
+    if not events:
+        return None
+    path = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
+    name = _expected(server.ask(path, headers))
+    for event in events:  # those of all machines of a set
+        if name in event["Resources"]:
+            before = event.get("NotBefore", "")  # empty once it has begun
+            left = _seconds_until(parsedate_to_datetime(before)) if before else 0.0
+            return Notice(f"Azure has scheduled {event['EventType']} for this machine", left)
+    return None
+
+
+def _seconds_until(at: datetime) -> float:
+    if at.tzinfo is None:
+        at = at.replace(tzinfo=UTC)
+    return max(0.0, (at - datetime.now(UTC)).total_seconds())
+
+
+DIALECTS: dict[str, Callable[[Metadata], Notice | None]] = {
+    "aws": ask_aws,
+    "gcp": ask_gcp,
+    "azure": ask_azure,
+}
+
+
+# --- watching -------------------------------------------------------------------------------------
+
+
+class NoticeWatch:
+    """Asks a metadata server in a thread, and tells each notice once. The last one stops the run.
+
+    A server that does not answer gets one warning, and is asked again and again.
+    """
+
+    def __init__(self, cloud: str, address: str, tell: Callable[[Notice], None]) -> None:
+        """`cloud`: a key of DIALECTS, or "none"."""
+        self._cloud, self._tell = cloud, tell
+        self._address = address or ADDRESSES.get(cloud, "")
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="notices", daemon=True)
+
+    def __enter__(self) -> Self:
+        if self._cloud != "none":
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._closed.set()
+
+    def _watch(self) -> None:
+        server, told, failures = Metadata(self._address), set[str](), 0
+        while not self._closed.is_set():
+            try:
+                notice = DIALECTS[self._cloud](server)
+            except (OSError, HTTPException, ValueError, KeyError, TypeError) as error:
+                failures += 1
+                if failures == FAILURES:
+                    logger.warning(
+                        f'run.preemption = "{self._cloud}": {server.address} gives no answer that '
+                        f"can be used ({error}); training goes on without notices"
+                    )
+            else:
+                if failures < FAILURES:
+                    failures = 0
+                if notice is not None and notice.what not in told:
+                    told.add(notice.what)
+                    self._tell(notice)
+                    if notice.stops:
+                        return
+            self._closed.wait(POLL_SECONDS[self._cloud])
