@@ -4,8 +4,8 @@ Precedence: command line > TOML file > the files that it extends > defaults.
 """
 
 import difflib
-import shlex
 import re
+import shlex
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
