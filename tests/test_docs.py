@@ -25,10 +25,12 @@ from torchtitan_diloco.diloco import transport
 from torchtitan_diloco.hardware import NEWEST_TORCH
 
 README = REPOSITORY / "README.md"
+FOR_DEVELOPERS = [REPOSITORY / f"{name}.md" for name in ("AGENTS", "CONTRIBUTING", "SECURITY")]
 PAGES = [
     README,
     *sorted((REPOSITORY / "docs").glob("*.md")),
     *(REPOSITORY / f"benchmarks/records/{name}.md" for name in ("loss", "speed")),
+    *FOR_DEVELOPERS,
 ]
 SHELL = {"PATH": "/usr/local/bin:/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
 """All variables but HOME. Other tests run on the same cores: more threads would wait for them."""
@@ -41,6 +43,10 @@ SMALL = (
 SHORT = "--training.steps 12 --lr_schedule.warmup_steps 1"
 """What one that does not set its length gets, too, instead of 1,000 steps, which take minutes."""
 ELSEWHERE = {
+    ("AGENTS.md", ".ci/run"): "an hour; tests/test_release.py",
+    ("CONTRIBUTING.md", "requirements.lock"): "network; tests/test_release.py",
+    ("CONTRIBUTING.md", "scripts/lock.sh"): "network; tests/test_release.py",
+    ("CONTRIBUTING.md", "-m build"): "network; tests/test_wheel.py",
     ("data-and-models.md", "hf:allenai/c4"): "network, hours; its checks: tests/test_train.py",
     ("data-and-models.md", "tiktoken.get_encoding"): "network; tests/data/test_tokenizer.py",
     ("data-and-models.md", "lm_eval"): "network; tests/export/test_commands.py",
@@ -207,13 +213,16 @@ def test_every_command_works_in_a_new_shell(path: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_file_a_page_names_is_there(page: Path) -> None:
-    folders = "torchtitan_diloco|docs|train_configs|scripts|benchmarks|tests|examples"
+    folders = r"torchtitan_diloco|docs|train_configs|scripts|benchmarks|tests|examples|\.ci"
     text, package = page.read_text(), REPOSITORY / "torchtitan_diloco"
     named = [REPOSITORY / name for name in re.findall(rf"`((?:{folders})/[\w./-]*)`", text)]
     modules = re.findall(rf"`(?!(?:{folders})/)(\w+/\w+\.py)`", text)
     named += [package / module for module in modules]
     for path in named:
         assert path.exists(), f"{page.name} names {path}"
+    for name, file in re.findall(r"`(\w+)` (?:in|of) `([\w/]+\.py)`", text):
+        path = REPOSITORY / file if re.match(folders, file) else package / file
+        assert re.search(rf"\b{name}\b", path.read_text()), f"{page.name}: {name} in {path}"
     for link, anchor in re.findall(r"\]\((?!https?://)([^)#]*)#?([^)]*)\)", text):
         target = (page.parent / link) if link else page
         assert target.exists(), f"{page.name} links to {link}"
