@@ -45,6 +45,7 @@ SHORT = "--training.steps 12 --lr_schedule.warmup_steps 1"
 ELSEWHERE = {
     ("AGENTS.md", ".ci/run"): "an hour; tests/test_release.py",
     ("CONTRIBUTING.md", "requirements.lock"): "network; tests/test_release.py",
+    ("CONTRIBUTING.md", "scripts/build_site.sh"): "installs Sphinx; tests/test_site.py",
     ("CONTRIBUTING.md", "scripts/lock.sh"): "network; tests/test_release.py",
     ("CONTRIBUTING.md", "-m build"): "network; tests/test_wheel.py",
     ("data-and-models.md", "hf:allenai/c4"): "network, hours; its checks: tests/test_train.py",
