@@ -47,7 +47,7 @@ ELSEWHERE = {
     ("CONTRIBUTING.md", "requirements.lock"): "network; tests/test_release.py",
     ("CONTRIBUTING.md", "scripts/build_site.sh"): "installs Sphinx; tests/test_site.py",
     ("CONTRIBUTING.md", "scripts/lock.sh"): "network; tests/test_release.py",
-    ("CONTRIBUTING.md", "-m build"): "network; tests/test_wheel.py",
+    ("CONTRIBUTING.md", "pyproject-build"): "network; tests/test_wheel.py",
     ("data-and-models.md", "hf:allenai/c4"): "network, hours; its checks: tests/test_train.py",
     ("data-and-models.md", "tiktoken.get_encoding"): "network; tests/data/test_tokenizer.py",
     ("data-and-models.md", "lm_eval"): "network; tests/export/test_commands.py",
