@@ -1,6 +1,7 @@
 """A source archive and a wheel are complete: what they install trains, in an empty folder."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -78,7 +79,10 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     (packages,) = environment.glob("lib/*/site-packages")
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
     pip += ["--python", str(environment / "bin" / "python"), "install", "--quiet", "--no-index"]
-    subprocess.run([*pip, "--no-deps", "--no-compile", str(wheel)], check=True)
+    # From another folder and with force: pip takes an egg-info of the checkout for the package.
+    pip += ["--no-deps", "--no-compile", "--force-reinstall", str(wheel)]
+    variables = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    subprocess.run(pip, cwd=folder, env=variables, check=True)
     # A folder that is named in a .pth file is searched for packages, but not for more .pth files,
     # such as that of an editable install of the checkout.
     others = [path for path in sys.path if path.endswith("-packages")]
