@@ -39,7 +39,7 @@ needs_sphinx = pytest.mark.skipif(
 
 
 def build(repository: Path, site: Path) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, repository / BUILDER, site]
+    command = [sys.executable, str(repository / BUILDER), str(site)]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 

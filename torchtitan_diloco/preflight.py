@@ -14,6 +14,7 @@ from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.server_folder import find_server
 from torchtitan_diloco.log import UserError, command_line, install_command, installed
 
+MLFLOW_SERVER = "MLFLOW_TRACKING_URI"
 PUBLISHED = {
     "llama-1b": "meta-llama/Llama-3.2-1B",
     "llama-3b": "meta-llama/Llama-3.2-3B",
@@ -34,11 +35,15 @@ def missing(config: Config) -> Iterator[str]:
     files = [*_missing_files(config)]
     packages = {
         "wandb": ("wandb", config.metrics.wandb),
+        "mlflow": ("mlflow", config.metrics.mlflow),
         "datasets": ("c4", any(f"--source {HUGGING_FACE_PREFIX}" in one for one in files)),
     }
     for package, (extra, needed) in packages.items():
         if needed and find_spec(package) is None:
             yield f"install {package}: {install_command(extra)}"
+    if config.metrics.mlflow and not os.environ.get(MLFLOW_SERVER):
+        given = f'metrics.mlflow = "{config.metrics.mlflow}"'
+        yield f"{given}: set {MLFLOW_SERVER} to the address of the tracking server"
     yield from _tried(check_device, config.run.device)
     if config.islands.local:
         yield from _tried(find_server)

@@ -292,8 +292,12 @@ class Metrics:
     tensorboard: bool = True
     """Write TensorBoard events to the folder of each worker."""
     wandb: str = ""
-    """Project of Weights & Biases that gets the curves of the first worker (extra `wandb`). Empty:
-    none. Without a network, set the environment variable WANDB_MODE=offline."""
+    """Project of Weights & Biases that gets the curves of the first worker, or of each island, as
+    one group (extra `wandb`). Empty: none. Without a network, set the environment variable
+    WANDB_MODE=offline."""
+    mlflow: str = ""
+    """Experiment of MLflow that gets the same curves (extra `mlflow`), on the server of the
+    environment variable MLFLOW_TRACKING_URI. Empty: none."""
 
 
 @dataclass(frozen=True)
