@@ -228,10 +228,12 @@ class Parallel:
 class ActivationCheckpoint:
     """Activation checkpointing: less memory, more compute."""
 
-    mode: Literal["none", "full", "every_nth"] = "none"
-    """Blocks that recompute their activations in the backward pass."""
+    mode: Literal["none", "full", "every_nth", "selective"] = "none"
+    """What is recomputed in the backward pass: nothing, all blocks, every n-th block, or, in all
+    blocks, everything but attention and the matrix products that `every` leaves."""
     every: Positive = 2
-    """For `every_nth`: recompute every n-th block."""
+    """For `every_nth`: recompute every n-th block. For `selective`: recompute every n-th matrix
+    product of a block. 1 recomputes all, and keeps attention only."""
 
 
 @dataclass(frozen=True)
