@@ -73,7 +73,7 @@ def _missing_files(config: Config) -> Iterator[str]:
     data, weights = config.data, Path(config.model.weights).expanduser()
     absent = config.model.weights and not weights.exists() and not _goes_on(config)
     if absent:
-        remedy = "give the folder of an export, or of a Llama or Qwen3 of transformers"
+        remedy = "give the folder of an export, or of a Llama or Qwen3 of another program"
         if name := PUBLISHED.get(config.model.flavor):
             remedy = f"{installed('hf')} download {name} --local-dir {config.model.weights}"
         yield f'model.weights = "{config.model.weights}": there is no such file or folder: {remedy}'

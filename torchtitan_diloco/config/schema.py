@@ -68,8 +68,8 @@ class Model:
     `paper-...`, `diloco-...`: as in Streaming DiLoCo, its scaling laws, and DiLoCo, with GELU.
     `llama-...`: Llama 3.2 and 3.1 as published."""
     weights: str = ""
-    """Initial weights of a new run: an exported folder, a folder of transformers with a Qwen3 or
-    Llama, or a safetensors file. Empty: random."""
+    """Initial weights of a new run: an exported folder, a folder of transformers or a checkpoint of
+    torchtitan (DCP) with a Qwen3 or Llama, or a safetensors file. Empty: random."""
     layers: Positive | None = None
     """Number of transformer blocks. This and the following settings override the flavor."""
     width: Positive | None = None
