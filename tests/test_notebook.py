@@ -7,6 +7,7 @@ from typing import Any
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
+import numpy as np
 import pytest
 
 from tests.conftest import REPOSITORY
@@ -57,7 +58,7 @@ def test_its_cells_run_and_plot(
     first = namespace["runs"]["H = 30, 4 bits"]
     rounds = [one for records in first for one in records if one.get("kind") == "round"]
     assert len(fragments.collections) == len(rounds) > 0
-    own, parallel = (line.get_ydata() for line in sent.get_lines())
+    own, parallel = (np.asarray(line.get_ydata()) for line in sent.get_lines())
     assert 0 < own[-1] < parallel[-1] / 50
     assert len(compared.collections) == len(namespace["runs"]) == 4
     megabytes = {
