@@ -187,9 +187,13 @@ def test_only_public_names_of_other_packages() -> None:
     assert [name for path in FILES for name in private_names(tree(path))] == []
 
 
+UNPICKLES = {"export/dcp.py"}
+"""Files that may, with a list of classes: tests/export/test_torchtitan.py tries others."""
+
+
 def test_nothing_is_unpickled() -> None:
     """Data from other ranks and from files must not run code."""
-    for path in FILES:
+    for path in (path for path in FILES if relative(path) not in UNPICKLES):
         nodes = ast.walk(tree(path))
         names = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
         assert not names & PICKLING, relative(path)

@@ -130,8 +130,8 @@ def test_files_for_the_host_follow_their_schemas(schema: str, files: str) -> Non
     if find_spec("check_jsonschema") is None:
         pytest.skip("check-jsonschema is not installed (extra dev)")
     command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", schema]
-    names = map(str, found)
-    done = subprocess.run([*command, *names], capture_output=True, text=True, check=False)
+    command += map(str, found)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -117,13 +117,21 @@ def test_all_that_is_missing_is_listed_at_once(
         patch("torch.cuda.is_available", return_value=False),
         patch("subprocess.Popen", side_effect=AssertionError("a process was started")),
     ):
-        words = "--config 1b --metrics.wandb x --islands.local 2 --run.device cuda"
+        words = (
+            "--config 1b --metrics.wandb x --metrics.mlflow y --islands.local 2 --run.device cuda"
+        )
         assert launch(words.split()) == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: 6 things to do before this run can start:")
+    assert error.startswith("error: 8 things to do before this run can start:")
     assert '\n  run.device = "cuda", but torch sees no GPU here: use "auto" or "cpu"' in error
     extras = re.findall(r"install ([\w-]+): .*\[(\w+)\]'", error)
-    assert extras == [("wandb", "wandb"), ("datasets", "c4"), ("nats-server", "islands")]
+    assert extras == [
+        ("wandb", "wandb"),
+        ("mlflow", "mlflow"),
+        ("datasets", "c4"),
+        ("nats-server", "islands"),
+    ]
+    assert '\n  metrics.mlflow = "y": set MLFLOW_TRACKING_URI to the address of the' in error
     source = "--source hf:allenai/c4/en:train"
     assert f"tokenizer {source} --vocab-size 32000 --out data/c4-32k.json" in error
     assert re.search(rf"prepare {source} .* --max-tokens 25\d{{9}}\n", error), "20 a parameter"

@@ -15,6 +15,7 @@ from torchtitan_diloco.islands.server_folder import find_server
 from torchtitan_diloco.log import UserError, command_line, install_command, installed
 from torchtitan_diloco.store.location import is_bucket
 
+MLFLOW_SERVER = "MLFLOW_TRACKING_URI"
 PUBLISHED = {
     "llama-1b": "meta-llama/Llama-3.2-1B",
     "llama-3b": "meta-llama/Llama-3.2-3B",
@@ -36,11 +37,15 @@ def missing(config: Config) -> Iterator[str]:
     packages = {
         "wandb": ("wandb", config.metrics.wandb),
         "obstore": ("bucket", is_bucket(config.checkpoint.mirror)),
+        "mlflow": ("mlflow", config.metrics.mlflow),
         "datasets": ("c4", any(f"--source {HUGGING_FACE_PREFIX}" in one for one in files)),
     }
     for package, (extra, needed) in packages.items():
         if needed and find_spec(package) is None:
             yield f"install {package}: {install_command(extra)}"
+    if config.metrics.mlflow and not os.environ.get(MLFLOW_SERVER):
+        given = f'metrics.mlflow = "{config.metrics.mlflow}"'
+        yield f"{given}: set {MLFLOW_SERVER} to the address of the tracking server"
     yield from _tried(check_device, config.run.device)
     if config.islands.local:
         yield from _tried(find_server)
@@ -70,7 +75,7 @@ def _missing_files(config: Config) -> Iterator[str]:
     data, weights = config.data, Path(config.model.weights).expanduser()
     absent = config.model.weights and not weights.exists() and not _goes_on(config)
     if absent:
-        remedy = "give the folder of an export, or of a Llama or Qwen3 of transformers"
+        remedy = "give the folder of an export, or of a Llama or Qwen3 of another program"
         if name := PUBLISHED.get(config.model.flavor):
             remedy = f"{installed('hf')} download {name} --local-dir {config.model.weights}"
         yield f'model.weights = "{config.model.weights}": there is no such file or folder: {remedy}'

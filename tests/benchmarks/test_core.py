@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import (
+    activations,
     backlog,
     core,
     diagnosis,
@@ -30,6 +31,8 @@ from benchmarks import (
         (slow_link.main, "--rates 0", "give numbers"),
         (parity.main, "--runs telepathy", "there are data parallel; DiLoCo"),
         (sync.main, "--codecs int7", "there are fp32"),
+        (activations.main, "--activation_checkpoint.mode full", "the table sets this itself"),
+        (activations.main, "--rounds none", "give a whole number from 1 up"),
         (train_step.main, "--config debgu", "did you mean debug?"),
         (islands.main, "--cases earthquake", "there are control; killed"),
         (diagnosis.main, "--faults earthquake", "there are clean, slow-compute-1.3"),

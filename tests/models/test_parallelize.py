@@ -37,6 +37,7 @@ def build(
     workers: int = 1,
     *,
     checkpoint: Any = "none",
+    every: int = 2,
     reshard: Any = "auto",
     compile: bool = False,
     dtype: torch.dtype = torch.float32,
@@ -48,7 +49,7 @@ def build(
         decoder,
         world.mesh if world.mesh is None or workers > 1 else world.mesh[FSDP],
         parallel=Parallel(reshard_after_forward=reshard),
-        activation_checkpoint=ActivationCheckpoint(mode=checkpoint, every=2),
+        activation_checkpoint=ActivationCheckpoint(mode=checkpoint, every=every),
         compile=Compile(enable=compile),
         compute_dtype=dtype,
     )
@@ -100,6 +101,7 @@ def assert_same(found: Outcome, expected: Outcome, tolerance: float = 1e-5) -> N
         (2, 2, {}),
         (4, 2, {"reshard": "never"}),
         (3, 1, {"checkpoint": "full", "model": LLAMA}),
+        (2, 1, {"checkpoint": "selective", "reshard": "always", "model": LLAMA}),
     ],
 )
 def test_sharded_decoder_is_the_single_device_one(
@@ -127,6 +129,16 @@ def test_checkpointing_recomputes_the_chosen_blocks(
     assert_same(step(checkpoint=mode), single, 1e-6)
 
 
+@pytest.mark.parametrize("every", [1, 2, 3])
+@pytest.mark.parametrize("model", [TINY, LLAMA])
+def test_selective_checkpointing_gives_the_same_bits(model: Model, every: int) -> None:
+    expected = step(model=model)
+    found = step(checkpoint="selective", every=every, model=model)
+    assert found.norm == expected.norm
+    for name, value in expected.gradients.items():
+        assert torch.equal(found.gradients[name], value), name
+
+
 def test_bf16_compute_keeps_fp32_parameters_and_gradients(
     processes: ProcessPool, single: Outcome
 ) -> None:
@@ -141,7 +153,8 @@ def test_bf16_compute_keeps_fp32_parameters_and_gradients(
 
 
 @pytest.mark.parametrize(
-    ("checkpoint", "model"), [("none", TINY), ("every_nth", TINY), ("none", LLAMA)]
+    ("checkpoint", "model"),
+    [("none", TINY), ("every_nth", TINY), ("selective", TINY), ("none", LLAMA)],
 )
 def test_compiled_decoder_gives_the_same_gradients_from_few_compilations(
     monkeypatch: pytest.MonkeyPatch, checkpoint: str, model: Model
@@ -157,4 +170,6 @@ def test_compiled_decoder_gives_the_same_gradients_from_few_compilations(
     expected = step(model=model)
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     assert_same(step(compile=True, checkpoint=checkpoint, model=model), expected, 1e-6)
-    assert len(graphs) == (1 if checkpoint == "none" else 2), "one for all blocks that are alike"
+    assert len(graphs) == (2 if checkpoint == "every_nth" else 1), (
+        "one for all blocks that are alike"
+    )

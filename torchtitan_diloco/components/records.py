@@ -20,7 +20,7 @@ from torchtitan_diloco.hardware import write_whole
 from torchtitan_diloco.log import logger
 
 if TYPE_CHECKING:
-    from torchtitan_diloco.components.board import Board
+    from torchtitan_diloco.components.boards import Board
     from torchtitan_diloco.diloco.fragments import Fragment
     from torchtitan_diloco.diloco.round import Round
 
@@ -177,6 +177,7 @@ class RecordFiles:
 
     Records after `step` are dropped, because a resumed run repeats these steps. `folder`: of the
     worker, None to write nothing. `of_run`: this worker shows the numbers of the run on its boards.
+    `run`: id of the run that an island is in.
     """
 
     def __init__(
@@ -188,6 +189,7 @@ class RecordFiles:
         *,
         workers: int,
         of_run: bool,
+        run: str = "",
     ) -> None:
         self._folder, self._first_step, self._of_run = folder, step + 1, of_run
         self._failed = False
@@ -200,13 +202,11 @@ class RecordFiles:
             return
         with self._tolerating_a_full_disk():
             self._lines = self._open(folder)
-        if config.tensorboard or config.wandb:
-            from torchtitan_diloco.components.board import TensorBoard, WeightsAndBiases  # slow
+        if config.tensorboard or config.wandb or config.mlflow:
+            from torchtitan_diloco.components.boards import Shown, open_boards
 
-            if config.tensorboard:
-                self._boards.append(TensorBoard(folder, step, workers))
-            if config.wandb and of_run:
-                self._boards.append(WeightsAndBiases(config.wandb, folder, step, settings))
+            shown = Shown(folder, step, workers, settings, group=run)
+            self._boards = open_boards(config, shown, of_run=of_run)
 
     def _open(self, folder: Path) -> TextIO:
         """Open the file, without the records that a resumed run repeats."""

@@ -93,7 +93,7 @@ class Telemetry:
     `publish` after every step.
 
     `folder`: of the run, None to write nothing. `step`: from which the run is resumed. `settings`:
-    for Weights & Biases. `run`: id of the run that an island is in.
+    for the boards. `run`: id of the run that an island is in.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class Telemetry:
             folder = None if world.rank_in_worker else folder_of_worker(folder, world.worker)
         workers, of_run = world.workers, world.is_first
         self.files = RecordFiles(
-            config, folder, step, settings or {}, workers=workers, of_run=of_run
+            config, folder, step, settings or {}, workers=workers, of_run=of_run, run=run
         )
         kept = self.files.kept
         self._started -= max((one.get("worker/elapsed_seconds", 0) for one in kept), default=0)

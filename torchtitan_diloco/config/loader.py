@@ -51,7 +51,7 @@ READ_WITH: dict[tuple[str, tuple[str, ...]], tuple[str, ...]] = {
     ("optimizer.name", ("muon",)): ("matrix_lr", "momentum"),
     ("lr_schedule.decay", ("wsd",)): ("decay_fraction",),
     ("lr_schedule.decay", ("cosine", "linear", "wsd")): ("floor",),
-    ("activation_checkpoint.mode", ("every_nth",)): ("every",),
+    ("activation_checkpoint.mode", ("every_nth", "selective")): ("every",),
     ("diloco.fragments.pattern", ("strided", "sequential")): ("layers_per_fragment", "blocks"),
     ("diloco.outer_optimizer.name", ("nesterov", "momentum", "adam")): ("momentum",),
     ("diloco.outer_optimizer.name", ("adam",)): ("beta2", "epsilon"),

@@ -73,8 +73,8 @@ class Model:
     `paper-...`, `diloco-...`: as in Streaming DiLoCo, its scaling laws, and DiLoCo, with GELU.
     `llama-...`: Llama 3.2 and 3.1 as published."""
     weights: str = ""
-    """Initial weights of a new run: an exported folder, a folder of transformers with a Qwen3 or
-    Llama, or a safetensors file. Empty: random."""
+    """Initial weights of a new run: an exported folder, a folder of transformers or a checkpoint of
+    torchtitan (DCP) with a Qwen3 or Llama, or a safetensors file. Empty: random."""
     layers: Positive | None = None
     """Number of transformer blocks. This and the following settings override the flavor."""
     width: Positive | None = None
@@ -264,10 +264,12 @@ class Parallel:
 class ActivationCheckpoint:
     """Activation checkpointing: less memory, more compute."""
 
-    mode: Literal["none", "full", "every_nth"] = "none"
-    """Blocks that recompute their activations in the backward pass."""
+    mode: Literal["none", "full", "every_nth", "selective"] = "none"
+    """What is recomputed in the backward pass: nothing, all blocks, every n-th block, or, in all
+    blocks, everything but attention and the matrix products that `every` leaves."""
     every: Positive = 2
-    """For `every_nth`: recompute every n-th block."""
+    """For `every_nth`: recompute every n-th block. For `selective`: recompute every n-th matrix
+    product of a block. 1 recomputes all, and keeps attention only."""
 
 
 @dataclass(frozen=True)
@@ -336,8 +338,12 @@ class Metrics:
     tensorboard: bool = True
     """Write TensorBoard events to the folder of each worker."""
     wandb: str = ""
-    """Project of Weights & Biases that gets the curves of the first worker (extra `wandb`). Empty:
-    none. Without a network, set the environment variable WANDB_MODE=offline."""
+    """Project of Weights & Biases that gets the curves of the first worker, or of each island, as
+    one group (extra `wandb`). Empty: none. Without a network, set the environment variable
+    WANDB_MODE=offline."""
+    mlflow: str = ""
+    """Experiment of MLflow that gets the same curves (extra `mlflow`), on the server of the
+    environment variable MLFLOW_TRACKING_URI. Empty: none."""
 
 
 @dataclass(frozen=True)

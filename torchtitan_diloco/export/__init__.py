@@ -1,1 +1,1 @@
-"""Export of trained models as safetensors files and as folders for transformers."""
+"""Export of trained models as safetensors files, and for transformers and torchtitan."""

@@ -27,6 +27,7 @@ from torchtitan_diloco.data.loader import ValidationBatches
 from torchtitan_diloco.data.text import whole_number
 from torchtitan_diloco.distributed.world import World, pick_device
 from torchtitan_diloco.export.hugging_face import TOKENIZER_NAME, WEIGHTS_NAME, save_hugging_face
+from torchtitan_diloco.export.torchtitan import save_torchtitan
 from torchtitan_diloco.export.weights import SavedModel, open_saved
 from torchtitan_diloco.log import USER_ERROR, Parser, UserError, command_line
 from torchtitan_diloco.models import LanguageModel
@@ -56,8 +57,13 @@ def main(arguments: Sequence[str]) -> int:
         add("--sequences", type=whole_number, help="the first N (default: as many as the run)")
         add("--batch-size", type=whole_number, help="sequences per batch (default: the run's)")
     else:
-        formats = "safetensors: for another run (default); hf: for transformers"
-        add("--format", choices=("safetensors", "hf"), default="safetensors", help=formats)
+        formats = "safetensors: for another run (default); hf: transformers; torchtitan: its DCP"
+        add(
+            "--format",
+            choices=("safetensors", "hf", "torchtitan"),
+            default="safetensors",
+            help=formats,
+        )
         add("--dtype", choices=DTYPES, default="float32", help="of the weights (default float32)")
         add("--out", type=Path, help="folder to write (default RUN/export/step-...-FORMAT)")
     if name != "export":
@@ -178,10 +184,12 @@ def export(saved: SavedModel, options: argparse.Namespace) -> None:
             raise UserError(f"{folder} is not empty; choose another folder, or delete this one")
         if options.format == "hf":
             save_hugging_face(folder, saved.model, saved.tokenizer, dtype)
+        elif options.format == "torchtitan":
+            save_torchtitan(folder, saved.model, dtype)
         else:
             save_for_another_run(folder, saved, dtype)
-        readable = folder.stat().st_mode & 0o666
-        (folder / WEIGHTS_NAME).chmod(readable)  # safetensors ignores the umask
+        if (weights := folder / WEIGHTS_NAME).exists():
+            weights.chmod(folder.stat().st_mode & 0o666)  # safetensors ignores the umask
     except OSError as error:
         raise UserError(
             f"--out {folder} cannot be written ({error.strerror or error}): choose another folder"

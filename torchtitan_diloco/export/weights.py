@@ -6,7 +6,7 @@ run may have changed.
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from torchtitan_diloco.components.checkpoint import (
     MANIFEST,
@@ -28,13 +29,23 @@ from torchtitan_diloco.components.resume import SavedTensors, check_tokenizer
 from torchtitan_diloco.config import Config, parse_config
 from torchtitan_diloco.data.tokenizer import Tokenizer, build_tokenizer
 from torchtitan_diloco.diloco.state_dict import shared_parameter_name
+from torchtitan_diloco.export.dcp import DATA_NAMES, is_dcp
 from torchtitan_diloco.export.hugging_face import (
     CONFIG_NAME,
     differing_settings,
+    settings_of_model,
     transformers_names,
 )
+from torchtitan_diloco.export.torchtitan import (
+    EMBEDDING,
+    HEAD,
+    from_torchtitan,
+    open_checkpoint,
+    settings_of_checkpoint,
+    torchtitan_names,
+)
 from torchtitan_diloco.log import UserError, logger
-from torchtitan_diloco.models import LanguageModel, build_model, vocabulary_rows
+from torchtitan_diloco.models import Decoder, LanguageModel, build_model, vocabulary_rows
 from torchtitan_diloco.models.base import copy_shard
 
 PART_BYTES = 1 << 20
@@ -115,7 +126,24 @@ def _runs_in(folder: Path) -> list[str]:
     return sorted(found, key=lambda name: (folder / name).stat().st_mtime)
 
 
-# --- safetensors files ----------------------------------------------------------------------------
+# --- initial weights ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a program names, and orders, the parameters of a model."""
+
+    names: Callable[[LanguageModel], dict[str, dict[str, int]]]
+    """Maps each parameter of ours to its parts there, with their numbers of rows."""
+    read: Callable[[LanguageModel, str, Tensor], Tensor] = lambda _model, _name, value: value
+    """Returns a part as ours has it."""
+    unused: tuple[str, ...] = ()
+    """Ends of names of what may be there and is not needed: a tied head, stored frequencies."""
+
+
+OWN = Layout(lambda model: {name: {name: len(one)} for name, one in model.named_parameters()})
+TRANSFORMERS = Layout(transformers_names, unused=(".inv_freq", "lm_head.weight"))
+TORCHTITAN = Layout(torchtitan_names, from_torchtitan, unused=(HEAD,))
 
 
 @torch.no_grad()
@@ -125,9 +153,8 @@ def load_initial_weights(model: LanguageModel, path: str) -> None:
     Reads one parameter at a time, so that no rank holds the whole model.
     """
     parameters = dict(model.named_parameters())
-    parts = {name: {name: one.shape[0]} for name, one in parameters.items()}
-    if of_transformers := check_weights(model, path):
-        parts = transformers_names(model)
+    layout = check_weights(model, path)
+    parts = layout.names(model)
     with open_weights(path) as stored:
         there = {name: file.get_slice(name).get_shape() for name, file in stored.items()}
         here = {
@@ -135,46 +162,96 @@ def load_initial_weights(model: LanguageModel, path: str) -> None:
             for name, names in parts.items()
             for part, rows in names.items()
         }
-        if of_transformers:  # like transformers, ignore a tied head and stored frequencies
-            unused = {name for name in there if name.endswith((".inv_freq", "lm_head.weight"))}
-            there = {name: there[name] for name in there.keys() - (unused - here.keys())}
+        unused = {name for name in there.keys() - here.keys() if name.endswith(layout.unused)}
+        there = {name: there[name] for name in there.keys() - unused} if layout.unused else there
         for name in {**here, **there}:
             if here.get(name) != there.get(name):
                 shapes = f"{there.get(name, 'absent')} there and {here.get(name, 'absent')} here"
                 raise UserError(f'model.weights = "{path}": {name} is {shapes}: set [model] to fit')
         for name, parameter in parameters.items():
-            value = torch.cat([stored[part].get_tensor(part) for part in parts[name]])
+            values = [(part, _read(path, stored[part], part)) for part in parts[name]]
+            value = torch.cat([layout.read(model, part, one) for part, one in values])
             copy_shard(parameter, value.to(parameter.device, parameter.dtype))
     logger.info(f"{'weights':<10} {path}: {len(parameters)} tensors")
 
 
-def check_weights(model: LanguageModel, path: str) -> bool:
-    """Return whether weights have a config.json of transformers. Raise an error if it describes
-    another model, or if there are no weights."""
+def _read(path: str, file: Any, name: str) -> Tensor:
+    try:
+        value: Tensor = file.get_tensor(name)
+    except (SafetensorError, OSError) as error:
+        raise _unreadable(path, Path(path), error) from error
+    return value
+
+
+def check_weights(model: LanguageModel, path: str) -> Layout:
+    """Return the layout of weights. Raise an error if they say that they are of another model, or
+    if there are none."""
     weight_files(path)
     given = Path(path).expanduser()
     file = (given if given.is_dir() else given.parent) / CONFIG_NAME
-    if not file.is_file():
-        return False
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-        differing = differing_settings(model, config)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        missing = f"it has no {error}" if isinstance(error, KeyError) else error
-        raise UserError(f'model.weights = "{path}": {file.name} does not fit: {missing}') from error
+    if is_dcp(given):
+        layout = TORCHTITAN
+        with open_weights(path) as stored:
+            shapes = {name: one.get_shape() for name, one in stored.items()}
+            differing = _differing_checkpoint(model, path, shapes)
+            _check_tied_head(model, path, stored)
+    elif file.is_file():
+        layout, differing = TRANSFORMERS, _differing_folder(model, path, file)
+    else:
+        return OWN
     if differing:
         settings = " ".join(f"--model.{key} {json.dumps(one)}" for key, one in differing.items())
         raise UserError(f'model.weights = "{path}" is of another model: for it, set {settings}')
-    return True
+    return layout
+
+
+def _differing_folder(model: LanguageModel, path: str, file: Path) -> dict[str, Any]:
+    try:
+        return differing_settings(model, json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        missing = f"it has no {error}" if isinstance(error, KeyError) else error
+        raise UserError(f'model.weights = "{path}": {file.name} does not fit: {missing}') from error
+
+
+def _differing_checkpoint(
+    model: LanguageModel, path: str, shapes: dict[str, list[int]]
+) -> dict[str, Any]:
+    assert isinstance(model, Decoder)
+    try:
+        there = settings_of_checkpoint(shapes, model)
+    except UserError as error:
+        raise UserError(f'model.weights = "{path}": {error}') from None
+    mine = settings_of_model(model)
+    return {key: value for key, value in there.items() if value != mine[key]}
+
+
+def _check_tied_head(model: LanguageModel, path: str, stored: Mapping[str, Any]) -> None:
+    """Raise an error if a checkpoint has a head of its own, and this model has none."""
+    assert isinstance(model, Decoder)
+    if not model.shape.tied_head or HEAD not in stored:
+        return
+    head, embedding = (_read(path, stored[name], name) for name in (HEAD, EMBEDDING))
+    if not torch.equal(head, embedding):
+        reason = "is of another model, whose head is not its embedding: for it, set"
+        raise UserError(f'model.weights = "{path}" {reason} --model.tied_head false')
+
+
+# --- files ----------------------------------------------------------------------------------------
 
 
 @contextmanager
 def open_weights(path: str | Path) -> Iterator[dict[str, Any]]:
-    """Yield the name of each tensor in a safetensors file, or in the files of a folder, with the
-    open file that has it."""
+    """Yield the name of each tensor in a safetensors file, in the files of a folder, or in a DCP
+    checkpoint, with the open file that has it."""
+    folder = Path(path).expanduser()
     with ExitStack() as stack:
         stored: dict[str, Any] = {}
-        for file in weight_files(path):
+        if is_dcp(folder):
+            try:
+                stored |= open_checkpoint(folder)
+            except OSError as error:
+                raise _unreadable(path, folder, error) from error
+        for file in () if is_dcp(folder) else weight_files(path):
             try:
                 opened = stack.enter_context(safe_open(file, framework="pt"))
             except (SafetensorError, OSError) as error:
@@ -184,11 +261,12 @@ def open_weights(path: str | Path) -> Iterator[dict[str, Any]]:
 
 
 def weight_files(path: str | Path) -> list[Path]:
-    """Return the file itself, or all files of a folder that are named as in transformers."""
+    """Return the file itself, or all files of a folder that are named as in transformers or DCP."""
     given = Path(path).expanduser()
-    files = sorted(given.glob("model*.safetensors")) if given.is_dir() else [given]
+    pattern = DATA_NAMES if is_dcp(given) else "model*.safetensors"
+    files = sorted(given.glob(pattern)) if given.is_dir() else [given]
     if not files:
-        raise UserError(f'model.weights = "{path}": the folder has no model*.safetensors')
+        raise UserError(f'model.weights = "{path}": the folder has no {pattern}')
     return files
 
 
@@ -206,5 +284,5 @@ def weights_fingerprint(path: str) -> str:
 
 
 def _unreadable(path: str | Path, file: Path, error: Exception) -> ValueError:
-    remedy = "give a complete .safetensors file, or the folder of a complete export"
+    remedy = "give a complete .safetensors file, or the folder of a complete export or checkpoint"
     return UserError(f'model.weights = "{path}": {file} cannot be read ({error}): {remedy}')

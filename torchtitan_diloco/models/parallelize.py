@@ -1,14 +1,24 @@
 """Parallelism inside a worker: activation checkpointing, compile and FSDP2, in this order."""
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from torchtitan_diloco.config.schema import ActivationCheckpoint, Compile, Parallel
 from torchtitan_diloco.models.base import LanguageModel
+
+PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.linear.default}
+"""A product with a matrix of parameters, as autograd or a compiler sees it."""
 
 
 def parallelize(
@@ -25,11 +35,9 @@ def parallelize(
     `mesh`: 1-d (fsdp), or 2-d (worker, fsdp) for data parallelism over workers; None for a single
     process.
     """
-    mode, every = activation_checkpoint.mode, activation_checkpoint.every
     reshard = parallel.reshard_after_forward
     for index, block in enumerate(model.blocks):
-        if mode == "full" or (mode == "every_nth" and index % every == 0):
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        block.forward = checkpointed(block.forward, index, activation_checkpoint)
         if compile.enable:
             # Equal blocks share one compilation. Compiling only `forward` keeps FSDP's hooks
             # outside, and the names of the parameters.
@@ -47,6 +55,40 @@ def parallelize(
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_blocks)
     # The root has the embedding, final norm and tied head. The backward pass needs them first.
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+
+
+def checkpointed(
+    forward: Callable[..., Any], index: int, config: ActivationCheckpoint
+) -> Callable[..., Any]:
+    """Return the forward pass of a block, which forgets some of its activations."""
+    if config.mode == "full" or (config.mode == "every_nth" and index % config.every == 0):
+        return partial(checkpoint, forward, use_reentrant=False)
+    if config.mode == "selective":
+        contexts = partial(selective_contexts, config.every)
+        return partial(checkpoint, forward, use_reentrant=False, context_fn=contexts)
+    return forward
+
+
+def selective_contexts(every: int) -> Any:
+    """Return the contexts of a forward pass and of its recomputation, as `checkpoint` wants them.
+
+    Attention and matrix products take almost all of the time, and element-wise operations almost
+    all of the memory.
+    """
+    products = {False: 0, True: 0}  # so far, in the forward pass and in the recomputation
+
+    def policy(
+        context: SelectiveCheckpointContext, operation: Any, *_: Any, **__: Any
+    ) -> CheckpointPolicy:
+        if "scaled_dot_product" in str(operation):  # whichever kernel torch has chosen
+            return CheckpointPolicy.MUST_SAVE
+        if operation in PRODUCTS:
+            products[context.is_recompute] += 1
+            if products[context.is_recompute] % every:
+                return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
 
 
 def materialize(model: LanguageModel, device: torch.device, seed: int) -> None:

@@ -1,0 +1,53 @@
+"""What each mode of activation checkpointing keeps, and what it computes again."""
+
+import pytest
+import torch
+
+from benchmarks.activations import Memory, build_forward, memory_of
+from torchtitan_diloco.config import load_config
+from torchtitan_diloco.config.schema import ActivationCheckpoint
+
+BLOCKS = 3
+CONFIG = load_config(
+    "debug",
+    {
+        "model.layers": str(BLOCKS),
+        "training.batch_size": "2",
+        "training.sequence_length": "64",
+        "training.steps": "1",
+    },
+)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def measured() -> dict[str, Memory]:
+    modes = {
+        "none": ActivationCheckpoint("none"),
+        "full": ActivationCheckpoint("full"),
+        "all products": ActivationCheckpoint("selective", every=1000),
+        "half": ActivationCheckpoint("selective", every=2),
+        "attention": ActivationCheckpoint("selective", every=1),
+    }
+    return {name: memory_of(build_forward(CONFIG, mode, CPU), CPU) for name, mode in modes.items()}
+
+
+def test_less_is_kept_the_more_is_recomputed(measured: dict[str, Memory]) -> None:
+    kept = [measured[name].kept for name in ("none", "all products", "half", "attention", "full")]
+    assert kept == sorted(kept, reverse=True)
+    assert len({*kept}) == len(kept)
+    assert measured["half"].kept < 0.5 * measured["none"].kept
+
+
+def test_only_the_chosen_products_are_computed_again(measured: dict[str, Memory]) -> None:
+    """Of qkv, out, gate, up and down, every second one: out and up. Nothing needs down again."""
+    flops = {name: one.product_flops for name, one in measured.items()}
+    assert flops["all products"] == flops["none"]
+    shape, tokens = CONFIG.model, 2 * 64
+    assert shape.flavor == "debug"
+    width, heads_width, inner = 96, 3 * 32, 256
+    again = 2 * tokens * BLOCKS * (heads_width * width + width * inner)
+    assert flops["half"] - flops["none"] == again
+    all_but_down = 2 * tokens * BLOCKS * (4 * heads_width * width + 2 * width * inner)
+    assert flops["attention"] - flops["none"] == all_but_down
+    assert flops["full"] == flops["attention"]
