@@ -70,16 +70,20 @@ class Stream(Protocol):
     def close(self) -> None: ...
 
 
-def measure(connect: Callable[[], Stream], streams: int = MOST_STREAMS) -> Speed:
-    """Measure the round trip, and unless it is short the rate over several streams.
+def measure(
+    connect: Callable[[], Stream], streams: int = MOST_STREAMS, seconds: float = 0.0
+) -> Speed:
+    """Measure the round trip, and the rate over several streams.
 
-    This takes up to two seconds. Raises an OSError.
+    This takes up to two seconds. The rate of a link with a short round trip is not measured, unless
+    `seconds` says for how long. Raises an OSError.
     """
     with closing(connect()) as first:
         round_trip = min(ping(first) for _ in range(PINGS))
-    if round_trip < SHORT_SECONDS:
-        return Speed(round_trip)
-    seconds = min(max(ROUND_TRIPS * round_trip, LEAST_SECONDS), MOST_SECONDS)
+    if not seconds:
+        if round_trip < SHORT_SECONDS:
+            return Speed(round_trip)
+        seconds = min(max(ROUND_TRIPS * round_trip, LEAST_SECONDS), MOST_SECONDS)
     begun = list[float]()
     together = threading.Barrier(streams, lambda: begun.append(time.perf_counter()), PATIENCE)
 

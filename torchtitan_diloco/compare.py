@@ -1,0 +1,385 @@
+"""Measure two machines and their link, and compare what training on both gains over one.
+
+node0$ .venv/bin/torchtitan-diloco compare --config 100m --endpoint node0:29500 --listen
+node1$ .venv/bin/torchtitan-diloco compare --config 100m --endpoint node0:29500
+one$   .venv/bin/torchtitan-diloco compare --config 100m --bandwidth 1Gbit
+"""
+
+import argparse
+import math
+import os
+import shlex
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from torchtitan_diloco.config import Config, from_command_line
+from torchtitan_diloco.config.schema import flat_settings
+from torchtitan_diloco.log import USER_ERROR, Parser, UserError, brief, command_line, counted
+from torchtitan_diloco.plan import parse_bandwidth, parse_duration, quantity, write_variant
+from torchtitan_diloco.reach import route, split_address
+
+if TYPE_CHECKING:
+    from torchtitan_diloco.pair import LinkSpeed, Pair
+    from torchtitan_diloco.planner.comparison import Row
+    from torchtitan_diloco.planner.prediction import Conditions, Workload
+    from torchtitan_diloco.trial import Steps, Trial
+
+MACHINES = 2
+MARK = "# Written by `compare`: "
+"""Beginning of its files, which it may write again."""
+SAY_SECONDS = 10.0
+"""Between two lines about steps."""
+STREAMS = 8
+
+
+class Machine(msgspec.Struct):
+    """What a machine tells the other one before both measure."""
+
+    name: str
+    facts: dict[str, str]
+
+
+class StepTimes(msgspec.Struct):
+    device: str
+    mean_seconds: float
+    deviation: float
+    count: int
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        options, settings = _parse(words)
+        training = ["--config", options.config, "--diloco.workers", str(MACHINES), *settings]
+        if config := from_command_line(training):
+            _compare(options, config, training)  # otherwise --print-config was answered
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return USER_ERROR
+    except KeyboardInterrupt:
+        say("stopped")
+        return 130
+    return 0
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Return the options, and the remaining words, which are settings of a run."""
+    parser = Parser(
+        prog=command_line("compare"),
+        usage=f"{command_line('compare')} --config 100m (--endpoint HOST:PORT [--listen] | "
+        "--bandwidth 1Gbit) [options]",
+        description="Measure a training step on each of two machines, and the link between them, "
+        "and print what data parallelism, DiLoCo and streaming would gain over one machine. Start "
+        "it on both, with --listen on the one that has the address.",
+        epilog="Settings can be given as well: --training.batch_size 4, the same on both. See "
+        "docs/two-machines.md.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--config", metavar="NAME_OR_PATH", help="a TOML file, or the name of a preset")
+    add("--endpoint", metavar="HOST:PORT", help="where the first machine listens")
+    add("--listen", action="store_true", help="this is the first machine")
+    add("--bandwidth", type=parse_bandwidth, help="of the link, without a second machine: 1Gbit")
+    add("--latency", type=parse_duration, help="with --bandwidth: one way, as in 0.1ms (0)")
+    add("--seconds", type=parse_duration, default=15.0, help="of steps to measure (15s)")
+    add("--wait", type=parse_duration, default=300.0, help="for the other machine (5min)")
+    add("--streams", type=int, default=STREAMS, help=f"TCP streams for the rate ({STREAMS})")
+    add("--write", type=Path, help="TOML of the best (outputs/CONFIG-two-machines.toml)")
+    options, settings = parser.parse_known_args(words)
+    if options.config is None:
+        raise UserError("give a model: --config 100m, for example")
+    if (options.endpoint is None) == (options.bandwidth is None):
+        raise UserError(
+            "give --endpoint HOST:PORT on both machines, or --bandwidth 1Gbit for one alone"
+        )
+    if options.bandwidth is None and options.latency is not None:
+        raise UserError("--latency is measured with --endpoint: leave it out")
+    if options.bandwidth is not None and (options.listen or not options.bandwidth > 0):
+        problem = "--listen is for --endpoint" if options.listen else "--bandwidth 0: is no link"
+        raise UserError(f"{problem}: give --bandwidth 1Gbit alone, for example")
+    if options.streams < 1:
+        raise UserError(f"--streams {options.streams}: give 1 or more")
+    if options.endpoint is not None:
+        split_address(options.endpoint)
+    if options.write is None:
+        options.write = Path("outputs", f"{Path(options.config).stem}-two-machines.toml")
+    return options, settings
+
+
+def _compare(options: argparse.Namespace, config: Config, training: list[str]) -> None:
+    from torchtitan_diloco.components.run_plan import check_host_memory  # imports torch
+    from torchtitan_diloco.launch import processes_of_node
+    from torchtitan_diloco.pair import meet
+    from torchtitan_diloco.planner.prediction import Workload
+    from torchtitan_diloco.preflight import vocabulary_rows_of
+    from torchtitan_diloco.trial import Trial
+
+    _check(config, options.write)
+    processes = processes_of_node(config, MACHINES)
+    rows = vocabulary_rows_of(config)
+    load = Workload.of(replace(config, parallel=replace(config.parallel, fsdp=processes)), rows)
+    if not _on_gpu(config):
+        check_host_memory(load.plan, replace(config.diloco, method="streaming"))
+    say(
+        f"{config.run.name}: {load.plan.parameters:,} parameters, "
+        f"{counted(processes, 'process', 'processes')} on this machine; this takes about a minute, "
+        "and longer for large models: the trainer starts, then come some steps of training"
+    )
+    rank = 0 if options.listen or options.bandwidth is not None else 1
+    pair = meet(options.endpoint, rank, options.wait, say) if options.endpoint else None
+    with closing(pair) if pair else nullcontext():
+        try:
+            names = _agree(pair, config, options, processes)
+            size = {"workers": MACHINES, "processes": processes, "vocabulary": rows}
+            with Trial(training, config, **size) as trial:
+                times = _measure_steps(trial, pair, options.seconds, config)
+            if pair is None:
+                names, link = ["this machine"], _given_link(options)
+            else:
+                link = _measured_link(pair, options.streams, config, processes)
+        except UserError as error:
+            if pair is not None:
+                pair.tell_error(str(error))
+            raise
+        except KeyboardInterrupt:
+            if pair is not None:
+                pair.tell_error("stopped by Ctrl-C")
+            raise
+    _answer(options, config, load, (names, times), link, rank)
+
+
+def _check(config: Config, write: Path) -> None:
+    """Raise for settings that two machines do not have, and for a file that is not to be lost."""
+    if config.islands.join or config.islands.local:
+        raise UserError("compare is for the workers of one job: leave the settings of islands out")
+    if config.diloco.workers != MACHINES:
+        raise UserError(
+            f"diloco.workers = {config.diloco.workers}: compare is for {MACHINES} machines with a "
+            "worker each: leave it out"
+        )
+    try:
+        write.parent.mkdir(parents=True, exist_ok=True)
+        ours = not write.exists() or write.read_bytes().startswith(MARK.encode())
+    except OSError as error:
+        raise UserError(f"--write {write}: {error.strerror}: give the path of a new file") from error
+    if not ours:
+        raise UserError(f"--write {write}: there is another file: give the path of a new one")
+
+
+def _on_gpu(config: Config) -> bool:
+    import torch
+
+    return config.run.device != "cpu" and torch.cuda.is_available()
+
+
+def _agree(
+    pair: "Pair | None", config: Config, options: argparse.Namespace, processes: int
+) -> list[str]:
+    """Return the names of the machines, which have to have the same code and settings."""
+    if pair is None:
+        return []
+    import torch
+
+    from torchtitan_diloco.diloco.meeting import code_fingerprint, find_differences
+    from torchtitan_diloco.trainer import OWN_SETTINGS, PACKAGE
+
+    settings = flat_settings(config).items()
+    facts = {key: str(value) for key, value in settings if key not in OWN_SETTINGS}
+    facts |= {
+        "code (install the same commit on both)": code_fingerprint(PACKAGE),
+        "torch": str(torch.__version__),
+        "device": "cuda" if _on_gpu(config) else "cpu",
+        "processes (NPROC, CUDA_VISIBLE_DEVICES)": str(processes),
+        "--streams": str(options.streams),
+        "name of --write": options.write.stem,
+    }
+    both = pair.exchange(Machine(socket.gethostname(), facts))
+    say(f"met {both[1 - pair.rank].name}")
+    numbered = {f"on machine {rank}": machine.facts for rank, machine in enumerate(both)}
+    if differences := find_differences(numbered):
+        raise UserError(f"start both machines with the same: {'; '.join(differences)}")
+    names = [machine.name for machine in both]
+    return names if names[0] != names[1] else [f"machine {rank}" for rank in range(MACHINES)]
+
+
+# --- measuring ------------------------------------------------------------------------------------
+
+
+def _measure_steps(
+    trial: "Trial", pair: "Pair | None", seconds: float, config: Config
+) -> list[StepTimes]:
+    """Measure the steps of this machine while the other one, if any, trains as well."""
+    compiles = ", and compiles the model" if config.compile.enable else ""
+    say(f"the trainer starts{compiles}")
+
+    def look(found: list[float]) -> None:
+        if pair is not None:
+            pair.check()
+        watch(found)
+
+    watch = _watch(seconds)
+    trial.wait_for_steps(0.0, 0.0, look)  # its first steps
+    if pair is not None:
+        say(f"this machine is ready; waiting for {pair.other}")
+        pair.exchange("ready", trial.check)
+    begun = time.time()
+    trial.wait_for_steps(seconds, begun, look)
+    if pair is not None:
+        pair.exchange("measured", trial.check)  # it trains until the other has measured, too
+    steps = trial.measured(begun)
+    say(f"measured {counted(steps.count, 'step')} of {brief(steps.mean_seconds)}")
+    mine = _step_times(steps, config)
+    return [mine] if pair is None else pair.exchange(mine)
+
+
+def _watch(seconds: float) -> Callable[[list[float]], None]:
+    """Return a function that says now and then how far the measurement is."""
+    told_at = time.monotonic()
+
+    def watch(found: list[float]) -> None:
+        nonlocal told_at
+        if time.monotonic() > told_at + SAY_SECONDS:
+            told_at = time.monotonic()
+            done = f"the last of {brief(found[-1])}, " if found else ""
+            say(f"{counted(len(found), 'step')} so far, {done}{sum(found):.0f} of {seconds:.0f} s")
+
+    return watch
+
+
+def _step_times(steps: "Steps", config: Config) -> StepTimes:
+    import torch
+
+    from torchtitan_diloco.hardware import describe_device
+
+    device = torch.device("cuda" if _on_gpu(config) else "cpu")
+    return StepTimes(describe_device(device), *steps)
+
+
+class Link(msgspec.Struct):
+    bits_per_second: float
+    latency_seconds: float
+    description: str
+
+
+def _given_link(options: argparse.Namespace) -> Link:
+    latency = options.latency or 0.0
+    rate = quantity(options.bandwidth, "bit/s")
+    text = f"{rate} and {quantity(latency, 's')} one way, as given"
+    return Link(options.bandwidth, latency, text)
+
+
+def _measured_link(pair: "Pair", streams: int, config: Config, processes: int) -> Link:
+    from torchtitan_diloco.diloco.link import SHORT_SECONDS
+    from torchtitan_diloco.pair import measure_link, slower
+
+    given = config.diloco.link.streams * processes
+    several = max(streams, given, processes)
+    ways = measure_link(pair, several, say)
+    round_trip = min(way.round_trip for way in ways)
+    # As many as a run has: a link with a short round trip needs one for each rank.
+    used = several if (given or processes) > 1 or round_trip >= SHORT_SECONDS else 1
+    rates = (
+        f"{quantity(way, 'bit/s')} with {counted(count, 'TCP stream')}"
+        for count, way in ((count, slower(ways, count)) for count in sorted({1, several}))
+    )
+    text = f"{quantity(round_trip, 's')} there and back; {', '.join(rates)} on the slower way"
+    return Link(slower(ways, used), round_trip / 2, text)
+
+
+# --- the answer -----------------------------------------------------------------------------------
+
+
+def _answer(
+    options: argparse.Namespace,
+    config: Config,
+    load: "Workload",
+    machines: tuple[list[str], list[StepTimes]],
+    link: Link,
+    rank: int,
+) -> None:
+    from torchtitan_diloco.planner.comparison import best_of, compare, table, verdict
+
+    names, times = machines
+    two = times * MACHINES if len(times) == 1 else times  # another one like it
+    rows = compare(load, _conditions(two, link, config), config.diloco, names)
+    best = best_of(rows)
+    plan, training = load.plan, config.training
+    sequences = plan.tokens_per_step // training.sequence_length
+    print(
+        f"\n{config.run.name}: {plan.parameters:,} parameters, {plan.total_steps:,} steps of "
+        f"{counted(sequences, 'sequence')} x {counted(training.sequence_length, 'token')}, half of "
+        "them on each machine"
+    )
+    for name, one in zip(names, times, strict=True):
+        each = f"a step in {brief(one.mean_seconds)} +- {brief(one.deviation)}"
+        print(f"{name}: {one.device}; {each} ({counted(one.count, 'step')})")
+    print(f"link: {link.description}\n\n{table(load, rows, best)}\n\n{verdict(rows, best)}")
+    _write(options, config, best, link)
+    how = _how_to_start(options, best, rank)
+    print(f"\nwrote {shlex.quote(str(options.write))}, with the settings of the row with *\n{how}")
+
+
+def _conditions(times: Sequence[StepTimes], link: Link, config: Config) -> "Conditions":
+    from torchtitan_diloco.planner.prediction import Conditions
+
+    shares = [one.deviation / one.mean_seconds for one in times]
+    return Conditions(
+        link.bits_per_second,
+        tuple(one.mean_seconds for one in times),
+        latency_seconds=link.latency_seconds,
+        jitter=min(1.0, math.fsum(shares) / len(shares)),
+        backward_waits=not _on_gpu(config),
+    )
+
+
+def _write(options: argparse.Namespace, config: Config, best: "Row", link: Link) -> None:
+    path: Path = options.write
+    path.unlink(missing_ok=True)
+    comment = f"{MARK.removeprefix('# ')}{best.name}; {link.description}"
+    write_variant(path, options.config, replace(config, diloco=best.diloco), comment)
+
+
+def _how_to_start(options: argparse.Namespace, best: "Row", rank: int) -> str:
+    """Return the line that starts the run on this machine."""
+    start = f"{command_line('train')} --config {shlex.quote(str(options.write))}"
+    start += f" --run.folder runs/{options.write.stem}"
+    if best.machine is not None:
+        return f"start it on the machine of that row with\n  {start}"
+    nodes = f"NNODES={MACHINES} NODE_RANK={rank} RDZV_ENDPOINT={options.endpoint or 'NODE0:29500'}"
+    if options.endpoint is None:
+        return f"start it on both, on the second with NODE_RANK=1, with\n  {nodes} {start}"
+    if interface := _other_interface(options.endpoint):
+        nodes += f" GLOO_SOCKET_IFNAME={interface}"
+    return f"start it here with\n  {nodes} {start}"
+
+
+def _other_interface(endpoint: str) -> str:
+    """Return the interface that leads to the other machine if gloo would choose another one."""
+    from torchtitan_diloco.distributed.world import interface_and_address
+    from torchtitan_diloco.hardware import GLOO_INTERFACE, interfaces
+
+    if os.environ.get(GLOO_INTERFACE):
+        return ""
+    own = route(*split_address(endpoint)).partition(" ")[0]
+    leads = next((name for name, address in interfaces().items() if address == own), "")
+    try:
+        chosen = interface_and_address("")[0]
+    except OSError:
+        chosen = ""
+    return leads if leads != chosen else ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,208 @@
+"""Two machines that meet at an address, tell each other what they measure, and measure their link.
+
+The first listens, the other dials. After a greeting, each line is a JSON object of a value, or of
+the error that ends the sender, which then ends the other, too. The link is measured over other
+connections, in both directions at once, as workers use it.
+"""
+
+import math
+import select
+import socket
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import closing, suppress
+from functools import partial
+from typing import TypeVar
+
+import msgspec
+
+from torchtitan_diloco.diloco.link import PATIENCE, Sender, Speed, listen, measure
+from torchtitan_diloco.log import UserError
+from torchtitan_diloco.nodes import TELL_SECONDS, Nodes, check_endpoint, wait_for_first_node
+
+GREETING = b"torchtitan-diloco compare\n"
+POLL_SECONDS = 0.2
+KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
+"""A machine that does not answer for 25 seconds is gone."""
+RATE_SECONDS = 3.0
+"""For which a rate is measured."""
+Value = TypeVar("Value")
+Say = Callable[[str], None]
+
+
+class Message(msgspec.Struct, omit_defaults=True):
+    value: msgspec.Raw = msgspec.Raw(b"null")
+    error: str = ""
+
+
+class LinkSpeed(msgspec.Struct):
+    """What a machine has measured on the way to the other."""
+
+    round_trip: float
+    bits_per_second: dict[int, float]
+    """By the number of TCP streams."""
+
+
+class Pair:
+    """The connection to the other machine. `rank`: 0 for the machine that listens, else 1."""
+
+    def __init__(self, connection: socket.socket, rank: int) -> None:
+        self._connection, self.rank, self.other = connection, rank, f"machine {1 - rank}"
+        self._arrived, self._unfinished = deque[Message](), b""
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in KEEPALIVE.items():
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+    def close(self) -> None:
+        self._connection.close()
+
+    @property
+    def addresses(self) -> tuple[str, str]:
+        """The addresses of this machine and of the other."""
+        ends = self._connection.getsockname(), self._connection.getpeername()
+        here, there = (str(end[0]).removeprefix("::ffff:") for end in ends)
+        return here, there
+
+    def exchange(self, mine: Value, meanwhile: Callable[[], None] = lambda: None) -> list[Value]:
+        """Tell the other machine a value, and return those of both, the first machine's first.
+
+        `meanwhile` is called again and again until the other value is there.
+        """
+        self._send(Message(value=msgspec.Raw(msgspec.json.encode(mine))))
+        while not self._arrived:
+            meanwhile()
+            self.check(POLL_SECONDS)
+        try:
+            theirs = msgspec.json.decode(self._arrived.popleft().value, type=type(mine))
+        except msgspec.DecodeError as error:
+            raise UserError(f"{self.other} has other code: install the same on both") from error
+        return [theirs, mine] if self.rank else [mine, theirs]
+
+    def tell_error(self, error: str) -> None:
+        """Tell the other machine what has ended this one, if it is still there."""
+        with suppress(OSError, UserError):
+            self._send(Message(error=error))
+
+    def check(self, seconds: float = 0.0) -> None:
+        """Read what arrives within some seconds. Raise if the other machine has failed or gone."""
+        if not select.select([self._connection], [], [], seconds)[0]:
+            return
+        try:
+            received = self._connection.recv(2**16)
+        except OSError as error:
+            raise self._gone() from error
+        if not received:
+            raise self._gone()
+        *lines, self._unfinished = (self._unfinished + received).split(b"\n")
+        for line in lines:
+            message = msgspec.json.decode(line, type=Message)
+            if message.error:
+                raise UserError(f"{self.other}: {message.error}")
+            self._arrived.append(message)
+
+    def _send(self, message: Message) -> None:
+        try:
+            self._connection.sendall(msgspec.json.encode(message) + b"\n")
+        except OSError as error:
+            raise self._gone() from error
+
+    def _gone(self) -> UserError:
+        return UserError(f"{self.other} has gone: its console says why; start both again")
+
+
+# --- the meeting ----------------------------------------------------------------------------------
+
+
+def meet(endpoint: str, rank: int, patience: float, say: Say) -> Pair:
+    """Wait for the other machine, for so many seconds, and return the connection to it."""
+    nodes = Nodes(2, rank, endpoint, setting="--endpoint ")
+    check_endpoint(nodes)
+    if rank == 0:
+        return Pair(_accept(nodes, patience, say), rank)
+    try:
+        wait_for_first_node(nodes, patience, say)
+        connection = socket.create_connection(nodes.address, PATIENCE)
+        connection.sendall(GREETING)
+        answer = connection.recv(len(GREETING), socket.MSG_WAITALL)
+    except TimeoutError as error:
+        raise UserError(
+            f"--endpoint {endpoint}: machine 0 was not there within {patience:g} s: start the same "
+            f"command with --listen on it ({error})"
+        ) from error
+    except OSError:
+        answer = b""
+    if answer != GREETING:
+        raise UserError(
+            f"--endpoint {endpoint}: what listens there is no other comparison, or has its second "
+            "machine already: end it, or take another port on both machines"
+        )
+    connection.settimeout(None)
+    return Pair(connection, rank)
+
+
+def _accept(nodes: Nodes, patience: float, say: Say) -> socket.socket:
+    """Wait for a connection that begins with the greeting, and leave others out."""
+    two_kinds = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if two_kinds else socket.AF_INET
+    port = nodes.address[1]
+    server = socket.create_server(("", port), family=family, dualstack_ipv6=two_kinds)
+    started = told_at = time.monotonic()
+    say(f"machine 0: waiting for the other one at {nodes.endpoint}")
+    with closing(server):
+        while (now := time.monotonic()) < started + patience:
+            if now >= told_at + TELL_SECONDS:
+                told_at = now
+                say(f"machine 0: nobody at {nodes.endpoint} after {now - started:.0f} s")
+            if not select.select([server], [], [], POLL_SECONDS)[0]:
+                continue
+            connection = server.accept()[0]
+            connection.settimeout(PATIENCE)
+            with suppress(OSError):
+                # The first byte of another program is another one, and the rest may never come.
+                begun = connection.recv(1) == GREETING[:1]
+                if begun and connection.recv(len(GREETING) - 1, socket.MSG_WAITALL) == GREETING[1:]:
+                    connection.sendall(GREETING)
+                    connection.settimeout(None)
+                    return connection
+            connection.close()
+    raise UserError(
+        f"--endpoint {nodes.endpoint}: no other machine came within {patience:g} s: start the same "
+        "command without --listen there, and open the port in firewalls"
+    )
+
+
+# --- the link -------------------------------------------------------------------------------------
+
+
+def measure_link(pair: Pair, streams: int, say: Say) -> list[LinkSpeed]:
+    """Return the speed of the way from each machine to the other, with 1 stream and with several.
+
+    Raise if one machine does not reach the other, as two workers have to.
+    """
+    here, there = pair.addresses
+    listener = listen(here)
+    try:
+        port = pair.exchange(int(listener.server_address[1]))[1 - pair.rank]
+        connect, speeds = partial(Sender, there, port), dict[int, Speed]()
+        for count in sorted({1, streams}):
+            say(f"measuring the link with {count} TCP stream{'s' * (count > 1)}")
+            pair.exchange(count)  # both begin at the same time
+            speeds[count] = measure(connect, count, RATE_SECONDS)
+    except OSError as error:
+        raise UserError(
+            f"machine {pair.rank} does not reach {pair.other} at {there}, port {port}, which the "
+            "system chose: open all ports between the two, as a run needs them (docs/"
+            f"troubleshooting.md#ports-and-security) ({error})"
+        ) from error
+    else:
+        rates = {count: speed.bits_per_second for count, speed in speeds.items()}
+        return pair.exchange(LinkSpeed(min(one.round_trip for one in speeds.values()), rates))
+    finally:
+        listener.shutdown()
+        listener.server_close()
+
+
+def slower(ways: list[LinkSpeed], streams: int) -> float:
+    """Return the bits per second of the slower way."""
+    return min((one.bits_per_second[streams] for one in ways), default=math.inf)
