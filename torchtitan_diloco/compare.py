@@ -10,6 +10,7 @@ import math
 import os
 import shlex
 import socket
+import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -27,10 +28,10 @@ from torchtitan_diloco.plan import parse_bandwidth, parse_duration, quantity, wr
 from torchtitan_diloco.reach import route, split_address
 
 if TYPE_CHECKING:
-    from torchtitan_diloco.pair import LinkSpeed, Pair
+    from torchtitan_diloco.pair import Pair
     from torchtitan_diloco.planner.comparison import Row
     from torchtitan_diloco.planner.prediction import Conditions, Workload
-    from torchtitan_diloco.trial import Steps, Trial
+    from torchtitan_diloco.trial import Trial
 
 MACHINES = 2
 MARK = "# Written by `compare`: "
@@ -173,7 +174,9 @@ def _check(config: Config, write: Path) -> None:
         write.parent.mkdir(parents=True, exist_ok=True)
         ours = not write.exists() or write.read_bytes().startswith(MARK.encode())
     except OSError as error:
-        raise UserError(f"--write {write}: {error.strerror}: give the path of a new file") from error
+        raise UserError(
+            f"--write {write}: {error.strerror}: give the path of a new file"
+        ) from error
     if not ours:
         raise UserError(f"--write {write}: there is another file: give the path of a new one")
 
@@ -238,9 +241,8 @@ def _measure_steps(
     trial.wait_for_steps(seconds, begun, look)
     if pair is not None:
         pair.exchange("measured", trial.check)  # it trains until the other has measured, too
-    steps = trial.measured(begun)
-    say(f"measured {counted(steps.count, 'step')} of {brief(steps.mean_seconds)}")
-    mine = _step_times(steps, config)
+    mine = _step_times(trial.seconds_of_steps(begun), config)
+    say(f"measured {counted(mine.count, 'step')} of {brief(mine.mean_seconds)}")
     return [mine] if pair is None else pair.exchange(mine)
 
 
@@ -258,13 +260,14 @@ def _watch(seconds: float) -> Callable[[list[float]], None]:
     return watch
 
 
-def _step_times(steps: "Steps", config: Config) -> StepTimes:
+def _step_times(seconds: Sequence[float], config: Config) -> StepTimes:
     import torch
 
     from torchtitan_diloco.hardware import describe_device
 
     device = torch.device("cuda" if _on_gpu(config) else "cpu")
-    return StepTimes(describe_device(device), *steps)
+    mean, deviation = statistics.fmean(seconds), statistics.pstdev(seconds)
+    return StepTimes(describe_device(device), mean, deviation, len(seconds))
 
 
 class Link(msgspec.Struct):

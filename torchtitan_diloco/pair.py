@@ -73,11 +73,14 @@ class Pair:
         while not self._arrived:
             meanwhile()
             self.check(POLL_SECONDS)
+        theirs = self._decode(self._arrived.popleft().value, type(mine))
+        return [theirs, mine] if self.rank else [mine, theirs]
+
+    def _decode(self, text: bytes | msgspec.Raw, kind: type[Value]) -> Value:
         try:
-            theirs = msgspec.json.decode(self._arrived.popleft().value, type=type(mine))
+            return msgspec.json.decode(text, type=kind)
         except msgspec.DecodeError as error:
             raise UserError(f"{self.other} has other code: install the same on both") from error
-        return [theirs, mine] if self.rank else [mine, theirs]
 
     def tell_error(self, error: str) -> None:
         """Tell the other machine what has ended this one, if it is still there."""
@@ -96,7 +99,7 @@ class Pair:
             raise self._gone()
         *lines, self._unfinished = (self._unfinished + received).split(b"\n")
         for line in lines:
-            message = msgspec.json.decode(line, type=Message)
+            message = self._decode(line, Message)
             if message.error:
                 raise UserError(f"{self.other}: {message.error}")
             self._arrived.append(message)
@@ -118,27 +121,59 @@ def meet(endpoint: str, rank: int, patience: float, say: Say) -> Pair:
     """Wait for the other machine, for so many seconds, and return the connection to it."""
     nodes = Nodes(2, rank, endpoint, setting="--endpoint ")
     check_endpoint(nodes)
-    if rank == 0:
-        return Pair(_accept(nodes, patience, say), rank)
-    try:
-        wait_for_first_node(nodes, patience, say)
-        connection = socket.create_connection(nodes.address, PATIENCE)
-        connection.sendall(GREETING)
-        answer = connection.recv(len(GREETING), socket.MSG_WAITALL)
-    except TimeoutError as error:
-        raise UserError(
-            f"--endpoint {endpoint}: machine 0 was not there within {patience:g} s: start the same "
-            f"command with --listen on it ({error})"
-        ) from error
-    except OSError:
-        answer = b""
-    if answer != GREETING:
-        raise UserError(
-            f"--endpoint {endpoint}: what listens there is no other comparison, or has its second "
-            "machine already: end it, or take another port on both machines"
-        )
-    connection.settimeout(None)
-    return Pair(connection, rank)
+    return Pair(_dial(nodes, patience, say) if rank else _accept(nodes, patience, say), rank)
+
+
+def _dial(nodes: Nodes, patience: float, say: Say) -> socket.socket:
+    """Wait until the first machine listens, and greet it."""
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            wait_for_first_node(nodes, deadline - time.monotonic(), say)
+        except TimeoutError as error:
+            raise UserError(
+                f"{nodes.setting}{nodes.endpoint}: machine 0 was not there within {patience:g} s: "
+                f"start the same command with --listen on it ({error})"
+            ) from error
+        if connection := _greeted(nodes.address):
+            return connection
+        if time.monotonic() > deadline:
+            raise UserError(
+                f"{nodes.setting}{nodes.endpoint}: what listens there is no other comparison: end "
+                "it, or take another port on both machines"
+            )
+        say = _say_nothing
+        time.sleep(POLL_SECONDS)
+
+
+def _say_nothing(_: str) -> None: ...
+
+
+def _greeted(address: tuple[str, int]) -> socket.socket | None:
+    """Return a connection on which the greeting was answered."""
+    with suppress(OSError):
+        connection = socket.create_connection(address, PATIENCE)
+        with suppress(OSError):
+            connection.sendall(GREETING)
+            if connection.recv(len(GREETING), socket.MSG_WAITALL) == GREETING:
+                connection.settimeout(None)
+                return connection
+        connection.close()
+    return None
+
+
+def _answered(connection: socket.socket) -> bool:
+    """Answer the greeting of the second machine. Return whether it is one."""
+    connection.settimeout(PATIENCE)
+    with suppress(OSError):
+        # The first byte of another program is another one, and the rest may never come.
+        begun = connection.recv(1) == GREETING[:1]
+        if begun and connection.recv(len(GREETING) - 1, socket.MSG_WAITALL) == GREETING[1:]:
+            connection.sendall(GREETING)
+            connection.settimeout(None)
+            return True
+    connection.close()
+    return False
 
 
 def _accept(nodes: Nodes, patience: float, say: Say) -> socket.socket:
@@ -156,19 +191,11 @@ def _accept(nodes: Nodes, patience: float, say: Say) -> socket.socket:
                 say(f"machine 0: nobody at {nodes.endpoint} after {now - started:.0f} s")
             if not select.select([server], [], [], POLL_SECONDS)[0]:
                 continue
-            connection = server.accept()[0]
-            connection.settimeout(PATIENCE)
-            with suppress(OSError):
-                # The first byte of another program is another one, and the rest may never come.
-                begun = connection.recv(1) == GREETING[:1]
-                if begun and connection.recv(len(GREETING) - 1, socket.MSG_WAITALL) == GREETING[1:]:
-                    connection.sendall(GREETING)
-                    connection.settimeout(None)
-                    return connection
-            connection.close()
+            if _answered(connection := server.accept()[0]):
+                return connection
     raise UserError(
-        f"--endpoint {nodes.endpoint}: no other machine came within {patience:g} s: start the same "
-        "command without --listen there, and open the port in firewalls"
+        f"{nodes.setting}{nodes.endpoint}: no other machine came within {patience:g} s: start the "
+        "same command without --listen there, and open the port in firewalls"
     )
 
 

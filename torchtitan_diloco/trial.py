@@ -6,14 +6,14 @@ boards. It trains until it is stopped.
 """
 
 import os
-import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import NamedTuple, Self
+from typing import Self
 
 from torchtitan_diloco.components.records import METRICS_FILE, read_json_lines
 from torchtitan_diloco.config import Config
@@ -24,17 +24,8 @@ WARM_UP_STEPS, LEAST_STEPS = 2, 3
 """First steps, which are slower, and the fewest steps to measure after them."""
 STOP_SECONDS = 15.0
 """For which a trial may end its step, before it is killed."""
-OF_SEVERAL_NODES = ("NNODES", "NODE_RANK", "RDZV_ENDPOINT")
-"""Environment variables that would make the trial wait for other machines."""
-
-
-class Steps(NamedTuple):
-    """Times of measured steps."""
-
-    mean_seconds: float
-    deviation: float
-    """Standard deviation in seconds."""
-    count: int
+OF_A_RUN = ("NNODES", "NODE_RANK", "RDZV_ENDPOINT", "RANK", "LOCAL_RANK", "WORLD_SIZE")
+"""Environment variables that would make the trial a part of another run."""
 
 
 class Trial:
@@ -74,7 +65,7 @@ class Trial:
         }
         given = [word for key, value in settings.items() for word in (f"--{key}", value)]
         self._command = [sys.executable, "-m", "torchtitan_diloco.launch", *words, *given]
-        usual = {key: one for key, one in os.environ.items() if key not in OF_SEVERAL_NODES}
+        usual = {key: one for key, one in os.environ.items() if key not in OF_A_RUN}
         self._environment = usual | {"NPROC": str(processes)}
 
     def __enter__(self) -> Self:
@@ -103,10 +94,8 @@ class Trial:
         """Raise if the trial has ended, which it does not do by itself."""
         if (code := self._process.poll()) is None:
             return
-        lines = self._log.read_text(errors="replace").splitlines()
-        errors = [line for line in lines if "error: " in line]
-        found = errors[0].partition("error: ")[2] if errors else (lines or ["it said nothing"])[-1]
-        raise UserError(f"a trial of this config ended with exit code {code}: {found}")
+        reason = what_it_said(self._log.read_text(errors="replace"))
+        raise UserError(f"a trial of this config ended with exit code {code}: {reason}")
 
     def seconds_of_steps(self, since: float = 0.0) -> list[float]:
         """Return the wall time of each step that ended after a moment, but for the first ones."""
@@ -132,6 +121,11 @@ class Trial:
             meanwhile(found)
             time.sleep(0.2)
 
-    def measured(self, since: float) -> Steps:
-        found = self.seconds_of_steps(since)
-        return Steps(statistics.fmean(found), statistics.pstdev(found), len(found))
+
+def what_it_said(printed: str) -> str:
+    """Return the first error, with its indented lines, as one line; without one the last line."""
+    _, error, text = printed.partition("error: ")
+    if not error:
+        return (printed.splitlines() or ["it said nothing"])[-1]
+    first, *others = text.splitlines()
+    return " ".join([first, *map(str.strip, takewhile(lambda line: line[:2] == "  ", others))])

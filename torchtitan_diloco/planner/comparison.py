@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 from torchtitan_diloco.diloco.codecs import bits_per_parameter, build_codec
-from torchtitan_diloco.diloco.config import DiLoCoConfig, Quantization
+from torchtitan_diloco.diloco.config import DiLoCoConfig, Overlap, Quantization
 from torchtitan_diloco.log import markdown_table
 from torchtitan_diloco.planner.ladder import climb
 from torchtitan_diloco.planner.prediction import Conditions, Workload
@@ -19,7 +19,7 @@ from torchtitan_diloco.planner.prediction import Conditions, Workload
 ALMOST = 0.95
 """Share of the fastest that is as good."""
 FEW_BITS = Quantization(codec="fp4_e3m0")
-WHOLE, AT_ONCE = {"layers_per_fragment": 0}, {"delay": 0, "mixing": 0.0, "mixing_end": None}
+AT_ONCE = Overlap(delay=0, mixing=0.0)
 
 
 @dataclass(frozen=True)
@@ -53,21 +53,18 @@ def compare(
     return rows
 
 
-def methods(
-    load: Workload, conditions: Conditions, given: DiLoCoConfig
-) -> dict[str, DiLoCoConfig]:
+def methods(load: Workload, conditions: Conditions, given: DiLoCoConfig) -> dict[str, DiLoCoConfig]:
     """Return the settings of each method that two machines can train with."""
     plain = replace(given, method="streaming", quantization=Quantization())
-    wire, whole = given.quantization, replace(given.fragments, **WHOLE)
+    wire, whole = given.quantization, replace(given.fragments, layers_per_fragment=0)
     if given.fragments.pattern == "explicit":
         whole = replace(whole, pattern="strided", modules=())
     if bits(wire) > bits(FEW_BITS):
         wire = replace(FEW_BITS, threads=wire.threads)
     few = replace(plain, quantization=wire)
-    at_once = replace(given.overlap, **AT_ONCE)
     found = {
         "data parallelism": replace(plain, method="none"),
-        f"DiLoCo, H {given.sync_every}": replace(plain, fragments=whole, overlap=at_once),
+        f"DiLoCo, H {given.sync_every}": replace(plain, fragments=whole, overlap=AT_ONCE),
         f"streaming, {steps_of(plain)}": plain,
         f"streaming, {bits(wire):.1g} bits, {steps_of(few)}": few,
     }
@@ -104,7 +101,7 @@ def table(load: Workload, rows: Sequence[Row], best: Row) -> str:
             f"* {row.name}" if row is best else row.name,
             f"{row.tokens_per_second:,.{0 if row.tokens_per_second >= 100 else 2}f}",
             hours(tokens / row.tokens_per_second),
-            f"{row.tokens_per_second / alone:.2f} x",
+            times(row.tokens_per_second / alone),
             f"{row.sent_bytes_per_step / 1e6:,.2f}" if row.machine is None else "",
         ]
         for row in rows
@@ -120,18 +117,22 @@ def hours(seconds: float) -> str:
     return f"{found:,.{min(digits, 4)}f}"
 
 
+def times(factor: float) -> str:
+    return f"{factor:.2f} x" if factor >= 0.095 else f"{factor:.1g} x"
+
+
 def verdict(rows: Sequence[Row], best: Row) -> str:
     """Say in a line what the machines should do."""
-    alone = max(
+    one = max(
         (row for row in rows if row.machine is not None), key=lambda row: row.tokens_per_second
     )
-    slow = next(row for row in rows if row.diloco.method == "none" and row.machine is None)
-    gain = best.tokens_per_second / alone.tokens_per_second
     if best.machine is not None:
-        return f"* {best.name} is as fast as both together: two machines gain less than they cost"
-    text = f"* two machines are {gain:.2f} times as fast as {alone.name}"
-    if best is slow or slow.tokens_per_second >= alone.tokens_per_second:
-        return text
-    lost = slow.tokens_per_second / alone.tokens_per_second
-    return f"{text}; with data parallelism they would be slower than it ({lost:.2g} times as fast)"
-
+        return f"* {best.name} is about as fast as both together: a second machine gains nothing"
+    data_parallel = next(row for row in rows if row.machine is None)
+    ways = {"*": best} if best is data_parallel else {"*": best, data_parallel.name: data_parallel}
+    gains = (
+        f"{name} makes two machines {times(way.tokens_per_second / one.tokens_per_second)} as "
+        f"fast as {one.name}"
+        for name, way in ways.items()
+    )
+    return "; ".join(gains)
