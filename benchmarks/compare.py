@@ -6,13 +6,20 @@ The machines are network namespaces (benchmarks/network.py), with one process an
 links of so many Mbit/s in each direction. For each rate, `compare` runs on both, and right after it
 the trainer with each method of its table, a cycle of H steps to begin with and some that are
 measured. "Alone" are two runs at the same time that know nothing of each other: the machines share
-cores, as they do while `compare` measures their steps. Finished repeats are kept in --out.
+cores, as they do while `compare` measures their steps.
+
+On a machine with other work, steps change their length between the measurement and a run. So each
+method is also predicted with the steps of the run itself, and the same link; data parallelism, of
+whose steps communication is a part, with those of the run before, which is that of one machine.
+Finished repeats are kept in --out.
 """
 
 import os
+import re
+import statistics
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
 
@@ -21,41 +28,48 @@ import torch
 from benchmarks import core
 from benchmarks.network import PORT, Network, Program
 from benchmarks.slow_link import AT_ONCE, COMMON, parse_rate
+from torchtitan_diloco.plan import parse_bandwidth, parse_duration
+from torchtitan_diloco.planner.prediction import Conditions, Workload
+from torchtitan_diloco.preflight import vocabulary_rows_of
 
 MACHINES, SYNC_EVERY, CYCLES = 2, 30, 2
 SECONDS = "20s"
 """Of steps that `compare` measures."""
 PATIENCE = 1200.0
-ALONE, DATA_PARALLEL, TUNED = "alone", "data parallelism", "tuned"
+ALONE = "alone"
 PLAIN = {"diloco.quantization.codec": "fp32"}
 METHODS: dict[str, core.Settings] = {
     ALONE: {"diloco.method": "none", "diloco.workers": "1"},
-    DATA_PARALLEL: {"diloco.method": "none"},
+    "data parallelism": {"diloco.method": "none"},
     "DiLoCo": AT_ONCE | PLAIN | {"diloco.fragments.layers_per_fragment": "0"},
     "streaming, H": PLAIN,
     "streaming, 4 bits": {},
 }
-"""By the beginning of the name of a row: how it trains. The last row may be tuned further."""
+"""How a row of the table trains, by the beginning of its name."""
 OWN = {
     "diloco.workers": str(MACHINES),
     "diloco.sync_every": str(SYNC_EVERY),
     "diloco.overlap.delay": "1",
     "diloco.quantization.codec": "fp4_e3m0",
 }
-HEADER = "Mbit/s | method | predicted tokens/s | tokens/s | predicted / measured | n (steps)"
+LINK = re.compile(r"^link: (\S+ \S+) there and back; (\S+ \S+bit/s) with 1 TCP stream", re.M)
+HEADER = (
+    "Mbit/s | method | compare, tokens/s | run, tokens/s | compare / run | with its steps / run"
+    " | n (steps)"
+)
 
 
 @dataclass(frozen=True)
 class Checked:
-    rate: float
-    method: str
-    predicted: float
-    measured: float
-    steps: int
+    """A row of the table of `compare`, and a run of it."""
 
-    @property
-    def ratio(self) -> float:
-        return self.predicted / self.measured
+    predicted: float
+    """Tokens per second."""
+    measured: float
+    """Tokens per second."""
+    again: float
+    """Predicted with the steps of the run."""
+    steps: int
 
 
 def predictions(printed: str) -> dict[str, float]:
@@ -65,39 +79,41 @@ def predictions(printed: str) -> dict[str, float]:
     return {row[0].removeprefix("* "): float(row[1].replace(",", "")) for row in cells[2:]}
 
 
+def link_of(printed: str) -> tuple[float, float]:
+    """Return the rate in bits per second, and the latency one way."""
+    found = LINK.search(printed)
+    assert found is not None, printed
+    return parse_bandwidth(found[2]), parse_duration(found[1]) / 2
+
+
 def finish(programs: Sequence[Program]) -> None:
     for program in programs:
         if program.wait(PATIENCE):
             raise SystemExit(f"a program failed:\n{program.printed()[-3000:]}")
 
 
-def run_compare(network: Network, folder: Path, settings: core.Settings) -> dict[str, float]:
-    """Run `compare` on both machines, and return its predictions."""
-    words = core.command_line({key: one for key, one in settings.items() if key != "run.folder"})
-    endpoint = f"{network.address(0)}:{PORT}"
-    programs = []
+def run_compare(network: Network, folder: Path, settings: core.Settings) -> str:
+    """Run `compare` on both machines, and return what the first one prints."""
+    words, programs = core.command_line(settings), list[Program]()
     for machine in range(MACHINES):
-        more = ["--endpoint", endpoint, "--seconds", SECONDS, *["--listen"] * (machine == 0)]
         place = folder / f"machine-{machine}"
         place.mkdir(parents=True)
-        more += ["--write", str(place / "best.toml")]
+        more = ["--endpoint", f"{network.address(0)}:{PORT}", "--seconds", SECONDS]
+        more += ["--write", str(place / "best.toml"), *["--listen"] * (machine == 0)]
         command = [sys.executable, "-m", "torchtitan_diloco", "compare", *words, *more]
         programs.append(network.launch(machine, command, place / "compare.txt"))
     finish(programs)
-    first, second = (predictions(program.printed()) for program in programs)
-    assert first == second
-    return first
+    return programs[0].printed()
 
 
 def settings_of(name: str, common: core.Settings) -> core.Settings:
     """Return the settings of the run that a row is about."""
     if name.endswith(ALONE):
         return common | METHODS[ALONE]
-    known = [key for key in METHODS if name.startswith(key)]
-    own = common | METHODS[known[0]]
-    sync_every, _, delay = name.partition(" H ")[2].partition(", tau ")
-    if delay:
-        own |= {"diloco.sync_every": sync_every, "diloco.overlap.delay": delay}
+    own = common | next(METHODS[begin] for begin in METHODS if name.startswith(begin))
+    tuned = re.search(r" H (\d+), tau (\d+)", name)
+    if tuned is not None:
+        own |= {"diloco.sync_every": tuned[1], "diloco.overlap.delay": tuned[2]}
     return own
 
 
@@ -106,82 +122,98 @@ def length(settings: core.Settings, rate: float) -> tuple[int, int]:
     if settings["diloco.method"] != "none":
         every = int(settings["diloco.sync_every"])
         return every, CYCLES * every
-    slow = settings["diloco.workers"] != "1" and rate < 500
-    return (1, 4) if slow else (10, 60)
+    is_slow = settings["diloco.workers"] != "1" and rate < 500
+    return (1, 4) if is_slow else (10, 60)
 
 
-def run_method(
-    network: Network, rate: float, folder: Path, settings: core.Settings
-) -> tuple[float, int]:
-    """Return the tokens per second of a run, or the mean of two that are alone, and its steps."""
+Steps = Sequence[core.Record]
+"""Records of steps of a worker."""
+
+
+def run_method(network: Network, rate: float, folder: Path, settings: core.Settings) -> list[Steps]:
+    """Return the measured steps of both workers, or of two that are alone."""
     first, measured = length(settings, rate)
-    delay = int(settings["diloco.overlap.delay"])
-    own = settings | {
-        "training.steps": str(first + measured + delay + 1),
-        "metrics.log_every": "1",
-    }
-    alone = settings["diloco.workers"] == "1"
-    programs = []
+    total = first + measured + int(settings["diloco.overlap.delay"]) + 1
+    own = settings | {"training.steps": str(total), "metrics.log_every": "1"}
+    folder.mkdir(parents=True, exist_ok=True)
+    alone, programs, places = settings["diloco.workers"] == "1", list[Program](), list[Path]()
     for machine in range(MACHINES):
-        place = folder / (f"run-{machine}" if alone else "run")
-        words = core.command_line(own | {"run.folder": str(place)})
+        places.append(folder / (f"run-{machine}" if alone else "run"))
+        words = core.command_line(own | {"run.folder": str(places[-1])})
         command = [sys.executable, "-m", "torchtitan_diloco.train", *words]
-        single = {"RANK": "0", "WORLD_SIZE": "1"} if alone else {}
+        variables = {"RANK": "0", "WORLD_SIZE": "1"} if alone else {}
         log = folder / f"log-{machine}.txt"
-        folder.mkdir(parents=True, exist_ok=True)
-        programs.append(network.launch(machine, command, log, **single))
+        programs.append(network.launch(machine, command, log, **variables))
     finish(programs)
-    names = [f"run-{machine}" for machine in range(MACHINES)] if alone else ["run"]
-    records = [core.read_records(folder / name) for name in names]
-    speeds = [tokens_per_second(one, first, measured) for one in records]
-    return sum(speeds) / len(speeds), measured
+    records = [
+        core.read_records(place, 0 if alone else worker) for worker, place in enumerate(places)
+    ]
+    return [
+        [one for one in core.steps_of(own) if first < one["step"] <= first + measured]
+        for own in records
+    ]
 
 
-def tokens_per_second(records: Sequence[core.Record], first: int, measured: int) -> float:
-    """Return the mean speed of the steps after the first ones. `records`: of every step."""
-    window = [one for one in core.steps_of(records) if first < one["step"] <= first + measured]
-    walls = [one["worker/wall_seconds"] for one in window if "worker/wall_seconds" in one]
-    tokens = window[0]["speed/tokens_per_second"] * walls[0]
-    return float(tokens * len(walls) / sum(walls))
+def mean(steps: Steps, name: str) -> float:
+    """Return the mean of a counter of each step."""
+    return statistics.fmean(one[name] for one in steps if name in one)
+
+
+def predict_again(
+    settings: core.Settings, link: tuple[float, float], before: Sequence[Steps]
+) -> float:
+    """Predict the tokens per second of a run with these steps. `before`: of each worker."""
+    config, (rate, latency) = core.load(settings), link
+    load = Workload.of(config, vocabulary_rows_of(config))
+    seconds = tuple(mean(steps, "worker/compute_seconds") for steps in before)
+    deviations = [
+        statistics.pstdev(one["worker/compute_seconds"] for one in steps) for steps in before
+    ]
+    if load.workers == 1:
+        return statistics.fmean(load.plan.tokens_per_step / one for one in seconds)
+    jitter = min(1.0, statistics.fmean(deviations) / statistics.fmean(seconds))
+    conditions = Conditions(
+        rate, seconds, latency_seconds=latency, jitter=jitter, backward_waits=True
+    )
+    return load.plan.tokens_per_step / load.predict(config.diloco, conditions).step_seconds
 
 
 def check(rate: float, folder: Path, common: core.Settings) -> core.Record:
-    """Return predicted and measured tokens per second of each row."""
-    found: core.Record = {}
+    """Compare two machines, and run what the table has. Return `Checked` by row."""
+    found, before = dict[str, Checked](), list[Steps]()
     with Network(MACHINES, up=rate, down=rate) as network:
-        predicted = run_compare(network, folder / "compare", common)
-        alone = [name for name in predicted if name.endswith(ALONE)]
-        mean = sum(predicted.pop(name) for name in alone) / len(alone)
-        for name, speed in {ALONE: mean, **predicted}.items():
+        printed = run_compare(network, folder / "compare", common)
+        predicted, link = predictions(printed), link_of(printed)
+        speeds = [predicted.pop(name) for name in [*predicted] if name.endswith(ALONE)]
+        for name, speed in {ALONE: statistics.fmean(speeds), **predicted}.items():
             settings = settings_of(name, common)
-            place = folder / core.run_folder(Path(), name, settings)
-            measured, steps = run_method(network, rate, place, settings)
-            found[name] = [speed, measured, steps]
-            print(f"{rate:g} Mbit/s, {name}: {speed:,.0f} predicted, {measured:,.0f}", flush=True)
-    return found
+            place = core.run_folder(folder, name, settings)
+            steps = run_method(network, rate, place, settings)
+            training = core.load(settings).training
+            tokens = training.batch_size * training.sequence_length
+            tokens *= 1 if name == ALONE else MACHINES
+            walls = [mean(one, "worker/wall_seconds") for one in steps]
+            measured = statistics.fmean(tokens / wall for wall in walls)
+            if settings["diloco.method"] != "none" or name == ALONE:
+                before = steps
+            again = predict_again(settings, link, before)
+            found[name] = Checked(speed, measured, again, len(steps[0]))
+            print(f"{rate:g} Mbit/s, {name}: {speed:,.0f}, then {measured:,.0f}", flush=True)
+    return {name: asdict(one) for name, one in found.items()}
 
 
-def rows_of(checks: Sequence[Checked]) -> list[list[str]]:
-    cells: dict[tuple[float, str], list[Checked]] = {}
-    for one in checks:
-        cells.setdefault((one.rate, one.method), []).append(one)
+def rows_of(checks: dict[tuple[float, str], list[Checked]]) -> list[list[str]]:
     return [
         [
             f"{rate:g}",
             method,
             core.summary([one.predicted for one in found], ",.0f"),
             core.summary([one.measured for one in found], ",.0f"),
-            core.summary([one.ratio for one in found], ".2f"),
+            core.summary([one.predicted / one.measured for one in found], ".2f"),
+            core.summary([one.again / one.measured for one in found], ".2f"),
             f"{len(found)} ({found[0].steps})",
         ]
-        for (rate, method), found in cells.items()
-    ]
-
-
-def checked(rate: float, found: Mapping[str, Sequence[float]]) -> list[Checked]:
-    return [
-        Checked(rate, name, predicted, measured, int(steps))
-        for name, (predicted, measured, steps) in found.items()
+        for (rate, method), found in checks.items()
     ]
 
 
@@ -194,11 +226,15 @@ def main() -> None:
     extra = core.parse_settings(parser, words, {"run.folder", "training.steps", *OWN})
     common = COMMON | {"diloco.method": "streaming"} | OWN | extra
     core.load(common)
-    checks = list[Checked]()
+    checks = dict[tuple[float, str], list[Checked]]()
     for repeat, rate in product(range(options.repeats), options.rates):
         folder = core.run_folder(options.out, f"{rate:g}-{repeat}", common)
-        found = core.kept(folder, common, lambda: check(rate, folder, common))  # noqa: B023
-        checks += checked(rate, found)
+
+        def measure(rate: float = rate, folder: Path = folder) -> core.Record:
+            return check(rate, folder, common)
+
+        for name, one in core.kept(folder, common, measure).items():
+            checks.setdefault((rate, name), []).append(Checked(**one))
     title = (
         f"{MACHINES} machines, H = {SYNC_EVERY}, 1 thread each, {os.cpu_count()} cores; torch "
         f"{torch.__version__}; median (min ... max) of n times `compare` and a run of so many steps"

@@ -128,7 +128,7 @@ def test_two_machines_with_a_slow_link_and_the_line_that_starts_them(tmp_path: P
             log = tmp_path / f"run-{machine}.txt"
             runs.append(network.launch(machine, [*words, *more], log, **variables))
         assert [one.wait(200) for one in runs] == [0, 0], runs[0].printed()
-        assert all("step 12/12  loss" in run.printed() for run in runs[: 2 if not variables else 1])
+        assert "step 12/12  loss" in runs[0].printed()
 
 
 @pytest.mark.timeout(200)
