@@ -1,5 +1,6 @@
 """Two machines meet, tell each other values and errors, and measure their link."""
 
+import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -11,10 +12,11 @@ import msgspec
 import pytest
 
 from tests.islands.servers import free_port
+from tests.processes import ProcessPool
 from tests.test_doctor import answering
 from torchtitan_diloco import nodes, pair
 from torchtitan_diloco.log import UserError
-from torchtitan_diloco.pair import Message, Pair, measure_link, meet, slower
+from torchtitan_diloco.pair import Message, Pair, measure_all_reduce, measure_link, meet, slower
 
 
 @pytest.fixture(autouse=True)
@@ -71,7 +73,7 @@ def test_an_error_of_one_ends_the_other(pairs: list[Pair]) -> None:
         pairs[0].exchange(1)
     pairs[0].close()
     with pytest.raises(UserError, match="machine 0 has gone: its console says why"):
-        pairs[1].check(60)
+        list(map(pairs[1].check, [60.0] * 3))  # first it reads what was sent before
     pairs[1].tell_error("which nobody hears")
 
 
@@ -101,6 +103,22 @@ def test_a_way_that_is_closed(pairs: list[Pair], monkeypatch: pytest.MonkeyPatch
         both(lambda rank: measure_link(pairs[rank], 3, lambda _: None))
 
 
+def _all_reduce(endpoint: str) -> list[float]:
+    rank = int(os.environ["RANK"])
+    pair.RATE_SECONDS = 0.05
+    with closing(meet(endpoint, rank, 60, lambda _: None)) as own:
+        rates = [measure_all_reduce(own, size, 1e9, "", lambda _: None) for size in (1, 10**6)]
+        with pytest.raises(UserError, match="gloo does not connect the two machines over nothing0"):
+            measure_all_reduce(own, 1, 1e9, "nothing0", lambda _: None)
+    return rates
+
+
+def test_all_reduces_are_measured(processes: ProcessPool) -> None:
+    first, second = processes.run(_all_reduce, 2, f"127.0.0.1:{free_port()}")
+    assert first == second, "the rate of the slower one"
+    assert 0 < first[0] < first[1]
+
+
 # --- the meeting ----------------------------------------------------------------------------------
 
 
@@ -112,12 +130,10 @@ def test_strangers_are_left_out() -> None:
     def come(rank: int) -> Pair:
         if rank:
             for words in (b"GET / HTTP/1.1\r\n\r\n", b"", b"torchtitan-diloco comp", b"\0" * 9):
-                stranger = connect(port)
-                stranger.sendall(words)
-                stranger.shutdown(socket.SHUT_WR)
-                with suppress(ConnectionResetError):
+                with closing(connect(port)) as stranger, suppress(ConnectionError):
+                    stranger.sendall(words)
+                    stranger.shutdown(socket.SHUT_WR)
                     assert stranger.recv(1) == b""
-                stranger.close()
         return meet(endpoint, rank, 60, lambda _: None)
 
     first, second = both(come)

@@ -149,7 +149,7 @@ def _compare(options: argparse.Namespace, config: Config, training: list[str]) -
             if pair is None:
                 names, link = ["this machine"], _given_link(options)
             else:
-                link = _measured_link(pair, options.streams, config, processes)
+                link = _measured_link(pair, options, config, load)
         except UserError as error:
             if pair is not None:
                 pair.tell_error(str(error))
@@ -274,6 +274,7 @@ class Link(msgspec.Struct):
     bits_per_second: float
     latency_seconds: float
     description: str
+    all_reduce_bits_per_second: float = math.inf
 
 
 def _given_link(options: argparse.Namespace) -> Link:
@@ -283,22 +284,30 @@ def _given_link(options: argparse.Namespace) -> Link:
     return Link(options.bandwidth, latency, text)
 
 
-def _measured_link(pair: "Pair", streams: int, config: Config, processes: int) -> Link:
+def _measured_link(
+    pair: "Pair", options: argparse.Namespace, config: Config, load: "Workload"
+) -> Link:
     from torchtitan_diloco.diloco.link import SHORT_SECONDS
-    from torchtitan_diloco.pair import measure_link, slower
+    from torchtitan_diloco.pair import measure_all_reduce, measure_link, slower
 
-    given = config.diloco.link.streams * processes
-    several = max(streams, given, processes)
+    given = config.diloco.link.streams * load.ranks
+    several = max(options.streams, given, load.ranks)
     ways = measure_link(pair, several, say)
     round_trip = min(way.round_trip for way in ways)
     # As many as a run has: a link with a short round trip needs one for each rank.
-    used = several if (given or processes) > 1 or round_trip >= SHORT_SECONDS else 1
+    used = several if max(given, load.ranks) > 1 or round_trip >= SHORT_SECONDS else 1
+    interface = config.diloco.link.interface or _other_interface(options.endpoint)
+    size, rate = max(load.buckets()), slower(ways, used)
+    all_reduce = measure_all_reduce(pair, size, rate, interface, say)
     rates = (
-        f"{quantity(way, 'bit/s')} with {counted(count, 'TCP stream')}"
-        for count, way in ((count, slower(ways, count)) for count in sorted({1, several}))
+        f"{quantity(slower(ways, count), 'bit/s')} with {counted(count, 'TCP stream')}"
+        for count in sorted({1, several})
     )
-    text = f"{quantity(round_trip, 's')} there and back; {', '.join(rates)} on the slower way"
-    return Link(slower(ways, used), round_trip / 2, text)
+    text = (
+        f"{quantity(round_trip, 's')} there and back; {', '.join(rates)} on the slower way; "
+        f"{quantity(all_reduce, 'bit/s')} in an all-reduce"
+    )
+    return Link(rate, round_trip / 2, text, all_reduce)
 
 
 # --- the answer -----------------------------------------------------------------------------------
@@ -337,13 +346,16 @@ def _answer(
 def _conditions(times: Sequence[StepTimes], link: Link, config: Config) -> "Conditions":
     from torchtitan_diloco.planner.prediction import Conditions
 
+    on_gpu = _on_gpu(config)
     shares = [one.deviation / one.mean_seconds for one in times]
     return Conditions(
         link.bits_per_second,
         tuple(one.mean_seconds for one in times),
         latency_seconds=link.latency_seconds,
         jitter=min(1.0, math.fsum(shares) / len(shares)),
-        backward_waits=not _on_gpu(config),
+        backward_waits=not on_gpu,
+        # NCCL, which a GPU has for it, is not measured.
+        all_reduce_bits_per_second=math.inf if on_gpu else link.all_reduce_bits_per_second,
     )
 
 

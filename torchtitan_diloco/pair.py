@@ -12,13 +12,18 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import closing, suppress
+from datetime import timedelta
 from functools import partial
 from typing import TypeVar
 
 import msgspec
+import torch
+import torch.distributed as dist
 
+from torchtitan_diloco.components.metrics import all_reduce_bytes
 from torchtitan_diloco.diloco.link import PATIENCE, Sender, Speed, listen, measure
-from torchtitan_diloco.log import UserError
+from torchtitan_diloco.distributed.world import gloo_over
+from torchtitan_diloco.log import UserError, cause_of
 from torchtitan_diloco.nodes import TELL_SECONDS, Nodes, check_endpoint, wait_for_first_node
 
 GREETING = b"torchtitan-diloco compare\n"
@@ -27,6 +32,9 @@ KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
 """A machine that does not answer for 25 seconds is gone."""
 RATE_SECONDS = 3.0
 """For which a rate is measured."""
+FEWEST, MOST = 3, 100
+"""Measured all-reduces."""
+CONNECT_SECONDS = 30.0
 Value = TypeVar("Value")
 Say = Callable[[str], None]
 
@@ -233,3 +241,50 @@ def measure_link(pair: Pair, streams: int, say: Say) -> list[LinkSpeed]:
 def slower(ways: list[LinkSpeed], streams: int) -> float:
     """Return the bits per second of the slower way."""
     return min((one.bits_per_second[streams] for one in ways), default=math.inf)
+
+
+def measure_all_reduce(
+    pair: Pair, parameters: int, bits_per_second: float, interface: str, say: Say
+) -> float:
+    """Return the bits per second that each machine sends in an all-reduce of gloo, as in data
+    parallelism on a CPU: a ring whose steps wait for each other does not fill a link.
+
+    `parameters`: of a bucket of gradients in fp32, of which as many are sent as take a second.
+    `interface`: for gloo, as for a run.
+    """
+    say(f"measuring all-reduces over {interface or 'the interface that gloo chooses'}")
+    gradients = torch.zeros(max(1, min(parameters, int(bits_per_second / 32))))
+    sent = 8 * all_reduce_bytes(gradients.numel(), workers=2, each=4)
+    count = min(max(FEWEST, math.ceil(RATE_SECONDS * bits_per_second / sent)), MOST)
+    limit = timedelta(seconds=CONNECT_SECONDS)
+    try:
+        with gloo_over(interface):
+            store = _store(pair, limit)
+            dist.init_process_group("gloo", store=store, rank=pair.rank, world_size=2)
+        dist.all_reduce(gradients)  # connects
+        pair.exchange(count)
+        started = time.perf_counter()
+        for _ in range(count):
+            dist.all_reduce(gradients)
+        seconds = (time.perf_counter() - started) / count
+    except RuntimeError as error:
+        raise UserError(
+            f"gloo does not connect the two machines over {interface or 'the interface it chose'}: "
+            "set diloco.link.interface to the one that leads to the other machine, and open all "
+            f"ports (docs/troubleshooting.md#ports-and-security) ({cause_of(error)})"
+        ) from error
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return min(pair.exchange(sent / seconds))
+
+
+def _store(pair: Pair, timeout: timedelta) -> dist.Store:  # type: ignore[name-defined]
+    """Return a store of both machines, which the first one has."""
+    host = pair.addresses[pair.rank]  # that of the first machine
+    store = partial(dist.TCPStore, host, timeout=timeout, wait_for_workers=False)  # type: ignore[attr-defined]
+    if pair.rank == 0:
+        first = store(port=0, is_master=True)
+        pair.exchange(int(first.port))
+        return first
+    return store(port=pair.exchange(0)[0], is_master=False)

@@ -64,6 +64,8 @@ class Conditions:
     """fp32 bytes of a fragment that the outer step of a worker processes in a second."""
     backward_waits: bool = False
     """Whether the backward pass of data parallelism waits for each all-reduce, as on a CPU."""
+    all_reduce_bits_per_second: float = math.inf
+    """Rate at which each worker sends in an all-reduce, if that does not fill the link."""
 
     def __post_init__(self) -> None:
         steps = all(0 < seconds < math.inf for seconds in self.step_seconds)
@@ -223,11 +225,12 @@ def predict_data_parallel(buckets: Sequence[int], conditions: Conditions) -> Pre
     """
     workers, compute = conditions.workers, fmean(conditions.step_seconds)
     latency = 2 * (workers - 1) * conditions.latency_seconds
+    rate = min(conditions.bits_per_second, conditions.all_reduce_bits_per_second)
     done, transfers = 0.0, 0.0
     for number, parameters in enumerate(buckets, start=1):
         ready = compute * (1 / 3 + 2 / 3 * number / len(buckets))
         sent = all_reduce_bytes(parameters, workers, GRADIENT_BYTES)
-        transfer = 8 * sent / conditions.bits_per_second + latency
+        transfer = 8 * sent / rate + latency
         transfers += transfer
         done = max(done, ready) + transfer
     slowest = draw_steps(conditions, JITTERED_STEPS).max(axis=1).mean()
@@ -259,11 +262,16 @@ class Workload:
         """Return the parameters of each fragment, in the order in which fragments are sent."""
         return tuple(fragment.parameters for fragment in build_fragments(self.model, config))
 
+    def buckets(self) -> tuple[int, ...]:
+        """Return the parameters of each all-reduce of data parallelism, in the order in which the
+        backward pass yields them."""
+        *blocks, rest = self.fragments(Fragments("sequential", layers_per_fragment=1))
+        return (*reversed(blocks), rest)
+
     def predict(self, diloco: DiLoCoConfig, conditions: Conditions) -> Prediction:
         """Predict the steady state, or the whole run if it has a beginning."""
         if diloco.method == "none":
-            *blocks, rest = self.fragments(Fragments("sequential", layers_per_fragment=1))
-            return predict_data_parallel((*reversed(blocks), rest), conditions)
+            return predict_data_parallel(self.buckets(), conditions)
         fragments = self.fragments(diloco.fragments)
         begins = diloco.beginning.steps or diloco.beginning.fraction
         steps = self.plan.total_steps if begins else None
