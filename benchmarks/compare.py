@@ -19,7 +19,7 @@ import re
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 
@@ -52,7 +52,10 @@ OWN = {
     "diloco.overlap.delay": "1",
     "diloco.quantization.codec": "fp4_e3m0",
 }
-LINK = re.compile(r"^link: (\S+ \S+) there and back; (\S+ \S+bit/s) with 1 TCP stream", re.M)
+RATE = r"(\S+ \S+bit/s)"
+LINK = re.compile(
+    rf"^link: (\S+ \S+) there and back; {RATE} with 1 TCP stream.*; {RATE} in an all-reduce", re.M
+)
 HEADER = (
     "Mbit/s | method | compare, tokens/s | run, tokens/s | compare / run | with its steps / run"
     " | n (steps)"
@@ -79,11 +82,17 @@ def predictions(printed: str) -> dict[str, float]:
     return {row[0].removeprefix("* "): float(row[1].replace(",", "")) for row in cells[2:]}
 
 
-def link_of(printed: str) -> tuple[float, float]:
-    """Return the rate in bits per second, and the latency one way."""
+def link_of(printed: str) -> Conditions:
+    """Return the conditions of the link, with steps of any length."""
     found = LINK.search(printed)
     assert found is not None, printed
-    return parse_bandwidth(found[2]), parse_duration(found[1]) / 2
+    return Conditions(
+        parse_bandwidth(found[2]),
+        (1.0,) * MACHINES,
+        latency_seconds=parse_duration(found[1]) / 2,
+        backward_waits=True,
+        all_reduce_bits_per_second=parse_bandwidth(found[3]),
+    )
 
 
 def finish(programs: Sequence[Program]) -> None:
@@ -159,11 +168,9 @@ def mean(steps: Steps, name: str) -> float:
     return statistics.fmean(one[name] for one in steps if name in one)
 
 
-def predict_again(
-    settings: core.Settings, link: tuple[float, float], before: Sequence[Steps]
-) -> float:
+def predict_again(settings: core.Settings, link: Conditions, before: Sequence[Steps]) -> float:
     """Predict the tokens per second of a run with these steps. `before`: of each worker."""
-    config, (rate, latency) = core.load(settings), link
+    config = core.load(settings)
     load = Workload.of(config, vocabulary_rows_of(config))
     seconds = tuple(mean(steps, "worker/compute_seconds") for steps in before)
     deviations = [
@@ -172,9 +179,7 @@ def predict_again(
     if load.workers == 1:
         return statistics.fmean(load.plan.tokens_per_step / one for one in seconds)
     jitter = min(1.0, statistics.fmean(deviations) / statistics.fmean(seconds))
-    conditions = Conditions(
-        rate, seconds, latency_seconds=latency, jitter=jitter, backward_waits=True
-    )
+    conditions = replace(link, step_seconds=seconds, jitter=jitter)
     return load.plan.tokens_per_step / load.predict(config.diloco, conditions).step_seconds
 
 

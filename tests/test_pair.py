@@ -38,9 +38,8 @@ def both(function: Callable[[int], Any]) -> list[Any]:
 def pairs() -> Iterator[list[Pair]]:
     endpoint = f"127.0.0.1:{free_port()}"
     found: list[Pair] = both(lambda rank: meet(endpoint, rank, 60, lambda _: None))
-    yield found
-    for one in found:
-        one.close()
+    with found[0], found[1]:
+        yield found
 
 
 def test_both_get_the_values_of_both_in_the_same_order(pairs: list[Pair]) -> None:
@@ -68,12 +67,26 @@ def test_what_is_done_while_waiting(pairs: list[Pair]) -> None:
 
 
 def test_an_error_of_one_ends_the_other(pairs: list[Pair]) -> None:
-    pairs[1].tell_error("it does not fit into memory")
+    with pytest.raises(UserError), pairs[1]:
+        raise UserError("it does not fit into memory")
     with pytest.raises(UserError, match="machine 1: it does not fit into memory"):
         pairs[0].exchange(1)
-    pairs[0].close()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), UserError("no room")])
+def test_what_the_other_hears(pairs: list[Pair], error: BaseException) -> None:
+    with pytest.raises(type(error)), pairs[1]:
+        raise error
+    heard = "stopped by Ctrl-C" if isinstance(error, KeyboardInterrupt) else "no room"
+    with pytest.raises(UserError, match=f"machine 1: {heard}"):
+        pairs[0].check(60)
+
+
+def test_a_machine_that_goes_without_a_word(pairs: list[Pair]) -> None:
+    with pairs[0]:
+        pass
     with pytest.raises(UserError, match="machine 0 has gone: its console says why"):
-        list(map(pairs[1].check, [60.0] * 3))  # first it reads what was sent before
+        pairs[1].check(60)
     pairs[1].tell_error("which nobody hears")
 
 
@@ -106,7 +119,7 @@ def test_a_way_that_is_closed(pairs: list[Pair], monkeypatch: pytest.MonkeyPatch
 def _all_reduce(endpoint: str) -> list[float]:
     rank = int(os.environ["RANK"])
     pair.RATE_SECONDS = 0.05
-    with closing(meet(endpoint, rank, 60, lambda _: None)) as own:
+    with meet(endpoint, rank, 60, lambda _: None) as own:
         rates = [measure_all_reduce(own, size, 1e9, "", lambda _: None) for size in (1, 10**6)]
         with pytest.raises(UserError, match="gloo does not connect the two machines over nothing0"):
             measure_all_reduce(own, 1, 1e9, "nothing0", lambda _: None)
@@ -130,14 +143,14 @@ def test_strangers_are_left_out() -> None:
     def come(rank: int) -> Pair:
         if rank:
             for words in (b"GET / HTTP/1.1\r\n\r\n", b"", b"torchtitan-diloco comp", b"\0" * 9):
-                with closing(connect(port)) as stranger, suppress(ConnectionError):
+                with closing(connect(port)) as stranger, suppress(OSError):
                     stranger.sendall(words)
                     stranger.shutdown(socket.SHUT_WR)
                     assert stranger.recv(1) == b""
         return meet(endpoint, rank, 60, lambda _: None)
 
     first, second = both(come)
-    with closing(first), closing(second):
+    with first, second:
         assert both(lambda rank: (first, second)[rank].exchange(rank)) == [[0, 1], [0, 1]]
 
 

@@ -14,7 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,9 +23,10 @@ import msgspec
 
 from torchtitan_diloco.config import Config, from_command_line
 from torchtitan_diloco.config.schema import flat_settings
+from torchtitan_diloco.hardware import GLOO_INTERFACE, interfaces
 from torchtitan_diloco.log import USER_ERROR, Parser, UserError, brief, command_line, counted
 from torchtitan_diloco.plan import parse_bandwidth, parse_duration, quantity, write_variant
-from torchtitan_diloco.reach import route, split_address
+from torchtitan_diloco.reach import split_address
 
 if TYPE_CHECKING:
     from torchtitan_diloco.pair import Pair
@@ -140,24 +141,12 @@ def _compare(options: argparse.Namespace, config: Config, training: list[str]) -
     )
     rank = 0 if options.listen or options.bandwidth is not None else 1
     pair = meet(options.endpoint, rank, options.wait, say) if options.endpoint else None
-    with closing(pair) if pair else nullcontext():
-        try:
-            names = _agree(pair, config, options, processes)
-            size = {"workers": MACHINES, "processes": processes, "vocabulary": rows}
-            with Trial(training, config, **size) as trial:
-                times = _measure_steps(trial, pair, options.seconds, config)
-            if pair is None:
-                names, link = ["this machine"], _given_link(options)
-            else:
-                link = _measured_link(pair, options, config, load)
-        except UserError as error:
-            if pair is not None:
-                pair.tell_error(str(error))
-            raise
-        except KeyboardInterrupt:
-            if pair is not None:
-                pair.tell_error("stopped by Ctrl-C")
-            raise
+    with pair or nullcontext():
+        names = _agree(pair, config, options, processes)
+        size = {"workers": MACHINES, "processes": processes, "vocabulary": rows}
+        with Trial(training, config, **size) as trial:
+            times = _measure_steps(trial, pair, options.seconds, config)
+        link = _measured_link(pair, options, config, load) if pair else _given_link(options)
     _answer(options, config, load, (names, times), link, rank)
 
 
@@ -192,7 +181,7 @@ def _agree(
 ) -> list[str]:
     """Return the names of the machines, which have to have the same code and settings."""
     if pair is None:
-        return []
+        return ["this machine"]
     import torch
 
     from torchtitan_diloco.diloco.meeting import code_fingerprint, find_differences
@@ -275,6 +264,8 @@ class Link(msgspec.Struct):
     latency_seconds: float
     description: str
     all_reduce_bits_per_second: float = math.inf
+    interface: str = ""
+    """Network interface that leads to the other machine, if gloo has to be told."""
 
 
 def _given_link(options: argparse.Namespace) -> Link:
@@ -296,9 +287,11 @@ def _measured_link(
     round_trip = min(way.round_trip for way in ways)
     # As many as a run has: a link with a short round trip needs one for each rank.
     used = several if max(given, load.ranks) > 1 or round_trip >= SHORT_SECONDS else 1
-    interface = config.diloco.link.interface or _other_interface(options.endpoint)
+    interface = "" if config.diloco.link.interface else _other_interface(pair.addresses[0])
     size, rate = max(load.buckets()), slower(ways, used)
-    all_reduce = measure_all_reduce(pair, size, rate, interface, say)
+    all_reduce = measure_all_reduce(
+        pair, size, rate, interface or config.diloco.link.interface, say
+    )
     rates = (
         f"{quantity(slower(ways, count), 'bit/s')} with {counted(count, 'TCP stream')}"
         for count in sorted({1, several})
@@ -307,7 +300,7 @@ def _measured_link(
         f"{quantity(round_trip, 's')} there and back; {', '.join(rates)} on the slower way; "
         f"{quantity(all_reduce, 'bit/s')} in an all-reduce"
     )
-    return Link(rate, round_trip / 2, text, all_reduce)
+    return Link(rate, round_trip / 2, text, all_reduce, interface)
 
 
 # --- the answer -----------------------------------------------------------------------------------
@@ -339,7 +332,7 @@ def _answer(
         print(f"{name}: {one.device}; {each} ({counted(one.count, 'step')})")
     print(f"link: {link.description}\n\n{table(load, rows, best)}\n\n{verdict(rows, best)}")
     _write(options, config, best, link)
-    how = _how_to_start(options, best, rank)
+    how = _how_to_start(options, best, link, rank)
     print(f"\nwrote {shlex.quote(str(options.write))}, with the settings of the row with *\n{how}")
 
 
@@ -366,34 +359,31 @@ def _write(options: argparse.Namespace, config: Config, best: "Row", link: Link)
     write_variant(path, options.config, replace(config, diloco=best.diloco), comment)
 
 
-def _how_to_start(options: argparse.Namespace, best: "Row", rank: int) -> str:
+def _how_to_start(options: argparse.Namespace, best: "Row", link: Link, rank: int) -> str:
     """Return the line that starts the run on this machine."""
     start = f"{command_line('train')} --config {shlex.quote(str(options.write))}"
-    start += f" --run.folder runs/{options.write.stem}"
+    start += f" --run.folder runs/{shlex.quote(options.write.stem)}"
     if best.machine is not None:
         return f"start it on the machine of that row with\n  {start}"
     nodes = f"NNODES={MACHINES} NODE_RANK={rank} RDZV_ENDPOINT={options.endpoint or 'NODE0:29500'}"
     if options.endpoint is None:
         return f"start it on both, on the second with NODE_RANK=1, with\n  {nodes} {start}"
-    if interface := _other_interface(options.endpoint):
-        nodes += f" GLOO_SOCKET_IFNAME={interface}"
+    if link.interface:
+        nodes += f" {GLOO_INTERFACE}={link.interface}"
     return f"start it here with\n  {nodes} {start}"
 
 
-def _other_interface(endpoint: str) -> str:
-    """Return the interface that leads to the other machine if gloo would choose another one."""
+def _other_interface(address: str) -> str:
+    """Return the network interface that has this address, if gloo would choose another one."""
     from torchtitan_diloco.distributed.world import interface_and_address
-    from torchtitan_diloco.hardware import GLOO_INTERFACE, interfaces
 
-    if os.environ.get(GLOO_INTERFACE):
-        return ""
-    own = route(*split_address(endpoint)).partition(" ")[0]
-    leads = next((name for name, address in interfaces().items() if address == own), "")
+    leads = next((name for name, own in interfaces().items() if own == address), "")
     try:
         chosen = interface_and_address("")[0]
     except OSError:
         chosen = ""
-    return leads if leads != chosen else ""
+    is_given = bool(os.environ.get(GLOO_INTERFACE))
+    return "" if is_given or leads == chosen else leads
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import closing, suppress
 from datetime import timedelta
 from functools import partial
-from typing import TypeVar
+from typing import Self, TypeVar
 
 import msgspec
 import torch
@@ -53,7 +53,10 @@ class LinkSpeed(msgspec.Struct):
 
 
 class Pair:
-    """The connection to the other machine. `rank`: 0 for the machine that listens, else 1."""
+    """The connection to the other machine, which hears of an error that leaves its context.
+
+    `rank`: 0 for the machine that listens, else 1.
+    """
 
     def __init__(self, connection: socket.socket, rank: int) -> None:
         self._connection, self.rank, self.other = connection, rank, f"machine {1 - rank}"
@@ -62,7 +65,12 @@ class Pair:
         for name, value in KEEPALIVE.items():
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
-    def close(self) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, *__: object) -> None:
+        if isinstance(error, UserError | KeyboardInterrupt):
+            self.tell_error(str(error) or "stopped by Ctrl-C")
         self._connection.close()
 
     @property
