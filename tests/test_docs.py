@@ -66,6 +66,7 @@ ELSEWHERE = {
     ("measurements.md", "benchmarks.scale"): "a GPU; tests/benchmarks/test_scale.py",
     ("report-and-plan.md", "tensorboard --logdir"): "a server; tests/components/test_telemetry.py",
     ("troubleshooting.md", "nft"): "root, a firewall",
+    ("two-machines.md", "compare"): "two machines; tests/test_compare.py",
 }
 """Blocks of commands that do not run here: a page, what a block has, why, and what runs it."""
 

@@ -13,6 +13,7 @@ from torchtitan_diloco.log import STARTED_BY, USER_ERROR, command_line, exit_soo
 
 COMMANDS = {
     "train": ("launch", "train, on one machine or several"),
+    "compare": ("compare", "measure two machines, and what training on both gains"),
     "plan": ("plan", "find settings that fit a link"),
     "report": ("report.page", "one page about a run"),
     "generate": ("export generate", "continue a text with a trained model"),

@@ -42,7 +42,7 @@ from torchtitan_diloco.islands.config import Join, explain
 from torchtitan_diloco.islands.log import State
 from torchtitan_diloco.islands.session import open_session, stream_of
 from torchtitan_diloco.log import USER_ERROR, Parser, UserError, brief, command_line
-from torchtitan_diloco.reach import dial, is_doctor, resolve, route
+from torchtitan_diloco.reach import dial, is_doctor, resolve, route, split_address
 
 PACKET = 2**16
 MOST_APART = 60.0  # seconds between two clocks, which put the records of a run in one order
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.streams < 1:
             raise UserError(f"--streams {options.streams}: give 1 or more")
-        endpoint = _split(options.endpoint) if options.endpoint else None
+        endpoint = split_address(options.endpoint) if options.endpoint else None
         if options.listen:
             return _listen(endpoint)
         good = run_each(machine_hops())
@@ -104,13 +104,6 @@ def run_each(hops: Iterable[Hop]) -> bool:
     """Print a line for each hop. They do not depend on each other."""
     results = [run_hops([hop]) for hop in hops]
     return all(results)
-
-
-def _split(address: str) -> tuple[str, int]:
-    host, _, port = address.rpartition(":")
-    if not port.isdecimal() or not 0 < int(port) < 2**16:
-        raise UserError(f"{address!r} is not HOST:PORT, such as node0:29500")
-    return host.strip("[]") or "localhost", int(port)
 
 
 # --- this machine ---------------------------------------------------------------------------------
@@ -259,7 +252,7 @@ def _listen(endpoint: tuple[str, int] | None) -> int:
 
 def examine_server(join: Join, streams: int) -> bool:
     """`join`: with one address."""
-    way = address_hops(*_split(join.addresses[0]))
+    way = address_hops(*split_address(join.addresses[0]))
     connect = partial(Probe, join, join.addresses[0])
     return run_hops([*way, ("TLS and password", lambda: _login(join))]) and run_each(
         [

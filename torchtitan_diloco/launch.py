@@ -167,26 +167,33 @@ def _share_cores(processes: int) -> None:
 # --- torchrun's arguments -------------------------------------------------------------------------
 
 
+def processes_of_node(config: Config, nodes: int) -> int:
+    """Return the training processes of this node, one of `nodes`, if the settings allow them."""
+    import torch
+
+    from torchtitan_diloco.components.run_plan import accumulation
+    from torchtitan_diloco.distributed.world import split_world
+
+    gpus = 0 if config.run.device == "cpu" else torch.cuda.device_count()
+    wanted = config.workers_of_job * max(1, config.parallel.fsdp)
+    by_settings = gpus if gpus and not config.parallel.fsdp else -(-wanted // nodes)
+    processes = whole_number(os.environ, "NPROC") or by_settings
+    split_world(processes * nodes, config.workers_of_job, config.parallel.fsdp)
+    accumulation(config.training, processes * nodes)
+    return processes
+
+
 def prepare(config: Config, nodes: Nodes, arguments: list[str]) -> tuple["LaunchConfig", list[str]]:
     """Return torchrun's configuration and the arguments of the ranks."""
     level = os.environ.setdefault("LOGLEVEL", "ERROR")  # read at the import, by some modules
     logging.getLogger("torch.distributed.elastic").setLevel(level)
     agent = logging.getLogger("torch.distributed.elastic.agent.server.api")
     agent.addFilter(lambda record: "exit barrier" not in str(record.msg))  # of nodes that are done
-    import torch
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig
 
-    from torchtitan_diloco.components.run_plan import accumulation
-    from torchtitan_diloco.distributed.world import split_world
-
     count, is_local = nodes.total, nodes.is_local
-    gpus = 0 if config.run.device == "cpu" else torch.cuda.device_count()
-    wanted = config.workers_of_job * max(1, config.parallel.fsdp)
-    by_settings = gpus if gpus and not config.parallel.fsdp else -(-wanted // count)
-    processes = whole_number(os.environ, "NPROC") or by_settings
-    split_world(processes * count, config.workers_of_job, config.parallel.fsdp)
-    accumulation(config.training, processes * count)
+    processes = processes_of_node(config, count)
     rendezvous: dict[str, Any] = {"timeout": config.distributed.init_timeout_seconds}
     if count > 1:
         rendezvous["rank"] = nodes.rank

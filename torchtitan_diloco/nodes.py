@@ -22,6 +22,8 @@ class Nodes(NamedTuple):
     total: int = 1
     rank: int = 0
     endpoint: str = "localhost:0"
+    setting: str = "RDZV_ENDPOINT="
+    """How the user gave the endpoint, for errors."""
 
     @property
     def address(self) -> tuple[str, int]:
@@ -86,7 +88,7 @@ def check_endpoint(nodes: Nodes) -> None:
         if nodes.rank == 0:
             _try_to_listen(host, port)
     except UserError as error:
-        raise UserError(f"RDZV_ENDPOINT={nodes.endpoint}: {error}") from error
+        raise UserError(f"{nodes.setting}{nodes.endpoint}: {error}") from error
 
 
 def wait_for_first_node(nodes: Nodes, patience: float, say: Callable[[str], None]) -> None:
@@ -125,8 +127,8 @@ def _try_to_listen(host: str, port: int) -> None:
             listening.accept()[0].close()
         except (UserError, TimeoutError) as error:
             raise UserError(
-                "does not lead to this node, whose NODE_RANK is 0: start that one there, or give "
-                "an address of this machine"
+                "does not lead to this node, which is the first: start that one there, or give an "
+                "address of this machine"
             ) from error
 
 
@@ -139,7 +141,7 @@ def _problem(nodes: Nodes) -> str:
     try:
         listens = is_doctor(*nodes.address, ANSWER_SECONDS)
     except UserError as error:
-        raise UserError(f"RDZV_ENDPOINT={nodes.endpoint}: {error}") from error
+        raise UserError(f"{nodes.setting}{nodes.endpoint}: {error}") from error
     except OSError as error:
         return str(error)
     return "a doctor listens there: end it, and start the first node" if listens else ""

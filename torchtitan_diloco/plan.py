@@ -192,6 +192,7 @@ def _plan(options: argparse.Namespace, config: Config) -> None:
         raise UserError("diloco.workers = 1: there are no links; give --diloco.workers 2 or more")
     load = _workload(config)
     conditions = _conditions(options, load.workers)
+    conditions = replace(conditions, backward_waits=config.run.device == "cpu")
     tried, best = climb(load, conditions, config.diloco, options.utilisation)
     link = f"{quantity(conditions.bits_per_second, 'bit/s')}, latency "
     link += f"{quantity(conditions.latency_seconds, 's')} one way, steps of "

@@ -128,12 +128,12 @@ def _prepare_options(config: Config) -> list[str]:
     """Return what `prepare` needs for so many tokens as the run reads."""
     from torchtitan_diloco.planner.prediction import Workload
 
-    plan = Workload.of(config, _vocabulary_rows(config)).plan
+    plan = Workload.of(config, vocabulary_rows_of(config)).plan
     begin = ["--begin-token"] if config.model.flavor in PUBLISHED else []
     return ["--max-tokens", str(plan.total_steps * plan.tokens_per_step), *begin]
 
 
-def _vocabulary_rows(config: Config) -> int:
+def vocabulary_rows_of(config: Config) -> int:
     """Return the rows of the embedding, also if there is no tokenizer yet."""
     from torchtitan_diloco.models import vocabulary_rows
 

@@ -15,6 +15,14 @@ PROBE = struct.pack("!Q", 1) + b"."
 DOCTOR = b"."
 
 
+def split_address(address: str) -> tuple[str, int]:
+    """Return host and port."""
+    host, _, port = address.rpartition(":")
+    if not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise UserError(f"{address!r} is not HOST:PORT, such as node0:29500")
+    return host.strip("[]") or "localhost", int(port)
+
+
 def resolve(host: str, port: int) -> list[str]:
     """Return the addresses that a name has."""
     try:

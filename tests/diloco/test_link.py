@@ -1,6 +1,7 @@
 """Speed of a link, and the number of streams that it needs."""
 
 import math
+import time
 from functools import partial
 
 import pytest
@@ -51,3 +52,21 @@ def test_a_measurement_counts_what_has_arrived(monkeypatch: pytest.MonkeyPatch) 
     listener.server_close()
     with pytest.raises(OSError, match="refused"):
         link.measure(connect)
+
+
+def test_a_short_link_between_busy_machines_is_filled() -> None:
+    """An answer takes milliseconds there, as threads wait for a core: more has to be under way."""
+    sizes = list[int]()
+
+    class Busy:
+        def send(self, size: int) -> None:
+            sizes.append(size)
+
+        def wait(self) -> None:
+            if sizes[-1] > 1:  # a ping found the machine idle
+                time.sleep(link.PROMPT_SECONDS / 10)
+
+        def close(self) -> None: ...
+
+    link.measure(Busy, 1, seconds=0.2)
+    assert max(sizes) > 16 * link.FIRST_BYTES

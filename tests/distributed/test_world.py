@@ -154,7 +154,7 @@ def test_an_interface_is_for_groups_between_workers_only(processes: ProcessPool)
 def test_a_failure_leaves_no_interface_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     for before in ("", "eth0"):
         monkeypatch.setenv(GLOO_INTERFACE, before)
-        with suppress(OSError), world_module._gloo_over("eth1"):
+        with suppress(OSError), world_module.gloo_over("eth1"):
             assert os.environ[GLOO_INTERFACE] == "eth1"
             raise OSError
         assert os.environ[GLOO_INTERFACE] == before

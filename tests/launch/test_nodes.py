@@ -91,5 +91,5 @@ def test_the_first_node_listens_where_the_others_look(
     with pytest.raises(UserError, match=f"{taken}: port .* is taken on this node: end what"):
         check_endpoint(Nodes(2, 0, taken))
     monkeypatch.setattr(module, "dial", lambda *_: 0.0)  # another machine answers
-    with pytest.raises(UserError, match=f"127.0.0.1:{port}: does not lead to this node, whose"):
+    with pytest.raises(UserError, match=f"127.0.0.1:{port}: does not lead to this node, which"):
         check_endpoint(here)

@@ -110,9 +110,12 @@ def totals_of(records: Iterable[Record], *, streaming: bool) -> Totals:
     return totals
 
 
-def all_reduce_bytes(parameters: float, workers: int) -> float:
-    """Return the bytes that one worker sends in a ring all-reduce of all gradients in bf16."""
-    return 2 * (workers - 1) / workers * 2 * parameters
+def all_reduce_bytes(parameters: float, workers: int, each: int = 2) -> float:
+    """Return the bytes that one worker sends in a ring all-reduce of all gradients.
+
+    `each`: bytes of a gradient. The usual ones are bf16.
+    """
+    return 2 * (workers - 1) / workers * each * parameters
 
 
 # --- shares ---------------------------------------------------------------------------------------

@@ -179,22 +179,22 @@ def _repetition(plan: RunPlan, config: Config, epochs: Mapping[str, float]) -> I
 def check_memory(plan: RunPlan, world: World, diloco: DiLoCoConfig) -> None:
     """Raise if the state of the ranks on this machine does not fit into its memory: the system
     would kill them. A GPU raises an error itself."""
-    if world.device.type != "cpu":
-        return
+    if world.device.type == "cpu":
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) / world.ranks_per_worker
+        on_all_ranks(world.control, lambda: check_host_memory(plan, diloco, here))
+
+
+def check_host_memory(plan: RunPlan, diloco: DiLoCoConfig, workers: float = 1.0) -> None:
+    """Raise if this machine has no room for so many workers."""
     each = plan.inner_bytes + (state_bytes(diloco) if diloco.method != "none" else 0)
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    needed = ranks * each * plan.parameters / world.ranks_per_worker
-
-    def compare() -> None:
-        if needed > (available := available_memory_bytes()):
-            raise UserError(
-                f"{plan.parameters:,} parameters need {needed / GIB:.1f} GiB on this machine, with "
-                f"gradients, optimizer and outer state, and {available / GIB:.1f} GiB are "
-                "available: use more machines per worker, or a smaller model (--config 35m, or "
-                "--config debug to try)"
-            )
-
-    on_all_ranks(world.control, compare)
+    needed = workers * each * plan.parameters
+    if needed > (available := available_memory_bytes()):
+        raise UserError(
+            f"{plan.parameters:,} parameters need {needed / GIB:.1f} GiB on this machine, with "
+            f"gradients, optimizer and outer state, and {available / GIB:.1f} GiB are available: "
+            "use more machines per worker, or a smaller model (--config 35m, or --config debug to "
+            "try)"
+        )
 
 
 def log_early_end(

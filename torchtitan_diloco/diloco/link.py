@@ -32,6 +32,9 @@ SETTLED = 0.5
 """Share of this time after which bytes are counted."""
 FIRST_BYTES, MOST_BYTES = 2**14, 2**22
 """Bytes that a stream sends at a time, twice as many after a prompt answer."""
+PROMPT_SECONDS = 0.02
+"""In which an answer is prompt, also if the round trip is shorter: a busy machine needs
+milliseconds for each."""
 BLOCK = memoryview(bytes(2**19))
 
 
@@ -70,17 +73,21 @@ class Stream(Protocol):
     def close(self) -> None: ...
 
 
-def measure(connect: Callable[[], Stream], streams: int = MOST_STREAMS) -> Speed:
-    """Measure the round trip, and unless it is short the rate over several streams.
+def measure(
+    connect: Callable[[], Stream], streams: int = MOST_STREAMS, seconds: float = 0.0
+) -> Speed:
+    """Measure the round trip, and the rate over several streams.
 
-    This takes up to two seconds. Raises an OSError.
+    This takes up to two seconds. The rate of a link with a short round trip is not measured, unless
+    `seconds` says for how long. Raises an OSError.
     """
     with closing(connect()) as first:
         round_trip = min(ping(first) for _ in range(PINGS))
-    if round_trip < SHORT_SECONDS:
-        return Speed(round_trip)
-    seconds = min(max(ROUND_TRIPS * round_trip, LEAST_SECONDS), MOST_SECONDS)
-    begun = list[float]()
+    if not seconds:
+        if round_trip < SHORT_SECONDS:
+            return Speed(round_trip)
+        seconds = min(max(ROUND_TRIPS * round_trip, LEAST_SECONDS), MOST_SECONDS)
+    begun, prompt = list[float](), max(2 * round_trip, PROMPT_SECONDS)
     together = threading.Barrier(streams, lambda: begun.append(time.perf_counter()), PATIENCE)
 
     def flood(_: int) -> float:
@@ -96,7 +103,7 @@ def measure(connect: Callable[[], Stream], streams: int = MOST_STREAMS) -> Speed
                     stream.wait()
                     moment, count = sent.popleft()
                     arrived.append((time.perf_counter(), count))
-                    if arrived[-1][0] - moment < 2 * round_trip:  # otherwise more waits longer
+                    if arrived[-1][0] - moment < prompt:  # otherwise more waits longer
                         size = min(2 * size, MOST_BYTES)
         except OSError:
             together.abort()

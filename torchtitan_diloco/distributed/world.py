@@ -153,12 +153,12 @@ def join_world(
     outer_backend = "gloo" if outer_loop else inner_backend
     if link.interface and not outer_loop:  # NCCL uses one for all groups of a process
         os.environ["NCCL_SOCKET_IFNAME"] = link.interface
-    with _gloo_over(link.interface):
+    with gloo_over(link.interface):
         # Eager communicators of NCCL are made below, and none for all ranks, over slow links.
         store = store_of_attempt(store_of_job(limit), rank, size, limit)
         dist.init_process_group("gloo", timeout=limit, store=store, rank=rank, world_size=size)
         streams, names = pick_streams(link, rank, ranks_per_worker) if several else (1, "")
-        with _gloo_over(names):
+        with gloo_over(names):
             across = _own_group(grid.t(), outer_backend, link.timeout_seconds, chosen)
         control = _own_group(grid.view(1, size), "gloo", link.timeout_seconds)
         saving = _own_group(grid.view(1, size), "gloo", SAVING_TIMEOUT_SECONDS)
@@ -209,7 +209,7 @@ def world_of_one(device: torch.device, backend: str) -> World:
 
 
 @contextmanager
-def _gloo_over(interfaces: str) -> Iterator[None]:
+def gloo_over(interfaces: str) -> Iterator[None]:
     """Let the gloo groups that are made in the body use these network interfaces, if any."""
     before = os.environ.get(GLOO_INTERFACE)
     if interfaces:

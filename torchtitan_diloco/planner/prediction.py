@@ -39,6 +39,8 @@ STEADY_ROUNDS = 30
 """Simulated rounds of every fragment in the steady state."""
 JITTERED_STEPS = 2000
 """Steps that are drawn to find the mean of the slowest worker in data parallelism."""
+GRADIENT_BYTES = 4
+"""Of each parameter: models/parallelize.py reduces gradients in fp32."""
 _codec = cache(build_codec)
 
 
@@ -60,6 +62,10 @@ class Conditions:
     a run, whatever its format was."""
     outer_bytes_per_second: float = math.inf
     """fp32 bytes of a fragment that the outer step of a worker processes in a second."""
+    backward_waits: bool = False
+    """Whether the backward pass of data parallelism waits for each all-reduce, as on a CPU."""
+    all_reduce_bits_per_second: float = math.inf
+    """Rate at which each worker sends in an all-reduce, if that does not fill the link."""
 
     def __post_init__(self) -> None:
         steps = all(0 < seconds < math.inf for seconds in self.step_seconds)
@@ -212,21 +218,25 @@ def coded_bytes(values: int, workers: int, codec: str) -> float:
 
 
 def predict_data_parallel(buckets: Sequence[int], conditions: Conditions) -> Prediction:
-    """Predict data parallelism: a ring all-reduce of all gradients at every step.
+    """Predict data parallelism: a ring all-reduce of all gradients, in fp32, at every step.
 
     The backward pass takes the last two thirds of the step and yields the buckets (in parameters)
     in this order, at equal intervals. The optimizer waits for all of them.
     """
     workers, compute = conditions.workers, fmean(conditions.step_seconds)
     latency = 2 * (workers - 1) * conditions.latency_seconds
-    done = 0.0
+    rate = min(conditions.bits_per_second, conditions.all_reduce_bits_per_second)
+    done, transfers = 0.0, 0.0
     for number, parameters in enumerate(buckets, start=1):
         ready = compute * (1 / 3 + 2 / 3 * number / len(buckets))
-        transfer = 8 * all_reduce_bytes(parameters, workers) / conditions.bits_per_second
-        done = max(done, ready) + transfer + latency
+        sent = all_reduce_bytes(parameters, workers, GRADIENT_BYTES)
+        transfer = 8 * sent / rate + latency
+        transfers += transfer
+        done = max(done, ready) + transfer
     slowest = draw_steps(conditions, JITTERED_STEPS).max(axis=1).mean()
-    exposed = max(0.0, float(slowest) - compute) + max(0.0, done - compute)
-    return Prediction(compute, exposed, all_reduce_bytes(sum(buckets), workers))
+    waits = transfers if conditions.backward_waits else max(0.0, done - compute)
+    exposed = max(0.0, float(slowest) - compute) + waits
+    return Prediction(compute, exposed, all_reduce_bytes(sum(buckets), workers, GRADIENT_BYTES))
 
 
 @dataclass(frozen=True)
@@ -252,11 +262,16 @@ class Workload:
         """Return the parameters of each fragment, in the order in which fragments are sent."""
         return tuple(fragment.parameters for fragment in build_fragments(self.model, config))
 
+    def buckets(self) -> tuple[int, ...]:
+        """Return the parameters of each all-reduce of data parallelism, in the order in which the
+        backward pass yields them."""
+        *blocks, rest = self.fragments(Fragments("sequential", layers_per_fragment=1))
+        return (*reversed(blocks), rest)
+
     def predict(self, diloco: DiLoCoConfig, conditions: Conditions) -> Prediction:
         """Predict the steady state, or the whole run if it has a beginning."""
         if diloco.method == "none":
-            *blocks, rest = self.fragments(Fragments("sequential", layers_per_fragment=1))
-            return predict_data_parallel((*reversed(blocks), rest), conditions)
+            return predict_data_parallel(self.buckets(), conditions)
         fragments = self.fragments(diloco.fragments)
         begins = diloco.beginning.steps or diloco.beginning.fraction
         steps = self.plan.total_steps if begins else None

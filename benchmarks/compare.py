@@ -1,0 +1,251 @@
+"""Check what `compare` predicts for two machines against what runs on them then do.
+
+    .venv/bin/python -m benchmarks.compare [--rates 1000,100,13] [--section.key value ...]
+
+The machines are network namespaces (benchmarks/network.py), with one process and thread each, and
+links of so many Mbit/s in each direction. For each rate, `compare` runs on both, and right after it
+the trainer with each method of its table, a cycle of H steps to begin with and some that are
+measured. "Alone" are two runs at the same time that know nothing of each other: the machines share
+cores, as they do while `compare` measures their steps.
+
+On a machine with other work, steps change their length between the measurement and a run. So each
+method is also predicted with the steps of the run itself, and the same link; data parallelism, of
+whose steps communication is a part, with those of the run before, which is that of one machine.
+Finished repeats are kept in --out.
+"""
+
+import os
+import re
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import product
+from pathlib import Path
+
+import torch
+
+from benchmarks import core
+from benchmarks.network import PORT, Network, Program
+from benchmarks.slow_link import AT_ONCE, COMMON, parse_rate
+from torchtitan_diloco.plan import parse_bandwidth, parse_duration
+from torchtitan_diloco.planner.prediction import Conditions, Workload
+from torchtitan_diloco.preflight import vocabulary_rows_of
+
+MACHINES, SYNC_EVERY, CYCLES = 2, 30, 2
+SECONDS = "20s"
+"""Of steps that `compare` measures."""
+PATIENCE = 1200.0
+ALONE = "alone"
+PLAIN = {"diloco.quantization.codec": "fp32"}
+METHODS: dict[str, core.Settings] = {
+    ALONE: {"diloco.method": "none", "diloco.workers": "1"},
+    "data parallelism": {"diloco.method": "none"},
+    "DiLoCo": AT_ONCE | PLAIN | {"diloco.fragments.layers_per_fragment": "0"},
+    "streaming, H": PLAIN,
+    "streaming, 4 bits": {},
+}
+"""How a row of the table trains, by the beginning of its name."""
+OWN = {
+    "diloco.workers": str(MACHINES),
+    "diloco.sync_every": str(SYNC_EVERY),
+    "diloco.overlap.delay": "1",
+    "diloco.quantization.codec": "fp4_e3m0",
+}
+RATE = r"(\S+ \S+bit/s)"
+LINK = re.compile(
+    rf"^link: (\S+ \S+) there and back; {RATE} with 1 TCP stream.*; {RATE} in an all-reduce", re.M
+)
+HEADER = (
+    "Mbit/s | method | compare, tokens/s | run, tokens/s | compare / run | with its steps / run"
+    " | n (steps)"
+)
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A row of the table of `compare`, and a run of it."""
+
+    predicted: float
+    """Tokens per second."""
+    measured: float
+    """Tokens per second."""
+    again: float
+    """Predicted with the steps of the run."""
+    steps: int
+
+
+def predictions(printed: str) -> dict[str, float]:
+    """Return tokens per second by the name of the row, of the table that `compare` prints."""
+    rows = [line.split("|")[1:-1] for line in printed.splitlines() if line.startswith("| ")]
+    cells = [[cell.strip() for cell in row] for row in rows]
+    return {row[0].removeprefix("* "): float(row[1].replace(",", "")) for row in cells[2:]}
+
+
+def link_of(printed: str) -> Conditions:
+    """Return the conditions of the link, with steps of any length."""
+    found = LINK.search(printed)
+    assert found is not None, printed
+    return Conditions(
+        parse_bandwidth(found[2]),
+        (1.0,) * MACHINES,
+        latency_seconds=parse_duration(found[1]) / 2,
+        backward_waits=True,
+        all_reduce_bits_per_second=parse_bandwidth(found[3]),
+    )
+
+
+def finish(programs: Sequence[Program]) -> None:
+    for program in programs:
+        if program.wait(PATIENCE):
+            raise SystemExit(f"a program failed:\n{program.printed()[-3000:]}")
+
+
+def run_compare(network: Network, folder: Path, settings: core.Settings) -> str:
+    """Run `compare` on both machines, and return what the first one prints."""
+    words, programs = core.command_line(settings), list[Program]()
+    for machine in range(MACHINES):
+        place = folder / f"machine-{machine}"
+        place.mkdir(parents=True)
+        more = ["--endpoint", f"{network.address(0)}:{PORT}", "--seconds", SECONDS]
+        more += ["--write", str(place / "best.toml"), *["--listen"] * (machine == 0)]
+        command = [sys.executable, "-m", "torchtitan_diloco", "compare", *words, *more]
+        programs.append(network.launch(machine, command, place / "compare.txt"))
+    finish(programs)
+    return programs[0].printed()
+
+
+def settings_of(name: str, common: core.Settings) -> core.Settings:
+    """Return the settings of the run that a row is about."""
+    if name.endswith(ALONE):
+        return common | METHODS[ALONE]
+    own = common | next(METHODS[begin] for begin in METHODS if name.startswith(begin))
+    tuned = re.search(r" H (\d+), tau (\d+)", name)
+    if tuned is not None:
+        own |= {"diloco.sync_every": tuned[1], "diloco.overlap.delay": tuned[2]}
+    return own
+
+
+def length(settings: core.Settings, rate: float) -> tuple[int, int]:
+    """Return the steps to begin with, and those that are measured."""
+    if settings["diloco.method"] != "none":
+        every = int(settings["diloco.sync_every"])
+        return every, CYCLES * every
+    is_slow = settings["diloco.workers"] != "1" and rate < 500
+    return (1, 4) if is_slow else (10, 60)
+
+
+Steps = Sequence[core.Record]
+"""Records of steps of a worker."""
+
+
+def run_method(network: Network, rate: float, folder: Path, settings: core.Settings) -> list[Steps]:
+    """Return the measured steps of both workers, or of two that are alone."""
+    first, measured = length(settings, rate)
+    total = first + measured + int(settings["diloco.overlap.delay"]) + 1
+    own = settings | {"training.steps": str(total), "metrics.log_every": "1"}
+    folder.mkdir(parents=True, exist_ok=True)
+    alone, programs, places = settings["diloco.workers"] == "1", list[Program](), list[Path]()
+    for machine in range(MACHINES):
+        places.append(folder / (f"run-{machine}" if alone else "run"))
+        words = core.command_line(own | {"run.folder": str(places[-1])})
+        command = [sys.executable, "-m", "torchtitan_diloco.train", *words]
+        variables = {"RANK": "0", "WORLD_SIZE": "1"} if alone else {}
+        log = folder / f"log-{machine}.txt"
+        programs.append(network.launch(machine, command, log, **variables))
+    finish(programs)
+    records = [
+        core.read_records(place, 0 if alone else worker) for worker, place in enumerate(places)
+    ]
+    return [
+        [one for one in core.steps_of(own) if first < one["step"] <= first + measured]
+        for own in records
+    ]
+
+
+def mean(steps: Steps, name: str) -> float:
+    """Return the mean of a counter of each step."""
+    return statistics.fmean(one[name] for one in steps if name in one)
+
+
+def predict_again(settings: core.Settings, link: Conditions, before: Sequence[Steps]) -> float:
+    """Predict the tokens per second of a run with these steps. `before`: of each worker."""
+    config = core.load(settings)
+    load = Workload.of(config, vocabulary_rows_of(config))
+    seconds = tuple(mean(steps, "worker/compute_seconds") for steps in before)
+    deviations = [
+        statistics.pstdev(one["worker/compute_seconds"] for one in steps) for steps in before
+    ]
+    if load.workers == 1:
+        return statistics.fmean(load.plan.tokens_per_step / one for one in seconds)
+    jitter = min(1.0, statistics.fmean(deviations) / statistics.fmean(seconds))
+    conditions = replace(link, step_seconds=seconds, jitter=jitter)
+    return load.plan.tokens_per_step / load.predict(config.diloco, conditions).step_seconds
+
+
+def check(rate: float, folder: Path, common: core.Settings) -> core.Record:
+    """Compare two machines, and run what the table has. Return `Checked` by row."""
+    found, before = dict[str, Checked](), list[Steps]()
+    with Network(MACHINES, up=rate, down=rate) as network:
+        printed = run_compare(network, folder / "compare", common)
+        predicted, link = predictions(printed), link_of(printed)
+        speeds = [predicted.pop(name) for name in [*predicted] if name.endswith(ALONE)]
+        for name, speed in {ALONE: statistics.fmean(speeds), **predicted}.items():
+            settings = settings_of(name, common)
+            place = core.run_folder(folder, name, settings)
+            steps = run_method(network, rate, place, settings)
+            training = core.load(settings).training
+            tokens = training.batch_size * training.sequence_length
+            tokens *= 1 if name == ALONE else MACHINES
+            walls = [mean(one, "worker/wall_seconds") for one in steps]
+            measured = statistics.fmean(tokens / wall for wall in walls)
+            if settings["diloco.method"] != "none" or name == ALONE:
+                before = steps
+            again = predict_again(settings, link, before)
+            found[name] = Checked(speed, measured, again, len(steps[0]))
+            print(f"{rate:g} Mbit/s, {name}: {speed:,.0f}, then {measured:,.0f}", flush=True)
+    return {name: asdict(one) for name, one in found.items()}
+
+
+def rows_of(checks: dict[tuple[float, str], list[Checked]]) -> list[list[str]]:
+    return [
+        [
+            f"{rate:g}",
+            method,
+            core.summary([one.predicted for one in found], ",.0f"),
+            core.summary([one.measured for one in found], ",.0f"),
+            core.summary([one.predicted / one.measured for one in found], ".2f"),
+            core.summary([one.again / one.measured for one in found], ".2f"),
+            f"{len(found)} ({found[0].steps})",
+        ]
+        for (rate, method), found in checks.items()
+    ]
+
+
+def main() -> None:
+    parser = core.build_parser(__doc__)
+    parser.add_argument("--rates", type=core.list_of(parse_rate), default=[1000.0, 100.0, 13.0])
+    parser.add_argument("--repeats", type=core.positive, default=1)
+    parser.add_argument("--out", type=Path, default=Path("outputs/compare"))
+    options, words = parser.parse_known_args()
+    extra = core.parse_settings(parser, words, {"run.folder", "training.steps", *OWN})
+    common = COMMON | {"diloco.method": "streaming"} | OWN | extra
+    core.load(common)
+    checks = dict[tuple[float, str], list[Checked]]()
+    for repeat, rate in product(range(options.repeats), options.rates):
+        folder = core.run_folder(options.out, f"{rate:g}-{repeat}", common)
+
+        def measure(rate: float = rate, folder: Path = folder) -> core.Record:
+            return check(rate, folder, common)
+
+        for name, one in core.kept(folder, common, measure).items():
+            checks.setdefault((rate, name), []).append(Checked(**one))
+    title = (
+        f"{MACHINES} machines, H = {SYNC_EVERY}, 1 thread each, {os.cpu_count()} cores; torch "
+        f"{torch.__version__}; median (min ... max) of n times `compare` and a run of so many steps"
+    )
+    core.print_table(title, HEADER, rows_of(checks))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,390 @@
+"""Measure two machines and their link, and compare what training on both gains over one.
+
+node0$ .venv/bin/torchtitan-diloco compare --config 100m --endpoint node0:29500 --listen
+node1$ .venv/bin/torchtitan-diloco compare --config 100m --endpoint node0:29500
+one$   .venv/bin/torchtitan-diloco compare --config 100m --bandwidth 1Gbit
+"""
+
+import argparse
+import math
+import os
+import shlex
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from torchtitan_diloco.config import Config, from_command_line
+from torchtitan_diloco.config.schema import flat_settings
+from torchtitan_diloco.hardware import GLOO_INTERFACE, interfaces
+from torchtitan_diloco.log import USER_ERROR, Parser, UserError, brief, command_line, counted
+from torchtitan_diloco.plan import parse_bandwidth, parse_duration, quantity, write_variant
+from torchtitan_diloco.reach import split_address
+
+if TYPE_CHECKING:
+    from torchtitan_diloco.pair import Pair
+    from torchtitan_diloco.planner.comparison import Row
+    from torchtitan_diloco.planner.prediction import Conditions, Workload
+    from torchtitan_diloco.trial import Trial
+
+MACHINES = 2
+MARK = "# Written by `compare`: "
+"""Beginning of its files, which it may write again."""
+SAY_SECONDS = 10.0
+"""Between two lines about steps."""
+STREAMS = 8
+
+
+class Machine(msgspec.Struct):
+    """What a machine tells the other one before both measure."""
+
+    name: str
+    facts: dict[str, str]
+
+
+class StepTimes(msgspec.Struct):
+    device: str
+    mean_seconds: float
+    deviation: float
+    count: int
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        options, settings = _parse(words)
+        training = ["--config", options.config, "--diloco.workers", str(MACHINES), *settings]
+        if config := from_command_line(training):
+            _compare(options, config, training)  # otherwise --print-config was answered
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return USER_ERROR
+    except KeyboardInterrupt:
+        say("stopped")
+        return 130
+    return 0
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Return the options, and the remaining words, which are settings of a run."""
+    parser = Parser(
+        prog=command_line("compare"),
+        usage=f"{command_line('compare')} --config 100m (--endpoint HOST:PORT [--listen] | "
+        "--bandwidth 1Gbit) [options]",
+        description="Measure a training step on each of two machines, and the link between them, "
+        "and print what data parallelism, DiLoCo and streaming would gain over one machine. Start "
+        "it on both, with --listen on the one that has the address.",
+        epilog="Settings can be given as well: --training.batch_size 4, the same on both. See "
+        "docs/two-machines.md.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--config", metavar="NAME_OR_PATH", help="a TOML file, or the name of a preset")
+    add("--endpoint", metavar="HOST:PORT", help="where the first machine listens")
+    add("--listen", action="store_true", help="this is the first machine")
+    add("--bandwidth", type=parse_bandwidth, help="of the link, without a second machine: 1Gbit")
+    add("--latency", type=parse_duration, help="with --bandwidth: one way, as in 0.1ms (0)")
+    add("--seconds", type=parse_duration, default=15.0, help="of steps to measure (15s)")
+    add("--wait", type=parse_duration, default=300.0, help="for the other machine (5min)")
+    add("--streams", type=int, default=STREAMS, help=f"TCP streams for the rate ({STREAMS})")
+    add("--write", type=Path, help="TOML of the best (outputs/CONFIG-two-machines.toml)")
+    options, settings = parser.parse_known_args(words)
+    if options.config is None:
+        raise UserError("give a model: --config 100m, for example")
+    if (options.endpoint is None) == (options.bandwidth is None):
+        raise UserError(
+            "give --endpoint HOST:PORT on both machines, or --bandwidth 1Gbit for one alone"
+        )
+    if options.bandwidth is None and options.latency is not None:
+        raise UserError("--latency is measured with --endpoint: leave it out")
+    if options.bandwidth is not None and (options.listen or not options.bandwidth > 0):
+        problem = "--listen is for --endpoint" if options.listen else "--bandwidth 0: is no link"
+        raise UserError(f"{problem}: give --bandwidth 1Gbit alone, for example")
+    if options.streams < 1:
+        raise UserError(f"--streams {options.streams}: give 1 or more")
+    if options.endpoint is not None:
+        split_address(options.endpoint)
+    if options.write is None:
+        options.write = Path("outputs", f"{Path(options.config).stem}-two-machines.toml")
+    return options, settings
+
+
+def _compare(options: argparse.Namespace, config: Config, training: list[str]) -> None:
+    from torchtitan_diloco.components.run_plan import check_host_memory  # imports torch
+    from torchtitan_diloco.launch import processes_of_node
+    from torchtitan_diloco.pair import meet
+    from torchtitan_diloco.planner.prediction import Workload
+    from torchtitan_diloco.preflight import vocabulary_rows_of
+    from torchtitan_diloco.trial import Trial
+
+    _check(config, options.write)
+    processes = processes_of_node(config, MACHINES)
+    rows = vocabulary_rows_of(config)
+    load = Workload.of(replace(config, parallel=replace(config.parallel, fsdp=processes)), rows)
+    if not _on_gpu(config):
+        check_host_memory(load.plan, replace(config.diloco, method="streaming"))
+    say(
+        f"{config.run.name}: {load.plan.parameters:,} parameters, "
+        f"{counted(processes, 'process', 'processes')} on this machine; this takes about a minute, "
+        "and longer for large models: the trainer starts, then come some steps of training"
+    )
+    rank = 0 if options.listen or options.bandwidth is not None else 1
+    pair = meet(options.endpoint, rank, options.wait, say) if options.endpoint else None
+    with pair or nullcontext():
+        names = _agree(pair, config, options, processes)
+        size = {"workers": MACHINES, "processes": processes, "vocabulary": rows}
+        with Trial(training, config, **size) as trial:
+            times = _measure_steps(trial, pair, options.seconds, config)
+        link = _measured_link(pair, options, config, load) if pair else _given_link(options)
+    _answer(options, config, load, (names, times), link, rank)
+
+
+def _check(config: Config, write: Path) -> None:
+    """Raise for settings that two machines do not have, and for a file that is not to be lost."""
+    if config.islands.join or config.islands.local:
+        raise UserError("compare is for the workers of one job: leave the settings of islands out")
+    if config.diloco.workers != MACHINES:
+        raise UserError(
+            f"diloco.workers = {config.diloco.workers}: compare is for {MACHINES} machines with a "
+            "worker each: leave it out"
+        )
+    try:
+        write.parent.mkdir(parents=True, exist_ok=True)
+        ours = not write.exists() or write.read_bytes().startswith(MARK.encode())
+    except OSError as error:
+        raise UserError(
+            f"--write {write}: {error.strerror}: give the path of a new file"
+        ) from error
+    if not ours:
+        raise UserError(f"--write {write}: there is another file: give the path of a new one")
+
+
+def _on_gpu(config: Config) -> bool:
+    import torch
+
+    return config.run.device != "cpu" and torch.cuda.is_available()
+
+
+def _agree(
+    pair: "Pair | None", config: Config, options: argparse.Namespace, processes: int
+) -> list[str]:
+    """Return the names of the machines, which have to have the same code and settings."""
+    if pair is None:
+        return ["this machine"]
+    import torch
+
+    from torchtitan_diloco.diloco.meeting import code_fingerprint, find_differences
+    from torchtitan_diloco.trainer import OWN_SETTINGS, PACKAGE
+
+    settings = flat_settings(config).items()
+    facts = {key: str(value) for key, value in settings if key not in OWN_SETTINGS}
+    facts |= {
+        "code (install the same commit on both)": code_fingerprint(PACKAGE),
+        "torch": str(torch.__version__),
+        "device": "cuda" if _on_gpu(config) else "cpu",
+        "processes (NPROC, CUDA_VISIBLE_DEVICES)": str(processes),
+        "--streams": str(options.streams),
+        "name of --write": options.write.stem,
+    }
+    both = pair.exchange(Machine(socket.gethostname(), facts))
+    say(f"met {both[1 - pair.rank].name}")
+    numbered = {f"on machine {rank}": machine.facts for rank, machine in enumerate(both)}
+    if differences := find_differences(numbered):
+        raise UserError(f"start both machines with the same: {'; '.join(differences)}")
+    names = [machine.name for machine in both]
+    return names if names[0] != names[1] else [f"machine {rank}" for rank in range(MACHINES)]
+
+
+# --- measuring ------------------------------------------------------------------------------------
+
+
+def _measure_steps(
+    trial: "Trial", pair: "Pair | None", seconds: float, config: Config
+) -> list[StepTimes]:
+    """Measure the steps of this machine while the other one, if any, trains as well."""
+    compiles = ", and compiles the model" if config.compile.enable else ""
+    say(f"the trainer starts{compiles}")
+
+    def look(found: list[float]) -> None:
+        if pair is not None:
+            pair.check()
+        watch(found)
+
+    watch = _watch(seconds)
+    trial.wait_for_steps(0.0, 0.0, look)  # its first steps
+    if pair is not None:
+        say(f"this machine is ready; waiting for {pair.other}")
+        pair.exchange("ready", trial.check)
+    begun = time.time()
+    trial.wait_for_steps(seconds, begun, look)
+    if pair is not None:
+        pair.exchange("measured", trial.check)  # it trains until the other has measured, too
+    mine = _step_times(trial.seconds_of_steps(begun), config)
+    say(f"measured {counted(mine.count, 'step')} of {brief(mine.mean_seconds)}")
+    return [mine] if pair is None else pair.exchange(mine)
+
+
+def _watch(seconds: float) -> Callable[[list[float]], None]:
+    """Return a function that says now and then how far the measurement is."""
+    told_at = time.monotonic()
+
+    def watch(found: list[float]) -> None:
+        nonlocal told_at
+        if time.monotonic() > told_at + SAY_SECONDS:
+            told_at = time.monotonic()
+            done = f"the last of {brief(found[-1])}, " if found else ""
+            say(f"{counted(len(found), 'step')} so far, {done}{sum(found):.0f} of {seconds:.0f} s")
+
+    return watch
+
+
+def _step_times(seconds: Sequence[float], config: Config) -> StepTimes:
+    import torch
+
+    from torchtitan_diloco.hardware import describe_device
+
+    device = torch.device("cuda" if _on_gpu(config) else "cpu")
+    mean, deviation = statistics.fmean(seconds), statistics.pstdev(seconds)
+    return StepTimes(describe_device(device), mean, deviation, len(seconds))
+
+
+class Link(msgspec.Struct):
+    bits_per_second: float
+    latency_seconds: float
+    description: str
+    all_reduce_bits_per_second: float = math.inf
+    interface: str = ""
+    """Network interface that leads to the other machine, if gloo has to be told."""
+
+
+def _given_link(options: argparse.Namespace) -> Link:
+    latency = options.latency or 0.0
+    rate = quantity(options.bandwidth, "bit/s")
+    text = f"{rate} and {quantity(latency, 's')} one way, as given"
+    return Link(options.bandwidth, latency, text)
+
+
+def _measured_link(
+    pair: "Pair", options: argparse.Namespace, config: Config, load: "Workload"
+) -> Link:
+    from torchtitan_diloco.diloco.link import SHORT_SECONDS
+    from torchtitan_diloco.pair import measure_all_reduce, measure_link, slower
+
+    given = config.diloco.link.streams * load.ranks
+    several = max(options.streams, given, load.ranks)
+    ways = measure_link(pair, several, say)
+    round_trip = min(way.round_trip for way in ways)
+    # As many as a run has: a link with a short round trip needs one for each rank.
+    used = several if max(given, load.ranks) > 1 or round_trip >= SHORT_SECONDS else 1
+    interface = "" if config.diloco.link.interface else _other_interface(pair.addresses[0])
+    size, rate = max(load.buckets()), slower(ways, used)
+    all_reduce = measure_all_reduce(
+        pair, size, rate, interface or config.diloco.link.interface, say
+    )
+    rates = (
+        f"{quantity(slower(ways, count), 'bit/s')} with {counted(count, 'TCP stream')}"
+        for count in sorted({1, several})
+    )
+    text = (
+        f"{quantity(round_trip, 's')} there and back; {', '.join(rates)} on the slower way; "
+        f"{quantity(all_reduce, 'bit/s')} in an all-reduce"
+    )
+    return Link(rate, round_trip / 2, text, all_reduce, interface)
+
+
+# --- the answer -----------------------------------------------------------------------------------
+
+
+def _answer(
+    options: argparse.Namespace,
+    config: Config,
+    load: "Workload",
+    machines: tuple[list[str], list[StepTimes]],
+    link: Link,
+    rank: int,
+) -> None:
+    from torchtitan_diloco.planner.comparison import best_of, compare, table, verdict
+
+    names, times = machines
+    two = times * MACHINES if len(times) == 1 else times  # another one like it
+    rows = compare(load, _conditions(two, link, config), config.diloco, names)
+    best = best_of(rows)
+    plan, training = load.plan, config.training
+    sequences = plan.tokens_per_step // training.sequence_length
+    print(
+        f"\n{config.run.name}: {plan.parameters:,} parameters, {plan.total_steps:,} steps of "
+        f"{counted(sequences, 'sequence')} x {counted(training.sequence_length, 'token')}, half of "
+        "them on each machine"
+    )
+    for name, one in zip(names, times, strict=True):
+        each = f"a step in {brief(one.mean_seconds)} +- {brief(one.deviation)}"
+        print(f"{name}: {one.device}; {each} ({counted(one.count, 'step')})")
+    print(f"link: {link.description}\n\n{table(load, rows, best)}\n\n{verdict(rows, best)}")
+    _write(options, config, best, link)
+    how = _how_to_start(options, best, link, rank)
+    print(f"\nwrote {shlex.quote(str(options.write))}, with the settings of the row with *\n{how}")
+
+
+def _conditions(times: Sequence[StepTimes], link: Link, config: Config) -> "Conditions":
+    from torchtitan_diloco.planner.prediction import Conditions
+
+    on_gpu = _on_gpu(config)
+    shares = [one.deviation / one.mean_seconds for one in times]
+    return Conditions(
+        link.bits_per_second,
+        tuple(one.mean_seconds for one in times),
+        latency_seconds=link.latency_seconds,
+        jitter=min(1.0, math.fsum(shares) / len(shares)),
+        backward_waits=not on_gpu,
+        # NCCL, which a GPU has for it, is not measured.
+        all_reduce_bits_per_second=math.inf if on_gpu else link.all_reduce_bits_per_second,
+    )
+
+
+def _write(options: argparse.Namespace, config: Config, best: "Row", link: Link) -> None:
+    path: Path = options.write
+    path.unlink(missing_ok=True)
+    comment = f"{MARK.removeprefix('# ')}{best.name}; {link.description}"
+    write_variant(path, options.config, replace(config, diloco=best.diloco), comment)
+
+
+def _how_to_start(options: argparse.Namespace, best: "Row", link: Link, rank: int) -> str:
+    """Return the line that starts the run on this machine."""
+    start = f"{command_line('train')} --config {shlex.quote(str(options.write))}"
+    start += f" --run.folder runs/{shlex.quote(options.write.stem)}"
+    if best.machine is not None:
+        return f"start it on the machine of that row with\n  {start}"
+    nodes = f"NNODES={MACHINES} NODE_RANK={rank} RDZV_ENDPOINT={options.endpoint or 'NODE0:29500'}"
+    if options.endpoint is None:
+        return f"start it on both, on the second with NODE_RANK=1, with\n  {nodes} {start}"
+    if link.interface:
+        nodes += f" {GLOO_INTERFACE}={link.interface}"
+    return f"start it here with\n  {nodes} {start}"
+
+
+def _other_interface(address: str) -> str:
+    """Return the network interface that has this address, if gloo would choose another one."""
+    from torchtitan_diloco.distributed.world import interface_and_address
+
+    leads = next((name for name, own in interfaces().items() if own == address), "")
+    try:
+        chosen = interface_and_address("")[0]
+    except OSError:
+        chosen = ""
+    is_given = bool(os.environ.get(GLOO_INTERFACE))
+    return "" if is_given or leads == chosen else leads
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,138 @@
+"""Compare what two machines can do on their link, and what one of them does alone.
+
+The rows are in the order of what they cost in loss: one machine alone and data parallelism nothing,
+then DiLoCo, streaming, streaming in few bits, and the rung of the ladder that the link needs. The
+first that is almost as fast as the fastest is the best.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+
+from torchtitan_diloco.diloco.codecs import bits_per_parameter, build_codec
+from torchtitan_diloco.diloco.config import DiLoCoConfig, Overlap, Quantization
+from torchtitan_diloco.log import markdown_table
+from torchtitan_diloco.planner.ladder import climb
+from torchtitan_diloco.planner.prediction import Conditions, Workload
+
+ALMOST = 0.95
+"""Share of the fastest that is as good."""
+FEW_BITS = Quantization(codec="fp4_e3m0")
+AT_ONCE = Overlap(delay=0, mixing=0.0)
+
+
+@dataclass(frozen=True)
+class Row:
+    name: str
+    diloco: DiLoCoConfig
+    machine: int | None
+    """Of one machine alone: which."""
+    tokens_per_second: float
+    sent_bytes_per_step: float = 0.0
+
+
+def compare(
+    load: Workload, conditions: Conditions, given: DiLoCoConfig, names: Sequence[str]
+) -> list[Row]:
+    """Predict each method with these settings, at equal tokens a step. `names`: of the machines."""
+    tokens = load.plan.tokens_per_step
+    rows = [
+        Row(
+            f"{name} alone",
+            replace(given, method="none", workers=1),
+            machine,
+            tokens / load.workers / conditions.step_seconds[machine],
+        )
+        for machine, name in enumerate(names)
+    ]
+    for name, diloco in methods(load, conditions, given).items():
+        found = load.predict(diloco, conditions)
+        speed = tokens / found.step_seconds
+        rows.append(Row(name, diloco, None, speed, found.sent_bytes_per_step))
+    return rows
+
+
+def methods(load: Workload, conditions: Conditions, given: DiLoCoConfig) -> dict[str, DiLoCoConfig]:
+    """Return the settings of each method that two machines can train with."""
+    plain = replace(given, method="streaming", quantization=Quantization())
+    wire, whole = given.quantization, replace(given.fragments, layers_per_fragment=0)
+    if given.fragments.pattern == "explicit":
+        whole = replace(whole, pattern="strided", modules=())
+    if bits(wire) > bits(FEW_BITS):
+        wire = replace(FEW_BITS, threads=wire.threads)
+    few = replace(plain, quantization=wire)
+    found = {
+        "data parallelism": replace(plain, method="none"),
+        f"DiLoCo, H {given.sync_every}": replace(plain, fragments=whole, overlap=AT_ONCE),
+        f"streaming, {steps_of(plain)}": plain,
+        f"streaming, {bits(wire):.1g} bits, {steps_of(few)}": few,
+    }
+    # Machines of different speed never reach the utilisation of equal ones.
+    evenness = fmean(conditions.step_seconds) / max(conditions.step_seconds)
+    tuned = climb(load, conditions, few, ALMOST * evenness)[1]
+    found.setdefault(f"streaming, {bits(tuned.quantization):.1g} bits, {steps_of(tuned)}", tuned)
+    return found
+
+
+def bits(wire: Quantization) -> float:
+    return bits_per_parameter(build_codec(wire))
+
+
+def steps_of(diloco: DiLoCoConfig) -> str:
+    return f"H {diloco.sync_every}, tau {diloco.overlap.delay}"
+
+
+def best_of(rows: Sequence[Row]) -> Row:
+    """Return the first row that is almost as fast as the fastest, one machine before two."""
+    alone = [row for row in rows if row.machine is not None]
+    fastest_alone = max(alone, key=lambda row: row.tokens_per_second)
+    enough = ALMOST * max(row.tokens_per_second for row in rows)
+    candidates = [fastest_alone, *(row for row in rows if row.machine is None)]
+    return next(row for row in candidates if row.tokens_per_second >= enough)
+
+
+def table(load: Workload, rows: Sequence[Row], best: Row) -> str:
+    """Return the table of all rows, in which the best is marked."""
+    tokens = load.plan.total_steps * load.plan.tokens_per_step
+    alone = max(row.tokens_per_second for row in rows if row.machine is not None)
+    cells = [
+        [
+            f"* {row.name}" if row is best else row.name,
+            f"{row.tokens_per_second:,.{0 if row.tokens_per_second >= 100 else 2}f}",
+            hours(tokens / row.tokens_per_second),
+            times(row.tokens_per_second / alone),
+            f"{row.sent_bytes_per_step / 1e6:,.2f}" if row.machine is None else "",
+        ]
+        for row in rows
+    ]
+    columns = ["", "tokens/s", "hours", "of one machine", "MB sent a step"]
+    return markdown_table(columns, cells)
+
+
+def hours(seconds: float) -> str:
+    """Return hours with enough digits, also of a run of minutes."""
+    found = seconds / 3600
+    digits = max(0, 1 - math.floor(math.log10(found))) if 0 < found < 100 else 0
+    return f"{found:,.{min(digits, 4)}f}"
+
+
+def times(factor: float) -> str:
+    return f"{factor:.2f} x" if factor >= 0.095 else f"{factor:.1g} x"
+
+
+def verdict(rows: Sequence[Row], best: Row) -> str:
+    """Say in a line what the machines should do."""
+    one = max(
+        (row for row in rows if row.machine is not None), key=lambda row: row.tokens_per_second
+    )
+    if best.machine is not None:
+        return f"* {best.name} is about as fast as both together: a second machine gains nothing"
+    data_parallel = next(row for row in rows if row.machine is None)
+    ways = {"*": best} if best is data_parallel else {"*": best, data_parallel.name: data_parallel}
+    gains = (
+        f"{name} makes two machines {times(way.tokens_per_second / one.tokens_per_second)} as "
+        f"fast as {one.name}"
+        for name, way in ways.items()
+    )
+    return "; ".join(gains)

@@ -1,0 +1,131 @@
+"""A trial: the training of a config on this machine alone, only to see how long its steps take.
+
+It is the program that trains later, started by the same launcher with the same settings, but for
+the text, of which every machine has some, and whatever is not a step: validations, checkpoints,
+boards. It trains until it is stopped.
+"""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from itertools import takewhile
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Self
+
+from torchtitan_diloco.components.records import METRICS_FILE, read_json_lines
+from torchtitan_diloco.config import Config
+from torchtitan_diloco.hardware import end_with_parent
+from torchtitan_diloco.log import UserError
+
+WARM_UP_STEPS, LEAST_STEPS = 2, 3
+"""First steps, which are slower, and the fewest steps to measure after them."""
+STOP_SECONDS = 15.0
+"""For which a trial may end its step, before it is killed."""
+OF_A_RUN = ("NNODES", "NODE_RANK", "RDZV_ENDPOINT", "RANK", "LOCAL_RANK", "WORLD_SIZE")
+"""Environment variables that would make the trial a part of another run."""
+
+
+class Trial:
+    """Context in which the trial runs."""
+
+    def __init__(
+        self, words: Sequence[str], config: Config, *, workers: int, processes: int, vocabulary: int
+    ) -> None:
+        """`words`: the arguments of a training of `config`. `workers`: those that will share a
+        batch. `vocabulary`: rows of the embedding."""
+        self._folder = TemporaryDirectory(prefix="torchtitan-diloco-compare-")
+        self._log = Path(self._folder.name, "log.txt")
+        self._records = Path(self._folder.name, "run", "worker-0", METRICS_FILE)
+        batch = config.training.global_batch_size
+        settings = {
+            "run.folder": str(Path(self._folder.name, "run")),
+            "run.restarts": "0",
+            "model.weights": "",
+            "data.corpus": "stdlib",
+            "data.validation_corpus": "",
+            "data.tokenizer": "bytes",
+            "data.shard_by": "none",
+            "model.vocab_size": str(vocabulary),
+            "diloco.method": "none",
+            "diloco.workers": "1",
+            "training.stop_after": "0",
+            "training.global_batch_size": "none" if batch is None else str(batch // workers),
+            "validation.every": "0",
+            "checkpoint.every": "0",
+            "checkpoint.every_minutes": "0",
+            "checkpoint.at_end": "false",
+            "checkpoint.resume": "auto",
+            "metrics.log_every": "1",
+            "metrics.tensorboard": "false",
+            "metrics.wandb": "",
+            "profiling.start": "0",
+        }
+        given = [word for key, value in settings.items() for word in (f"--{key}", value)]
+        self._command = [sys.executable, "-m", "torchtitan_diloco.launch", *words, *given]
+        usual = {key: one for key, one in os.environ.items() if key not in OF_A_RUN}
+        self._environment = usual | {"NPROC": str(processes)}
+
+    def __enter__(self) -> Self:
+        with self._log.open("wb") as output:
+            self._process = subprocess.Popen(
+                self._command,
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                process_group=0,  # Ctrl-C is for this process, which stops the trial
+                preexec_fn=end_with_parent,
+            )
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()  # its ranks end with it
+            self._process.wait()
+        self._folder.cleanup()
+
+    def check(self) -> None:
+        """Raise if the trial has ended, which it does not do by itself."""
+        if (code := self._process.poll()) is None:
+            return
+        reason = what_it_said(self._log.read_text(errors="replace"))
+        raise UserError(f"a trial of this config ended with exit code {code}: {reason}")
+
+    def seconds_of_steps(self, since: float = 0.0) -> list[float]:
+        """Return the wall time of each step that ended after a moment, but for the first ones."""
+        steps = read_json_lines(self._records)[0] if self._records.exists() else []
+        return [
+            one["worker/wall_seconds"]
+            for one in steps
+            if one.get("worker/steps") and one["step"] > WARM_UP_STEPS and one["time"] > since
+        ]
+
+    def wait_for_steps(
+        self, seconds: float, since: float, meanwhile: Callable[[list[float]], None]
+    ) -> None:
+        """Wait until steps of so many seconds, and some at least, have ended after a moment.
+
+        `meanwhile` is called again and again with the steps so far.
+        """
+        while True:
+            found = self.seconds_of_steps(since)
+            if len(found) >= LEAST_STEPS and sum(found) >= seconds:
+                return
+            self.check()
+            meanwhile(found)
+            time.sleep(0.2)
+
+
+def what_it_said(printed: str) -> str:
+    """Return the first error, with its indented lines, as one line; without one the last line."""
+    _, error, text = printed.partition("error: ")
+    if not error:
+        return (printed.splitlines() or ["it said nothing"])[-1]
+    first, *others = text.splitlines()
+    return " ".join([first, *map(str.strip, takewhile(lambda line: line[:2] == "  ", others))])
