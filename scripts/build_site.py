@@ -19,6 +19,7 @@ RECORDS = [REPOSITORY / f"benchmarks/records/{name}.md" for name in ("loss", "sp
 FIRST = REPOSITORY / "README.md"
 SECTIONS = {
     "Train": (
+        "two-machines",
         "launching",
         "data-and-models",
         "algorithm",

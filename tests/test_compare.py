@@ -202,7 +202,9 @@ def trial_of(*words: str, vocabulary: int = 320) -> Trial:
 def test_a_trial_trains_the_share_of_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NNODES", "7")  # of the run that is to come
     seen = list[list[float]]()
-    with trial_of("--training.global_batch_size", "8", "--model.weights", "/no/where") as running:
+    words = ["--model.weights", "/no/where", "--checkpoint.mirror", "s3://no/where"]
+    words += ["--data.mixture", "/no/where=1", "--run.preemption", "aws"]
+    with trial_of("--training.global_batch_size", "8", *words) as running:
         running.wait_for_steps(0.0, 0.0, seen.append)
         begun = time.time()
         running.wait_for_steps(0.2, begun, seen.append)

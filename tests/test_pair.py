@@ -73,6 +73,15 @@ def test_an_error_of_one_ends_the_other(pairs: list[Pair]) -> None:
         pairs[0].exchange(1)
 
 
+def test_what_was_said_before_an_error_is_heard_first(pairs: list[Pair]) -> None:
+    with suppress(UserError), pairs[1]:
+        pairs[1]._send(Message(value=msgspec.Raw(b"2")))
+        raise UserError("found at the same time")
+    assert pairs[0].exchange(1) == [1, 2]
+    with pytest.raises(UserError, match="machine 1: found at the same time"):
+        pairs[0].check(60)
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), UserError("no room")])
 def test_what_the_other_hears(pairs: list[Pair], error: BaseException) -> None:
     with pytest.raises(type(error)), pairs[1]:

@@ -86,6 +86,7 @@ class Pair:
         `meanwhile` is called again and again until the other value is there.
         """
         self._send(Message(value=msgspec.Raw(msgspec.json.encode(mine))))
+        self._raise_error()
         while not self._arrived:
             meanwhile()
             self.check(POLL_SECONDS)
@@ -104,7 +105,11 @@ class Pair:
             self._send(Message(error=error))
 
     def check(self, seconds: float = 0.0) -> None:
-        """Read what arrives within some seconds. Raise if the other machine has failed or gone."""
+        """Read what arrives within some seconds. Raise if the other machine has failed or gone.
+
+        What it said before its error comes first: both may have found the same mistake.
+        """
+        self._raise_error()
         if not select.select([self._connection], [], [], seconds)[0]:
             return
         try:
@@ -115,10 +120,12 @@ class Pair:
             raise self._gone()
         *lines, self._unfinished = (self._unfinished + received).split(b"\n")
         for line in lines:
-            message = self._decode(line, Message)
-            if message.error:
-                raise UserError(f"{self.other}: {message.error}")
-            self._arrived.append(message)
+            self._arrived.append(self._decode(line, Message))
+        self._raise_error()
+
+    def _raise_error(self) -> None:
+        if self._arrived and self._arrived[0].error:
+            raise UserError(f"{self.other}: {self._arrived[0].error}")
 
     def _send(self, message: Message) -> None:
         try:

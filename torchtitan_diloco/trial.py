@@ -43,8 +43,11 @@ class Trial:
         settings = {
             "run.folder": str(Path(self._folder.name, "run")),
             "run.restarts": "0",
+            "run.preemption": "none",
             "model.weights": "",
             "data.corpus": "stdlib",
+            "data.mixture": "",
+            "data.phases": "[]",
             "data.validation_corpus": "",
             "data.tokenizer": "bytes",
             "data.shard_by": "none",
@@ -58,9 +61,11 @@ class Trial:
             "checkpoint.every_minutes": "0",
             "checkpoint.at_end": "false",
             "checkpoint.resume": "auto",
+            "checkpoint.mirror": "",
             "metrics.log_every": "1",
             "metrics.tensorboard": "false",
             "metrics.wandb": "",
+            "metrics.mlflow": "",
             "profiling.start": "0",
         }
         given = [word for key, value in settings.items() for word in (f"--{key}", value)]

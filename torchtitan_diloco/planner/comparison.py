@@ -129,7 +129,9 @@ def verdict(rows: Sequence[Row], best: Row) -> str:
     if best.machine is not None:
         return f"* {best.name} is about as fast as both together: a second machine gains nothing"
     data_parallel = next(row for row in rows if row.machine is None)
-    ways = {"*": best} if best is data_parallel else {"*": best, data_parallel.name: data_parallel}
+    ways = {"the row with *": best}
+    if best is not data_parallel:
+        ways[data_parallel.name] = data_parallel
     gains = (
         f"{name} makes two machines {times(way.tokens_per_second / one.tokens_per_second)} as "
         f"fast as {one.name}"
