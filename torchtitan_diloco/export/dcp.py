@@ -20,9 +20,8 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-METADATA_NAME = ".metadata"
-"""Found only in folders of DCP."""
-DATA_NAMES = "*.distcp"
+from torchtitan_diloco.export.dcp_folder import METADATA_NAME
+
 DTYPES = {name for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 PATHS = {"Path", "PosixPath", "PurePath", "PurePosixPath", "PureWindowsPath", "WindowsPath"}
 KNOWN = {
@@ -70,10 +69,6 @@ class Stored:
             causes = [str(cause) for cause, _ in error.failures.values()]
             raise OSError(f"{self.name}: {causes[0]}") from error
         return value
-
-
-def is_dcp(folder: Path) -> bool:
-    return (folder / METADATA_NAME).is_file()
 
 
 def stored_tensors(folder: Path) -> dict[str, Stored]:

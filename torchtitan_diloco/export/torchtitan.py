@@ -5,13 +5,16 @@ Names and order are those of its state-dict adapters. Names of torchtitan 0.2 ar
 
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from torchtitan_diloco.export.dcp import Stored, save_tensors, stored_tensors
 from torchtitan_diloco.log import UserError
 from torchtitan_diloco.models import Decoder, LanguageModel
+
+if TYPE_CHECKING:
+    from torchtitan_diloco.export.dcp import Stored
 
 EMBEDDING, HEAD = "tok_embeddings.weight", "lm_head.weight"
 MODULES = {
@@ -105,14 +108,18 @@ def settings_of_checkpoint(shapes: dict[str, list[int]], model: LanguageModel) -
 # --- folders --------------------------------------------------------------------------------------
 
 
-def open_checkpoint(folder: Path) -> dict[str, Stored]:
+def open_checkpoint(folder: Path) -> "dict[str, Stored]":
     """Return the parameters of a checkpoint by their names in torchtitan of today."""
+    from torchtitan_diloco.export.dcp import stored_tensors
+
     found = {current_name(name): one for name, one in stored_tensors(folder).items()}
     return {name: one for name, one in found.items() if name.startswith(OF_MODEL)}
 
 
 def save_torchtitan(folder: Path, model: LanguageModel, dtype: torch.dtype) -> None:
     """Write what torchtitan starts from: the parameters, and no optimizer."""
+    from torchtitan_diloco.export.dcp import save_tensors
+
     if not isinstance(model, Decoder) or model.shape.activation != "swiglu":
         raise UserError(
             f'--format torchtitan: model.flavor = "{model.config.flavor}" ({model.shape}) is no '

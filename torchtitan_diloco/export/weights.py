@@ -29,7 +29,7 @@ from torchtitan_diloco.components.resume import SavedTensors, check_tokenizer
 from torchtitan_diloco.config import Config, parse_config
 from torchtitan_diloco.data.tokenizer import Tokenizer, build_tokenizer
 from torchtitan_diloco.diloco.state_dict import shared_parameter_name
-from torchtitan_diloco.export.dcp import DATA_NAMES, is_dcp
+from torchtitan_diloco.export.dcp_folder import DATA_NAMES, is_dcp
 from torchtitan_diloco.export.hugging_face import (
     CONFIG_NAME,
     differing_settings,

@@ -1,0 +1,13 @@
+"""How a folder of DCP is recognised, without the imports that reading one takes.
+
+`torch.distributed.checkpoint` sets up the logging of torch, which the launcher has to do first.
+"""
+
+from pathlib import Path
+
+METADATA_NAME, DATA_NAMES = ".metadata", "*.distcp"
+"""Files of a DCP folder. The first is found in no other folder."""
+
+
+def is_dcp(folder: Path) -> bool:
+    return (folder / METADATA_NAME).is_file()
