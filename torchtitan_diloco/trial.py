@@ -17,11 +17,14 @@ from typing import Self
 
 from torchtitan_diloco.components.records import METRICS_FILE, read_json_lines
 from torchtitan_diloco.config import Config
+from torchtitan_diloco.config.loader import RUN_LENGTH
 from torchtitan_diloco.hardware import end_with_parent
 from torchtitan_diloco.log import UserError
 
 WARM_UP_STEPS, LEAST_STEPS = 2, 3
 """First steps, which are slower, and the fewest steps to measure after them."""
+MOST_STEPS = 10**9
+"""A trial ends when it is stopped, and not by itself."""
 STOP_SECONDS = 15.0
 """For which a trial may end its step, before it is killed."""
 OF_A_RUN = ("NNODES", "NODE_RANK", "RDZV_ENDPOINT", "RANK", "LOCAL_RANK", "WORLD_SIZE")
@@ -54,6 +57,8 @@ class Trial:
             "model.vocab_size": str(vocabulary),
             "diloco.method": "none",
             "diloco.workers": "1",
+            **dict.fromkeys(RUN_LENGTH, "0"),
+            "training.steps": str(MOST_STEPS),
             "training.stop_after": "0",
             "training.global_batch_size": "none" if batch is None else str(batch // workers),
             "validation.every": "0",
