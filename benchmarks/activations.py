@@ -56,7 +56,8 @@ def build_forward(config: Config, mode: ActivationCheckpoint, device: torch.devi
     """Build a model, and return its forward pass over one batch of random tokens."""
     training = config.training
     tokenizer = build_tokenizer(config.data.tokenizer)
-    rows, length = vocabulary_rows(config.model, tokenizer.vocab_size), training.sequence_length
+    rows = vocabulary_rows(config.model, tokenizer.vocab_size)
+    length = training.sequence_length
     model = build_model(config.model, rows, length)
     parallelize(
         model,

@@ -32,9 +32,11 @@ from torchtitan_diloco.plan import parse_bandwidth, parse_duration
 from torchtitan_diloco.planner.prediction import Conditions, Workload
 from torchtitan_diloco.preflight import vocabulary_rows_of
 
-MACHINES, SYNC_EVERY, CYCLES = 2, 30, 2
+MACHINES = 2
+SYNC_EVERY = 30
+CYCLES = 2
 SECONDS = "20s"
-"""Of steps that `compare` measures."""
+"""For which `compare` measures steps."""
 PATIENCE = 1200.0
 ALONE = "alone"
 PLAIN = {"diloco.quantization.codec": "fp32"}
@@ -84,14 +86,14 @@ def predictions(printed: str) -> dict[str, float]:
 
 def link_of(printed: str) -> Conditions:
     """Return the conditions of the link, with steps of any length."""
-    found = LINK.search(printed)
-    assert found is not None, printed
+    link = LINK.search(printed)
+    assert link is not None, printed
     return Conditions(
-        parse_bandwidth(found[2]),
+        parse_bandwidth(link[2]),
         (1.0,) * MACHINES,
-        latency_seconds=parse_duration(found[1]) / 2,
+        latency_seconds=parse_duration(link[1]) / 2,
         backward_waits=True,
-        all_reduce_bits_per_second=parse_bandwidth(found[3]),
+        all_reduce_bits_per_second=parse_bandwidth(link[3]),
     )
 
 
@@ -103,7 +105,8 @@ def finish(programs: Sequence[Program]) -> None:
 
 def run_compare(network: Network, folder: Path, settings: core.Settings) -> str:
     """Run `compare` on both machines, and return what the first one prints."""
-    words, programs = core.command_line(settings), list[Program]()
+    words = core.command_line(settings)
+    programs = list[Program]()
     for machine in range(MACHINES):
         place = folder / f"machine-{machine}"
         place.mkdir(parents=True)
@@ -119,11 +122,11 @@ def settings_of(name: str, common: core.Settings) -> core.Settings:
     """Return the settings of the run that a row is about."""
     if name.endswith(ALONE):
         return common | METHODS[ALONE]
-    own = common | next(METHODS[begin] for begin in METHODS if name.startswith(begin))
+    settings = common | next(METHODS[begin] for begin in METHODS if name.startswith(begin))
     tuned = re.search(r" H (\d+), tau (\d+)", name)
     if tuned is not None:
-        own |= {"diloco.sync_every": tuned[1], "diloco.overlap.delay": tuned[2]}
-    return own
+        settings |= {"diloco.sync_every": tuned[1], "diloco.overlap.delay": tuned[2]}
+    return settings
 
 
 def length(settings: core.Settings, rate: float) -> tuple[int, int]:
@@ -143,12 +146,14 @@ def run_method(network: Network, rate: float, folder: Path, settings: core.Setti
     """Return the measured steps of both workers, or of two that are alone."""
     first, measured = length(settings, rate)
     total = first + measured + int(settings["diloco.overlap.delay"]) + 1
-    own = settings | {"training.steps": str(total), "metrics.log_every": "1"}
+    timed = settings | {"training.steps": str(total), "metrics.log_every": "1"}
     folder.mkdir(parents=True, exist_ok=True)
-    alone, programs, places = settings["diloco.workers"] == "1", list[Program](), list[Path]()
+    alone = settings["diloco.workers"] == "1"
+    programs = list[Program]()
+    places = list[Path]()
     for machine in range(MACHINES):
         places.append(folder / (f"run-{machine}" if alone else "run"))
-        words = core.command_line(own | {"run.folder": str(places[-1])})
+        words = core.command_line(timed | {"run.folder": str(places[-1])})
         command = [sys.executable, "-m", "torchtitan_diloco.train", *words]
         variables = {"RANK": "0", "WORLD_SIZE": "1"} if alone else {}
         log = folder / f"log-{machine}.txt"
@@ -158,14 +163,14 @@ def run_method(network: Network, rate: float, folder: Path, settings: core.Setti
         core.read_records(place, 0 if alone else worker) for worker, place in enumerate(places)
     ]
     return [
-        [one for one in core.steps_of(own) if first < one["step"] <= first + measured]
-        for own in records
+        [one for one in core.steps_of(timed) if first < one["step"] <= first + measured]
+        for timed in records
     ]
 
 
 def mean(steps: Steps, name: str) -> float:
     """Return the mean of a counter of each step."""
-    return statistics.fmean(one[name] for one in steps if name in one)
+    return statistics.fmean(record[name] for record in steps if name in record)
 
 
 def predict_again(settings: core.Settings, link: Conditions, before: Sequence[Steps]) -> float:
@@ -185,10 +190,12 @@ def predict_again(settings: core.Settings, link: Conditions, before: Sequence[St
 
 def check(rate: float, folder: Path, common: core.Settings) -> core.Record:
     """Compare two machines, and run what the table has. Return `Checked` by row."""
-    found, before = dict[str, Checked](), list[Steps]()
+    checked = dict[str, Checked]()
+    before = list[Steps]()
     with Network(MACHINES, up=rate, down=rate) as network:
         printed = run_compare(network, folder / "compare", common)
-        predicted, link = predictions(printed), link_of(printed)
+        predicted = predictions(printed)
+        link = link_of(printed)
         speeds = [predicted.pop(name) for name in [*predicted] if name.endswith(ALONE)]
         for name, speed in {ALONE: statistics.fmean(speeds), **predicted}.items():
             settings = settings_of(name, common)
@@ -202,9 +209,9 @@ def check(rate: float, folder: Path, common: core.Settings) -> core.Record:
             if settings["diloco.method"] != "none" or name == ALONE:
                 before = steps
             again = predict_again(settings, link, before)
-            found[name] = Checked(speed, measured, again, len(steps[0]))
+            checked[name] = Checked(speed, measured, again, len(steps[0]))
             print(f"{rate:g} Mbit/s, {name}: {speed:,.0f}, then {measured:,.0f}", flush=True)
-    return {name: asdict(one) for name, one in found.items()}
+    return {name: asdict(one) for name, one in checked.items()}
 
 
 def rows_of(checks: dict[tuple[float, str], list[Checked]]) -> list[list[str]]:
@@ -212,13 +219,13 @@ def rows_of(checks: dict[tuple[float, str], list[Checked]]) -> list[list[str]]:
         [
             f"{rate:g}",
             method,
-            core.summary([one.predicted for one in found], ",.0f"),
-            core.summary([one.measured for one in found], ",.0f"),
-            core.summary([one.predicted / one.measured for one in found], ".2f"),
-            core.summary([one.again / one.measured for one in found], ".2f"),
-            f"{len(found)} ({found[0].steps})",
+            core.summary([checked.predicted for checked in repeats], ",.0f"),
+            core.summary([checked.measured for checked in repeats], ",.0f"),
+            core.summary([checked.predicted / checked.measured for checked in repeats], ".2f"),
+            core.summary([checked.again / checked.measured for checked in repeats], ".2f"),
+            f"{len(repeats)} ({repeats[0].steps})",
         ]
-        for (rate, method), found in checks.items()
+        for (rate, method), repeats in checks.items()
     ]
 
 

@@ -31,10 +31,10 @@ from torch.nn.utils.rnn import pad_sequence
 from benchmarks import core, scale
 from benchmarks.downstream_tasks import TASKS, Example, Text, make_examples
 from torchtitan_diloco.components.checkpoint import MODEL, complete_checkpoints, read_manifest
-from torchtitan_diloco.components.loss import count_text_bytes, validate
 from torchtitan_diloco.components.resume import SavedTensors
+from torchtitan_diloco.components.validation import open_held_out, validate
 from torchtitan_diloco.data.corpus import open_split
-from torchtitan_diloco.data.loader import IGNORE_INDEX, Batch, ValidationBatches
+from torchtitan_diloco.data.loader import IGNORE_INDEX, Batch
 from torchtitan_diloco.data.shards import INDEX_NAME, read_index
 from torchtitan_diloco.data.tokenizer import Tokenizer
 from torchtitan_diloco.distributed.world import World, pick_device
@@ -199,17 +199,9 @@ def fine_tune(saved: SavedModel, examples: Mapping[str, Sequence[Example]], step
 
 def held_out_loss(saved: SavedModel, device: torch.device) -> float:
     """Return the loss that the run reports, here of the parameters that the model has."""
-    config = saved.config
-    batches = ValidationBatches(
-        open_split(config.data, saved.tokenizer, "validation"),
-        sequence_length=config.training.sequence_length,
-        batch_size=config.training.batch_size,
-        rank=0,
-        ranks=1,
-        sequences=config.validation.sequences,
-    )
     world = World(rank=0, size=1, workers=1, device=device)
-    return validate(saved.model, batches, world, count_text_bytes(batches, saved.tokenizer)).loss
+    held_out = open_held_out(saved.config, saved.tokenizer, world, each_worker_has_its_own=False)
+    return validate(saved.model, held_out, world).loss
 
 
 def measure(source: Source, count: int, steps: int) -> core.Record:

@@ -171,7 +171,8 @@ def text_of(run: core.Settings, corpus: str, out: Path) -> core.Settings:
     if run.get("data.shard_by") != "own":
         return {"data.corpus": corpus}
     chosen = core.load(run | {"data.corpus": "{worker}"})
-    shards, tokenizer = out / f"clusters-{chosen.diloco.workers}", chosen.data.tokenizer
+    shards = out / f"clusters-{chosen.diloco.workers}"
+    tokenizer = chosen.data.tokenizer
     prepare_main(
         [
             *("--source", corpus, "--tokenizer", tokenizer, "--out", str(shards)),

@@ -96,10 +96,10 @@ def write_source(source: Path) -> None:
 def pages_by_section() -> dict[str, list[Path]]:
     there = [*REPOSITORY.glob("*.md"), *DOCS.glob("*.md"), *RECORDS]
     places = {page.stem: page for page in there}
-    found = {name: [places.pop(stem) for stem in stems] for name, stems in SECTIONS.items()}
+    sections = {name: [places.pop(stem) for stem in stems] for name, stems in SECTIONS.items()}
     others = sorted(page for page in places.values() if page.parent == DOCS)
-    found["Results"] += others
-    return found
+    sections["Results"] += others
+    return sections
 
 
 def table_of(name: str, pages: Sequence[Path]) -> str:

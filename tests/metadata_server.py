@@ -8,17 +8,19 @@ from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-AWS, GCP = "/latest/meta-data/", "/computeMetadata/v1/instance/preempted"
+AWS = "/latest/meta-data/"
+GCP = "/computeMetadata/v1/instance/preempted"
 AZURE = "/metadata/scheduledevents?api-version=2020-07-01"
 AZURE_NAME = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
 
 
 class MetadataServer:
-    """What the server says, and what it was asked."""
+    """Holds what the server says, and what it was asked."""
 
     def __init__(self) -> None:
         self.answers = {GCP: "FALSE", AZURE: json.dumps({"Events": []}), AZURE_NAME: "mine"}
-        self.token, self.tokens = "token-1", 0
+        self.token = "token-1"
+        self.tokens = 0
         self.asked = threading.Semaphore(0)
         self.port = 0
 

@@ -337,7 +337,8 @@ def test_other_code_and_torch_are_named() -> None:
     told = list[compare.Machine]()
 
     class Other:
-        rank, other = 0, "machine 1"
+        rank = 0
+        other = "machine 1"
 
         def exchange(self, mine: compare.Machine) -> list[compare.Machine]:
             told.append(mine)

@@ -48,7 +48,8 @@ def test_both_get_the_values_of_both_in_the_same_order(pairs: list[Pair]) -> Non
 
 
 def test_what_is_done_while_waiting(pairs: list[Pair]) -> None:
-    times, enough = list[None](), threading.Event()
+    times = list[None]()
+    enough = threading.Event()
 
     def meanwhile() -> None:
         times.append(None)

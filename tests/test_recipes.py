@@ -168,7 +168,8 @@ def test_skypilot_starts_an_island_with_settings_that_exist(tmp_path: Path, join
 
 def test_the_commands_of_the_container_file_run_in_an_empty_folder(tmp_path: Path) -> None:
     """Without a network: what it would download is installed here."""
-    root, python = tmp_path / "root", tmp_path / "venv/bin/python"
+    root = tmp_path / "root"
+    python = tmp_path / "venv/bin/python"
     venv.EnvBuilder(symlinks=True).create(tmp_path / "venv")
     (packages,) = (tmp_path / "venv").glob("lib/*/site-packages")
     installed = [path for path in sys.path if path.endswith("-packages")]
@@ -180,7 +181,8 @@ def test_the_commands_of_the_container_file_run_in_an_empty_folder(tmp_path: Pat
         "PIP_NO_BUILD_ISOLATION": "0",  # pip reads it as the option's value, not as its name
         "PIP_DISABLE_PIP_VERSION_CHECK": "1",
     }
-    folder, entry = root, list[str]()
+    folder = root
+    entry = list[str]()
     for line in (RECIPES / "Containerfile").read_text().splitlines():
         word, _, rest = line.partition(" ")
         if word == "WORKDIR":

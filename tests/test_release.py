@@ -1,4 +1,4 @@
-"""What a release promises: pinned dependencies, a workflow, a citation, a page for newcomers."""
+"""Check what a release promises: pinned dependencies, a workflow, a citation, AGENTS.md."""
 
 import re
 import subprocess

@@ -61,7 +61,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     The environment has the packages of this Python, such as torch, but not the package itself.
     """
     folder = tmp_path_factory.mktemp("release")
-    source, unpacked = folder / "source", folder / "unpacked"
+    source = folder / "source"
+    unpacked = folder / "unpacked"
     for name in ("torchtitan_diloco", "train_configs"):
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(REPOSITORY / name, source / name, symlinks=True, ignore=ignored)

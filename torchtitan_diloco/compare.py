@@ -216,10 +216,10 @@ def _measure_steps(
     compiles = ", and compiles the model" if config.compile.enable else ""
     say(f"the trainer starts{compiles}")
 
-    def look(found: list[float]) -> None:
+    def look(seconds_of_steps: list[float]) -> None:
         if pair is not None:
             pair.check()
-        watch(found)
+        watch(seconds_of_steps)
 
     watch = _watch(seconds)
     trial.wait_for_steps(0.0, 0.0, look)  # its first steps
@@ -239,12 +239,13 @@ def _watch(seconds: float) -> Callable[[list[float]], None]:
     """Return a function that says now and then how far the measurement is."""
     told_at = time.monotonic()
 
-    def watch(found: list[float]) -> None:
+    def watch(seconds_of_steps: list[float]) -> None:
         nonlocal told_at
         if time.monotonic() > told_at + SAY_SECONDS:
             told_at = time.monotonic()
-            done = f"the last of {brief(found[-1])}, " if found else ""
-            say(f"{counted(len(found), 'step')} so far, {done}{sum(found):.0f} of {seconds:.0f} s")
+            last = f"the last of {brief(seconds_of_steps[-1])}, " if seconds_of_steps else ""
+            steps = counted(len(seconds_of_steps), "step")
+            say(f"{steps} so far, {last}{sum(seconds_of_steps):.0f} of {seconds:.0f} s")
 
     return watch
 
@@ -255,7 +256,8 @@ def _step_times(seconds: Sequence[float], config: Config) -> StepTimes:
     from torchtitan_diloco.hardware import describe_device
 
     device = torch.device("cuda" if _on_gpu(config) else "cpu")
-    mean, deviation = statistics.fmean(seconds), statistics.pstdev(seconds)
+    mean = statistics.fmean(seconds)
+    deviation = statistics.pstdev(seconds)
     return StepTimes(describe_device(device), mean, deviation, len(seconds))
 
 
@@ -288,7 +290,8 @@ def _measured_link(
     # As many as a run has: a link with a short round trip needs one for each rank.
     used = several if max(given, load.ranks) > 1 or round_trip >= SHORT_SECONDS else 1
     interface = "" if config.diloco.link.interface else _other_interface(pair.addresses[0])
-    size, rate = max(load.buckets()), slower(ways, used)
+    size = max(load.buckets())
+    rate = slower(ways, used)
     all_reduce = measure_all_reduce(
         pair, size, rate, interface or config.diloco.link.interface, say
     )
@@ -320,7 +323,8 @@ def _answer(
     two = times * MACHINES if len(times) == 1 else times  # another one like it
     rows = compare(load, _conditions(two, link, config), config.diloco, names)
     best = best_of(rows)
-    plan, training = load.plan, config.training
+    plan = load.plan
+    training = config.training
     sequences = plan.tokens_per_step // training.sequence_length
     print(
         f"\n{config.run.name}: {plan.parameters:,} parameters, {plan.total_steps:,} steps of "

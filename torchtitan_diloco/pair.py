@@ -32,8 +32,9 @@ KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
 """A machine that does not answer for 25 seconds is gone."""
 RATE_SECONDS = 3.0
 """For which a rate is measured."""
-FEWEST, MOST = 3, 100
-"""Measured all-reduces."""
+FEWEST = 3
+MOST = 100
+"""All-reduces that are measured, at least and at most."""
 CONNECT_SECONDS = 30.0
 Value = TypeVar("Value")
 Say = Callable[[str], None]
@@ -59,8 +60,11 @@ class Pair:
     """
 
     def __init__(self, connection: socket.socket, rank: int) -> None:
-        self._connection, self.rank, self.other = connection, rank, f"machine {1 - rank}"
-        self._arrived, self._unfinished = deque[Message](), b""
+        self._connection = connection
+        self.rank = rank
+        self.other = f"machine {1 - rank}"
+        self._arrived = deque[Message]()
+        self._unfinished = b""
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in KEEPALIVE.items():
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
@@ -234,7 +238,8 @@ def measure_link(pair: Pair, streams: int, say: Say) -> list[LinkSpeed]:
     listener = listen(here)
     try:
         port = pair.exchange(int(listener.server_address[1]))[1 - pair.rank]
-        connect, speeds = partial(Sender, there, port), dict[int, Speed]()
+        connect = partial(Sender, there, port)
+        speeds = dict[int, Speed]()
         for count in sorted({1, streams}):
             say(f"measuring the link with {count} TCP stream{'s' * (count > 1)}")
             pair.exchange(count)  # both begin at the same time

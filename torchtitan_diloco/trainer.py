@@ -19,7 +19,7 @@ from torchtitan_diloco.components.checkpoint import (
     RunState,
     folder_of_worker,
 )
-from torchtitan_diloco.components.loss import Validator, loss_head, open_held_out
+from torchtitan_diloco.components.loss import loss_head
 from torchtitan_diloco.components.mirror import build_mirror, new_identity
 from torchtitan_diloco.components.optimizer import (
     SkippedSteps,
@@ -48,6 +48,7 @@ from torchtitan_diloco.components.run_plan import (
 )
 from torchtitan_diloco.components.summary import log_summary
 from torchtitan_diloco.components.telemetry import Batch, StepResult, Telemetry, build_profiler
+from torchtitan_diloco.components.validation import Validator, open_held_out
 from torchtitan_diloco.config import Config, to_toml
 from torchtitan_diloco.config.schema import flat_settings, portable
 from torchtitan_diloco.data.loader import Stream, TrainLoader
@@ -107,7 +108,8 @@ class Trainer:
         self.data = RunData(config, tokenizer, world)
         self._agree()
 
-        self.resumed, self.position = self.start.state, Position()
+        self.resumed = self.start.state
+        self.position = Position()
         if self.start.manifest is not None:
             saved = self.resumed.position, self.resumed.segment, self.start.manifest.data
             self.position = self.data.find_position(*saved)
@@ -123,10 +125,13 @@ class Trainer:
 
     def _find_start(self) -> None:
         """Find what the run starts from, here or in its mirror."""
-        config, world = self.config, self.world
+        config = self.config
+        world = self.world
         find = partial(find_start, world, config.checkpoint.resume, config.run.folder)
-        self.start, self.mirror = find(), build_mirror(config, world)
-        manifest, goes_on = self.start.manifest, self.start.goes_on
+        self.start = find()
+        self.mirror = build_mirror(config, world)
+        manifest = self.start.manifest
+        goes_on = self.start.goes_on
         self.run_identity = manifest.run if goes_on and manifest else new_identity(world)
         if self.mirror is not None:
             self.start = self.mirror.join(self.start, self.run_identity, find)
@@ -255,7 +260,8 @@ class Trainer:
     def begin(self) -> None:
         """Join the other islands, if any, and start the loader at the current position."""
         world, config = self.world, self.config
-        start, stream = self.position.samples, None
+        start = self.position.samples
+        stream = None
         segments = self.data.segments(self.plan, self.position)
         if self.island is not None:
             start, stream = self.island.join()
@@ -381,11 +387,13 @@ class Trainer:
     def _build_validator(self) -> Validator:
         """Build the validator, and keep its few sequences in memory."""
         config = self.config
-        if not config.validation.every:
-            return Validator(self.model, [], self.world, self.outer, self.resumed.validated)
-        held_out = open_held_out(
-            config, self.tokenizer, self.world, own=config.data.shard_by == "own"
-        )
+        held_out = []
+        if config.validation.every:
+            is_own = config.data.shard_by == "own"
+            opened = open_held_out(
+                config, self.tokenizer, self.world, each_worker_has_its_own=is_own
+            )
+            held_out = [corpus.in_memory() for corpus in opened]
         return Validator(self.model, held_out, self.world, self.outer, self.resumed.validated)
 
     def _agree(self) -> None:

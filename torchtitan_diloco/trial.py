@@ -21,8 +21,10 @@ from torchtitan_diloco.config.loader import RUN_LENGTH
 from torchtitan_diloco.hardware import end_with_parent
 from torchtitan_diloco.log import UserError
 
-WARM_UP_STEPS, LEAST_STEPS = 2, 3
-"""First steps, which are slower, and the fewest steps to measure after them."""
+WARM_UP_STEPS = 2
+"""First steps, which are slower, and are not measured."""
+LEAST_STEPS = 3
+"""Steps to measure after them, at least."""
 MOST_STEPS = 10**9
 """A trial ends when it is stopped, and not by itself."""
 STOP_SECONDS = 15.0
@@ -124,11 +126,11 @@ class Trial:
         `meanwhile` is called again and again with the steps so far.
         """
         while True:
-            found = self.seconds_of_steps(since)
-            if len(found) >= LEAST_STEPS and sum(found) >= seconds:
+            measured = self.seconds_of_steps(since)
+            if len(measured) >= LEAST_STEPS and sum(measured) >= seconds:
                 return
             self.check()
-            meanwhile(found)
+            meanwhile(measured)
             time.sleep(0.2)
 
 

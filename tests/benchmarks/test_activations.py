@@ -1,4 +1,4 @@
-"""What each mode of activation checkpointing keeps, and what it computes again."""
+"""Check what each mode of activation checkpointing keeps, and what it computes again."""
 
 import pytest
 import torch
@@ -40,12 +40,18 @@ def test_less_is_kept_the_more_is_recomputed(measured: dict[str, Memory]) -> Non
 
 
 def test_only_the_chosen_products_are_computed_again(measured: dict[str, Memory]) -> None:
-    """Of qkv, out, gate, up and down, every second one: out and up. Nothing needs down again."""
+    """Recompute every second one of qkv, out, gate, up and down, and keep the others.
+
+    These are out and up. Nothing needs down again.
+    """
     flops = {name: one.product_flops for name, one in measured.items()}
     assert flops["all products"] == flops["none"]
-    shape, tokens = CONFIG.model, 2 * 64
+    shape = CONFIG.model
+    tokens = 2 * 64
     assert shape.flavor == "debug"
-    width, heads_width, inner = 96, 3 * 32, 256
+    width = 96
+    heads_width = 3 * 32
+    inner = 256
     again = 2 * tokens * BLOCKS * (heads_width * width + width * inner)
     assert flops["half"] - flops["none"] == again
     all_but_down = 2 * tokens * BLOCKS * (4 * heads_width * width + 2 * width * inner)

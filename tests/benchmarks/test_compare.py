@@ -39,7 +39,7 @@ link: 20 us there and back; 13 Mbit/s with 1 TCP stream, ...; 12 Mbit/s in an al
 
 {table(LOAD, ROWS, ROWS[-1])}
 
-* makes
+the row with * makes
 """
 
 

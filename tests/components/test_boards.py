@@ -63,7 +63,8 @@ def test_weights_and_biases_gets_the_same_curves(
 ) -> None:
     pytest.importorskip("wandb", reason="needs the extra wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
-    names, folder = [], tmp_path / "worker-0"
+    names = []
+    folder = tmp_path / "worker-0"
     for step in (0, 4):
         with telemetry(tmp_path, wandb="slow-links", step=step, run="the-group") as own:
             train(own, range(step + 1, step + 5))

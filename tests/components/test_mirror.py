@@ -89,7 +89,8 @@ def test_a_copy_that_is_broken_off_anywhere_is_whole_or_not_there(
         write_checkpoint(folder_of_worker(folder, worker), 8, save=7, workers=workers)
         for worker in range(workers)
     ]
-    copies, left = copies_in(folder / "mirror", part_bytes=60), iter(range(broken_after))
+    copies = copies_in(folder / "mirror", part_bytes=60)
+    left = iter(range(broken_after))
     create = Store.create
 
     def create_some(self: Store, *arguments: Any) -> bool:
@@ -246,7 +247,8 @@ def test_of_the_folder_and_the_mirror_the_newer_one_is_taken(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("INFO")
-    location, folder = tmp_path / "mirror", tmp_path / "run"
+    location = tmp_path / "mirror"
+    folder = tmp_path / "run"
     run(mirrored(text, folder, location))
     end = tensors(last(folder))
     for path in complete_checkpoints(folder / "worker-0")[1:]:
@@ -303,8 +305,10 @@ class Away:
     """A mirror that is away while steps of a set are trained."""
 
     def __init__(self, location: Path, first: int, last: int) -> None:
-        self._here, self._there = location, location.with_name("elsewhere")
-        self._first, self._last = first, last
+        self._here = location
+        self._there = location.with_name("elsewhere")
+        self._first = first
+        self._last = last
 
     def __call__(self, trainer: Trainer) -> None:
         if trainer.step == self._first:
@@ -397,7 +401,8 @@ def test_a_slow_copy_is_waited_for_at_the_end_for_a_bounded_time(
 ) -> None:
     """Steps that would wait behind another one are skipped, and the last one is not."""
     caplog.set_level("INFO")
-    released, save = threading.Event(), Copies.save
+    released = threading.Event()
+    save = Copies.save
 
     def slow(self: Copies, *arguments: Any) -> int:
         assert released.wait(60)

@@ -318,6 +318,13 @@ WARM = {"lr_schedule.warmup_steps": "200"}
         (2000, {"lr_schedule.decay_fraction": "0.5"}, ['"cosine": it is for "wsd"']),
         (2000, {"diloco.method": "none", "diloco.outer_optimizer.name": "sgd"}, []),
         (2000, TOPK, ["momentum = 0.8 has no effect"]),
+        (2000, {"data.mixture": "a=0.7 b=0.3"}, []),
+        (2000, {"data.mixture": "a=0.123456789 b=1"}, ["data.mixture are rounded to multiples of"]),
+        (
+            2000,
+            {"data.phases": "[{start = 0.5, mixture = {a = 0.123456789, b = 1}}]"},
+            [r"data.phases\[0\] are rounded"],
+        ),
         (2000, {"diloco.overlap.mixing": "0", "diloco.outer_optimizer.lr": "2"}, ["unstable"]),
         (200, {"diloco.beginning.steps": "200"}, ["has 200 steps and is not shorter than the run"]),
         (200, {"diloco.beginning.fraction": "1"}, ["has 200 steps and is not shorter than the"]),

@@ -53,9 +53,11 @@ def written(folder: Path, count: int) -> list[TokenShards]:
 
 @pytest.mark.parametrize("count", [1, 2, 4, 5, 64])
 def test_each_document_is_in_one_cluster_and_they_are_even(folder: Path, count: int) -> None:
-    tokens, found = TokenShards(folder, "train", BYTES), written(folder, count)
+    tokens = TokenShards(folder, "train", BYTES)
+    found = written(folder, count)
     assert sorted(chain(*map(documents, found))) == sorted(documents(tokens))
-    sizes, longest = [*map(len, found)], 101
+    sizes = [*map(len, found)]
+    longest = 101
     assert sum(sizes) == len(tokens)
     assert max(sizes) - min(sizes) <= longest * count.bit_length()
     assert all(find_damage(each.folder)[1] == [] for each in found)

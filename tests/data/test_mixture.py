@@ -26,7 +26,8 @@ def located(mixture: Mixture, start: int, stop: int) -> list[tuple[int, int]]:
 
 @given(WEIGHTS, st.integers(0, 10**12))
 def test_counts_are_within_a_sample_of_the_weights(weights: dict[str, float], far: int) -> None:
-    names, total = list(weights), sum(weights.values())
+    names = list(weights)
+    total = sum(weights.values())
     mixture = Mixture(names, [Segment(0, weights)])
     counts = dict.fromkeys(names, 0)
     for number, (corpus, sample) in enumerate(located(mixture, 0, 300), start=1):
@@ -65,7 +66,8 @@ def test_new_weights_count_from_the_resume_on(
     saved = before.segment_at(stop)
     after = Mixture(NAMES, plan_segments(new, [], position=stop, before=saved))
     counts = [before.read_before(stop).get(name, 0) for name in NAMES]
-    began, total = list(counts), sum(new.values())
+    began = list(counts)
+    total = sum(new.values())
     for corpus, sample in located(after, stop, stop + 200):
         assert sample == counts[corpus]
         counts[corpus] += 1

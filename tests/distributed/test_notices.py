@@ -141,7 +141,8 @@ def test_a_server_that_does_not_answer_is_one_warning_and_one_that_comes_back_is
     server: MetadataServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     del server.answers[GCP]
-    told, heard = list[Notice](), threading.Event()
+    told = list[Notice]()
+    heard = threading.Event()
 
     def tell(notice: Notice) -> None:
         told.append(notice)
@@ -216,7 +217,8 @@ def test_a_recommendation_of_aws_saves_once_and_goes_on(
     text: Path, tmp_path: Path, server: MetadataServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     server.answers[f"{AWS}events/recommendations/rebalance"] = "{}"
-    heard, note = threading.Event(), StopRequest.note
+    heard = threading.Event()
+    note = StopRequest.note
 
     def note_and_tell(self: StopRequest, notice: Notice) -> None:
         note(self, notice)

@@ -114,6 +114,29 @@ def test_the_loss_is_the_one_that_the_run_printed_and_that_of_other_text(
     assert loss(capsys, run16, "--sequences", 20) != usual
 
 
+def test_the_loss_of_a_mixture_is_the_mean_that_the_run_printed(
+    corpus: Path, tmp_path: Path, processes: ProcessPool, capsys: Capture
+) -> None:
+    texts = []
+    for name, content in {
+        "words": corpus.read_text()[:60_000],
+        "digits": "0123456789 " * 3000,
+    }.items():
+        for number in range(4):  # a document is the least that is held out
+            path = tmp_path / f"{name}-{number}.txt"
+            path.write_text(content[number * 9 :])
+        texts.append(str(tmp_path / f"{name}-*.txt"))
+    weights = {"data.corpus": "", "data.mixture": f"{texts[0]}=3 {texts[1]}=1"}
+    changes = FP32 | weights | {"data.validation_fraction": 0.25, "validation.sequences": 16}
+    (folder, _) = processes.run(run, 2, chosen(corpus, tmp_path / "mixed", **changes))
+    expected = curve(records(Path(folder)), VALIDATION)[-1]
+    text = printed(capsys, "validate", folder)
+    losses = [float(value) for value in re.findall(r"txt \((\d+\.\d+)\)", text)]
+    assert loss(capsys, folder) == pytest.approx(expected, abs=1e-4)
+    assert expected == pytest.approx(0.75 * losses[0] + 0.25 * losses[1], abs=2e-4)
+    assert abs(losses[0] - losses[1]) > 0.1
+
+
 def test_the_seed_sets_the_text(trained: Path, capsys: Capture) -> None:
     words = "generate", trained, "--tokens", 20, "--prompt", "the sto"
     first, again, other = (printed(capsys, *words, "--seed", seed) for seed in (0, 0, 1))

@@ -35,7 +35,7 @@ TIED = Model(**SMALL, qk_norm=False)
 Weights = dict[str, Tensor]
 NAMES = {"qkv": "attention.qkv_linear.", "head": "lm_head"}
 OLD_NAMES = {"qkv": "attention.", "head": "output"}
-"""Of torchtitan 0.2."""
+"""Names that torchtitan 0.2 gave them."""
 
 
 def some_tokens() -> Tensor:
@@ -44,8 +44,10 @@ def some_tokens() -> Tensor:
 
 def random_weights(config: Model, names: dict[str, str]) -> Weights:
     """Return parameters as torchtitan has them."""
-    shape, made = resolve_shape(config), Weights()
-    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    shape = resolve_shape(config)
+    made = Weights()
+    queries = shape.heads * shape.head_dim
+    keys = shape.kv_heads * shape.head_dim
     shapes: dict[str, tuple[int, ...]] = {"tok_embeddings.weight": (ROWS, shape.width)}
     for layer in (f"layers.{number}." for number in range(shape.layers)):
         of_layer: dict[str, tuple[int, ...]] = {
@@ -118,8 +120,10 @@ def their_logits(weights: Weights, shape: Shape, tokens: Tensor) -> Tensor:
             for part in ("wq", "wk", "wv")
         )
         if shape.qk_norm:
-            q, k = norm(q, f"{layer}.attention.q_norm"), norm(k, f"{layer}.attention.k_norm")
-        q, k = turn(q, frequencies), turn(k, frequencies)
+            q = norm(q, f"{layer}.attention.q_norm")
+            k = norm(k, f"{layer}.attention.k_norm")
+        q = turn(q, frequencies)
+        k = turn(k, frequencies)
         mixed = F.scaled_dot_product_attention(
             q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=True
         )
@@ -135,7 +139,8 @@ def their_logits(weights: Weights, shape: Shape, tokens: Tensor) -> Tensor:
 def test_logits_are_equal_there_and_back(config: Model, tmp_path: Path) -> None:
     weights = random_weights(config, NAMES)
     write(tmp_path / "theirs", weights)
-    ours, tokens = build(config), some_tokens()
+    ours = build(config)
+    tokens = some_tokens()
     load_initial_weights(ours, str(tmp_path / "theirs"))
     expected = their_logits(weights, ours.shape, tokens)
     torch.testing.assert_close(ours(tokens), expected, rtol=1e-4, atol=1e-4)
@@ -170,7 +175,8 @@ def test_torchtitan_itself_converts_the_export_to_ours(family: str, tmp_path: Pa
     model = build(config)
     save_torchtitan(tmp_path / "dcp", model, torch.float32)
     save_for_transformers(model, tmp_path / "hf")
-    shape, stored = model.shape, open_checkpoint(tmp_path / "dcp")
+    shape = model.shape
+    stored = open_checkpoint(tmp_path / "dcp")
     attention = SimpleNamespace(
         n_heads=shape.heads, n_kv_heads=shape.kv_heads, head_dim=shape.head_dim
     )
@@ -290,7 +296,8 @@ def test_a_run_starts_from_a_checkpoint_and_exports_one(
     check_inputs(load_config("debug", {key: str(value) for key, value in chosen.items()}))
     processes.run(run, 4, chosen)
     assert records(Path(second))[0]["train/tokens"] == 12 * 32, "a new run, from its first token"
-    before, after = open_saved(Path(first)).model, open_saved(Path(second)).model
+    before = open_saved(Path(first)).model
+    after = open_saved(Path(second)).model
     for name, value in before.named_parameters():
         torch.testing.assert_close(after.get_parameter(name), value, rtol=1e-2, atol=1e-2)
     assert weights_fingerprint(folder) != weights_fingerprint("")

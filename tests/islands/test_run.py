@@ -105,7 +105,8 @@ def test_a_missing_server_is_said_at_once(
 
 def test_islands_leave_on_a_notice_and_each_has_a_place_in_the_mirror(tmp_path: Path) -> None:
     """They send their work and give their slots back, as after a signal."""
-    location, folder = tmp_path / "mirror", tmp_path / "run"
+    location = tmp_path / "mirror"
+    folder = tmp_path / "run"
     with metadata_server() as server:
         server.answers[GCP] = "TRUE"
         notices = {"run__preemption": "gcp", "run__preemption_address": server.address}

@@ -91,7 +91,8 @@ def test_the_slower_machine_sets_the_pace_of_two(conditions: Conditions) -> None
 @given(CONDITIONS, st.floats(1.0, 100.0))
 def test_a_faster_link_never_hurts(conditions: Conditions, factor: float) -> None:
     faster = replace(conditions, bits_per_second=factor * conditions.bits_per_second)
-    load, diloco = load_of("100m"), preset("100m").diloco
+    load = load_of("100m")
+    diloco = preset("100m").diloco
     for method in methods(load, conditions, diloco).values():
         slow, fast = (load.predict(method, one).step_seconds for one in (conditions, faster))
         assert fast <= slow * (1 + 1e-9)

@@ -61,8 +61,8 @@ class Copy(NamedTuple):
 
     @classmethod
     def parse(cls, name: str) -> "Copy | None":
-        found = _COPY.fullmatch(name)
-        return cls(int(found[1]), int(found[2], 16), int(found[3])) if found else None
+        match = _COPY.fullmatch(name)
+        return cls(int(match[1]), int(match[2], 16), int(match[3])) if match else None
 
     @property
     def name(self) -> str:
@@ -75,7 +75,8 @@ class Copies:
     def __init__(self, store: Store, below: str = "", part_bytes: int = PART_BYTES) -> None:
         """`below`: prefix of all names, beside that of the login."""
         self.location = store.location
-        self._store, self._part_bytes = store, part_bytes
+        self._store = store
+        self._part_bytes = part_bytes
         self._prefix = store.backend.own_prefix + below
         self._large = LargeObjects(store, STREAMS)
 
@@ -88,11 +89,11 @@ class Copies:
     def identify(self, run: str) -> str:
         """Return the identity of the run whose copies are here: `run` if there were none."""
         name = f"{self._prefix}run"
-        found = self._store.get(name)
-        if found is None and self._store.create(name, run.encode()):
+        there = self._store.get(name)
+        if there is None and self._store.create(name, run.encode()):
             return run
-        found = found or self._store.get(name)
-        return found.content.decode(errors="replace") if found else run
+        there = there or self._store.get(name)
+        return there.content.decode(errors="replace") if there else run
 
     def take_over(self, token: str) -> None:
         """Let the start with this token, which all its processes have, be the newest one."""
@@ -127,10 +128,10 @@ class Copies:
         older = [copy for copy in self.whole() if copy.step <= step]
         kept = {*older[-keep_latest:]}
         kept |= {copy for copy in older if keep_every and copy.step % keep_every == 0}
-        own = f"{self._prefix}worker-{worker}/"
+        folder = f"{self._prefix}worker-{worker}/"
         doomed: dict[Copy, list[str]] = {}
-        for entry in self._store.list(own):
-            copy = Copy.parse(entry.name.removeprefix(own).partition("/")[0])
+        for entry in self._store.list(folder):
+            copy = Copy.parse(entry.name.removeprefix(folder).partition("/")[0])
             if copy is not None and older and copy < older[-1] and copy not in kept:
                 doomed.setdefault(copy, []).append(entry.name)
         for copy, names in doomed.items():
@@ -142,7 +143,8 @@ class Copies:
 
     def save(self, path: Path, worker: int, token: str) -> int:
         """Copy a worker's checkpoint. Return the bytes of the files that were copied."""
-        manifest, text = read_manifest(path), (path / MANIFEST).read_bytes()
+        manifest = read_manifest(path)
+        text = (path / MANIFEST).read_bytes()
         copy = Copy.of(manifest)
         name = self._manifest(copy, worker)
         if bytes(self._large.get(name, MOST_MANIFEST_BYTES) or b"") == text:
@@ -179,11 +181,15 @@ class Copies:
 
     def _save_file(self, file: Path, name: str, begun: bool) -> tuple[int, int]:
         """Store the parts of a file. Return its size and CRC-32, as they were copied."""
-        size, crc, number = 0, 0, 0
+        size = 0
+        crc = 0
+        number = 0
         with file.open("rb") as source:
             while piece := source.read(self._part_bytes):
                 self._store_anew(f"{name}-{number:05d}", piece, resume=begun)
-                size, crc, number = size + len(piece), zlib.crc32(piece, crc), number + 1
+                size += len(piece)
+                crc = zlib.crc32(piece, crc)
+                number += 1
         return size, crc
 
     def _store_anew(self, name: str, content: bytes, *, resume: bool) -> None:
@@ -194,14 +200,16 @@ class Copies:
                 raise DamagedError(f"{self.location}: {name} is written by another process, too")
 
     def _fetch_file(self, name: str, file: Path, size: int) -> None:
-        left, number = size, 0
+        left = size
+        number = 0
         with file.open("wb") as sink:
             while left > 0:
                 part = self._large.get(f"{name}-{number:05d}", min(left, self._part_bytes))
                 if not part:
                     raise DamagedError(f"{self.location}: part {number} of {name} is missing")
                 sink.write(part)
-                left, number = left - len(part), number + 1
+                left -= len(part)
+                number += 1
         flush_to_disk(file)
 
     def _manifest(self, copy: Copy, worker: int) -> str:

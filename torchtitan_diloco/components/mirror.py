@@ -78,7 +78,9 @@ class Mirror:
         self, config: Checkpoint, world: World, folder: Path, *, island: str, writes: bool
     ) -> None:
         """`folder`: that of this worker. `writes`: this worker has checkpoints of its own."""
-        self._config, self._world, self._folder = config, world, folder
+        self._config = config
+        self._world = world
+        self._folder = folder
         self._below = f"island-{island}/" if island else ""
         self._is_first = writes and world.rank_in_worker == 0
         self._thread = BackgroundThread("mirror")
@@ -89,7 +91,9 @@ class Mirror:
         self._begun: Path | None = None
         self._offered: Path | None = None
         self._skipped = self._failed = 0
-        self._problem, self._is_said, self._taken_over = "", False, False
+        self._problem = ""
+        self._is_said = False
+        self._taken_over = False
         self._newest = -1  # step that was copied last
         self.run = ""
         """Identity of the run."""
@@ -102,11 +106,14 @@ class Mirror:
         `run`: the identity of the run in `run.folder`, or of a new one. `find` looks for what there
         is in `run.folder`.
         """
-        world, self.run = self._world, run
-        group, adopts = world.saving, not start.goes_on
+        world = self._world
+        self.run = run
+        group = world.saving
+        adopts = not start.goes_on
         answer = on_all_ranks(group, lambda: self._look(adopts) if world.is_first else _Seen())
         seen = gather_objects(answer, group)[0]
-        self.run, self._location = seen.run, seen.location
+        self.run = seen.run
+        self._location = seen.location
         others = self._is_first and not world.is_first and not seen.problem
         answer = on_all_ranks(group, lambda: self._look(adopts=False) if others else _Seen())
         problems = [one.problem for one in gather_objects(answer, group) if one.problem]
@@ -153,14 +160,16 @@ class Mirror:
     def _newer(self, start: Start, copies: list[Copy], find: Callable[[], Start]) -> Start:
         """Take the newest copy that is newer than `start` and can be used, or what workers that
         have lost their disks lack of the same one. Collective."""
-        tried, here = False, Copy.of(start.manifest) if start.goes_on and start.manifest else None
+        tried = False
+        mine = Copy.of(start.manifest) if start.goes_on and start.manifest else None
         for copy in sorted(copies, reverse=True):
             workers = {*range(min(copy.workers, self._world.workers))}
-            if copy == here:
+            if copy == mine:
                 workers -= {*start.holders}
-            if not workers or (here is not None and copy != here and copy.step <= here.step):
+            if not workers or (mine is not None and copy != mine and copy.step <= mine.step):
                 continue
-            tried, started = True, time.monotonic()
+            tried = True
+            started = time.monotonic()
             problem = self._fetch_all(copy, workers)
             if not problem:
                 if self._world.is_first:
@@ -226,8 +235,11 @@ class Mirror:
             self._under_way[path] = self._thread.submit(partial(self._copy, path))
 
     def _copy(self, path: Path) -> None:
-        self._begun, started, step = path, time.monotonic(), step_of(path)
-        config, worker = self._config, self._world.worker
+        self._begun = path
+        started = time.monotonic()
+        step = step_of(path)
+        config = self._config
+        worker = self._world.worker
         try:
             if self._copies is None:
                 self._copies = self._open()
@@ -242,7 +254,8 @@ class Mirror:
             self._note_failure(f"step {step} of worker {worker} was not copied: {reason}")
         else:
             again = " again" if self._is_said else ""
-            self._problem, self._is_said = "", False
+            self._problem = ""
+            self._is_said = False
             seconds = brief(time.monotonic() - started)
             logger.info(f"mirror: step {step}, {size / 1e6:,.1f} MB in {seconds}{again}")
 
@@ -279,7 +292,8 @@ class Mirror:
                     f"{report} ({self._failed} failed, {self._skipped} skipped while it was busy)"
                 )
         elif not problems and self._is_first and self._copies is not None and last is not None:
-            config, worker = self._config, self._world.worker
+            config = self._config
+            worker = self._world.worker
             try:  # now that this copy is whole
                 self._copies.prune(worker, step_of(last), config.keep_latest, config.keep_every)
             except StoreError as error:

@@ -58,10 +58,10 @@ class RunData:
             len(shards) / (1 if name in self.own else self.parts)
             for name, shards in self.corpora.items()
         )
-        found = gather_objects(self.fingerprints, world.control)
-        for rank, fingerprints in enumerate(found):
+        of_all_ranks = gather_objects(self.fingerprints, world.control)
+        for rank, fingerprints in enumerate(of_all_ranks):
             first = rank - rank % world.ranks_per_worker
-            if fingerprints != found[first]:
+            if fingerprints != of_all_ranks[first]:
                 raise UserError(
                     f"ranks {first} and {rank} are of one worker and have other tokens in "
                     f"{', '.join(self.own)}: copy its corpora to all of its nodes"
@@ -72,7 +72,8 @@ class RunData:
     @property
     def description(self) -> str:
         """The corpora with their tokens, and shares of the samples if there are several."""
-        weights, texts = turns_of(self._data.weights), []
+        weights = turns_of(self._data.weights)
+        texts = []
         for name, shards in self.corpora.items():
             text = f"{name}: {len(shards):,} tokens"
             if len(self.corpora) > 1:
@@ -146,11 +147,11 @@ class RunData:
         """Return how often each corpus has been read after a step, since its beginning."""
         end = at.samples + self._samples(plan, step) - self._samples(plan, plan.start_step)
         read = Mixture(list(self.corpora), self.segments(plan, at)).read_before(end)
-        found = {}
+        epochs_of = {}
         for name, shards in self.corpora.items():
             divided = 1 if name in self.own or self.streams == 1 else self.streams
-            found[name] = read.get(name, 0) * self._length * divided / len(shards)
-        return found
+            epochs_of[name] = read.get(name, 0) * self._length * divided / len(shards)
+        return epochs_of
 
     def phase_text(self, segment: Segment) -> str:
         """Describe the mixture of a segment."""

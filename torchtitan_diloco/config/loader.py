@@ -23,7 +23,7 @@ from torchtitan_diloco.config.schema import (
     flatten,
     format_value,
 )
-from torchtitan_diloco.config.weights import weight_mistake
+from torchtitan_diloco.config.weights import MOST_TURNS, is_rounded, weight_mistake
 from torchtitan_diloco.diloco.config import Mistakes, advice, diloco_mistakes
 from torchtitan_diloco.diloco.fields import convert, is_table, nearest, setting_types
 from torchtitan_diloco.islands.config import Islands, islands_mistakes
@@ -44,7 +44,8 @@ BEGINNING = ("diloco.beginning.steps", "diloco.beginning.fraction")
 """The steps and the fraction of a length, as in WARMUP: the one that was given last counts."""
 
 TOKENIZER, VOCABULARY = "data.tokenizer", "model.vocab_size"
-CORPUS, MIXTURE = "data.corpus", "data.mixture"
+CORPUS = "data.corpus"
+MIXTURE = "data.mixture"
 TABLES = [key for key, kind in TYPES.items() if is_table(kind)]
 
 READ_WITH: dict[tuple[str, tuple[str, ...]], tuple[str, ...]] = {
@@ -168,8 +169,8 @@ def _convert(key: str, value: Any, *, is_word: bool) -> Any:
             value = tomli.loads(f"items = {value}")["items"]
         except ValueError:
             value = _parse_pairs(value) if is_table(kind) else value
-    found = convert(value, kind, is_word=is_word)
-    return msgspec.to_builtins(found) if is_table(kind) else found
+    converted = convert(value, kind, is_word=is_word)
+    return msgspec.to_builtins(converted) if is_table(kind) else converted
 
 
 def _parse_pairs(text: str) -> dict[str, str]:
@@ -308,7 +309,8 @@ def _data_mistakes(config: Config) -> Mistakes:
 
 
 def _mirror_mistakes(config: Config) -> Mistakes:
-    mirror, folder = config.checkpoint.mirror, config.run.folder
+    mirror = config.checkpoint.mirror
+    folder = config.run.folder
     if "://" in mirror or not (mirror and folder):
         return
     inside, outside = (Path(one).expanduser().resolve() for one in (mirror, folder))
@@ -343,6 +345,16 @@ def run_warnings(config: Config, total_steps: int) -> list[str]:
             f"training.stop_after = {config.training.stop_after} is after the end of the run of "
             f"{total_steps} steps and has no effect: lower it"
         )
+    mixtures = {MIXTURE: config.data.mixture} if config.data.mixture else {}
+    mixtures |= {
+        f"data.phases[{number}]": phase.mixture for number, phase in enumerate(config.data.phases)
+    }
+    found += [
+        f"the weights of {key} are rounded to multiples of 1/{MOST_TURNS:,} of their sum, as their "
+        "turns would repeat later: give weights with fewer digits for exact shares"
+        for key, mixture in mixtures.items()
+        if is_rounded(mixture)
+    ]
     warmup_steps = config.lr_schedule.warmup(total_steps)
     if warmup_steps > total_steps:
         found.append(

@@ -26,15 +26,18 @@ def weight_mistake(weights: Weights) -> str:
     return ""
 
 
+def is_rounded(weights: Weights) -> bool:
+    """Return whether the turns mean other shares than the weights, which are valid."""
+    return _period_of(_shares_of(weights)) > MOST_TURNS
+
+
 def turns_of(weights: Weights) -> dict[str, int]:
     """Return the samples of each corpus in a period, after which the turns repeat.
 
     They are exact if the weights, as decimal numbers, have a period of at most MOST_TURNS samples.
     """
-    exact = {name: Fraction(repr(float(weight))) for name, weight in weights.items()}
-    total = sum(exact.values())
-    shares = {name: weight / total for name, weight in exact.items()}
-    period = math.lcm(*(share.denominator for share in shares.values()))
+    shares = _shares_of(weights)
+    period = _period_of(shares)
     if period <= MOST_TURNS:
         return {name: int(share * period) for name, share in shares.items()}
     turns = {name: int(share * MOST_TURNS) for name, share in shares.items()}
@@ -42,3 +45,13 @@ def turns_of(weights: Weights) -> dict[str, int]:
     for name in rest[: MOST_TURNS - sum(turns.values())]:
         turns[name] += 1
     return turns
+
+
+def _shares_of(weights: Weights) -> dict[str, Fraction]:
+    exact = {name: Fraction(repr(float(weight))) for name, weight in weights.items()}
+    total = sum(exact.values())
+    return {name: weight / total for name, weight in exact.items()}
+
+
+def _period_of(shares: Mapping[str, Fraction]) -> int:
+    return math.lcm(*(share.denominator for share in shares.values()))

@@ -40,21 +40,27 @@ def _period(turns: tuple[int, ...]) -> tuple[Indices, Indices]:
     of the corpora that lag behind their share enough, the one whose next sample is due first has
     the turn. No corpus is ever ahead of or behind its share by more than 1 - 1/(2k - 2) samples.
     """
-    corpora, period = [place for place, turn in enumerate(turns) if turn], sum(turns)
+    corpora = [place for place, turn in enumerate(turns) if turn]
+    period = sum(turns)
     if len(corpora) == 1:
         return np.full(period, corpora[0]), np.arange(period)
     # Everything is multiplied by period * (2k - 2), so that all numbers are whole.
     scale = 2 * len(corpora) - 2
     given = dict.fromkeys(corpora, 0)
     chosen = np.empty((2, period), dtype=np.int64)
-    for number in range(period):
-        lags = {one: scale * ((number + 1) * turns[one] - period * given[one]) for one in corpora}
-        eligible = [one for one, lag in lags.items() if lag >= period]
+    for position in range(period):
+        lags = {
+            corpus: scale * ((position + 1) * turns[corpus] - period * given[corpus])
+            for corpus in corpora
+        }
+        eligible = [corpus for corpus, lag in lags.items() if lag >= period]
         # The share of a corpus reaches the bound after (bound - lag) / turns more samples.
         bound = (scale - 1) * period
-        turn = min(eligible, key=lambda one: Fraction(bound - lags[one], turns[one]))
-        chosen[:, number] = turn, given[turn]
-        given[turn] += 1
+        chosen_corpus = min(
+            eligible, key=lambda corpus: Fraction(bound - lags[corpus], turns[corpus])
+        )
+        chosen[:, position] = chosen_corpus, given[chosen_corpus]
+        given[chosen_corpus] += 1
     return chosen[0], chosen[1]
 
 
@@ -104,10 +110,12 @@ class Mixture:
 
     def locate(self, positions: Indices) -> tuple[Indices, Indices]:
         """Return the corpus of each position, and the number of the sample of that corpus."""
-        corpora, samples = np.empty_like(positions), np.empty_like(positions)
+        corpora = np.empty_like(positions)
+        samples = np.empty_like(positions)
         places = np.searchsorted(self._starts, positions, side="right") - 1
         for place in np.unique(places).tolist():
-            segment, inside = self.segments[place], places == place
+            segment = self.segments[place]
+            inside = places == place
             turns = np.array(self._turns(segment))
             before = np.array([segment.read.get(name, 0) for name in self._corpora])
             periods, within = np.divmod(positions[inside] - segment.start, turns.sum())
@@ -130,7 +138,8 @@ def plan_segments(
     `phases`: the position at which each begins, and its weights. `before`: the segment of a
     checkpoint at this position, which goes on if the weights are still those that it has.
     """
-    current, later = dict(weights), list[Segment]()
+    current = dict(weights)
+    later = list[Segment]()
     for start, mixed in phases:
         if start <= position:
             current = dict(mixed)

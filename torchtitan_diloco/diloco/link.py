@@ -87,7 +87,8 @@ def measure(
         if round_trip < SHORT_SECONDS:
             return Speed(round_trip)
         seconds = min(max(ROUND_TRIPS * round_trip, LEAST_SECONDS), MOST_SECONDS)
-    begun, prompt = list[float](), max(2 * round_trip, PROMPT_SECONDS)
+    begun = list[float]()
+    prompt = max(2 * round_trip, PROMPT_SECONDS)
     together = threading.Barrier(streams, lambda: begun.append(time.perf_counter()), PATIENCE)
 
     def flood(_: int) -> float:

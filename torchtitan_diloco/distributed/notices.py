@@ -101,11 +101,12 @@ def ask_aws(server: Metadata) -> Notice | None:
 
 
 def ask_gcp(server: Metadata) -> Notice | None:
-    path, headers = "/computeMetadata/v1/instance/preempted", {"Metadata-Flavor": "Google"}
-    text = _expected(server.ask(path, headers))
-    if text not in ("TRUE", "FALSE"):
-        raise ValueError(f"{text[:40]!r} is neither TRUE nor FALSE")
-    return Notice("GCP preempts this machine", GCP_SECONDS) if text == "TRUE" else None
+    path = "/computeMetadata/v1/instance/preempted"
+    headers = {"Metadata-Flavor": "Google"}
+    answer = _expected(server.ask(path, headers))
+    if answer not in ("TRUE", "FALSE"):
+        raise ValueError(f"{answer[:40]!r} is neither TRUE nor FALSE")
+    return Notice("GCP preempts this machine", GCP_SECONDS) if answer == "TRUE" else None
 
 
 def ask_azure(server: Metadata) -> Notice | None:
@@ -149,7 +150,8 @@ class NoticeWatch:
 
     def __init__(self, cloud: str, address: str, tell: Callable[[Notice], None]) -> None:
         """`cloud`: a key of DIALECTS, or "none"."""
-        self._cloud, self._tell = cloud, tell
+        self._cloud = cloud
+        self._tell = tell
         self._address = address or ADDRESSES.get(cloud, "")
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="notices", daemon=True)
@@ -168,7 +170,9 @@ class NoticeWatch:
         self._closed.set()
 
     def _watch(self) -> None:
-        server, told, failures = Metadata(self._address), set[str](), 0
+        server = Metadata(self._address)
+        told = set[str]()
+        failures = 0
         while not self._closed.is_set():
             try:
                 notice = DIALECTS[self._cloud](server)

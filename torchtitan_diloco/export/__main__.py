@@ -19,11 +19,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from torchtitan_diloco import __version__
-from torchtitan_diloco.components.loss import count_text_bytes, validate
 from torchtitan_diloco.components.optimizer import compute_dtype
-from torchtitan_diloco.config import to_toml
-from torchtitan_diloco.data.corpus import open_split
-from torchtitan_diloco.data.loader import ValidationBatches
+from torchtitan_diloco.components.validation import open_held_out, validate
+from torchtitan_diloco.config import Config, to_toml
 from torchtitan_diloco.data.text import whole_number
 from torchtitan_diloco.distributed.world import World, pick_device
 from torchtitan_diloco.export.hugging_face import TOKENIZER_NAME, WEIGHTS_NAME, save_hugging_face
@@ -145,31 +143,35 @@ def print_text(saved: SavedModel, options: argparse.Namespace) -> None:
 
 
 def print_loss(saved: SavedModel, options: argparse.Namespace) -> None:
-    config, device = saved.config, pick_device(options.device, 0)
-    data, length = config.data, config.training.sequence_length
-    if options.corpus is not None:
-        data = replace(data, validation_corpus=options.corpus)
-    batches = ValidationBatches(
-        open_split(data, saved.tokenizer, "validation"),
-        sequence_length=length,
-        batch_size=options.batch_size or config.training.batch_size,
-        rank=0,
-        ranks=1,
-        sequences=options.sequences or config.validation.sequences,
+    device = pick_device(options.device, 0)
+    world = World(rank=0, size=1, workers=1, device=device)
+    held_out = open_held_out(
+        _chosen_text(saved.config, options), saved.tokenizer, world, each_worker_has_its_own=False
     )
-    result = validate(
-        saved.model.to(device, compute_dtype(config.parallel.compute_dtype, device)),
-        batches,
-        World(rank=0, size=1, workers=1, device=device),
-        count_text_bytes(batches, saved.tokenizer),
-    )
+    dtype = compute_dtype(saved.config.parallel.compute_dtype, device)
+    result = validate(saved.model.to(device, dtype), held_out, world)
+    sequences = sum(corpus.sequences for corpus in held_out)
+    names = ", ".join(corpus.name for corpus in held_out)
+    if len(held_out) > 1:
+        names = ", ".join(f"{name} ({loss:.4f})" for name, loss in result.of_corpora.items())
     print(saved, file=sys.stderr)
     print(
         f"loss {result.loss:.4f}, {result.bits_per_byte:.4f} bits per byte, "
-        f"perplexity {result.perplexity:,.2f} over {result.tokens:,} "
-        f"tokens ({batches.sequences:,} sequences of {length:,}) of "
-        f"{data.validation_corpus or data.corpus}"
+        f"perplexity {result.perplexity:,.2f} over {result.tokens:,} tokens ({sequences:,} "
+        f"sequences of {saved.config.training.sequence_length:,}) of {names}"
     )
+
+
+def _chosen_text(config: Config, options: argparse.Namespace) -> Config:
+    """Return the settings of a run, with the text that the command line gives."""
+    data = config.data
+    if options.corpus is not None:
+        data = replace(data, validation_corpus=options.corpus)
+    training = replace(config.training, batch_size=options.batch_size or config.training.batch_size)
+    validation = replace(
+        config.validation, sequences=options.sequences or config.validation.sequences
+    )
+    return replace(config, data=data, training=training, validation=validation)
 
 
 # --- export ---------------------------------------------------------------------------------------

@@ -73,11 +73,11 @@ class Stored:
 
 def stored_tensors(folder: Path) -> dict[str, Stored]:
     """Return the tensors of a folder by name. Raise OSError if its metadata cannot be read."""
-    found = Reader(folder).read_metadata().state_dict_metadata.items()
+    entries = Reader(folder).read_metadata().state_dict_metadata.items()
     return {
-        name: Stored(folder, name, one)
-        for name, one in found
-        if isinstance(one, TensorStorageMetadata)
+        name: Stored(folder, name, metadata)
+        for name, metadata in entries
+        if isinstance(metadata, TensorStorageMetadata)
     }
 
 
@@ -93,14 +93,14 @@ class Reader(FileSystemReader):
         path = Path(self.path) / METADATA_NAME
         try:
             with path.open("rb") as file:
-                found = _Unpickler(file).load()
+                metadata = _Unpickler(file).load()
         except (pickle.UnpicklingError, EOFError, ValueError, TypeError, IndexError, KeyError) as e:
             raise OSError(f"{METADATA_NAME} is damaged, or of another program: {e}") from e
-        if not isinstance(found, Metadata):
+        if not isinstance(metadata, Metadata):
             raise OSError(f"{METADATA_NAME} is damaged, or of another program")
-        found.storage_meta = getattr(found, "storage_meta", None) or StorageMeta()
-        found.storage_meta.load_id = self.load_id
-        return found
+        metadata.storage_meta = getattr(metadata, "storage_meta", None) or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
 
 
 class _Unpickler(pickle.Unpickler):

@@ -5,8 +5,9 @@
 
 from pathlib import Path
 
-METADATA_NAME, DATA_NAMES = ".metadata", "*.distcp"
-"""Files of a DCP folder. The first is found in no other folder."""
+METADATA_NAME = ".metadata"
+"""File that only a DCP folder has."""
+DATA_NAMES = "*.distcp"
 
 
 def is_dcp(folder: Path) -> bool:

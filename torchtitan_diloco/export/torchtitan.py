@@ -16,7 +16,8 @@ from torchtitan_diloco.models import Decoder, LanguageModel
 if TYPE_CHECKING:
     from torchtitan_diloco.export.dcp import Stored
 
-EMBEDDING, HEAD = "tok_embeddings.weight", "lm_head.weight"
+EMBEDDING = "tok_embeddings.weight"
+HEAD = "lm_head.weight"
 MODULES = {
     "embedding": "tok_embeddings",
     "blocks": "layers",
@@ -35,15 +36,16 @@ OF_MODEL = ("tok_embeddings.", "layers.", "norm.", "lm_head.")
 def torchtitan_names(model: LanguageModel) -> dict[str, dict[str, int]]:
     """Map each parameter to its parts in torchtitan: their names and numbers of rows."""
     assert isinstance(model, Decoder)
-    shape, found = model.shape, {}
+    shape = model.shape
+    names = {}
     kv_rows = (shape.kv_heads or shape.heads) * shape.head_dim
     rows_of = dict(zip(PROJECTIONS, (shape.heads * shape.head_dim, kv_rows, kv_rows), strict=True))
     for name, parameter in model.named_parameters():
         there = ".".join(MODULES.get(part, part) for part in name.split("."))
-        found[name] = {there: parameter.shape[0]}
+        names[name] = {there: parameter.shape[0]}
         if ".qkv." in there:
-            found[name] = {there.replace("qkv", part): rows for part, rows in rows_of.items()}
-    return found
+            names[name] = {there.replace("qkv", part): rows for part, rows in rows_of.items()}
+    return names
 
 
 def from_torchtitan(model: LanguageModel, name: str, value: Tensor) -> Tensor:
@@ -67,8 +69,8 @@ def _reordered(model: LanguageModel, name: str, value: Tensor, *, pairs_first: b
         return value
     pairs = model.shape.head_dim // 2
     order = (pairs, 2) if pairs_first else (2, pairs)
-    found: Tensor = value.unflatten(0, (-1, *order)).transpose(1, 2).flatten(0, 2)
-    return found
+    reordered: Tensor = value.unflatten(0, (-1, *order)).transpose(1, 2).flatten(0, 2)
+    return reordered
 
 
 def current_name(name: str) -> str:
@@ -86,7 +88,8 @@ def settings_of_checkpoint(shapes: dict[str, list[int]], model: LanguageModel) -
     assert isinstance(model, Decoder)
     block = "layers.0."
     query, key, _ = (f"{block}attention.{part}.weight" for part in PROJECTIONS)
-    norm, gate = f"{block}attention.q_norm.weight", f"{block}feed_forward.w1.weight"
+    norm = f"{block}attention.q_norm.weight"
+    gate = f"{block}feed_forward.w1.weight"
     for name in (EMBEDDING, query, key, gate):
         if name not in shapes:
             raise UserError(f"it has no {name}, as a Llama or a dense Qwen3 of torchtitan has")
@@ -112,8 +115,8 @@ def open_checkpoint(folder: Path) -> "dict[str, Stored]":
     """Return the parameters of a checkpoint by their names in torchtitan of today."""
     from torchtitan_diloco.export.dcp import stored_tensors
 
-    found = {current_name(name): one for name, one in stored_tensors(folder).items()}
-    return {name: one for name, one in found.items() if name.startswith(OF_MODEL)}
+    tensors = {current_name(name): tensor for name, tensor in stored_tensors(folder).items()}
+    return {name: tensor for name, tensor in tensors.items() if name.startswith(OF_MODEL)}
 
 
 def save_torchtitan(folder: Path, model: LanguageModel, dtype: torch.dtype) -> None:

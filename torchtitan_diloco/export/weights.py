@@ -196,7 +196,8 @@ def check_weights(model: LanguageModel, path: str) -> Layout:
             differing = _differing_checkpoint(model, path, shapes)
             _check_tied_head(model, path, stored)
     elif file.is_file():
-        layout, differing = TRANSFORMERS, _differing_folder(model, path, file)
+        layout = TRANSFORMERS
+        differing = _differing_folder(model, path, file)
     else:
         return OWN
     if differing:

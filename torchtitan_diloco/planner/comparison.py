@@ -47,22 +47,23 @@ def compare(
         for machine, name in enumerate(names)
     ]
     for name, diloco in methods(load, conditions, given).items():
-        found = load.predict(diloco, conditions)
-        speed = tokens / found.step_seconds
-        rows.append(Row(name, diloco, None, speed, found.sent_bytes_per_step))
+        prediction = load.predict(diloco, conditions)
+        speed = tokens / prediction.step_seconds
+        rows.append(Row(name, diloco, None, speed, prediction.sent_bytes_per_step))
     return rows
 
 
 def methods(load: Workload, conditions: Conditions, given: DiLoCoConfig) -> dict[str, DiLoCoConfig]:
     """Return the settings of each method that two machines can train with."""
     plain = replace(given, method="streaming", quantization=Quantization())
-    wire, whole = given.quantization, replace(given.fragments, layers_per_fragment=0)
+    wire = given.quantization
+    whole = replace(given.fragments, layers_per_fragment=0)
     if given.fragments.pattern == "explicit":
         whole = replace(whole, pattern="strided", modules=())
     if bits(wire) > bits(FEW_BITS):
         wire = replace(FEW_BITS, threads=wire.threads)
     few = replace(plain, quantization=wire)
-    found = {
+    by_name = {
         "data parallelism": replace(plain, method="none"),
         f"DiLoCo, H {given.sync_every}": replace(plain, fragments=whole, overlap=AT_ONCE),
         f"streaming, {steps_of(plain)}": plain,
@@ -71,8 +72,8 @@ def methods(load: Workload, conditions: Conditions, given: DiLoCoConfig) -> dict
     # Machines of different speed never reach the utilisation of equal ones.
     evenness = fmean(conditions.step_seconds) / max(conditions.step_seconds)
     tuned = climb(load, conditions, few, ALMOST * evenness)[1]
-    found.setdefault(f"streaming, {bits(tuned.quantization):.1g} bits, {steps_of(tuned)}", tuned)
-    return found
+    by_name.setdefault(f"streaming, {bits(tuned.quantization):.1g} bits, {steps_of(tuned)}", tuned)
+    return by_name
 
 
 def bits(wire: Quantization) -> float:
@@ -112,9 +113,9 @@ def table(load: Workload, rows: Sequence[Row], best: Row) -> str:
 
 def hours(seconds: float) -> str:
     """Return hours with enough digits, also of a run of minutes."""
-    found = seconds / 3600
-    digits = max(0, 1 - math.floor(math.log10(found))) if 0 < found < 100 else 0
-    return f"{found:,.{min(digits, 4)}f}"
+    length = seconds / 3600
+    digits = max(0, 1 - math.floor(math.log10(length))) if 0 < length < 100 else 0
+    return f"{length:,.{min(digits, 4)}f}"
 
 
 def times(factor: float) -> str:

@@ -226,7 +226,8 @@ def predict_data_parallel(buckets: Sequence[int], conditions: Conditions) -> Pre
     workers, compute = conditions.workers, fmean(conditions.step_seconds)
     latency = 2 * (workers - 1) * conditions.latency_seconds
     rate = min(conditions.bits_per_second, conditions.all_reduce_bits_per_second)
-    done, transfers = 0.0, 0.0
+    done = 0.0
+    transfers = 0.0
     for number, parameters in enumerate(buckets, start=1):
         ready = compute * (1 / 3 + 2 / 3 * number / len(buckets))
         sent = all_reduce_bytes(parameters, workers, GRADIENT_BYTES)

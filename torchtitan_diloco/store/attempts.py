@@ -24,7 +24,9 @@ class Attempts:
 
     def __init__(self, location: str, patience: float, *, quiet: bool = False) -> None:
         """`patience`: seconds for which a call is repeated. `quiet`: the caller says what fails."""
-        self._location, self._patience, self._quiet = location, patience, quiet
+        self._location = location
+        self._patience = patience
+        self._quiet = quiet
         self._closed = threading.Event()
         self._lock = threading.Lock()
         self._failing: dict[str, float] = {}  # verb -> when it began to fail

@@ -42,8 +42,8 @@ def open_store(
 
 
 def is_bucket(location: str) -> bool:
-    scheme, found, _ = location.partition("://")
-    return bool(found) and scheme in BUCKETS
+    scheme, separator, _ = location.partition("://")
+    return bool(separator) and scheme in BUCKETS
 
 
 def _backend(location: str, credentials: Mapping[str, str], *, make: bool) -> Backend:

@@ -18,7 +18,8 @@ from torchtitan_diloco.log import UserError, logger
 
 GROUP = "torchtitan_diloco.run"
 """Tag that the islands of a run have in common."""
-SERVER, RETRIES = "MLFLOW_TRACKING_URI", "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
+SERVER = "MLFLOW_TRACKING_URI"
+RETRIES = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
 MOST_PARAMS = 100
 """Parameters that MLflow takes at once."""
 MOST_WAITING = 1000
@@ -51,13 +52,14 @@ class MLflow(Board):
 
     def _begin(self, experiment: str, shown: Shown) -> str:
         """Return the id of the run, which is a new one unless this worker resumes."""
-        client, named = self._client, shown.folder / "mlflow-run-id"
+        client = self._client
+        named = shown.folder / "mlflow-run-id"
         if shown.step and named.exists():
             run: str = named.read_text()
             client.update_run(run, status="RUNNING")
             return run
-        found = client.get_experiment_by_name(experiment)
-        where = client.create_experiment(experiment) if found is None else found.experiment_id
+        known = client.get_experiment_by_name(experiment)
+        where = client.create_experiment(experiment) if known is None else known.experiment_id
         tags = {GROUP: shown.group} if shown.group else {}
         run = client.create_run(where, run_name=shown.name, tags=tags).info.run_id
         params = [Param(key, str(value)) for key, value in shown.settings.items()]
