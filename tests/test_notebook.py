@@ -65,7 +65,7 @@ def test_its_cells_run_and_plot(
         name: namespace["megabytes"](records)[1][-1]
         for name, (records, _) in namespace["runs"].items()
     }
-    most_first = ["H = 30, 32 bits", "H = 10, 4 bits", "H = 30, 4 bits", "H = 60, 2 bits"]
+    most_first = ["H = 30, 32 bits", "H = 10, 4 bits", "H = 30, 4 bits", "H = 60, 4 bits"]
     assert sorted(megabytes, key=lambda name: -megabytes[name]) == most_first
     assert capsys.readouterr().out.count("MB sent by a worker") == 4
     assert {path.parent for path in tmp_path.rglob("*")} >= {namespace["FOLDER"]}

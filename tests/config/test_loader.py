@@ -26,7 +26,7 @@ from torchtitan_diloco.config.loader import (
     unused_settings,
 )
 from torchtitan_diloco.config.schema import LrSchedule, flat_settings, flatten
-from torchtitan_diloco.diloco.config import Beginning, DiLoCoConfig, Fragments, advice
+from torchtitan_diloco.diloco.config import Beginning, DiLoCoConfig, advice
 from torchtitan_diloco.islands.config import Islands
 from torchtitan_diloco.models import build_model
 
@@ -75,10 +75,9 @@ def test_a_vocabulary_is_that_of_the_tokenizer_that_is_given_later(tmp_path: Pat
 def test_values_on_the_command_line() -> None:
     words = "--config=35m --training.tokens 25e9 --optimizer.lr=1 --run.seed"
     words += " 4 --run.seed=5 --run.name=--x --training.global_batch_size none"
-    words += " --diloco.fragments.pattern explicit --run.description 7 8 --run.deterministic true"
+    words += " --diloco.fragments.pattern sequential --run.description 7 8 --run.deterministic true"
     words += " --data.shuffle=False --optimizer.weight_decay 0.3 --data.source="
-    modules = "--diloco.fragments.modules", '[["blocks.0", "head"], ["blocks.1"]]'
-    config = from_command_line([*words.split(), *modules])
+    config = from_command_line(words.split())
     assert config is not None
     training, run = config.training, config.run
     # A length of the run replaces the one of the file.
@@ -89,7 +88,7 @@ def test_values_on_the_command_line() -> None:
     assert (run.name, run.seed, run.description) == ("--x", 5, "7 8")
     assert (run.deterministic, config.data.shuffle, config.data.source) == (True, False, "")
     assert config.optimizer.weight_decay == 0.3
-    assert config.diloco.fragments.modules == (("blocks.0", "head"), ("blocks.1",))
+    assert config.diloco.fragments.pattern == "sequential"
 
 
 @pytest.mark.parametrize(
@@ -159,8 +158,7 @@ def test_malformed_command_lines(words: str, reason: str) -> None:
         ("optimizer.weight_decay", "x", ": expected a number, or one of 1/steps"),
         ("run.deterministic", "yes", ": expected true or false"),
         ("lr_schedule.decay", "cosin", "wsd, constant; did you mean cosine?"),
-        ("diloco.fragments.modules", "x", ": expected a list"),
-        ("diloco.fragments.modules", '[["x", 1]]', ": expected text, in quotes"),
+        ("data.phases", "x", ": expected a list"),
     ],
 )
 def test_a_mistake_is_one_line_with_origin_key_value_and_remedy(
@@ -251,8 +249,6 @@ def test_a_config_made_in_python_is_checked() -> None:
         DiLoCoConfig(method=wrong, workers=0)
     with pytest.raises(ValueError, match=r"^DiLoCoConfig.overlap = None: expected Overlap\(...\)$"):
         DiLoCoConfig(overlap=None)  # type: ignore[arg-type]
-    lists: Any = [["head"]]
-    assert Fragments(modules=lists).modules == (("head",),)
     with pytest.raises(ValueError, match=r"^Islands.join: expected text, in quotes$"):
         Islands(join=b"a password")  # type: ignore[arg-type]
     assert "password" not in repr(Islands(join="a password"))
@@ -287,7 +283,6 @@ TOPK = {"diloco.quantization.codec": "topk", "diloco.outer_optimizer.name": "sgd
             "lr_schedule.warmup_fraction",
         ),
         ({"diloco.delta_norm_limit": "0.5"}, "diloco.delta_norm_limit"),
-        ({"diloco.fragments.pattern": "explicit"}, "diloco.fragments.modules"),
         ({"diloco.quantization.block_size": "65"}, "diloco.quantization.block_size"),
         (TOPK | {"diloco.quantization.top_values": "15"}, "diloco.quantization.top_values"),
         ({"diloco.quantization.top_values": "32"}, "diloco.quantization.top_values"),

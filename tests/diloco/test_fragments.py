@@ -10,7 +10,7 @@ from torch import nn
 
 from torchtitan_diloco.config.schema import Model
 from torchtitan_diloco.diloco.config import Fragments
-from torchtitan_diloco.diloco.fragments import Fragment, build_fragments
+from torchtitan_diloco.diloco.fragments import build_fragments
 from torchtitan_diloco.models.decoder import Decoder
 
 
@@ -68,27 +68,6 @@ def test_every_value_is_in_exactly_one_fragment(
     assert found == sorted(name for name, _ in model.named_parameters())
     assert all(fragment.parts for fragment in fragments)
     assert [fragment.index for fragment in fragments] == list(range(len(fragments)))
-
-
-def test_explicit_fragments_and_their_mistakes() -> None:
-    model = decoder(layers=2)
-
-    def build(*modules: tuple[str, ...]) -> tuple[Fragment, ...]:
-        return build_fragments(model, Fragments(pattern="explicit", modules=modules))
-
-    fragments = build(
-        ("blocks.0", "norm"),
-        ("blocks.1.attention",),
-        ("blocks.1", "embedding.weight")[1:],
-        ("blocks.1.feed_forward", "blocks.1.attention_norm", "blocks.1.feed_forward_norm"),
-    )
-    assert [part.name for part in fragments[2].parts] == ["embedding.weight"]
-    with pytest.raises(ValueError, match=r"parameter norm.weight is in no fragment"):
-        build(("blocks", "embedding"))
-    with pytest.raises(ValueError, match=r"blocks.0.*is in more than one fragment"):
-        build(("blocks", "embedding", "norm"), ("blocks.0",))
-    with pytest.raises(ValueError, match=r'names "block.0".*did you mean blocks.0'):
-        build(("block.0", "embedding", "norm"))
 
 
 def test_which_modules_are_blocks() -> None:

@@ -99,14 +99,9 @@ def run_reference(case: Case) -> tuple[list[Parameters], Parameters]:
     return [parameters(model) for model in models], reference.Theta
 
 
-LISTED = (
-    ("embedding", "blocks.3"),
-    ("blocks.0", "blocks.1", "gain"),
-    tuple(f"blocks.{number}" for number in (2, 5, 4, 6, 7)),
-)
 PATTERNS = [
     Fragments(pattern="sequential", layers_per_fragment=2),
-    Fragments(pattern="explicit", modules=LISTED),
+    Fragments(pattern="strided", layers_per_fragment=5),
 ]
 TOPK = Quantization(codec="topk", top_values=6)
 FP4 = Quantization(codec="fp4_e3m0", block_size=128)
@@ -116,7 +111,7 @@ CODED = [
     Quantization(codec="fp8_e5m2"),
     Quantization(codec="int8", block_size=32),
     Quantization(codec="fp4_e2m1"),
-    Quantization(codec="ternary", block_size=16),
+    Quantization(codec="fp4_e2m1", block_size=16),
     FP4,
     TOPK,
 ]

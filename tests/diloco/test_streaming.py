@@ -28,6 +28,7 @@ from tests.diloco.toy import (
 )
 from tests.processes import ProcessPool
 from torchtitan_diloco.diloco import OuterOptimizer, Quantization, StreamingDiLoCo
+from torchtitan_diloco.diloco.background import ENCODING_THREADS
 from torchtitan_diloco.diloco.gloo_peers import GlooPeers
 from torchtitan_diloco.diloco.state_dict import shared_parameter_name
 from torchtitan_diloco.distributed.world import WORKER
@@ -211,9 +212,8 @@ def test_threads_end_with_their_owner_and_leave_torchs_threads_alone() -> None:
         StreamingDiLoCo(Net(), None, AVERAGE_EVERY_STEP)
     gc.collect()
     assert set(threading.enumerate()) <= before
-    chosen = replace(AVERAGE_EVERY_STEP, quantization=Quantization(threads=threads + 1))
-    outer = StreamingDiLoCo(Net(), None, chosen)
-    assert outer.peers.background.submit(_threads_after_work).result() == threads + 1
+    outer = StreamingDiLoCo(Net(), None, AVERAGE_EVERY_STEP)
+    assert outer.peers.background.submit(_threads_after_work).result() == ENCODING_THREADS
     with ThreadPoolExecutor() as later:
         assert later.submit(torch.get_num_threads).result() == threads
     assert torch.get_num_threads() == threads

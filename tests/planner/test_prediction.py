@@ -31,7 +31,7 @@ from torchtitan_diloco.planner.prediction import (
     predict_exchange,
 )
 
-BY_BITS: tuple[CodecName, ...] = ("fp32", "bf16", "int8", "fp4_e3m0", "ternary")
+BY_BITS: tuple[CodecName, ...] = ("fp32", "bf16", "int8", "fp4_e3m0")
 FRAGMENTS = st.lists(st.integers(1, 50_000_000), min_size=1, max_size=12)
 STEPS = st.one_of(st.none(), st.integers(1, 400))
 CONDITIONS = st.builds(

@@ -85,7 +85,6 @@ KNOWN = {
     "int8": "3d59cb55 508a96ce f5dd7ab9",
     "fp4_e2m1": "274f9053 650a948d 59a1acb2",
     "fp4_e3m0": "80147f3a 86b1381a d4644d04",
-    "ternary": "fe9f6388 bb19cdb2 4d15965a",
     "topk": "80d47658 ea25c718 74542591",
     "nesterov": "9bee3edc 16533b01 6ef47a3e",
     "momentum": "eccca50e 16533b01 6ef47a3e",

@@ -12,6 +12,9 @@ from typing import Any, TypeVar
 
 import torch
 
+ENCODING_THREADS = 1
+"""Threads of torch that encode and decode on the CPU: more of them would slow down training."""
+
 Result = TypeVar("Result")
 
 

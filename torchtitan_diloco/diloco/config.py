@@ -18,16 +18,14 @@ Fraction = Annotated[float, Meta(ge=0, le=1)]
 class Fragments(Section):
     """Partition of the model into fragments, which synchronise in turn."""
 
-    pattern: Literal["strided", "sequential", "explicit"] = "strided"
+    pattern: Literal["strided", "sequential"] = "strided"
     """Blocks of each of P fragments. `strided`: fragment p holds blocks p, p + P, p + 2P, ...
-    `sequential`: consecutive blocks. `explicit`: as listed in `modules`."""
+    `sequential`: consecutive blocks."""
     layers_per_fragment: NotNegative = 3
     """Blocks per fragment. Parameters outside the blocks (embedding, head, final norm) form a
     fragment of their own. 0: the whole model is one fragment (DiLoCo without streaming)."""
     blocks: str = ""
     """Name of the module that holds the blocks. Empty: the longest ModuleList."""
-    modules: tuple[tuple[str, ...], ...] = ()
-    """For `explicit`: the names of the modules or parameters of each fragment."""
 
 
 @dataclass(frozen=True)
@@ -84,9 +82,7 @@ class Beginning(Section):
         return Beginning(steps=steps, sync_every=self.sync_every)
 
 
-CodecName = Literal[
-    "fp32", "bf16", "fp8_e4m3", "fp8_e5m2", "int8", "fp4_e2m1", "fp4_e3m0", "ternary", "topk"
-]
+CodecName = Literal["fp32", "bf16", "fp8_e4m3", "fp8_e5m2", "int8", "fp4_e2m1", "fp4_e3m0", "topk"]
 
 
 @dataclass(frozen=True)
@@ -103,9 +99,6 @@ class Quantization(Section):
     bits or fewer."""
     top_values: Positive = 16
     """Values of every 1,024 that `topk` sends, an even number up to 256."""
-    threads: Positive = 1
-    """CPU threads for encoding and decoding. They compete with training for cores. A model on a GPU
-    has its deltas encoded there."""
 
 
 @dataclass(frozen=True)
@@ -172,9 +165,6 @@ def diloco_mistakes(diloco: DiLoCoConfig, *, islands: bool = False) -> Mistakes:
     """Check settings that depend on each other. `islands`: whether workers are islands."""
     every, first = diloco.sync_every, diloco.beginning
     begins = first.steps or first.fraction
-    if (diloco.fragments.pattern == "explicit") != bool(diloco.fragments.modules):
-        reason = 'lists the fragments of diloco.fragments.pattern = "explicit": set both or neither'
-        yield "diloco.fragments.modules", reason
     if diloco.overlap.delay >= every:
         reason = f"must be smaller than diloco.sync_every = {every}; 0 waits for each exchange"
         yield "diloco.overlap.delay", reason

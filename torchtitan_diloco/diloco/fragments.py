@@ -1,6 +1,5 @@
 """Partition of a module's parameters into fragments."""
 
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -86,9 +85,7 @@ def build_fragments(model: nn.Module, config: Fragments) -> tuple[Fragment, ...]
     trained = [Part(name, one) for name, one in model.named_parameters() if one.requires_grad]
     if not trained:
         raise UserError("the model has no trainable parameter: there is nothing to exchange")
-    if config.pattern == "explicit":
-        groups = _explicit(model, trained, config.modules)
-    elif config.layers_per_fragment == 0:
+    if config.layers_per_fragment == 0:
         groups = [("whole model", trained)]
     else:
         blocks, rest = _split_blocks(model, trained, config.blocks)
@@ -178,33 +175,3 @@ def _longest_module_list(model: nn.Module) -> str:
             "diloco.fragments.layers_per_fragment = 0"
         )
     return max(lists, key=lists.__getitem__)
-
-
-def _explicit(
-    model: nn.Module, trained: list[Part], modules: tuple[tuple[str, ...], ...]
-) -> list[Group]:
-    known = [name for name, _ in model.named_modules()] + [part.name for part in trained]
-    groups: list[Group] = []
-    for names in modules:
-        for wanted in names:
-            if wanted not in known:
-                raise UserError(
-                    f'diloco.fragments.modules names "{wanted}", which the model does not have'
-                    + nearest(wanted, known)
-                )
-        parts = [part for wanted in names for part in trained if part.is_in(wanted)]
-        if not parts:
-            raise UserError(
-                f"the fragment {list(names)} of diloco.fragments.modules has no trainable "
-                "parameter of its own (a tied one counts where it comes first): remove it"
-            )
-        groups.append((", ".join(names), parts))
-    counts = Counter(part.name for _, parts in groups for part in parts)
-    for part in trained:
-        if counts[part.name] != 1:
-            found = "more than one fragment" if counts[part.name] else "no fragment"
-            raise UserError(
-                f"parameter {part.name} is in {found}: name its module once in "
-                "diloco.fragments.modules"
-            )
-    return groups

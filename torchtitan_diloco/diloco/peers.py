@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan_diloco.diloco.background import BackgroundThread
+from torchtitan_diloco.diloco.background import ENCODING_THREADS, BackgroundThread
 from torchtitan_diloco.diloco.codecs import build_codec, describe
 from torchtitan_diloco.diloco.config import DiLoCoConfig
 from torchtitan_diloco.diloco.exchange import Exchange
@@ -93,7 +93,7 @@ class Peers(ABC):
             OuterState(fragment, config.outer_optimizer, device, is_sparse=is_sparse)
             for fragment in self.fragments
         ]
-        self.background = BackgroundThread("diloco-exchange", torch_threads=wire.threads)
+        self.background = BackgroundThread("diloco-exchange", torch_threads=ENCODING_THREADS)
         self.open()
 
     @abstractmethod

@@ -30,7 +30,7 @@ from torchtitan_diloco.diloco.meeting import broadcast_object
 from torchtitan_diloco.diloco.outer_state import OuterState
 from torchtitan_diloco.islands.shards import Layout, Ranks, collect
 
-MAY_DIFFER = re.compile(r"diloco\.(link\.|workers|measure_every|quantization\.threads)")
+MAY_DIFFER = re.compile(r"diloco\.(link\.|workers|measure_every)")
 """Settings in which islands may differ."""
 
 Result = TypeVar("Result")
@@ -83,7 +83,6 @@ class Copies:
     def __init__(self, states: Sequence[OuterState], config: DiLoCoConfig, ranks: Ranks) -> None:
         self.ranks, self._optimizer = ranks, config.outer_optimizer
         self._quantization = config.quantization
-        self.threads = config.quantization.threads
         self.fragments = [
             SharedCopy(state, Layout(state.fragment, ranks.size, ranks.rank)) for state in states
         ]

@@ -12,6 +12,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from torchtitan_diloco.diloco.background import ENCODING_THREADS
 from torchtitan_diloco.diloco.transport import STILL_RATIO, STILL_SECONDS
 from torchtitan_diloco.diloco.vitals import STUCK, Action, Report
 from torchtitan_diloco.islands.bulk import CHUNK_BYTES, UNDER_WAY, ClosedError
@@ -251,7 +252,7 @@ class Leader:
     # --- the reading thread -----------------------------------------------------------------------
 
     def _run(self) -> None:
-        torch.set_num_threads(self._copies.threads)
+        torch.set_num_threads(ENCODING_THREADS)
         try:
             while not self._closed.is_set():
                 self._work()

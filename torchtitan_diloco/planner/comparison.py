@@ -58,10 +58,8 @@ def methods(load: Workload, conditions: Conditions, given: DiLoCoConfig) -> dict
     plain = replace(given, method="streaming", quantization=Quantization())
     wire = given.quantization
     whole = replace(given.fragments, layers_per_fragment=0)
-    if given.fragments.pattern == "explicit":
-        whole = replace(whole, pattern="strided", modules=())
     if bits(wire) > bits(FEW_BITS):
-        wire = replace(FEW_BITS, threads=wire.threads)
+        wire = FEW_BITS
     few = replace(plain, quantization=wire)
     by_name = {
         "data parallelism": replace(plain, method="none"),

@@ -29,7 +29,6 @@ _BLOCKS: dict[str, Callable[[str, int], Codec]] = {
     "int8": Int8Codec,
     "fp4_e2m1": partial(MiniFloatCodec, exponent=2, mantissa=1, bias=1, top=6.0),
     "fp4_e3m0": partial(MiniFloatCodec, exponent=3, mantissa=0, bias=3, top=16.0),
-    "ternary": partial(MiniFloatCodec, exponent=1, mantissa=0, bias=1, top=1.0),
 }
 """Each is called with (name, block size)."""
 
