@@ -372,9 +372,9 @@ def settings_of(run: scale.Run, corpus: str, extra: core.Settings, ratio: float)
     tokenizer = str(read_index(index).settings["tokenizer"]) if index.exists() else "bytes"
     text = {"data.corpus": corpus, "data.tokenizer": tokenizer, "data.validation_fraction": "0.04"}
     text |= {key: value for key, value in extra.items() if key.startswith("data.")}
-    more = {"lr_schedule.warmup_fraction": WARM_UP} | extra
+    more = {"lr_schedule.warmup": WARM_UP} | extra
     if run.every:
-        more = {"diloco.beginning.fraction": WARM_UP} | more
+        more = {"diloco.beginning.length": WARM_UP} | more
     else:
         more = {key: value for key, value in more.items() if not key.startswith("diloco.")}
     return scale.settings_of(run, text, more, ratio)

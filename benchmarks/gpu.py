@@ -52,7 +52,7 @@ Not proven by one GPU: FSDP2 and NCCL over several GPUs, workers on several mach
 a real link, and losses of workers in the middle of an exchange on GPUs."""
 RUN = {
     "checkpoint.every_minutes": "0",
-    "lr_schedule.warmup_steps": "5",
+    "lr_schedule.warmup": "5",
     "metrics.log_every": "1",
     "metrics.tensorboard": "false",
     "run.restarts": "0",

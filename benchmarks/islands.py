@@ -305,7 +305,7 @@ def train_case(case: Case, tokens: int, seed: int, folder: Path) -> core.Record:
     begin, most = case.islands[0], max(case.islands)
     settings = island_settings(SAMPLES) | {
         "training.tokens": str(tokens),
-        "lr_schedule.warmup_steps": str(3 * tokens // (10 * begin * SAMPLES * LENGTH)),
+        "lr_schedule.warmup": str(3 * tokens // (10 * begin * SAMPLES * LENGTH)),
         "run.seed": str(seed),
         "islands.begin": str(begin),
         "islands.slots": str(most),

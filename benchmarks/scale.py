@@ -66,7 +66,7 @@ RESERVED_SECONDS = 25.0
 """At the end, for runs that have to be stopped, and for the results."""
 COMMON = {
     "optimizer.lr": "4e-3",
-    "lr_schedule.warmup_fraction": "0.2",
+    "lr_schedule.warmup": "0.2",
     "checkpoint.every_minutes": "2",
     "checkpoint.keep_latest": "1",
     "metrics.tensorboard": "false",

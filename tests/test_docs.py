@@ -40,7 +40,7 @@ SMALL = (
     "--validation.sequences 8 --metrics.tensorboard false"
 )
 """What every training gets as well."""
-SHORT = "--training.steps 12 --lr_schedule.warmup_steps 1"
+SHORT = "--training.steps 12 --lr_schedule.warmup 1"
 """What one that does not set its length gets, too, instead of 1,000 steps, which take minutes."""
 ELSEWHERE = {
     ("AGENTS.md", ".ci/run"): "an hour; tests/test_release.py",

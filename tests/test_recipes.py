@@ -206,7 +206,7 @@ def test_the_commands_of_the_container_file_run_in_an_empty_folder(tmp_path: Pat
     assert done.stdout.startswith("usage: torchtitan-diloco train"), done.stderr
     settings = {
         "training.steps": "3",
-        "lr_schedule.warmup_steps": "1",
+        "lr_schedule.warmup": "1",
         "diloco.workers": "1",
         "validation.every": "0",
         "metrics.tensorboard": "false",

@@ -48,7 +48,7 @@ def settings(text: Path, **changes: Any) -> dict[str, str]:
         "training.batch_size": 6,
         "training.global_batch_size": 12,
         "training.steps": 8,
-        "lr_schedule.warmup_steps": 2,
+        "lr_schedule.warmup": 2,
         "validation.every": 4,
         "validation.sequences": 7,
         "metrics.log_every": 1,
@@ -361,12 +361,12 @@ def test_a_run_that_ends_early_says_why_and_how_it_goes_on(
     text: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     profile = {"profiling.start": 2, "profiling.steps": 1}
-    pause = {"training.stop_after": 3, "lr_schedule.warmup_steps": 9}
+    pause = {"training.stop_after": 3, "lr_schedule.warmup": 9}
     assert main(words(settings(text, **pause, **profile))) == 0
     with sending(signal.SIGTERM, 2):
         assert main(words(settings(text, **{"run.folder": text.parent / "signalled"}))) == 0
     output = capsys.readouterr().out
-    assert "lr_schedule.warmup_steps = 9 is longer than the run of 8 steps" in output
+    assert "lr_schedule.warmup = 9 is longer than the run of 8 steps" in output
     assert "stopped after step 3 of 8, as asked by training.stop_after = 3; with a" in output
     assert "stopped after step 3 of 8, as asked by a signal" in output
     folders = [path.parts[-3] for path in text.parent.glob("*/worker-0/step-00000003")]

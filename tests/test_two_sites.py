@@ -34,7 +34,7 @@ SMALL: dict[str, Any] = {
     "model.heads": 2,
     "training.sequence_length": 32,
     "training.batch_size": 8,
-    "lr_schedule.warmup_steps": 2,
+    "lr_schedule.warmup": 2,
     "diloco.sync_every": 4,
     "validation.sequences": 8,
     "metrics.tensorboard": "false",

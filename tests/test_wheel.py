@@ -20,7 +20,7 @@ from torchtitan_diloco import __version__
 ROOT_FILES = ("CHANGELOG.md", "CITATION.cff", "LICENSE", "MANIFEST.in", "README.md")
 PACKAGE = REPOSITORY / "torchtitan_diloco"
 SETTINGS = (
-    "--training.steps 6 --lr_schedule.warmup_steps 1 --model.layers 2 --training.batch_size 2 "
+    "--training.steps 6 --lr_schedule.warmup 1 --model.layers 2 --training.batch_size 2 "
     "--training.sequence_length 64 --validation.sequences 8 --diloco.sync_every 4 --run.folder run"
 )
 

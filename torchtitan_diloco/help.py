@@ -28,7 +28,7 @@ MATTER_MOST = (
     "training.steps",
     "training.tokens_per_parameter",
     "optimizer.lr",
-    "lr_schedule.warmup_steps",
+    "lr_schedule.warmup",
     "parallel.fsdp",
     "diloco.method",
     "diloco.workers",

@@ -26,7 +26,7 @@ from torchtitan_diloco.distributed.world import FSDP
 
 schedules = st.builds(
     LrSchedule,
-    warmup_steps=st.integers(0, 50),
+    warmup=st.integers(0, 50),
     decay=st.sampled_from(["cosine", "linear", "wsd", "constant"]),
     decay_fraction=st.floats(0, 1),
     floor=st.floats(0, 1),
@@ -37,16 +37,16 @@ schedules = st.builds(
 def test_lr_rises_then_falls_to_the_floor(schedule: LrSchedule, total: int) -> None:
     factors = [lr_factor(step, total, schedule) for step in range(1, total + 1)]
     assert all(0 <= factor <= 1 for factor in factors)
-    warm = factors[: schedule.warmup_steps]
+    warm = factors[: int(schedule.warmup)]
     assert warm == sorted(warm)
-    decayed = factors[max(0, schedule.warmup_steps - 1) :]
+    decayed = factors[max(0, int(schedule.warmup) - 1) :]
     assert all(later <= earlier + 1e-12 for earlier, later in itertools.pairwise(decayed))
     assert all(factor >= schedule.floor - 1e-12 for factor in decayed)
 
 
 @pytest.mark.parametrize("decay", ["cosine", "linear", "wsd"])
 def test_lr_at_the_marks(decay: str) -> None:
-    schedule = LrSchedule(warmup_steps=10, decay=decay, decay_fraction=0.5, floor=0.1)  # type: ignore[arg-type]
+    schedule = LrSchedule(warmup=10, decay=decay, decay_fraction=0.5, floor=0.1)  # type: ignore[arg-type]
     assert lr_factor(1, 110, schedule) == pytest.approx(0.1)
     assert lr_factor(10, 110, schedule) == pytest.approx(1.0)
     assert lr_factor(110, 110, schedule) == pytest.approx(0.1)

@@ -25,8 +25,9 @@ from torchtitan_diloco.config.loader import (
     shipped_configs,
     unused_settings,
 )
-from torchtitan_diloco.config.schema import LrSchedule, flat_settings, flatten
+from torchtitan_diloco.config.schema import flat_settings, flatten
 from torchtitan_diloco.diloco.config import Beginning, DiLoCoConfig, advice
+from torchtitan_diloco.diloco.fields import steps_of
 from torchtitan_diloco.islands.config import Islands
 from torchtitan_diloco.models import build_model
 
@@ -95,30 +96,42 @@ def test_values_on_the_command_line() -> None:
     ("words", "warmup", "beginning"),
     [
         ("", 200, 100),
-        ("--lr_schedule.warmup_steps 30 --diloco.beginning.steps 30", 30, 30),
-        ("--lr_schedule.warmup_steps 0 --diloco.beginning.fraction 0", 0, 0),
-        ("--lr_schedule.warmup_fraction 0.05 --diloco.beginning.fraction 0.05", 50, 50),
+        ("--lr_schedule.warmup 30 --diloco.beginning.length 30", 30, 30),
+        ("--lr_schedule.warmup 0 --diloco.beginning.length 0", 0, 0),
+        ("--lr_schedule.warmup 0.05 --diloco.beginning.length 0.05", 50, 50),
     ],
 )
 def test_the_length_that_is_given_last_counts(
     tmp_path: Path, words: str, warmup: int, beginning: int
 ) -> None:
-    lengths = "lr_schedule.warmup_steps = 300\ndiloco.beginning.steps = 300\n"
+    lengths = "lr_schedule.warmup = 300\ndiloco.beginning.length = 300\n"
     write(tmp_path, "parent.toml", f"extends = '1b.toml'\n{lengths}")
-    lengths = "lr_schedule.warmup_fraction = 0.2\ndiloco.beginning.fraction = 0.1\n"
+    lengths = "lr_schedule.warmup = 0.2\ndiloco.beginning.length = 0.1\n"
     child = write(tmp_path, "child.toml", f"extends = 'parent.toml'\n{lengths}")
     config = from_command_line(["--config", child, *words.split()])
     assert config is not None
-    assert config.lr_schedule.warmup(1000) == warmup
-    assert config.diloco.beginning.in_steps(1000).steps == beginning
+    assert steps_of(config.lr_schedule.warmup, 1000) == warmup
+    assert config.diloco.beginning.in_steps(1000).length == beginning
 
 
-def test_in_python_the_other_length_must_be_zero() -> None:
-    """Its default would otherwise hide the one that is given."""
-    with pytest.raises(ValueError, match=r"warmup_fraction = 0.1: warmup_steps = 1000 already"):
-        LrSchedule(warmup_fraction=0.1)
-    assert LrSchedule(warmup_steps=0, warmup_fraction=0.1).warmup(50) == 5
-    assert Beginning(fraction=0.1).in_steps(50).steps == 5
+@pytest.mark.parametrize(
+    ("given", "steps"), [("0", 0), ("1", 1), ("30", 30), ("1e3", 1000), ("0.1", 5), ("0.999", 50)]
+)
+def test_a_length_is_a_number_of_steps_or_a_share_of_the_run(given: str, steps: int) -> None:
+    settings = {"lr_schedule.warmup": given, "diloco.beginning.length": given}
+    config = load_config("debug", settings)
+    for length in (config.lr_schedule.warmup, config.diloco.beginning.length):
+        assert steps_of(length, 50) == steps
+        assert isinstance(length, int) == (length >= 1 or given == "0")
+    assert Beginning(length=float(given)).in_steps(50).length == steps
+
+
+@pytest.mark.parametrize("given", ["1.5", "-1", "-0.1", "nan", "half", "true"])
+def test_a_length_that_is_none_is_refused(given: str) -> None:
+    reason = "expected a whole number of steps, or a share of the run below 1"
+    for key in ("lr_schedule.warmup", "diloco.beginning.length"):
+        with pytest.raises(ConfigError, match=f'{key} = "{given}": {reason}'):
+            load_config("debug", {key: given})
 
 
 @pytest.mark.parametrize(
@@ -270,18 +283,10 @@ TOPK = {"diloco.quantization.codec": "topk", "diloco.outer_optimizer.name": "sgd
         ({"diloco.overlap.delay": "10"}, "diloco.overlap.delay"),
         ({"diloco.beginning.sync_every": "3"}, "diloco.beginning.sync_every"),
         (
-            {"diloco.beginning.steps": "9", "diloco.sync_every": "1", "diloco.overlap.delay": "0"},
+            {"diloco.beginning.length": "9", "diloco.sync_every": "1", "diloco.overlap.delay": "0"},
             "diloco.beginning.sync_every",
         ),
-        (
-            {"diloco.beginning.steps": "9", "diloco.beginning.fraction": "0.1"},
-            "diloco.beginning.fraction",
-        ),
-        ({"islands.local": "2", "diloco.beginning.fraction": "0.1"}, "diloco.beginning.fraction"),
-        (
-            {"lr_schedule.warmup_steps": "3", "lr_schedule.warmup_fraction": "0.1"},
-            "lr_schedule.warmup_fraction",
-        ),
+        ({"islands.local": "2", "diloco.beginning.length": "0.1"}, "diloco.beginning.length"),
         ({"diloco.delta_norm_limit": "0.5"}, "diloco.delta_norm_limit"),
         ({"diloco.quantization.block_size": "65"}, "diloco.quantization.block_size"),
         (TOPK | {"diloco.quantization.top_values": "15"}, "diloco.quantization.top_values"),
@@ -301,7 +306,7 @@ def test_contradictions_are_errors(settings: dict[str, str], key: str) -> None:
         load_config("debug", settings)
 
 
-WARM = {"lr_schedule.warmup_steps": "200"}
+WARM = {"lr_schedule.warmup": "200"}
 
 
 @pytest.mark.parametrize(
@@ -321,9 +326,13 @@ WARM = {"lr_schedule.warmup_steps": "200"}
             [r"data.phases\[0\] are rounded"],
         ),
         (2000, {"diloco.overlap.mixing": "0", "diloco.outer_optimizer.lr": "2"}, ["unstable"]),
-        (200, {"diloco.beginning.steps": "200"}, ["has 200 steps and is not shorter than the run"]),
-        (200, {"diloco.beginning.fraction": "1"}, ["has 200 steps and is not shorter than the"]),
-        (200, {"diloco.beginning.steps": "199"}, ["the run has 20 outer rounds"]),
+        (
+            200,
+            {"diloco.beginning.length": "200"},
+            ["has 200 steps and is not shorter than"],
+        ),
+        (200, {"diloco.beginning.length": "0.999"}, ["has 200 steps and is not shorter than"]),
+        (200, {"diloco.beginning.length": "199"}, ["the run has 20 outer rounds"]),
         (200, {"diloco.sync_every": "300"}, ["nothing is ever exchanged"]),
         (200, {"diloco.sync_every": "300", "diloco.workers": "1"}, []),
         (
@@ -351,7 +360,7 @@ def test_a_config_builds_and_repeats_nothing_that_it_inherits(name: str) -> None
     counts = model.parameter_counts()
     size = config.diloco.workers * max(1, config.parallel.fsdp)
     plan = plan_run(config.training, size, counts["total"], counts["embedding"])
-    assert plan.total_steps > config.lr_schedule.warmup(plan.total_steps)
+    assert plan.total_steps > steps_of(config.lr_schedule.warmup, plan.total_steps)
     assert not [line for line in advice(config.diloco, plan.total_steps) if name != "debug"]
     assert not list(unused_settings(config))
     assert config.run.description

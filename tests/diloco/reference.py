@@ -58,7 +58,7 @@ class ReferenceDiLoCo:
         self.t += 1
         t, P = self.t, len(self.fragments)
         H, tau = self.config.sync_every, self.config.overlap.delay
-        is_beginning = t <= self.config.beginning.steps
+        is_beginning = t <= self.config.beginning.length
         if is_beginning:
             H, tau = self.config.beginning.sync_every, 0
         for p in range(P):

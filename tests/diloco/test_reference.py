@@ -130,7 +130,7 @@ def with_turns(delay: int, every: int) -> DiLoCoConfig:
     a falling share."""
     overlap, beginning = (
         Overlap(delay, mixing=0.6, mixing_end=0.1),
-        Beginning(steps=11, sync_every=every),
+        Beginning(length=11, sync_every=every),
     )
     return with_wire(Quantization("fp4_e3m0"), overlap=overlap, beginning=beginning)
 

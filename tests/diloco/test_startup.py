@@ -51,8 +51,8 @@ def test_numbers_have_the_type_of_their_setting() -> None:
         ({"sync_every": 2.5}, "DiLoCoConfig.sync_every = 2.5: expected a whole number"),
         ({"overlap": Overlap(delay=100)}, r"delay = 100: must be smaller than .*; 0 waits"),
         ({"overlap": Overlap(mixing_end=0.0)}, "mixing_end = 0.0: needs the length of the run"),
-        ({"beginning": Beginning(fraction=0.1)}, "fraction = 0.1: needs the length of the run"),
-        ({"beginning": Beginning(9, 0.1)}, "fraction = 0.1: .*steps already sets the length"),
+        ({"beginning": Beginning(length=0.1)}, "beginning.length = 0.1: needs the length"),
+        ({"beginning": Beginning(sync_every=9)}, "is only read with diloco.beginning.length"),
         ({"quantization": Quantization(codec="int8", block_size=48)}, "block_size.*: take 32"),
     ],
 )
@@ -62,7 +62,7 @@ def test_a_config_made_in_python_is_checked(changes: dict[str, Any], key: str) -
 
 
 def test_a_beginning_is_a_fraction_of_the_run() -> None:
-    chosen = DiLoCoConfig(sync_every=10, beginning=Beginning(fraction=0.25, sync_every=5))
+    chosen = DiLoCoConfig(sync_every=10, beginning=Beginning(length=0.25, sync_every=5))
     outer = StreamingDiLoCo(Net(), None, chosen, total_steps=42)
     outer.close()
     assert outer.peers.schedule.beginning_steps == 10

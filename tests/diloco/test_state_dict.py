@@ -42,7 +42,7 @@ def assert_same(left: Any, right: Any) -> None:
 
 def _interrupted(wire: Quantization, optimizer_name: str) -> tuple[list[int], Any, list[Any]]:
     """Return the fragments in flight at each save, and the ends of the saved and resumed runs."""
-    overlap, beginning = Overlap(delay=5, mixing_end=0.0), Beginning(steps=5)
+    overlap, beginning = Overlap(delay=5, mixing_end=0.0), Beginning(length=5)
     outer_config = config(2, name=optimizer_name)
     chosen = replace(outer_config, overlap=overlap, beginning=beginning, quantization=wire)
     world, saves = join(2), list[Any]()
@@ -110,7 +110,7 @@ def _resumed_otherwise(changes: State) -> tuple[list[str], State, State]:
     [
         ({"sync_every": 12}, ["applied now"]),
         ({"overlap": Overlap(delay=2)}, ["applied now"]),
-        ({"beginning": Beginning(steps=20)}, ["applied now"]),
+        ({"beginning": Beginning(length=20)}, ["applied now"]),
         ({"fragments": Fragments("sequential", layers_per_fragment=2)}, ["applied now"]),
         (
             {"fragments": Fragments(layers_per_fragment=8), "quantization": Quantization("int8")},

@@ -329,9 +329,9 @@ def test_settings_are_checked() -> None:
         return StreamingDiLoCo(Net(), IslandPeers(islands, total_tokens=tokens), chosen)
 
     with pytest.raises(ValueError, match=r"join: .*not of the form") as error:
-        build(Islands("nats://a", "a b"), replace(FP4, beginning=Beginning(steps=8)))
+        build(Islands("nats://a", "a b"), replace(FP4, beginning=Beginning(length=8)))
     assert "islands.name = 'a b': must be at most 60 of the characters A-Z" in str(error.value)
-    assert "beginning.steps = 8: does not work with islands" in str(error.value)
+    assert "beginning.length = 8: does not work with islands" in str(error.value)
     with pytest.raises(ValueError, match=r"islands.name = 'münchen': .* of the characters A-Z"):
         build(replace(here, name="münchen"))
     with pytest.raises(ValueError, match=r"Islands.quorum = 0: expected a whole number >= 1"):

@@ -31,7 +31,7 @@ SETTINGS: dict[str, Any] = {
     "training.steps": 60,  # so that neither island ends the run before the other has started again
     "training.batch_size": 2,
     "training.sequence_length": 16,
-    "lr_schedule.warmup_steps": 2,
+    "lr_schedule.warmup": 2,
     "diloco.sync_every": 4,
     "validation.sequences": 8,
     "metrics.tensorboard": "false",

@@ -115,13 +115,13 @@ def test_runs_from_no_exchange_to_the_steady_state() -> None:
 
 def test_the_beginning_is_counted() -> None:
     """20 steps with H = 2 make 10 rounds of a fragment, 80 or 9,980 with H = 10 eight or 998."""
-    plain, first = BLOCKING, Beginning(steps=20, sync_every=2)
+    plain, first = BLOCKING, Beginning(length=20, sync_every=2)
     found = replace(plain, beginning=first)
     once = 10 * predict([1000], plain, UNLIMITED).sent_bytes_per_step
     short, long = (predict([1000], found, UNLIMITED, steps=steps) for steps in (100, 10_000))
     assert short.sent_bytes_per_step == pytest.approx((10 + 8) * once / 100)
     assert long.sent_bytes_per_step == pytest.approx((10 + 998) * once / 10_000)
-    share = replace(plain, beginning=Beginning(fraction=0.2))
+    share = replace(plain, beginning=Beginning(length=0.2))
     assert predict([1000], share, UNLIMITED, steps=100) == short
     slow = replace(UNLIMITED, bits_per_second=1e5)
     assert predict([1000], found, slow, steps=100).utilisation < (

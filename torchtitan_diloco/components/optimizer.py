@@ -13,6 +13,7 @@ from torch.nn.utils import get_total_norm
 from torch.optim import AdamW
 
 from torchtitan_diloco.config.schema import LrSchedule, Optimizer
+from torchtitan_diloco.diloco.fields import steps_of
 from torchtitan_diloco.diloco.fragments import local_of, shard_rows
 from torchtitan_diloco.log import UserError, logger
 
@@ -54,7 +55,7 @@ def build_optimizer(model: nn.Module, config: Optimizer, total_steps: int) -> to
 def lr_factor(step: float, total_steps: int, config: LrSchedule) -> float:
     """Return the share of the peak learning rate in `step`, which is 1 to `total_steps`. It is
     without state, so a resumed run has nothing to restore."""
-    start = config.warmup(total_steps)
+    start = steps_of(config.warmup, total_steps)
     if step < start:
         return step / start
     if config.decay == "constant":

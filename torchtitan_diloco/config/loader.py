@@ -25,7 +25,7 @@ from torchtitan_diloco.config.schema import (
 )
 from torchtitan_diloco.config.weights import MOST_TURNS, is_rounded, weight_mistake
 from torchtitan_diloco.diloco.config import Mistakes, advice, diloco_mistakes
-from torchtitan_diloco.diloco.fields import convert, is_table, nearest, setting_types
+from torchtitan_diloco.diloco.fields import convert, is_table, nearest, setting_types, steps_of
 from torchtitan_diloco.islands.config import Islands, islands_mistakes
 from torchtitan_diloco.log import UserError, command_line
 
@@ -39,9 +39,6 @@ SECRETS = "islands.join", "checkpoint.mirror"
 
 RUN_LENGTH = ("training.steps", "training.tokens", "training.tokens_per_parameter")
 """Exactly one of these settings is not 0."""
-WARMUP = ("lr_schedule.warmup_steps", "lr_schedule.warmup_fraction")
-BEGINNING = ("diloco.beginning.steps", "diloco.beginning.fraction")
-"""The steps and the fraction of a length, as in WARMUP: the one that was given last counts."""
 
 TOKENIZER, VOCABULARY = "data.tokenizer", "model.vocab_size"
 CORPUS = "data.corpus"
@@ -124,12 +121,6 @@ def _merge(tables: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Any], dic
                 mistakes.append(_mistake(origin, key, value, str(error)))
         if any(found.get(key) for key in RUN_LENGTH):  # so that `--training.steps 9` shortens any
             values |= dict.fromkeys(RUN_LENGTH, 0)
-        for steps, fraction in (WARMUP, BEGINNING):
-            if found.get(steps) and found.get(fraction):
-                reason = f"{steps} already sets the same length: give one of them"
-                mistakes.append(_mistake(origin, fraction, found[fraction], reason))
-            if steps in found or fraction in found:
-                values |= {steps: 0, fraction: 0}
         if found.get(CORPUS) and found.get(MIXTURE):
             reason = f"{CORPUS} already names the text: give one of them"
             mistakes.append(_mistake(origin, MIXTURE, found[MIXTURE], reason))
@@ -355,10 +346,10 @@ def run_warnings(config: Config, total_steps: int) -> list[str]:
         for key, mixture in mixtures.items()
         if is_rounded(mixture)
     ]
-    warmup_steps = config.lr_schedule.warmup(total_steps)
+    warmup_steps = steps_of(config.lr_schedule.warmup, total_steps)
     if warmup_steps > total_steps:
         found.append(
-            f"lr_schedule.warmup_steps = {warmup_steps} is longer than the run of {total_steps} "
+            f"lr_schedule.warmup = {warmup_steps} is longer than the run of {total_steps} "
             "steps, so the peak learning rate is never reached: shorten it"
         )
     return found

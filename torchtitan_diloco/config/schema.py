@@ -12,10 +12,10 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from torchtitan_diloco.diloco.config import DiLoCoConfig, Fraction, NotNegative, Positive
+from torchtitan_diloco.diloco.fields import Length
 from torchtitan_diloco.diloco.fields import flat_settings as flat_settings
 from torchtitan_diloco.diloco.fields import flatten as flatten
 from torchtitan_diloco.islands.config import Islands
-from torchtitan_diloco.log import UserError
 
 
 @dataclass(frozen=True)
@@ -221,28 +221,14 @@ class Optimizer:
 class LrSchedule:
     """Learning-rate schedule of the inner optimizer."""
 
-    warmup_steps: NotNegative = 1000
-    """Steps of linear warm-up from 0. Give this or `warmup_fraction`: in files and on the command
-    line the last one counts. In Python, set this to 0 with `warmup_fraction`."""
-    warmup_fraction: Fraction = 0.0
-    """Length of the warm-up as a fraction of the run."""
+    warmup: Length = 1000
+    """Length of the linear warm-up from 0, in steps, or below 1 as a share of the run."""
     decay: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     """Shape after the warm-up. `wsd` keeps the peak and decays linearly at the end."""
     decay_fraction: Fraction = 0.2
     """Fraction of the steps in which `wsd` decays."""
     floor: Fraction = 0.05
     """Learning rate at the end of the run, as a fraction of the peak."""
-
-    def __post_init__(self) -> None:
-        if self.warmup_steps and self.warmup_fraction:
-            raise UserError(
-                f"LrSchedule.warmup_fraction = {self.warmup_fraction}: warmup_steps = "
-                f"{self.warmup_steps} already sets the length of the warm-up: set one of them to 0"
-            )
-
-    def warmup(self, total_steps: int) -> int:
-        """Return the steps of the warm-up."""
-        return self.warmup_steps or round(self.warmup_fraction * total_steps)
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,12 @@
 """Settings of the outer loop: the `[diloco]` section, its checks, and advice."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from torchtitan_diloco.diloco.fields import Section
+from torchtitan_diloco.diloco.fields import Length, Section, steps_of
 from torchtitan_diloco.diloco.link import MOST_STREAMS
 
 Positive = Annotated[int, Meta(ge=1)]
@@ -67,19 +67,15 @@ class Overlap(Section):
 class Beginning(Section):
     """First steps of a run, in which workers drift apart most easily."""
 
-    steps: NotNegative = 0
-    """Length of the initial phase, in steps. In it, fragments are exchanged more often, training
-    waits for them, and they are plainly averaged. Give this or `fraction`: in files and on the
-    command line the last one counts, and both together are an error. Both 0: none."""
-    fraction: Fraction = 0.0
-    """Length of the initial phase, as a fraction of the run."""
+    length: Length = 0
+    """Length of the initial phase, in steps, or below 1 as a share of the run. In it, fragments are
+    exchanged more often, training waits for them, and they are plainly averaged. 0: none."""
     sync_every: Positive = 2
     """Inner steps between two exchanges of the same fragment in the initial phase."""
 
     def in_steps(self, total_steps: int) -> "Beginning":
         """Return the same beginning, with its length in steps, of a run of so many steps."""
-        steps = self.steps or round(self.fraction * total_steps)
-        return Beginning(steps=steps, sync_every=self.sync_every)
+        return replace(self, length=steps_of(self.length, total_steps))
 
 
 CodecName = Literal["fp32", "bf16", "fp8_e4m3", "fp8_e5m2", "int8", "fp4_e2m1", "fp4_e3m0", "topk"]
@@ -164,18 +160,14 @@ Mistakes = Iterator[tuple[str, str]]
 def diloco_mistakes(diloco: DiLoCoConfig, *, islands: bool = False) -> Mistakes:
     """Check settings that depend on each other. `islands`: whether workers are islands."""
     every, first = diloco.sync_every, diloco.beginning
-    begins = first.steps or first.fraction
     if diloco.overlap.delay >= every:
         reason = f"must be smaller than diloco.sync_every = {every}; 0 waits for each exchange"
         yield "diloco.overlap.delay", reason
-    if begins and first.sync_every > every:
+    if first.length and first.sync_every > every:
         reason = f"must not be larger than diloco.sync_every = {every}, which comes after it"
         yield "diloco.beginning.sync_every", reason
-    if first.steps and first.fraction:
-        reason = "diloco.beginning.steps already sets the length of the beginning: give one of them"
-        yield "diloco.beginning.fraction", reason
-    if not begins and first.sync_every != Beginning.sync_every:
-        reason = "is only read with diloco.beginning.fraction or steps: set one of them too"
+    if not first.length and first.sync_every != Beginning.sync_every:
+        reason = "is only read with diloco.beginning.length: set it too"
         yield "diloco.beginning.sync_every", reason
     if 0 < diloco.delta_norm_limit <= 1:
         yield "diloco.delta_norm_limit", "must be above 1, or 0 for no limit"
@@ -185,8 +177,7 @@ def diloco_mistakes(diloco: DiLoCoConfig, *, islands: bool = False) -> Mistakes:
         yield "diloco.outer_optimizer.name", reason + "no worker has sent"
     refused = {
         "diloco.method": diloco.method == "none",
-        "diloco.beginning.steps": first.steps > 0,
-        "diloco.beginning.fraction": first.fraction > 0,
+        "diloco.beginning.length": first.length > 0,
         "diloco.link.drop_probability": diloco.link.drop_probability,
         "diloco.link.outer_state": diloco.link.outer_state == "cpu",
     }
@@ -216,7 +207,8 @@ def advice(config: DiLoCoConfig, total_steps: int) -> list[str]:
     if config.method == "none":
         return []
     found, outer, every = list[str](), config.outer_optimizer, config.sync_every
-    rounds, beginning = total_steps // every, config.beginning.in_steps(total_steps).steps
+    rounds = total_steps // every
+    beginning = steps_of(config.beginning.length, total_steps)
     several = config.workers > 1
     if 0 < total_steps <= beginning:
         found.append(

@@ -3,9 +3,10 @@
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
+from msgspec import Meta
 
 from torchtitan_diloco.log import UserError
 
@@ -22,6 +23,14 @@ NAMES = {
 
 
 TOO_LARGE = "expected a number that fits in 64 bits"
+
+Length = Annotated[int, Meta(ge=0)] | Annotated[float, Meta(ge=0, lt=1)]
+"""Length of a part of a run: steps, or below 1 a share of the run."""
+
+
+def steps_of(length: float, total_steps: int) -> int:
+    """Return a length in steps, in a run of `total_steps` steps."""
+    return round(length * total_steps) if length < 1 else int(length)
 
 
 class Section:
@@ -84,6 +93,8 @@ def convert(value: Any, kind: Any, *, is_word: bool = False) -> Any:
 
     Integers may be whole floats, such as 25e9. A word of a command line may be a number.
     """
+    if kind == Length:
+        return _convert_length(value, is_word=is_word)
     try:  # without `strict`, msgspec converts text and whole floats
         found = msgspec.convert(value, kind, strict=not (is_word or isinstance(value, float)))
     except msgspec.ValidationError as error:
@@ -103,6 +114,16 @@ def convert(value: Any, kind: Any, *, is_word: bool = False) -> Any:
     if isinstance(found, int | float) and not abs(found) < 2**63:
         raise UserError(TOO_LARGE)
     return found
+
+
+def _convert_length(value: Any, *, is_word: bool) -> int | float:
+    for kind in get_args(Length):
+        try:
+            length: int | float = convert(value, kind, is_word=is_word)
+        except ValueError:
+            continue
+        return length
+    raise UserError("expected a whole number of steps, or a share of the run below 1")
 
 
 def nearest(key: str, known: Iterable[str]) -> str:

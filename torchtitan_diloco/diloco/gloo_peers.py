@@ -62,7 +62,7 @@ class GlooPeers(Peers):
             mistakes.append(("diloco.method", '"none" needs no StreamingDiLoCo: leave it out'))
         needs_length = {
             "diloco.overlap.mixing_end": config.overlap.mixing_end is not None,
-            "diloco.beginning.fraction": config.beginning.fraction > 0,
+            "diloco.beginning.length": 0 < config.beginning.length < 1,
         }
         reason = "needs the length of the run: give StreamingDiLoCo total_steps, or leave it out"
         given = [key for key, is_set in needs_length.items() if is_set and not self._total_steps]

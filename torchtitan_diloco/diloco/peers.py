@@ -170,7 +170,7 @@ class Peers(ABC):
         every = "step" if config.sync_every == 1 else f"{config.sync_every:,} steps"
         momentum = f" momentum {outer.momentum:g}" * bool(states[0].slots)
         beginning = (
-            f"{'':<10} in the first {counted(first.steps, 'step')} every "
+            f"{'':<10} in the first {counted(int(first.length), 'step')} every "
             f"{counted(first.sync_every, 'step')}, averaged and waited for"
         )
         memory = sum(state.bytes for state in states)
@@ -186,7 +186,7 @@ class Peers(ABC):
         return [
             f"{'outer':<10} each fragment every {every}, applied {counted(overlap.delay, 'step')} "
             f"later; local weight {weight}; {outer.name} lr {outer.lr:g}{momentum}",
-            *([beginning] if first.steps else []),
+            *([beginning] if first.length else []),
             f"{'wire':<10} {describe(config.quantization)}; summed in fp32",
             f"{'':<10} {memory / GIB:.2f} GiB a rank on the {place} for shared parameters, the "
             f"outer optimizer, {deltas}",

@@ -69,7 +69,7 @@ def build_schedule(config: DiLoCoConfig, fragments: int) -> Schedule:
         sync_every=config.sync_every,
         fragments=fragments,
         delay=config.overlap.delay,
-        beginning_steps=config.beginning.steps,
+        beginning_steps=int(config.beginning.length),
         beginning_every=config.beginning.sync_every,
     )
 

@@ -42,7 +42,7 @@ def resume_settings(config: DiLoCoConfig) -> dict[str, Any]:
     return {
         "diloco.sync_every": config.sync_every,
         "diloco.overlap.delay": config.overlap.delay,
-        "diloco.beginning": [first.steps, first.sync_every] if first.steps else None,
+        "diloco.beginning": [first.length, first.sync_every] if first.length else None,
         OPTIMIZER: config.outer_optimizer.name,
         SPARSE: build_codec(config.quantization).is_sparse,  # how a copy is applied
     }

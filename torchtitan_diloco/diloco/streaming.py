@@ -60,7 +60,7 @@ class StreamingDiLoCo:
             shard_group: a gloo group of this worker's ranks, if it has several, that nothing else
                 uses. They sum the norm of a delta over it.
             liveness: watches all workers. Default: a new one with a gloo group of its own.
-            total_steps: length of the run, for `overlap.mixing_end` and `beginning.fraction`.
+            total_steps: length of the run, for `overlap.mixing_end` and shares of it.
             seed: for the rounds that `link.drop_probability` drops.
         """
         if not isinstance(group, Peers):

@@ -274,7 +274,7 @@ class Workload:
         if diloco.method == "none":
             return predict_data_parallel(self.buckets(), conditions)
         fragments = self.fragments(diloco.fragments)
-        begins = diloco.beginning.steps or diloco.beginning.fraction
+        begins = diloco.beginning.length
         steps = self.plan.total_steps if begins else None
         return predict(fragments, diloco, conditions, ranks=self.ranks, steps=steps)
 
