@@ -9,13 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtitan_diloco.data.text import (
-    PIECE_CHARACTERS,
-    is_held_out,
-    open_corpus,
-    split_into_pieces,
-    standard_library,
-)
+from torchtitan_diloco.data.pieces import PIECE_CHARACTERS, is_held_out, split_into_pieces
+from torchtitan_diloco.data.text import open_corpus, standard_library
 
 
 def pieces(spec: object) -> list[str]:
