@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import multiprocessing
 import os
 import random
 import signal
@@ -26,7 +27,8 @@ from tests.processes import PATIENCE
 from torchtitan_diloco.data.prepare import main, prepare
 from torchtitan_diloco.data.shards import ShardWriter
 from torchtitan_diloco.data.text import open_corpus
-from torchtitan_diloco.data.tokenizer import build_tokenizer
+from torchtitan_diloco.data.tokenizer import Ids, build_tokenizer
+from torchtitan_diloco.log import UserError
 
 OPTIONS = ["--shard-tokens", "9000", "--validation-fraction", "0.3"]
 KILLED = """
@@ -215,3 +217,41 @@ def test_an_interrupt_from_the_keyboard_is_one_line(folder: Path, tmp_path: Path
     assert done.stderr == f"\ninterrupted; the same command continues {tmp_path / 'out'}\n"
     assert len(children) == 2
     assert not any(map(is_running, children))
+
+
+def test_a_child_that_is_killed_is_one_error(
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As by the system when memory runs out."""
+
+    def kill_child(*_: object) -> None:
+        for child in multiprocessing.active_children():
+            child.kill()
+
+    monkeypatch.setattr(ShardWriter, "add", kill_child)
+    monkeypatch.setattr(tokenising_module, "_BATCH_PIECES", 2)
+    tokenizer = save_tokenizer(tmp_path / "own.json", 300)
+    command = ["--source", folder, "--tokenizer", tokenizer, "--out", tmp_path / "out"]
+    with pytest.raises(SystemExit, match="2"):
+        main([str(word) for word in [*command, "--processes", 2]])
+    error = "error: a process that tokenises was killed, as the system does when memory runs out: "
+    error += "the same command continues, with less memory if --processes is smaller\n"
+    assert capsys.readouterr().err == error
+
+
+def test_an_error_of_a_child_is_that_of_the_command(folder: Path, tmp_path: Path) -> None:
+    tokenizer = build_tokenizer(save_tokenizer(tmp_path / "own.json", 300))
+    save_tokenizer(tmp_path / "own.json", 301)
+    corpus, out = open_corpus(str(folder)), tmp_path / "out"
+    with pytest.raises(UserError, match=r"own\.json has changed: keep its file while it is used"):
+        prepare(corpus, tokenizer, out, validation_fraction=0.3, processes=2)
+
+    def encode(text: str) -> Ids:
+        raise ValueError("bad text")
+
+    bad = replace(tokenizer, encode=encode)
+    with pytest.raises(UserError, match=r"tokenise piece 0 \(bad text\), which begins with '0\.8"):
+        prepare(corpus, bad, out, validation_fraction=0.3, processes=1)

@@ -2,14 +2,17 @@ import errno
 import fcntl
 import json
 import random
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import torchtitan_diloco.data.prepare as prepare_module
+import torchtitan_diloco.data.tokenising as tokenising_module
 from tests.conftest import save_tokenizer
 from torchtitan_diloco.data.pieces import is_held_out
 from torchtitan_diloco.data.prepare import main, prepare
@@ -166,3 +169,32 @@ def test_a_folder_that_cannot_be_used(run: Run, out: Path, monkeypatch: pytest.M
         (out / name).write_text("{")
         assert message in run(source="stdlib")[1]
     assert "cannot write into" in run(source="stdlib", out=out / "thesis.tex" / "out")[1]
+
+
+def test_an_unfinished_folder_of_an_earlier_version_or_with_damage(
+    run: Run, source: Path, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_documents(source, documents=60)
+    options = "--shard-tokens", 20_000, "--validation-fraction", 0.1
+    assert run(*options)[0] == 0
+    finish, shards = ShardWriter.finish_shard, len([*out.glob("train-*")])
+    with monkeypatch.context() as patch:
+        finishes: Iterator[Callable[[ShardWriter], None]] = chain([finish] * 2, repeat(interrupt))
+        patch.setattr(ShardWriter, "finish_shard", lambda writer: next(finishes)(writer))
+        patch.setattr(tokenising_module, "_BATCH_PIECES", 2)
+        part = tmp_path / "part"
+        assert run(*options, out=part)[0] == 130
+    index = json.loads((part / "prepare.json").read_text())
+    assert index["position"]["pieces"] > 0
+    assert len(index["splits"]["train"]["shards"]) == 2 < shards
+    before = content(part)
+    for name, size in (("train-00000.tokens", 7), ("validation-00000.tokens", 0)):
+        (part / name).write_bytes(before[name][:size])
+        message = rf"part is damaged: {name}: it has .* bytes.*; delete the folder, and start the s"
+        assert re.search(message, run(*options, out=part)[1])
+        (part / name).write_bytes(before[name])
+    del index["position"], index["splits"]["validation"]["partial"]
+    (part / "prepare.json").write_text(json.dumps(index))
+    status, printed = run(*options, out=part)
+    assert (status, "continue" in printed) == (0, False)
+    assert content(part) == content(out)
