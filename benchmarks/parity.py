@@ -24,7 +24,7 @@ from typing import NamedTuple
 import msgspec
 
 from benchmarks import core, records
-from torchtitan_diloco.data.corpus import main as prepare_main
+from torchtitan_diloco.data.prepare import main as prepare_main
 
 CONTROL = "data parallel"
 TEXT_SETTINGS = ("data.corpus", "data.validation_corpus")

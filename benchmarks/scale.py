@@ -39,7 +39,7 @@ import torch
 from benchmarks import core, records, scale_results
 from benchmarks.parity import read_tables
 from torchtitan_diloco.config.schema import Model
-from torchtitan_diloco.data import corpus
+from torchtitan_diloco.data import prepare
 from torchtitan_diloco.data.shards import INDEX_NAME, read_index
 from torchtitan_diloco.data.text import open_corpus, standard_library
 from torchtitan_diloco.data.tokenizer import build_tokenizer
@@ -136,7 +136,7 @@ def prepare_text(work: Path, source: str, tokenizer: str) -> Text:
                 write_sources(Path(source))
             open_corpus(source)  # raises an error of one line
             words = ["--source", source, "--tokenizer", tokenizer, "--out", str(shards)]
-            corpus.main(words)
+            prepare.main(words)
     index = read_index(shards / INDEX_NAME)
     tokenizer = str(index.settings["tokenizer"])
     about = {

@@ -22,7 +22,7 @@ COMMANDS = {
     "islands": ("islands", "serve and watch a run of islands"),
     "doctor": ("doctor", "check this machine, and that machines see each other"),
     "tokenizer": ("data.tokenizer", "train a tokenizer on a corpus"),
-    "prepare": ("data.corpus", "tokenise a corpus"),
+    "prepare": ("data.prepare", "tokenise a corpus"),
 }
 """Module, with its first argument if any, and description of each command."""
 

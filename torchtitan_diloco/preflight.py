@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torchtitan_diloco.config import Config
 from torchtitan_diloco.data.corpus import corpus_key, find_corpus, own_name
-from torchtitan_diloco.data.text import HUGGING_FACE_PREFIX
+from torchtitan_diloco.data.hub import HUGGING_FACE_PREFIX
 from torchtitan_diloco.data.tokenizer import USUAL, build_tokenizer
 from torchtitan_diloco.hardware import GLOO_INTERFACE, check_device, check_interfaces
 from torchtitan_diloco.islands.config import Join

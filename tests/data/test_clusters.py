@@ -10,7 +10,7 @@ import pytest
 
 from torchtitan_diloco.data import clusters as clusters_module
 from torchtitan_diloco.data.clusters import write_clusters
-from torchtitan_diloco.data.corpus import main
+from torchtitan_diloco.data.prepare import main
 from torchtitan_diloco.data.shards import TokenShards, find_damage
 from torchtitan_diloco.data.tokenizer import build_tokenizer
 

@@ -118,17 +118,17 @@ def test_a_dataset_names_the_command_that_prepares_it(tmp_path: Path) -> None:
 def _open_at_once(data: Data) -> tuple[int, str]:
     """The first rank is killed before it finishes, with the lock for which others wait."""
 
-    rename, is_first = Path.rename, os.environ["RANK"] == "0"
+    replace, is_first = Path.replace, os.environ["RANK"] == "0"
 
-    def rename_or_die(path: Path, target: Path) -> Path:
-        if is_first and path.name == "prepare.json":
+    def replace_or_die(path: Path, target: Path) -> Path:
+        if is_first and target.name == "corpus.json":
             time.sleep(1.0)
             os.kill(os.getpid(), signal.SIGKILL)
-        return rename(path, target)
+        return replace(path, target)
 
     while not is_first and not list(Path(data.cache_folder).glob("*/*train-*")):
         time.sleep(0.01)
-    with patch.object(Path, "rename", rename_or_die), redirect_stdout(StringIO()) as printed:
+    with patch.object(Path, "replace", replace_or_die), redirect_stdout(StringIO()) as printed:
         opened = open_split(data, BYTES, "train")
     return printed.getvalue().count("data: tokenised"), opened.fingerprint
 

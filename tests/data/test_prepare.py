@@ -2,7 +2,8 @@ import errno
 import fcntl
 import json
 import random
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import chain, repeat
 from pathlib import Path
@@ -10,10 +11,13 @@ from typing import Any
 
 import pytest
 
-import torchtitan_diloco.data.corpus as corpus_module
-from torchtitan_diloco.data.corpus import main, prepare
+import torchtitan_diloco.data.prepare as prepare_module
+import torchtitan_diloco.data.tokenising as tokenising_module
+from tests.conftest import save_tokenizer
+from torchtitan_diloco.data.pieces import is_held_out
+from torchtitan_diloco.data.prepare import main, prepare
 from torchtitan_diloco.data.shards import SPLITS, ShardWriter, TokenShards, only_writer
-from torchtitan_diloco.data.text import PIECE_CHARACTERS, Corpus, is_held_out, open_corpus
+from torchtitan_diloco.data.text import open_corpus
 from torchtitan_diloco.data.tokenizer import Tokenizer, build_tokenizer
 
 BYTES = build_tokenizer("bytes")
@@ -27,6 +31,10 @@ def write_documents(path: Path, *, documents: int) -> None:
     numbers = random.Random(0)
     texts = [f"{numbers.random()}\n" * int(10 ** numbers.uniform(0, 3.8)) for _ in range(documents)]
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -87,56 +95,36 @@ def test_all_text_is_there_once_in_order_and_in_one_split(
             prepare(corpus, tokenizer, out, **options | {"begin": False})
 
 
-def interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
-
-
-def test_interrupted_anywhere_and_continued_with_other_threads_is_uninterrupted(
-    run: Run, source: Path, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_documents(source, documents=200)
-    settings = ("--max-tokens", "3e5", "--shard-tokens", "4e4", "--validation-fraction", 0.3)
-    monkeypatch.setattr(corpus_module, "available_cores", lambda: 1)
-    assert run(*settings)[0] == 0
-    whole, index = content(out), json.loads((out / "corpus.json").read_text())
-    assert 300_000 <= index["splits"]["train"]["tokens"] <= 300_000 + PIECE_CHARACTERS
-    finish, finished = ShardWriter.finish_shard, sum(name.endswith(".tokens") for name in whole)
-    for count in range(finished):
-        part = tmp_path / f"interrupted-after-{count}"
-        finishes = chain([finish] * count, repeat(interrupt))
-        with monkeypatch.context() as patch:
-            patch.setattr(
-                ShardWriter,
-                "finish_shard",
-                lambda writer, finishes=finishes: next(finishes)(writer),
-            )
-            assert run(*settings, out=part)[0] == 130
-        splits = json.loads((part / "prepare.json").read_text())["splits"].values()
-        kept = [part / shard["file"] for split in splits for shard in split["shards"]]
-        times = [path.stat().st_mtime_ns for path in kept]
-        assert len(kept) == count
-        monkeypatch.setattr(corpus_module, "available_cores", lambda: 7)
-        assert run(*settings, out=part)[0] == 0
-        assert content(part) == whole
-        assert [path.stat().st_mtime_ns for path in kept] == times, "finished ones are kept"
-
-
 def test_a_folder_has_one_source_and_settings(
-    run: Run, source: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_documents(source, documents=3)
+    (other := tmp_path / "b.jsonl").write_bytes(source.read_bytes())
     with monkeypatch.context() as patch:
-        patch.setattr(Corpus, "pieces", interrupt)
+        patch.setattr(prepare_module, "tokenise", interrupt)
         status, printed = run()
     assert (status, "the same command continues" in printed) == (130, True)
-    for state in ("3 documents to train on", "was complete already"):
-        status, printed = run("--shard-tokens", "7")
-        assert status == 2
-        assert "settings (shard_tokens was 268435456 and is 7): use the same ones" in printed
-        status, printed = run()
+    tokenizer = save_tokenizer(tmp_path / "own.json", 300)
+    for refused, state in (
+        ("was begun with other settings ({}): continue it with the same ones", "to train on"),
+        ("was prepared with other settings ({}): use the same ones", "was complete already"),
+    ):
+        for options, difference in {
+            ("--shard-tokens", "7"): "shard_tokens was 268435456 and is 7",
+            ("--max-tokens", "7", "--validation-fraction", "0"): "validation_fraction was 0.005 and"
+            " is 0.0; max_tokens was None and is 7",
+            ("--tokenizer", tokenizer): f"tokenizer was 'bytes' and is {tokenizer!r}",
+            ("--text-field", "t"): f"names, sizes or times of the files of {source}, or the field "
+            "of the text, have changed",
+            ("--source", other): f"source was {str(source)!r} and is {str(other)!r}",
+        }.items():
+            status, printed = run(*options)
+            assert (status, printed.count("\n")) == (2, 1)
+            assert f"{refused.format(difference)}, or use another folder" in printed
+        status, printed = run("--processes", 1)
         assert (status, state in printed) == (0, True)
     write_documents(source, documents=4)
-    assert "source_fingerprint was" in run()[1]
+    assert "names, sizes or times of the files of" in run()[1]
 
 
 @pytest.mark.parametrize(
@@ -181,3 +169,32 @@ def test_a_folder_that_cannot_be_used(run: Run, out: Path, monkeypatch: pytest.M
         (out / name).write_text("{")
         assert message in run(source="stdlib")[1]
     assert "cannot write into" in run(source="stdlib", out=out / "thesis.tex" / "out")[1]
+
+
+def test_an_unfinished_folder_of_an_earlier_version_or_with_damage(
+    run: Run, source: Path, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_documents(source, documents=60)
+    options = "--shard-tokens", 20_000, "--validation-fraction", 0.1
+    assert run(*options)[0] == 0
+    finish, shards = ShardWriter.finish_shard, len([*out.glob("train-*")])
+    with monkeypatch.context() as patch:
+        finishes: Iterator[Callable[[ShardWriter], None]] = chain([finish] * 2, repeat(interrupt))
+        patch.setattr(ShardWriter, "finish_shard", lambda writer: next(finishes)(writer))
+        patch.setattr(tokenising_module, "_BATCH_PIECES", 2)
+        part = tmp_path / "part"
+        assert run(*options, out=part)[0] == 130
+    index = json.loads((part / "prepare.json").read_text())
+    assert index["position"]["pieces"] > 0
+    assert len(index["splits"]["train"]["shards"]) == 2 < shards
+    before = content(part)
+    for name, size in (("train-00000.tokens", 7), ("validation-00000.tokens", 0)):
+        (part / name).write_bytes(before[name][:size])
+        message = rf"part is damaged: {name}: it has .* bytes.*; delete the folder, and start the s"
+        assert re.search(message, run(*options, out=part)[1])
+        (part / name).write_bytes(before[name])
+    del index["position"], index["splits"]["validation"]["partial"]
+    (part / "prepare.json").write_text(json.dumps(index))
+    status, printed = run(*options, out=part)
+    assert (status, "continue" in printed) == (0, False)
+    assert content(part) == content(out)

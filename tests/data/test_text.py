@@ -2,20 +2,26 @@ import gzip
 import itertools
 import json
 import os
+import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtitan_diloco.data.text import (
+import torchtitan_diloco.data.text as text_module
+from torchtitan_diloco.data.pieces import (
+    BEGINNING,
     PIECE_CHARACTERS,
+    Place,
     is_held_out,
-    open_corpus,
     split_into_pieces,
-    standard_library,
 )
+from torchtitan_diloco.data.text import open_corpus, standard_library
 
 
 def pieces(spec: object) -> list[str]:
@@ -186,37 +192,32 @@ def test_held_out_share_is_exact_and_even(fraction: float, count: int) -> None:
     assert not gaps or max(gaps) - min(gaps) <= 1
 
 
-# --- Hugging Face datasets ---
+# --- places ---
 
 
-def test_hugging_face_folders(tmp_path: Path) -> None:
-    rows = [{"text": f"row {number}"} for number in range(5)]
-    texts = [row["text"] for row in rows]
-    files, folder = tmp_path / "files", f"hf:{tmp_path}/files"
-    files.mkdir()
-    (files / "train.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
-    (files / "test.jsonl").write_text(json.dumps({"text": "of the test"}))
-    assert pieces(folder) == pieces(f"{folder}:train") == texts
-    assert pieces(f"{folder}:test") == ["of the test"]
-    assert open_corpus(f"{folder}:test").fingerprint != open_corpus(folder).fingerprint
-    with pytest.raises(ValueError, match=r"cannot open .*files:none'"):
-        pieces(f"{folder}:none")
-    for row, message in (
-        ({"content": "a"}, r"row 0: no field \"text\".*\['content'\]"),
-        ({"text": ""}, "has no text"),
+@given(st.text(alphabet="ab\n\u00fc\U0001f600", max_size=40), st.integers(0, 40))
+def test_reading_continues_at_each_place(text: str, half: int) -> None:
+    """In all kinds of files, it gives the pieces and the places that follow."""
+    lines = "".join(
+        f"{json.dumps({'text': part}, ensure_ascii=False)}\n \n" for part in (text[:half], text)
+    )
+    small = partial(split_into_pieces, limit=3)
+    with (
+        tempfile.TemporaryDirectory() as name,
+        patch.object(text_module, "split_into_pieces", small),
     ):
-        (files / "test.jsonl").unlink(missing_ok=True)
-        (files / "train.jsonl").write_text(json.dumps(row))
-        with pytest.raises(ValueError, match=message):
-            pieces(folder)
-
-    for name in ("/nowhere/at/all", "owner/set/subset:train"):
-        message = rf"(?s)cannot open 'hf:{name}' .*write hf:OWNER/DATASET.*the network"
-        with pytest.raises(ValueError, match=message):
-            pieces(f"hf:{name}")
-
-
-@pytest.mark.parametrize("name", ["", "owner/", "owner//subset", "a/b/c/d", ":train"])
-def test_what_is_no_name_of_a_dataset(name: str) -> None:
-    with pytest.raises(ValueError, match=rf'^"hf:{name}" is no name of a dataset: write hf:OWNER'):
-        open_corpus(f"hf:{name}")
+        folder = Path(name)
+        for file, content in (("a.txt", text), ("b.jsonl", lines), ("c.md", "end")):
+            (folder / file).write_text(content, newline="")
+            frames = [content[:half].encode(), content[half:].encode()]
+            (folder / f"{file}.gz").write_bytes(b"".join(map(gzip.compress, frames)))
+        corpus = open_corpus(name)
+        located = [*corpus.read(BEGINNING).pieces]
+        size = sum(path.stat().st_size for path in folder.iterdir())
+        assert located[-1].after.bytes == corpus.read(BEGINNING).bytes == size
+        assert [*corpus.pieces()] == [piece for piece, _ in located]
+        for number, (_, place) in enumerate(located, start=1):
+            written_down = msgspec.json.decode(msgspec.json.encode(place), type=Place)
+            reading = corpus.read(written_down)
+            assert [*reading.pieces] == located[number:]
+            assert ("reading continues at byte" in reading.how) == (number < len(located))

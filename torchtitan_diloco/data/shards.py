@@ -22,7 +22,8 @@ import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
-from torchtitan_diloco.data.text import progress_options
+from torchtitan_diloco.data.pieces import Position
+from torchtitan_diloco.data.progress import progress_options
 from torchtitan_diloco.data.tokenizer import Tokenizer
 from torchtitan_diloco.hardware import available_cores, write_whole
 from torchtitan_diloco.log import UserError, command_line
@@ -47,10 +48,21 @@ class Shard(msgspec.Struct, frozen=True):
     """Number of its last piece in the corpus: `prepare` continues after it."""
 
 
+class Partial(msgspec.Struct, frozen=True):
+    """What is on the disk of a shard that is not finished."""
+
+    tokens: int
+    documents: int
+    checksum: int
+    last_piece: int
+
+
 class SplitIndex(msgspec.Struct):
     tokens: int = 0
     documents: int = 0
     shards: list[Shard] = []
+    partial: Partial | msgspec.UnsetType = msgspec.UNSET
+    """Of the next shard. Not in a finished corpus."""
 
 
 class Index(msgspec.Struct):
@@ -59,6 +71,9 @@ class Index(msgspec.Struct):
     format_version: int
     settings: dict[str, Any]
     splits: dict[Split, SplitIndex]
+    position: Position | msgspec.UnsetType = msgspec.UNSET
+    """Where `prepare` continues, except for pieces that a split has already. Not in a finished
+    corpus."""
 
 
 def token_type(vocab_size: int) -> np.dtype[Any]:
@@ -102,17 +117,32 @@ def read_or_begin_index(folder: Path, settings: dict[str, Any]) -> Index:
         write_index(folder / STARTED_NAME, index)
         return index
     index = read_index(paths[0])
-    changes = [
-        f"{key} was {before!r} and is {settings.get(key)!r}"
-        for key, before in index.settings.items()
-        if before != settings.get(key) and key != "tokenizer"  # a path
-    ]
-    if changes:
+    if changes := _changes(index.settings, settings):
+        state, use = "was prepared", "use the same ones"
+        if paths[0].name == STARTED_NAME:
+            state, use = "was begun", "continue it with the same ones"
         raise UserError(
-            f"{folder} was prepared with other settings ({'; '.join(changes)}): use the same ones, "
-            "or another folder"
+            f"{folder} {state} with other settings ({'; '.join(changes)}): {use}, or use another "
+            "folder"
         )
     return index
+
+
+def _changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Return how the settings of a folder differ, each difference once."""
+    different = [key for key, value in before.items() if value != now.get(key)]
+    changes = {key: f"{key} was {before[key]!r} and is {now.get(key)!r}" for key in different}
+    if "source" in changes:
+        changes.pop("source_fingerprint", None)
+    elif "source_fingerprint" in changes:
+        of_files = f"names, sizes or times of the files of {before['source']}"
+        changes["source_fingerprint"] = f"{of_files}, or the field of the text, have changed"
+    if "tokenizer_fingerprint" not in changes:
+        changes.pop("tokenizer", None)  # another path to the same tokenizer
+    elif "tokenizer" in changes:
+        changes.pop("tokenizer_fingerprint")
+        changes.pop("vocab_size", None)
+    return [*changes.values()]
 
 
 def write_index(path: Path, index: Index) -> None:
@@ -147,7 +177,8 @@ def only_writer(folder: Path, *, wait: bool) -> Iterator[None]:
 class ShardWriter:
     """Writer of the shards of one split. The piece that fills a shard closes it.
 
-    The index lists a shard once it is whole. A restart continues after the last one listed.
+    The index lists a shard once it is whole, and what is recorded of the next one. A restart
+    continues after that, and drops what was written later.
     """
 
     def __init__(self, folder: Path, split: Split, index: Index, shard_tokens: int) -> None:
@@ -158,17 +189,41 @@ class ShardWriter:
         self._tokens = self._documents = self._checksum = 0
         self.last_piece = self._done.shards[-1].last_piece if self._done.shards else -1
         """Number of the last piece that is written."""
+        for shard in self._done.shards:
+            if damage := _wrong_size(folder, shard, index.settings["vocab_size"]):
+                raise self._damaged(damage)
+        if self._done.partial is not msgspec.UNSET:
+            self._continue(self._done.partial)
 
     @property
     def tokens(self) -> int:
         """Tokens of the split so far, with those of an earlier start."""
         return self._done.tokens + self._tokens
 
+    @property
+    def _path(self) -> Path:
+        return self._folder / f"{self._split}-{len(self._done.shards):05d}.tokens"
+
+    def _continue(self, partial: Partial) -> None:
+        size = partial.tokens * self._dtype.itemsize
+        if not self._path.exists() or self._path.stat().st_size < size:
+            raise self._damaged(f"{self._path.name}: it has fewer than {size} bytes")
+        self._file = self._path.open("r+b")
+        self._file.truncate(size)
+        self._file.seek(size)
+        self._tokens, self._documents = partial.tokens, partial.documents
+        self._checksum, self.last_piece = partial.checksum, partial.last_piece
+
+    def _damaged(self, damage: str) -> UserError:
+        return UserError(
+            f"{self._folder} is damaged: {damage}; delete the folder, and start the same command "
+            "again"
+        )
+
     def add(self, piece: int, tokens: npt.NDArray[np.integer], ends_document: bool) -> None:
         assert piece > self.last_piece
         if self._file is None:
-            self._name = f"{self._split}-{len(self._done.shards):05d}.tokens"
-            self._file = (self._folder / self._name).open("wb")
+            self._file = self._path.open("wb")
         content = tokens.astype(self._dtype).tobytes()
         self._file.write(content)
         self._checksum = zlib.crc32(content, self._checksum)
@@ -178,6 +233,15 @@ class ShardWriter:
         if self._tokens >= self._shard_tokens:
             self.finish_shard()
 
+    def record(self) -> None:
+        """Record in the index what is written of a shard, which is then on the disk. The caller
+        writes the index."""
+        if self._file is None:
+            return
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._done.partial = Partial(self._tokens, self._documents, self._checksum, self.last_piece)
+
     def finish_shard(self) -> None:
         """Close the shard that is being written, if any."""
         if self._file is None:
@@ -185,8 +249,9 @@ class ShardWriter:
         with self._file as file:
             file.flush()
             os.fsync(file.fileno())
-        shard = Shard(self._name, self._tokens, self._checksum, self.last_piece)
+        shard = Shard(self._path.name, self._tokens, self._checksum, self.last_piece)
         self._done.shards.append(shard)
+        self._done.partial = msgspec.UNSET
         self._done.tokens += self._tokens
         self._done.documents += self._documents
         write_index(self._folder / STARTED_NAME, self._index)

@@ -1,0 +1,159 @@
+"""Pieces of text, and places between them: what a corpus is read in, and where reading continues.
+
+A place is small and can be written down. Reading from it gives the same pieces as reading from the
+beginning gives after it.
+"""
+
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+from tqdm import tqdm
+
+from torchtitan_diloco.data.progress import progress_options
+from torchtitan_diloco.log import UserError
+
+PIECE_CHARACTERS = 32 * 1024
+
+
+class Piece(NamedTuple):
+    """A document, or a part of a long one."""
+
+    text: str
+    ends_document: bool
+
+
+class Place(msgspec.Struct, frozen=True):
+    """Where to continue reading a corpus: of files, or of a dataset."""
+
+    bytes: int = 0
+    """Size of what comes before: of files as they are on the disk, of a dataset its text."""
+    file: int = 0
+    """Number of the file."""
+    offset: int = 0
+    """Bytes of the file, unpacked, before the place or before its line."""
+    row: int = 0
+    """Number of the row of the dataset, or lines of the file before."""
+    pieces: int = 0
+    """Pieces of the line, or of the row, that come before."""
+    state: dict[str, Any] | None = None
+    """Of the stream before the row, None if it has none that can be written down."""
+    checksum: int | None = None
+    """CRC-32 of the text of the row, to find it again."""
+    revision: str | None = None
+    """Of a dataset on the hub."""
+
+
+BEGINNING = Place()
+
+
+class Position(msgspec.Struct, frozen=True):
+    """How far a corpus is read: up to a place between two pieces."""
+
+    place: Place = BEGINNING
+    pieces: int = 0
+    """Number of the next piece."""
+    documents: int = 0
+    """Documents that have ended before."""
+    begins_document: bool = True
+    """Whether the next piece begins a document."""
+
+
+class Located(NamedTuple):
+    """A piece, and the place after it."""
+
+    piece: Piece
+    after: Place
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A corpus that is being read from a place on."""
+
+    pieces: Iterator[Located]
+    bytes: int | None = None
+    """Size of the whole corpus, None if unknown."""
+    documents: int | None = None
+    """Of the whole corpus, None if unknown."""
+    how: str = ""
+    """How it comes to its place, if that is not the beginning."""
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Stream of pieces that can be read repeatedly, and from any place on."""
+
+    spec: str
+    """The setting that it was opened from."""
+    fingerprint: str
+    """Changes when the text may have changed, judging by names, sizes and times of the files."""
+    read: Callable[[Place], Reading]
+
+    def pieces(self) -> Iterator[Piece]:
+        """Yield all pieces in order, with a progress bar. A corpus without any is an error."""
+        reading, piece = self.read(BEGINNING), None
+        with tqdm(total=reading.bytes, **progress_options(f"read {self.spec}")) as bar:
+            for piece, after in reading.pieces:
+                yield piece
+                bar.update(after.bytes - bar.n)
+        if piece is None:
+            raise self.is_empty()
+
+    def is_empty(self) -> UserError:
+        """Return the error for a corpus without text."""
+        return UserError(f"the corpus {self.spec!r} has no text: all of it is empty")
+
+
+def is_held_out(piece: int, fraction: float) -> bool:
+    """Return whether a piece is for validation. The held-out pieces are evenly spaced."""
+    return math.floor((piece + 1) * fraction + 0.5) > math.floor(piece * fraction + 0.5)
+
+
+def split_into_pieces(parts: Iterable[str], limit: int = PIECE_CHARACTERS) -> Iterator[Piece]:
+    """Cut a document after the last line end within every `limit` characters, else at `limit`.
+
+    The cuts do not depend on how the text is divided into parts. An empty document has no piece.
+    """
+    text = ""
+    for part in parts:
+        text += part
+        start = 0
+        while len(text) - start > limit:  # more follows, so this cannot be the last piece
+            end = text.rfind("\n", start, start + limit) + 1 or start + limit
+            yield Piece(text[start:end], ends_document=False)
+            start = end
+        text = text[start:]
+    if text:
+        yield Piece(text, ends_document=True)
+
+
+def utf8_size(text: str) -> int:
+    """Return the bytes of a text in UTF-8."""
+    return len(text) if text.isascii() else len(text.encode())
+
+
+def text_field(record: Any, field: str, where: str) -> str:
+    """Return the text of a record, such as a line of JSON or a row of a dataset."""
+    text = record.get(field) if isinstance(record, dict) else None
+    if not isinstance(text, str):
+        whole = text is not None or not isinstance(record, dict)
+        found = f"{record!r:.60}" if whole else sorted(record)
+        raise UserError(
+            f'{where}: no field "{field}" with a string in {found}: prepare it with --text-field'
+        )
+    # A JSON escape may be half of a pair, which is no Unicode.
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def corpus_fingerprint(text: str, files: Iterable[Path]) -> str:
+    """Return a digest of a text, and of the names, sizes and times of files."""
+    digest = hashlib.sha256(f"{text}\0pieces of {PIECE_CHARACTERS} characters".encode())
+    for path in files:
+        status = path.stat()
+        facts = f"{path.absolute()}\0{status.st_size}\0{status.st_mtime_ns}\0"
+        digest.update(facts.encode(errors="surrogateescape"))
+    return digest.hexdigest()[:16]
