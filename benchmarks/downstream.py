@@ -29,11 +29,12 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from benchmarks import core, scale
-from benchmarks.downstream_tasks import TASKS, Example, Text, make_examples
+from benchmarks.downstream_tasks import TASKS, Example, Text, examples_of_all
 from torchtitan_diloco.components.checkpoint import MODEL, complete_checkpoints, read_manifest
 from torchtitan_diloco.components.resume import SavedTensors
 from torchtitan_diloco.components.validation import open_held_out, validate
-from torchtitan_diloco.data.corpus import open_split
+from torchtitan_diloco.config.weights import Weights, turns_of
+from torchtitan_diloco.data.corpus import open_corpora
 from torchtitan_diloco.data.loader import IGNORE_INDEX, Batch
 from torchtitan_diloco.data.shards import INDEX_NAME, read_index
 from torchtitan_diloco.data.tokenizer import Tokenizer
@@ -48,7 +49,7 @@ STEPS, EXAMPLES_PER_STEP, LR = 300, 8, 1e-3
 PAIRS_AT_ONCE = 128
 """Pairs of a context and an answer in a forward pass without gradients."""
 HELD_OUT_TOKENS = 2_000_000
-"""Tokens of held-out text that examples are made from, at most."""
+"""Tokens of held-out text of all corpora that examples are made from, at most."""
 CLEARLY, LIKELY = 0.99, 0.95
 """One-sided confidence that the control beats chance, and two-sided confidence of a difference."""
 CONTROL = "data parallel"
@@ -84,24 +85,24 @@ def find_sources(folders: Sequence[Path]) -> list[Source]:
     workers = (worker for folder in folders for worker in folder.glob("**/worker-0"))
     runs = sorted({worker.parent for worker in workers if complete_checkpoints(worker)})
     sources: list[Source] = []
-    kinds: dict[object, Path] = {}
+    kinds: dict[Path, dict[str, object]] = {}
     for run in runs:
         saved = open_saved(run)
         config, outer = saved.config, saved.config.diloco
-        tokens = read_manifest(saved.path).state.tokens
-        kinds[tokens, config.model, config.optimizer.name, saved.tokenizer.fingerprint] = run
+        kinds[run] = common_facts(saved)
         if outer.method == "none":
             sources.append(Source(config.run.seed, CONTROL, run))
         else:
             method = f"{outer.method}, M={outer.workers}, H={outer.sync_every}"
             sources.append(Source(config.run.seed, f"{method}: merged", run))
             sources.append(Source(config.run.seed, f"{method}: one worker", run, is_worker=True))
-    if len(kinds) > 1:
-        first, second, *_ = kinds.values()
-        raise UserError(
-            f"{first} and {second} differ in tokens, model, optimizer or tokenizer: give --runs "
-            "with folders of runs that differ in the method and the seed only"
-        )
+    for run, facts in kinds.items():
+        differing = [name for name, fact in kinds[runs[0]].items() if facts[name] != fact]
+        if differing:
+            raise UserError(
+                f"{runs[0]} and {run} differ in {', '.join(differing)}: give --runs with folders "
+                "of runs that differ in the method and the seed only"
+            )
     if len({(source.seed, source.name) for source in sources}) < len(sources):
         raise UserError("--runs has two runs of the same method and seed: give folders with one")
     controls = {source.seed for source in sources if source.name == CONTROL}
@@ -115,6 +116,25 @@ def find_sources(folders: Sequence[Path]) -> list[Source]:
     return sorted(sources, key=lambda one: (one.name != CONTROL, one.name, one.seed))
 
 
+def common_facts(saved: SavedModel) -> dict[str, object]:
+    """Return what all runs that are compared have in common, by what it is called."""
+    config, manifest = saved.config, read_manifest(saved.path)
+    fingerprints: Mapping[str, str] = manifest.data["corpora"]
+
+    def mixed(weights: Weights) -> dict[str, int]:
+        turns = turns_of(weights).items()  # of the tokens, as folders may have other names
+        return {fingerprints[name]: turn for name, turn in turns if turn}
+
+    return {
+        "tokens": manifest.state.tokens,
+        "model": config.model,
+        "optimizer": config.optimizer.name,
+        "tokenizer": saved.tokenizer.fingerprint,
+        "corpus or mixture": mixed(config.data.weights),
+        "phases": [(phase.start, mixed(phase.mixture)) for phase in config.data.phases],
+    }
+
+
 def open_source(source: Source) -> SavedModel:
     saved = open_saved(source.run)
     if source.is_worker:
@@ -123,14 +143,20 @@ def open_source(source: Source) -> SavedModel:
     return saved
 
 
-def read_held_out(saved: SavedModel) -> tuple[Text, Text]:
-    """Return the held-out text to fine-tune on and to test on: every other document."""
-    tokens = open_split(saved.config.data, saved.tokenizer, "validation")
-    ids = torch.from_numpy(tokens.read(0, min(len(tokens), HELD_OUT_TOKENS)).astype("int64"))
-    ends = (ids == saved.tokenizer.end_of_document).nonzero().flatten().tolist()
-    parts = ids.tensor_split([end + 1 for end in ends])
-    documents = [saved.tokenizer.decode(part[:-1].tolist()) for part in parts]
-    return Text(documents[::2]), Text(documents[1::2])
+def read_held_out(saved: SavedModel) -> tuple[list[Text], list[Text]]:
+    """Return the held-out text of each corpus to fine-tune on and to test on: every other
+    document."""
+    corpora = open_corpora(saved.config.data, saved.tokenizer, "validation", worker=0)
+    to_fit, to_test = list[Text](), list[Text]()
+    for tokens in corpora.values():
+        count = min(len(tokens), HELD_OUT_TOKENS // len(corpora))
+        ids = torch.from_numpy(tokens.read(0, count).astype("int64"))
+        ends = (ids == saved.tokenizer.end_of_document).nonzero().flatten().tolist()
+        parts = ids.tensor_split([end + 1 for end in ends])
+        documents = [saved.tokenizer.decode(part[:-1].tolist()) for part in parts]
+        to_fit.append(Text(documents[::2]))
+        to_test.append(Text(documents[1::2]))
+    return to_fit, to_test
 
 
 # --- answers --------------------------------------------------------------------------------------
@@ -210,9 +236,9 @@ def measure(source: Source, count: int, steps: int) -> core.Record:
     device = pick_device("auto", 0)
     saved.model.to(device)
     to_fit, to_test = read_held_out(saved)
-    tests = {task: make_examples(task, to_test, count, "test") for task in TASKS}
+    tests = {task: examples_of_all(task, to_test, count, "test") for task in TASKS}
     lessons = {
-        task: make_examples(
+        task: examples_of_all(
             task,
             to_fit,
             steps * EXAMPLES_PER_STEP,
@@ -372,6 +398,8 @@ def settings_of(run: scale.Run, corpus: str, extra: core.Settings, ratio: float)
     tokenizer = str(read_index(index).settings["tokenizer"]) if index.exists() else "bytes"
     text = {"data.corpus": corpus, "data.tokenizer": tokenizer, "data.validation_fraction": "0.04"}
     text |= {key: value for key, value in extra.items() if key.startswith("data.")}
+    if "data.mixture" in extra:
+        text["data.corpus"] = ""
     more = {"lr_schedule.warmup": WARM_UP} | extra
     if run.every:
         more = {"diloco.beginning.length": WARM_UP} | more

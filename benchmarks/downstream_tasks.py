@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain, zip_longest
 from typing import NamedTuple
 
 from torchtitan_diloco.log import UserError
@@ -167,3 +168,17 @@ def make_examples(
         f"the held-out text of {len(text.documents)} documents is too short for {count} examples "
         f"of {task}: raise data.validation_fraction, or lower --examples"
     )
+
+
+def examples_of_all(
+    task: str, texts: Sequence[Text], count: int, seed: object, without: Collection[str] = ()
+) -> list[Example]:
+    """Return examples of several corpora in turn, as many of each."""
+    known, of_texts = set(without), list[list[Example]]()
+    for number, text in enumerate(texts[:count]):
+        own = -(-(count - number) // len(texts))
+        name = f"{seed}, corpus {number}" if number else seed
+        of_texts.append(make_examples(task, text, own, name, without=known))
+        known |= {example.context for example in of_texts[-1]}
+    turns = chain.from_iterable(zip_longest(*of_texts))
+    return [example for example in turns if example is not None]

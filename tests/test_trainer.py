@@ -16,6 +16,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import torchtitan_diloco.trainer
 from tests.processes import ProcessPool
@@ -128,6 +129,41 @@ def test_the_saved_configuration_starts_the_same_run_again(text: Path) -> None:
     again = Trainer(config, join(config)).run()
     assert curve(records(again), LOSS) == curve(first, LOSS)
     assert (again / "config.toml").read_text() == saved.read_text()
+
+
+def test_phases_of_the_data_are_recorded(text: Path) -> None:
+    """Once each, also if the run is resumed, and boards show those after the start."""
+    other = text.with_name("other.txt")
+    other.write_text(text.read_text()[::-1])
+    weights = {"data.corpus": "", "data.mixture": f"{text}=3 {other}=1"}
+    phases = {"data.phases": f'[{{start = 0.5, mixture = {{"{other}" = 1}}}}]'}
+    chosen = settings(text, metrics__tensorboard="true") | weights | phases
+    for stop_after in ("3", "6", "0"):
+        train(chosen | {"training.stop_after": stop_after})
+    folder = Path(chosen["run.folder"])
+    mixture = f"75 % {text}, 25 % {other}"
+
+    def recorded(folder: Path) -> list[tuple[int, int, float, str]]:
+        names = "step", "number", "share", "mixture"
+        found = records(folder, "phase")
+        return [(one[names[0]], one[names[1]], one[names[2]], one[names[3]]) for one in found]
+
+    assert recorded(folder) == [(0, 0, 0.0, mixture), (4, 1, 0.5, f"100 % {other}")]
+    assert curve(records(folder), "train/phase") == [0, 0, 0, 1, 1, 1, 1, 1]
+    board = EventAccumulator(str(folder / "worker-0")).Reload()
+    (shown,) = board.Tensors("phases/text_summary")
+    assert (shown.step, shown.tensor_proto.string_val) == (4, [f"100 % {other}".encode()])
+
+    changed = chosen | {"run.folder": str(text.parent / "changed")}
+    train(changed | {"training.stop_after": "2"})
+    train(changed | {"data.mixture": f"{text}=1 {other}=1", "training.stop_after": "3"})
+    even = f"50 % {text}, 50 % {other}"
+    assert recorded(text.parent / "changed") == [(0, 0, 0.0, mixture), (2, 0, 0.25, even)]
+
+    elsewhere = chosen | {"run.folder": str(text.parent / "elsewhere")}
+    train(elsewhere | {"checkpoint.resume": str(folder), "training.stop_after": "7"})
+    (only,) = recorded(text.parent / "elsewhere")
+    assert only[:2] == (6, 1), "a folder says what it begins with"
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,6 @@ from torchtitan_diloco.components.validation import Validator, open_held_out
 from torchtitan_diloco.config import Config, to_toml
 from torchtitan_diloco.config.schema import flat_settings, portable
 from torchtitan_diloco.data.loader import Stream, TrainLoader
-from torchtitan_diloco.data.mixture import Segment
 from torchtitan_diloco.data.tokenizer import build_tokenizer
 from torchtitan_diloco.diagnosis.watch import Diagnosis, Stacks
 from torchtitan_diloco.diloco import StreamingDiLoCo
@@ -114,8 +113,8 @@ class Trainer:
             saved = self.resumed.position, self.resumed.segment, self.start.manifest.data
             self.position = self.data.find_position(*saved)
         self.step, self.lr = self.resumed.step, 0.0
-        self.segment = Segment(0, {})
-        """The part of the mixture that is being read."""
+        self.segment = self.position.segment if self.start.goes_on else None
+        """The part of the mixture that the records say is being read."""
         self.skips = SkippedSteps(config.training.max_skipped_steps)
         self._build_model()
         self.optimizer = build_optimizer(self.model, config.optimizer, self.plan.total_steps)
@@ -167,9 +166,7 @@ class Trainer:
                 stacks.watch(telemetry.vitals().step)
                 telemetry.measure(lambda: self.train_step(batches))
                 stacks.rest()
-                if self.loader.segment != self.segment:
-                    self.segment = self.loader.segment
-                    telemetry.begin_phase(self.step, self.data.phase_text(self.segment))
+                self._note_phase(telemetry)
                 diagnosis.after_step(self.step)
                 if profiler is not None:
                     profiler.step()
@@ -182,7 +179,7 @@ class Trainer:
                 if then.log:
                     progress = None if self.island is None else self.island.progress
                     sums = stop.ask(self.step, numbers)
-                    telemetry.open(self.step, self.lr, sums, progress)
+                    telemetry.open(self.step, self.lr, sums, progress, phase=self.phase)
                 telemetry.publish(all=then.flush)
                 if then.validate and not (self.island and self.island.peers.left):
                     telemetry.pause(self.validator.validate(self.step, telemetry))
@@ -257,6 +254,13 @@ class Trainer:
         island = self.island
         return self.step == self.plan.total_steps if island is None else island.peers.finished
 
+    @property
+    def phase(self) -> int | None:
+        """Number of the phase of the data that the next step is in, if there are phases."""
+        if not self.config.data.phases:
+            return None
+        return self.data.phase_number(self.loader.mixture, self.loader.segment)
+
     def begin(self) -> None:
         """Join the other islands, if any, and start the loader at the current position."""
         world, config = self.world, self.config
@@ -284,7 +288,6 @@ class Trainer:
             own=self.data.own,
             pin_memory=world.device.type == "cuda",
         )
-        self.segment = self.loader.segment
         self.weight = self.plan.tokens_per_step // config.workers
         if config.data.shard_by == "own":
             self.weight = round(self.plan.tokens_per_step * self.data.share)
@@ -293,7 +296,16 @@ class Trainer:
         parts = self.config.metrics, self.world, folder, self.plan, self.outer, self.resumed.step
         settings = flat_settings(portable(self.config))
         options: Any = {"settings": settings, "run": self.island.run if self.island else ""}
-        return Telemetry(*parts, flops_per_token=self.flops_per_token, **options)
+        telemetry = Telemetry(*parts, flops_per_token=self.flops_per_token, **options)
+        self._note_phase(telemetry)
+        return telemetry
+
+    def _note_phase(self, telemetry: Telemetry) -> None:
+        """Record the mixture that the next step reads, if it is another one."""
+        before, self.segment = self.segment, self.loader.segment
+        if self.segment != before and len(self.data.corpora) > 1:
+            record = self.data.phase_record(self.plan, self.step, self.loader.mixture, self.segment)
+            telemetry.begin_phase(record)
 
     # --- checkpoints ------------------------------------------------------------------------------
 

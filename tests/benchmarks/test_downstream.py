@@ -2,9 +2,11 @@
 
 import json
 import random
+import shutil
 import string
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,17 @@ from hypothesis import strategies as st
 
 from benchmarks import core, downstream
 from benchmarks.downstream import CONTROL, Source
-from benchmarks.downstream_tasks import BRACKETS, TASKS, Example, Text, make_examples
+from benchmarks.downstream_tasks import (
+    BRACKETS,
+    TASKS,
+    Example,
+    Text,
+    examples_of_all,
+    make_examples,
+)
 from torchtitan_diloco.components.checkpoint import MODEL, read_manifest
 from torchtitan_diloco.components.resume import SavedTensors
+from torchtitan_diloco.config.schema import Phase
 from torchtitan_diloco.data.loader import IGNORE_INDEX
 from torchtitan_diloco.data.tokenizer import build_tokenizer
 from torchtitan_diloco.diloco.state_dict import shared_parameter_name
@@ -260,6 +270,36 @@ def test_runs_that_cannot_be_compared_are_refused(
         downstream.find_sources([runs / "out", tmp_path])
 
 
+def test_runs_that_differ_in_their_mixture_or_phases_are_refused(tmp_path: Path) -> None:
+    """The tokens of a corpus count, not its name."""
+    for name, seed in (("a", 1), ("b", 2)):
+        documents = (json.dumps({"text": one}) + "\n" for one in write_documents(20, seed))
+        (tmp_path / f"{name}.jsonl").write_text("".join(documents))
+    a, b = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    renamed = shutil.copy(a, tmp_path / "renamed.jsonl")
+    later = f'[{{start = 0.5, mixture = {{"{b}" = 1}}}}]'
+    mixtures = {
+        "mixed": {"data.mixture": f"{a}=3 {b}=1"},
+        "renamed": {"data.mixture": f"{b}=0.25 {renamed}=0.75"},
+        "even": {"data.mixture": f"{a}=1 {b}=1"},
+        "later": {"data.mixture": f"{a}=3 {b}=1", "data.phases": later},
+        "single": {"data.corpus": str(a)},
+    }
+    usual = f"{TINY} --training.steps 2 --diloco.method none --diloco.workers 1"
+    usual += f" --validation.every 0 --data.cache_folder {tmp_path / 'cache'}"
+    for name, mixture in mixtures.items():
+        more = core.command_line({**mixture, "run.folder": str(tmp_path / name)})
+        assert train([*more, *usual.split()]) == 0
+    for name, reason in {
+        "renamed": "two runs of the same method and seed",
+        "even": "differ in corpus or mixture: give --runs",
+        "later": "differ in phases: give --runs",
+        "single": "differ in corpus or mixture: give --runs",
+    }.items():
+        with pytest.raises(UserError, match=reason):
+            downstream.find_sources([tmp_path / "mixed", tmp_path / name])
+
+
 # --- answers --------------------------------------------------------------------------------------
 
 
@@ -325,9 +365,49 @@ def test_fine_tuning_teaches_the_tasks(saved: SavedModel) -> None:
 
 
 def test_text_is_divided_by_documents(saved: SavedModel) -> None:
-    to_fit, to_test = downstream.read_held_out(saved)
+    (to_fit,), (to_test,) = downstream.read_held_out(saved)
     documents = write_documents(40)
     found = [one for one in (*to_fit.documents, *to_test.documents) if one]
     assert set(found) <= set(documents)
     assert len(found) == len(set(found)) == 20
     assert abs(len(to_fit.documents) - len(to_test.documents)) <= 1
+
+
+def test_all_corpora_of_a_mixture_have_as_many_questions(
+    saved: SavedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever their weights and lengths are, also those of a later phase."""
+    written, names = [], []
+    for number, count in enumerate((40, 10, 6)):
+        written.append(write_documents(count, seed=10 + number))
+        lines = (json.dumps({"text": document}) + "\n" for document in written[-1])
+        (tmp_path / f"{number}.jsonl").write_text("".join(lines))
+        names.append(str(tmp_path / f"{number}.jsonl"))
+    data = replace(
+        saved.config.data,
+        corpus="",
+        mixture={names[0]: 0.9, names[1]: 0.1},
+        phases=(Phase(0.5, {names[2]: 1.0}),),
+        cache_folder=str(tmp_path / "cache"),
+    )
+    mixed = replace(saved, config=replace(saved.config, data=data))
+    to_fit, to_test = downstream.read_held_out(mixed)
+    for own, fit, test in zip(written, to_fit, to_test, strict=True):
+        assert {*fit.documents, *test.documents} - {""} < set(own)
+        assert not set(fit.documents) & set(test.documents) - {""}
+    asked = examples_of_all("next identifier", to_test, 31, "test")
+    assert len(asked) == 31
+    for number, example in enumerate(asked):
+        own = written[number % 3]
+        assert any(example.context + example.right in document for document in own)
+    contexts = {one.context for one in asked}
+    lessons = examples_of_all("next identifier", to_fit, 30, "test", without=contexts)
+    assert not contexts & {one.context for one in lessons}
+    sums = examples_of_all("three-digit addition", to_test, 200, "test")
+    assert len({one.context for one in sums}) == 200, "each corpus has others"
+    alone = examples_of_all("copying", to_test[:1], 20, "test")
+    assert alone == make_examples("copying", to_test[0], 20, "test")
+
+    monkeypatch.setattr(downstream, "HELD_OUT_TOKENS", 900)
+    (first, _, _), _ = downstream.read_held_out(mixed)
+    assert sum(map(len, first.documents)) <= 300, "a third of the tokens"

@@ -4,18 +4,28 @@ from pathlib import Path
 
 import pytest
 
-from tests.report.synthetic import SETTINGS, round_records, step_records, write_run
+from tests.report.synthetic import (
+    SETTINGS,
+    phase_records,
+    round_records,
+    step_records,
+    with_corpora,
+    write_run,
+)
 
 
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with three runs of three workers.
 
-    `streaming` is finished, `running` has another codec and few measured rounds and is writing its
-    last line, and `data-parallel` has no outer loop.
+    `streaming` is finished and has read a mixture in three phases. `running` has another codec and
+    few measured rounds and is writing its last line. `data-parallel` has no outer loop.
     """
     folder = tmp_path_factory.mktemp("runs")
-    write_run(folder / "streaming", step_records(600), round_records(600, workers=3), SETTINGS)
+    rounds = round_records(600, workers=3)
+    steps = with_corpora(step_records(600))
+    phases = phase_records([420, 480, 594], steps=600)  # two names would meet, one is at the edge
+    write_run(folder / "streaming", steps, rounds, SETTINGS, phases=phases)
     rounds = round_records(400, workers=3, seed=1, measure_every=10)
     settings = SETTINGS.replace("fp4_e3m0", "int8")
     write_run(folder / "running", step_records(400, seed=1), rounds, settings)

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_diloco.components.metrics import WORLD_TIMES
-from torchtitan_diloco.components.records import RoundRecord, Start, to_line
+from torchtitan_diloco.components.records import PhaseRecord, RoundRecord, Start, to_line
 
 FRAGMENTS = {"blocks.0, blocks.2": 800_000, "blocks.1, blocks.3": 800_000, "embedding": 1_200_000}
 TOKENS_PER_STEP = 16_384
+CORPORA = "data/web", "data/code"
 SETTINGS = """[run]
 name = "a"
 description = "a <tale> of \\"two\\" runs & more"
@@ -37,6 +38,7 @@ def step_records(steps: int, *, seconds: float = 0.5, seed: int = 0) -> list[dic
                 "step": step,
                 "time": 1e9 + step * seconds,
                 "loss/train": loss + rng.gauss(0, 0.03),
+                "train/lr": 1e-3 * min(1.0, 5 * (1 - step / steps)),
                 "train/tokens": step * TOKENS_PER_STEP,
                 "speed/tokens_per_second": TOKENS_PER_STEP / seconds,
                 "sync/mbit_per_second": 2.4 + rng.random(),
@@ -59,6 +61,27 @@ def step_records(steps: int, *, seconds: float = 0.5, seed: int = 0) -> list[dic
         if step % 100 == 0:
             records.append({"step": step, "loss/val": loss + 0.05, "loss/bits_per_byte": 1.5})
     return records
+
+
+def with_corpora(steps: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return records of a run that reads a mixture, which has a loss for each corpus."""
+    losses = {f"loss/val/{name}": 2.0 + place for place, name in enumerate(CORPORA)}
+    return [record | losses if "loss/val" in record else record for record in steps]
+
+
+def phase_records(starts: Sequence[int], steps: int) -> list[PhaseRecord]:
+    """Return the mixtures of a run of so many steps, whose phases begin after some of them."""
+    web, code = CORPORA
+    return [
+        PhaseRecord(
+            step=step,
+            time=1e9 + step / 2,
+            mixture=f"{70 - 10 * number} % {web}, {30 + 10 * number} % {code}",
+            number=number,
+            share=step / steps,
+        )
+        for number, step in enumerate([0, *starts])
+    ]
 
 
 def round_records(
@@ -133,13 +156,14 @@ def write_run(
     rounds: Sequence[Sequence[RoundRecord]] = ((),),
     settings: str = "",
     run: str = "",
+    phases: Sequence[PhaseRecord] = (),
 ) -> Path:
     """Write the folder of a run as far as a report reads it. All workers have the same steps."""
     for worker, own in enumerate(rounds):
         start = Start(0, 1e9, workers=len(rounds), parameters=sum(FRAGMENTS.values()), run=run)
         path = folder / f"worker-{worker}"
         path.mkdir(parents=True)
-        lines = [to_line(start), *map(to_line, steps), *map(to_line, own)]
+        lines = [to_line(start), *map(to_line, phases), *map(to_line, steps), *map(to_line, own)]
         (path / "metrics.jsonl").write_text("".join(lines))
     if settings:
         (folder / "config.toml").write_text(settings)

@@ -99,7 +99,7 @@ def pages(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(("size", "dark"), [(PHONE, True), (DESKTOP, False)], ids=["phone", "wide"])
 def test_pages_are_readable(size: tuple[int, int], dark: bool, pages: Path) -> None:
-    for seen, charts in zip(measure(pages, size, dark), (7, 5), strict=True):
+    for seen, charts in zip(measure(pages, size, dark), (9, 6), strict=True):
         assert seen["viewport"] == size[0]
         assert (seen["too_wide"], seen["loads"]) == ([], [])
         assert len(seen["widths"]) == charts

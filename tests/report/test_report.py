@@ -7,10 +7,18 @@ from html import unescape
 from pathlib import Path
 from shutil import copytree
 
+import msgspec
 import pytest
 
 from tests.conftest import REPOSITORY
-from tests.report.synthetic import FRAGMENTS, exchanges, round_records, step_records, write_run
+from tests.report.synthetic import (
+    FRAGMENTS,
+    exchanges,
+    phase_records,
+    round_records,
+    step_records,
+    write_run,
+)
 from tests.test_trainer import LOSS
 from torchtitan_diloco.components.metrics import METRICS, all_reduce_bytes
 from torchtitan_diloco.config import load_config, to_toml
@@ -80,7 +88,7 @@ def test_facts_and_figures_of_a_run(runs: Path) -> None:
         assert told[fact][0] == f"{bar[part]:.1f} %"
     ratio = 600 * all_reduce_bytes(sum(FRAGMENTS.values()), 3) / (60 * 1.5e6)
     assert f"{ratio:,.1f} times" in told["data parallelism would send"][1]
-    workers, links = detail_tables([run])
+    _, workers, links = detail_tables([run])
     assert [row[0].text for row in workers.rows] == ["worker 2", "worker 0", "worker 1"]
     assert workers.rows[0][1].text == "57 of 57"
     assert len(links.rows) == 6
@@ -90,6 +98,8 @@ def test_facts_and_figures_of_a_run(runs: Path) -> None:
     assert list(found) == [
         "Loss over tokens",
         "Loss over time",
+        "Loss by corpus",
+        "Learning rate",
         "Bytes sent by each worker",
         "Where the time went",
         "The last exchanges",
@@ -107,6 +117,9 @@ def test_the_description_of_a_run_names_its_text(tmp_path: Path) -> None:
     run = opened(write_run(tmp_path, step_records(20), ((), ()), to_toml(chosen)))
     assert "; text docs/*.md, tokenizer bytes; 2 workers, Streaming DiLoCo" in describe(run)
     assert "library" not in describe(run)
+    mixed = load_config("demo", {"data.corpus": "", "data.mixture": "docs/*.md=1 README.md=3"})
+    other = opened(write_run(tmp_path / "mixed", step_records(20), ((), ()), to_toml(mixed)))
+    assert "; text docs/*.md, README.md, tokenizer bytes; 2 workers" in describe(other)
 
 
 def test_verdicts_have_lanes_and_evidence(runs: Path, tmp_path: Path) -> None:
@@ -140,6 +153,65 @@ def test_verdicts_have_lanes_and_evidence(runs: Path, tmp_path: Path) -> None:
     assert "0.12 s a step" in shown_text(html_page([run]))
 
 
+def marked(figure: Figure) -> list[float]:
+    """Return where vertical lines cross a figure, from left to right."""
+    lines = re.findall(r'<path d="M ([\d.]+) [\d.]+ \nL ([\d.]+) [\d.]+ \n"', figure.svg)
+    return sorted(float(start) for start, end in lines if start == end)
+
+
+def test_phases_of_the_data_are_marked_and_listed(runs: Path) -> None:
+    run = opened(runs / "streaming")
+    table = detail_tables([run])[0]
+    assert table.heading == "Mixtures and phases"
+    shown = [[name.text, step.text, step.note, mix.text] for name, step, mix in table.rows]
+    assert shown[0] == [
+        "data.mixture",
+        "0",
+        "0 % of the run",
+        "70\xa0%\xa0data/web, 30\xa0%\xa0data/code",
+    ]
+    assert [row[:3] for row in shown[1:]] == [
+        ["phase 1", "420", "70 % of the run"],
+        ["phase 2", "480", "80 % of the run"],
+        ["phase 3", "594", "99 % of the run"],
+    ]
+    found = by_title(run)
+    assert [key.name for key in found["Loss by corpus"].legend] == ["data/web", "data/code"]
+    over_steps = "Cosine of a worker's update to the mean", "Drift of the workers"
+    over_tokens = "Loss over tokens", "Loss over time", "Loss by corpus", "Learning rate"
+    for title in (*over_tokens, *over_steps):
+        first, second, third = marked(found[title])
+        assert (third - first) / (second - first) == pytest.approx(174 / 60, rel=1e-3), title
+        assert found[title].caption.endswith("Vertical line: a mixture of corpora begins.")
+        names = re.findall(r">(phase \d)<", found[title].svg)
+        assert names == ["phase 1", "phase 3"], "that of the second would meet the first"
+    assert marked(found["Bytes sent by each worker"]) == []
+
+
+def test_phases_of_several_runs_have_their_colours(tmp_path: Path) -> None:
+    """A changed mixture of a resumed run is no phase. An island writes its mixture again and again,
+    and a run of one corpus none."""
+    phases = phase_records([80], steps=100)
+    changed = msgspec.structs.replace(phases[0], step=40, mixture="50 % a, 50 % b")
+    again = msgspec.structs.replace(phases[0], step=20)
+    lists = {"plain": [], "phased": phases, "changed": [phases[0], again, changed, phases[1]]}
+    folders = [
+        write_run(tmp_path / name, step_records(100), phases=own) for name, own in lists.items()
+    ]
+    together = open_runs(folders)
+    assert [[name for name, _ in run.mixtures] for run in together] == [
+        [],
+        ["data.mixture", "phase 1"],
+        ["data.mixture", "changed", "phase 1"],
+    ]
+    rate = by_title(*together)["Learning rate"]
+    assert len(marked(rate)) == 3
+    assert ">phase" not in rate.svg
+    assert rate.svg.count("stroke: var(--series-3); stroke-linecap") == 2
+    headings = [table.heading for table in detail_tables(together)]
+    assert headings == [f"Mixtures and phases, {name}" for name in ("phased", "changed")]
+
+
 def test_runs_that_lack_something(runs: Path, tmp_path: Path) -> None:
     run = opened(runs / "running")
     assert run.last_step == 400
@@ -149,7 +221,8 @@ def test_runs_that_lack_something(runs: Path, tmp_path: Path) -> None:
     assert "nan" not in measured.svg
 
     control = opened(runs / "data-parallel")
-    assert list(by_title(control)) == ["Loss over tokens", "Loss over time", "Where the time went"]
+    losses = ["Loss over tokens", "Loss over time"]
+    assert list(by_title(control)) == [*losses, "Learning rate", "Where the time went"]
     assert "No exchange was recorded" in html_page([control])
     assert "computed, not counted" in facts(control)["sent by each worker"][1]
     assert detail_tables([control]) == []

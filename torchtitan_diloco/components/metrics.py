@@ -41,6 +41,7 @@ METRICS = {
     "train/gradient_norm": Metric("norm", "of the last step, before clipping"),
     "train/lr": Metric("rate", "of the inner optimizer", RUN),
     "train/memory_gib": Metric("GiB", "peak since the start of the process"),
+    "train/phase": Metric("number", "of the mixture that is read next, 0 for data.mixture", RUN),
     "train/tokens": Metric("tokens", "since the start of the run", RUN),
     # TensorBoard sorts names, so the rest comes last.
     "worker/agreement_seconds": Metric("seconds", "waiting for answers of other ranks"),

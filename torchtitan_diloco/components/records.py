@@ -108,11 +108,17 @@ class VerdictRecord(msgspec.Struct, tag_field="kind", tag="verdict"):
 
 
 class PhaseRecord(msgspec.Struct, tag_field="kind", tag="phase"):
-    """Another mixture of corpora begins after this step."""
+    """A mixture of several corpora is read from this step on: at the start, in a phase, or since
+    the run was resumed with other weights."""
 
     step: int
+    """After which it begins."""
     time: float
     mixture: str
+    number: int = 0
+    """Of the phase: 0 is `data.mixture`, 1 the first one of `data.phases`."""
+    share: float = NAN
+    """Of the run that was trained before."""
 
 
 def round_record(found: "Round", fragment: "Fragment", clock: float) -> RoundRecord:
@@ -234,8 +240,8 @@ class RecordFiles:
             if isinstance(record, dict):
                 for board in self._boards:
                     board.add(record["step"], dict(self._shown(record)))
-            elif isinstance(record, PhaseRecord):
-                for board in self._boards:
+            elif isinstance(record, PhaseRecord) and record.step >= self._first_step:
+                for board in self._boards:  # what a run starts with is in its settings
                     board.add_text(record.step, "phases", record.mixture)
             elif isinstance(record, VerdictRecord):
                 state = "over" if record.over else record.evidence

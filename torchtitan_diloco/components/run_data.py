@@ -1,9 +1,11 @@
 """The corpora of a run: what a worker reads of them, and where a resumed run goes on."""
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from torchtitan_diloco.components.records import PhaseRecord
 from torchtitan_diloco.components.run_plan import RunPlan
 from torchtitan_diloco.config.schema import WORKER_FIELD, Config
 from torchtitan_diloco.config.weights import turns_of
@@ -153,9 +155,25 @@ class RunData:
             epochs_of[name] = read.get(name, 0) * self._length * divided / len(shards)
         return epochs_of
 
-    def phase_text(self, segment: Segment) -> str:
-        """Describe the mixture of a segment."""
+    # --- phases -----------------------------------------------------------------------------------
+
+    def phase_number(self, mixture: Mixture, segment: Segment) -> int:
+        """Return the number of the phase that a segment of a stream belongs to, 0 before the
+        first."""
+        later = len(mixture.segments) - 1 - mixture.segments.index(segment)
+        return len(self._data.phases) - later
+
+    def phase_record(
+        self, plan: RunPlan, step: int, mixture: Mixture, segment: Segment
+    ) -> PhaseRecord:
+        """Describe a segment that is read after a step."""
         turns = turns_of(segment.weights)
         total = sum(turns.values())
         shares = [f"{100 * turn / total:.4g} % {name}" for name, turn in turns.items() if turn]
-        return ", ".join(shares)
+        return PhaseRecord(
+            step=step,
+            time=time.time(),
+            mixture=", ".join(shares),
+            number=self.phase_number(mixture, segment),
+            share=plan.tokens_at(step) / plan.tokens_at(plan.total_steps),
+        )

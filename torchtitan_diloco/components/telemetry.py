@@ -231,10 +231,13 @@ class Telemetry:
         lr: float,
         sums: PendingSum,
         run: RunProgress | None = None,
+        *,
+        phase: int | None = None,
     ) -> None:
         """Log the steps since the last logged one.
 
-        `sums`: those of the latest `numbers` over all ranks. `run`: only on an island.
+        `sums`: those of the latest `numbers` over all ranks. `run`: only on an island. `phase`: the
+        number of the phase of the data that the next step is in, if there are phases.
         """
         record: Record = {
             "step": step,
@@ -246,6 +249,8 @@ class Telemetry:
             **self._counters,
             "worker/elapsed_seconds": self.elapsed_seconds,
         }
+        if phase is not None:
+            record["train/phase"] = phase
         record |= self._rates(record)
         warning = "" if self._warned else crowded(torch.get_num_threads())
         if warning and self.world.device.type == "cpu":
@@ -321,10 +326,11 @@ class Telemetry:
         """Write a record of other numbers, such as those of a validation."""
         self.files.write({"step": step, "time": time.time()} | record)
 
-    def begin_phase(self, step: int, mixture: str) -> None:
-        """Note that another mixture of corpora begins after a step."""
-        logger.info(f"phase after step {step}: {mixture}")
-        self.files.write(PhaseRecord(step, time.time(), mixture))
+    def begin_phase(self, phase: PhaseRecord) -> None:
+        """Note which mixture of corpora is read from here on."""
+        if phase.step:  # the header of a run has the first one
+            logger.info(f"phase after step {phase.step}: {phase.mixture}")
+        self.files.write(phase)
 
     def __enter__(self) -> Self:
         return self

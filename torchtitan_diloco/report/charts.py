@@ -67,6 +67,8 @@ FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Noto Sans', 'Liberation S
 LINE_CHART_SIZE = (430.0, 226.0)
 """Small, so that texts are readable on a telephone."""
 MAX_DOTS = 80
+LABEL_SHARE = 0.22
+"""Share of the width of a chart that the name of a mark takes, at most."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,15 @@ class Curve:
     dots: bool = False
     faint: bool = False
     """Draw it thin and behind the other curves."""
+
+
+class Mark(NamedTuple):
+    """A vertical line across a chart, where something began."""
+
+    x: float
+    name: str
+    """Shown above the line, "" for none."""
+    colour: str
 
 
 def series_colour(series: int) -> str:
@@ -106,6 +117,7 @@ def line_chart(
     x_label: str,
     log: bool = False,
     top: float | None = None,
+    marks: Sequence[Mark] = (),
 ) -> str:
     """Return curves as SVG, without title and legend. `top` is the end of the y axis."""
     width, height = LINE_CHART_SIZE
@@ -124,7 +136,21 @@ def line_chart(
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(short_number)
     axes.grid(axis="y")
+    _mark(axes, marks)
     return svg(figure, title)
+
+
+def _mark(axes: Axes, marks: Sequence[Mark]) -> None:
+    """Draw the marks, and the names of those that are far enough apart."""
+    low, high = axes.get_xlim()
+    latest = -math.inf
+    for mark in sorted(marks):
+        axes.axvline(mark.x, color=LIGHT[mark.colour], linewidth=1, zorder=2)
+        if mark.name and mark.x - latest > LABEL_SHARE * (high - low):
+            latest = mark.x
+            place: Any = {"xycoords": ("data", "axes fraction"), "ha": "center", "va": "bottom"}
+            axes.annotate(mark.name, (mark.x, 1.02), color=LIGHT["muted"], **place)
+    axes.set_xlim(low, high)
 
 
 def _plot(axes: Axes, curve: Curve, log: bool) -> None:

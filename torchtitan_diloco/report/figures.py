@@ -17,6 +17,7 @@ from torchtitan_diloco.report.charts import (
     SERIES,
     Curve,
     Exchange,
+    Mark,
     heat_map,
     line_chart,
     phases,
@@ -48,6 +49,8 @@ TIMELINE_CAPTION = (
 )
 COSINE_CAPTION = "1: all workers move in the same direction; near 0: in unrelated directions."
 DRIFT_CAPTION = "Distance of a worker from the new shared parameters before it merged them."
+MARK_CAPTION = "Vertical line: a mixture of corpora begins."
+CORPUS_LOSS = "loss/val/"
 DRIFT_UNIT = "root mean square over parameters"
 COSINE, DRIFT = "cosine_to_mean", "drift_norm"
 
@@ -61,11 +64,18 @@ class Axis(NamedTuple):
 
     def curve(self, run: Run, key: str, source: Worker | None = None) -> tuple[Array, Array]:
         """Return the values of a key over this axis."""
-        (known, counted), (steps, values) = run.curve(self.key, source), run.curve(key, source)
+        steps, values = run.curve(key, source)
+        places = self.places(run, steps, source)
+        return places, values if places.size else places
+
+    def places(self, run: Run, steps: Array, source: Worker | None = None) -> Array:
+        """Return where steps are on this axis, or nothing if it is not known."""
+        known, counted = run.curve(self.key, source)
         if not known.size:
-            return known, known
+            return known
         begin = run.came_after(source) if source and self.key == ELAPSED_SECONDS else 0.0
-        return (np.interp(steps, [0.0, *known], [0.0, *counted]) + begin) / self.size, values
+        reached: Array = np.interp(steps, [0.0, *known], [0.0, *counted])
+        return (reached + begin) / self.size
 
 
 class Key(NamedTuple):
@@ -98,10 +108,13 @@ def figures(runs: Sequence[Run]) -> list[Figure]:
     longest = np.nanmax([0.0, *(run.last(ELAPSED_SECONDS)[1] for run in runs)])
     units = (("hours", 3600.0, 3 * 3600), ("minutes", 60.0, 600), ("seconds", 1.0, 0))
     time = next(Axis(ELAPSED_SECONDS, *unit[:2]) for unit in units if longest >= unit[2])
+    tokens = Axis(TOKENS, "tokens of the run")
     found = [
         *map(_lanes, runs),
-        _loss(runs, "Loss over tokens", Axis(TOKENS, "tokens of the run")),
+        _loss(runs, "Loss over tokens", tokens),
         _loss(runs, "Loss over time", time),
+        _loss_of_corpora(runs[0], tokens) if len(runs) == 1 else None,
+        _learning_rate(runs, tokens),
         _sent(runs, time),
         _time_shares(runs),
         *map(_verdicts, runs),
@@ -118,12 +131,20 @@ def figures(runs: Sequence[Run]) -> list[Figure]:
 
 
 def _line_figure(
-    runs: Sequence[Run], title: str, caption: str, unit: str, curves: Sequence[Curve], **axes: Any
+    runs: Sequence[Run],
+    title: str,
+    caption: str,
+    unit: str,
+    curves: Sequence[Curve],
+    marks: Sequence[Mark] = (),
+    **axes: Any,
 ) -> Figure | None:
     """Draw the curves that have a value. The legend names the curves of one run, or the runs."""
     curves = [curve for curve in curves if np.isfinite(curve.y).any()]
     if not curves:
         return None
+    if marks:
+        caption = f"{caption} {MARK_CAPTION}".strip()
     legend: dict[str, Key] = {}
     for place, curve in enumerate(curves):
         kind = "dashed" if curve.dashed else "faint" if curve.faint else "line"
@@ -132,8 +153,23 @@ def _line_figure(
             name, kind = runs[curve.series].name, "line"
             curves[place] = replace(curve, name=f"{name}, {curve.name}")
         legend.setdefault(name, Key(name, series_colour(curve.series), kind))
-    svg = line_chart(title, curves, **axes)
+    svg = line_chart(title, curves, marks=marks, **axes)
     return Figure(title, caption, list(legend.values()), unit, svg)
+
+
+def _marks(runs: Sequence[Run], x: Axis | None = None) -> list[Mark]:
+    """Return where mixtures begin after the start of a run, over an axis, or over steps. Of several
+    runs, in their colours and without names."""
+    marks = list[Mark]()
+    for series, run in enumerate(runs):
+        later = [(name, record.step) for name, record in run.mixtures if record.step]
+        steps = np.array([step for _, step in later], dtype=float)
+        places = steps if x is None else x.places(run, steps)
+        for place, (name, _) in zip(places.tolist(), later, strict=False):  # none if not known
+            several = len(runs) > 1
+            colour = series_colour(series) if several else "axis"
+            marks.append(Mark(place, "" if several else name, colour))
+    return marks
 
 
 def _loss(runs: Sequence[Run], title: str, x: Axis) -> Figure | None:
@@ -159,7 +195,29 @@ def _loss(runs: Sequence[Run], title: str, x: Axis) -> Figure | None:
     top = _top_of_axis(np.concatenate([curve.y for curve in curves]))
     if top is not None:
         caption += " The highest losses, at most 1 in 10, are above the chart."
-    return _line_figure(runs, title, caption, "nats per token", curves, x_label=x.label, top=top)
+    axes: Any = {"x_label": x.label, "top": top, "marks": _marks(runs, x)}
+    return _line_figure(runs, title, caption, "nats per token", curves, **axes)
+
+
+def _loss_of_corpora(run: Run, x: Axis) -> Figure | None:
+    """Draw the loss on the held-out text of each corpus of a mixture."""
+    keys = dict.fromkeys(key for one in run.source.steps for key in one if CORPUS_LOSS in key)
+    curves = [
+        Curve(key.removeprefix(CORPUS_LOSS), *x.curve(run, key), series, dots=True)
+        for series, key in enumerate(keys)
+    ]
+    caption = "Loss of the shared model on the held-out text of each corpus."
+    axes: Any = {"x_label": x.label, "marks": _marks([run], x)}
+    return _line_figure([run], "Loss by corpus", caption, "nats per token", curves, **axes)
+
+
+def _learning_rate(runs: Sequence[Run], x: Axis) -> Figure | None:
+    curves = [
+        Curve("learning rate", *x.curve(run, "train/lr"), series) for series, run in enumerate(runs)
+    ]
+    axes: Any = {"x_label": x.label, "marks": _marks(runs, x)}
+    caption = "Of the inner optimizer."
+    return _line_figure(runs, "Learning rate", caption, "rate", curves, **axes)
 
 
 def _lanes(run: Run) -> Figure | None:
@@ -297,4 +355,5 @@ def _rounds(run: Run, title: str, unit: str, caption: str, field: str) -> Figure
         steps, means = np.array(points[fragment]).T
         name, dashed = f"{fragment}: {names[fragment]}", place >= SERIES
         curves.append(Curve(name, steps, means, place, dashed=dashed))
-    return _line_figure([run], title, f"{caption} Mean over workers.", unit, curves, x_label="step")
+    axes: Any = {"x_label": "step", "marks": _marks([run])}
+    return _line_figure([run], title, f"{caption} Mean over workers.", unit, curves, **axes)

@@ -28,8 +28,11 @@ from torchtitan_diloco.report.run_records import Run, Worker, of_known, open_run
 
 METHODS = {"streaming": "Streaming DiLoCo", "none": "data parallelism"}
 ABSENT = "–"  # noqa: RUF001 - a dash for an empty cell
+NO_BREAK = "\N{NO-BREAK SPACE}"
 NAMING_SETTINGS = ("run.folder", "run.name", "run.description")
 """Settings that name a run without changing it."""
+MIXTURE_SETTING = "data.mixture."
+"""Before the name of each corpus."""
 MAX_LINKS = 12
 _loss, _count, _percent = "{:.4f}".format, "{:,.0f}".format, "{:.1f} %".format
 _bytes, _bits = EngFormatter("B", places=1), EngFormatter("bit/s", places=1)
@@ -107,6 +110,8 @@ def describe(run: Run) -> str:
     method = METHODS.get(run.settings.get("diloco.method", ""), "")
     setup = ", ".join(filter(None, (workers, method)))
     corpus, tokenizer = (run.settings.get(f"data.{key}", "") for key in ("corpus", "tokenizer"))
+    mixture = (key.partition(MIXTURE_SETTING)[2] for key in run.settings)
+    corpus = corpus or ", ".join(filter(None, mixture))
     data = f"text {corpus}, tokenizer {tokenizer}" if corpus else ""
     return "; ".join(filter(None, (str(run.settings.get("run.description", "")), data, setup)))
 
@@ -129,7 +134,7 @@ def detail_tables(runs: Sequence[Run]) -> list[Table]:
     for run in runs:
         name = f", {run.name}" if len(runs) > 1 else ""
         own = _islands_table(run) if run.is_of_islands else _workers_table(run)
-        for table in (_verdicts_table(run), own, _links_table(run)):
+        for table in (_mixtures_table(run), _verdicts_table(run), own, _links_table(run)):
             tables.append(table._replace(heading=table.heading + name))
     return [table for table in (*tables, _differences_table(runs)) if table.rows]
 
@@ -269,6 +274,19 @@ def _islands_table(run: Run) -> Table:
         )
     columns = ["island", "came", "gone", "parts", "late", "training waited", "training loss"]
     return Table("Islands", columns, rows)
+
+
+def _mixtures_table(run: Run) -> Table:
+    """Return the mixtures of corpora, in the order in which they were read."""
+    rows = [
+        [
+            Cell(name),
+            Cell(f"{record.step:,}", f"{100 * record.share:.3g} % of the run"),
+            Cell(record.mixture.replace(" % ", f"{NO_BREAK}%{NO_BREAK}")),
+        ]
+        for name, record in run.mixtures
+    ]
+    return Table("Mixtures and phases", ["from", "after step", "mixture"], rows)
 
 
 def _verdicts_table(run: Run) -> Table:

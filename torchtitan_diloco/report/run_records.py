@@ -22,6 +22,7 @@ from torchtitan_diloco.components.metrics import (
 )
 from torchtitan_diloco.components.records import (
     METRICS_FILE,
+    PhaseRecord,
     RoundRecord,
     Start,
     VerdictRecord,
@@ -53,6 +54,8 @@ class Worker:
     """Number of lines that are not a record, without an incomplete last line."""
     verdicts: Sequence[VerdictRecord] = ()
     """Begins and ends of verdicts, in order."""
+    phases: Sequence[PhaseRecord] = ()
+    """Mixtures of corpora, in order."""
 
     @property
     def run_id(self) -> str:
@@ -219,6 +222,20 @@ class Run:
         found = [(one, worker.end_of(one)) for worker in judging for one in worker.begun_verdicts]
         return sorted(found, key=lambda pair: pair[0].time)
 
+    @cached_property
+    def mixtures(self) -> list[tuple[str, PhaseRecord]]:
+        """The mixtures of corpora that were read one after the other, and what began each."""
+        found = list[tuple[str, PhaseRecord]]()
+        for record in self.source.phases:
+            before = found[-1][1] if found else None
+            if before is not None and before.mixture == record.mixture:
+                continue  # an island began again
+            name = f"phase {record.number}" if record.number else "data.mixture"
+            if before is not None and before.number == record.number:
+                name = "changed"
+            found.append((name, record))
+        return found
+
     @property
     def kept_time(self) -> dict[str, float]:
         """Percent of the wall time, by span, that went into steps that were kept, if it is known.
@@ -329,6 +346,7 @@ def _read_run(folder: Path) -> Run:
 def _read_worker(file: Path, name: str) -> Worker:
     steps: dict[int, dict[str, Any]] = {}
     rounds, starts, verdicts = list[RoundRecord](), list[Start](), list[VerdictRecord]()
+    phases = list[PhaseRecord]()
     records, unreadable = read_json_lines(file)
     for record in records:
         try:
@@ -337,6 +355,8 @@ def _read_worker(file: Path, name: str) -> Worker:
                     starts.append(from_record(Start, record))
                 case {"kind": "round"}:
                     rounds.append(from_record(RoundRecord, record))
+                case {"kind": "phase"}:
+                    phases.append(from_record(PhaseRecord, record))
                 case {"kind": "verdict"}:
                     verdicts.append(from_record(VerdictRecord, record))
                 case {"kind": _}:
@@ -350,7 +370,7 @@ def _read_worker(file: Path, name: str) -> Worker:
     if unreadable and not (steps or rounds or starts):
         raise UserError(f"RUN = {file} has no line that is a record of a run: give a run's folder")
     kept = [steps[step] for step in sorted(steps)]
-    return Worker(name, starts, kept, rounds, unreadable, verdicts)
+    return Worker(name, starts, kept, rounds, unreadable, verdicts, phases)
 
 
 def _read_settings(folder: Path) -> dict[str, Any]:
