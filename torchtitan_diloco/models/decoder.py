@@ -159,8 +159,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
     grouped = q.shape[1] != k.shape[1]
     mixed: Tensor
     if isinstance(mask, BlockMask):
-        # Within a compiled block, it is compiled already.
-        compiling = torch.compiler.is_compiling()
+        # A kernel that is compiled with a block for CPUs is wrong for mixed layouts (torch 2.13).
+        q, k, v = (part.contiguous() for part in (q, k, v))
+        compiling = torch.compiler.is_compiling()  # a block, and flex_attention with it
         attention = flex_attention if compiling else compiled_flex_attention()
         mixed = attention(q, k, v, block_mask=mask, enable_gqa=grouped)
     else:
