@@ -58,7 +58,7 @@ def build_forward(config: Config, mode: ActivationCheckpoint, device: torch.devi
     tokenizer = build_tokenizer(config.data.tokenizer)
     rows = vocabulary_rows(config.model, tokenizer.vocab_size)
     length = training.sequence_length
-    model = build_model(config.model, rows, length)
+    model = build_model(config.model, rows, length, end_of_document=tokenizer.end_of_document)
     parallelize(
         model,
         None,

@@ -113,6 +113,7 @@ def bare_pytorch(trainer: Trainer, batches: Batches) -> Loop:
     config, length = trainer.config, trainer.config.training.sequence_length
     model = Decoder(config.model, trainer.vocab_size, length).to(trainer.world.device)
     model.init_weights(config.run.seed)
+    model.end_of_document = trainer.model.end_of_document
     return bare_loop(model, model.blocks, trainer, batches)
 
 

@@ -102,7 +102,8 @@ class Trainer:
         check_tokenizer(self.start.manifest, tokenizer.name, tokenizer.fingerprint)
         self.vocab_size = vocabulary_rows(config.model, tokenizer.vocab_size)
         length = config.training.sequence_length
-        self.model = build_model(config.model, self.vocab_size, length)
+        end = tokenizer.end_of_document
+        self.model = build_model(config.model, self.vocab_size, length, end_of_document=end)
         self.flops_per_token = self.model.flops_per_token(length)
         self.data = RunData(config, tokenizer, world)
         self._agree()
@@ -363,6 +364,9 @@ class Trainer:
         data = f"{self.data.description}, tokenizer {self.tokenizer.name}"
         epochs = self.data.epochs(self.plan, self.position, self.plan.total_steps)
         log_plan(self.plan, config, self.world, model, data, epochs)  # before memory is allocated
+        if config.model.document_mask and self.world.is_first:
+            for warning in self.data.long_documents():
+                logger.warning(warning)
         dtype = compute_dtype(config.parallel.compute_dtype, device)
         mesh = self.world.fsdp_mesh(all_workers=config.diloco.method == "none")
         parallelize(

@@ -22,6 +22,7 @@ from torchtitan_diloco.models.parallelize import materialize, parallelize
 # Shapes that divide nothing evenly: 3 or 4 ranks get odd shards, rows of 7 leave some none.
 TINY = Model(layers=3, width=36, heads=3, head_dim=12, feed_forward=50)
 LLAMA = replace(TINY, kv_heads=1, rotary_scaling=2.0, qk_norm=False, tied_head=False)
+MASKED = replace(LLAMA, document_mask=True)
 VOCABULARY, LENGTH, BATCH = 67, 24, 12
 
 
@@ -44,7 +45,7 @@ def build(
     model: Model = TINY,
 ) -> tuple[LanguageModel, World]:
     world = join(workers)
-    decoder = build_model(model, VOCABULARY, LENGTH)
+    decoder = build_model(model, VOCABULARY, LENGTH, end_of_document=3)
     parallelize(
         decoder,
         world.mesh if world.mesh is None or workers > 1 else world.mesh[FSDP],
@@ -102,6 +103,7 @@ def assert_same(found: Outcome, expected: Outcome, tolerance: float = 1e-5) -> N
         (4, 2, {"reshard": "never"}),
         (3, 1, {"checkpoint": "full", "model": LLAMA}),
         (2, 1, {"checkpoint": "selective", "reshard": "always", "model": LLAMA}),
+        (3, 1, {"checkpoint": "every_nth", "model": MASKED}),
     ],
 )
 def test_sharded_decoder_is_the_single_device_one(
@@ -130,7 +132,7 @@ def test_checkpointing_recomputes_the_chosen_blocks(
 
 
 @pytest.mark.parametrize("every", [1, 2, 3])
-@pytest.mark.parametrize("model", [TINY, LLAMA])
+@pytest.mark.parametrize("model", [TINY, LLAMA, MASKED])
 def test_selective_checkpointing_gives_the_same_bits(model: Model, every: int) -> None:
     expected = step(model=model)
     found = step(checkpoint="selective", every=every, model=model)
@@ -154,7 +156,14 @@ def test_bf16_compute_keeps_fp32_parameters_and_gradients(
 
 @pytest.mark.parametrize(
     ("checkpoint", "model"),
-    [("none", TINY), ("every_nth", TINY), ("selective", TINY), ("none", LLAMA)],
+    [
+        ("none", TINY),
+        ("every_nth", TINY),
+        ("selective", TINY),
+        ("none", LLAMA),
+        ("none", MASKED),
+        ("selective", MASKED),
+    ],
 )
 def test_compiled_decoder_gives_the_same_gradients_from_few_compilations(
     monkeypatch: pytest.MonkeyPatch, checkpoint: str, model: Model

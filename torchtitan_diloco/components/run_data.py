@@ -1,7 +1,7 @@
 """The corpora of a run: what a worker reads of them, and where a resumed run goes on."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +11,7 @@ from torchtitan_diloco.config.schema import WORKER_FIELD, Config
 from torchtitan_diloco.config.weights import turns_of
 from torchtitan_diloco.data.corpus import open_corpora
 from torchtitan_diloco.data.mixture import Mixture, Segment, check_fingerprints, plan_segments
+from torchtitan_diloco.data.shards import INDEX_NAME
 from torchtitan_diloco.data.tokenizer import Tokenizer
 from torchtitan_diloco.diloco.meeting import gather_objects
 from torchtitan_diloco.distributed.world import World
@@ -37,6 +38,8 @@ class RunData:
         self.corpora = open_corpora(data, tokenizer, "train", world.worker)
         self.fingerprints = {name: shards.fingerprint for name, shards in self.corpora.items()}
         check_fingerprints(self.fingerprints)
+        if config.model.document_mask:
+            self._check_documents()
         is_own = data.shard_by == "own"
         self.own = [name for name in self.corpora if is_own and WORKER_FIELD in name]
         """Names of the corpora that this worker alone reads."""
@@ -53,6 +56,25 @@ class RunData:
         }
         self.share = self._compare(world) if is_own else 1 / self.streams
         """Share of the tokens of all workers that this one reads."""
+
+    def _check_documents(self) -> None:
+        for shards in self.corpora.values():
+            if not shards.documents:
+                raise UserError(
+                    f"model.document_mask = true, but no document ends in {shards.name} "
+                    f"(documents = 0 in its {INDEX_NAME}): set it to false, or prepare the corpus "
+                    "with a token at the end of each document"
+                )
+
+    def long_documents(self) -> Iterator[str]:
+        """Yield a warning for each corpus in which a mask of documents changes little."""
+        for name, shards in self.corpora.items():
+            if (mean := len(shards) / shards.documents) > self._length:
+                yield (
+                    f"model.document_mask changes little: the documents of {name} have {mean:,.0f} "
+                    f"tokens on average, and are cut into sequences of {self._length:,}, each of "
+                    "which sees itself only: raise training.sequence_length, or set it to false"
+                )
 
     def _compare(self, world: World) -> float:
         """Compare the corpora of the ranks of each worker, and return the share of this worker."""

@@ -103,6 +103,9 @@ class Model:
     rotary_scaling: Annotated[float, Meta(ge=1)] | None = None
     """Factor by which Llama 3.1 and 3.2 slow down the low rotary frequencies, for texts longer than
     8,192 tokens. 1: not at all."""
+    document_mask: bool = False
+    """Attention stops at the ends of documents: a token sees the earlier tokens of its document in
+    its sequence, and none of the documents before. Otherwise it sees all that precedes it."""
 
 
 WORKER_FIELD = "{worker}"

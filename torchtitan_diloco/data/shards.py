@@ -269,6 +269,8 @@ class TokenShards:
         self.folder, self.name = folder, f"the {split} split of {folder}"
         index = read_index(self.folder / INDEX_NAME)
         self._shards, settings = index.splits[split].shards, index.settings
+        self.documents = index.splits[split].documents
+        """Number of documents that end in the split."""
         self._vocab_size = settings["vocab_size"]
         if not self._shards:
             corpus, share = settings["source"], settings["validation_fraction"]

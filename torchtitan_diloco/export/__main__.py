@@ -106,6 +106,8 @@ def generate(
         if token == stop:
             return
         yield token
+        if model.config.document_mask and context[-1] == stop:
+            context = []  # the token begins a document, which has not seen the end of another
         context.append(token)
 
 
@@ -148,6 +150,8 @@ def print_loss(saved: SavedModel, options: argparse.Namespace) -> None:
     held_out = open_held_out(
         _chosen_text(saved.config, options), saved.tokenizer, world, each_worker_has_its_own=False
     )
+    if saved.config.model.document_mask:
+        saved.model.end_of_document = saved.tokenizer.end_of_document
     dtype = compute_dtype(saved.config.parallel.compute_dtype, device)
     result = validate(saved.model.to(device, dtype), held_out, world)
     sequences = sum(corpus.sequences for corpus in held_out)

@@ -13,10 +13,22 @@ MODELS: dict[str, type[LanguageModel]] = dict.fromkeys(FLAVORS, Decoder)
 """The class of each value of `model.flavor`."""
 
 
-def build_model(config: Model, vocab_size: int, sequence_length: int) -> LanguageModel:
-    """Build a model on the meta device, where it takes no memory."""
+def build_model(
+    config: Model, vocab_size: int, sequence_length: int, *, end_of_document: int | None = None
+) -> LanguageModel:
+    """Build a model on the meta device, where it takes no memory.
+
+    `end_of_document`: the token at which attention stops with `model.document_mask`.
+    """
     with torch.device("meta"):
-        return MODELS[config.flavor](config, vocab_size, sequence_length)
+        model = MODELS[config.flavor](config, vocab_size, sequence_length)
+    if config.document_mask:
+        if not model.separates_documents:
+            name = f'{type(model).__name__}, the model of model.flavor = "{config.flavor}"'
+            reason = f"{name}, cannot separate documents: set it to false"
+            raise UserError(f"model.document_mask = true: {reason}")
+        model.end_of_document = end_of_document
+    return model
 
 
 def vocabulary_rows(model: Model, tokenizer_vocabulary: int) -> int:

@@ -3,7 +3,7 @@
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,10 @@ class LanguageModel(nn.Module, ABC):
     """Dimensions, for the log."""
     blocks: nn.ModuleList
     """Equal units of sharding, activation checkpointing, compilation and fragments."""
+    separates_documents: ClassVar[bool] = False
+    """Whether `forward` reads `end_of_document`."""
+    end_of_document: int | None = None
+    """Token after which attention begins anew. None: it reaches back to the first token."""
 
     def __init__(self, config: Model, vocab_size: int, sequence_length: int) -> None:
         super().__init__()

@@ -2,11 +2,13 @@
 
 import math
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from torchtitan_diloco.config.schema import Model
 from torchtitan_diloco.log import UserError
@@ -18,6 +20,8 @@ SHORT_LENGTH, LOW, HIGH = 8192, 1.0, 4.0
 frequency is low and high."""
 
 Rotary = tuple[Tensor, Tensor]
+Mask = BlockMask | Tensor | None
+"""What each token attends to. None: itself and all tokens before it."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +129,49 @@ def rotate(x: Tensor, rotary: Rotary) -> Tensor:
     return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
 
 
+def document_mask(tokens: Tensor, end_of_document: int, *, blocks: bool) -> BlockMask | Tensor:
+    """Return what each token attends to: itself and the earlier tokens of its document.
+
+    `blocks`: for flex_attention. Otherwise as booleans [batch, 1, length, length].
+    """
+    batch, length = tokens.shape
+    ends = (tokens == end_of_document).int()
+    documents = ends.cumsum(dim=1) - ends  # an end belongs to the document that it ends
+
+    def attends(row: Tensor, _head: Tensor | None, query: Tensor, key: Tensor) -> Tensor:
+        return (key <= query) & (documents[row, key] == documents[row, query])
+
+    if blocks:
+        return create_block_mask(attends, batch, None, length, length, device=tokens.device)
+    rows = torch.arange(batch, device=tokens.device).view(-1, 1, 1, 1)
+    places = torch.arange(length, device=tokens.device)
+    return attends(rows, None, places.view(-1, 1), places)
+
+
+@cache
+def compiled_flex_attention() -> Any:
+    """Return flex_attention with a kernel of its own. Without one, it keeps all scores."""
+    return torch.compile(flex_attention)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+    """Return attention [batch, heads, length, head_dim]. k and v may have fewer heads than q."""
+    grouped = q.shape[1] != k.shape[1]
+    mixed: Tensor
+    if isinstance(mask, BlockMask):
+        # A kernel that is compiled with a block for CPUs is wrong for mixed layouts (torch 2.13).
+        q, k, v = (part.contiguous() for part in (q, k, v))
+        compiling = torch.compiler.is_compiling()  # a block, and flex_attention with it
+        attention = flex_attention if compiling else compiled_flex_attention()
+        mixed = attention(q, k, v, block_mask=mask, enable_gqa=grouped)
+    else:
+        causal = mask is None
+        mixed = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped
+        )
+    return mixed
+
+
 class Attention(nn.Module):
     """Causal attention, with `kv_heads` heads of keys and values."""
 
@@ -139,13 +186,12 @@ class Attention(nn.Module):
             for _ in range(2)
         )
 
-    def forward(self, x: Tensor, rotary: Rotary) -> Tensor:
+    def forward(self, x: Tensor, rotary: Rotary, mask: Mask) -> Tensor:
         batch, length, _ = x.shape
         qkv = self.qkv(x).view(batch, length, -1, self.head_dim).transpose(1, 2)
         q, k, v = qkv.split(self.heads, dim=1)  # each [batch, heads, length, head_dim]
         q, k = rotate(self.q_norm(q), rotary), rotate(self.k_norm(k), rotary)
-        grouped = self.heads[0] != self.heads[1]
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        mixed = attend(q, k, v, mask)
         out: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, length, -1))
         return out
 
@@ -179,8 +225,8 @@ class Block(nn.Module):
         self.feed_forward_norm = nn.RMSNorm(shape.width, eps=shape.norm_epsilon)
         self.feed_forward = FeedForward(shape)
 
-    def forward(self, x: Tensor, rotary: Rotary) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), rotary)
+    def forward(self, x: Tensor, rotary: Rotary, mask: Mask) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), rotary, mask)
         out: Tensor = x + self.feed_forward(self.feed_forward_norm(x))
         return out
 
@@ -189,6 +235,7 @@ class Decoder(LanguageModel):
     """Embedding, blocks, norm and head. There are no biases and no buffers."""
 
     shape: Shape
+    separates_documents = True
 
     def __init__(self, config: Model, vocab_size: int, sequence_length: int) -> None:
         super().__init__(config, vocab_size, sequence_length)
@@ -203,8 +250,11 @@ class Decoder(LanguageModel):
     def forward(self, tokens: Tensor, head: Head = F.linear) -> Any:
         x = self.embedding(tokens)
         rotary = rotary_table(tokens.shape[1], rotary_frequencies(self.shape, tokens.device))
+        mask = None
+        if (end := self.end_of_document) is not None:
+            mask = document_mask(tokens, end, blocks=tokens.is_cuda)
         for block in self.blocks:
-            x = block(x, rotary)
+            x = block(x, rotary, mask)
         output = self.embedding if self.head is None else self.head
         return head(self.norm(x), output.weight)
 

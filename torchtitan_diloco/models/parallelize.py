@@ -19,6 +19,8 @@ from torchtitan_diloco.models.base import LanguageModel
 
 PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.linear.default}
 """A product with a matrix of parameters, as autograd or a compiler sees it."""
+ATTENTION = "scaled_dot_product", "flex_attention"
+"""Parts of the names of attention, whichever kernel torch chooses."""
 
 
 def parallelize(
@@ -80,7 +82,7 @@ def selective_contexts(every: int) -> Any:
     def policy(
         context: SelectiveCheckpointContext, operation: Any, *_: Any, **__: Any
     ) -> CheckpointPolicy:
-        if "scaled_dot_product" in str(operation):  # whichever kernel torch has chosen
+        if any(name in str(operation) for name in ATTENTION):
             return CheckpointPolicy.MUST_SAVE
         if operation in PRODUCTS:
             products[context.is_recompute] += 1
