@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 import torchtitan_diloco.data.hub as hub_module
-from torchtitan_diloco.data.pieces import BEGINNING, Corpus, Place, split_into_pieces
+from torchtitan_diloco.data.pieces import BEGINNING, Corpus, Located, Place, split_into_pieces
 from torchtitan_diloco.data.text import open_corpus
 from torchtitan_diloco.log import UserError
 
@@ -66,11 +66,23 @@ def test_a_stream_continues_at_each_place(corpus: Corpus) -> None:
     assert len(located) > FILES * ROWS
     assert located[-1].after.bytes == sum(len(piece.text) for piece, _ in located)
     for number, (_, place) in enumerate(located, start=1):
-        reading = corpus.read(written_down(place))
-        assert "; the rows before in its data file are read again" in reading.how
-        assert [(piece, after.bytes) for piece, after in reading.pieces] == [
-            (piece, after.bytes) for piece, after in located[number:]
-        ]
+        assert_continues(corpus, place, located[number:])
+
+
+def test_a_stream_that_was_continued_continues_again(corpus: Corpus) -> None:
+    located = [*corpus.read(BEGINNING).pieces]
+    for first in (2, len(located) // 2):
+        again = [*corpus.read(written_down(located[first].after)).pieces]
+        for number, (_, place) in enumerate(again, start=1):
+            assert_continues(corpus, place, again[number:])
+
+
+def assert_continues(corpus: Corpus, place: Place, expected: list[Located]) -> None:
+    reading = corpus.read(written_down(place))
+    assert "; the rows before in its data file are read again" in reading.how
+    assert [(piece, after.bytes) for piece, after in reading.pieces] == [
+        (piece, after.bytes) for piece, after in expected
+    ]
 
 
 def test_the_number_of_rows_is_known_if_the_dataset_says_it(corpus: Corpus) -> None:
@@ -96,11 +108,6 @@ class Stream:
 
     def load_state_dict(self, state: Any) -> None:
         """It has no effect: the stream begins at its beginning."""
-
-    def skip(self, count: int) -> "Stream":
-        rest = Stream(state=self.state, fails=self.fails)
-        rest.rows = self.rows[count:]
-        return rest
 
 
 class Builder:

@@ -9,7 +9,7 @@ import json
 import zlib
 from collections.abc import Iterator
 from contextlib import suppress
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -115,7 +115,7 @@ class _DatasetReader:
                     again = "the rows before in its data file are read again"
                     return rows, f"reading continues at {where}; {again}"
             stream = self._load()
-        if rows := self._expected(self._rows(stream.skip(place.row), place.row)):
+        if rows := self._expected(islice(self._rows(stream, 0), place.row, None)):
             return rows, f"reading can't begin at {where}: all rows before are read again"
         raise UserError(
             f"{where} is not the one that was read before: the dataset has changed; delete the "
@@ -132,9 +132,10 @@ class _DatasetReader:
     def _rows(self, stream: Any, number: int) -> Iterator[_Row]:
         """Yield the rows of a stream, whose first one has this number."""
         rows, has_state = iter(stream), _has_state(stream)
+        loaded = self._place.state if number else None  # a stream has it only after its first row
         while True:
             try:
-                state = stream.state_dict() if has_state else None
+                state = loaded or (stream.state_dict() if has_state else None)
                 row = next(rows, None)
             except Exception as error:  # of the network, of files, of what they hold
                 raise UserError(
@@ -145,7 +146,7 @@ class _DatasetReader:
                 return
             where = f"the corpus {self._spec!r}, row {number}"
             yield _Row(number, text_field(row, self._field, where), state)
-            number += 1
+            number, loaded = number + 1, None
 
     def _load(self) -> Any:
         try:
