@@ -138,6 +138,24 @@ def test_text_killed_twice_in_two_processes(folder: Path, tmp_path: Path) -> Non
     assert [(part / file).stat().st_mtime_ns for file in finished] == times, "they are kept"
 
 
+@pytest.mark.parametrize("most", [14_000, 22_000])
+def test_killed_between_the_last_shards_of_the_splits(tmp_path: Path, most: int) -> None:
+    """Text that is held out may be missing although there are enough tokens to train on."""
+    source, whole, part = tmp_path / "a.jsonl", tmp_path / "whole", tmp_path / "part"
+    source.write_text("".join(json.dumps({"text": "x" * 150}) + "\n" for _ in range(400)))
+    options: list[object] = ["--source", source, "--validation-fraction", "0.3"]
+    options += ["--max-tokens", most, "--out"]
+    main([str(word) for word in (*options, whole)])
+    _, done = killed("finish_shard", 1, *options, part)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    left = index(part)["splits"]
+    assert left["train"]["tokens"] >= most
+    held_out = json.loads((whole / "corpus.json").read_text())["splits"]["validation"]
+    assert left["validation"]["partial"]["tokens"] < held_out["tokens"]
+    main([str(word) for word in (*options, part)])
+    assert content(part) == content(whole)
+
+
 def index(folder: Path) -> Any:
     return json.loads((folder / "prepare.json").read_text())
 
