@@ -146,7 +146,8 @@ def open_source(source: Source) -> SavedModel:
 def read_held_out(saved: SavedModel) -> tuple[list[Text], list[Text]]:
     """Return the held-out text of each corpus to fine-tune on and to test on: every other
     document."""
-    corpora = open_corpora(saved.config.data, saved.tokenizer, "validation", worker=0)
+    config = saved.config
+    corpora = open_corpora(config.data, saved.tokenizer, "validation", config.worker_name(0))
     to_fit, to_test = list[Text](), list[Text]()
     for tokens in corpora.values():
         count = min(len(tokens), HELD_OUT_TOKENS // len(corpora))

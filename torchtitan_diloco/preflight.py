@@ -6,11 +6,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from torchtitan_diloco.config import Config
+from torchtitan_diloco.config.schema import WORKER_FIELD
 from torchtitan_diloco.data.corpus import corpus_key, find_corpus, own_name
 from torchtitan_diloco.data.hub import HUGGING_FACE_PREFIX
 from torchtitan_diloco.data.tokenizer import USUAL, build_tokenizer
 from torchtitan_diloco.hardware import GLOO_INTERFACE, check_device, check_interfaces
-from torchtitan_diloco.islands.config import Join
+from torchtitan_diloco.islands.config import Join, local_names
 from torchtitan_diloco.islands.server_folder import find_server
 from torchtitan_diloco.log import UserError, command_line, install_command, installed
 from torchtitan_diloco.store.location import is_bucket
@@ -90,12 +91,18 @@ def _missing_files(config: Config) -> Iterator[str]:
 
 
 def _own_names(config: Config, name: str) -> list[str]:
-    """Return the names of a corpus for the workers on this machine, if it is the only one: with
-    several, each node has the corpora of its own workers."""
-    if own_name(name, 0) == name:
+    """Return the names of a corpus for the workers on this machine. Of a job on several nodes, each
+    has the corpora of its own workers, and none is checked."""
+    if WORKER_FIELD not in name:
         return [name]
-    is_only = os.environ.get("NNODES", "1") in ("", "1")
-    return [own_name(name, worker) for worker in range(config.diloco.workers * is_only)]
+    if config.islands.local:
+        workers = local_names(config.islands.local)
+    elif config.islands.join:
+        workers = [config.islands.name]
+    else:
+        is_only = os.environ.get("NNODES", "1") in ("", "1")
+        workers = [str(worker) for worker in range(config.diloco.workers * is_only)]
+    return [own_name(name, worker) for worker in workers]
 
 
 def _tried(check: Callable[..., object], *arguments: object) -> Iterator[str]:

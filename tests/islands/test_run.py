@@ -1,5 +1,6 @@
 """The trainer on islands: the command that starts a server and islands on one machine."""
 
+import json
 import re
 import signal
 import subprocess
@@ -73,6 +74,35 @@ def test_islands_stop_and_go_on_where_the_log_ends(tmp_path: Path) -> None:
     assert describe(both).endswith("; 2 of 2 islands, Streaming DiLoCo")
     (apart,) = open_runs([tmp_path / "island-1", tmp_path / "island-2"])
     assert [one.run_id for one in apart.workers] == [apart.name] * 2
+
+
+def test_each_island_reads_corpora_of_its_own(tmp_path: Path) -> None:
+    """Beside one of all islands. Nothing has to be the same but what they share."""
+    for name, words in (("island-1", "one"), ("island-2", "two"), ("common", "all")):
+        document = json.dumps({"text": f"{words} of these words\n" * 9}) + "\n"
+        (tmp_path / f"{name}.jsonl").write_text(document * 60)
+    mixture = f"{tmp_path}/{{worker}}.jsonl=3 {tmp_path}/common.jsonl=1"
+    settings: dict[str, object] = {"data__mixture": mixture, "data__shard_by": "own"}
+    settings |= {"data__cache_folder": tmp_path / "cache", "data__validation_fraction": 0.2}
+    ended = run(tmp_path / "run", training__steps=12, **settings)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    corpora = []
+    for name in ("island-1", "island-2"):
+        assert f"loss/val/{tmp_path}/{name}.jsonl" in set(last_record(tmp_path / "run" / name))
+        corpora.append(read_manifest(last(tmp_path / "run" / name)).data["corpora"])
+    own, common = corpora[0]
+    assert corpora[0][own] != corpora[1][own]
+    assert corpora[0][common] == corpora[1][common]
+    (tmp_path / "island-2.jsonl").unlink()
+    refused = run(tmp_path / "again", training__steps=12, **settings)
+    assert refused.returncode == 2
+    assert f"{tmp_path}/island-2.jsonl" in refused.stderr
+
+
+def last_record(folder: Path) -> dict[str, Any]:
+    """Return the newest record of a validation."""
+    records: list[dict[str, Any]] = [json.loads(line) for line in (folder / "worker-0" / "metrics.jsonl").open()]
+    return [record for record in records if any("loss/val" in key for key in record)][-1]
 
 
 def check_report(folder: Path) -> None:

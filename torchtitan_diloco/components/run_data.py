@@ -35,7 +35,7 @@ class RunData:
     def __init__(self, config: Config, tokenizer: Tokenizer, world: World) -> None:
         data = self._data = config.data
         self._length = config.training.sequence_length
-        self.corpora = open_corpora(data, tokenizer, "train", world.worker)
+        self.corpora = open_corpora(data, tokenizer, "train", config.worker_name(world.worker))
         self.fingerprints = {name: shards.fingerprint for name, shards in self.corpora.items()}
         check_fingerprints(self.fingerprints)
         if config.model.document_mask:
@@ -54,7 +54,8 @@ class RunData:
             "run.seed": config.run.seed,
             "data.shuffle": data.shuffle,
         }
-        self.share = self._compare(world) if is_own else 1 / self.streams
+        of_tokens = self._compare(world) if is_own else 0.0
+        self.share = 1 / self.streams if config.islands.join or not is_own else of_tokens
         """Share of the tokens of all workers that this one reads."""
 
     def _check_documents(self) -> None:

@@ -48,7 +48,8 @@ def open_held_out(
     `each_worker_has_its_own`: the ranks of a worker divide the corpora that have its number in
     their names; otherwise all ranks divide all of them.
     """
-    corpora = open_corpora(config.data, tokenizer, "validation", world.worker)
+    worker = config.worker_name(world.worker)
+    corpora = open_corpora(config.data, tokenizer, "validation", worker)
     sequences = max(1, config.validation.sequences // len(corpora))
     held_out = []
     for name, shards in corpora.items():
@@ -63,7 +64,7 @@ def open_held_out(
         )
         held_out.append(
             HeldOut(
-                name=own_name(name, world.worker),
+                name=own_name(name, worker),
                 batches=batches,
                 sequences=batches.sequences,
                 text_bytes=count_text_bytes(batches, tokenizer),

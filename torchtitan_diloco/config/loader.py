@@ -257,7 +257,9 @@ def config_mistakes(config: Config) -> Mistakes:
     if "/" in config.run.name or "\\" in config.run.name:
         yield "run.name", "must not contain slashes: set run.folder to choose another folder"
     yield from _data_mistakes(config)
-    if config.data.shard_by != "none" and (config.workers == 1 or config.diloco.method == "none"):
+    is_own_island = is_island and config.data.shard_by == "own"  # others may join later
+    is_alone = config.workers == 1 or config.diloco.method == "none"
+    if config.data.shard_by != "none" and is_alone and not is_own_island:
         yield (
             "data.shard_by",
             "needs several workers that train independently "
@@ -279,15 +281,9 @@ def _data_mistakes(config: Config) -> Mistakes:
     for phase in data.phases:
         if mistake := weight_mistake(phase.mixture):
             yield "data.phases", f"in the phase from {phase.start:g} of the run on, {mistake}"
-    if config.islands.join or config.islands.local:
-        if data.phases:
-            reason = "islands have no common position at which one could begin: leave it out"
-            yield "data.phases", reason
-        if data.shard_by == "own":
-            yield (
-                "data.shard_by",
-                "is for the workers of one job, not yet for islands: leave it out",
-            )
+    if data.phases and (config.islands.join or config.islands.local):
+        reason = "islands have no common position at which one could begin: leave it out"
+        yield "data.phases", reason
     shared = [name for name in data.corpora if WORKER_FIELD not in name]
     if data.shard_by == "own" and len(shared) == len(data.corpora):
         example = f"{shared[0].rstrip('/')}-{WORKER_FIELD}"

@@ -152,8 +152,8 @@ class Data:
     """Read the sequences in random order, with a new order in each epoch. Depends on `run.seed`."""
     shard_by: Literal["none", "random", "own"] = "none"
     """Text of each worker. `none`: all share all. `random`: an equal random part of the sequences.
-    `own`: corpora of its own, which have `{worker}` in their names; means are weighted by their
-    tokens."""
+    `own`: corpora of its own, with `{worker}` in their names, which is the number of the worker, or
+    the name of the island. Means are weighted by the tokens of workers."""
     loader_processes: NotNegative = 0
     """Loader processes per rank. 0: read in the training process, which is usually fast enough."""
 
@@ -371,6 +371,11 @@ class Config:
     def workers(self) -> int:
         """Workers that train together from the start, including those of other islands."""
         return (self.islands.begin if self.islands.join else 0) or self.diloco.workers
+
+    def worker_name(self, worker: int) -> str:
+        """Return what stands for `{worker}` in the names of corpora: the name of an island, or the
+        number of a worker of a job."""
+        return self.islands.name or str(worker)
 
     @property
     def workers_of_job(self) -> int:

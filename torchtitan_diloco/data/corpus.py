@@ -25,7 +25,7 @@ from torchtitan_diloco.log import UserError, command_line
 
 
 def open_corpora(
-    data: Data, tokenizer: Tokenizer, split: Split, worker: int
+    data: Data, tokenizer: Tokenizer, split: Split, worker: str
 ) -> dict[str, TokenShards]:
     """Open the tokens of one split of all corpora of a worker, by their names in the settings.
 
@@ -39,7 +39,7 @@ def open_corpora(
 
 
 def open_split(
-    data: Data, tokenizer: Tokenizer, split: Split, *, name: str = "", worker: int = 0
+    data: Data, tokenizer: Tokenizer, split: Split, *, name: str = "", worker: str = "0"
 ) -> TokenShards:
     """Open the tokens of one split of a corpus, by default of the first of the run."""
     name = name or data.corpora[0]
@@ -68,9 +68,9 @@ def corpus_key(data: Data) -> str:
     return "data.phases" if data.phases else "data.corpus"
 
 
-def own_name(name: str, worker: int) -> str:
+def own_name(name: str, worker: str) -> str:
     """Return the name of a corpus for a worker."""
-    return name.replace(WORKER_FIELD, str(worker))
+    return name.replace(WORKER_FIELD, worker)
 
 
 def find_corpus(
@@ -113,7 +113,7 @@ def _slug(spec: str) -> str:
 
 
 def _folder(
-    data: Data, key: str, name: str, worker: int, tokenizer: Tokenizer, fraction: float
+    data: Data, key: str, name: str, worker: str, tokenizer: Tokenizer, fraction: float
 ) -> Path:
     """Return the shard folder of a corpus. Tokenise the corpus if it is text."""
     corpus = find_corpus(data, key, own_name(name, worker))

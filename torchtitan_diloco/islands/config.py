@@ -52,6 +52,11 @@ class Islands(Section):
 NAME = r"[A-Za-z0-9_.-]{1,60}"
 
 
+def local_names(count: int) -> list[str]:
+    """Return the names of islands that one command starts on this machine."""
+    return [f"island-{number}" for number in range(1, count + 1)]
+
+
 def islands_mistakes(islands: Islands, begin: int) -> Mistakes:
     """Check the settings of an island. `begin`: number of islands that start together."""
     if islands.join and not _is_file(islands.join):  # a file need not be here to plan

@@ -19,7 +19,7 @@ from typing import IO, Any, NoReturn
 import msgspec
 
 from torchtitan_diloco.hardware import end_with_parent
-from torchtitan_diloco.islands.config import Join
+from torchtitan_diloco.islands.config import Join, local_names
 from torchtitan_diloco.islands.server_folder import (
     ADMIN,
     ISLAND,
@@ -309,7 +309,7 @@ def run_islands(command: Sequence[str], count: int, folder: Path) -> int:
         join_file = str(server.join_file())
         print(f"all islands: {command_line('islands')} watch --join {join_file}", flush=True)
         islands = list[subprocess.Popen[bytes]]()
-        for own in [folder / f"island-{number}" for number in range(1, count + 1)]:
+        for own in [folder / name for name in local_names(count)]:
             own.mkdir(parents=True, exist_ok=True)
             output = stack.enter_context((own / "output.txt").open("ab")) if islands else None
             flags = ["--islands.join", join_file, "--islands.name", own.name]
