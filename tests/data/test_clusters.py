@@ -1,17 +1,22 @@
 """Clusters are a partition, even, the same everywhere, and of documents that are alike."""
 
 import json
+import os
 import random
+import shutil
+import signal
+import sys
 from itertools import chain
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.processes import DIED, ProcessPool
 from torchtitan_diloco.data import clusters as clusters_module
 from torchtitan_diloco.data.clusters import write_clusters
 from torchtitan_diloco.data.prepare import main
-from torchtitan_diloco.data.shards import TokenShards, find_damage
+from torchtitan_diloco.data.shards import INDEX_NAME, TokenShards, find_damage
 from torchtitan_diloco.data.tokenizer import build_tokenizer
 
 BYTES = build_tokenizer("bytes")
@@ -83,3 +88,106 @@ def test_bad_clusters(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(SystemExit):
         main(["--out", str(tmp_path / "new"), "--clusters", "2"])
     assert not (tmp_path / "new").exists()
+
+
+def test_clusters_of_another_number_or_corpus_are_not_taken_for_these(folder: Path) -> None:
+    written(folder, 4)
+    with pytest.raises(ValueError, match=r"shards-0 was .* settings \(clusters was 4 and is 2\)"):
+        write_clusters(folder, BYTES, 2)
+    shutil.rmtree(folder)
+    text = folder.with_name("other.txt")
+    text.write_text("ab\ncd\n" * 900)
+    main(["--source", str(text), "--out", str(folder), "--validation-fraction", "0"])
+    with pytest.raises(ValueError, match=r"shards-0 was prepared with other settings \(source "):
+        write_clusters(folder, BYTES, 4)
+
+
+# --- killed ---------------------------------------------------------------------------------------
+
+COUNT = 3
+
+
+def prepare_until(folder: Path, moment: int) -> int:
+    """Divide a corpus, and die by SIGKILL at a moment: just before a file of the clusters is opened
+    or renamed, or a folder of theirs made. Return the number of such moments."""
+    seen = 0
+
+    def watch(event: str, given: tuple[object, ...]) -> None:
+        nonlocal seen
+        if event not in ("open", "os.rename", "os.mkdir") or f"{folder}-" not in str(given[0]):
+            return
+        seen += 1
+        if seen == moment:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(watch)  # for the rest of this process
+    main(["--out", str(folder), "--clusters", str(COUNT)])
+    return seen
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name[0] != "."}
+
+
+def clusters_of(folder: Path) -> list[dict[str, bytes]]:
+    return [content(folder.with_name(f"{folder.name}-{number}")) for number in range(COUNT)]
+
+
+@pytest.fixture
+def divided(corpus: Path, tmp_path: Path) -> Path:
+    """A corpus with both splits. Shards of its clusters are larger than the buffer of a file, so
+    that part of one that is being written is on the disk."""
+    corpus.write_text(corpus.read_text() * 4)
+    folder = tmp_path / "whole" / "shards"
+    options = ["--source", corpus, "--out", folder, "--shard-tokens", 5000]
+    main([*map(str, options), "--validation-fraction", "0.3"])
+    return folder
+
+
+def copy_of(divided: Path, name: str) -> Path:
+    folder = divided.parents[1] / name / divided.name
+    shutil.copytree(divided, folder)
+    return folder
+
+
+def check_that_none_is_half(folder: Path, whole: list[dict[str, bytes]]) -> None:
+    """A cluster that can be read is complete; the others are refused."""
+    for number, complete in enumerate(whole):
+        target = folder.with_name(f"{folder.name}-{number}")
+        if (target / INDEX_NAME).exists():
+            assert content(target) == complete
+            assert find_damage(target)[1] == []
+        else:
+            with pytest.raises(ValueError, match=r"does not exist|is empty|is not finished"):
+                TokenShards(target, "train", BYTES)
+
+
+def test_killed_at_any_moment_and_started_again_is_uninterrupted(
+    divided: Path, processes: ProcessPool
+) -> None:
+    processes.close()  # what watches stays in its process
+    (moments,) = processes.run(prepare_until, 1, divided, 0)
+    processes.close()
+    whole = clusters_of(divided)
+    shards = sum(name.endswith(".tokens") for each in whole for name in each)
+    assert shards > 3 * COUNT
+    assert moments >= 3 * shards
+    last = moments - COUNT  # before the clusters get their indices
+    for moment in [*range(2, last, 13), *range(last, moments + 1)]:
+        folder = copy_of(divided, f"killed-{moment}")
+        assert processes.run(prepare_until, 1, folder, moment, dying=[0]) == [DIED]
+        check_that_none_is_half(folder, whole)
+        main(["--out", str(folder), "--clusters", str(COUNT)])
+        assert clusters_of(folder) == whole, f"killed before file {moment} of {moments}"
+
+
+def test_killed_again_and_again(divided: Path, processes: ProcessPool) -> None:
+    """Each start comes a little further."""
+    folder, starts, found = copy_of(divided, "again"), 0, [DIED]
+    while found == [DIED]:
+        starts += 1
+        moment = 20 if starts < 20 else 0
+        found = processes.run(prepare_until, 1, folder, moment, dying=[0])
+    assert 2 < starts < 20
+    write_clusters(divided, BYTES, COUNT)
+    assert clusters_of(folder) == clusters_of(divided)

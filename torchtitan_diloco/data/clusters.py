@@ -37,17 +37,24 @@ _Indices = npt.NDArray[np.int64]
 
 def write_clusters(folder: Path, tokenizer: Tokenizer, count: int) -> bool:
     """Divide the documents of a corpus into clusters, and write each as a corpus: FOLDER-0,
-    FOLDER-1, ... Return whether there was anything to do."""
+    FOLDER-1, ... Return whether there was anything to do.
+
+    If this was killed, it continues: each cluster keeps its finished shards, and none gets its
+    index, without which it cannot be read, before all are written.
+    """
     index = read_index(folder / INDEX_NAME)
+    tokens = TokenShards(folder, "train", tokenizer)
     targets = [folder.with_name(f"{folder.name}-{number}") for number in range(count)]
-    if all((target / INDEX_NAME).exists() for target in targets):
-        return False
-    train = _Documents(TokenShards(folder, "train", tokenizer), tokenizer)
-    assign = _learn(train, count)
     settings = [
-        index.settings | {"cluster": number, "clusters": count, "of": train.tokens.fingerprint}
+        index.settings | {"cluster": number, "clusters": count, "of": tokens.fingerprint}
         for number in range(count)
     ]
+    if all((target / INDEX_NAME).exists() for target in targets):
+        for target, each in zip(targets, settings, strict=True):
+            read_or_begin_index(target, each)  # raises if they are of another corpus or number
+        return False
+    train = _Documents(tokens, tokenizer)
+    assign = _learn(train, count)
     with contextlib.ExitStack() as stack:
         for target in targets:
             stack.enter_context(only_writer(target, wait=False))
