@@ -101,7 +101,9 @@ def test_each_island_reads_corpora_of_its_own(tmp_path: Path) -> None:
 
 def last_record(folder: Path) -> dict[str, Any]:
     """Return the newest record of a validation."""
-    records: list[dict[str, Any]] = [json.loads(line) for line in (folder / "worker-0" / "metrics.jsonl").open()]
+    records: list[dict[str, Any]] = [
+        json.loads(line) for line in (folder / "worker-0" / "metrics.jsonl").open()
+    ]
     return [record for record in records if any("loss/val" in key for key in record)][-1]
 
 
