@@ -1,7 +1,6 @@
 """Whole runs: their curve, what they write, and how they end."""
 
 import gc
-import json
 import logging
 import math
 import os
@@ -21,6 +20,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import torchtitan_diloco.trainer
 from tests.processes import ProcessPool
 from torchtitan_diloco.components.optimizer import gradient_norm
+from torchtitan_diloco.components.records import read_records
 from torchtitan_diloco.components.run_plan import AfterStep, after_step
 from torchtitan_diloco.components.telemetry import StepResult
 from torchtitan_diloco.config import Config, load_config, to_toml
@@ -85,8 +85,8 @@ def join(config: Config) -> World:
 
 def records(folder: Path, kind: str | None = None, worker: int = 0) -> list[dict[str, Any]]:
     """Return the records of a worker of logged steps and validations, or those of a kind."""
-    lines = (folder / f"worker-{worker}/metrics.jsonl").read_text().splitlines()
-    return [record for record in map(json.loads, lines) if record.get("kind") == kind]
+    found, _ = read_records(folder / f"worker-{worker}/metrics.jsonl")
+    return [record for record in found if record.get("kind") == kind]
 
 
 def curve(found: list[dict[str, Any]], key: str) -> list[float]:

@@ -6,12 +6,15 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
@@ -26,7 +29,9 @@ from torchtitan_diloco.components.metrics import METRICS, all_reduce_bytes, time
 from torchtitan_diloco.components.records import (
     RecordFiles,
     RoundRecord,
+    Start,
     from_record,
+    read_records,
     round_record,
     to_line,
 )
@@ -299,22 +304,52 @@ def test_the_record_of_a_round() -> None:
     assert json.loads(to_line(record)) == found, "what is written is read again"
 
 
-@pytest.mark.parametrize("failing", ["", "write_whole", "records_until"])
-def test_a_resume_drops_what_it_repeats_and_what_is_damaged_and_no_more_if_the_disk_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, failing: str
+@pytest.mark.parametrize("failing", ["", "to_line", "read_records"])
+def test_readers_drop_what_a_later_start_repeats_and_what_is_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
 ) -> None:
+    """Nothing is rewritten, and a disk that fails at the start loses no start."""
     path = tmp_path / "metrics.jsonl"
     lines = ['{"step": 1}', "{damaged", "[1]", '{"kind": "round", "step": 2}', '{"step": null}']
-    path.write_bytes("\n".join(lines).encode() + b'\n"\xff"\n{"step": 3}\n{"ste')
+    before = "\n".join(lines).encode() + b'\n"\xff"\n{"step": 3}\n{"ste'
+    path.write_bytes(before)
     with monkeypatch.context() as patch:
         if failing:
             patch.setattr(records_module, failing, full)
-        files = RecordFiles(Metrics(tensorboard=False), tmp_path, 2, {}, workers=1, of_run=True)
+        start = Start(2, 0.0, workers=1, parameters=1)
+        files = RecordFiles(Metrics(tensorboard=False), tmp_path, start, {}, workers=1, of_run=True)
     files.write({"step": 4})
     files.close()
-    assert path.read_text() == '{"step": 1}\n{"kind": "round", "step": 2}\n{"step": 4}\n'
+    assert path.read_bytes().startswith(before + b"\n")
+    records, unreadable = read_records(path)
+    assert [(one.get("kind"), one["step"]) for one in records if one.get("kind") != "start"] == [
+        (None, 1),
+        ("round", 2),
+        (None, 4),
+    ]
+    assert unreadable == 5
     assert files.kept == [{"step": 1}]
-    assert caplog.text.count("4 lines") == 1
+    assert files.read() == records
+
+
+@given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 4)), min_size=1, max_size=5))
+def test_what_readers_keep_is_each_step_once(starts: list[tuple[int, int]]) -> None:
+    """Each start goes on after a step that was reached, makes some more, and is killed."""
+    reached = 0
+    with tempfile.TemporaryDirectory() as name:
+        for back, more in starts:
+            first = max(0, reached - back)
+            start = Start(first, 0.0, workers=1, parameters=1)
+            files = RecordFiles(
+                Metrics(tensorboard=False), Path(name), start, {}, workers=1, of_run=True
+            )
+            assert [record["step"] for record in files.kept] == list(range(1, first + 1))
+            for step in range(first + 1, first + more + 1):
+                files.write({"step": step})
+            files.close()
+            reached = first + more
+        steps = [record["step"] for record in files.read() if "kind" not in record]
+    assert steps == list(range(1, reached + 1))
 
 
 # --- real runs ------------------------------------------------------------------------------------

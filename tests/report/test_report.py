@@ -330,8 +330,10 @@ def test_a_stop_ends_verdicts_and_begins_a_new_timeline(tmp_path: Path) -> None:
         kept = rounds if place else [one for one in rounds if one is not before[3]]
         folder = tmp_path / "all" / name
         write_run(folder, steps, [kept], f'[islands]\nname = "{name}"\n', run="run-1")
-        with (folder / "worker-0/metrics.jsonl").open("a") as file:
-            file.writelines(json.dumps(one) + "\n" for one in lines)
+        path = folder / "worker-0/metrics.jsonl"
+        records = [*map(json.loads, path.read_text().splitlines()), *lines]
+        records.sort(key=lambda record: (record["step"], record is lines[1]))
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
     run = opened(tmp_path / "all")
     ends = [(one.time, end) for one, end in run.verdicts if one.culprit == "oslo"]
     last = 1e9 + 100 + PAUSE

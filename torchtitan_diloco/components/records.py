@@ -16,7 +16,6 @@ import msgspec
 from torchtitan_diloco.components.metrics import METRICS, WORKER, Record
 from torchtitan_diloco.config.schema import Metrics
 from torchtitan_diloco.diloco.vitals import FLAG_NAMES
-from torchtitan_diloco.hardware import write_whole
 from torchtitan_diloco.log import logger
 
 if TYPE_CHECKING:
@@ -179,31 +178,29 @@ def from_record(kind: type[Kind], record: Record) -> Kind:
 
 
 class RecordFiles:
-    """Writes the records of a worker. A full disk only loses records.
+    """Writes the records of a worker after those of earlier starts. A full disk loses only records.
 
-    Records after `step` are dropped, because a resumed run repeats these steps. `folder`: of the
-    worker, None to write nothing. `of_run`: this worker shows the numbers of the run on its boards.
-    `run`: id of the run that an island is in.
+    `folder`: of the worker, None to write nothing. `workers`: of the job. `of_run`: this worker
+    shows the numbers of the run on its boards.
     """
 
     def __init__(
         self,
         config: Metrics,
         folder: Path | None,
-        step: int,
+        start: Start,
         settings: Mapping[str, Any],
         *,
         workers: int,
         of_run: bool,
-        run: str = "",
     ) -> None:
-        self._folder, self._first_step, self._of_run = folder, step + 1, of_run
+        self._folder, self._start, self._of_run = folder, start, of_run
+        self._first_step = start.step + 1
         self._failed = False
         self._lines: TextIO | None = None
         self._boards: list[Board] = []
-        self._before: list[Record] | None = None  # to write again, once they are read
         self.kept: list[Record] = []
-        """Records of the steps before a resume."""
+        """Records of steps of earlier starts, without those that this one repeats."""
         if folder is None:
             return
         with self._tolerating_a_full_disk():
@@ -211,25 +208,27 @@ class RecordFiles:
         if config.tensorboard or config.wandb or config.mlflow:
             from torchtitan_diloco.components.boards import Shown, open_boards
 
-            shown = Shown(folder, step, workers, settings, group=run)
+            shown = Shown(folder, start.step, workers, settings, group=start.run)
             self._boards = open_boards(config, shown, of_run=of_run)
 
     def _open(self, folder: Path) -> TextIO:
-        """Open the file, without the records that a resumed run repeats."""
+        """Open the file, and write the start, after which readers drop what it repeats."""
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / METRICS_FILE
-        if self._before is None:
-            self._before = records_until(path, self._first_step - 1)
-            self.kept = [record for record in self._before if "kind" not in record]
-        write_whole(path, "".join(map(to_line, self._before)).encode())
+        text = path.read_bytes() if path.exists() else b""
+        is_torn = text != b"" and not text.endswith(b"\n")
+        steps = [record for record in self.read() if "kind" not in record]
+        self.kept = [record for record in steps if record["step"] <= self._start.step]
         lines = path.open("a", buffering=1, encoding="utf-8")
-        self._before = None
+        if is_torn:  # an earlier process was killed while it wrote
+            lines.write("\n")
+        lines.write(to_line(self._start))
         return lines
 
     def read(self) -> list[Record]:
         """Return all records, also of the run before a resume."""
         path = None if self._folder is None else self._folder / METRICS_FILE
-        return read_json_lines(path)[0] if path is not None and path.exists() else []
+        return read_records(path)[0] if path is not None and path.exists() else []
 
     def write(self, record: msgspec.Struct | Record) -> None:
         """Write a line of JSON. Show the records of steps on the boards."""
@@ -274,16 +273,22 @@ class RecordFiles:
             self._failed = True
 
 
-def records_until(path: Path, step: int) -> list[Record]:
-    """Return the readable records of a file, without those of later steps."""
-    if not path.exists():
-        return []
-    records, unreadable = read_json_lines(path)
-    known = [record for record in records if isinstance(record.get("step"), int)]
-    unreadable += len(records) - len(known)
-    if unreadable:
-        logger.warning(f"{unreadable} lines of {path} cannot be read and are left out")
-    return [record for record in known if record["step"] <= step]
+def read_records(path: Path) -> tuple[list[Record], int]:
+    """Return the records of a file, and the number of lines that cannot be read.
+
+    A process that resumes a run repeats the steps after its start. What was recorded of them before
+    is dropped.
+    """
+    lines, unreadable = read_json_lines(path)
+    records = list[Record]()
+    for record in lines:
+        if not isinstance(record.get("step"), int):
+            unreadable += 1
+            continue
+        if record.get("kind") == "start":
+            records = [earlier for earlier in records if earlier["step"] <= record["step"]]
+        records.append(record)
+    return records, unreadable
 
 
 def read_json_lines(path: Path) -> tuple[list[dict[str, Any]], int]:

@@ -120,18 +120,16 @@ class Telemetry:
         """Workers of the run: so many as have begun, or the most islands that shared a round."""
         if folder is not None:
             folder = None if world.rank_in_worker else folder_of_worker(folder, world.worker)
+        start = Start(step, time.time(), workers=self.workers, parameters=plan.parameters, run=run)
         workers, of_run = world.workers, world.is_first
         self.files = RecordFiles(
-            config, folder, step, settings or {}, workers=workers, of_run=of_run, run=run
+            config, folder, start, settings or {}, workers=workers, of_run=of_run
         )
         kept = self.files.kept
         self._started -= max((one.get("worker/elapsed_seconds", 0) for one in kept), default=0)
         self.totals = totals_of(kept, streaming=bool(outer.fragments))
         """Sums over the records of this worker, including those before a resume. Those under world/
         are of all ranks."""
-        self.files.write(
-            Start(step, time.time(), workers=self.workers, parameters=plan.parameters, run=run)
-        )
         self._done: float | None = None
         self.loss: float | None = None
         """Of the latest logged step that was published."""

@@ -28,7 +28,7 @@ from torchtitan_diloco.components.records import (
     VerdictRecord,
     from_record,
     number,
-    read_json_lines,
+    read_records,
 )
 from torchtitan_diloco.config.schema import flatten
 from torchtitan_diloco.islands.config import Join
@@ -347,7 +347,7 @@ def _read_worker(file: Path, name: str) -> Worker:
     steps: dict[int, dict[str, Any]] = {}
     rounds, starts, verdicts = list[RoundRecord](), list[Start](), list[VerdictRecord]()
     phases = list[PhaseRecord]()
-    records, unreadable = read_json_lines(file)
+    records, unreadable = read_records(file)
     for record in records:
         try:
             match record:
