@@ -118,11 +118,12 @@ def test_all_that_is_missing_is_listed_at_once(
         patch("subprocess.Popen", side_effect=AssertionError("a process was started")),
     ):
         words = (
-            "--config 1b --metrics.wandb x --metrics.mlflow y --islands.local 2 --run.device cuda"
+            "--config 1b --metrics.wandb x --metrics.mlflow y --islands.local 2 --run.device cuda "
+            "--checkpoint.mirror ftp://name:password@host/run"
         )
         assert launch(words.split()) == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: 8 things to do before this run can start:")
+    assert error.startswith("error: 9 things to do before this run can start:")
     assert '\n  run.device = "cuda", but torch sees no GPU here: use "auto" or "cpu"' in error
     extras = re.findall(r"install ([\w-]+): .*\[(\w+)\]'", error)
     assert extras == [
@@ -131,6 +132,8 @@ def test_all_that_is_missing_is_listed_at_once(
         ("datasets", "c4"),
         ("nats-server", "islands"),
     ]
+    assert "\n  checkpoint.mirror: there is no kind of store ftp://: give a folder, a join" in error
+    assert "password" not in error
     assert '\n  metrics.mlflow = "y": set MLFLOW_TRACKING_URI to the address of the' in error
     source = "--source hf:allenai/c4/en:train"
     assert f"tokenizer {source} --vocab-size 32000 --out data/c4-32k.json" in error

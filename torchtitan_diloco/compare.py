@@ -102,15 +102,19 @@ def _parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     options, settings = parser.parse_known_args(words)
     if options.config is None:
         raise UserError("give a model: --config 100m, for example")
-    if (options.endpoint is None) == (options.bandwidth is None):
+    if options.endpoint is None and options.bandwidth is None:
         raise UserError(
             "give --endpoint HOST:PORT on both machines, or --bandwidth 1Gbit for one alone"
+        )
+    if options.endpoint is not None and options.bandwidth is not None:
+        raise UserError(
+            f"--bandwidth: with --endpoint {options.endpoint}, the link is measured: leave out one"
         )
     if options.bandwidth is None and options.latency is not None:
         raise UserError("--latency is measured with --endpoint: leave it out")
     if options.bandwidth is not None and (options.listen or not options.bandwidth > 0):
-        problem = "--listen is for --endpoint" if options.listen else "--bandwidth 0: is no link"
-        raise UserError(f"{problem}: give --bandwidth 1Gbit alone, for example")
+        problem = "--listen is for --endpoint" if options.listen else "--bandwidth must be above 0"
+        raise UserError(f"{problem}: give --bandwidth 1Gbit without --listen, for example")
     if options.streams < 1:
         raise UserError(f"--streams {options.streams}: give 1 or more")
     if options.endpoint is not None:

@@ -14,7 +14,7 @@ from torchtitan_diloco.hardware import GLOO_INTERFACE, check_device, check_inter
 from torchtitan_diloco.islands.config import Join, local_names
 from torchtitan_diloco.islands.server_folder import find_server
 from torchtitan_diloco.log import UserError, command_line, install_command, installed
-from torchtitan_diloco.store.location import is_bucket
+from torchtitan_diloco.store.location import KINDS, is_bucket, unknown_kind
 
 MLFLOW_SERVER = "MLFLOW_TRACKING_URI"
 PUBLISHED = {
@@ -44,6 +44,8 @@ def missing(config: Config) -> Iterator[str]:
     for package, (extra, needed) in packages.items():
         if needed and find_spec(package) is None:
             yield f"install {package}: {install_command(extra)}"
+    if scheme := unknown_kind(config.checkpoint.mirror):
+        yield f"checkpoint.mirror: there is no kind of store {scheme[:20]}://: give {KINDS}"
     if config.metrics.mlflow and not os.environ.get(MLFLOW_SERVER):
         given = f'metrics.mlflow = "{config.metrics.mlflow}"'
         yield f"{given}: set {MLFLOW_SERVER} to the address of the tracking server"

@@ -128,7 +128,7 @@ def test_a_length_is_a_number_of_steps_or_a_share_of_the_run(given: str, steps: 
 
 @pytest.mark.parametrize("given", ["1.5", "-1", "-0.1", "nan", "half", "true"])
 def test_a_length_that_is_none_is_refused(given: str) -> None:
-    reason = "expected a whole number of steps, or a share of the run below 1"
+    reason = "expected a whole number of steps from 0 on, or a share of the run below 1"
     for key in ("lr_schedule.warmup", "diloco.beginning.length"):
         with pytest.raises(ConfigError, match=f'{key} = "{given}": {reason}'):
             load_config("debug", {key: given})

@@ -16,7 +16,7 @@ from tests.processes import DIED, ProcessPool
 from torchtitan_diloco.config import load_config
 from torchtitan_diloco.config.schema import Data
 from torchtitan_diloco.data.corpus import open_split
-from torchtitan_diloco.data.shards import TokenShards
+from torchtitan_diloco.data.shards import FORMAT_VERSION, Index, TokenShards, write_index
 from torchtitan_diloco.data.tokenizer import build_tokenizer
 from torchtitan_diloco.log import command_line
 from torchtitan_diloco.preflight import check_inputs
@@ -92,6 +92,10 @@ def test_a_missing_folder_names_the_command_that_makes_it(data: Data, tmp_path: 
         open_split(dataclasses.replace(wanted, source=""), BYTES, "train")
     (folder / "prepare.json").touch()
     with pytest.raises(ValueError, match=r"is not finished .*: `prepare` still writes it, or"):
+        open_split(wanted, BYTES, "train")
+    begun = Index(FORMAT_VERSION, {"source": "docs", "tokenizer": "bytes"}, {})
+    write_index(folder / "prepare.json", begun)
+    with pytest.raises(ValueError, match=r"`prepare` of docs with the tokenizer bytes .* again$"):
         open_split(wanted, BYTES, "train")
     (folder / "prepare.json").unlink()
     subprocess.run(command, shell=True, cwd=REPOSITORY, capture_output=True, check=True)

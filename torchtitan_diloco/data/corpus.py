@@ -17,6 +17,7 @@ from torchtitan_diloco.data.shards import (
     Split,
     TokenShards,
     read_index,
+    what_is_begun,
     what_is_missing,
 )
 from torchtitan_diloco.data.text import STDLIB, open_corpus, text_kind
@@ -93,6 +94,8 @@ def find_corpus(
 
 def _unprepared(data: Data, key: str, spec: str, options: Callable[[], list[str]]) -> UserError:
     """Return the error that says how to prepare a dataset, or a missing folder of shards."""
+    if begun := what_is_begun(Path(spec).expanduser()):
+        return UserError(f'{key} = "{spec}" {begun}')
     source = data.source if key == "data.corpus" else ""
     if spec.startswith(HUGGING_FACE_PREFIX):
         source, out = spec, f"corpora/{_slug(spec)}"

@@ -84,16 +84,31 @@ def what_is_missing(folder: Path) -> str:
     """Say why a folder is no finished folder of token shards, as the end of a sentence about it."""
     if not folder.exists():
         return "does not exist"
-    if (folder / STARTED_NAME).exists():
-        return f"is not finished ({STARTED_NAME}): `prepare` still writes it, or was interrupted"
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else {"a file"}
     return f"has no token shards ({INDEX_NAME})" if names - {".lock"} else "is empty"
+
+
+def what_is_begun(folder: Path) -> str:
+    """Say that a folder is not finished, and of which source, or return an empty string."""
+    if not (folder / STARTED_NAME).exists():
+        return ""
+    try:
+        settings = msgspec.json.decode((folder / STARTED_NAME).read_bytes(), type=Index).settings
+        source = f" of {settings['source']} with the tokenizer {settings['tokenizer']}"
+    except (OSError, msgspec.MsgspecError, KeyError):
+        source = ""
+    return (
+        f"is not finished ({STARTED_NAME}): `prepare`{source} still writes it, or was interrupted; "
+        "to continue it, run the same `prepare` command again"
+    )
 
 
 def read_index(path: Path) -> Index:
     try:
         index = msgspec.json.decode(path.read_bytes(), type=Index)
     except FileNotFoundError as error:
+        if begun := what_is_begun(path.parent):
+            raise UserError(f"{path.parent} {begun}") from error
         reason = f"{path.parent} {what_is_missing(path.parent)}"
         raise UserError(f"{reason}: give the folder that `prepare` wrote as --out") from error
     except (OSError, msgspec.MsgspecError) as error:

@@ -41,6 +41,12 @@ def open_store(
     return store
 
 
+def unknown_kind(location: str) -> str:
+    """Return the scheme of a location if there is no such kind of store, else an empty string."""
+    scheme, separator, _ = location.partition("://")
+    return scheme if separator and scheme != "https" and scheme not in BUCKETS else ""
+
+
 def is_bucket(location: str) -> bool:
     scheme, separator, _ = location.partition("://")
     return bool(separator) and scheme in BUCKETS
