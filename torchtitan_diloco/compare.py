@@ -109,7 +109,7 @@ def _parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     if options.bandwidth is None and options.latency is not None:
         raise UserError("--latency is measured with --endpoint: leave it out")
     if options.bandwidth is not None and (options.listen or not options.bandwidth > 0):
-        problem = "--listen is for --endpoint" if options.listen else "--bandwidth 0: is no link"
+        problem = "--listen is for --endpoint" if options.listen else "--bandwidth 0: is not a link"
         raise UserError(f"{problem}: give --bandwidth 1Gbit alone, for example")
     if options.streams < 1:
         raise UserError(f"--streams {options.streams}: give 1 or more")

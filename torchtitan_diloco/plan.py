@@ -291,7 +291,9 @@ def parse_bandwidth(text: str) -> float:
         is_bytes = kind == "B" or kind.lower().startswith("byte")
         scale = 1000.0 ** " kmgt".index(prefix.lower() or " ")
         return float(number) * scale * (8 if is_bytes else 1)
-    raise argparse.ArgumentTypeError(f'"{text}" is no bandwidth: give 2Gbit, 200Mbit/s or 25MB/s')
+    raise argparse.ArgumentTypeError(
+        f'"{text}" is not a bandwidth: give 2Gbit, 200Mbit/s or 25MB/s'
+    )
 
 
 def parse_duration(text: str) -> float:
@@ -301,7 +303,7 @@ def parse_duration(text: str) -> float:
             return seconds
         raise argparse.ArgumentTypeError(f'"{text}" is longer than {_LONGEST / _SECONDS["y"]:g}y')
     raise argparse.ArgumentTypeError(
-        f'"{text}" is no time: give a number of at least 0 with a unit, as in 30ms or 0.5s'
+        f'"{text}" is not a time: give a number of at least 0 with a unit, as in 30ms or 0.5s'
     )
 
 

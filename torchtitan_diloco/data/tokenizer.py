@@ -126,8 +126,8 @@ def _from_file(spec: str) -> Tokenizer:
         tokenizer = tokenizers.Tokenizer.from_str(content.decode())
     except Exception as error:  # the package raises nothing more special
         raise UserError(
-            f'data.tokenizer = "{spec}" is no tokenizer.json ({error}): give one of Hugging Face, '
-            "or train one (docs/data-and-models.md#tokenizers)"
+            f'data.tokenizer = "{spec}" is not a tokenizer.json ({error}): give one of Hugging '
+            "Face, or train one (docs/data-and-models.md#tokenizers)"
         ) from error
     vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
     end = next((name for name in ENDS if name in vocabulary), None)

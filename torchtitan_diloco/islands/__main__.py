@@ -274,7 +274,7 @@ def _change(options: argparse.Namespace) -> None:
             reader.read(0.1)
         if found[-1].void:
             raise UserError(f"{key} = {value}: {found[-1].void}")
-    print(f"the run goes on with {key} = {record.value} (before: {before})")
+    print(f"the run continues with {key} = {record.value} (before: {before})")
 
 
 if __name__ == "__main__":
