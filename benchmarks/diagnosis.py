@@ -42,8 +42,10 @@ BEFORE, AFTER = 12, 40
 """Rounds before and after the beginning of a fault that are recorded."""
 SAID = {
     re.compile(r"worker (?P<culprit>\d+)(: fragments .* are| .*is) not finite"): "wrong numbers",
-    re.compile(r"other bits on some workers .*: (?P<culprit>worker \d+) differs"): "wrong numbers",
-    re.compile(r"other bits on island (?P<culprit>worker-\d+) than on this one and"): (
+    re.compile(
+        r"different bits on some workers .*: (?P<culprit>worker \d+) differs"
+    ): "wrong numbers",
+    re.compile(r"different bits on island (?P<culprit>worker-\d+) than on this one and"): (
         "wrong numbers"
     ),
     re.compile(r"worker (?P<culprit>\d+) left or did not answer"): "lost",

@@ -260,7 +260,7 @@ MISTAKES = [
     ([*ALONE, "--diloco.workers", "4"], "diloco.workers = 4: compare is for 2 machines"),
     ([*ALONE, "--islands.local", "2"], "leave the settings of islands out"),
     ([*ALONE, "--training.batch_sise", "4"], 'training.batch_sise = "4": unknown key'),
-    ([*ALONE, "--training.global_batch_size", "9"], "global_batch_size = 9 is no multiple of 2"),
+    ([*ALONE, "--training.global_batch_size", "9"], "global_batch_size = 9 is not a multiple of 2"),
     ([*ALONE, "--write", "there.toml"], "--write there.toml: there is another file"),
     (
         [*ALONE, "--write", "there.toml/best.toml"],
@@ -294,7 +294,7 @@ def test_a_bandwidth_needs_a_unit(text: str, capsys: pytest.CaptureFixture[str])
         compare.main(["--config", "debug", f"--bandwidth={text}"])
     assert end.value.code == 2
     error = capsys.readouterr().err
-    assert f'"{text}" is no bandwidth: give 2Gbit, 200Mbit/s or 25MB/s' in error
+    assert f'"{text}" is not a bandwidth: give 2Gbit, 200Mbit/s or 25MB/s' in error
     assert error.count("\n") == 1
 
 

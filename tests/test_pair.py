@@ -185,7 +185,9 @@ def test_an_address_of_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
         silent = f"127.0.0.1:{other.getsockname()[1]}"
         with pytest.raises(UserError, match=f"--endpoint {silent}: port .* is taken on this node"):
             meet(silent, 0, 0.1, lambda _: None)
-        with pytest.raises(UserError, match=f"{silent}: what listens there is no other comparison"):
+        with pytest.raises(
+            UserError, match=f"{silent}: what listens there is not another comparison"
+        ):
             meet(silent, 1, 0.1, lambda _: None)
     with (
         answering(b"SSH-2.0-OpenSSH_9.2") as address,

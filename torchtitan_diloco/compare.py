@@ -85,7 +85,7 @@ def _parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
         description="Measure a training step on each of two machines, and the link between them, "
         "and print what data parallelism, DiLoCo and streaming would gain over one machine. Start "
         "it on both, with --listen on the one that has the address.",
-        epilog="Settings can be given as well: --training.batch_size 4, the same on both. See "
+        epilog="You can also give settings, the same on both: --training.batch_size 4. See "
         "docs/two-machines.md.",
         allow_abbrev=False,
     )
@@ -93,12 +93,12 @@ def _parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--config", metavar="NAME_OR_PATH", help="a TOML file, or the name of a preset")
     add("--endpoint", metavar="HOST:PORT", help="where the first machine listens")
     add("--listen", action="store_true", help="this is the first machine")
-    add("--bandwidth", type=parse_bandwidth, help="of the link, without a second machine: 1Gbit")
+    add("--bandwidth", type=parse_bandwidth, help="link rate, if there is no second machine: 1Gbit")
     add("--latency", type=parse_duration, help="with --bandwidth: one way, as in 0.1ms (0)")
-    add("--seconds", type=parse_duration, default=15.0, help="of steps to measure (15s)")
-    add("--wait", type=parse_duration, default=300.0, help="for the other machine (5min)")
-    add("--streams", type=int, default=STREAMS, help=f"TCP streams for the rate ({STREAMS})")
-    add("--write", type=Path, help="TOML of the best (outputs/CONFIG-two-machines.toml)")
+    add("--seconds", type=parse_duration, default=15.0, help="how long to measure steps (15s)")
+    add("--wait", type=parse_duration, default=300.0, help="wait for the other machine (5min)")
+    add("--streams", type=int, default=STREAMS, help=f"TCP streams to measure with ({STREAMS})")
+    add("--write", type=Path, help="TOML to write (outputs/CONFIG-two-machines.toml)")
     options, settings = parser.parse_known_args(words)
     if options.config is None:
         raise UserError("give a model: --config 100m, for example")

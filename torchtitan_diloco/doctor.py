@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     target.add_argument("--join", help="join string of a run of islands, or its file")
     target.add_argument("--endpoint", metavar="HOST:PORT", help="RDZV_ENDPOINT of a run")
     parser.add_argument("--listen", action="store_true", help="let others measure until Ctrl-C")
-    parser.add_argument("--streams", type=int, default=8, help="TCP streams for the rate (8)")
+    parser.add_argument("--streams", type=int, default=8, help="TCP streams to measure with (8)")
     options = parser.parse_args(arguments)
     try:
         if options.streams < 1:

@@ -71,7 +71,7 @@ def check_interfaces(setting: str, names: str) -> None:
     for name in filter(None, names.split(",")):
         if name not in present:
             raise UserError(
-                f"{setting}: {name} is no network interface of this machine: choose one of "
+                f"{setting}: {name} is not a network interface of this machine: choose one of "
                 f"{', '.join(present)}, or leave it out"
             )
 

@@ -166,8 +166,8 @@ def _dial(nodes: Nodes, patience: float, say: Say) -> socket.socket:
             return connection
         if time.monotonic() > deadline:
             raise UserError(
-                f"{nodes.setting}{nodes.endpoint}: what listens there is no other comparison: end "
-                "it, or take another port on both machines"
+                f"{nodes.setting}{nodes.endpoint}: what listens there is not another comparison: "
+                "end it, or take another port on both machines"
             )
         say = _say_nothing
         time.sleep(POLL_SECONDS)

@@ -69,26 +69,26 @@ def _parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Return the options, and the remaining words, which are settings of a run."""
     parser = Parser(
         prog=command_line("plan"),
-        description="Find the first settings of a ladder that reach a utilisation on a link.",
-        epilog="Settings can be given as well: --diloco.workers 4. See docs/report-and-plan.md.",
+        description="Find settings that reach a utilisation on a link, changed one at a time.",
+        epilog="You can also give settings: --diloco.workers 4. See docs/report-and-plan.md.",
         allow_abbrev=False,
     )
     add = parser.add_argument
     add("--config", metavar="NAME_OR_PATH", help="a TOML file, or the name of a preset")
     add("--bandwidth", type=parse_bandwidth, help="slowest link of a worker: 2Gbit or 25MB/s")
-    add("--latency", type=parse_duration, help="one way, half of ping, as in 30ms")
-    add("--step-time", type=parse_duration, help="of a step of the slowest worker, as in 0.5s")
-    add("--run", type=Path, help="take what is not given from the folder of a run")
+    add("--latency", type=parse_duration, help="one way, half the ping time, as in 30ms")
+    add("--step-time", type=parse_duration, help="step time of the slowest worker, as in 0.5s")
+    add("--run", type=Path, help="folder of a run that supplies whatever you do not give")
     add(
         "--utilisation",
         type=float,
         default=0.95,
-        help="wanted share of the speed on an unlimited link (0.95)",
+        help="share of the speed on an unlimited link to reach (0.95)",
     )
     add("--write", type=Path, help="write the chosen settings as a TOML that extends the config")
     add("--table", action="store_true", help="print the paper's table of bandwidths")
     add("--presets", action="store_true", help="print what each preset needs")
-    add("--gpus", type=int, default=8, help="with --presets: GPUs of a worker (8)")
+    add("--gpus", type=int, default=8, help="with --presets: GPUs per worker (8)")
     add("--mfu", type=float, default=0.4, help="with --presets: share of the peak (0.4)")
     add("--failures", action="store_true", help="predict what failures cost: --failures --help")
     options, settings = parser.parse_known_args(words)
@@ -109,7 +109,7 @@ def _parse_failures(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
         usage=f"{prog} --chips N --mtbf TIME [options]",
         description="Predict the kept time when chips fail, how many islands are enough, and "
         "how often to save a checkpoint. TIME has a unit: s, min, h, d or y.",
-        epilog="Settings can be given as well: --diloco.sync_every 50. See docs/report-and-plan.md",
+        epilog="You can also give settings: --diloco.sync_every 50. See docs/report-and-plan.md.",
         allow_abbrev=False,
         exit_on_error=False,
     )
@@ -119,16 +119,16 @@ def _parse_failures(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--chips", type=int, metavar="N", help="accelerators of all islands together")
     time("--mtbf", help="mean time between two failures of a chip, as in 3y")
     add("--islands", type=int, nargs="+", metavar="N", default=[2, 4, 8], help="default 2 4 8")
-    time("--detect", default=30.0, help="until a failure is known (30s)")
-    time("--restart", default=120.0, help="until new processes have started (2min)")
-    time("--rejoin", default=60.0, help="until these train with the others (1min)")
-    time("--save", default=10.0, help="for which a checkpoint stops training (10s)")
-    time("--checkpoint", help="from one checkpoint to the next (the best)")
-    time("--step-time", default=1.0, help="of an inner step (1s)")
-    time("--grace", help="islands.grace_seconds, if not those of the config")
+    time("--detect", default=30.0, help="time to detect a failure (30s)")
+    time("--restart", default=120.0, help="time to start new processes (2min)")
+    time("--rejoin", default=60.0, help="time until these train with the others (1min)")
+    time("--save", default=10.0, help="time for which a checkpoint stops training (10s)")
+    time("--checkpoint", help="time between two checkpoints (the best)")
+    time("--step-time", default=1.0, help="time of an inner step (1s)")
+    time("--grace", help="islands.grace_seconds, if not that of the config")
     add("--quorum", type=int, metavar="N", help="islands.quorum, if not that of the config")
     add("--config", metavar="NAME_OR_PATH", default="1b", help="settings of the islands (1b)")
-    add("--plot", type=Path, metavar="FILE", help="draw what is lost, as .svg or .png")
+    add("--plot", type=Path, metavar="FILE", help="draw the lost time, as .svg or .png")
     options, settings = parser.parse_known_args(words)
     if None in (options.chips, options.mtbf):
         raise UserError("give the accelerators and how often one fails: --chips 512 --mtbf 3y")
@@ -291,7 +291,9 @@ def parse_bandwidth(text: str) -> float:
         is_bytes = kind == "B" or kind.lower().startswith("byte")
         scale = 1000.0 ** " kmgt".index(prefix.lower() or " ")
         return float(number) * scale * (8 if is_bytes else 1)
-    raise argparse.ArgumentTypeError(f'"{text}" is no bandwidth: give 2Gbit, 200Mbit/s or 25MB/s')
+    raise argparse.ArgumentTypeError(
+        f'"{text}" is not a bandwidth: give 2Gbit, 200Mbit/s or 25MB/s'
+    )
 
 
 def parse_duration(text: str) -> float:
@@ -301,7 +303,7 @@ def parse_duration(text: str) -> float:
             return seconds
         raise argparse.ArgumentTypeError(f'"{text}" is longer than {_LONGEST / _SECONDS["y"]:g}y')
     raise argparse.ArgumentTypeError(
-        f'"{text}" is no time: give a number of at least 0 with a unit, as in 30ms or 0.5s'
+        f'"{text}" is not a time: give a number of at least 0 with a unit, as in 30ms or 0.5s'
     )
 
 

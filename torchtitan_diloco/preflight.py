@@ -70,7 +70,7 @@ def _check_folder(config: Config) -> None:
     folder = Path(config.run.folder).expanduser()
     there = next(one for one in (folder, *folder.parents) if os.path.exists(one))  # noqa: PTH110
     if config.run.folder and not (there.is_dir() and os.access(there, os.W_OK)):
-        reason = f"{there} is no folder that can be written: choose another"
+        reason = f"{there} is not a folder that can be written: choose another"
         raise UserError(f'run.folder = "{config.run.folder}": {reason}')
 
 

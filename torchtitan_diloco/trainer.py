@@ -338,7 +338,7 @@ class Trainer:
         if self.config.model.weights:
             notes.append("model.weights is for new runs: the checkpoint's weights are used")
         if self.start.goes_on and self.config.checkpoint.resume != "auto":
-            notes.append("checkpoint.resume is for new runs: this one goes on")
+            notes.append("checkpoint.resume is for new runs: this one continues")
         path = self.start.checkpoint or f"worker {self.start.holders[0]}"
         logger.info(f"resumed from {path}: step {manifest.step}, {manifest.state.tokens:,} tokens")
         changes = changed_settings(manifest.config, self.toml)

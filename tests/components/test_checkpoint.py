@@ -264,7 +264,7 @@ def cut_off(path: Path) -> None:
     ("file", "damage", "wrong"),
     [
         (TENSORS, cut_off, r"/rank-0.safetensors has [\d,]+ bytes instead of [\d,]+"),
-        (TENSORS, flip_a_bit, "/rank-0.safetensors has other content"),
+        (TENSORS, flip_a_bit, "/rank-0.safetensors has different content"),
         (TENSORS, Path.unlink, "/rank-0.safetensors is missing"),
         (TENSORS, make_a_folder, r"/rank-0.safetensors cannot be read \(.*directory"),
         (MANIFEST, Path.unlink, "/manifest.json is missing"),
@@ -288,7 +288,7 @@ def test_the_newest_checkpoint_that_is_not_damaged_is_taken(
         start = find_start(ALONE, resume, str(folder))
         assert (start.goes_on, start.checkpoint) == (resume == "auto", paths[1])
         (line,) = caplog.messages
-        assert re.search(f"step-00000010{wrong}.*: going on from step-00000002", line)
+        assert re.search(f"step-00000010{wrong}.*: continuing from step-00000002", line)
     with pytest.raises(ValueError, match=f"no checkpoint can be resumed: .*10{wrong}"):
         find_start(ALONE, str(paths[2]), str(tmp_path / "other"))
     assert find_start(ALONE, str(paths[0]), str(tmp_path / "other")).state.step == 1
@@ -298,7 +298,7 @@ def test_the_newest_checkpoint_that_is_not_damaged_is_taken(
     with pytest.raises(ValueError, match=r"is of the run in run\.folder"):
         find_start(ALONE, str(paths[0]), str(tmp_path))
     assert find_start(ALONE, str(tmp_path / "other"), str(tmp_path)).checkpoint == paths[1]
-    with pytest.raises(ValueError, match='"/nowhere" is no folder of'):
+    with pytest.raises(ValueError, match='"/nowhere" is not the folder of'):
         find_start(ALONE, "/nowhere", str(tmp_path / "other"))
 
 

@@ -283,7 +283,7 @@ def test_a_damaged_copy_gives_way_to_an_older_one(
     flip_a_bit(next(newest.glob("rank-0*")))
     run(mirrored(text, tmp_path / "found", location))
     assert "was altered" in caplog.text
-    assert "going on from an older step" in caplog.text
+    assert "continuing from an older step" in caplog.text
     assert saved_steps(tmp_path / "found/worker-0") == [12, 16]
     for part in (location / "worker-0").rglob("rank-0*"):
         part.unlink()
@@ -345,7 +345,7 @@ def test_a_mirror_that_is_away_is_named_once_and_at_the_end(
     assert saved_steps(tmp_path / "run/worker-0") == [3, 6, 9, 12, 15, 16]
     warnings = [one.message for one in caplog.records if one.levelname == "WARNING"]
     assert "step 3 of worker 0 was not copied: " in warnings[0]
-    assert "training goes on, and the next save tries again" in warnings[0]
+    assert "training continues, and the next save tries again" in warnings[0]
     if comes_back:
         assert len(warnings) == 1
         assert steps_in(location) == [15, 16]
@@ -367,7 +367,7 @@ def test_a_run_goes_on_from_its_folder_without_its_mirror_but_does_not_begin_wit
     run(chosen(text, tmp_path / "run", **{"training.stop_after": 4}))
     run(nowhere)
     assert saved_steps(tmp_path / "run/worker-0") == [4, 8, 12, 16]
-    assert caplog.text.count("training goes on, and the next save tries again") == 1
+    assert caplog.text.count("training continues, and the next save tries again") == 1
 
 
 @pytest.mark.parametrize(

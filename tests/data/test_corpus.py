@@ -115,7 +115,9 @@ def test_a_dataset_names_the_command_that_prepares_it(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=dataset):
         open_split(Data(corpus="hf:owner/set:train"), BYTES, "train")
     for corpus in (Data("hf:a/b/c/d"), Data(f"{tmp_path}/none", source="hf:a/b/c/d")):
-        with pytest.raises(ValueError, match='"hf:a/b/c/d" is no name of a dataset: write hf:OWN'):
+        with pytest.raises(
+            ValueError, match='"hf:a/b/c/d" is not the name of a dataset: write hf:OWN'
+        ):
             open_split(corpus, BYTES, "train")
 
 

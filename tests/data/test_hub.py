@@ -196,5 +196,7 @@ def test_hugging_face_folders(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["", "owner/", "owner//subset", "a/b/c/d", ":train"])
 def test_what_is_no_name_of_a_dataset(name: str) -> None:
-    with pytest.raises(ValueError, match=rf'^"hf:{name}" is no name of a dataset: write hf:OWNER'):
+    with pytest.raises(
+        ValueError, match=rf'^"hf:{name}" is not the name of a dataset: write hf:OWNER'
+    ):
         open_corpus(f"hf:{name}")

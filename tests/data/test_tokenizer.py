@@ -83,7 +83,7 @@ def test_limits_and_added_tokens_of_a_file_are_left_out(
 def test_a_file_that_cannot_be_used_is_refused(file: Path, tmp_path: Path) -> None:
     path, renamed = tmp_path / "changed.json", file.read_text().replace("<|endoftext|>", "no end")
     for text, message in (
-        ("{}", r"is no tokenizer.json \(.*: give one of"),
+        ("{}", r"is not a tokenizer.json \(.*: give one of"),
         (renamed, "has no token that ends a"),
     ):
         path.write_text(text)

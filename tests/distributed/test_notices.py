@@ -133,7 +133,7 @@ def test_an_answer_that_makes_no_sense_is_one_warning(
             assert server.asked.acquire(timeout=60)
     watch._thread.join(60)
     (line,) = caplog.messages
-    assert re.fullmatch(rf'run.preemption = "{cloud}": .* training goes on without notices', line)
+    assert re.fullmatch(rf'run.preemption = "{cloud}": .* training continues without notices', line)
 
 
 @pytest.mark.usefixtures("fast")
@@ -232,7 +232,7 @@ def test_a_recommendation_of_aws_saves_once_and_goes_on(
         short = {"training.steps": 8, "checkpoint.at_end": "false"}
         run(noticed(text, tmp_path / "run", "aws", server, **short))
     assert 1 <= step_of(last(tmp_path / "run")) <= 4
-    assert caplog.text.count("the run saves, and goes on") == 1
+    assert caplog.text.count("the run saves and continues") == 1
 
 
 def run_and_tell(wanted: dict[str, str]) -> int:

@@ -236,7 +236,7 @@ def test_a_damaged_file_or_another_tokenizer_is_named(
     file.write_bytes(content[:100] + bytes([content[100] ^ 1]) + content[101:])
     for command in COMMANDS:
         assert commands.main([command, str(folder)]) == 2
-        expected = r"error: .*step-00000016/rank-0.safetensors has other content.* --step"
+        expected = r"error: .*step-00000016/rank-0.safetensors has different content.* --step"
         assert re.match(expected, capsys.readouterr().err)
     printed(capsys, "generate", folder, "--step", 12, "--tokens", 1)
     try:

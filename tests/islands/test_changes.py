@@ -67,7 +67,7 @@ def test_a_run_goes_on_with_other_settings_other_code_and_a_third_site(
 @pytest.mark.parametrize(
     ("key", "value", "problem"),
     [
-        ("diloco.sync_evry", "4", "cannot change while a run goes on; did you mean diloco.sync_"),
+        ("diloco.sync_evry", "4", "cannot change during a run; did you mean diloco.sync_"),
         ("diloco.sync_every", "four", "expected"),
         ("diloco.overlap.delay", "8", "must be smaller than diloco.sync_every = 8"),
         ("quorum", "3", "the run has 2 slots"),

@@ -232,7 +232,9 @@ def test_an_island_with_a_flipped_bit_ends_and_the_others_know_why(
     islands[2].each_step = at(30, flip)
     with started(*islands):
         wait_until(lambda: not islands[2].is_alive(), "the end of c")
-        with pytest.raises(IslandFailedError, match="other bits on island a, b than on this one"):
+        with pytest.raises(
+            IslandFailedError, match="different bits on island a, b than on this one"
+        ):
             islands[2].finish()
-        told = "other bits on island c than on this one and 1 more, which go on"
+        told = "different bits on island c than on this one and 1 more, which go on"
         wait_until(lambda: caplog.text.count(told) == 2, "what the others say")

@@ -171,7 +171,7 @@ def test_who_has_other_bits_than_most_islands_ends() -> None:
         disputes.settle(45.0)
     one.read(part_of(2), now=45.0)
     [warning] = disputes.settle(45.0)
-    assert "fragment 0 has other bits on island i1 than on this one and 1 more" in warning
+    assert "fragment 0 has different bits on island i1 than on this one and 1 more" in warning
     assert "(version 0 is v0 here, and other on i1)" in warning
     assert disputes.settle(45.0) == []
     assert one.rounds.send_is_due(45.0)
@@ -195,11 +195,13 @@ def test_who_agreed_before_others_differ_has_no_vote(sick: str) -> None:
     assert disputes.is_undecided(0)
     disputes.note(0, "i2", 6, same=sick == "i1")
     if sick == "i0":
-        with pytest.raises(IslandFailedError, match="other bits on island i1, i2 than on this one"):
+        with pytest.raises(
+            IslandFailedError, match="different bits on island i1, i2 than on this one"
+        ):
             disputes.settle(40.5)
     else:
         [warning] = disputes.settle(40.5)
-        assert "other bits on island i1 than on this one and 1 more" in warning
+        assert "different bits on island i1 than on this one and 1 more" in warning
         assert not disputes.is_undecided(0)
 
 
@@ -214,7 +216,7 @@ def test_who_is_slow_to_read_ends_no_island_with_the_right_bits() -> None:
         told += disputes.settle(40.0 + second)
         assert disputes.is_undecided(0) == (second <= EXPIRY)
     assert len(told) == 1
-    assert "other bits on island i1 than on this one and 1 more" in told[0]
+    assert "different bits on island i1 than on this one and 1 more" in told[0]
 
 
 @pytest.mark.parametrize(

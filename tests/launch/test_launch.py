@@ -63,7 +63,10 @@ def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
         assert capsys.readouterr().err.startswith(f"error: {key}={value} must be a whole number")
     assert main(["--diloco.wrkers", "3"]) == 2
     assert "workers" in capsys.readouterr().err
-    for processes, error in ((3, "3 processes do not divide"), (4, "size = 8 is no multiple of 4")):
+    for processes, error in (
+        (3, "3 processes do not divide"),
+        (4, "size = 8 is not a multiple of 4"),
+    ):
         with patch.dict(os.environ, {"NPROC": str(processes)}):
             assert main(["--run.device", "cpu", "--training.global_batch_size", "8"]) == 2
         assert error in capsys.readouterr().err

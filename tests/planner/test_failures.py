@@ -209,7 +209,7 @@ def test_the_documented_answers_are_what_the_command_prints(
         ([*KNOWN, "--mtbf", "9" * 400 + "y"], 'y" is longer than 10000y'),
         (
             [*KNOWN, "--mtbf", "3"],
-            'argument --mtbf: "3" is no time: give a number of at least 0 with',
+            'argument --mtbf: "3" is not a time: give a number of at least 0 with',
         ),
         ([*KNOWN, "--islands", "1"], "--islands 1: give 2 or more, up to 512 chips"),
         ([*KNOWN, "--quorum", "5"], "--quorum 5: give 1 to 4 islands"),

@@ -277,9 +277,9 @@ def test_damage_of_a_chunk_is_named(place: Place, store: Store, large: LargeObje
 @pytest.mark.parametrize(
     ("head", "says"),
     [
-        (b"", "is no large object"),
-        (b"\1", "is no large object"),
-        (b"\1{}", "is no large object"),
+        (b"", "is not a large object"),
+        (b"\1", "is not a large object"),
+        (b"\1{}", "is not a large object"),
         (b'\1{"size": 10, "chunk_bytes": 0, "root": "0123456789abcdef"}', "sizes that cannot be"),
         (
             b'\1{"size": -10, "chunk_bytes": 1000, "root": "0123456789abcdef"}',
@@ -287,7 +287,7 @@ def test_damage_of_a_chunk_is_named(place: Place, store: Store, large: LargeObje
         ),
         (
             b'\1{"size": 1e15, "chunk_bytes": 1000, "root": "0123456789abcdef"}',
-            "is no large object",
+            "is not a large object",
         ),
         (
             b'\1{"size": 1000000000000000, "chunk_bytes": 1, "root": "0123456789abcdef"}',
@@ -297,7 +297,7 @@ def test_damage_of_a_chunk_is_named(place: Place, store: Store, large: LargeObje
             b'\1{"size": 5001, "chunk_bytes": 1000, "root": "0123456789abcdef"}',
             "at most 5000 are",
         ),
-        (b'\1{"size": 10, "chunk_bytes": 9, "root": "../a"}', "is no large object"),
+        (b'\1{"size": 10, "chunk_bytes": 9, "root": "../a"}', "is not a large object"),
     ],
 )
 def test_a_writer_may_claim_anything(

@@ -161,7 +161,7 @@ def check_files(path: Path, manifest: Manifest, names: Iterable[str]) -> None:
         if found[0] != size:
             raise DamagedError(f"{file} has {found[0]:,} bytes instead of {size:,}")
         if found[1] != crc:
-            raise DamagedError(f"{file} has other content than was saved (its CRC-32 differs)")
+            raise DamagedError(f"{file} has different content than was saved (its CRC-32 differs)")
 
 
 # --- folders --------------------------------------------------------------------------------------

@@ -177,7 +177,7 @@ class Mirror:
                     logger.info(f"step {copy.step} was taken from {self._location} in {took}")
                 return find()
             if self._world.is_first:
-                logger.warning(f"{problem}: going on from an older step")
+                logger.warning(f"{problem}: continuing from an older step")
         if tried and not start.goes_on:
             raise UserError(
                 f"checkpoint.mirror: no copy in {self._location} can be used: give another mirror "
@@ -263,7 +263,7 @@ class Mirror:
         self._problem = problem
         if says and not self._is_said:
             then = "nothing more is copied" if self._taken_over else "the next save tries again"
-            logger.warning(f"mirror: {problem}; training goes on, and {then}")
+            logger.warning(f"mirror: {problem}; training continues, and {then}")
         self._is_said = True
 
     # --- the end ----------------------------------------------------------------------------------

@@ -164,7 +164,7 @@ def find_start(world: World, resume: str, run_folder: str) -> Start:
         holders, problem = judge(answers, ranks)
         if not problem:
             for newer in wrong if world.is_first else ():
-                logger.warning(f"{newer}: going on from {name}")
+                logger.warning(f"{newer}: continuing from {name}")
             here = world.worker in holders
             manifest = answers[ranks * (world.worker if here else holders[0])].manifest
             checkpoint = found[name] if here else None
@@ -177,7 +177,7 @@ def find_start(world: World, resume: str, run_folder: str) -> Start:
         )
     if resume != "auto":
         raise UserError(
-            f'checkpoint.resume = "{resume}" is no folder of a checkpoint, or of a run that has a '
+            f'checkpoint.resume = "{resume}" is not the folder of a checkpoint, or of a run with a '
             'complete one: give such a folder, or "auto"'
         )
     return Start()

@@ -81,7 +81,7 @@ def accumulation(training: Training, ranks: int) -> int:
     sequences = training.global_batch_size or share
     if sequences % share:
         raise UserError(
-            f"training.global_batch_size = {sequences} is no multiple of {ranks} processes x "
+            f"training.global_batch_size = {sequences} is not a multiple of {ranks} processes x "
             f"training.batch_size = {training.batch_size}: {(sequences // share + 1) * share} is"
         )
     return sequences // share

@@ -26,24 +26,24 @@ class Run:
     """Name of the run. Empty: the name of the config file."""
     folder: str = ""
     """Folder for the resolved config, metrics, traces and checkpoints. Empty: a new folder
-    `outputs/<name>-<date>-<time>` on one machine, `outputs/<name>-<id>` under torchrun, by its
-    `--rdzv-id`. Workers without a common disk have one each."""
+    `outputs/<name>-<date>-<time>` on one machine, or `outputs/<name>-<id>` under torchrun, with
+    its `--rdzv-id`. Workers that do not share a disk have one each."""
     description: str = ""
-    """One line about the run for people who read it later."""
+    """One line about the run for later readers."""
     seed: NotNegative = 0
     """Seed of the initial weights, data order and dropped rounds."""
     deterministic: bool = False
     """Use deterministic kernels only, so that the same run gives the same bits. Slower on CUDA."""
     restarts: NotNegative = 10
-    """Times that a crashed run is started again from its latest checkpoint: torchrun's
+    """How often a crashed run is restarted from its latest checkpoint: torchrun's
     `--max-restarts`."""
     preemption: Literal["none", "aws", "gcp", "azure"] = "none"
-    """Cloud whose metadata server is asked on each node whether the machine is about to be taken
-    away. Then a run saves and stops, and an island sends its work and leaves, as after SIGTERM."""
+    """Cloud whose metadata server tells each node that its machine is about to be taken away. The
+    run then saves and stops, and an island sends its work and leaves, as after SIGTERM."""
     preemption_address: str = ""
     """Address of the metadata server, such as http://127.0.0.1:8000. Empty: that of the cloud."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device type. `auto`: CUDA if there is a GPU, else the CPU."""
+    """Device type. `auto`: CUDA if there is a GPU, otherwise the CPU."""
 
 
 Size = Literal["35m", "100m", "200m", "300m", "500m", "1b", "2.4b", "4b", "10b"]
@@ -73,8 +73,8 @@ class Model:
     `paper-...`, `diloco-...`: as in Streaming DiLoCo, its scaling laws, and DiLoCo, with GELU.
     `llama-...`: Llama 3.2 and 3.1 as published."""
     weights: str = ""
-    """Initial weights of a new run: an exported folder, a folder of transformers or a checkpoint of
-    torchtitan (DCP) with a Qwen3 or Llama, or a safetensors file. Empty: random."""
+    """Initial weights of a new run: an exported folder, a transformers folder or torchtitan
+    checkpoint (DCP) with a Qwen3 or Llama, or a safetensors file. Empty: random."""
     layers: Positive | None = None
     """Number of transformer blocks. This and the following settings override the flavor."""
     width: Positive | None = None
@@ -82,30 +82,30 @@ class Model:
     heads: Positive | None = None
     """Number of attention heads."""
     kv_heads: Positive | None = None
-    """Heads of keys and values, each for `heads` / `kv_heads` heads of queries."""
+    """Number of key and value heads. Each serves `heads` / `kv_heads` query heads."""
     head_dim: Positive | None = None
     """Width of one attention head."""
     feed_forward: Positive | None = None
     """Hidden width of the feed-forward layer."""
     vocab_size: Positive | None = None
     """Rows of the embedding. Not set, or set before `data.tokenizer` was (as by a preset): the
-    tokenizer's vocabulary, as the next multiple of 64."""
+    size of the tokenizer's vocabulary, rounded up to a multiple of 64."""
     activation: Literal["swiglu", "gelu"] | None = None
-    """Feed-forward layer: SwiGLU (three matrices) or GELU (two, no form in transformers)."""
+    """Feed-forward layer: SwiGLU (three matrices) or GELU (two; transformers has no such model)."""
     qk_norm: bool | None = None
     """Normalise the queries and keys of each head before attention. Qwen3 does, Llama does not."""
     tied_head: bool | None = None
-    """One matrix is both embedding and head."""
+    """Use one matrix as both embedding and head."""
     norm_epsilon: Annotated[float, Meta(gt=0)] | None = None
     """Epsilon of all RMSNorms."""
     rotary_base: Annotated[float, Meta(gt=1)] | None = None
     """Base of the rotary frequencies."""
     rotary_scaling: Annotated[float, Meta(ge=1)] | None = None
-    """Factor by which Llama 3.1 and 3.2 slow down the low rotary frequencies, for texts longer than
-    8,192 tokens. 1: not at all."""
+    """Factor by which Llama 3.1 and 3.2 reduce the low rotary frequencies, for texts longer than
+    8,192 tokens. 1: no change."""
     document_mask: bool = False
-    """Attention stops at the ends of documents: a token sees the earlier tokens of its document in
-    its sequence, and none of the documents before. Otherwise it sees all that precedes it."""
+    """Restrict attention to one document: a token attends only to earlier tokens of its document
+    in its sequence. Otherwise it attends to all earlier tokens of the sequence."""
 
 
 WORKER_FIELD = "{worker}"
@@ -114,7 +114,7 @@ WORKER_FIELD = "{worker}"
 
 @dataclass(frozen=True)
 class Phase:
-    """A later part of a run, which reads another mixture."""
+    """A later part of a run that reads another mixture."""
 
     start: float
     """Share of the run at which it begins."""
@@ -129,18 +129,18 @@ class Data:
     corpus: str = "stdlib"
     """Training data: `stdlib` (the source of the Python standard library), a folder of token shards
     written by the command `prepare`, or text files as comma-separated paths and globs (`.txt`,
-    `.md`, `.py`, `.jsonl`, each also as `.gz`)."""
+    `.md`, `.py`, `.jsonl`, all optionally as `.gz`)."""
     mixture: dict[str, float] = field(default_factory=dict)
-    """Weights of several corpora, in place of `corpus`, by the names that it may have. On the
+    """Weights of several corpora, used in place of `corpus` and named in the same way. On the
     command line: `--data.mixture data/web=0.7 data/code=0.3`."""
     phases: tuple[Phase, ...] = ()
     """Later parts of the run, with other mixtures: tables with `start`, a share of the run, and
     `mixture`."""
     source: str = ""
-    """Source of the text of a missing shard folder: any text `corpus`, or a Hugging Face
+    """Source of the text for a missing shard folder: any text `corpus`, or a Hugging Face
     dataset `hf:NAME[/SUBSET][:SPLIT]`. Only used to print the `prepare` command."""
     tokenizer: str = "bytes"
-    """`bytes` (one token per byte), an encoding of tiktoken such as `gpt2`, or the path of a
+    """`bytes` (one token per byte), a tiktoken encoding such as `gpt2`, or the path of a
     Hugging Face `tokenizer.json`."""
     validation_corpus: str = ""
     """Separate corpus for validation. Empty: the held-out part of `corpus`."""
@@ -151,9 +151,9 @@ class Data:
     shuffle: bool = True
     """Read the sequences in random order, with a new order in each epoch. Depends on `run.seed`."""
     shard_by: Literal["none", "random", "own"] = "none"
-    """Text of each worker. `none`: all share all. `random`: an equal random part of the sequences.
-    `own`: corpora of its own, with `{worker}` in their names, which is the number of the worker, or
-    the name of the island. Means are weighted by the tokens of workers."""
+    """Text that each worker reads. `none`: all workers share all text. `random`: an equal random
+    part of the sequences. `own`: its own corpora, with `{worker}` in their names, which is the
+    number of the worker or the name of the island; averages are weighted by their tokens."""
     loader_processes: NotNegative = 0
     """Loader processes per rank. 0: read in the training process, which is usually fast enough."""
 
@@ -178,20 +178,21 @@ class Training:
     batch_size: Positive = 8
     """Sequences per rank and forward pass."""
     global_batch_size: Positive | None = None
-    """Sequences per step over all workers, by gradient accumulation. Not set: no accumulation."""
+    """Sequences per step over all workers, reached by gradient accumulation. Not set: no
+    accumulation."""
     steps: NotNegative = 0
     """Length of the run in steps. Set one of `steps`, `tokens` and `tokens_per_parameter`."""
     tokens: NotNegative = 0
     """Length of the run in tokens over all workers."""
     tokens_per_parameter: Annotated[float, Meta(ge=0)] = 0.0
-    """Length of the run in tokens over all workers per model parameter. Chinchilla uses 20."""
+    """Length of the run as tokens over all workers per model parameter. Chinchilla uses 20."""
     stop_after: NotNegative = 0
     """Save and stop after this step, before the end of the run. The learning-rate schedule still
     covers the whole run. 0: train to the end."""
     max_gradient_norm: Annotated[float, Meta(ge=0)] = 1.0
     """Clip gradients to this global norm. 0: do not clip."""
     max_skipped_steps: NotNegative = 10
-    """Steps with non-finite gradients are skipped. More than this many in a row end the run."""
+    """Skip steps with non-finite gradients. More than this many in a row end the run."""
     z_loss: Annotated[float, Meta(ge=0)] = 1e-4
     """Weight of the z-loss (squared log-partition of the logits, which keeps them small)."""
 
@@ -205,8 +206,8 @@ class Optimizer:
     lr: Annotated[float, Meta(gt=0, le=100)] = 4e-4
     """Peak learning rate."""
     matrix_lr: Annotated[float, Meta(gt=0, le=100)] | None = None
-    """Peak learning rate of `muon`, whose updates are scaled to the size of AdamW's. Not set: as
-    `lr`."""
+    """Peak learning rate of `muon`, whose updates are scaled to the size of AdamW's. Not set: the
+    same as `lr`."""
     momentum: Annotated[float, Meta(ge=0, lt=1)] = 0.95
     """Decay rate of the Nesterov momentum of `muon`."""
     beta1: Annotated[float, Meta(ge=0, lt=1)] = 0.9
@@ -216,8 +217,8 @@ class Optimizer:
     epsilon: Annotated[float, Meta(gt=0)] = 1e-8
     """Term added to the square root of the second moment."""
     weight_decay: Annotated[float, Meta(ge=0)] | Literal["1/steps"] = 0.1
-    """Decoupled weight decay of the matrices; norms have none. `1/steps`: one divided by the steps
-    of the run, as in the scaling-law paper."""
+    """Decoupled weight decay of the matrices; norms have none. `1/steps`: one divided by the number
+    of steps of the run, as in the scaling-law paper."""
 
 
 @dataclass(frozen=True)
@@ -225,7 +226,7 @@ class LrSchedule:
     """Learning-rate schedule of the inner optimizer."""
 
     warmup: Length = 1000
-    """Length of the linear warm-up from 0, in steps, or below 1 as a share of the run."""
+    """Length of the linear warm-up from 0, in steps, or as a share of the run if below 1."""
     decay: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     """Shape after the warm-up. `wsd` keeps the peak and decays linearly at the end."""
     decay_fraction: Fraction = 0.2
@@ -243,7 +244,7 @@ class Parallel:
     reshard_after_forward: Literal["always", "never", "auto"] = "auto"
     """`always`: free the gathered parameters of a block after its forward pass and gather them
     again for the backward pass (least memory). `never`: keep them. `auto`: `always` with several
-    ranks per worker, else `never`."""
+    ranks per worker, otherwise `never`."""
     compute_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Precision of the forward and backward pass. Parameters, gradient sums and optimizer state are
     fp32. `auto`: bfloat16 on CUDA, float32 on the CPU."""
@@ -254,11 +255,11 @@ class ActivationCheckpoint:
     """Activation checkpointing: less memory, more compute."""
 
     mode: Literal["none", "full", "every_nth", "selective"] = "none"
-    """What is recomputed in the backward pass: nothing, all blocks, every n-th block, or, in all
-    blocks, everything but attention and the matrix products that `every` leaves."""
+    """What to recompute in the backward pass: nothing, all blocks, every n-th block, or, in all
+    blocks, everything except attention and the matrix products that `every` keeps."""
     every: Positive = 2
     """For `every_nth`: recompute every n-th block. For `selective`: recompute every n-th matrix
-    product of a block. 1 recomputes all, and keeps attention only."""
+    product of a block; 1 recomputes all of them and keeps only attention."""
 
 
 @dataclass(frozen=True)
@@ -274,10 +275,10 @@ class Distributed:
     """Process groups inside a worker, and start-up."""
 
     init_timeout_seconds: Positive = 600
-    """Seconds that processes wait for each other at start."""
+    """Seconds that processes wait for each other at the start."""
     train_timeout_seconds: Positive = 300
     """Seconds after which a collective inside a worker fails and ends the run; with several
-    workers at least `diloco.link.timeout_seconds` + 60. Between workers that setting applies."""
+    workers at least `diloco.link.timeout_seconds` + 60, which applies between workers."""
 
 
 @dataclass(frozen=True)
@@ -287,7 +288,7 @@ class Validation:
     every: NotNegative = 500
     """Steps between two validations. The last step is validated too. 0: no validation at all."""
     sequences: Positive = 512
-    """Held-out sequences per validation over all ranks, or all if there are fewer."""
+    """Held-out sequences per validation over all ranks; all of them if there are fewer."""
 
 
 @dataclass(frozen=True)
@@ -305,17 +306,17 @@ class Checkpoint:
     keep_every: NotNegative = 0
     """Also keep all checkpoints whose step is a multiple of this. 0: none."""
     mirror: str = field(default="", repr=False)  # may contain a password
-    """Place that gets a copy of each checkpoint while training goes on, and from which a run starts
-    that has lost `run.folder`: a folder, a join file of an https store, `s3://BUCKET/PATH`,
-    `gs://...` or `az://...`. Each run has a place of its own, the same for all its workers. Empty:
+    """Location to which each checkpoint is copied during training, and from which a run that has
+    lost `run.folder` continues: a folder, a join file of an https store, `s3://BUCKET/PATH`,
+    `gs://...` or `az://...`. Use a separate one for each run, the same for all its workers. Empty:
     none."""
     mirror_wait_seconds: NotNegative = 300
-    """Seconds that the end of a run waits for its last copy. After a signal, no longer than until
+    """Seconds that a run waits at its end for the last copy. After a signal, it waits at most until
     the processes are killed."""
     resume: str = "auto"
     """Where a run without checkpoints in `run.folder` starts: `auto` (from the beginning), or the
-    folder of another run or checkpoint. A run with checkpoints resumes from the latest that is not
-    damaged."""
+    folder of another run or checkpoint. A run with checkpoints resumes from the latest undamaged
+    one."""
 
 
 @dataclass(frozen=True)
@@ -327,17 +328,17 @@ class Metrics:
     tensorboard: bool = True
     """Write TensorBoard events to the folder of each worker."""
     wandb: str = ""
-    """Project of Weights & Biases that gets the curves of the first worker, or of each island, as
+    """Weights & Biases project that receives the curves of the first worker, or of each island, as
     one group (extra `wandb`). Empty: none. Without a network, set the environment variable
     WANDB_MODE=offline."""
     mlflow: str = ""
-    """Experiment of MLflow that gets the same curves (extra `mlflow`), on the server of the
+    """MLflow experiment that receives the same curves (extra `mlflow`), on the server in the
     environment variable MLFLOW_TRACKING_URI. Empty: none."""
 
 
 @dataclass(frozen=True)
 class Profiling:
-    """A trace of torch.profiler by the first rank of each worker."""
+    """A torch.profiler trace of the first rank of each worker."""
 
     start: NotNegative = 0
     """Steps of this process before the trace, which is written to the run folder in Chrome /

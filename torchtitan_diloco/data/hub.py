@@ -49,7 +49,7 @@ class Dataset(NamedTuple):
             return Dataset([str(Path(location).expanduser())], split, is_folder=True)
         owner, *names = location.split("/")
         if not all((owner, *names)) or len(names) > 2:
-            raise UserError(f'"{spec}" is no name of a dataset: write {DATASETS}')
+            raise UserError(f'"{spec}" is not the name of a dataset: write {DATASETS}')
         return Dataset(["/".join([owner, *names[:1]]), *names[1:]], split, is_folder=False)
 
 

@@ -199,23 +199,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     add = parser.add_argument
     add("--source", help=f"{SOURCES}; not needed to divide finished shards into clusters")
-    tokenizers = "bytes, an encoding of tiktoken such as gpt2, or a tokenizer.json"
+    tokenizers = "bytes, a tiktoken encoding such as gpt2, or a tokenizer.json"
     add("--tokenizer", default="bytes", help=tokenizers)
     add("--out", required=True, type=Path, help="folder of the shards")
     add("--validation-fraction", type=share, default=0.005, help="share held out")
-    shard = "a shard is closed once it has so many tokens"
+    shard = "number of tokens after which a shard is closed"
     add("--shard-tokens", type=whole_number, default=DEFAULT_SHARD_TOKENS, help=shard)
-    add("--max-tokens", type=whole_number, help="stop at so many tokens to train on")
-    begin = "write the tokenizer's begin token before each document, as Llama 3 was trained"
+    add("--max-tokens", type=whole_number, help="stop at this number of training tokens")
+    begin = "write the tokenizer's begin token before each document, as in Llama 3's training"
     add("--begin-token", action="store_true", help=begin)
-    field = "field of the text in JSON lines and data sets"
+    field = "field of the text in JSON lines and datasets"
     add("--text-field", default=TEXT_FIELD, metavar="NAME", help=field)
     many = (
-        f"tokenise in so many processes (default: one for each core, at most {MOST_PROCESSES}; 1 "
+        f"number of processes (default: one for each core, at most {MOST_PROCESSES}; 1 for bytes)"
     )
-    many += "for bytes); the shards do not depend on it"
+    many += "; the shards do not depend on it"
     add("--processes", type=whole_number, default=argparse.SUPPRESS, metavar="NUMBER", help=many)
-    clusters = "also write so many corpora OUT-0, OUT-1, ..., each with documents that are alike"
+    clusters = "also write this number of corpora OUT-0, OUT-1, ..., each of similar documents"
     add("--clusters", type=whole_number, metavar="NUMBER", help=clusters)
     options = parser.parse_args(arguments)
     if not options.source and not options.clusters:

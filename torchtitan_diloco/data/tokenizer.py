@@ -126,8 +126,8 @@ def _from_file(spec: str) -> Tokenizer:
         tokenizer = tokenizers.Tokenizer.from_str(content.decode())
     except Exception as error:  # the package raises nothing more special
         raise UserError(
-            f'data.tokenizer = "{spec}" is no tokenizer.json ({error}): give one of Hugging Face, '
-            "or train one (docs/data-and-models.md#tokenizers)"
+            f'data.tokenizer = "{spec}" is not a tokenizer.json ({error}): give one of Hugging '
+            "Face, or train one (docs/data-and-models.md#tokenizers)"
         ) from error
     vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
     end = next((name for name in ENDS if name in vocabulary), None)
@@ -170,9 +170,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--source", required=True, help=SOURCES)
     add("--out", required=True, type=Path, help="tokenizer.json to write")
     add("--vocab-size", type=whole_number, default=USUAL, help=f"default {USUAL}")
-    pieces = "read so many pieces of at most 32,768 characters (default 1e6)"
+    pieces = "number of pieces of at most 32,768 characters to read (default 1e6)"
     add("--pieces", type=whole_number, default=1_000_000, help=pieces)
-    field = f"field of the text in JSON lines and data sets (default {TEXT_FIELD})"
+    field = f"field of the text in JSON lines and datasets (default {TEXT_FIELD})"
     add("--text-field", default=TEXT_FIELD, metavar="NAME", help=field)
     options = parser.parse_args(arguments)
     try:

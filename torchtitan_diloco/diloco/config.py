@@ -23,14 +23,14 @@ class Fragments(Section):
     `sequential`: consecutive blocks."""
     layers_per_fragment: NotNegative = 3
     """Blocks per fragment. Parameters outside the blocks (embedding, head, final norm) form a
-    fragment of their own. 0: the whole model is one fragment (DiLoCo without streaming)."""
+    separate fragment. 0: the whole model is one fragment (DiLoCo without streaming)."""
     blocks: str = ""
-    """Name of the module that holds the blocks. Empty: the longest ModuleList."""
+    """Name of the module that contains the blocks. Empty: the longest ModuleList."""
 
 
 @dataclass(frozen=True)
 class OuterOptimizer(Section):
-    """Outer optimizer, which applies the mean change of the workers to the shared parameters."""
+    """Outer optimizer, which applies the workers' mean change to the shared parameters."""
 
     name: Literal["nesterov", "momentum", "sgd", "adam"] = "nesterov"
     """Update rule. `sgd` with lr 1 is plain averaging (FedAvg, Local SGD)."""
@@ -41,7 +41,7 @@ class OuterOptimizer(Section):
     beta2: Annotated[float, Meta(ge=0, lt=1)] = 0.99
     """Decay rate of the second moment of `adam`."""
     epsilon: Annotated[float, Meta(gt=0)] = 0.1
-    """Number that `adam` adds to the root of the second moment. The paper needs a large one."""
+    """Term that `adam` adds to the root of the second moment. The paper needs a large one."""
 
 
 @dataclass(frozen=True)
@@ -50,12 +50,12 @@ class Overlap(Section):
 
     delay: NotNegative = 1
     """Inner steps between sending a fragment and applying the result (tau). 0: wait for the result
-    at once."""
+    immediately."""
     mixing: Fraction = 0.5
     """Weight of the local parameters when a result is applied (alpha). 0: take the shared
     parameters. 1: keep the local ones."""
     mixing_end: Fraction | None = None
-    """Weight at the end of the run: it changes linearly from `mixing`. Not set: it stays."""
+    """Weight at the end of the run; it changes linearly from `mixing`. Not set: constant."""
 
     def mixing_at(self, progress: float) -> float:
         """Return alpha after this share of the run, from 0 to 1."""
@@ -65,11 +65,12 @@ class Overlap(Section):
 
 @dataclass(frozen=True)
 class Beginning(Section):
-    """First steps of a run, in which workers drift apart most easily."""
+    """First steps of a run, in which workers diverge most easily."""
 
     length: Length = 0
-    """Length of the initial phase, in steps, or below 1 as a share of the run. In it, fragments are
-    exchanged more often, training waits for them, and they are plainly averaged. 0: none."""
+    """Length of the initial phase, in steps, or as a share of the run if below 1. In this phase,
+    fragments are exchanged more often, training waits for them, and they are plainly averaged. 0:
+    none."""
     sync_every: Positive = 2
     """Inner steps between two exchanges of the same fragment in the initial phase."""
 
@@ -87,14 +88,14 @@ class Quantization(Section):
 
     codec: CodecName = "fp32"
     """Format of the deltas that workers send, and of the means that come back
-    (docs/algorithm.md). The paper uses `fp4_e3m0`. `topk` sends the largest values only. The others
-    stay in the parameters of the worker until they are large enough. It needs the outer `sgd`, has
-    no use for `mixing`, and takes 4 bytes more per parameter."""
+    (docs/algorithm.md). The paper uses `fp4_e3m0`. `topk` sends only the largest values; the others
+    stay in the worker's parameters until they are large enough. `topk` needs the outer `sgd`,
+    ignores `mixing`, and takes 4 bytes more per parameter."""
     block_size: Positive = 64
     """Values that share one 8-bit scale: 16, 32, 64, 128, 256, 512 or 1024. Only for formats of 8
     bits or fewer."""
     top_values: Positive = 16
-    """Values of every 1,024 that `topk` sends, an even number up to 256."""
+    """How many of every 1,024 values `topk` sends, an even number up to 256."""
 
 
 @dataclass(frozen=True)
@@ -104,18 +105,18 @@ class Link(Section):
     interface: str = ""
     """Network interface between workers, such as `eth0`. Empty: gloo chooses one."""
     streams: Annotated[int, Meta(ge=0, le=MOST_STREAMS)] = 0
-    """TCP streams of each rank to each other worker, or of an island to the server. 0: as many as
-    the link needs, up to 32, by its rate and round trip at the start; in your own loop 1."""
+    """TCP streams from each rank to each other worker, or from an island to the server. 0: as many
+    as the link needs, up to 32, from its rate and round trip at the start; in your own loop 1."""
     timeout_seconds: Positive = 600
     """Seconds that a transfer may take before the run ends on all workers. A worker that dies ends
-    it at once; one that is silent is reported after 10 seconds."""
+    it at once; a silent one is reported after 10 seconds."""
     drop_probability: Annotated[float, Meta(ge=0, lt=1)] = 0.0
     """Probability that a worker is left out of a round and keeps its own parameters, to study lossy
     links."""
     outer_state: Literal["auto", "cpu", "device"] = "auto"
     """Memory for the shared parameters and the outer momentum. `cpu`: host memory, pinned if there
-    is a GPU, which still encodes. `device`: GPU memory; only encoded bytes pass through the host.
-    `auto`: `device` if it takes at most a fifth of the GPU's memory."""
+    is a GPU, which still does the encoding. `device`: GPU memory; only encoded bytes pass through
+    the host. `auto`: `device` if this takes at most a fifth of the GPU's memory."""
 
 
 @dataclass(frozen=True)
@@ -131,12 +132,11 @@ class DiLoCoConfig(Section):
     sync_every: Positive = 100
     """Inner steps between two exchanges of the same fragment (H)."""
     measure_every: NotNegative = 10
-    """Outer rounds of a fragment between two in which norms, cosines and drift are measured.
-    0: never."""
+    """Outer rounds of a fragment between two measurements of norms, cosines and drift. 0: never."""
     delta_norm_limit: Annotated[float, Meta(ge=0)] = 20.0
     """Largest norm of a worker's delta of a fragment, as a multiple of the median of its latest 32.
-    With a larger one the worker is left out of the round and takes the shared parameters, unless
-    all workers exceed it. 0: no limit."""
+    A worker that exceeds it is left out of the round and takes the shared parameters, unless all
+    workers exceed it. 0: no limit."""
     fragments: Fragments = field(default_factory=Fragments)
     outer_optimizer: OuterOptimizer = field(default_factory=OuterOptimizer)
     overlap: Overlap = field(default_factory=Overlap)

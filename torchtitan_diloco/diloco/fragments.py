@@ -142,7 +142,7 @@ def _split_blocks(
     container, modules = blocks_name or _longest_module_list(model), dict(model.named_modules())
     if container not in modules:
         raise UserError(
-            f'diloco.fragments.blocks = "{container}" is no module of the model'
+            f'diloco.fragments.blocks = "{container}" is not a module of the model'
             + nearest(container, modules)
         )
     names = [f"{container}.{child}" for child, _ in modules[container].named_children()]

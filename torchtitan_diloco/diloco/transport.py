@@ -102,7 +102,7 @@ def check_headers(headers: list[Header], mine: int) -> None:
         culprit = "it cannot be told which worker is right"
     each = ", ".join(f"{found:016x} on worker {worker}" for worker, found in enumerate(checksums))
     raise UserError(
-        f"fragment {own.fragment} has other bits on some workers before outer round "
+        f"fragment {own.fragment} has different bits on some workers before outer round "
         f"{own.outer_round}: {culprit} (checksums: {each}); test the memory there, and restart "
         "from the last checkpoint"
     )

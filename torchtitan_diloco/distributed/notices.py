@@ -181,7 +181,7 @@ class NoticeWatch:
                 if failures == FAILURES:
                     logger.warning(
                         f'run.preemption = "{self._cloud}": {server.address} gives no answer that '
-                        f"can be used ({error}); training goes on without notices"
+                        f"can be used ({error}); training continues without notices"
                     )
             else:
                 if failures < FAILURES:

@@ -52,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
         add("--seed", type=int, default=0, help="the same seed gives the same text (default 0)")
     elif name == "validate":
         add("--corpus", help="as data.validation_corpus (default: what the run held out)")
-        add("--sequences", type=whole_number, help="the first N (default: as many as the run)")
+        add("--sequences", type=whole_number, help="use the first N (default: as in the run)")
         add("--batch-size", type=whole_number, help="sequences per batch (default: the run's)")
     else:
         formats = "safetensors: for another run (default); hf: transformers; torchtitan: its DCP"
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str]) -> int:
             default="safetensors",
             help=formats,
         )
-        add("--dtype", choices=DTYPES, default="float32", help="of the weights (default float32)")
+        add("--dtype", choices=DTYPES, default="float32", help="of the weights (float32)")
         add("--out", type=Path, help="folder to write (default RUN/export/step-...-FORMAT)")
     if name != "export":
         add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU")

@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    keep = "GB of parts, and as much of snapshots, that the server keeps on its disk (default: 20)"
+    keep = "GB of parts, and again of snapshots, that the server keeps on disk (default: 20)"
     parser = Parser(prog=command_line("islands"), description=(__doc__ or "").splitlines()[0])
     commands = parser.add_subparsers(required=True)
 
@@ -60,7 +60,9 @@ def _parser() -> argparse.ArgumentParser:
         return command
 
     serve = add("serve", _serve, "run a server, and write the join string of its run")
-    serve.add_argument("--folder", type=Path, required=True, help="new, or that of the same run")
+    serve.add_argument(
+        "--folder", type=Path, required=True, help="a new folder, or that of the run"
+    )
     serve.add_argument("--run", help="name of the run (default: a random one)")
     serve.add_argument("--host", help="address to listen on (default: 0.0.0.0; :: for IPv6, too)")
     serve.add_argument("--port", type=int, help="default: 4222")
@@ -68,34 +70,34 @@ def _parser() -> argparse.ArgumentParser:
         "--address", help="name or address that islands connect to (default: this host's)"
     )
     serve.add_argument("--keep-gb", type=float, help=keep)
-    where = "(default: of this machine only, without TLS)"
+    where = "(default: on this machine only, no TLS)"
     serve.add_argument(
         "--http", metavar="[HOST:]PORT", help=f"serve a page of the run, and /metrics {where}"
     )
-    site = add("site", _change_site, "give a site a login of its own, or take it away")
+    site = add("site", _change_site, "give a site its own login, or remove it")
     site.add_argument("name")
-    site.add_argument("--folder", type=Path, required=True, help="that of `serve`")
+    site.add_argument("--folder", type=Path, required=True, help="folder of `serve`")
     action = site.add_mutually_exclusive_group()
-    for flag, text in (("renew", "give it another password"), ("revoke", "remove its login")):
+    for flag, text in (("renew", "give it a new password"), ("revoke", "remove its login")):
         action.add_argument(f"--{flag}", action="store_const", const=flag, dest="change", help=text)
     check = add("check", _check, "read the whole log of a folder, such as a backup")
     check.add_argument("folder", type=Path, help="folder of a server that is not running")
-    status = add("status", _show, "print islands, rounds and what became of samples")
+    status = add("status", _show, "print islands, rounds and what happened to samples")
     status.add_argument("--json", action="store_true")
     watch = add("watch", _show, "show the same, refreshed every second")
     watch.set_defaults(json=False, repeat=True)
-    leave = add("leave", _ask_to_leave, "ask an island to send its work and to leave")
+    leave = add("leave", _ask_to_leave, "ask an island to send its work and leave")
     leave.add_argument("name", help="islands.name of the island")
-    change = add("change", _change, "change a setting of the run while it goes on")
+    change = add("change", _change, "change a setting during the run")
     change.add_argument("key", help=f"one of {', '.join(CHANGEABLE)}")
     change.add_argument("value")
-    make = add("make", _make, "make the streams of a run on servers of your own")
-    replicas = "servers that have each stream"
+    make = add("make", _make, "create the streams of a run on your own servers")
+    replicas = "servers that hold each stream"
     make.add_argument("--replicas", type=int, choices=range(1, 6), default=1, help=replicas)
     make.add_argument("--keep-gb", type=float, default=20.0, help=keep)
     for command in (status, watch, leave, change, make):
         command.add_argument(
-            "--join", required=True, help="join string of `serve`, or a file with it"
+            "--join", required=True, help="join string from `serve`, or a file with it"
         )
     return parser
 
@@ -272,7 +274,7 @@ def _change(options: argparse.Namespace) -> None:
             reader.read(0.1)
         if found[-1].void:
             raise UserError(f"{key} = {value}: {found[-1].void}")
-    print(f"the run goes on with {key} = {record.value} (before: {before})")
+    print(f"the run continues with {key} = {record.value} (before: {before})")
 
 
 if __name__ == "__main__":

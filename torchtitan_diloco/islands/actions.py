@@ -224,7 +224,7 @@ class Disputes:
         found = list[str]()
         for fragment, (same, before, others) in enumerate(self._votes()):
             names = ", ".join(sorted(map(name_of, others)))
-            what = f"fragment {fragment} has other bits on island {names} than on this one"
+            what = f"fragment {fragment} has different bits on island {names} than on this one"
             cause = "one of them has a memory fault, or computes differently"
             cause += self._hashes(fragment, others)
             is_late = now > self._undecided.get(fragment, now) + self._members.expiry

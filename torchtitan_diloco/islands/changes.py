@@ -37,7 +37,7 @@ def parse_value(key: str, value: str) -> Any:
     """Return the value of a setting that can change, or raise a UserError."""
     if key not in CHANGEABLE:
         raise UserError(
-            f"{key} cannot change while a run goes on{nearest(key, CHANGEABLE)}; "
+            f"{key} cannot change during a run{nearest(key, CHANGEABLE)}; "
             f"these can: {', '.join(CHANGEABLE)}"
         )
     try:

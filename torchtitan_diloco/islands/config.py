@@ -22,31 +22,32 @@ from torchtitan_diloco.log import UserError, command_line
 
 @dataclass(frozen=True)
 class Islands(Section):
-    """Workers as jobs of their own, which come and go while the others continue."""
+    """Workers as separate jobs, which join and leave while the others continue."""
 
     join: str = field(default="", repr=False)  # contains a password
-    """Join string of a server, or its `join.txt`, which `islands serve` writes, so that no list of
-    processes shows its password. Empty: all workers are one job. With islands, each job is one
+    """Join string of a server, or the file `join.txt` that `islands serve` writes, which keeps the
+    password out of process lists. Empty: all workers are one job. With islands, each job is one
     worker."""
     name: str = ""
-    """Name of this island. A job with the name of one that has died takes its place."""
+    """Name of this island. A job with the name of an island that has died takes its place."""
     slots: NotNegative = 0
-    """Data streams of the run, which bound the number of islands. 0: as many as `begin`."""
+    """Data streams of the run, which limit the number of islands. 0: as many as `begin`."""
     begin: NotNegative = 0
     """Islands that start together. 0: as many as `diloco.workers`."""
     quorum: Positive = 1
     """Smallest number of islands whose updates close a round once its waiting time is over."""
     grace_seconds: Annotated[float, Meta(gt=0, le=3600)] = 1.0
-    """Least time that a round, and training, wait for parts. It is longer if `diloco.overlap.delay`
-    steps are. A round, but not training, also waits for parts that usually take longer."""
+    """Minimum time that a round, and training, wait for parts. It is longer if
+    `diloco.overlap.delay` steps take longer. A round, but not training, also waits for parts that
+    usually take longer."""
     slot_seconds: Annotated[float, Meta(ge=0, le=86400)] = 60.0
-    """Seconds without a sign of life of an island after which another one may take its slot. Its
-    own next start may do so, and rounds do not wait for it, after 5."""
+    """Seconds of silence of an island after which another island may take its slot. After 5
+    seconds, its own next start may do so, and rounds do not wait for it."""
     action: Literal["note", "wait_less", "evict"] = "wait_less"
-    """Most that this island does about one that is late or wrong again and again. note: say so.
-    wait_less: let rounds close without it. evict: also vote to end it."""
+    """Strongest action of this island against one that is repeatedly late or wrong. note: report
+    it. wait_less: let rounds close without it. evict: also vote to end it."""
     local: NotNegative = 0
-    """Start a server and so many islands on this machine, to try it. 0: none."""
+    """Start a server and this number of islands on this machine, to try it. 0: none."""
 
 
 NAME = r"[A-Za-z0-9_.-]{1,60}"

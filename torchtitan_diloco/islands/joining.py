@@ -181,7 +181,9 @@ class Joiner:
             version = fragment.version
             checksum = self._copies.run(self._copies.declare, number, version)
             if checksum != fragment.checksums.get(version):
-                raise StaleError(f"fragment {number} of its checkpoint has other bits than saved")
+                raise StaleError(
+                    f"fragment {number} of its checkpoint has different bits than saved"
+                )
 
     def _declare_first(self, facts: Facts) -> None:
         """Declare the loaded parameters to be version 0. Their momentum counts only if the run goes

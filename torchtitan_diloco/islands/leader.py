@@ -115,7 +115,7 @@ class Leader:
             while not machine.joined:
                 self._work()
                 if machine.others.disputes.is_outvoted(time.monotonic()):
-                    raise StaleError("most islands have other bits than its checkpoint")
+                    raise StaleError("most islands have different bits than its checkpoint")
                 self._say_what_it_waits_for()
         except PartGoneError as error:
             raise StaleError(f"the parts since its checkpoint are not kept: {error}") from error

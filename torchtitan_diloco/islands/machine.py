@@ -173,7 +173,7 @@ class Machine:
             case Give() if is_other:
                 self.news.append(f"island {name_of(record.incarnation)} leaves")
             case Change():
-                self.news.append(f"the run goes on with {record.key} = {record.value}")
+                self.news.append(f"the run continues with {record.key} = {record.value}")
                 self._use_facts()
         if entry is not None:
             self.notices += entry.left_out()

@@ -121,7 +121,7 @@ class History:
                 self._end(record.incarnation, "left")
                 self.news.append((at, f"{name_of(record.incarnation)} leaves"))
             case Change():
-                self.news.append((at, f"the run goes on with {record.key} = {record.value}"))
+                self.news.append((at, f"the run continues with {record.key} = {record.value}"))
             case End():
                 self.news.append((at, "the run has ended"))
 

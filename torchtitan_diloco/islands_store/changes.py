@@ -74,7 +74,7 @@ def decode_change(raw: bytes) -> Change:
 def changed(settings: Settings, change: Set) -> Settings:
     """Return the settings after a change. Raise a DamagedError if it is not possible."""
     if change.key not in _CHANGEABLE:
-        raise DamagedError(f"{change.key} cannot change while a run goes on")
+        raise DamagedError(f"{change.key} cannot change during a run")
     fields = msgspec.to_builtins(settings) | {change.key: change.value}
     try:
         after = msgspec.convert(fields, Settings, strict=False)

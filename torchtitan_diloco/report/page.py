@@ -52,7 +52,7 @@ class Table(NamedTuple):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    about = "Write a report about one or several runs, finished or still going on."
+    about = "Write a report about one or several runs, finished or still running."
     parser = Parser(prog=command_line("report"), description=about)
     run_help = "folder of a run or of an island, or join file of a run of islands"
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help=run_help)

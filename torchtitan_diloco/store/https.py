@@ -210,7 +210,7 @@ class Https(Backend):
 
     def _no_store(self, reason: str) -> RefusedError:
         return RefusedError(
-            f"{self.location}: what answers there is no server of a store ({reason}); check the "
+            f"{self.location}: what answers there is not a store server ({reason}); check the "
             "address and its path"
         )
 

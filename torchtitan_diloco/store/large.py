@@ -162,7 +162,7 @@ class LargeObjects:
                 raise ValueError("sizes that cannot be")
         except ValueError as error:
             raise DamagedError(
-                f"{self._store.location}: {name} is no large object ({error})"
+                f"{self._store.location}: {name} is not a large object ({error})"
             ) from error
         return head
 
