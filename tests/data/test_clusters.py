@@ -173,7 +173,7 @@ def test_killed_at_any_moment_and_started_again_is_uninterrupted(
     assert shards > 3 * COUNT
     assert moments >= 3 * shards
     last = moments - COUNT  # before the clusters get their indices
-    for moment in [*range(2, last, 13), *range(last, moments + 1)]:
+    for moment in [*range(2, last, 29), *range(last, moments + 1)]:
         folder = copy_of(divided, f"killed-{moment}")
         assert processes.run(prepare_until, 1, folder, moment, dying=[0]) == [DIED]
         check_that_none_is_half(folder, whole)

@@ -319,7 +319,7 @@ def test_what_is_no_server_of_a_store(tmp_path: Path, kind: str) -> None:
         server.socket = context.wrap_socket(server.socket, server_side=True)
         fingerprint = logins.fingerprint
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    says = "no server of a store" if kind == "other" else "does not speak TLS"
+    says = "not a store server" if kind == "other" else "does not speak TLS"
     line = f"https://a:b@127.0.0.1:{server.server_port}/#{fingerprint}"
     for writes in ("", None):
         with pytest.raises(RefusedError, match=says):
