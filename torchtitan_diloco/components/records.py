@@ -115,9 +115,9 @@ class PhaseRecord(msgspec.Struct, tag_field="kind", tag="phase"):
     time: float
     mixture: str
     number: int = 0
-    """Of the phase: 0 is `data.mixture`, 1 the first one of `data.phases`."""
+    """Number of the phase: 0 is `data.mixture`, 1 the first one of `data.phases`."""
     share: float = NAN
-    """Of the run that was trained before."""
+    """Share of the run that was trained before it, from 0 to 1."""
 
 
 def round_record(found: "Round", fragment: "Fragment", clock: float) -> RoundRecord:
@@ -194,7 +194,9 @@ class RecordFiles:
         workers: int,
         of_run: bool,
     ) -> None:
-        self._folder, self._start, self._of_run = folder, start, of_run
+        self._folder = folder
+        self._start = start
+        self._of_run = of_run
         self._first_step = start.step + 1
         self._failed = False
         self._lines: TextIO | None = None

@@ -54,9 +54,12 @@ class RunData:
             "run.seed": config.run.seed,
             "data.shuffle": data.shuffle,
         }
-        of_tokens = self._compare(world) if is_own else 0.0
-        self.share = 1 / self.streams if config.islands.join or not is_own else of_tokens
+        self.share = 1 / self.streams
         """Share of the tokens of all workers that this one reads."""
+        if is_own:
+            share = self._compare(world)
+            if not config.islands.join:  # an island's weight is the tokens that it has trained on
+                self.share = share
 
     def _check_documents(self) -> None:
         for shards in self.corpora.values():

@@ -37,7 +37,7 @@ class Dataset(NamedTuple):
     """A dataset of Hugging Face, as `hf:` names it."""
 
     arguments: list[str]
-    """Of `datasets.load_dataset`."""
+    """What `datasets.load_dataset` is called with."""
     split: str
     is_folder: bool
 
@@ -70,7 +70,7 @@ class _Row(NamedTuple):
     number: int
     text: str
     state: dict[str, Any] | None
-    """Of the stream before this row."""
+    """State of the stream before this row, if it has one."""
 
     @property
     def checksum(self) -> int:
@@ -79,7 +79,10 @@ class _Row(NamedTuple):
 
 class _DatasetReader:
     def __init__(self, spec: str, dataset: Dataset, field: str, place: Place) -> None:
-        self._spec, self._dataset, self._field, self._place = spec, dataset, field, place
+        self._spec = spec
+        self._dataset = dataset
+        self._field = field
+        self._place = place
         self._revision = place.revision
 
     def open(self) -> Reading:
@@ -154,7 +157,8 @@ class _DatasetReader:
         except ImportError as error:
             install = install_command("c4")
             raise UserError(f"{self._spec} needs the package datasets: {install}") from error
-        arguments, split = self._dataset.arguments, self._dataset.split
+        arguments = self._dataset.arguments
+        split = self._dataset.split
         try:
             builder = datasets.load_dataset_builder(*arguments, revision=self._revision)
             stream = builder.as_streaming_dataset(split=split)

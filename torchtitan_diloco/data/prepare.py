@@ -100,7 +100,9 @@ class _Writing:
     """A corpus that is being written, from where an earlier start has recorded that it was."""
 
     def __init__(self, folder: Path, index: Index, corpus: Corpus) -> None:
-        self._folder, self._index, self._corpus = folder, index, corpus
+        self._folder = folder
+        self._index = index
+        self._corpus = corpus
         self._shard_tokens = index.settings["shard_tokens"]
         self._max_tokens = index.settings["max_tokens"]
         self._writers = {

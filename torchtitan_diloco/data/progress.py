@@ -34,7 +34,9 @@ class Progress:
     """
 
     def __init__(self, action: str, start: Amount, share: float | None) -> None:
-        self._action, self._start, self._start_share = action, start, share
+        self._action = action
+        self._start = start
+        self._start_share = share
         self._is_terminal = sys.stderr.isatty()
         self._began = time.monotonic()
         self._next = self._began + (_BAR if self._is_terminal else _FIRST_LINE)

@@ -226,8 +226,10 @@ class ShardWriter:
         self._file = self._path.open("r+b")
         self._file.truncate(size)
         self._file.seek(size)
-        self._tokens, self._documents = partial.tokens, partial.documents
-        self._checksum, self.last_piece = partial.checksum, partial.last_piece
+        self._tokens = partial.tokens
+        self._documents = partial.documents
+        self._checksum = partial.checksum
+        self.last_piece = partial.last_piece
 
     def _damaged(self, damage: str) -> UserError:
         return UserError(
