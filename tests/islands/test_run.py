@@ -89,7 +89,9 @@ def test_each_island_reads_corpora_of_its_own(tmp_path: Path) -> None:
     corpora = []
     for name in ("island-1", "island-2"):
         assert f"loss/val/{tmp_path}/{name}.jsonl" in set(last_record(tmp_path / "run" / name))
-        corpora.append(read_manifest(last(tmp_path / "run" / name)).data["corpora"])
+        corpora.append(
+            read_manifest(last(tmp_path / "run" / name)).parts["data"]["identity"]["corpora"]
+        )
     own, common = corpora[0]
     assert corpora[0][own] != corpora[1][own]
     assert corpora[0][common] == corpora[1][common]
@@ -113,7 +115,7 @@ def check_report(folder: Path) -> None:
     facts = {name.text: cell.text for name, cell in facts_table([island]).rows}
     tokens = 60 * 2 * SETTINGS["training.batch_size"] * SETTINGS["training.sequence_length"]
     assert facts["tokens"] == f"{tokens:,}"
-    assert read_manifest(last(folder)).state.tokens == tokens
+    assert read_manifest(last(folder)).tokens == tokens
     assert describe(island).endswith("; 1 of 2 islands, Streaming DiLoCo")
     sent = island.totals["worker/sent_bytes"]
     assert facts["sent by each worker"] == EngFormatter("B", places=1)(sent)

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
 from torchtitan_diloco.components.checkpoint import (
@@ -27,7 +28,6 @@ from torchtitan_diloco.components.checkpoint import (
     RANDOM,
     DamagedError,
     Manifest,
-    RunState,
     check_files,
     complete_checkpoints,
     folder_of_worker,
@@ -126,8 +126,13 @@ class Start:
     """All complete checkpoints of this worker in `run.folder`, in the order of their steps."""
 
     @property
-    def state(self) -> RunState:
-        return RunState() if self.manifest is None else self.manifest.state
+    def step(self) -> int:
+        return 0 if self.manifest is None else self.manifest.step
+
+    def load(self, name: str, part: Stateful) -> None:
+        """Load the saved state of a part of the run, if there is a checkpoint that has it."""
+        if self.manifest is not None and name in self.manifest.parts:
+            part.load_state_dict(self.manifest.parts[name])
 
 
 @dataclass(frozen=True)
@@ -264,7 +269,7 @@ def _claim(path: Path, worker: int, start: Start) -> TextIO:
 
 def _begin(path: Path, start: Start, toml: str) -> None:
     """Set checkpoints aside that are not resumed, and write the configuration."""
-    step = start.state.step if start.goes_on else 0
+    step = start.step if start.goes_on else 0
     with _explaining_errors(path):
         for newer in start.own:
             if step_of(newer) > step:
