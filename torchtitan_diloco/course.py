@@ -4,8 +4,7 @@ A job counts its own steps (`JobCourse`). Islands count the tokens of all of the
 (`IslandCourse`, island_course.py). The trainer asks its course and does not know which it has.
 """
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from torchtitan_diloco.components.checkpoint import Manifest
 from torchtitan_diloco.components.run_data import Position
@@ -121,20 +120,6 @@ class JobCourse:
 
     def describe_stop(self, reason: str, /) -> str:
         return f"stopped after step {self.step} of {self._plan.total_steps}, as asked by {reason}"
-
-
-def build_course(
-    config: Config, plan: RunPlan, world: World, step: int, identity: Mapping[str, Any]
-) -> Course:
-    """Return the course of a run from a step of this worker on.
-
-    `identity`: data and tokenizer, which must be the same on all islands.
-    """
-    if not config.islands.join:
-        return JobCourse(config, plan, world)
-    from torchtitan_diloco.island_course import IslandCourse  # a job imports nothing of islands
-
-    return IslandCourse(config, plan, world, step, identity)
 
 
 def counted_before(config: Config, manifest: Manifest | None) -> tuple[int, int]:

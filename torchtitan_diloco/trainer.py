@@ -50,7 +50,7 @@ from torchtitan_diloco.components.telemetry import StepResult, Telemetry
 from torchtitan_diloco.components.validation import Validator, open_held_out
 from torchtitan_diloco.config import Config, to_toml
 from torchtitan_diloco.config.schema import flat_settings, portable
-from torchtitan_diloco.course import build_course, counted_before
+from torchtitan_diloco.course import Course, JobCourse, counted_before
 from torchtitan_diloco.data.loader import Batch
 from torchtitan_diloco.data.tokenizer import build_tokenizer
 from torchtitan_diloco.diagnosis.watch import Diagnosis, Stacks
@@ -118,8 +118,7 @@ class Trainer:
             self.data.recorded = self.data.position.segment
         self.skips = SkippedSteps(config.training.max_skipped_steps)
         self._build_model()
-        identity = self.data.common_facts | {"tokenizer": tokenizer.fingerprint}
-        self.course = build_course(config, self.plan, world, self.start.step, identity)
+        self.course = self._build_course()
         self.optimizer = build_optimizer(self.model, config.optimizer, self.plan.total_steps)
         self.outer = self._build_outer_loop()
         self.validator = self._build_validator()
@@ -368,6 +367,14 @@ class Trainer:
         materialize(self.model, device, config.run.seed)
         if config.model.weights and self.start.manifest is None:
             load_initial_weights(self.model, config.model.weights)
+
+    def _build_course(self) -> Course:
+        if not self.config.islands.join:
+            return JobCourse(self.config, self.plan, self.world)
+        from torchtitan_diloco.island_course import IslandCourse  # a job needs nothing of islands
+
+        identity = self.data.common_facts | {"tokenizer": self.tokenizer.fingerprint}
+        return IslandCourse(self.config, self.plan, self.world, self.start.step, identity)
 
     def _build_outer_loop(self) -> OuterLoop:
         config = self.config.diloco
