@@ -67,7 +67,9 @@ def test_islands_stop_and_go_on_where_the_log_ends(tmp_path: Path) -> None:
         manifests.append(read_manifest(newest))
         saved = tomli.loads((folder / "config.toml").read_text())
         assert saved["islands"]["join"] == ""  # it contains a password
-    one, other = (State.decode(manifest.outer["island"].encode()) for manifest in manifests)
+    one, other = (
+        State.decode(manifest.outer.island.encode()) for manifest in manifests if manifest.outer
+    )
     assert one.heads == other.heads
     check_report(tmp_path / "island-1")
     (both,) = open_runs([tmp_path])

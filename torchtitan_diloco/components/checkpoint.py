@@ -43,7 +43,7 @@ from torchtitan_diloco.diloco.background import BackgroundThread
 from torchtitan_diloco.diloco.fragments import local_of
 from torchtitan_diloco.diloco.healing import is_finite
 from torchtitan_diloco.diloco.meeting import gather_objects
-from torchtitan_diloco.diloco.state_dict import SavedState, copy_to_host
+from torchtitan_diloco.diloco.state_dict import OuterFacts, SavedState, copy_to_host
 from torchtitan_diloco.diloco.streaming import OuterLoop
 from torchtitan_diloco.distributed.collectives import naming_lost_ranks, on_all_ranks
 from torchtitan_diloco.distributed.world import FSDP, World
@@ -79,8 +79,8 @@ class Manifest:
     """Identity of the run, which goes on with it."""
     parts: dict[str, dict[str, Any]] = field(default_factory=dict)
     """States of the parts of a run that save themselves, by their names."""
-    outer: dict[str, Any] = field(default_factory=dict)
-    """`SavedState.facts`; empty with data parallelism."""
+    outer: OuterFacts | None = None
+    """None with data parallelism."""
     files: Files = field(default_factory=dict)
     """Size in bytes and CRC-32 of every other file."""
     save: int = 0
@@ -363,8 +363,9 @@ class Checkpointer:
         self.wait()
         self._timer_start = time.monotonic()
         self._outer.heal(self._world.group(FSDP))
-        saved = SavedState(**self._outer.state_dict(self._world.host_mesh))
-        rows = rows_to_write(saved.tensors, rank)
+        state = self._outer.state_dict(self._world.host_mesh)
+        saved = SavedState.from_dict(state) if state else None
+        rows = rows_to_write(saved.tensors, rank) if saved else {}
         if self._writes:
             inner = rows_to_write(inner_tensors(self._model, self._optimizer), rank)
             rows |= {name: copy_to_host(value) for name, value in inner.items()}
@@ -376,7 +377,7 @@ class Checkpointer:
             step=step,
             tokens=tokens,
             parts={name: part.state_dict() for name, part in self._parts.items()},
-            outer=saved.facts,
+            outer=saved.facts if saved else None,
         )
         self._saving = self._thread.submit(partial(self._write, manifest, rows))
         return time.perf_counter() - started - (self._outer.exposed_seconds - waited)

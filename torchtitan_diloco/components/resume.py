@@ -45,7 +45,6 @@ from torchtitan_diloco.diloco.state_dict import (
     SENT,
     SavedState,
     differences,
-    facts_for_new_worker,
     write_shared,
 )
 from torchtitan_diloco.diloco.streaming import OuterLoop
@@ -323,10 +322,13 @@ def restore(
     shapes = shapes or {name: tuple(shape) for name, shape in of_first.items()}
     _check_model(start, shapes, model)
     inner = inner_tensors(model, optimizer)
-    facts = manifest.outer if reads or not manifest.outer else facts_for_new_worker(manifest.outer)
-    names = [name for name in shapes if reads or not name.startswith(SENT)]
-    saved = SavedState.template(model, facts, names, world.host_mesh)
-    tensors = {name: one for name, one in inner.items() if name in shapes} | saved.tensors
+    tensors = {name: tensor for name, tensor in inner.items() if name in shapes}
+    saved = None
+    if manifest.outer is not None:
+        facts = manifest.outer if reads else manifest.outer.for_new_worker()
+        names = [name for name in shapes if reads or not name.startswith(SENT)]
+        saved = SavedState.template(model, facts, names, world.host_mesh)
+        tensors |= saved.tensors
     if files is not None:
         files.fill(tensors)
         _load_random_states(files, world)
@@ -335,7 +337,7 @@ def restore(
     notes = list[str]()
     if new := sum(name.startswith(OPTIMIZER) for name in inner.keys() - shapes.keys()):
         notes.append(f"optimizer.name was another one: {new} tensors of its state start from zero")
-    if not manifest.outer:
+    if saved is None:
         outer.restart_from_model(manifest.step)
         text = "the saved run had no outer loop: the shared parameters start as its model"
         return [*notes, f"{text}, outer momentum from zero"] if streaming else notes
