@@ -94,6 +94,7 @@ class JobCourse:
             liveness=world.liveness,
             total_steps=self._plan.total_steps,
             seed=self._config.run.seed,
+            streams=world.streams,
         )
 
     def join(self, position: Position, /) -> Place:

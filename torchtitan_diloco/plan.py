@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from torchtitan_diloco.config import Config, from_command_line, load_config
 from torchtitan_diloco.config.loader import CONFIGS_FOLDER, find_config
 from torchtitan_diloco.config.schema import flat_settings, format_value
-from torchtitan_diloco.diloco.link import STREAM_BYTES
+from torchtitan_diloco.diloco.config import MOST_STREAMS, STREAM_BYTES
 from torchtitan_diloco.diloco.schedule import Schedule
 from torchtitan_diloco.log import Parser, UserError, command_line
 
@@ -212,14 +212,18 @@ def _plan(options: argparse.Namespace, config: Config) -> None:
 
 def streams_text(conditions: "Conditions", given: int, ranks: int) -> str:
     """Describe the TCP streams to another worker, and the buffers that they need."""
-    streams, in_flight = conditions.streams(given, ranks), conditions.bytes_in_flight
-    each = in_flight / (streams * ranks)
+    in_flight = conditions.bytes_in_flight
+    streams = ranks * math.ceil(given / ranks)
+    each = in_flight / streams
     text = (
         f"a link to another worker has {quantity(in_flight, 'B')} in flight, {quantity(each, 'B')} "
-        f"in each of {streams} TCP streams of {ranks} ranks (diloco.link.streams)"
+        f"in each of {streams} TCP streams (diloco.link.streams)"
     )
     if each <= STREAM_BYTES:
         return f"{text}, as the default buffers of Linux allow"
+    needed = math.ceil(in_flight / STREAM_BYTES)
+    if needed <= MOST_STREAMS:
+        return f"{text}, more than the default buffers of Linux allow: set it to {needed}"
     most = 2 * math.ceil(each)  # half of a buffer is the window
     return (
         f"{text}; on all machines: sysctl net.ipv4.tcp_rmem='4096 131072 {most}' "

@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Iterator
 from contextlib import closing, nullcontext
-from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -380,7 +379,6 @@ class Trainer:
         config = self.config.diloco
         if config.method == "none":
             return DataParallel(self.model, self.world.workers)
-        config = replace(config, link=replace(config.link, streams=self.world.streams))
         peers = self.course.build_peers()
         return StreamingDiLoCo(self.model, peers, config, optimizer=self.optimizer)
 

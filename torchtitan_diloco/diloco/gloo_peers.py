@@ -42,9 +42,12 @@ class GlooPeers(Peers):
         liveness: Liveness | None = None,
         total_steps: int = 0,
         seed: int = 0,
+        streams: int = 1,
     ) -> None:
-        """The arguments are those of `StreamingDiLoCo`."""
+        """`streams`: TCP connections that the group has to each other worker. The other arguments
+        are those of `StreamingDiLoCo`."""
         self._group, self._shard_group, self._liveness = group, shard_group, liveness
+        self._streams = streams
         self._total_steps, self._seed = total_steps, seed
         self.in_flight: dict[int, InFlight] = {}
         """By fragment, in the order of their sends."""
@@ -126,7 +129,7 @@ class GlooPeers(Peers):
                 largest=max(sizes),
                 device=self._coder,
                 timeout_seconds=link.timeout_seconds,
-                streams=max(1, link.streams),
+                streams=self._streams,
             )
             if self._coder.type == "cuda":
                 self._exchanger.warm_up(sizes)
