@@ -367,9 +367,11 @@ def test_a_config_builds_and_repeats_nothing_that_it_inherits(name: str) -> None
     ("changes", "message"),
     [
         ({"data.mixture": "a=-1 b=1"}, 'data.mixture: the weight of "a" is -1.0'),
-        ({"data.mixture": "a=nan"}, 'the weight of "a" is nan'),
+        ({"data.mixture": "a=nan"}, 'the weight of "a" is "nan": expected a number'),
         ({"data.mixture": "a=0 b=0"}, "all weights are 0"),
         ({"data.mixture": "a"}, "give NAME=VALUE pairs"),
+        ({"data.mixture": "a=1 b=x"}, 'the weight of "b" is "x": expected a number'),
+        ({"data.mixture": "{a = 1, b = true}"}, 'the weight of "b" is true: expected a number'),
         ({"data.phases": "[{start = 1.2, mixture = {a = 1}}]"}, "a phase begins at 1.2 of the run"),
         ({"data.phases": "[{start = 0.2, mixture = {a = -1}}]"}, 'weight of "a" is -1'),
         ({"data.shard_by": "own", "diloco.workers": "2"}, "needs a corpus with {worker}"),

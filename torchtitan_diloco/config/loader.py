@@ -159,8 +159,17 @@ def _convert(key: str, value: Any, *, is_word: bool) -> Any:
             value = tomli.loads(f"items = {value}")["items"]
         except ValueError:
             value = _parse_pairs(value) if is_table(kind) else value
-    converted = convert(value, kind, is_word=is_word)
-    return msgspec.to_builtins(converted) if is_table(kind) else converted
+    if is_table(kind) and isinstance(value, dict):
+        return {name: _convert_weight(name, value[name], is_word=is_word) for name in value}
+    return convert(value, kind, is_word=is_word)
+
+
+def _convert_weight(name: str, value: Any, *, is_word: bool) -> float:
+    try:
+        weight: float = convert(value, float, is_word=is_word)
+    except ValueError as error:
+        raise UserError(f'the weight of "{name}" is {format_value(value)}: {error}') from None
+    return weight
 
 
 def _parse_pairs(text: str) -> dict[str, str]:
