@@ -95,7 +95,6 @@ def test_two_machines_are_compared(tmp_path: Path) -> None:
             assert not variables or nodes.items() <= variables.items()
             written = places[rank] / "outputs/debug-two-machines.toml"
             config = from_command_line(["--config", str(written)])
-            assert config is not None
             assert config.diloco.workers == (2 if variables else 1)
             assert line[line.index("--config") + 1] == "outputs/debug-two-machines.toml"
         texts = [(place / "outputs/debug-two-machines.toml").read_text() for place in places]
@@ -146,7 +145,6 @@ def test_one_machine_answers_alone(tmp_path: Path, capsys: pytest.CaptureFixture
     assert text.startswith("# Written by `compare`: ")
     assert "50 Mbit/s" in text.splitlines()[0]
     config = from_command_line(SMALL)
-    assert config is not None
     compare._check(config, written)  # it may be written again
 
 
@@ -195,7 +193,6 @@ def trials_of(folder: Path) -> list[str]:
 def trial_of(*words: str, vocabulary: int = 320) -> Trial:
     training = [*SMALL, *words]
     config = from_command_line(training)
-    assert config is not None
     return Trial(training, config, workers=2, processes=1, vocabulary=vocabulary)
 
 
@@ -333,7 +330,6 @@ def test_a_preset_that_does_not_fit_into_memory(
 def test_other_code_and_torch_are_named() -> None:
     """Facts are compared by `find_differences`, which has its own tests."""
     config = from_command_line(SMALL)
-    assert config is not None
     told = list[compare.Machine]()
 
     class Other:

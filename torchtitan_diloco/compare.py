@@ -60,8 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options, settings = _parse(words)
         training = ["--config", options.config, "--diloco.workers", str(MACHINES), *settings]
-        if config := from_command_line(training):
-            _compare(options, config, training)  # otherwise --print-config was answered
+        _compare(options, from_command_line(training), training)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return USER_ERROR

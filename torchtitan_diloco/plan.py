@@ -39,8 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         words = list(sys.argv[1:] if arguments is None else arguments)
         if "--failures" in words:
             options, settings = _parse_failures(words)
-            if config := from_command_line(["--config", options.config, *settings]):
-                _plan_failures(options, config)
+            _plan_failures(options, from_command_line(["--config", options.config, *settings]))
             return 0
         options, settings = _parse(words)
         if settings and (options.table or options.presets):
@@ -57,8 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             print(presets_table(options.gpus, options.mfu))
             return 0
-        if config := from_command_line(["--config", options.config, *settings]):
-            _plan(options, config)  # otherwise --print-config was answered
+        _plan(options, from_command_line(["--config", options.config, *settings]))
     except (ValueError, argparse.ArgumentError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -430,9 +430,9 @@ def test_the_timeline_shows_all_phases_of_the_first_eight_workers() -> None:
 @pytest.mark.parametrize(
     ("words", "content", "message"),
     [
-        ("nowhere", b"", "is not a folder: give the folder of a run"),
-        ("run/worker-0/metrics.jsonl", b"", "holds no join string: give the folder of a run"),
-        ("run", None, "has no worker-0/metrics.jsonl"),
+        ("nowhere", b"", "/nowhere: it does not exist; give the folder of a run, such as outputs/"),
+        ("run/worker-0/metrics.jsonl", b"", "it is a file; give the folder of a run, such as"),
+        ("run", None, "it has no worker-0/metrics.jsonl; give the folder"),
         ("run", b"no\nrecord\n", "has no line that is a record of a run"),
         ("run", bytes(range(256)), "has no line that is a record of a run"),
         ("run --out nowhere/a.html", b'{"step": 1}\n', "a.html cannot be written: No such file"),

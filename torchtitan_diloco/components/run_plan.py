@@ -22,7 +22,7 @@ from torchtitan_diloco.hardware import (
     describe_device,
     untested_torch,
 )
-from torchtitan_diloco.log import LOCAL_ISLANDS, UserError, counted, logger
+from torchtitan_diloco.log import LOCAL_ISLANDS, UserError, counted, few_digits, logger
 
 MANY_EPOCHS = 4
 """Times that text can be repeated before it helps much less than new text (arXiv 2305.16264)."""
@@ -131,7 +131,7 @@ def log_plan(
         f"{counted(training.batch_size, 'sequence')} x "
         f"{counted(training.sequence_length, 'token')} = {each} tokens{here}",
         "run": f"{counted(plan.total_steps, 'step')} {steps} = {total_tokens:,} tokens = "
-        f"{total_tokens / plan.parameters:.1f} per parameter, {epochs_text(epochs)}",
+        f"{few_digits(total_tokens / plan.parameters, 1)} per parameter, {epochs_text(epochs)}",
         "memory": f"{plan.parameters:,} parameters x {plan.inner_bytes:.3g} bytes / "
         f"{counted(ranks, 'rank')} = {gib:.2f} GiB a rank for parameters, gradients and "
         "optimizer, without activations",
@@ -149,8 +149,8 @@ def log_plan(
 def epochs_text(epochs: Mapping[str, float]) -> str:
     """Say how often each corpus is read."""
     if len(epochs) == 1:
-        return f"{next(iter(epochs.values())):,.2f} epochs"
-    return ", ".join(f"{name}: {count:,.2f} epochs" for name, count in epochs.items())
+        return f"{few_digits(next(iter(epochs.values())), 2)} epochs"
+    return ", ".join(f"{name}: {few_digits(count, 2)} epochs" for name, count in epochs.items())
 
 
 def _repetition(plan: RunPlan, config: Config, epochs: Mapping[str, float]) -> Iterator[str]:
