@@ -4,10 +4,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchtitan_diloco.components.validation import ValidationResult, open_held_out, validate
 from torchtitan_diloco.config.schema import Model
 from torchtitan_diloco.data.tokenizer import build_tokenizer
+from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.export.hugging_face import save_hugging_face
-from torchtitan_diloco.export.weights import open_weights
+from torchtitan_diloco.export.weights import SavedModel, open_weights
 from torchtitan_diloco.models import Decoder
 
 ROWS, LENGTH, VOCABULARY = 320, 24, 257
@@ -43,3 +45,12 @@ def load(folder: Path, **options: Any) -> Any:
     )
     assert not any(report.values()), "nothing is missing, newly initialised or left over"
     return model
+
+
+def validation_of(saved: SavedModel) -> ValidationResult:
+    """Return what the validation of a training measures, here of a saved model in one process."""
+    if saved.config.model.document_mask:
+        saved.model.end_of_document = saved.tokenizer.end_of_document
+    world = World(rank=0, size=1, workers=1, device=torch.device("cpu"))
+    held_out = open_held_out(saved.config, saved.tokenizer, world, each_worker_has_its_own=False)
+    return validate(saved.model, held_out, world)

@@ -1,7 +1,6 @@
-"""Commands on a trained model: its text, its loss, and its weights for other programs.
+"""Commands on a trained model: its text, and its weights for other programs.
 
 .venv/bin/torchtitan-diloco generate outputs/RUN --prompt "def main("
-.venv/bin/torchtitan-diloco validate outputs/RUN
 .venv/bin/torchtitan-diloco export outputs/RUN --format hf
 """
 
@@ -19,11 +18,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from torchtitan_diloco import __version__
-from torchtitan_diloco.components.optimizer import compute_dtype
-from torchtitan_diloco.components.validation import open_held_out, validate
-from torchtitan_diloco.config import Config, to_toml
+from torchtitan_diloco.config import to_toml
 from torchtitan_diloco.data.text import whole_number
-from torchtitan_diloco.distributed.world import World, pick_device
+from torchtitan_diloco.distributed.world import pick_device
 from torchtitan_diloco.export.hugging_face import TOKENIZER_NAME, WEIGHTS_NAME, save_hugging_face
 from torchtitan_diloco.export.torchtitan import save_torchtitan
 from torchtitan_diloco.export.weights import SavedModel, open_saved
@@ -34,7 +31,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run `generate ...`, `validate ...` or `export ...`, and return the exit status."""
+    """Run `generate ...` or `export ...`, and return the exit status."""
     name, *words = arguments or [""]
     if name not in COMMANDS:
         problem = f"{name} is no command" if name else "a command is missing"
@@ -50,10 +47,7 @@ def main(arguments: Sequence[str]) -> int:
         add("--tokens", type=whole_number, default=100, metavar="N", help="at most N (default 100)")
         add("--temperature", type=float, default=0.8, help="default 0.8; 0: the most likely token")
         add("--seed", type=int, default=0, help="the same seed gives the same text (default 0)")
-    elif name == "validate":
-        add("--corpus", help="as data.validation_corpus (default: what the run held out)")
-        add("--sequences", type=whole_number, help="use the first N (default: as in the run)")
-        add("--batch-size", type=whole_number, help="sequences per batch (default: the run's)")
+        add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU")
     else:
         formats = "safetensors: for another run (default); hf: transformers; torchtitan: its DCP"
         add(
@@ -64,8 +58,6 @@ def main(arguments: Sequence[str]) -> int:
         )
         add("--dtype", choices=DTYPES, default="float32", help="of the weights (float32)")
         add("--out", type=Path, help="folder to write (default RUN/export/step-...-FORMAT)")
-    if name != "export":
-        add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU")
     options = parser.parse_args(words)
     try:
         command(open_saved(options.run, options.step), options)
@@ -141,43 +133,6 @@ def print_text(saved: SavedModel, options: argparse.Namespace) -> None:
     print(text)
 
 
-# --- validate -------------------------------------------------------------------------------------
-
-
-def print_loss(saved: SavedModel, options: argparse.Namespace) -> None:
-    device = pick_device(options.device, 0)
-    world = World(rank=0, size=1, workers=1, device=device)
-    held_out = open_held_out(
-        _chosen_text(saved.config, options), saved.tokenizer, world, each_worker_has_its_own=False
-    )
-    if saved.config.model.document_mask:
-        saved.model.end_of_document = saved.tokenizer.end_of_document
-    dtype = compute_dtype(saved.config.parallel.compute_dtype, device)
-    result = validate(saved.model.to(device, dtype), held_out, world)
-    sequences = sum(corpus.sequences for corpus in held_out)
-    names = ", ".join(corpus.name for corpus in held_out)
-    if len(held_out) > 1:
-        names = ", ".join(f"{name} ({loss:.4f})" for name, loss in result.of_corpora.items())
-    print(saved, file=sys.stderr)
-    print(
-        f"loss {result.loss:.4f}, {result.bits_per_byte:.4f} bits per byte, "
-        f"perplexity {result.perplexity:,.2f} over {result.tokens:,} tokens ({sequences:,} "
-        f"sequences of {saved.config.training.sequence_length:,}) of {names}"
-    )
-
-
-def _chosen_text(config: Config, options: argparse.Namespace) -> Config:
-    """Return the settings of a run, with the text that the command line gives."""
-    data = config.data
-    if options.corpus is not None:
-        data = replace(data, validation_corpus=options.corpus)
-    training = replace(config.training, batch_size=options.batch_size or config.training.batch_size)
-    validation = replace(
-        config.validation, sequences=options.sequences or config.validation.sequences
-    )
-    return replace(config, data=data, training=training, validation=validation)
-
-
 # --- export ---------------------------------------------------------------------------------------
 
 
@@ -239,7 +194,6 @@ def save_for_another_run(folder: Path, saved: SavedModel, dtype: torch.dtype) ->
 
 COMMANDS = {
     "generate": ("Write text with a trained model.", print_text),
-    "validate": ("Print the loss and perplexity of a trained model.", print_loss),
     "export": ("Write a trained model as a folder of weights.", export),
 }
 
