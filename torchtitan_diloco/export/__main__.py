@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchtitan_diloco import __version__
 from torchtitan_diloco.config import to_toml
@@ -25,7 +25,7 @@ from torchtitan_diloco.export.hugging_face import TOKENIZER_NAME, WEIGHTS_NAME, 
 from torchtitan_diloco.export.torchtitan import save_torchtitan
 from torchtitan_diloco.export.weights import SavedModel, open_saved
 from torchtitan_diloco.log import USER_ERROR, Parser, UserError, command_line
-from torchtitan_diloco.models import LanguageModel
+from torchtitan_diloco.models.interface import parameter_counts
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -72,23 +72,26 @@ def main(arguments: Sequence[str]) -> int:
 
 @torch.no_grad()
 def generate(
-    model: LanguageModel,
+    model: nn.Module,
     tokens: Sequence[int],
     *,
     vocab_size: int,
+    sequence_length: int,
     max_new_tokens: int,
     temperature: float = 1.0,
     seed: int = 0,
     stop: int | None = None,
+    document_mask: bool = False,
 ) -> Iterator[int]:
     """Yield the tokens that follow `tokens`, until `stop`, which is excluded.
 
-    Ids from `vocab_size` on only pad the embedding and are never drawn.
+    Ids from `vocab_size` on only pad the embedding and are never drawn. `sequence_length` and
+    `document_mask`: as in training.
     """
     generator, device = torch.Generator().manual_seed(seed), next(model.parameters()).device
     context = list(tokens)
     for _ in range(max_new_tokens):
-        context = context[-model.sequence_length :]
+        context = context[-sequence_length:]
         logits: Tensor = model(
             torch.tensor([context], device=device),
             head=lambda hidden, matrix: F.linear(hidden[0, -1], matrix[:vocab_size]),
@@ -98,7 +101,7 @@ def generate(
         if token == stop:
             return
         yield token
-        if model.config.document_mask and context[-1] == stop:
+        if document_mask and context[-1] == stop:
             context = []  # the token begins a document, which has not seen the end of another
         context.append(token)
 
@@ -123,10 +126,12 @@ def print_text(saved: SavedModel, options: argparse.Namespace) -> None:
         model,
         prompt or [tokenizer.end_of_document],
         vocab_size=tokenizer.vocab_size,
+        sequence_length=saved.config.training.sequence_length,
         max_new_tokens=options.tokens,
         temperature=options.temperature,
         seed=options.seed,
         stop=tokenizer.end_of_document,
+        document_mask=saved.config.model.document_mask,
     )
     text = tokenizer.decode([*prompt, *tokens])
     print(saved, file=sys.stderr)
@@ -144,7 +149,8 @@ def export(saved: SavedModel, options: argparse.Namespace) -> None:
         if any(folder.iterdir()):
             raise UserError(f"{folder} is not empty; choose another folder, or delete this one")
         if options.format == "hf":
-            save_hugging_face(folder, saved.model, saved.tokenizer, dtype)
+            length = saved.config.training.sequence_length
+            save_hugging_face(folder, saved.model, saved.tokenizer, dtype, sequence_length=length)
         elif options.format == "torchtitan":
             save_torchtitan(folder, saved.model, dtype)
         else:
@@ -155,7 +161,7 @@ def export(saved: SavedModel, options: argparse.Namespace) -> None:
         raise UserError(
             f"--out {folder} cannot be written ({error.strerror or error}): choose another folder"
         ) from error
-    count = saved.model.parameter_counts()["total"]
+    count = parameter_counts(saved.model)["total"]
     print(f"{saved}: {count:,} parameters in {options.dtype}, in {folder}")
 
 
