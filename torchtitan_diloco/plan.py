@@ -184,7 +184,8 @@ def _workload(config: Config) -> "Workload":
 
 def _plan(options: argparse.Namespace, config: Config) -> None:
     """Print the ladder, and write the chosen settings if wanted."""
-    from torchtitan_diloco.planner.ladder import climb, ladder_text  # imports torch
+    from torchtitan_diloco.models.interface import blocks_of  # imports torch
+    from torchtitan_diloco.planner.ladder import climb, ladder_text
 
     if config.diloco.workers == 1:
         raise UserError("diloco.workers = 1: there are no links; give --diloco.workers 2 or more")
@@ -195,7 +196,7 @@ def _plan(options: argparse.Namespace, config: Config) -> None:
     link = f"{quantity(conditions.bits_per_second, 'bit/s')}, latency "
     link += f"{quantity(conditions.latency_seconds, 's')} one way, steps of "
     link += quantity(max(conditions.step_seconds), "s")
-    size = f"{load.plan.parameters:,} parameters, {len(load.model.blocks)} layers"
+    size = f"{load.plan.parameters:,} parameters, {len(blocks_of(load.model))} layers"
     print(f"{config.run.name}: {size}, {load.workers} workers x {load.ranks} ranks; {link}\n")
     print(ladder_text(load, conditions, tried, best, options.utilisation))
     if conditions.bytes_in_flight > STREAM_BYTES:

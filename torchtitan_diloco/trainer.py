@@ -67,6 +67,7 @@ from torchtitan_diloco.distributed.world import FSDP, World
 from torchtitan_diloco.export.weights import load_initial_weights, weights_fingerprint
 from torchtitan_diloco.log import UserError, logger
 from torchtitan_diloco.models import build_model, vocabulary_rows
+from torchtitan_diloco.models.interface import describe, flops_per_token, parameter_counts
 from torchtitan_diloco.models.parallelize import materialize, parallelize
 
 OWN_SETTINGS = {"run.folder", "data.cache_folder", "checkpoint.mirror", *MAY_DIFFER} | {
@@ -108,7 +109,7 @@ class Trainer:
         length = config.training.sequence_length
         end = tokenizer.end_of_document
         self.model = build_model(config.model, self.vocab_size, length, end_of_document=end)
-        self.flops_per_token = self.model.flops_per_token(length)
+        self.flops_per_token = flops_per_token(self.model, length)
         self.data = RunData(config, tokenizer, world)
         self._agree()
 
@@ -335,7 +336,7 @@ class Trainer:
     # --- parts ------------------------------------------------------------------------------------
 
     def _build_model(self) -> None:
-        config, device, counts = self.config, self.world.device, self.model.parameter_counts()
+        config, device, counts = self.config, self.world.device, parameter_counts(self.model)
         start_step, start_tokens = counted_before(config, self.start.manifest)
         self.plan = plan_run(
             config.training,
@@ -346,7 +347,7 @@ class Trainer:
             start_tokens=start_tokens,
             muon=config.optimizer.name == "muon",
         )
-        model = f"{config.model.flavor}, {self.model.shape}, vocabulary {self.vocab_size:,}"
+        model = f"{config.model.flavor}, {describe(self.model)}, vocabulary {self.vocab_size:,}"
         data = f"{self.data.description}, tokenizer {self.tokenizer.name}"
         epochs = self.data.epochs(self.plan, self.data.position, self.plan.total_steps)
         log_plan(self.plan, config, self.world, model, data, epochs)  # before memory is allocated
@@ -401,7 +402,7 @@ class Trainer:
         weights = weights_fingerprint("" if self.start.manifest else self.config.model.weights)
         facts |= {"tokenizer": self.tokenizer.fingerprint, "model.weights": weights}
         code = [PACKAGE / name for name in COMPUTES]
-        model = sys.modules[type(self.model).__module__]  # MODELS may have those of other packages
+        model = sys.modules[type(self.model).__module__]  # FLAVORS may have those of other packages
         source = getattr(model, "__file__", None)  # that of an interactive session has none
         if source and not model.__name__.startswith(f"{__package__}."):
             code.append(Path(source))

@@ -108,10 +108,6 @@ class ValidationResult(NamedTuple):
     of_corpora: dict[str, float]
     """Losses by the names of the corpora."""
 
-    @property
-    def perplexity(self) -> float:
-        return math.exp(self.loss) if self.loss < 700 else math.inf
-
 
 def validate(model: nn.Module, held_out: Sequence[HeldOut], world: World) -> ValidationResult:
     """Return the loss of the model. Every rank must have the same number of batches."""

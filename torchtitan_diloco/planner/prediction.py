@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import nn
 
 from torchtitan_diloco.components.metrics import all_reduce_bytes
 from torchtitan_diloco.components.run_plan import RunPlan, plan_run
@@ -38,7 +39,8 @@ from torchtitan_diloco.diloco.schedule import build_schedule
 from torchtitan_diloco.diloco.transport import header_bytes
 from torchtitan_diloco.hardware import GIB, PEAK_BF16_FLOPS
 from torchtitan_diloco.log import UserError, clock, markdown_table
-from torchtitan_diloco.models import LanguageModel, build_model
+from torchtitan_diloco.models import build_model
+from torchtitan_diloco.models.interface import flops_per_token, parameter_counts
 
 STEADY_ROUNDS = 30
 """Simulated rounds of every fragment in the steady state."""
@@ -245,7 +247,7 @@ def predict_data_parallel(buckets: Sequence[int], conditions: Conditions) -> Pre
 class Workload:
     """Model and length of a run, for which any settings of the outer loop can be predicted."""
 
-    model: LanguageModel
+    model: nn.Module
     """On the meta device."""
     plan: RunPlan
     workers: int
@@ -256,7 +258,7 @@ class Workload:
     def of(config: Config, vocabulary: int) -> "Workload":
         workers, ranks = config.diloco.workers, max(1, config.parallel.fsdp)
         model = build_model(config.model, vocabulary, config.training.sequence_length)
-        counts = model.parameter_counts()
+        counts = parameter_counts(model)
         plan = plan_run(config.training, workers * ranks, counts["total"], counts["embedding"])
         return Workload(model, plan, workers, ranks)
 
@@ -299,7 +301,7 @@ def presets_table(gpus: int, mfu: float) -> str:
         plan, workers = load.plan, load.workers
         each = plan.inner_bytes + state_bytes(config.diloco)
         tokens = plan.total_steps * plan.tokens_per_step
-        flops = load.model.flops_per_token(config.training.sequence_length) * tokens
+        flops = flops_per_token(load.model, config.training.sequence_length) * tokens
         seconds = flops / (workers * gpus * PEAK_BF16_FLOPS[GPU] * mfu)
         sent = load.predict(config.diloco, Conditions(math.inf, (1.0,) * workers))
         cells = [
