@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from torchtitan_diloco.log import UserError
 from torchtitan_diloco.planner.failures import Fleet, Outlook, Rules, elastic, islands, one_job
-from torchtitan_diloco.report.charts import LIGHT, STYLE, series_colour, short_number
+from torchtitan_diloco.report.charts import BLUE, STYLE, SVG, series_colour, short_number
 
 
 def write_plot(path: Path, fleet: Fleet, rules: Sequence[Rules]) -> None:
@@ -19,7 +19,7 @@ def write_plot(path: Path, fleet: Fleet, rules: Sequence[Rules]) -> None:
     intervals = np.geomspace(60, max(86_400, 10 * best.interval), 100)
     ways: list[Callable[..., Outlook]] = [one_job, elastic]
     ways += [partial(islands, rules=each) for each in rules]
-    with rc_context(STYLE | {"svg.fonttype": "none", "svg.hashsalt": "failures"}):
+    with rc_context(STYLE | SVG):
         figure = Figure((7, 4), layout="constrained")
         label = "minutes between checkpoints"
         axes = figure.add_subplot(xscale="log", yscale="log", xlabel=label)
@@ -27,9 +27,9 @@ def write_plot(path: Path, fleet: Fleet, rules: Sequence[Rules]) -> None:
         for number, way in enumerate(ways):
             found = [way(fleet, interval=interval) for interval in intervals.tolist()]
             lost = [100 * (1 - outlook.goodput) for outlook in found]
-            colour = LIGHT[series_colour(number)]
+            colour = series_colour(number)
             axes.plot(intervals / 60, lost, color=colour, label=found[0].name)
-        axes.plot(best.interval / 60, 100 * (1 - best.goodput), "o", color=LIGHT["series-1"])
+        axes.plot(best.interval / 60, 100 * (1 - best.goodput), "o", color=BLUE)
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_formatter(short_number)
         axes.grid(axis="y")
