@@ -27,7 +27,7 @@ from torchtitan_diloco.diloco.meeting import agree, broadcast_object, check_grou
 from torchtitan_diloco.diloco.peers import Apply, Peers, Send, close, local_share
 from torchtitan_diloco.diloco.round import InFlight, Round, Traffic
 from torchtitan_diloco.diloco.schedule import is_dropped, is_measured
-from torchtitan_diloco.diloco.state_dict import Facts, SavedState
+from torchtitan_diloco.diloco.state_dict import OuterFacts, SavedState
 from torchtitan_diloco.diloco.transport import Header
 from torchtitan_diloco.diloco.vitals import DROPPED, HUNG, STOPPED, WENT_WRONG, Report
 from torchtitan_diloco.log import UserError
@@ -263,22 +263,28 @@ class GlooPeers(Peers):
 
     # --- restart ----------------------------------------------------------------------------------
 
-    def save(self, facts: Facts, mesh: DeviceMesh | None) -> SavedState:
+    def save(self, facts: OuterFacts, mesh: DeviceMesh | None) -> SavedState:
         started = time.perf_counter()
         for round_, exchanged in self.in_flight.values():
             self._wait(round_, exchanged)
         self.meter.waited(time.perf_counter() - started)
         rounds = {index: round_ for index, (round_, _) in self.in_flight.items()}
-        facts["in_flight"] = list(rounds)
         return saving.save(self.states, self._weights, rounds, facts, mesh)
 
     def load(self, saved: SavedState) -> list[str]:
         share = partial(local_share, self.config.overlap.mixing_at(self.progress))
         facts, in_flight, notes = saving.load(self.states, saved, self.config, share)
-        self._weights = [record["weight"] for record in facts]
+        self._weights = [fragment.weight for fragment in facts]
         for index in in_flight:
-            number = self.schedule.outer_round(index, facts[index]["sent_step"])
-            round_ = Round.loaded(index, number, self.states[index].values, facts[index])
+            fragment = facts[index]
+            round_ = Round.loaded(
+                index,
+                self.schedule.outer_round(index, fragment.sent_step),
+                self.states[index].values,
+                sent_step=fragment.sent_step,
+                participants=fragment.participants,
+                flags=fragment.flags,
+            )
             self.in_flight[index] = round_, self.background.submit(lambda: None)
         return notes
 

@@ -55,7 +55,8 @@ class World:
     saving: dist.ProcessGroup | None = None
     """All ranks, on the CPU, only for the thread that writes checkpoints."""
     host_mesh: DeviceMesh | None = None
-    """1-d, the ranks of this worker on the CPU, for the same thread."""
+    """1-d, the ranks of this worker on the CPU, which says how saved tensors are sharded. Nothing is
+    sent over it."""
     streams: int = 1
     """TCP streams of the group between workers, from this rank to each other worker."""
 
@@ -164,8 +165,8 @@ def join_world(
         saving = _own_group(grid.view(1, size), "gloo", SAVING_TIMEOUT_SECONDS)
         liveness = _watch(grid, rank)
     inside = _own_group(grid, inner_backend, inner_timeout, chosen)
-    own_ranks, row = _own_group(grid, "gloo", SAVING_TIMEOUT_SECONDS), rank // ranks_per_worker
-    host_mesh = DeviceMesh.from_group(own_ranks, "cpu", mesh=grid[row], mesh_dim_names=(FSDP,))
+    shards = _own_group(grid, "gloo", link.timeout_seconds)
+    row = grid[rank // ranks_per_worker]
     return World(
         rank,
         size,
@@ -176,9 +177,9 @@ def join_world(
         ),
         control=control,
         liveness=liveness,
-        shards=_own_group(grid, "gloo", link.timeout_seconds) if ranks_per_worker > 1 else None,
+        shards=shards if ranks_per_worker > 1 else None,
         saving=saving,
-        host_mesh=host_mesh,
+        host_mesh=DeviceMesh.from_group(shards, "cpu", mesh=row, mesh_dim_names=(FSDP,)),
         streams=streams,
     )
 
