@@ -200,10 +200,12 @@ def test_the_printed_numbers_are_those_of_the_printed_formula(
         assert float(kept.strip(" %")) == pytest.approx(100 * expected, abs=0.05)
 
 
-def seconds_of(clock: str) -> int:
-    """Return the seconds of `2d 3:04:05`."""
-    days, _, rest = clock.strip().rpartition("d ")
-    hours, minutes, seconds = map(int, rest.split(":"))
+def seconds_of(time: str) -> float:
+    """Return the seconds of `2d 3:04:05`, or of `15.5 s`."""
+    if time.strip().endswith(" s"):
+        return float(time.strip().removesuffix(" s"))
+    days, _, clock = time.strip().rpartition("d ")
+    hours, minutes, seconds = map(int, clock.split(":"))
     return 86_400 * int(days or 0) + 3600 * hours + 60 * minutes + seconds
 
 

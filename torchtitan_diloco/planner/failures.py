@@ -185,7 +185,7 @@ every     = MTBF / chips, of islands x their number M
 for       = one job: detect + restart; elastic: detect + rejoin; islands: all three
 lost      = one job: (T + S) / 2; elastic: 0; islands: (H + tau) / 2 steps
 T         = one job: sqrt(2 S every) x (1 + sqrt(s) / 3 + s / 9) - S, s = S / (2 every)
-            (Young, Daly); others: {RARE} x S; or --checkpoint
+            (Young, Daly; every, if S is twice as long); others: {RARE} x S; or --checkpoint
 waiting   = islands: (M - 1) / (every + for) x {SILENT:g} s (or for, if shorter),
             0 if tau steps take as long as the grace
 quorum    = probability that a quorum of M islands trains, each with every / (every + for)"""
@@ -197,10 +197,10 @@ def outlooks_text(found: Sequence[Outlook], chosen: Outlook) -> str:
         [
             f"* {outlook.name}" if outlook is chosen else outlook.name,
             f"{100 * outlook.goodput:.2f} %",
-            clock(outlook.every),
-            clock(outlook.pause),
-            clock(outlook.lost),
-            clock(outlook.interval) if outlook.interval else "any time",
+            _time(outlook.every),
+            _time(outlook.pause),
+            _time(outlook.lost),
+            _time(outlook.interval) if outlook.interval else "any time",
             "-" if outlook.waiting is None else f"{100 * outlook.waiting:.2f} %",
             "-" if outlook.quorate is None else f"{100 * outlook.quorate:.2f} %",
         ]
@@ -208,3 +208,7 @@ def outlooks_text(found: Sequence[Outlook], chosen: Outlook) -> str:
     ]
     columns = "training as, kept time, every, for, lost, checkpoint every, waiting, quorum"
     return f"{markdown_table(columns.split(', '), rows)}\n\n{FORMULAS}"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds < 60 else clock(seconds)
