@@ -163,19 +163,20 @@ class Worker(Trainer):
 
 def record_inputs(path: Path) -> None:
     """Write all that the judge is told, a JSON object in a line."""
-    file, hear = path.open("w", buffering=1), Judge.hear
+    file = path.open("w", buffering=1)
+    hear = Judge.hear
 
     def short(value: float) -> float:
         return float(f"{value:.3g}")
 
     def heard(judge: Judge, observed: Observation) -> list[Verdict]:
-        seen = {
+        told: dict[str, Any] = {"step": observed.step, "now": round(observed.now, 2)}
+        if observed.cycle is not None:
+            told["cycle"] = round(observed.cycle, 3)
+        told["seen"] = {
             who: [*map(short, one.vitals[:-1]), [*map(short, one.vitals.transfers)], *one[1:]]
             for who, one in observed.reports.items()
         }
-        told = {"step": observed.step, "now": round(observed.now, 2), "seen": seen}
-        if observed.cycle is not None:
-            told["cycle"] = round(observed.cycle, 3)
         file.write(json.dumps(told) + "\n")
         return hear(judge, observed)
 
