@@ -31,8 +31,7 @@ from torchtitan_diloco.components.checkpoint import Checkpointer
 from torchtitan_diloco.components.records import read_json_lines
 from torchtitan_diloco.data.loader import Batch
 from torchtitan_diloco.diagnosis.kinds import Verdict
-from torchtitan_diloco.diagnosis.verdicts import Judge
-from torchtitan_diloco.diloco.vitals import Report
+from torchtitan_diloco.diagnosis.verdicts import Judge, Observation
 from torchtitan_diloco.islands import IslandPeers, connection, leader
 from torchtitan_diloco.trainer import Trainer
 
@@ -164,29 +163,24 @@ class Worker(Trainer):
 
 def record_inputs(path: Path) -> None:
     """Write all that the judge is told, a JSON object in a line."""
-    file, note, miss = path.open("w", buffering=1), Judge.note, Judge.miss
-    Seen = Mapping[str, Report]
+    file = path.open("w", buffering=1)
+    hear = Judge.hear
 
-    def write(seen: Seen, step: int, now: float, **more: float) -> None:
-        def short(value: float) -> float:
-            return float(f"{value:.3g}")
+    def short(value: float) -> float:
+        return float(f"{value:.3g}")
 
-        told = {
+    def heard(judge: Judge, observed: Observation) -> list[Verdict]:
+        told: dict[str, Any] = {"step": observed.step, "now": round(observed.now, 2)}
+        if observed.cycle is not None:
+            told["cycle"] = round(observed.cycle, 3)
+        told["seen"] = {
             who: [*map(short, one.vitals[:-1]), [*map(short, one.vitals.transfers)], *one[1:]]
-            for who, one in seen.items()
+            for who, one in observed.reports.items()
         }
-        file.write(json.dumps({"step": step, "now": round(now, 2), **more, "seen": told}) + "\n")
+        file.write(json.dumps(told) + "\n")
+        return hear(judge, observed)
 
-    def noted(judge: Judge, seen: Seen, step: int, cycle: float, now: float) -> list[Verdict]:
-        write(seen, step, now, cycle=round(cycle, 3))
-        return note(judge, seen, step, cycle, now)
-
-    def missed(judge: Judge, seen: Seen, step: int, now: float) -> list[Verdict]:
-        write(seen, step, now)
-        return miss(judge, seen, step, now)
-
-    setattr(Judge, "note", noted)  # noqa: B010 - observed
-    setattr(Judge, "miss", missed)  # noqa: B010
+    setattr(Judge, "hear", heard)  # noqa: B010 - observed
 
 
 def run_worker(job: Job, notes: Path, history: Path) -> None:

@@ -22,14 +22,14 @@ from torchtitan_diloco.diloco.config import MAY_DIFFER, DiLoCoConfig, diloco_mis
 from torchtitan_diloco.diloco.exchange import Exchange, bytes_from_each
 from torchtitan_diloco.diloco.fields import check_class, flat_settings, raise_mistakes
 from torchtitan_diloco.diloco.fragments import describe_layout, local_of
-from torchtitan_diloco.diloco.liveness import Answer, Liveness
+from torchtitan_diloco.diloco.liveness import Liveness
 from torchtitan_diloco.diloco.meeting import agree, broadcast_object, check_group, check_model
 from torchtitan_diloco.diloco.peers import Apply, Peers, Send, close, local_share
 from torchtitan_diloco.diloco.round import InFlight, Round, Traffic
 from torchtitan_diloco.diloco.schedule import is_dropped, is_measured
 from torchtitan_diloco.diloco.state_dict import OuterFacts, SavedState
 from torchtitan_diloco.diloco.transport import Header
-from torchtitan_diloco.diloco.vitals import DROPPED, HUNG, STOPPED, WENT_WRONG, Report
+from torchtitan_diloco.diloco.vitals import DROPPED, STUCK, WENT_WRONG, Report, Signs
 from torchtitan_diloco.log import UserError
 
 
@@ -201,7 +201,12 @@ class GlooPeers(Peers):
             usual = f", whose steps took {said.vitals.step:.3g} s" if said.vitals.step else ""
             if why:
                 answer = answers.get(worker)
-                why = _settle(why, answer, said.vitals.step or self.vitals().step)
+                step = said.vitals.step or self.vitals().step
+                # Without an answer its process or its machine has stopped, or all of its link.
+                signs = Signs(answers=False)
+                if answer is not None:
+                    signs = answer.signs(step, is_stuck=why == STUCK)
+                why = signs.absent
                 what += f", and {answer or 'it does not answer'}"
             lines.append(f"worker {worker}{usual}: {what}")
             if why:
@@ -295,15 +300,3 @@ class GlooPeers(Peers):
         self._watching.wait(self.background.submit(lambda: None))
         self.in_flight.clear()
         self._weights = [0.0] * len(self.states)
-
-
-def _settle(why: str, answer: Answer | None, usual: float) -> str:
-    """Return why a worker is missing, given its answer. `usual`: seconds of a step.
-
-    Without an answer its process or its machine has stopped, or all of its link.
-    """
-    if answer is None:
-        return STOPPED
-    if answer.hangs(usual):
-        return HUNG
-    return "" if why == STOPPED else why
