@@ -119,14 +119,14 @@ def find_sources(folders: Sequence[Path]) -> list[Source]:
 def common_facts(saved: SavedModel) -> dict[str, object]:
     """Return what all runs that are compared have in common, by what it is called."""
     config, manifest = saved.config, read_manifest(saved.path)
-    fingerprints: Mapping[str, str] = manifest.data["corpora"]
+    fingerprints: Mapping[str, str] = manifest.parts["data"]["identity"]["corpora"]
 
     def mixed(weights: Weights) -> dict[str, int]:
         turns = turns_of(weights).items()  # of the tokens, as folders may have other names
         return {fingerprints[name]: turn for name, turn in turns if turn}
 
     return {
-        "tokens": manifest.state.tokens,
+        "tokens": manifest.tokens,
         "model": config.model,
         "optimizer": config.optimizer.name,
         "tokenizer": saved.tokenizer.fingerprint,
@@ -259,7 +259,7 @@ def measure(source: Source, count: int, steps: int) -> core.Record:
         "commit": commit(),
         "command": " ".join([".venv/bin/python -m benchmarks.downstream", *sys.argv[1:]]),
         "parameters": parameter_counts(saved.model)["total"],
-        "tokens": read_manifest(saved.path).state.tokens,
+        "tokens": read_manifest(saved.path).tokens,
         "loss": loss,
         "chance": {task: 1 / len(examples[0].choices) for task, examples in tests.items()},
         **dict(zip(PHASES, (before, after), strict=True)),

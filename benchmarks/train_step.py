@@ -76,7 +76,7 @@ def build_trainer_loop(config: Config) -> tuple[Trainer, Batches, Loop]:
     parts = world, None, trainer.plan, trainer.outer
     telemetry = Telemetry(config.metrics, *parts, step=0, flops_per_token=flops)
     trainer.begin()
-    batches = telemetry.timed(trainer.loader)
+    batches = telemetry.timed(trainer.data.loader)
 
     def step() -> None:
         telemetry.measure(lambda: trainer.train_step(batches))

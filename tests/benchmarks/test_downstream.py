@@ -230,7 +230,7 @@ def test_the_command_compares_three_models_and_repeats_nothing(
     manifests = [
         read_manifest(one.path) for one in map(open_saved, sorted(runs.glob("out/**/run")))
     ]
-    reported = [one.state.validated[1] for one in manifests if one.state.validated]
+    reported = [manifest.parts["validator"]["validated"][1] for manifest in manifests]
     assert losses[:2] == pytest.approx(reported[::-1]), "those of the runs' own validation"
     assert losses[2] != losses[1]
 

@@ -166,9 +166,11 @@ def test_the_evaluation_harness_measures_the_same(
 @pytest.mark.parametrize(
     ("command", "arguments", "message"),
     [
-        ("export", "nowhere", r"nowhere does not exist: name the folder of a run"),
+        ("export", "nowhere", r"/nowhere: it does not exist; give the folder of a run, such as"),
+        ("generate", "full", r"there is no run in .*/full: it has no worker-0, and no manifest"),
+        ("generate", "full/file", r"there is no run in .*/full/file: it is a file; give the"),
         ("generate", "outputs", r"outputs has 3 runs in it: name one, such as outputs/last$"),
-        ("generate", "empty", r"empty has no complete checkpoint: name .* checkpoint.every"),
+        ("generate", "empty", r"empty has no complete checkpoint: a run saves if checkpoint.every"),
         ("generate", "run --step 7", r"--step 7: .*run has no checkpoint .* it has 4, 8, 12, 16"),
         ("export", "run/worker-0/step-00000008 --step 16", r"--step 16: .* step; it has 8"),
         ("generate", "run --temperature nan", r"--temperature nan: give"),
@@ -187,8 +189,8 @@ def test_a_mistake_is_one_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in ("empty", "full"):
-        Path(name).mkdir()
+    for name in ("empty/worker-0", "full"):
+        Path(name).mkdir(parents=True)
     Path("full/file").touch()
     Path("run").symlink_to(trained)
     for time, name in enumerate(("of-islands/island-1", "last", "first")):

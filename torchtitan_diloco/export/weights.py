@@ -44,7 +44,7 @@ from torchtitan_diloco.export.torchtitan import (
     settings_of_checkpoint,
     torchtitan_names,
 )
-from torchtitan_diloco.log import UserError, logger
+from torchtitan_diloco.log import UserError, logger, no_run
 from torchtitan_diloco.models import build_model, vocabulary_rows
 from torchtitan_diloco.models.decoder import shape_of
 from torchtitan_diloco.models.interface import copy_shard
@@ -108,11 +108,11 @@ def find_checkpoint(run: Path, step: int | None = None) -> Path:
         if not islands and (runs := _runs_in(path)):
             count = f"{len(runs)} run{'s' * (len(runs) > 1)}"
             raise UserError(f"{run} has {count} in it: name one, such as {run / runs[-1]}")
-        problem = "is a file" if path.is_file() else "does not exist"
-        problem = "has no complete checkpoint" if path.is_dir() else problem
+        if not (workers or islands):
+            raise no_run(path, f"worker-0, and no {MANIFEST} of a checkpoint")
         raise UserError(
-            f"{run} {problem}: name the folder of a run or of a checkpoint; a run saves if "
-            "checkpoint.every, checkpoint.every_minutes or checkpoint.at_end is set"
+            f"{run} has no complete checkpoint: a run saves if checkpoint.every, "
+            "checkpoint.every_minutes or checkpoint.at_end is set"
         )
     if step is not None and step not in found:
         steps = ", ".join(map(str, found))

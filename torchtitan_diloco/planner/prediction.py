@@ -25,10 +25,15 @@ from torchtitan_diloco.components.run_plan import RunPlan, plan_run
 from torchtitan_diloco.config.loader import load_config, shipped_configs
 from torchtitan_diloco.config.schema import Config
 from torchtitan_diloco.diloco.codecs import build_codec
-from torchtitan_diloco.diloco.config import Beginning, DiLoCoConfig, Fragments, Quantization
+from torchtitan_diloco.diloco.config import (
+    STREAM_BYTES,
+    Beginning,
+    DiLoCoConfig,
+    Fragments,
+    Quantization,
+)
 from torchtitan_diloco.diloco.exchange import bytes_from_each, chunk_and_window, slice_owners
 from torchtitan_diloco.diloco.fragments import build_fragments
-from torchtitan_diloco.diloco.link import STREAM_BYTES, streams_needed
 from torchtitan_diloco.diloco.outer_state import state_bytes
 from torchtitan_diloco.diloco.schedule import build_schedule
 from torchtitan_diloco.diloco.transport import header_bytes
@@ -89,10 +94,6 @@ class Conditions:
         rate = self.bits_per_second / 8 / max(1, self.workers - 1)
         return rate * 2 * self.latency_seconds if self.latency_seconds else 0.0
 
-    def streams(self, given: int, ranks: int) -> int:
-        """Return the TCP streams from each rank to each other worker: as given, or as needed."""
-        return given or math.ceil(streams_needed(8 * self.bytes_in_flight, 1.0) / ranks)
-
 
 class Prediction(NamedTuple):
     """Means over workers."""
@@ -126,7 +127,7 @@ def predict(
     """
     beginning = Beginning() if steps is None else diloco.beginning.in_steps(steps)
     schedule = build_schedule(replace(diloco, beginning=beginning), len(fragments))
-    streams = conditions.streams(diloco.link.streams, ranks)
+    streams = math.ceil(diloco.link.streams / ranks)
     exchanges = [
         predict_exchange(values, max(fragments), diloco.quantization, conditions, ranks, streams)
         for values in fragments
