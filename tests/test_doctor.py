@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from tests.conftest import REPOSITORY
+from tests.diloco.toy import fused
 from tests.islands.servers import Listener, free_port, need_server, running_server, wait_until
 from tests.islands.written import FACTS
 from torchtitan_diloco import doctor, hardware, link
@@ -25,17 +26,21 @@ from torchtitan_diloco.data.prepare import prepare
 from torchtitan_diloco.data.text import open_corpus
 from torchtitan_diloco.data.tokenizer import build_tokenizer
 from torchtitan_diloco.diloco import arithmetic
+from torchtitan_diloco.diloco.codecs import base
+from torchtitan_diloco.hardware import describe_machine
 from torchtitan_diloco.islands.config import Join
+from torchtitan_diloco.islands.copies import named
 from torchtitan_diloco.islands.log import State
 from torchtitan_diloco.islands.records import encode
 from torchtitan_diloco.islands.server_folder import find_server
+from torchtitan_diloco.log import UserError
 
 need_server()
 
 MACHINE = ["versions", "processor", "GPU", "interfaces", "arithmetic"]
 ADDRESS = ["name", "route", "port"]
 ISLANDS = [*ADDRESS, "TLS and password", "clock", "packets", "rate", "run"]
-ENDPOINT = [*ADDRESS, "rendezvous", "packets", "rate"]
+ENDPOINT = [*ADDRESS, "rendezvous", "packets", "rate", "arithmetic of both"]
 
 Examine = Callable[..., str]
 """Calls the doctor with hops that are reached, and arguments, and returns the line of a failure."""
@@ -65,10 +70,15 @@ def examine(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
     return run
 
 
+def refuse(*_: object) -> None:
+    raise UserError("an average: use another GPU")
+
+
 def test_this_machine(examine: Examine, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not examine([])
-    monkeypatch.setattr(arithmetic, "find_difference", lambda _: "an average")
-    assert "arithmetic: an average: use another machine" in examine([])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(arithmetic, "check_device", refuse)
+    assert "arithmetic: an average: use another GPU" in examine([])
 
 
 def test_versions_say_if_torch_is_newer_than_those_tested(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,15 +111,17 @@ def test_a_server_and_its_run(examine: Examine, server: Join, tmp_path: Path) ->
     file.write_text(str(server))
     assert not examine(ISLANDS, "--join", str(file))
     with running_server(tmp_path / "server") as found, Listener(found.join, "a") as island:
+        mine = named(arithmetic.compute_all(["int8", "sgd"]))
         same, other = (
-            msgspec.structs.replace(FACTS, fingerprints={"arithmetic": theirs})
-            for theirs in (arithmetic.IDENTITY, "another")
+            msgspec.structs.replace(FACTS, fingerprints=theirs)
+            for theirs in (mine, mine | {"arithmetic.average-of-int8": "another"})
         )
         island.connection.append(encode(same))
         island.read_to(1)
         assert not examine(ISLANDS, "--join", str(found.join))
         island.connection.store_state(State(facts=other).encode())  # of a long run
-        assert "its arithmetic is another: install" in examine(ISLANDS, "--join", str(found.join))
+        failure = examine(ISLANDS, "--join", str(found.join))
+        assert "arithmetic.average-of-int8: another there (its islands), " in failure
 
 
 def test_a_wrong_clock_and_a_wrong_password(
@@ -188,6 +200,14 @@ def test_two_doctors_measure_the_link(examine: Examine) -> None:
         assert other.stdout is not None
         assert f":{port}`" in other.stdout.readline()
         assert not examine(ENDPOINT, "--endpoint", f"127.0.0.1:{port}")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(base, "add_to_mean", fused)
+            arithmetic.compute.cache_clear()
+            failure = examine(ENDPOINT, "--endpoint", f"127.0.0.1:{port}")
+            arithmetic.compute.cache_clear()
+        assert "arithmetic of both: the machines compute other bits" in failure
+        usual = arithmetic.compute("int8")["average of int8"]
+        assert f"average of int8: {usual} there ({describe_machine()}), " in failure
         other.send_signal(signal.SIGINT)
         assert other.wait() == 0
     finally:

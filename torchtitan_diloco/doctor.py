@@ -23,6 +23,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TypeAlias
 
+import msgspec
 import torch
 import torch.distributed as dist
 
@@ -30,14 +31,17 @@ from torchtitan_diloco import __version__
 from torchtitan_diloco.data.shards import find_damage
 from torchtitan_diloco.diloco import arithmetic
 from torchtitan_diloco.diloco.config import MOST_STREAMS, Link
+from torchtitan_diloco.diloco.meeting import find_differences
 from torchtitan_diloco.hardware import (
     GIB,
     available_cores,
     available_memory_bytes,
+    describe_machine,
     interfaces,
     untested_torch,
 )
 from torchtitan_diloco.islands.config import Join, explain
+from torchtitan_diloco.islands.copies import ARITHMETIC, named
 from torchtitan_diloco.islands.log import State
 from torchtitan_diloco.islands.session import open_session, stream_of, subject_of
 from torchtitan_diloco.islands.wire import Wire
@@ -47,6 +51,7 @@ from torchtitan_diloco.link import (
     PINGS,
     Sender,
     Stream,
+    ask,
     listen,
     measure,
     ping,
@@ -156,12 +161,37 @@ def _gpus() -> str:
 
 
 def _arithmetic() -> str:
-    devices = [torch.device("cpu"), *[torch.device("cuda")] * torch.cuda.is_available()]
-    for device in devices:
-        if difference := arithmetic.find_difference(device):
-            raise UserError(f"{difference}: use another machine, or another torch or Triton")
-    kinds = " and ".join(device.type for device in devices)
-    return f"on {kinds} the same bits as on all machines ({arithmetic.IDENTITY})"
+    digest = arithmetic.short_digest(arithmetic.compute_all())
+    if torch.cuda.is_available():
+        arithmetic.check_device(torch.device("cuda"))
+        digest += ", on CPU and GPU"
+    return f"{digest}; machines that train together have the same digest"
+
+
+def _message() -> bytes:
+    """Return what another doctor compares with its own machine."""
+    return msgspec.msgpack.encode((describe_machine(), arithmetic.compute_all()))
+
+
+def _compare_arithmetic(host: str, port: int) -> str:
+    """Compare the arithmetic of this machine with that of another one, whose doctor listens."""
+    try:
+        message = msgspec.msgpack.decode(ask(host, port), type=tuple[str, arithmetic.Results])
+    except msgspec.DecodeError as error:
+        raise UserError("the other doctor is of another version: install the same one") from error
+    machine, theirs = message
+    check_arithmetic(arithmetic.compute_all(), theirs, machine)
+    return f"{arithmetic.short_digest(theirs)} here and on {machine}"
+
+
+def check_arithmetic(mine: arithmetic.Results, theirs: arithmetic.Results, there: str) -> None:
+    """Raise a UserError that names the operations of which the results differ."""
+    both = {f"there ({there})": theirs, f"here ({describe_machine()})": mine}
+    if differences := find_differences(both):
+        raise UserError(
+            "the machines compute other bits, so their shared copies would differ; use another "
+            f"machine, or another torch (here {torch.__version__}): {'; '.join(differences)}"
+        )
 
 
 # --- a corpus -------------------------------------------------------------------------------------
@@ -205,6 +235,7 @@ def endpoint_hops(host: str, port: int, streams: int) -> Iterable[Hop]:
         connect = partial(Sender, host, port)
         yield "packets", lambda: _packets(connect)
         yield "rate", lambda: _rates(connect, streams)
+        yield "arithmetic of both", lambda: _compare_arithmetic(host, port)
 
 
 def _dial_store(host: str, port: int) -> str:
@@ -253,7 +284,7 @@ def _listen(endpoint: tuple[str, int] | None) -> int:
     host, port = endpoint or ("localhost", 29500)
 
     try:
-        server = listen("" if host == "localhost" else host, port)
+        server = listen("" if host == "localhost" else host, port, text=_message())
     except OSError as error:
         raise UserError(f"port {port}: {error.strerror}; end what listens there") from error
     other = f"{command_line('doctor')} --endpoint {socket.gethostname()}:{port}"
@@ -327,8 +358,13 @@ def _run(join: Join) -> str:
             state.read(1, first)
     if state.facts is None:
         return "no island has begun it"
-    if (theirs := state.facts.fingerprints.get("arithmetic")) != arithmetic.IDENTITY:
-        raise UserError(f"its arithmetic is {theirs}: install the version of its islands")
+    facts = state.facts.fingerprints
+    theirs = {key: value for key, value in facts.items() if key.startswith(ARITHMETIC)}
+    if not theirs:
+        raise UserError("its islands are of another version: install the same one")
+    results = named(arithmetic.compute_all())
+    mine = {key: value for key, value in results.items() if key in theirs}
+    check_arithmetic(mine, theirs, "its islands")
     return f"{state.facts.slots} slots; its islands have the same arithmetic"
 
 

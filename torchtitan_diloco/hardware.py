@@ -4,6 +4,7 @@ import ctypes
 import fcntl
 import math
 import os
+import platform
 import resource
 import signal
 import socket
@@ -84,6 +85,17 @@ def peak_flops(device: "torch.device") -> float | None:
         return None
     name = torch.cuda.get_device_name(device)
     return next((flops for key, flops in PEAK_BF16_FLOPS.items() if key in name), None)
+
+
+def describe_machine() -> str:
+    """Return the name of this machine, its instruction set, and its GPU if this process uses it."""
+    import torch
+
+    words = f"{socket.gethostname()}, {platform.machine()} with "
+    words += torch.backends.cpu.get_cpu_capability()
+    if torch.cuda.is_initialized():
+        words += f", {torch.cuda.get_device_name()}"
+    return words
 
 
 def describe_device(device: "torch.device") -> str:

@@ -1,7 +1,7 @@
 """Round trip and rate of a link, and how many TCP streams it needs.
 
 To measure the link between two machines, `listen` on one, and call `measure(partial(Sender, host,
-port))` on the other.
+port))` on the other. `ask(host, port)` returns the text of the one that listens.
 """
 
 import math
@@ -31,6 +31,9 @@ PROMPT_SECONDS = 0.02
 """In which an answer is prompt, also if the round trip is shorter: a busy machine needs
 milliseconds for each."""
 BLOCK = memoryview(bytes(2**19))
+QUESTION = 2**64 - 1
+"""In place of a number of bytes: asks for the text."""
+MOST_TEXT = 2**16
 
 
 class Speed(NamedTuple):
@@ -153,6 +156,10 @@ class _Answer(socketserver.BaseRequestHandler):
         room = memoryview(bytearray(2**20))
         while head := self.request.recv(8, socket.MSG_WAITALL):
             [left] = struct.unpack("!Q", head)
+            if left == QUESTION:
+                text = self.server.text  # type: ignore[attr-defined]
+                self.request.sendall(struct.pack("!Q", len(text)) + text)
+                continue
             while left:
                 left -= (count := self.request.recv_into(room[:left]))
                 if not count:
@@ -162,13 +169,38 @@ class _Answer(socketserver.BaseRequestHandler):
 
 class Listener(socketserver.ThreadingTCPServer):
     daemon_threads, request_queue_size = True, 512
+    text = b""
 
     def handle_error(self, *_: object) -> None:
         """The other end has gone, which it may."""
 
 
-def listen(host: str, port: int = 0) -> Listener:
-    """Let others measure the link to this address, until `shutdown`. Port 0: a free one."""
+def listen(host: str, port: int = 0, *, text: bytes = b"") -> Listener:
+    """Let others measure the link to this address, until `shutdown`. Port 0: a free one.
+
+    `text`: what those get who `ask`.
+    """
     listener = Listener((host, port), _Answer)
+    listener.text = text
     threading.Thread(target=listener.serve_forever, args=(0.05,), daemon=True).start()
     return listener
+
+
+def ask(host: str, port: int) -> bytes:
+    """Return the text of the one that listens at an address."""
+    with socket.create_connection((host, port), PATIENCE) as other:
+        other.sendall(struct.pack("!Q", QUESTION))
+        [size] = struct.unpack("!Q", _receive(other, 8))
+        if size > MOST_TEXT:
+            raise ConnectionError(f"the other end sends {size} bytes of text")
+        return _receive(other, size)
+
+
+def _receive(other: socket.socket, size: int) -> bytes:
+    content = bytearray()
+    while len(content) < size:
+        part = other.recv(size - len(content))
+        if not part:
+            raise ConnectionError("the other end closed the connection")
+        content += part
+    return bytes(content)

@@ -6,38 +6,40 @@ import numpy as np
 import pytest
 import torch
 
+from tests.diloco.toy import fused
 from tests.processes import INSTRUCTIONS, with_instructions
 from torchtitan_diloco.diloco import arithmetic
 from torchtitan_diloco.diloco.arithmetic import (
-    KNOWN,
-    OPTIMIZERS,
-    check_arithmetic,
-    hashes,
+    ALL,
+    check_device,
+    compute,
+    compute_all,
     outer_step,
+    short_digest,
 )
-from torchtitan_diloco.diloco.codecs import CODECS, base
+from torchtitan_diloco.diloco.codecs import base
 from torchtitan_diloco.diloco.config import OuterOptimizer
 
-CPU = torch.device("cpu")
 LENGTHS = [1, 1023, 200_003]
 
 
 def computed() -> dict[str, str]:
     """Return what all formats and outer steps make of several numbers of values."""
-    found = {"difference": arithmetic.find_difference(CPU)}
+    found = compute_all()
     for length in LENGTHS:
         with patch.object(arithmetic, "VALUES", length):
-            found |= {f"{name}, {length}": hashes.__wrapped__(CPU, name) for name in KNOWN}
+            for name in ALL:
+                results = compute.__wrapped__(name)
+                found |= {f"{key}, {length}": value for key, value in results.items()}
     return found
 
 
-def test_all_instruction_sets_make_the_known_bits() -> None:
+def test_all_instruction_sets_make_the_same_bits() -> None:
     plain, *others = (
         with_instructions(one, "tests.diloco.test_arithmetic.computed") for one in INSTRUCTIONS
     )
-    assert plain.pop("difference") == ""
-    assert len(plain) == len(LENGTHS) * len(KNOWN)
-    assert all(one == plain | {"difference": ""} for one in others)
+    assert len(plain) == (1 + len(LENGTHS)) * (8 * 3 + 1 + 2 + 2 + 3)
+    assert all(one == plain for one in others)
 
 
 def test_the_roots_of_adam_are_rounded_correctly() -> None:
@@ -50,16 +52,30 @@ def test_the_roots_of_adam_are_rounded_correctly() -> None:
     assert np.array_equal(delta.numpy(), expected)
 
 
-def test_every_format_and_outer_step_is_known() -> None:
-    assert set(KNOWN) == {*CODECS, *OPTIMIZERS}
+def test_a_machine_that_rounds_otherwise_has_other_digests() -> None:
+    before = compute_all(["int8", "nesterov"])
+    with patch.object(base, "add_to_mean", fused):
+        results = compute.__wrapped__("int8")
+    differing = [operation for operation in results if results[operation] != before[operation]]
+    assert differing == ["average of int8"]
+    assert short_digest(before | results) != short_digest(before)
 
 
-def test_a_machine_that_rounds_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fused(mean: torch.Tensor, values: torch.Tensor, share: float) -> None:
-        mean.copy_(torch.lerp(mean.double(), values.double(), share))
-
-    hashes.cache_clear()
-    monkeypatch.setattr(base, "add_to_mean", fused)
-    with pytest.raises(ValueError, match=r"average of int8 on cpu is \w+, not .*another torch"):
-        check_arithmetic(CPU, "int8", OuterOptimizer())
-    hashes.cache_clear()
+def test_a_gpu_that_rounds_otherwise_than_its_machine_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = ["int8", "adam"]
+    check_device(torch.device("cpu"), names)
+    gpu = torch.device("cuda")
+    plain = compute_all(names)
+    others = {gpu: plain}
+    monkeypatch.setattr(
+        arithmetic,
+        "compute_all",
+        lambda _names, device=arithmetic.CPU: others.get(device, plain),
+    )
+    check_device(gpu, names)
+    others[gpu] = plain | {"decode of int8": "other"}
+    message = r"use another GPU.*\n  decode of int8: \w{8} on the CPU, other on the GPU"
+    with pytest.raises(ValueError, match=message):
+        check_device(gpu, names)

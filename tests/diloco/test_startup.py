@@ -1,5 +1,6 @@
 """The start of an outer loop: what is refused says what to do; workers agree on all the rest."""
 
+import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
@@ -13,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.diloco.toy import AVERAGE_EVERY_STEP, Net, config, join
+from tests.diloco.toy import AVERAGE_EVERY_STEP, Net, config, fused, join
 from tests.processes import ProcessPool
 from torchtitan_diloco.diloco import (
     Beginning,
@@ -23,14 +24,16 @@ from torchtitan_diloco.diloco import (
     Overlap,
     Quantization,
     StreamingDiLoCo,
-    gloo_peers,
+    arithmetic,
     peers,
 )
+from torchtitan_diloco.diloco.codecs import base
 from torchtitan_diloco.diloco.fragments import build_fragments
 from torchtitan_diloco.diloco.gloo_peers import GlooPeers
 from torchtitan_diloco.diloco.meeting import store_of_attempt
 from torchtitan_diloco.diloco.outer_state import pick_state_device
 from torchtitan_diloco.distributed.world import WORKER
+from torchtitan_diloco.hardware import describe_machine
 from torchtitan_diloco.log import logger
 
 GPU = torch.device("cuda", 0)
@@ -86,7 +89,6 @@ OTHERS: dict[str, str] = {
     "diloco.overlap.mixing": "0.5 on worker 0, 0.25 on worker 1",
     "model": "",
     "total_steps": "0 on worker 0, 7 on worker 1",
-    "arithmetic": "as known on worker 0, an average on worker 1",
     "device that encodes (run.device, diloco.link.outer_state)": "cuda on worker 1",
 }
 
@@ -100,10 +102,9 @@ def _other_settings() -> tuple[dict[str, str], list[int]]:
             model.gain = nn.Parameter(torch.ones(2))
         chosen = config(2, mixing=0.25 if differs == "diloco.overlap.mixing" else 0.5)
         with pytest.MonkeyPatch.context() as patch:
-            difference = "an average" * (differs == "arithmetic")
-            patch.setattr(gloo_peers, "find_difference", lambda *_, found=difference: found)
             if differs.startswith("device"):
                 patch.setattr(peers, "pick_state_device", lambda *_: GPU)
+                patch.setattr(arithmetic, "compute", lambda *_: {})
             steps = 7 if differs == "total_steps" else 0
             found[kind] = refusal(model, group, chosen, total_steps=steps)
     runs = [GlooPeers(group) for _ in range(2)]
@@ -122,6 +123,30 @@ def test_workers_that_were_started_differently_are_refused(processes: ProcessPoo
             assert OTHERS[kind] in message
         assert runs == results[0][1]
         assert len(set(runs)) == 2
+
+
+def _other_arithmetic() -> str:
+    """Return the error if worker 1 averages as with fused multiply-adds."""
+    group = join(2).group(WORKER)
+    chosen = replace(config(2), quantization=Quantization(codec="int8"))
+    arithmetic.compute.cache_clear()
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            if dist.get_rank() == 1:
+                patch.setattr(base, "add_to_mean", fused)
+            return refusal(Net(), group, chosen)
+    finally:
+        arithmetic.compute.cache_clear()
+
+
+def test_workers_that_compute_other_bits_are_refused(processes: ProcessPool) -> None:
+    """The error names the operation, the workers and their machines."""
+    first, second = (re.escape(f"on worker {n} ({describe_machine()})") for n in range(2))
+    line = rf"  average of int8: (\w{{8}}) {first}, (?!\1)\w{{8}} {second}"
+    for message in processes.run(_other_arithmetic, 2):
+        headline, named = message.split("\n")
+        assert headline.startswith("workers compute other bits")
+        assert re.fullmatch(line, named)
 
 
 def _refusals() -> tuple[dict[str, str], list[str]]:

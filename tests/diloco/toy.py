@@ -139,3 +139,8 @@ def full(tensor: Tensor) -> Tensor:
 
 def parameters(model: nn.Module) -> dict[str, Tensor]:
     return {name: full(parameter) for name, parameter in model.named_parameters()}
+
+
+def fused(mean: Tensor, values: Tensor, share: float) -> None:
+    """Add to a mean as with fused multiply-adds."""
+    mean.copy_(torch.lerp(mean.double(), values.double(), share))

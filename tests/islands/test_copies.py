@@ -4,20 +4,24 @@ import math
 from typing import Any, cast
 from unittest import mock
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from tests.islands.written import FACTS
 from torchtitan_diloco.diloco import DiLoCoConfig, Quantization
 from torchtitan_diloco.diloco.arithmetic import outer_step
-from torchtitan_diloco.diloco.codecs import UNIT, build_codec
-from torchtitan_diloco.diloco.config import Fragments
+from torchtitan_diloco.diloco.codecs import CODECS, UNIT, build_codec
+from torchtitan_diloco.diloco.config import CodecName, Fragments
 from torchtitan_diloco.diloco.fragments import Fragment, Part, build_fragments
 from torchtitan_diloco.diloco.outer_state import OuterState
-from torchtitan_diloco.islands.copies import Copies, encode_delta
+from torchtitan_diloco.islands.copies import Copies, encode_delta, fingerprints
+from torchtitan_diloco.islands.joining import check_facts
 from torchtitan_diloco.islands.shards import Layout, Ranks
+from torchtitan_diloco.log import UserError
 
 PIECE = UNIT
 """Values per piece: few, so that a fragment has several pieces."""
@@ -64,6 +68,22 @@ def test_shards_are_those_of_fsdp_and_their_checksums_add_up(
     changed = whole.clone()
     changed.view(torch.int32)[seed % layout.values] ^= 1 << (seed % 32)
     assert layout.checksum(changed) != total
+
+
+@pytest.mark.parametrize("codec", ["fp4_e3m0", "topk"])
+def test_islands_compare_what_their_machines_compute(codec: CodecName) -> None:
+    """With each format that the run may change to."""
+    config = DiLoCoConfig(quantization=Quantization(codec=codec))
+    mine = msgspec.structs.replace(FACTS, fingerprints=fingerprints(config, [], {}))
+    named = {key for key in mine.fingerprints if key.startswith("arithmetic.decode-of-")}
+    formats = {codec} if codec == "topk" else {*CODECS} - {"topk"}
+    assert named == {f"arithmetic.decode-of-{name}" for name in formats}
+    check_facts(mine, mine)
+    for operation in (f"average-of-{codec}", "momentum-of-nesterov"):
+        other = mine.fingerprints | {f"arithmetic.{operation}": "other"}
+        message = rf"arithmetic\.{operation}: other in the run, \w{{8}} in this island"
+        with pytest.raises(UserError, match=message):
+            check_facts(msgspec.structs.replace(mine, fingerprints=other), mine)
 
 
 def copies_of(

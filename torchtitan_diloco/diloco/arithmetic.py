@@ -1,18 +1,18 @@
-"""Outer step, and the self-test of all arithmetic that must give the same bits on every machine.
+"""Outer step, and a digest of all arithmetic that must give the same bits on every machine.
 
 The shared copies come from encoding, decoding, averaging and outer steps. Sums and products are
 calls of their own: `alpha=` and `lerp` round once where there is a fused multiply-add, else twice.
 Divisions are rounded correctly everywhere. Square roots in fp32 are not: torch takes them from MKL,
 whose last bit depends on the processor. Those of fp64 are exact enough to round correctly to fp32.
 
-The results on fixed numbers are known, so machines of any kind, with any version of torch, can
-train together if each one passes. What only one worker uses may differ: mixing, healing, norms and
-the inner optimizer.
+Workers compare the digests of their results on fixed numbers when they start, so machines of any
+kind can train together if they compute the same. What only one worker uses may differ: mixing,
+healing, norms and the inner optimizer.
 """
 
-import hashlib
 import math
-from collections.abc import Iterable
+import zlib
+from collections.abc import Sequence
 from functools import cache, lru_cache
 from itertools import repeat
 from typing import get_args, get_type_hints
@@ -20,8 +20,9 @@ from typing import get_args, get_type_hints
 import torch
 from torch import Tensor
 
-from torchtitan_diloco.diloco.codecs import UNIT, build_codec
+from torchtitan_diloco.diloco.codecs import CODECS, UNIT, build_codec
 from torchtitan_diloco.diloco.config import CodecName, OuterOptimizer, Quantization
+from torchtitan_diloco.diloco.meeting import find_differences
 from torchtitan_diloco.log import UserError
 
 BLOCK = 65_536
@@ -75,35 +76,25 @@ def outer_step(
     torch.sub(theta, delta.mul_(_constant(config.lr)), out=delta)
 
 
-# --- self-test ------------------------------------------------------------------------------------
+# --- what a machine computes ----------------------------------------------------------------------
 
-KNOWN = {
-    "fp32": "c9994765 c9994765 fbc08adc",
-    "bf16": "31a2e32e c5254387 46676106",
-    "fp8_e4m3": "74d69578 a63db431 0eddb6bd",
-    "fp8_e5m2": "7655a537 e5738035 e6a7a973",
-    "int8": "3d59cb55 508a96ce f5dd7ab9",
-    "fp4_e2m1": "274f9053 650a948d 59a1acb2",
-    "fp4_e3m0": "80147f3a 86b1381a d4644d04",
-    "topk": "80d47658 ea25c718 74542591",
-    "nesterov": "9bee3edc 16533b01 6ef47a3e",
-    "momentum": "eccca50e 16533b01 6ef47a3e",
-    "sgd": "9718f6b8 64a1cccb 6ef47a3e",
-    "adam": "fb56d924 a8f37ed4 c51430ee",
-}
-"""Hashes of what each format and outer step makes: encoded, decoded, and averaged values, or the
-next copy and both moments. Other ones are another arithmetic, which needs another run."""
-IDENTITY = hashlib.sha256(repr(KNOWN).encode()).hexdigest()[:16]
-VALUES = 20 * UNIT + 7
+VALUES = 8 * UNIT + 7
 """Enough for several programs of a GPU kernel, and for vectors with a rest."""
-OPTIMIZERS = get_args(get_type_hints(OuterOptimizer)["name"])
+CPU = torch.device("cpu")
+OPTIMIZERS: tuple[str, ...] = get_args(get_type_hints(OuterOptimizer)["name"])
+ALL: tuple[str, ...] = (*CODECS, *OPTIMIZERS)
+"""Formats and outer optimizers."""
 CODEC_PARTS = "encode", "decode", "average"
 STEP_PARTS = "next copy", "momentum", "second moment"
+Results = dict[str, str]
+"""Digest of what each operation makes, such as "encode of int8"."""
 
 
+@cache
 def numbers(count: int, seed: int) -> Tensor:
     """Return fp32 numbers of 16 binades, some subnormal or zero, from integers alone."""
-    words = torch.arange(1, count + 1, dtype=torch.int64) * (2 * seed + 2_654_435_761) % 2**32
+    words = torch.arange(1, count + 1, dtype=torch.int64, device=CPU)
+    words = words * (2 * seed + 2_654_435_761) % 2**32
     words = words * words % (2**32 - 5)  # scatters the lower bits
     exponents = 112 + (words >> 23) % 16
     exponents[::97] = 0
@@ -112,53 +103,67 @@ def numbers(count: int, seed: int) -> Tensor:
     return (bits - (bits >> 31 << 32)).to(torch.int32).view(torch.float32)
 
 
-@torch.no_grad()
 def run_codec(name: CodecName, device: torch.device) -> list[Tensor]:
     """Return an encoded and a decoded delta, and a mean of three."""
     codec = build_codec(Quantization(codec=name))
-    deltas = [numbers(VALUES, seed).to(device) for seed in range(3)]
+    deltas = [numbers(VALUES, seed).to(device, copy=True) for seed in range(3)]
     size = codec.wire_bytes(VALUES)
     payloads = [torch.empty(size, dtype=torch.uint8, device=device) for _ in deltas]
     for delta, payload in zip(deltas, payloads, strict=True):
         codec.encode(delta, payload)
-    encoded, decoded, mean = payloads[0].clone(), *deltas[:2]
+    encoded = payloads[0].clone()
+    decoded = torch.empty_like(deltas[0])
     codec.decode(payloads[0], decoded)
+    mean = torch.empty_like(decoded)
     codec.average(payloads, [3.0, 4_000_001.0, 5e9], mean)
     return [encoded, decoded, mean]
 
 
-@torch.no_grad()
 def run_step(name: str, device: torch.device) -> list[Tensor]:
-    """Return the next shared copy, the momentum and the second moment."""
+    """Return the next shared copy, and the optimizer state."""
     config = OuterOptimizer(name=name)  # type: ignore[arg-type]
-    theta, delta, momentum, second = (numbers(VALUES, seed).to(device) for seed in range(4))
-    slots = [momentum, second.square_()]
-    outer_step(config, theta, delta, slots[: slot_count(config)], 3)
+    theta, delta, momentum, second = (
+        numbers(VALUES, seed).to(device, copy=True) for seed in range(4)
+    )
+    slots = [momentum, second.square_()][: slot_count(config)]
+    outer_step(config, theta, delta, slots, 3)
     return [delta, *slots]
 
 
 @cache
-def hashes(device: torch.device, name: str) -> str:
-    """Return the hashes of what a format or an outer step makes, separated by spaces."""
-    run = run_step if name in OPTIMIZERS else run_codec
-    content = [part.cpu().numpy().tobytes() for part in run(name, device)]  # type: ignore[arg-type]
-    return " ".join(hashlib.sha256(one).hexdigest()[:8] for one in content)
+@torch.no_grad()
+def compute(name: str, device: torch.device = CPU) -> Results:
+    """Return digests of what a format or an outer optimizer computes."""
+    if name in OPTIMIZERS:
+        parts = zip(STEP_PARTS, run_step(name, device), strict=False)
+    else:
+        parts = zip(CODEC_PARTS, run_codec(name, device), strict=True)  # type: ignore[arg-type]
+    return {
+        f"{part} of {name}": f"{zlib.crc32(value.cpu().numpy().tobytes()):08x}"
+        for part, value in parts
+    }
 
 
-def find_difference(device: torch.device, names: Iterable[str] = KNOWN) -> str:
-    """Name the first operation with other bits than on other machines, or return ""."""
+def compute_all(names: Sequence[str] = ALL, device: torch.device = CPU) -> Results:
+    """Return digests of what these formats and outer optimizers compute."""
+    results = Results()
     for name in names:
-        found, parts = hashes(device, name), STEP_PARTS if name in OPTIMIZERS else CODEC_PARTS
-        for part, mine, known in zip(parts, found.split(), KNOWN[name].split(), strict=True):
-            if mine != known:
-                return f"{part} of {name} on {device.type} is {mine}, not {known}"
-    return ""
+        results |= compute(name, device)
+    return results
 
 
-def check_arithmetic(device: torch.device, codec: CodecName, optimizer: OuterOptimizer) -> None:
-    """Raise a UserError if this machine cannot make the shared copies of the others."""
-    if difference := find_difference(device, (codec, optimizer.name)):
+def short_digest(results: Results) -> str:
+    """Return one digest of all results, which two people can compare."""
+    return f"{zlib.crc32(repr(sorted(results.items())).encode()):08x}"
+
+
+def check_device(device: torch.device, names: Sequence[str] = ALL) -> None:
+    """Raise a UserError if a GPU computes other bits than the CPU of this machine."""
+    if device.type == "cpu":
+        return
+    both = {"on the CPU": compute_all(names), "on the GPU": compute_all(names, device)}
+    if differences := find_differences(both):
         raise UserError(
-            f"this machine computes different bits than others, so its copies would differ ("
-            f"{difference}): use another machine, or another torch (here {torch.__version__})"
+            "the GPU of this machine computes other bits than its CPU, so its shared copies would "
+            "differ: use another GPU, torch or Triton:\n  " + "\n  ".join(differences)
         )

@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan_diloco.diloco import healing
+from torchtitan_diloco.diloco import arithmetic, healing
 from torchtitan_diloco.diloco import state_dict as saving
-from torchtitan_diloco.diloco.arithmetic import find_difference
 from torchtitan_diloco.diloco.codecs import build_codec
 from torchtitan_diloco.diloco.config import MAY_DIFFER, DiLoCoConfig, diloco_mistakes
 from torchtitan_diloco.diloco.exchange import Exchange, bytes_from_each
@@ -85,9 +84,6 @@ class GlooPeers(Peers):
         codec, optimizer = config.quantization.codec, config.outer_optimizer.name
         # Where the model is, as a CPU is slow; but fp32 is sent as it is.
         self._coder = device if codec == "fp32" else parts[0].local().device
-        difference = self._group and (
-            find_difference(self._coder, [codec]) or find_difference(device, [optimizer])
-        )
         layout = describe_layout(self.fragments) + [str(part.local().numel()) for part in parts]
         settings = flat_settings(config, "diloco.")
         mine = {key: str(value) for key, value in settings.items() if key not in MAY_DIFFER}
@@ -97,9 +93,12 @@ class GlooPeers(Peers):
             "model": hashlib.sha256("\n".join(layout).encode()).hexdigest()[:16],
             # Determines the size of messages.
             "device that encodes (run.device, diloco.link.outer_state)": self._coder.type,
-            "arithmetic": difference or "as known",
         }
-        agree(mine, self._group, "worker")
+        results = arithmetic.Results()
+        if self._group is not None:
+            results |= arithmetic.compute(codec, self._coder)
+            results |= arithmetic.compute(optimizer, device)
+        agree(mine, self._group, "worker", results=results)
         # Worker 0's random part distinguishes two runs of one configuration.
         token = broadcast_object(secrets.token_hex(8), str, self._group)
         name = "/".join([*mine.values(), token])

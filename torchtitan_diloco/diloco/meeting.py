@@ -20,6 +20,7 @@ from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from torchtitan_diloco.hardware import describe_machine
 from torchtitan_diloco.log import UserError, logger
 
 HIDDEN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK")
@@ -180,19 +181,45 @@ def _decode(content: Tensor, kind: type[Value]) -> Value:
 # --- agreement ------------------------------------------------------------------------------------
 
 
-def agree(facts: Mapping[str, str], group: dist.ProcessGroup | None, member: str) -> None:
+class Started(msgspec.Struct):
+    """How a rank was started."""
+
+    facts: dict[str, str]
+    results: dict[str, str]
+    """Digests of what it computes, by operation."""
+    machine: str
+
+
+def agree(
+    facts: Mapping[str, str],
+    group: dist.ProcessGroup | None,
+    member: str,
+    *,
+    results: Mapping[str, str] | None = None,
+) -> None:
     """Raise on every rank of `group` if a fact, torch or this package's code differ from the first
     rank's. Callers add `code_facts` of the code that they compute with.
 
-    `member`: what the message calls a rank of the group, such as "worker".
+    Args:
+        member: what the message calls a rank of the group, such as "worker".
+        results: digests of what this rank computes, by operation.
     """
-    mine = {**facts, **code_facts(PACKAGE), "torch version": str(torch.__version__)}
-    gathered = enumerate(gather_objects(mine, group))
-    differences = find_differences({f"on {member} {n}": one for n, one in gathered})
-    if differences:
+    mine = Started(
+        {**facts, **code_facts(PACKAGE), "torch version": str(torch.__version__)},
+        dict(results or {}),
+        describe_machine(),
+    )
+    ranks = [*enumerate(gather_objects(mine, group))]
+    if differences := find_differences({f"on {member} {n}": rank.facts for n, rank in ranks}):
         raise UserError(
             f"{member}s were started differently; start all of them with the same:\n  "
             + "\n  ".join(differences)
+        )
+    machines = {f"on {member} {n} ({rank.machine})": rank.results for n, rank in ranks}
+    if differences := find_differences(machines):
+        raise UserError(
+            f"{member}s compute other bits, so their shared copies would differ; use machines that "
+            "compute the same:\n  " + "\n  ".join(differences)
         )
 
 

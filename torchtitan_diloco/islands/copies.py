@@ -13,26 +13,30 @@ from concurrent.futures import Future
 from dataclasses import replace
 from functools import cache
 from queue import SimpleQueue
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan_diloco.diloco.arithmetic import IDENTITY, check_arithmetic, outer_step
-from torchtitan_diloco.diloco.codecs import Codec, add_to_mean, build_codec
-from torchtitan_diloco.diloco.config import CodecName, DiLoCoConfig
+from torchtitan_diloco.diloco import arithmetic
+from torchtitan_diloco.diloco.arithmetic import outer_step
+from torchtitan_diloco.diloco.codecs import CODECS, Codec, add_to_mean, build_codec
+from torchtitan_diloco.diloco.config import DiLoCoConfig
 from torchtitan_diloco.diloco.exchange import GPU_CHUNK, PIECE
 from torchtitan_diloco.diloco.fields import flat_settings
 from torchtitan_diloco.diloco.fragments import describe_layout
 from torchtitan_diloco.diloco.meeting import broadcast_object
 from torchtitan_diloco.diloco.outer_state import OuterState
+from torchtitan_diloco.islands.changes import SPARSE
 from torchtitan_diloco.islands.shards import Layout, Ranks, collect
 
 MAY_DIFFER = re.compile(r"diloco\.(link\.|workers|measure_every)")
 """Settings in which islands may differ."""
 
+ARITHMETIC = "arithmetic."
+"""Begins the names of fingerprints of what machines compute."""
 Result = TypeVar("Result")
 
 
@@ -95,9 +99,9 @@ class Copies:
         self._decoder(config.quantization.codec)
 
     def checked_codec(self, name: str) -> Codec:
-        """Build a codec after a test of this machine. A run may change its format."""
+        """Build a codec after a check of the GPU. A run may change its format."""
         device = self.fragments[0].state.outer.device
-        check_arithmetic(device, cast("CodecName", name), self._optimizer)
+        arithmetic.check_device(device, [name, self._optimizer.name])
         return self.build_codec(name)
 
     def build_codec(self, name: str) -> Codec:
@@ -361,9 +365,20 @@ def fingerprints(
     settings = flat_settings(config, "diloco.")
     found = {key: str(value) for key, value in settings.items() if not MAY_DIFFER.match(key)}
     model = "\n".join(describe_layout([state.fragment for state in states]))
-    # Every machine has tested itself; other code may make other bits.
-    found |= {"model": model, "arithmetic": IDENTITY, **facts}
+    found |= {"model": model, **named(arithmetic_of(config)), **facts}
     return {key.replace(" ", "-"): _short(value) for key, value in found.items()}
+
+
+def arithmetic_of(config: DiLoCoConfig) -> arithmetic.Results:
+    """Return digests of what this machine computes in a run, whose format may change."""
+    codec = config.quantization.codec
+    codecs = [codec] if codec == SPARSE else [name for name in CODECS if name != SPARSE]
+    return arithmetic.compute_all([*codecs, config.outer_optimizer.name])
+
+
+def named(results: arithmetic.Results) -> dict[str, str]:
+    """Return digests by the names that they have among the fingerprints."""
+    return {ARITHMETIC + key.replace(" ", "-"): digest for key, digest in results.items()}
 
 
 def _short(value: str) -> str:

@@ -23,7 +23,7 @@ from torchtitan_diloco.diloco.config import DiLoCoConfig
 from torchtitan_diloco.diloco.fields import check_class
 from torchtitan_diloco.diloco.fragments import drop_gathered
 from torchtitan_diloco.diloco.liveness import LATE_SECONDS, Liveness
-from torchtitan_diloco.diloco.meeting import broadcast_object, code_fingerprint
+from torchtitan_diloco.diloco.meeting import agree, broadcast_object, code_fingerprint
 from torchtitan_diloco.diloco.peers import Apply, Peers, Send, close, local_share
 from torchtitan_diloco.diloco.round import InFlight, Round
 from torchtitan_diloco.diloco.schedule import build_schedule
@@ -39,7 +39,7 @@ from torchtitan_diloco.islands.config import (
     own_loop_settings,
 )
 from torchtitan_diloco.islands.connection import Connection
-from torchtitan_diloco.islands.copies import Copies, encode_delta, fingerprints
+from torchtitan_diloco.islands.copies import Copies, arithmetic_of, encode_delta, fingerprints
 from torchtitan_diloco.islands.joining import StaleError
 from torchtitan_diloco.islands.leader import Leader, Seat
 from torchtitan_diloco.islands.ledger import Boundary, Due, Mode
@@ -106,6 +106,7 @@ class IslandPeers(Peers):
 
     def open(self) -> None:
         self._ranks = Ranks(self._given)
+        agree({}, self._ranks.copies, "rank", results=arithmetic_of(self.config))
         self._copies = Copies(self.states, self.config, self._ranks)
         self._codec, self._encode = cache(self._copies.build_codec), encode_delta
         self._finalizer = weakref.finalize(
