@@ -93,30 +93,51 @@ def _parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--config", metavar="NAME_OR_PATH", help="a TOML file, or the name of a preset")
     add("--endpoint", metavar="HOST:PORT", help="where the first machine listens")
     add("--listen", action="store_true", help="this is the first machine")
-    add("--bandwidth", type=parse_bandwidth, help="link rate, if there is no second machine: 1Gbit")
-    add("--latency", type=parse_duration, help="with --bandwidth: one way, as in 0.1ms (0)")
+    add(
+        "--bandwidth",
+        type=parse_bandwidth,
+        help=("rate of the link, if there is no second machine, such as 1Gbit"),
+    )
+    add(
+        "--latency",
+        type=parse_duration,
+        help="with --bandwidth: latency one way, such as 0.1ms (0)",
+    )
     add("--seconds", type=parse_duration, default=15.0, help="how long to measure steps (15s)")
-    add("--wait", type=parse_duration, default=300.0, help="wait for the other machine (5min)")
+    add(
+        "--wait",
+        type=parse_duration,
+        default=300.0,
+        help="how long to wait for the other machine (5min)",
+    )
     add("--streams", type=int, default=STREAMS, help=f"TCP streams to measure with ({STREAMS})")
     add("--write", type=Path, help="TOML to write (outputs/CONFIG-two-machines.toml)")
     options, settings = parser.parse_known_args(words)
     if options.config is None:
-        raise UserError("give a model: --config 100m, for example")
+        raise UserError("give a model with --config, such as 100m")
+    if options.seconds == 0:
+        raise UserError("--seconds 0s: give a time above 0, such as 15s")
     if options.endpoint is None and options.bandwidth is None:
         raise UserError(
-            "give --endpoint HOST:PORT on both machines, or --bandwidth 1Gbit for one alone"
+            "give --endpoint HOST:PORT on both machines, or --bandwidth, such as "
+            "1Gbit, on one machine"
         )
     if options.endpoint is not None and options.bandwidth is not None:
         raise UserError(
-            f"--bandwidth: with --endpoint {options.endpoint}, the link is measured: leave out one"
+            f"--bandwidth: with --endpoint {options.endpoint}, the link is "
+            "measured: remove one of the two"
         )
     if options.bandwidth is None and options.latency is not None:
-        raise UserError("--latency is measured with --endpoint: leave it out")
+        raise UserError("--latency: with --endpoint, it is measured: remove it")
     if options.bandwidth is not None and (options.listen or not options.bandwidth > 0):
-        problem = "--listen is for --endpoint" if options.listen else "--bandwidth must be above 0"
-        raise UserError(f"{problem}: give --bandwidth 1Gbit without --listen, for example")
+        problem = (
+            "--listen is only used with --endpoint"
+            if options.listen
+            else "--bandwidth must be above 0"
+        )
+        raise UserError(f"{problem}: give --bandwidth, such as 1Gbit, without --listen")
     if options.streams < 1:
-        raise UserError(f"--streams {options.streams}: give 1 or more")
+        raise UserError(f"--streams {options.streams}: give a number of at least 1")
     if options.endpoint is not None:
         split_address(options.endpoint)
     if options.write is None:
@@ -140,8 +161,9 @@ def _compare(options: argparse.Namespace, config: Config, training: list[str]) -
         check_host_memory(load.plan, replace(config.diloco, method="streaming"))
     say(
         f"{config.run.name}: {load.plan.parameters:,} parameters, "
-        f"{counted(processes, 'process', 'processes')} on this machine; this takes about a minute, "
-        "and longer for large models: the trainer starts, then come some steps of training"
+        f"{counted(processes, 'process', 'processes')} on this machine; starting "
+        "the trainer and training for a few steps takes about a minute, and longer "
+        "for large models"
     )
     rank = 0 if options.listen or options.bandwidth is not None else 1
     pair = meet(options.endpoint, rank, options.wait, say) if options.endpoint else None
@@ -157,11 +179,11 @@ def _compare(options: argparse.Namespace, config: Config, training: list[str]) -
 def _check(config: Config, write: Path) -> None:
     """Raise for settings that two machines do not have, and for a file that is not to be lost."""
     if config.islands.join or config.islands.local:
-        raise UserError("compare is for the workers of one job: leave the settings of islands out")
+        raise UserError("compare is for the workers of one job: remove the settings of islands")
     if config.diloco.workers != MACHINES:
         raise UserError(
-            f"diloco.workers = {config.diloco.workers}: compare is for {MACHINES} machines with a "
-            "worker each: leave it out"
+            f"diloco.workers = {config.diloco.workers}: compare is for {MACHINES} "
+            "machines with one worker each: remove it"
         )
     try:
         write.parent.mkdir(parents=True, exist_ok=True)
@@ -171,7 +193,7 @@ def _check(config: Config, write: Path) -> None:
             f"--write {write}: {error.strerror}: give the path of a new file"
         ) from error
     if not ours:
-        raise UserError(f"--write {write}: there is another file: give the path of a new one")
+        raise UserError(f"--write {write}: another file exists there: give the path of a new file")
 
 
 def _on_gpu(config: Config) -> bool:
@@ -202,10 +224,10 @@ def _agree(
         "name of --write": options.write.stem,
     }
     both = pair.exchange(Machine(socket.gethostname(), facts))
-    say(f"met {both[1 - pair.rank].name}")
+    say(f"connected to {both[1 - pair.rank].name}")
     numbered = {f"on machine {rank}": machine.facts for rank, machine in enumerate(both)}
     if differences := find_differences(numbered):
-        raise UserError(f"start both machines with the same: {'; '.join(differences)}")
+        raise UserError(f"the two machines differ: {'; '.join(differences)}; use the same on both")
     names = [machine.name for machine in both]
     return names if names[0] != names[1] else [f"machine {rank}" for rank in range(MACHINES)]
 
@@ -217,8 +239,8 @@ def _measure_steps(
     trial: "Trial", pair: "Pair | None", seconds: float, config: Config
 ) -> list[StepTimes]:
     """Measure the steps of this machine while the other one, if any, trains as well."""
-    compiles = ", and compiles the model" if config.compile.enable else ""
-    say(f"the trainer starts{compiles}")
+    compiles = ", which compiles the model" if config.compile.enable else ""
+    say(f"starting the trainer{compiles}")
 
     def look(seconds_of_steps: list[float]) -> None:
         if pair is not None:
@@ -277,7 +299,7 @@ class Link(msgspec.Struct):
 def _given_link(options: argparse.Namespace) -> Link:
     latency = options.latency or 0.0
     rate = quantity(options.bandwidth, "bit/s")
-    text = f"{rate} and {quantity(latency, 's')} one way, as given"
+    text = f"{rate}, latency {quantity(latency, 's')} one way, as given"
     return Link(options.bandwidth, latency, text)
 
 
@@ -304,8 +326,8 @@ def _measured_link(
         for count in sorted({1, several})
     )
     text = (
-        f"{quantity(round_trip, 's')} there and back; {', '.join(rates)} on the slower way; "
-        f"{quantity(all_reduce, 'bit/s')} in an all-reduce"
+        f"round trip {quantity(round_trip, 's')}; {', '.join(rates)} in the "
+        f"slower direction; {quantity(all_reduce, 'bit/s')} in an all-reduce"
     )
     return Link(rate, round_trip / 2, text, all_reduce, interface)
 
@@ -362,9 +384,9 @@ def _conditions(times: Sequence[StepTimes], link: Link, config: Config) -> "Cond
 
 def _write(options: argparse.Namespace, config: Config, best: "Row", link: Link) -> None:
     path: Path = options.write
-    path.unlink(missing_ok=True)
     comment = f"{MARK.removeprefix('# ')}{best.name}; {link.description}"
-    write_variant(path, options.config, replace(config, diloco=best.diloco), comment)
+    wanted = replace(config, diloco=best.diloco)
+    write_variant(path, options.config, wanted, comment, overwrite=True)
 
 
 def _how_to_start(options: argparse.Namespace, best: "Row", link: Link, rank: int) -> str:
@@ -372,13 +394,16 @@ def _how_to_start(options: argparse.Namespace, best: "Row", link: Link, rank: in
     start = f"{command_line('train')} --config {shlex.quote(str(options.write))}"
     start += f" --run.folder runs/{shlex.quote(options.write.stem)}"
     if best.machine is not None:
-        return f"start it on the machine of that row with\n  {start}"
+        return f"to start the run, on the machine of that row:\n  {start}"
     nodes = f"NNODES={MACHINES} NODE_RANK={rank} RDZV_ENDPOINT={options.endpoint or 'NODE0:29500'}"
     if options.endpoint is None:
-        return f"start it on both, on the second with NODE_RANK=1, with\n  {nodes} {start}"
+        return (
+            "to start the run, on both machines, with NODE_RANK=1 on the second:\n "
+            f" {nodes} {start}"
+        )
     if link.interface:
         nodes += f" {GLOO_INTERFACE}={link.interface}"
-    return f"start it here with\n  {nodes} {start}"
+    return f"to start the run, on this machine:\n  {nodes} {start}"
 
 
 def _other_interface(address: str) -> str:

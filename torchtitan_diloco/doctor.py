@@ -47,7 +47,7 @@ from torchtitan_diloco.reach import dial, is_doctor, resolve, route, split_addre
 PACKET = 2**16
 MOST_APART = 60.0  # seconds between two clocks, which put the records of a run in one order
 NOT_ARRIVING = (
-    "packets of 64 KB do not arrive, and small ones do: lower the MTU (ip link set DEVICE mtu 1280)"
+    "packets of 64 KB do not arrive, but small ones do: lower the MTU (ip link set DEVICE mtu 1280)"
 )
 MOST_NAMED = 10
 """Damaged files that are named."""
@@ -58,12 +58,18 @@ Hop: TypeAlias = tuple[str, Callable[[], str]]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(prog=command_line("doctor"), description=(__doc__ or "").splitlines()[0])
-    corpus_help = "folder of token shards, all of which are read and compared with their checksums"
+    corpus_help = "folder of token shards; all are read and compared with their checksums"
     parser.add_argument("--corpus", type=Path, metavar="FOLDER", help=corpus_help)
     target = parser.add_mutually_exclusive_group()
-    target.add_argument("--join", help="join string of a run of islands, or its file")
-    target.add_argument("--endpoint", metavar="HOST:PORT", help="RDZV_ENDPOINT of a run")
-    parser.add_argument("--listen", action="store_true", help="let others measure until Ctrl-C")
+    target.add_argument("--join", help="join string of a run of islands, or the file join.txt")
+    target.add_argument(
+        "--endpoint", metavar="HOST:PORT", help="address of the first node of a run (RDZV_ENDPOINT)"
+    )
+    parser.add_argument(
+        "--listen",
+        action="store_true",
+        help="listen until Ctrl-C, so that other machines can measure",
+    )
     parser.add_argument("--streams", type=int, default=8, help="TCP streams to measure with (8)")
     options = parser.parse_args(arguments)
     try:
@@ -139,19 +145,21 @@ def _gpus() -> str:
     driver = DRIVER.read_text().splitlines()[0] if DRIVER.exists() else ""
     if driver and not names:
         raise UserError(
-            f"torch {torch.__version__} sees none, and there is a driver ({driver}): install torch "
-            "for CUDA, and look at CUDA_VISIBLE_DEVICES"
+            f"torch {torch.__version__} sees none, although there is a driver "
+            f"({driver}): install torch for CUDA, and check CUDA_VISIBLE_DEVICES"
         )
-    return f"{', '.join(names)}; {driver or 'driver not known'}" if names else "none"
+    return f"{', '.join(names)}; {driver or 'driver unknown'}" if names else "none"
 
 
 def _arithmetic() -> str:
     devices = [torch.device("cpu"), *[torch.device("cuda")] * torch.cuda.is_available()]
     for device in devices:
         if difference := arithmetic.find_difference(device):
-            raise UserError(f"{difference}: use another machine, or another torch or Triton")
+            raise UserError(
+                f"{difference}: use another machine, or another version of torch or Triton"
+            )
     kinds = " and ".join(device.type for device in devices)
-    return f"on {kinds} the same bits as on all machines ({arithmetic.IDENTITY})"
+    return f"{kinds}: the same bits as on other machines ({arithmetic.IDENTITY})"
 
 
 # --- a corpus -------------------------------------------------------------------------------------
@@ -164,7 +172,7 @@ def _corpus(folder: Path) -> str:
         more = f"; and {len(damaged) - MOST_NAMED} more" if len(damaged) > MOST_NAMED else ""
         remedy = "copy these files again, or prepare the corpus again"
         raise UserError(f"{len(damaged)} of {size} are damaged: {named}{more}: {remedy}")
-    return f"{size}, as they were written"
+    return f"{size}, all with the right checksums"
 
 
 # --- an address -----------------------------------------------------------------------------------
@@ -208,7 +216,7 @@ def _dial_store(host: str, port: int) -> str:
         )
     except RuntimeError as error:
         raise UserError(
-            f"no store of torchrun answers at port {port}: end what listens, or take another port"
+            f"port {port} is used by a program other than torchrun: stop it, or use another port"
         ) from error
     return "torchrun's store answers"
 
@@ -220,13 +228,13 @@ def _packets(connect: Callable[[], Stream]) -> str:
             large = min(ping(stream, PACKET) for _ in range(PINGS))
         except OSError as error:
             raise UserError(NOT_ARRIVING) from error
-    return f"{brief(small)} there and back, {brief(large)} with 64 KB"
+    return f"round trip {brief(small)}, {brief(large)} with 64 KB"
 
 
 def _rates(connect: Callable[[], Stream], streams: int) -> str:
     speeds = {count: measure(connect, count) for count in sorted({1, streams})}
     if math.isnan(speeds[1].bits_per_second):
-        return "not measured: with such a short round trip, one TCP stream will do"
+        return "not measured: with such a short round trip, one TCP stream is enough"
     return ", ".join(
         f"{speed.bits_per_second / 1e9:.2g} Gbit/s with {count} TCP stream{'s' * (count > 1)}"
         for count, speed in speeds.items()
@@ -239,7 +247,7 @@ def _listen(endpoint: tuple[str, int] | None) -> int:
     try:
         server = listen("" if host == "localhost" else host, port)
     except OSError as error:
-        raise UserError(f"port {port}: {error.strerror}; end what listens there") from error
+        raise UserError(f"port {port}: {error.strerror}; stop the program that uses it") from error
     other = f"{command_line('doctor')} --endpoint {socket.gethostname()}:{port}"
     print(f"listening until Ctrl-C; on another machine, run `{other}`", flush=True)
     with server, suppress(KeyboardInterrupt):
@@ -278,11 +286,11 @@ def _clock(join: Join) -> str:
     with open_session(join, "doctor") as session:
         answer = session.call(f"STREAM.INFO.{stream_of(join.run, 'log')}")
     if "ts" not in answer:
-        return "not known, as the server does not say its time"
+        return "unknown, because the server does not send its time"
     apart = (before + time.time()) / 2 - datetime.fromisoformat(answer["ts"]).timestamp()
     if abs(apart) > MOST_APART:
-        raise UserError(f"{apart:+.0f} s from the server's: set it, or start a client of NTP")
-    return f"{apart:+.1f} s from the server's"
+        raise UserError(f"{apart:+.0f} s from the server's clock: set it, or start an NTP client")
+    return f"{apart:+.1f} s from the server's clock"
 
 
 def _run(join: Join) -> str:
@@ -291,7 +299,7 @@ def _run(join: Join) -> str:
         if state.facts is None and (first := session.get("log", seq=1)):
             state.read(1, first)
     if state.facts is None:
-        return "no island has begun it"
+        return "no island has started it"
     if (theirs := state.facts.fingerprints.get("arithmetic")) != arithmetic.IDENTITY:
         raise UserError(f"its arithmetic is {theirs}: install the version of its islands")
     return f"{state.facts.slots} slots; its islands have the same arithmetic"

@@ -60,8 +60,8 @@ def untested_torch(version: str) -> str:
     if TorchVersion(version.partition("+")[0]) <= NEWEST_TORCH:  # without the build, such as +cpu
         return ""
     return (
-        f"torch {version} is newer than {NEWEST_TORCH}, the newest that was tested: if something "
-        f"fails, try torch {NEWEST_TORCH}"
+        f"torch {version} is newer than {NEWEST_TORCH}, the newest version that "
+        f"was tested: if something fails, try torch {NEWEST_TORCH}"
     )
 
 
@@ -71,8 +71,8 @@ def check_interfaces(setting: str, names: str) -> None:
     for name in filter(None, names.split(",")):
         if name not in present:
             raise UserError(
-                f"{setting}: {name} is not a network interface of this machine: choose one of "
-                f"{', '.join(present)}, or leave it out"
+                f"{setting}: {name} is not a network interface of this machine: "
+                f"choose one of {', '.join(present)}, or remove the setting"
             )
 
 
@@ -134,7 +134,7 @@ def crowded(threads: int) -> str:
     """Return a warning if this machine has much more to compute than it has cores, else ""."""
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
     text = f"load {load:.1f} on {cores} cores, {threads} threads in this process: if other programs"
-    text += " compute on the same cores, OMP_NUM_THREADS=1 can make all many times as fast"
+    text += " compute on the same cores, OMP_NUM_THREADS=1 can make all of them many times faster"
     return text if threads > 1 and load > 1.5 * cores else ""
 
 

@@ -116,9 +116,14 @@ def _try_to_listen(host: str, port: int) -> None:
         listening = socket.create_server(("", port), family=family, dualstack_ipv6=two_kinds)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            reason = "is taken on this node: end what listens there, or take another on all nodes"
+            reason = (
+                "is in use on this node: stop the program that listens there, "
+                "or use another port on all nodes"
+            )
         else:
-            reason = f"cannot be opened on this node: {error.strerror}; take another on all nodes"
+            reason = (
+                f"cannot be opened on this node: {error.strerror}; use another port on all nodes"
+            )
         raise UserError(f"port {port} {reason}") from error
     with listening:
         listening.settimeout(ANSWER_SECONDS)
@@ -127,8 +132,8 @@ def _try_to_listen(host: str, port: int) -> None:
             listening.accept()[0].close()
         except (UserError, TimeoutError) as error:
             raise UserError(
-                "does not lead to this node, which is the first: start that one there, or give an "
-                "address of this machine"
+                "is not an address of this node, which is the first: start the first "
+                "node there, or give an address of this machine"
             ) from error
 
 
@@ -144,4 +149,4 @@ def _problem(nodes: Nodes) -> str:
         raise UserError(f"{nodes.setting}{nodes.endpoint}: {error}") from error
     except OSError as error:
         return str(error)
-    return "a doctor listens there: end it, and start the first node" if listens else ""
+    return "`doctor` listens there: stop it, and start the first node" if listens else ""

@@ -101,7 +101,9 @@ class Pair:
         try:
             return msgspec.json.decode(text, type=kind)
         except msgspec.DecodeError as error:
-            raise UserError(f"{self.other} has other code: install the same on both") from error
+            raise UserError(
+                f"{self.other} has different code: install the same commit on both"
+            ) from error
 
     def tell_error(self, error: str) -> None:
         """Tell the other machine what has ended this one, if it is still there."""
@@ -138,7 +140,7 @@ class Pair:
             raise self._gone() from error
 
     def _gone(self) -> UserError:
-        return UserError(f"{self.other} has gone: its console says why; start both again")
+        return UserError(f"{self.other} has ended: its console says why; restart both")
 
 
 # --- the meeting ----------------------------------------------------------------------------------
@@ -159,15 +161,16 @@ def _dial(nodes: Nodes, patience: float, say: Say) -> socket.socket:
             wait_for_first_node(nodes, deadline - time.monotonic(), say)
         except TimeoutError as error:
             raise UserError(
-                f"{nodes.setting}{nodes.endpoint}: machine 0 was not there within {patience:g} s: "
-                f"start the same command with --listen on it ({error})"
+                f"{nodes.setting}{nodes.endpoint}: machine 0 did not answer "
+                f"within {patience:g} s ({error}): run the same command with "
+                "--listen on it"
             ) from error
         if connection := _greeted(nodes.address):
             return connection
         if time.monotonic() > deadline:
             raise UserError(
-                f"{nodes.setting}{nodes.endpoint}: what listens there is not another comparison: "
-                "end it, or take another port on both machines"
+                f"{nodes.setting}{nodes.endpoint}: another program listens there: "
+                "stop it, or use another port on both machines"
             )
         say = _say_nothing
         time.sleep(POLL_SECONDS)
@@ -210,19 +213,23 @@ def _accept(nodes: Nodes, patience: float, say: Say) -> socket.socket:
     port = nodes.address[1]
     server = socket.create_server(("", port), family=family, dualstack_ipv6=two_kinds)
     started = told_at = time.monotonic()
-    say(f"machine 0: waiting for the other one at {nodes.endpoint}")
+    say(f"machine 0: waiting for machine 1 at {nodes.endpoint}")
     with closing(server):
         while (now := time.monotonic()) < started + patience:
             if now >= told_at + TELL_SECONDS:
                 told_at = now
-                say(f"machine 0: nobody at {nodes.endpoint} after {now - started:.0f} s")
+                say(
+                    f"machine 0: still waiting for machine 1 at {nodes.endpoint} "
+                    f"after {now - started:.0f} s"
+                )
             if not select.select([server], [], [], POLL_SECONDS)[0]:
                 continue
             if _answered(connection := server.accept()[0]):
                 return connection
     raise UserError(
-        f"{nodes.setting}{nodes.endpoint}: no other machine came within {patience:g} s: start the "
-        "same command without --listen there, and open the port in firewalls"
+        f"{nodes.setting}{nodes.endpoint}: the other machine did not connect "
+        f"within {patience:g} s: run the same command without --listen there, and "
+        "open the port in firewalls"
     )
 
 
@@ -246,9 +253,10 @@ def measure_link(pair: Pair, streams: int, say: Say) -> list[LinkSpeed]:
             speeds[count] = measure(connect, count, RATE_SECONDS)
     except OSError as error:
         raise UserError(
-            f"machine {pair.rank} does not reach {pair.other} at {there}, port {port}, which the "
-            "system chose: open all ports between the two, as a run needs them (docs/"
-            f"troubleshooting.md#ports-and-security) ({error})"
+            f"machine {pair.rank} cannot reach {pair.other} at {there}, port "
+            f"{port}, which the system chose ({error}): open all ports between "
+            "the two, because a run needs them "
+            "(docs/troubleshooting.md#ports-and-security)"
         ) from error
     else:
         rates = {count: speed.bits_per_second for count, speed in speeds.items()}
@@ -289,9 +297,10 @@ def measure_all_reduce(
         seconds = (time.perf_counter() - started) / count
     except RuntimeError as error:
         raise UserError(
-            f"gloo does not connect the two machines over {interface or 'the interface it chose'}: "
-            "set diloco.link.interface to the one that leads to the other machine, and open all "
-            f"ports (docs/troubleshooting.md#ports-and-security) ({cause_of(error)})"
+            "gloo cannot connect the two machines over "
+            f"{interface or 'the interface it chose'} ({cause_of(error)}): set "
+            "diloco.link.interface to the one that leads to the other machine, and "
+            "open all ports (docs/troubleshooting.md#ports-and-security)"
         ) from error
     finally:
         if dist.is_initialized():

@@ -70,7 +70,7 @@ def _check_folder(config: Config) -> None:
     folder = Path(config.run.folder).expanduser()
     there = next(one for one in (folder, *folder.parents) if os.path.exists(one))  # noqa: PTH110
     if config.run.folder and not (there.is_dir() and os.access(there, os.W_OK)):
-        reason = f"{there} is not a folder that can be written: choose another"
+        reason = f"{there} is not a writable folder: choose another"
         raise UserError(f'run.folder = "{config.run.folder}": {reason}')
 
 
@@ -78,7 +78,7 @@ def _missing_files(config: Config) -> Iterator[str]:
     data, weights = config.data, Path(config.model.weights).expanduser()
     absent = config.model.weights and not weights.exists() and not _goes_on(config)
     if absent:
-        remedy = "give the folder of an export, or of a Llama or Qwen3 of another program"
+        remedy = "give the folder of an export, or of a Llama or Qwen3 written by another program"
         if name := PUBLISHED.get(config.model.flavor):
             remedy = f"{installed('hf')} download {name} --local-dir {config.model.weights}"
         yield f'model.weights = "{config.model.weights}": there is no such file or folder: {remedy}'

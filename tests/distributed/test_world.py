@@ -120,7 +120,7 @@ def test_gpus_that_are_shared_are_said(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     monkeypatch.setattr(logging.getLogger("torchtitan_diloco"), "propagate", True)
-    with pytest.raises(ValueError, match="local rank 1 has no GPU of its own, torch sees 1"):
+    with pytest.raises(ValueError, match="there is no GPU for local rank 1, because torch sees 1"):
         pick_device("auto", 1)
     assert pick_device("auto", 1, share=True) == torch.device("cuda", 0)
     assert "shares cuda:0 with another" in caplog.text

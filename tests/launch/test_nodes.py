@@ -73,10 +73,10 @@ def test_a_first_node_that_does_not_start(port: int) -> None:
 def test_what_listens_is_not_torchrun() -> None:
     with (
         answering(b"SSH-2.0-OpenSSH_9.2") as address,
-        pytest.raises(UserError, match=f"RDZV_ENDPOINT={address}: another program has port"),
+        pytest.raises(UserError, match=f"RDZV_ENDPOINT={address}: another program uses port"),
     ):
         wait_for_first_node(Nodes(2, 1, address), 60, print)
-    with answering(b".") as address, pytest.raises(TimeoutError, match="a doctor listens there"):
+    with answering(b".") as address, pytest.raises(TimeoutError, match="`doctor` listens there"):
         wait_for_first_node(Nodes(2, 1, address), 0, print)
 
 
@@ -88,8 +88,8 @@ def test_the_first_node_listens_where_the_others_look(
     check_endpoint(here)  # which leaves nothing behind
     taken = f"127.0.0.1:{listening.getsockname()[1]}"
     check_endpoint(Nodes(2, 1, taken))
-    with pytest.raises(UserError, match=f"{taken}: port .* is taken on this node: end what"):
+    with pytest.raises(UserError, match=f"{taken}: port .* is in use on this node: stop"):
         check_endpoint(Nodes(2, 0, taken))
     monkeypatch.setattr(module, "dial", lambda *_: 0.0)  # another machine answers
-    with pytest.raises(UserError, match=f"127.0.0.1:{port}: does not lead to this node, which"):
+    with pytest.raises(UserError, match=f"127.0.0.1:{port}: is not an address of this node, which"):
         check_endpoint(here)

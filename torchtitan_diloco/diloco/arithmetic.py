@@ -159,6 +159,7 @@ def check_arithmetic(device: torch.device, codec: CodecName, optimizer: OuterOpt
     """Raise a UserError if this machine cannot make the shared copies of the others."""
     if difference := find_difference(device, (codec, optimizer.name)):
         raise UserError(
-            f"this machine computes different bits than others, so its copies would differ ("
-            f"{difference}): use another machine, or another torch (here {torch.__version__})"
+            "this machine computes different bits than others, so its shared copies "
+            f"would differ ({difference}): use another machine, or another version "
+            f"of torch (here {torch.__version__})"
         )

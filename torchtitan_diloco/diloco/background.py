@@ -34,7 +34,7 @@ class BackgroundThread:
 
     def submit(self, task: Callable[[], Result]) -> "Future[Result]":
         if self._closed:
-            raise RuntimeError(f"{self._thread.name} has been closed: make a new object instead")
+            raise RuntimeError(f"{self._thread.name} was closed: create a new object")
         future: Future[Result] = Future()
         self._tasks.put((future, task))
         return future

@@ -123,7 +123,7 @@ def _convert_length(value: Any, *, is_word: bool) -> int | float:
         except ValueError:
             continue
         return length
-    raise UserError("expected a whole number of steps from 0 on, or a share of the run below 1")
+    raise UserError("expected a whole number of steps of at least 0, or a share of the run below 1")
 
 
 def nearest(key: str, known: Iterable[str]) -> str:

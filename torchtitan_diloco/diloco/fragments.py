@@ -150,8 +150,9 @@ def _split_blocks(
     blocks = [(name, parts) for name, parts in groups if parts]
     if not blocks:
         raise UserError(
-            f"the blocks of {container} have no trainable parameter: name another module in "
-            "diloco.fragments.blocks, or set diloco.fragments.layers_per_fragment = 0"
+            f"the blocks of {container} have no trainable parameter: set "
+            "diloco.fragments.blocks to another module, or "
+            "diloco.fragments.layers_per_fragment = 0"
         )
     in_blocks = {part.name for _, parts in blocks for part in parts}
     return blocks, [part for part in trained if part.name not in in_blocks]
@@ -170,8 +171,8 @@ def _longest_module_list(model: nn.Module) -> str:
             lists[name] = len(module)
     if not lists:
         raise UserError(
-            "the model has no ModuleList of blocks, nor a ModuleDict with numbers: name the "
-            "module that holds them in diloco.fragments.blocks, or set "
+            "the model has no ModuleList of blocks, nor a ModuleDict with numbers as "
+            "keys: set diloco.fragments.blocks to the module that contains them, or "
             "diloco.fragments.layers_per_fragment = 0"
         )
     return max(lists, key=lists.__getitem__)

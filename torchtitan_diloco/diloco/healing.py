@@ -102,7 +102,7 @@ class Watch:
         """Log workers that are newly left out. Raise if one's deltas are not finite any more."""
         reasons = {
             NOT_FINITE: "is not finite",
-            OUTLIER: f"is beyond diloco.delta_norm_limit = {norm_limit:g} times its usual norm",
+            OUTLIER: f"is more than diloco.delta_norm_limit = {norm_limit:g} times its usual norm",
         }
         first, broken = headers[0], self._broken[headers[0].fragment]
         left_out = [worker for worker, one in enumerate(headers) if one.flags & WENT_WRONG]
@@ -118,8 +118,8 @@ class Watch:
             broken[worker] = (broken[worker] + 1) * bool(header.flags & NOT_FINITE)
             if broken[worker] > ROUNDS:
                 raise UserError(
-                    f"worker {worker} has not sent a finite delta of fragment {first.fragment} in "
-                    f"{broken[worker]} rounds: its loss stays NaN. Lower the learning rate or "
-                    "clip gradients, and after a step whose gradient is not finite call "
-                    "StreamingDiLoCo.heal()"
+                    f"worker {worker} has not sent a finite delta of fragment "
+                    f"{first.fragment} in {broken[worker]} rounds: its loss stays "
+                    "NaN. Lower the learning rate or clip gradients, and call "
+                    "StreamingDiLoCo.heal() after a step whose gradient is not finite"
                 )

@@ -116,7 +116,7 @@ def measure(
         with ThreadPoolExecutor(streams) as pool:
             return Speed(round_trip, 8 * math.fsum(pool.map(flood, range(streams))))
     except (OSError, threading.BrokenBarrierError):
-        raise ConnectionError(f"{streams} connections at a time cannot be made") from None
+        raise ConnectionError(f"{streams} simultaneous connections cannot be opened") from None
 
 
 def _rate(arrived: list[tuple[float, int]], since: float) -> float:

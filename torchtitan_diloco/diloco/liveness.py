@@ -60,8 +60,8 @@ class Answer(NamedTuple):
 
     def __str__(self) -> str:
         if self.waits:
-            return "it answers: it waits for others itself"
-        return f"it answers: its last step, {self.steps}, was {self.seconds:.0f} s ago"
+            return "it answers (it is waiting for others)"
+        return f"it answers (its last step, {self.steps}, was {self.seconds:.0f} s ago)"
 
 
 class Liveness:

@@ -52,7 +52,7 @@ def store_of_attempt(store: Store, rank: int, size: int, timeout: timedelta) -> 
         if set(store.multi_get(read)) == {prefix.encode()}:
             return PrefixStore(prefix, store)
         time.sleep(POLL_SECONDS)
-    raise RuntimeError("ranks of an earlier attempt did not start again")
+    raise RuntimeError("ranks of an earlier attempt did not restart")
 
 
 def join_workers() -> dist.ProcessGroup:
@@ -69,7 +69,7 @@ def join_workers() -> dist.ProcessGroup:
     gpus = torch.cuda.device_count()
     if 0 < gpus <= local:
         raise UserError(
-            f"there are {gpus} GPUs, none for local rank {local}: start one process each"
+            f"there is no GPU for local rank {local} among {gpus} GPUs: start one process per GPU"
         )
     rank, size, timeout = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), default_pg_timeout
     store = store_of_attempt(store_of_job(timeout), rank, size, timeout)
@@ -95,9 +95,10 @@ def check_group(group: dist.ProcessGroup | None) -> None:
             dist.get_backend(group)
     except (ValueError, TypeError, AttributeError) as error:
         raise UserError(
-            f"group: torch.distributed does not know {group!r}, or this rank is not in it. Start "
-            "all workers in one world (torchrun's --nnodes) and hand in dist.new_group(ranks), "
-            "which all ranks call; jobs of their own are joined by islands.IslandPeers(...)"
+            f"group: {group!r} is not a group of torch.distributed that contains "
+            "this rank. Start all workers in one job (torchrun's --nnodes), call "
+            "dist.new_group(ranks) on all ranks, and pass its result; to join "
+            "separate jobs, pass islands.IslandPeers(...)"
         ) from error
 
 
@@ -117,19 +118,20 @@ def check_model(model: nn.Module, group: dist.ProcessGroup | None) -> None:
     statistics = [name for name, _ in model.named_buffers() if name.endswith("running_mean")]
     if statistics and group.rank() == 0:
         logger.warning(
-            f"running statistics such as {statistics[0]} are not exchanged: every worker keeps its "
-            "own, and global_state_dict() returns this one's. Use a norm without them (LayerNorm, "
-            "GroupNorm), or average them with dist.all_reduce before you save or evaluate"
+            f"running statistics such as {statistics[0]} are not exchanged: each "
+            "worker keeps its own, and global_state_dict() returns those of this "
+            "worker. Use a norm without them (LayerNorm, GroupNorm), or average them "
+            "with dist.all_reduce before you save or evaluate"
         )
 
 
 def _check_ranks(workers: set[int], ranks: list[int], what: str) -> None:
     if len(workers.intersection(ranks)) > 1:
         raise UserError(
-            f"{what} joins the ranks {ranks}, which are of several workers ({sorted(workers)} are "
-            "joined by the group between workers): gradients would be averaged over workers in "
-            "every step. Make it over the ranks of this worker only, or leave it out if a worker "
-            "has one rank"
+            f"{what} joins the ranks {ranks}, which belong to several workers "
+            f"(the group between workers joins {sorted(workers)}): gradients would "
+            "be averaged over workers in every step. Create it with the ranks of "
+            "this worker only, or remove it if a worker has one rank"
         )
 
 

@@ -80,7 +80,7 @@ class Peers(ABC):
     def start(self, model: nn.Module, config: DiLoCoConfig) -> None:
         """Check the settings, agree with the other workers, and allocate the buffers."""
         if hasattr(self, "states"):
-            raise RuntimeError("these peers have an outer loop already: build others")
+            raise RuntimeError("these peers already belong to an outer loop: create new ones")
         self.model, self.meter = model, Meter()
         self.config = config = self.check_settings(config)
         drop_gathered(model)

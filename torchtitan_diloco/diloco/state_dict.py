@@ -215,7 +215,7 @@ def check_same_model(states: Sequence[OuterState], saved: SavedState) -> None:
     theirs = {name: tuple(value.shape) for name, value in saved.kind(SHARED).items()}
     if found := differences(mine, theirs):
         raise UserError(
-            f"the saved outer state is that of another model ({len(found)} parameters differ): "
+            f"the saved outer state belongs to another model ({len(found)} parameters differ): "
             + "; ".join(found[:3])
         )
 

@@ -72,7 +72,9 @@ class StreamingDiLoCo:
                 seed=seed,
             )
         elif shard_group or liveness or total_steps or seed:
-            raise TypeError("shard_group, liveness, total_steps and seed are for a gloo group only")
+            raise TypeError(
+                "shard_group, liveness, total_steps and seed can only be used with a gloo group"
+            )
         self.peers = peers = group
         peers.start(model, config)
         self.config, self.fragments, self._states = peers.config, peers.fragments, peers.states
@@ -165,9 +167,10 @@ class StreamingDiLoCo:
             self._start_afresh(index)
         if healed and (group is None or group.rank() == 0):
             logger.warning(
-                f"worker {self.worker}: fragments {healed} are not finite after step "
-                f"{self.step_count}; they take the shared parameters, and the inner optimizer "
-                f"starts afresh for them ({self._healed} fragments healed so far)"
+                f"worker {self.worker}: fragments {healed} are not finite after "
+                f"step {self.step_count}; they take the shared parameters, and "
+                f"their inner optimizer state is reset ({self._healed} fragments "
+                "healed so far)"
             )
         return healed
 
@@ -325,15 +328,15 @@ class DataParallel:
         return []
 
     def describe(self) -> list[str]:
-        text = "gradients are averaged at every step; of [diloco] only workers and link are read"
+        text = "gradients are averaged at every step; only workers and link of [diloco] are used"
         return [f"{'outer':<10} none: {text}"] if self._workers > 1 else []
 
     def load_state_dict(self, saved: SavedState) -> list[str]:
         """Start from the shared parameters of a run with an outer loop."""
         saving.write_shared(self._model, saved)
         return [
-            "there is no outer loop any more: the model starts from the shared parameters, the "
-            "optimizer from worker 0's"
+            "the run no longer has an outer loop: the model starts from the shared "
+            "parameters, and the optimizer from that of worker 0"
         ]
 
 

@@ -57,7 +57,7 @@ def describe(config: Quantization) -> str:
     codec = build_codec(config)
     text = f"{codec.name}, {bits_per_parameter(codec):g} bits a parameter"
     if isinstance(codec, BlockCodec):
-        text += f", a scale for {config.block_size} values"
+        text += f", one scale per {config.block_size} values"
     elif isinstance(codec, TopKCodec):
-        text += f", the largest {codec.top_values} of {UNIT} values, the others later"
+        text += f", the largest {codec.top_values} of every {UNIT} values, the others later"
     return text

@@ -25,7 +25,7 @@ def triton_kernels() -> ModuleType | None:
     try:
         return importlib.import_module("torchtitan_diloco.diloco.codecs.triton_kernels")
     except ImportError as error:
-        logger.info(f"GPUs encode with plain torch, as Triton cannot be imported: {error}")
+        logger.info(f"GPUs encode with plain torch, because Triton cannot be imported: {error}")
         return None
 
 
