@@ -95,7 +95,7 @@ def test_what_the_other_hears(pairs: list[Pair], error: BaseException) -> None:
 def test_a_machine_that_goes_without_a_word(pairs: list[Pair]) -> None:
     with pairs[0]:
         pass
-    with pytest.raises(UserError, match="machine 0 has gone: its console says why"):
+    with pytest.raises(UserError, match="machine 0 has ended: its console says why"):
         pairs[1].check(60)
     pairs[1].tell_error("which nobody hears")
 
@@ -122,7 +122,7 @@ def test_a_way_that_is_closed(pairs: list[Pair], monkeypatch: pytest.MonkeyPatch
         raise ConnectionRefusedError("Connection refused")
 
     monkeypatch.setattr(pair, "measure", refused)
-    with pytest.raises(UserError, match=r"does not reach machine \d at 127\.0\.0\.1, port \d+, wh"):
+    with pytest.raises(UserError, match=r"cannot reach machine \d at 127\.0\.0\.1, port \d+, wh"):
         both(lambda rank: measure_link(pairs[rank], 3, lambda _: None))
 
 

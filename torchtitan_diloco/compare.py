@@ -36,14 +36,14 @@ if TYPE_CHECKING:
 
 MACHINES = 2
 MARK = "# Written by `compare`: "
-"""Beginning of its files, which it may write again."""
+"""First words of the files that this command writes, and may overwrite."""
 SAY_SECONDS = 10.0
-"""Between two lines about steps."""
+"""Seconds between two lines about the progress of the steps."""
 STREAMS = 8
 
 
 class Machine(msgspec.Struct):
-    """What a machine tells the other one before both measure."""
+    """What each machine tells the other before the measurement."""
 
     name: str
     facts: dict[str, str]
@@ -177,7 +177,8 @@ def _compare(options: argparse.Namespace, config: Config, training: list[str]) -
 
 
 def _check(config: Config, write: Path) -> None:
-    """Raise for settings that two machines do not have, and for a file that is not to be lost."""
+    """Raise an error for settings that do not suit two machines, or if --write names another
+    file."""
     if config.islands.join or config.islands.local:
         raise UserError("compare is for the workers of one job: remove the settings of islands")
     if config.diloco.workers != MACHINES:
@@ -205,7 +206,8 @@ def _on_gpu(config: Config) -> bool:
 def _agree(
     pair: "Pair | None", config: Config, options: argparse.Namespace, processes: int
 ) -> list[str]:
-    """Return the names of the machines, which have to have the same code and settings."""
+    """Return the names of the machines, after checking that their code and settings are the
+    same."""
     if pair is None:
         return ["this machine"]
     import torch
@@ -238,7 +240,7 @@ def _agree(
 def _measure_steps(
     trial: "Trial", pair: "Pair | None", seconds: float, config: Config
 ) -> list[StepTimes]:
-    """Measure the steps of this machine while the other one, if any, trains as well."""
+    """Measure the steps of this machine while the other one, if any, also trains."""
     compiles = ", which compiles the model" if config.compile.enable else ""
     say(f"starting the trainer{compiles}")
 
@@ -262,7 +264,7 @@ def _measure_steps(
 
 
 def _watch(seconds: float) -> Callable[[list[float]], None]:
-    """Return a function that says now and then how far the measurement is."""
+    """Return a function that reports the progress of the measurement from time to time."""
     told_at = time.monotonic()
 
     def watch(seconds_of_steps: list[float]) -> None:
@@ -293,7 +295,7 @@ class Link(msgspec.Struct):
     description: str
     all_reduce_bits_per_second: float = math.inf
     interface: str = ""
-    """Network interface that leads to the other machine, if gloo has to be told."""
+    """Network interface that leads to the other machine, if gloo would choose another one."""
 
 
 def _given_link(options: argparse.Namespace) -> Link:
@@ -390,7 +392,7 @@ def _write(options: argparse.Namespace, config: Config, best: "Row", link: Link)
 
 
 def _how_to_start(options: argparse.Namespace, best: "Row", link: Link, rank: int) -> str:
-    """Return the line that starts the run on this machine."""
+    """Return the command that starts the run on this machine."""
     start = f"{command_line('train')} --config {shlex.quote(str(options.write))}"
     start += f" --run.folder runs/{shlex.quote(options.write.stem)}"
     if best.machine is not None:

@@ -1,4 +1,4 @@
-"""Check this machine, a corpus, and that machines see each other, before or during a run.
+"""Check this machine, a corpus, and the connection to other machines, before or during a run.
 
 .venv/bin/torchtitan-diloco doctor
 .venv/bin/torchtitan-diloco doctor --corpus data/c4-32k
@@ -50,10 +50,10 @@ NOT_ARRIVING = (
     "packets of 64 KB do not arrive, but small ones do: lower the MTU (ip link set DEVICE mtu 1280)"
 )
 MOST_NAMED = 10
-"""Damaged files that are named."""
+"""Maximum number of damaged files to name."""
 DRIVER = Path("/proc/driver/nvidia/version")
 Hop: TypeAlias = tuple[str, Callable[[], str]]
-"""What is checked, and a function that returns what it finds, or raises an error with a remedy."""
+"""Name of a check, and a function that returns its result or raises an error with a remedy."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -95,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run_hops(hops: Iterable[Hop]) -> bool:
-    """Print a line for each hop up to the first that fails. Return whether none does."""
+    """Print a line for each check, up to the first that fails. Return whether none failed."""
     for name, check in hops:
         try:
             print(f"ok      {name}: {check()}", flush=True)
@@ -107,7 +107,7 @@ def run_hops(hops: Iterable[Hop]) -> bool:
 
 
 def run_each(hops: Iterable[Hop]) -> bool:
-    """Print a line for each hop. They do not depend on each other."""
+    """Print a line for each check, none of which depends on the others."""
     results = [run_hops([hop]) for hop in hops]
     return all(results)
 

@@ -1,4 +1,4 @@
-"""The nodes of a run: which one this is, by the environment, and how they find the first one."""
+"""The nodes of a run: the number of this one, from the environment, and how to find the first."""
 
 import errno
 import socket
@@ -11,11 +11,11 @@ from torchtitan_diloco.reach import dial, is_doctor, resolve, route
 
 DEFAULT_PORT = 29500
 DIAL_SECONDS = 1.0
-"""Between two looks at whether the first node listens."""
+"""Seconds between two checks whether the first node listens."""
 TELL_SECONDS = 30.0
-"""Between two lines about a first node that does not listen."""
+"""Seconds between two messages about a first node that does not listen."""
 ANSWER_SECONDS = 2.0
-"""In which another program than torchrun's store answers."""
+"""Seconds within which a program other than torchrun's store would answer."""
 
 
 class Nodes(NamedTuple):
@@ -40,7 +40,7 @@ class Nodes(NamedTuple):
 
 
 def read_nodes(environment: Mapping[str, str]) -> Nodes:
-    """Return the number of nodes, the number of this one, and where they meet."""
+    """Return the number of nodes, the number of this one, and their rendezvous endpoint."""
     count, rank = whole_number(environment, "NNODES"), whole_number(environment, "NODE_RANK", 0)
     endpoint = environment.get("RDZV_ENDPOINT", "")
     if count == 1 or not (count or endpoint or rank):
@@ -80,7 +80,7 @@ def whole_number(environment: Mapping[str, str], key: str, minimum: int = 1) -> 
 
 
 def check_endpoint(nodes: Nodes) -> None:
-    """Raise a UserError for an address at which the nodes cannot meet."""
+    """Raise a UserError if the nodes cannot meet at this address."""
     host, port = nodes.address
     try:
         resolve(host, port)
@@ -94,7 +94,7 @@ def check_endpoint(nodes: Nodes) -> None:
 def wait_for_first_node(nodes: Nodes, patience: float, say: Callable[[str], None]) -> None:
     """Return once the first node listens. Raise a TimeoutError after `patience` seconds.
 
-    torch itself would print traces of C++ for a first node that does not listen.
+    torch itself would print C++ stack traces while the first node does not listen.
     """
     say(f"{nodes}: waiting for the others at {nodes.endpoint}")
     started = told_at = time.monotonic()
@@ -109,7 +109,7 @@ def wait_for_first_node(nodes: Nodes, patience: float, say: Callable[[str], None
 
 
 def _try_to_listen(host: str, port: int) -> None:
-    """Listen for a moment, and raise if the address does not lead here."""
+    """Listen for a moment, and raise an error if the address does not belong to this machine."""
     two_kinds = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if two_kinds else socket.AF_INET
     try:

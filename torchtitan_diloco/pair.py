@@ -1,8 +1,8 @@
 """Two machines that meet at an address, tell each other what they measure, and measure their link.
 
-The first listens, the other dials. After a greeting, each line is a JSON object of a value, or of
-the error that ends the sender, which then ends the other, too. The link is measured over other
-connections, in both directions at once, as workers use it.
+The first machine listens and the second connects. After a greeting, each line is a JSON object with
+a value, or with the error that ended the sender, which then ends the receiver too. The link is
+measured over other connections, in both directions at the same time, as workers use it.
 """
 
 import math
@@ -29,12 +29,12 @@ from torchtitan_diloco.nodes import TELL_SECONDS, Nodes, check_endpoint, wait_fo
 GREETING = b"torchtitan-diloco compare\n"
 POLL_SECONDS = 0.2
 KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
-"""A machine that does not answer for 25 seconds is gone."""
+"""A machine that does not answer for 25 seconds counts as lost."""
 RATE_SECONDS = 3.0
-"""For which a rate is measured."""
+"""Seconds for which a rate is measured."""
 FEWEST = 3
 MOST = 100
-"""All-reduces that are measured, at least and at most."""
+"""Minimum and maximum number of all-reduces to measure."""
 CONNECT_SECONDS = 30.0
 Value = TypeVar("Value")
 Say = Callable[[str], None]
@@ -46,15 +46,15 @@ class Message(msgspec.Struct, omit_defaults=True):
 
 
 class LinkSpeed(msgspec.Struct):
-    """What a machine has measured on the way to the other."""
+    """Measurements of the link from one machine to the other."""
 
     round_trip: float
     bits_per_second: dict[int, float]
-    """By the number of TCP streams."""
+    """Rate by the number of TCP streams."""
 
 
 class Pair:
-    """The connection to the other machine, which hears of an error that leaves its context.
+    """Connection to the other machine, which receives any error that leaves this context.
 
     `rank`: 0 for the machine that listens, else 1.
     """
@@ -85,9 +85,9 @@ class Pair:
         return here, there
 
     def exchange(self, mine: Value, meanwhile: Callable[[], None] = lambda: None) -> list[Value]:
-        """Tell the other machine a value, and return those of both, the first machine's first.
+        """Send a value to the other machine, and return the values of both, in order of rank.
 
-        `meanwhile` is called again and again until the other value is there.
+        `meanwhile` is called repeatedly until the other value arrives.
         """
         self._send(Message(value=msgspec.Raw(msgspec.json.encode(mine))))
         self._raise_error()
@@ -106,14 +106,15 @@ class Pair:
             ) from error
 
     def tell_error(self, error: str) -> None:
-        """Tell the other machine what has ended this one, if it is still there."""
+        """Send the other machine the error that ended this one, if it is still connected."""
         with suppress(OSError, UserError):
             self._send(Message(error=error))
 
     def check(self, seconds: float = 0.0) -> None:
-        """Read what arrives within some seconds. Raise if the other machine has failed or gone.
+        """Read what arrives within some seconds. Raise an error if the other machine failed or
+        left.
 
-        What it said before its error comes first: both may have found the same mistake.
+        Values sent before an error are read first: both may have found the same mistake.
         """
         self._raise_error()
         if not select.select([self._connection], [], [], seconds)[0]:
@@ -147,7 +148,7 @@ class Pair:
 
 
 def meet(endpoint: str, rank: int, patience: float, say: Say) -> Pair:
-    """Wait for the other machine, for so many seconds, and return the connection to it."""
+    """Wait up to `patience` seconds for the other machine, and return the connection to it."""
     nodes = Nodes(2, rank, endpoint, setting="--endpoint ")
     check_endpoint(nodes)
     return Pair(_dial(nodes, patience, say) if rank else _accept(nodes, patience, say), rank)
@@ -207,7 +208,7 @@ def _answered(connection: socket.socket) -> bool:
 
 
 def _accept(nodes: Nodes, patience: float, say: Say) -> socket.socket:
-    """Wait for a connection that begins with the greeting, and leave others out."""
+    """Wait for a connection that starts with the greeting, and ignore others."""
     two_kinds = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if two_kinds else socket.AF_INET
     port = nodes.address[1]
@@ -237,9 +238,9 @@ def _accept(nodes: Nodes, patience: float, say: Say) -> socket.socket:
 
 
 def measure_link(pair: Pair, streams: int, say: Say) -> list[LinkSpeed]:
-    """Return the speed of the way from each machine to the other, with 1 stream and with several.
+    """Return the speed from each machine to the other, with one stream and with several.
 
-    Raise if one machine does not reach the other, as two workers have to.
+    Raise an error if one machine cannot reach the other, as two workers must.
     """
     here, there = pair.addresses
     listener = listen(here)
@@ -267,7 +268,7 @@ def measure_link(pair: Pair, streams: int, say: Say) -> list[LinkSpeed]:
 
 
 def slower(ways: list[LinkSpeed], streams: int) -> float:
-    """Return the bits per second of the slower way."""
+    """Return the bits per second in the slower direction."""
     return min((one.bits_per_second[streams] for one in ways), default=math.inf)
 
 
@@ -309,7 +310,7 @@ def measure_all_reduce(
 
 
 def _store(pair: Pair, timeout: timedelta) -> dist.Store:  # type: ignore[name-defined]
-    """Return a store of both machines, which the first one has."""
+    """Return a store for both machines, which the first one serves."""
     host = pair.addresses[pair.rank]  # that of the first machine
     store = partial(dist.TCPStore, host, timeout=timeout, wait_for_workers=False)  # type: ignore[attr-defined]
     if pair.rank == 0:

@@ -26,14 +26,14 @@ PUBLISHED = {
 
 
 def check_inputs(config: Config) -> None:
-    """Raise an error that lists all that is missing here, or that does not fit together."""
+    """Raise an error that lists everything that is missing or inconsistent."""
     if found := [*missing(config)] or [*_tried(_check_model, config)]:
         count = "1 thing" if len(found) == 1 else f"{len(found)} things"
         raise UserError("\n  ".join([f"{count} to do before this run can start:", *found]))
 
 
 def missing(config: Config) -> Iterator[str]:
-    """Yield what is to be installed, found, downloaded and prepared, in this order."""
+    """Yield what has to be installed, found, downloaded and prepared, in this order."""
     files = [*_missing_files(config)]
     packages = {
         "wandb": ("wandb", config.metrics.wandb),
@@ -93,8 +93,8 @@ def _missing_files(config: Config) -> Iterator[str]:
 
 
 def _own_names(config: Config, name: str) -> list[str]:
-    """Return the names of a corpus for the workers on this machine. Of a job on several nodes, each
-    has the corpora of its own workers, and none is checked."""
+    """Return the names of a corpus for the workers on this machine. In a job on several nodes, each
+    node has only the corpora of its own workers, so none is checked."""
     if WORKER_FIELD not in name:
         return [name]
     if config.islands.local:
@@ -115,7 +115,7 @@ def _tried(check: Callable[..., object], *arguments: object) -> Iterator[str]:
 
 
 def _goes_on(config: Config) -> bool:
-    """Return whether checkpoints, here or on another node, may have the weights."""
+    """Return whether checkpoints, on this or another node, may contain the weights."""
     several = os.environ.get("NNODES", "1") not in ("", "1")
     saved = Path(config.run.folder).expanduser().glob("worker-*/step-*")
     return bool(config.run.folder) and (several or any(saved))
@@ -134,7 +134,7 @@ def _check_tokenizer(config: Config) -> None:
 
 
 def _prepare_options(config: Config) -> list[str]:
-    """Return what `prepare` needs for so many tokens as the run reads."""
+    """Return the options of `prepare` for as many tokens as the run reads."""
     from torchtitan_diloco.planner.prediction import Workload
 
     plan = Workload.of(config, vocabulary_rows_of(config)).plan
@@ -143,7 +143,7 @@ def _prepare_options(config: Config) -> list[str]:
 
 
 def vocabulary_rows_of(config: Config) -> int:
-    """Return the rows of the embedding, also if there is no tokenizer yet."""
+    """Return the rows of the embedding, even if there is no tokenizer yet."""
     from torchtitan_diloco.models import vocabulary_rows
 
     if config.model.vocab_size:
@@ -155,7 +155,8 @@ def vocabulary_rows_of(config: Config) -> int:
 
 
 def _check_model(config: Config) -> None:
-    """Raise an error if settings of model, fragments, tokenizer and weights do not fit."""
+    """Raise an error if the settings of model, fragments, tokenizer and weights are
+    inconsistent."""
     from torchtitan_diloco.diloco.fragments import build_fragments
     from torchtitan_diloco.export.weights import check_weights
     from torchtitan_diloco.models import build_model, vocabulary_rows

@@ -144,7 +144,7 @@ def test_a_length_that_is_none_is_refused(given: str) -> None:
         ("--training.stps", r"--training.stps: unknown key; did you mean training.steps\?"),
         ("--training.steps -3", "expected a whole number >= 0"),
         ("--config 1bb.toml", r'--config = "1bb.toml": no such file; .* did you mean 1b\?'),
-        ("--config /", r'--config = "/": is a folder: give a file; train_configs/ has'),
+        ("--config /", r'--config = "/": is a folder: give a TOML file; train_configs/ has'),
     ],
 )
 def test_malformed_command_lines(words: str, reason: str) -> None:
@@ -384,7 +384,7 @@ def test_a_config_builds_and_repeats_nothing_that_it_inherits(name: str) -> None
         ({"data.phases": "[{start = 0.2, mixture = {a = -1}}]"}, 'weight of "a" is -1'),
         ({"data.shard_by": "own", "diloco.workers": "2"}, "needs a corpus with {worker}"),
         ({"data.corpus": "x-{worker}"}, 'only replaced with data.shard_by = "own"'),
-        ({"data.mixture": "a=1", "data.corpus": "b"}, "data.corpus already names the text"),
+        ({"data.mixture": "a=1", "data.corpus": "b"}, "data.corpus already sets the corpus"),
     ],
 )
 def test_bad_mixtures_are_one_line_each(changes: dict[str, str], message: str) -> None:

@@ -73,7 +73,7 @@ def _fault(event: str, at_step: int, link: Link) -> str:
             "checksum",
             12,
             PATIENT,
-            r"fragment 1 has different bits on .* outer round 2: it cannot be told which",
+            r"fragment 1 has different bits on .* outer round 2: it is unknown which",
         ),
     ],
 )

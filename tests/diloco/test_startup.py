@@ -53,7 +53,7 @@ def test_numbers_have_the_type_of_their_setting() -> None:
         ({"overlap": Overlap(mixing_end=0.0)}, "mixing_end = 0.0: needs the length of the run"),
         ({"beginning": Beginning(length=0.1)}, "beginning.length = 0.1: needs the length"),
         ({"beginning": Beginning(sync_every=9)}, "is only used with diloco.beginning.length"),
-        ({"quantization": Quantization(codec="int8", block_size=48)}, "block_size.*: take 32"),
+        ({"quantization": Quantization(codec="int8", block_size=48)}, "block_size.*: use 32"),
     ],
 )
 def test_a_config_made_in_python_is_checked(changes: dict[str, Any], key: str) -> None:

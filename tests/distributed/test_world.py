@@ -219,7 +219,7 @@ def test_streams_follow_from_the_links(
 def test_a_link_that_cannot_be_measured_has_one_stream(processes: ProcessPool) -> None:
     (count, said, made), other = processes.run(_join, 2, 0, "no way")
     assert (count, len(made), other) == (1, 1, (1, [], made))
-    assert "(worker 1 to worker 0: no way): each rank uses 1 stream" in said[0]
+    assert "(worker 1 to worker 0: no way), so each rank uses 1 stream" in said[0]
     assert processes.run(_join, 2, 3)[0][:2] == (3, []), "a given number is taken"
 
 
@@ -233,6 +233,6 @@ def _differently() -> str:
 
 def test_another_number_on_another_rank(processes: ProcessPool) -> None:
     for said in processes.run(_differently, 2):
-        assert "diloco.link.streams = 1 on rank 0, 2 on rank 1: give all ranks the same" in said
+        assert "diloco.link.streams = 1 on rank 0, 2 on rank 1: set the same value on all ranks" in said
     with pytest.raises(ValueError, match=r"Link.streams = 33.*<= 32"):
         Link(streams=33)

@@ -62,11 +62,11 @@ def test_a_first_node_that_starts_later_is_waited_for(port: int) -> None:
     first, *others = said
     assert first == f"node 1 of 2: waiting for the others at 127.0.0.1:{port}"
     assert len(others) == 2
-    assert all(f"127.0.0.1:{port} after 0 s: nobody listens there: start" in one for one in others)
+    assert all(f"127.0.0.1:{port} after 0 s: nothing listens there: start" in one for one in others)
 
 
 def test_a_first_node_that_does_not_start(port: int) -> None:
-    with pytest.raises(TimeoutError, match="nobody listens there"):
+    with pytest.raises(TimeoutError, match="nothing listens there"):
         wait_for_first_node(Nodes(2, 1, f"127.0.0.1:{port}"), 0, print)
 
 

@@ -1,7 +1,7 @@
-"""Outer step, and the self-test of all arithmetic that must give the same bits on every machine.
+"""Outer step, and a self-test of the arithmetic that must give the same bits on all machines.
 
 The shared copies come from encoding, decoding, averaging and outer steps. Sums and products are
-calls of their own: `alpha=` and `lerp` round once where there is a fused multiply-add, else twice.
+separate calls: `alpha=` and `lerp` round once with a fused multiply-add, and twice without.
 Divisions are rounded correctly everywhere. Square roots in fp32 are not: torch takes them from MKL,
 whose last bit depends on the processor. Those of fp64 are exact enough to round correctly to fp32.
 
@@ -37,13 +37,13 @@ def slot_count(config: OuterOptimizer) -> int:
 
 @lru_cache(maxsize=64)
 def _constant(number: float) -> Tensor:
-    """Return a number as a tensor, which saves a conversion in every call of torch."""
+    """Return a number as a tensor, to avoid a conversion in each call of torch."""
     return torch.tensor(number, dtype=torch.float32, device="cpu")
 
 
 @lru_cache(maxsize=64)
 def _newest_share(decay: float, count: int) -> Tensor:
-    """Return the share of the newest of `count` values in their mean, in which older ones fade."""
+    """Return the weight of the newest of `count` values in a mean that discounts older ones."""
     # Products round alike on every machine, `pow` may not. So many make any decay vanish.
     remaining = math.prod(repeat(decay, min(count, 2**15)))
     return torch.tensor((1 - decay) / (1 - remaining), dtype=torch.float32, device="cpu")
@@ -56,7 +56,7 @@ def outer_step(
 
     The delta, theta_outer - theta_local, serves as gradient. It is overwritten as `theta` is needed
     until the fragment is applied. `count`: steps with this state, with this one. The momentum is
-    kept already decayed, as this saves a pass over memory. The moments of Adam are kept without
+    stored already decayed, which saves a pass over memory. The moments of Adam are kept without
     bias: a first step replaces them.
     """
     decay = _constant(config.momentum)
@@ -91,11 +91,11 @@ KNOWN = {
     "sgd": "9718f6b8 64a1cccb 6ef47a3e",
     "adam": "fb56d924 a8f37ed4 c51430ee",
 }
-"""Hashes of what each format and outer step makes: encoded, decoded, and averaged values, or the
-next copy and both moments. Other ones are another arithmetic, which needs another run."""
+"""Hashes of the results of each format and outer step: encoded, decoded and averaged values, or the
+next copy and both moments. Different hashes mean different arithmetic, which needs a new run."""
 IDENTITY = hashlib.sha256(repr(KNOWN).encode()).hexdigest()[:16]
 VALUES = 20 * UNIT + 7
-"""Enough for several programs of a GPU kernel, and for vectors with a rest."""
+"""Enough values for several programs of a GPU kernel, and for vectors with a remainder."""
 OPTIMIZERS = get_args(get_type_hints(OuterOptimizer)["name"])
 CODEC_PARTS = "encode", "decode", "average"
 STEP_PARTS = "next copy", "momentum", "second moment"
@@ -139,14 +139,14 @@ def run_step(name: str, device: torch.device) -> list[Tensor]:
 
 @cache
 def hashes(device: torch.device, name: str) -> str:
-    """Return the hashes of what a format or an outer step makes, separated by spaces."""
+    """Return the hashes of the results of a format or an outer step, separated by spaces."""
     run = run_step if name in OPTIMIZERS else run_codec
     content = [part.cpu().numpy().tobytes() for part in run(name, device)]  # type: ignore[arg-type]
     return " ".join(hashlib.sha256(one).hexdigest()[:8] for one in content)
 
 
 def find_difference(device: torch.device, names: Iterable[str] = KNOWN) -> str:
-    """Name the first operation with other bits than on other machines, or return ""."""
+    """Name the first operation whose bits differ from other machines, or return an empty string."""
     for name in names:
         found, parts = hashes(device, name), STEP_PARTS if name in OPTIMIZERS else CODEC_PARTS
         for part, mine, known in zip(parts, found.split(), KNOWN[name].split(), strict=True):
@@ -156,7 +156,7 @@ def find_difference(device: torch.device, names: Iterable[str] = KNOWN) -> str:
 
 
 def check_arithmetic(device: torch.device, codec: CodecName, optimizer: OuterOptimizer) -> None:
-    """Raise a UserError if this machine cannot make the shared copies of the others."""
+    """Raise a UserError if this machine cannot compute the same shared copies as others."""
     if difference := find_difference(device, (codec, optimizer.name)):
         raise UserError(
             "this machine computes different bits than others, so its shared copies "

@@ -75,7 +75,7 @@ class Beginning(Section):
     """Inner steps between two exchanges of the same fragment in the initial phase."""
 
     def in_steps(self, total_steps: int) -> "Beginning":
-        """Return the same beginning, with its length in steps, of a run of so many steps."""
+        """Return the same beginning with its length in steps, for a run of `total_steps` steps."""
         return replace(self, length=steps_of(self.length, total_steps))
 
 
@@ -151,7 +151,7 @@ BLOCK_SIZES = (16, 32, 64, 128, 256, 512, 1024)
 """Allowed block sizes: divisors of `codecs.UNIT`."""
 MOST_TOP_VALUES = 256
 FEW_ROUNDS = 100
-"""With fewer outer rounds, the loss is known to stay behind data parallelism."""
+"""With fewer outer rounds, the loss stays behind that of data parallelism."""
 
 Mistakes = Iterator[tuple[str, str]]
 """Pairs of the dotted key of a setting and what is wrong with it."""

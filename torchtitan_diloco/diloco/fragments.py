@@ -103,7 +103,7 @@ def build_fragments(model: nn.Module, config: Fragments) -> tuple[Fragment, ...]
 
 
 def _check_size(layers: int, blocks: int) -> None:
-    """Raise if a fragment has more blocks than the model, but not by the default."""
+    """Raise an error if the user asked for more blocks per fragment than the model has."""
     if layers > blocks and layers != Fragments.layers_per_fragment:
         raise UserError(
             f"diloco.fragments.layers_per_fragment = {layers}: the model has {blocks} blocks with "
@@ -112,7 +112,7 @@ def _check_size(layers: int, blocks: int) -> None:
 
 
 def check_identity(model: nn.Module, fragment: Fragment) -> None:
-    """Raise if a parameter of the model was replaced."""
+    """Raise an error if a parameter of the model was replaced."""
     for part in fragment.parts:
         owner, _, name = part.name.rpartition(".")
         if getattr(model.get_submodule(owner), name) is not part.parameter:

@@ -47,7 +47,7 @@ class GlooPeers(Peers):
         self._group, self._shard_group, self._liveness = group, shard_group, liveness
         self._total_steps, self._seed = total_steps, seed
         self.in_flight: dict[int, InFlight] = {}
-        """By fragment, in the order of their sends."""
+        """Exchanges in flight by fragment, in the order of their sends."""
 
     # --- start and end ----------------------------------------------------------------------------
 
@@ -192,7 +192,7 @@ class GlooPeers(Peers):
         self._watching.wait(exchanged, step, f"seen by worker {self.worker} {where}")
 
     def _describe_late(self) -> str:
-        """Describe the workers that are waited for, from what they have said before."""
+        """Describe the workers that this one waits for, with their latest reports."""
         late, lines = self._exchanger.late() if self._exchanger else {}, list[str]()
         answers = self._watching.ask([worker for worker, (why, _) in late.items() if why])
         missing = dict[str, Report]()
@@ -294,7 +294,7 @@ class GlooPeers(Peers):
 def _settle(why: str, answer: Answer | None, usual: float) -> str:
     """Return why a worker is missing, given its answer. `usual`: seconds of a step.
 
-    Without an answer its process or its machine has stopped, or all of its link.
+    Without an answer, its process or machine has stopped, or its link is down.
     """
     if answer is None:
         return STOPPED

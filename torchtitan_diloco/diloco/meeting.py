@@ -1,4 +1,4 @@
-"""How ranks meet, also after torchrun has started them again, exchange values, and agree."""
+"""How ranks meet, even after torchrun has restarted them, exchange values, and agree."""
 
 import hashlib
 import os
@@ -36,9 +36,9 @@ def store_of_job(timeout: timedelta) -> Store:
 
 
 def store_of_attempt(store: Store, rank: int, size: int, timeout: timedelta) -> Store:
-    """Return the store under a prefix that only the ranks of this attempt have. Collective.
+    """Return the store under a prefix that only the ranks of this attempt use. Collective.
 
-    Otherwise gloo would find the addresses of the attempt before. Nodes may count their restarts
+    Otherwise, gloo would find the addresses of the previous attempt. Nodes may count their restarts
     differently (TORCHELASTIC_RESTART_COUNT), so ranks agree on a prefix: each writes a new token,
     and waits until all have read the same ones.
     """
@@ -56,7 +56,7 @@ def store_of_attempt(store: Store, rank: int, size: int, timeout: timedelta) -> 
 
 
 def join_workers() -> dist.ProcessGroup:
-    """Join the processes of torchrun, each of which is a worker, and return their group.
+    """Connect the processes of torchrun, each of which is a worker, and return their group.
 
     This hides the other processes and their GPUs from a framework, which would otherwise average
     gradients over all of them. Call it before CUDA is used.
@@ -103,7 +103,7 @@ def check_group(group: dist.ProcessGroup | None) -> None:
 
 
 def check_model(model: nn.Module, group: dist.ProcessGroup | None) -> None:
-    """Raise if gradients would be averaged over workers; warn if buffers will differ."""
+    """Raise an error if gradients would be averaged over workers; warn if buffers will differ."""
     if group is None or group.size() == 1:
         return
     workers = set(dist.get_process_group_ranks(group))
@@ -142,7 +142,7 @@ def _check_ranks(workers: set[int], ranks: list[int], what: str) -> None:
 
 
 def gather_objects(value: Value, group: dist.ProcessGroup | None) -> list[Value]:
-    """Return the values of all ranks, on every rank. They must have one type."""
+    """Return the values of all ranks on every rank. All values must have the same type."""
     if group is None:
         return [value]
     content = _encode(value)
@@ -183,8 +183,9 @@ def _decode(content: Tensor, kind: type[Value]) -> Value:
 
 
 def agree(facts: Mapping[str, str], group: dist.ProcessGroup | None, member: str) -> None:
-    """Raise on every rank of `group` if a fact, torch or this package's code differ from the first
-    rank's. Callers add `code_facts` of the code that they compute with.
+    """Raise an error on every rank of `group` if a fact, the torch version or the code of this
+    package differs from the first rank. Callers add `code_facts` for the code with which they
+    compute.
 
     `member`: what the message calls a rank of the group, such as "worker".
     """
@@ -199,7 +200,7 @@ def agree(facts: Mapping[str, str], group: dist.ProcessGroup | None, member: str
 
 
 def code_facts(*places: Path) -> dict[str, str]:
-    """Return a fact for each folder or file of code, which must be the same on all machines."""
+    """Return a fact for each folder or file of code that must be the same on all machines."""
     return {
         f"code of {place.name} (install the same commit on all machines)": code_fingerprint(place)
         for place in places
@@ -208,7 +209,7 @@ def code_facts(*places: Path) -> dict[str, str]:
 
 @cache
 def code_fingerprint(place: Path = PACKAGE) -> str:
-    """Return a hash of a source file, or of all in a folder. Default: this package."""
+    """Return a hash of a source file, or of all files in a folder. Default: this package."""
     digest = hashlib.sha256()
     for path in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
         name = str(path.relative_to(place.parent))

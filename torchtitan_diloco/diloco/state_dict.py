@@ -1,7 +1,8 @@
 """Saved state of the outer loop by names of parameters.
 
-By names, a state fits other fragments, ranks and schedules. A save applies nothing: a fragment in
-flight is saved with the shared copy that its exchange results in, to be applied when it is due.
+Because it is keyed by names, a state fits other fragments, ranks and schedules. A save applies
+nothing: a fragment in flight is saved with the shared copy that results from its exchange, which is
+applied when it is due.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -77,7 +78,8 @@ class SavedState:
     def template(
         model: nn.Module, facts: Facts, names: Iterable[str], mesh: DeviceMesh | None
     ) -> "SavedState":
-        """Return zeros in host memory for the names of a checkpoint, to be filled in place."""
+        """Return zeros in host memory for the names of a checkpoint, which are then filled in
+        place."""
         parameters, saved = dict(model.named_parameters()), SavedState(facts, {})
         for key in names:
             kind, _, name = key.partition("/")
@@ -96,8 +98,8 @@ class SavedState:
 def shaped_like(parameter: Tensor, flat: Tensor, mesh: DeviceMesh | None) -> Tensor:
     """Shape this rank's values like a parameter, sharded on its mesh or on another one.
 
-    `mesh`: the values move to its devices. None: they stay where they are, as those of a model on
-    GPUs that FSDP2 offloads to the host.
+    `mesh`: the values move to its devices. None: they stay where they are, such as those of a model
+    on GPUs that FSDP2 offloads to the host.
     """
     value = parameter.detach()
     if not isinstance(value, DTensor):

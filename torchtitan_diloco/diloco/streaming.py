@@ -6,8 +6,8 @@ for batch in loader:
     outer.step()
 outer.drain()
 
-`_take` takes the delta of a fragment and `_apply` applies the next shared copy. When, and how the
-copy is made of all deltas, is a matter of the peers (diloco/peers.py).
+`_take` takes the delta of a fragment and `_apply` applies the next shared copy. The peers
+(diloco/peers.py) decide when, and how to compute the copy from all deltas.
 """
 
 import time
@@ -53,13 +53,13 @@ class StreamingDiLoCo:
 
         Args:
             group: a gloo group of this rank and its peers on the other workers. None: one worker.
-                Or other peers, such as `IslandPeers`, to which the last four arguments do not
-                apply.
+                Alternatively other peers, such as `IslandPeers`, to which the last four arguments
+                do not apply.
             optimizer: the inner optimizer. Its state is dropped for fragments that are reset to the
                 shared parameters.
             shard_group: a gloo group of this worker's ranks, if it has several, that nothing else
-                uses. They sum the norm of a delta over it.
-            liveness: watches all workers. Default: a new one with a gloo group of its own.
+                uses, over which they sum the norm of a delta.
+            liveness: watches all workers. Default: a new one with a separate gloo group.
             total_steps: length of the run, for `overlap.mixing_end` and shares of it.
             seed: for the rounds that `link.drop_probability` drops.
         """
@@ -99,16 +99,16 @@ class StreamingDiLoCo:
     def step(self, weight: float = 1.0) -> None:
         """Apply and send the fragments that are due. Call it after every inner step.
 
-        `weight`: of this inner step in the mean over workers, such as its number of tokens. Islands
-        count it: give them the tokens.
+        `weight`: weight of this inner step in the mean over workers, such as its number of tokens.
+        Islands count it, so pass the number of tokens.
         """
         self._do(self.peers.due(weight))
 
     def drain(self) -> None:
         """Wait for the fragments in flight, and apply them in the order of their sends.
 
-        An island finishes the run with the others or, before its end, leaves it. It first sends its
-        work since the last send. At the end, all islands have the same copy.
+        An island finishes the run with the others or, before the end of the run, leaves it after
+        sending its work since the last send. At the end, all islands have the same copy.
         """
         self._do(self.peers.rest())
 
@@ -223,9 +223,9 @@ class StreamingDiLoCo:
     # --- restart ----------------------------------------------------------------------------------
 
     def state_dict(self, mesh: DeviceMesh | None = None) -> dict[str, Any]:
-        """Return what a restart needs besides the model and inner optimizer, in host memory.
+        """Return what a restart needs in addition to model and inner optimizer, in host memory.
 
-        Fragments in flight are waited for but not applied: their results are part of the state.
+        This waits for fragments in flight but does not apply them: their results are in the state.
         `mesh`: a CPU mesh of this worker's ranks for the tensors of a model that is sharded over
         GPUs, so that gloo can gather them. Default: the mesh of the model.
         """

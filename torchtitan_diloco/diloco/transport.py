@@ -113,8 +113,8 @@ def check_headers(headers: list[Header], mine: int) -> None:
 # --- transfers ------------------------------------------------------------------------------------
 
 STILL_SECONDS, STILL_RATIO = 5.0, 10.0
-"""A payload stands still if nothing comes for so long, and for this multiple of the usual time of a
-message."""
+"""A payload is stuck if nothing arrives for these seconds, and for this multiple of the usual time
+of a message."""
 
 Parts = Iterable[tuple[int, Tensor]]
 """(other worker, buffer in host memory to send or to receive into)."""
@@ -152,17 +152,17 @@ class Messages:
     """Messages in flight between this worker and the others, by worker."""
 
     works: dict[int, list[dist.Work]] = field(default_factory=dict)
-    """Receives first, so that their time does not depend on sends."""
+    """Receives come first, so that their time does not depend on sends."""
     sizes: dict[int, int] = field(default_factory=dict)  # bytes to receive
     arrivals: "dict[int, Future[float]]" = field(default_factory=dict)
-    """Times of arrival, if threads wait for them."""
+    """Times of arrival, recorded if threads wait for them."""
 
 
 class Transport:
     """Sends and receives over gloo, from one thread. Messages of one tag match in order.
 
-    Receives are posted as early as possible. Gloo announces them over the connection of the sends:
-    behind a large message, the two directions of a slow link would alternate.
+    Receives are posted as early as possible. Gloo announces them over the connection of the sends;
+    after a large message, the two directions of a slow link would alternate.
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout_seconds: float) -> None:
@@ -179,8 +179,8 @@ class Transport:
         self._rates |= {worker: rate for worker, rate in rates.items() if math.isfinite(rate)}
         self.traffic, self._awaited, self._awaits_means = traffic, Messages(), False
         self._late, self._arrived = dict[int, bool](), dict[int, float]()
-        """Workers that are waited for, and whether to receive from them. When the latest message of
-        each worker came."""
+        """Workers that this one waits for, and whether to receive from them. Time of the latest
+        message of each worker."""
 
     def receive(self, parts: Parts, tag: int = 0) -> Messages:
         """Post receives into buffers, skipping empty ones."""
@@ -227,8 +227,8 @@ class Transport:
         return moments
 
     def late(self) -> dict[int, tuple[str, str]]:
-        """Return the workers that are waited for: what is wrong, empty if that is not known, and
-        what has not come."""
+        """Return the workers that this one waits for: what is wrong (empty if unknown), and what
+        has not arrived."""
         found, now = dict[int, tuple[str, str]](), time.perf_counter()
         size, late = max(self._awaited.sizes.values(), default=0), self._late.copy()
         # Who has sent its mean has all that it needs, so the last one may well be the culprit.

@@ -30,7 +30,7 @@ _BLOCKS: dict[str, Callable[[str, int], Codec]] = {
     "fp4_e2m1": partial(MiniFloatCodec, exponent=2, mantissa=1, bias=1, top=6.0),
     "fp4_e3m0": partial(MiniFloatCodec, exponent=3, mantissa=0, bias=3, top=16.0),
 }
-"""Each is called with (name, block size)."""
+"""Each is called with a name and a block size."""
 
 CODECS: tuple[CodecName, ...] = get_args(CodecName)
 
