@@ -56,7 +56,7 @@ OWN = {
 }
 RATE = r"(\S+ \S+bit/s)"
 LINK = re.compile(
-    rf"^link: (\S+ \S+) there and back; {RATE} with 1 TCP stream.*; {RATE} in an all-reduce", re.M
+    rf"^link: round trip (\S+ \S+); {RATE} with 1 TCP stream.*; {RATE} in an all-reduce", re.M
 )
 HEADER = (
     "Mbit/s | method | compare, tokens/s | run, tokens/s | compare / run | with its steps / run"

@@ -35,7 +35,7 @@ def test_workers_that_cannot_be_joined(monkeypatch: pytest.MonkeyPatch) -> None:
         join_workers()
     monkeypatch.setenv("LOCAL_RANK", "2")
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    with pytest.raises(ValueError, match="there are 2 GPUs, none for local rank 2"):
+    with pytest.raises(ValueError, match="there is no GPU for local rank 2 among 2 GPUs"):
         join_workers()
 
 

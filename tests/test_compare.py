@@ -67,7 +67,7 @@ def check_answer(first: str, second: str) -> None:
     assert all(row.startswith(kind) for row, kind in zip(rows, kinds, strict=False))
     assert all(row.endswith(" alone") for row in rows[:2])
     assert tables[0].count("| * ") == 1
-    for said in ("there and back", "bit/s with 1 TCP stream", " on the slower way"):
+    for said in ("round trip", "bit/s with 1 TCP stream", " in the slower direction"):
         assert said in tables[0]
 
 
@@ -77,7 +77,11 @@ def start_line(printed: str) -> tuple[dict[str, str], list[str]]:
     how, line = printed.splitlines()[-2:]
     words = shlex.split(line)
     count = next(number for number, word in enumerate(words) if "=" not in word)
-    assert how == ("start it here with" if count else "start it on the machine of that row with")
+    assert how == (
+        "to start the run, on this machine:"
+        if count
+        else "to start the run, on the machine of that row:"
+    )
     return dict(word.split("=", 1) for word in words[:count]), words[count:]
 
 
@@ -139,7 +143,7 @@ def test_one_machine_answers_alone(tmp_path: Path, capsys: pytest.CaptureFixture
     printed = capsys.readouterr().out
     rows = rows_of(printed)
     assert [name for name in rows if name.endswith("alone")] == ["this machine alone"]
-    assert "link: 50 Mbit/s and 0 s one way, as given" in printed
+    assert "link: 50 Mbit/s, latency 0 s one way, as given" in printed
     assert "NNODES=2 NODE_RANK=0 RDZV_ENDPOINT=NODE0:29500 " in printed
     text = written.read_text()
     assert text.startswith("# Written by `compare`: ")
@@ -158,7 +162,7 @@ def test_the_other_machine_ends(tmp_path: Path) -> None:
         assert (first.wait(), second.wait()) == (2, 2)
         expected = "diloco.sync_every: 10 on machine 0, 20 on machine 1"
         for program in (first, second):
-            assert f"error: start both machines with the same: {expected}" in program.printed()
+            assert f"error: the two machines differ: {expected}" in program.printed()
     slow = ["--seconds", "1h"]
     words = command("--endpoint", endpoint, *slow)
     with (
@@ -244,21 +248,28 @@ def test_why_a_trial_has_ended(words: list[str], message: str) -> None:
 
 ALONE = ["--config", "debug", "--bandwidth", "1Gbit"]
 MISTAKES = [
-    ([], "give a model: --config 100m"),
+    ([], "give a model with --config"),
     (["--config", "100mm", "--bandwidth", "1Gbit"], '--config = "100mm": no such file; .* 100m'),
-    (["--config", "debug"], "give --endpoint HOST:PORT on both machines, or --bandwidth 1Gbit"),
+    (["--config", "debug"], "give --endpoint HOST:PORT on both machines, or --bandwidth"),
     (["--config", "debug", "--endpoint", "node0"], "'node0' is not HOST:PORT, such as node0:29500"),
     (["--config", "debug", "--endpoint", "node0:0"], "'node0:0' is not HOST:PORT"),
     (["--config", "debug", "--endpoint", "node0:http"], "'node0:http' is not HOST:PORT"),
-    ([*ALONE[:2], "--bandwidth", "0Gbit"], "--bandwidth must be above 0: give --bandwidth 1Gbit"),
+    (
+        [*ALONE[:2], "--bandwidth", "0Gbit"],
+        "--bandwidth must be above 0: give --bandwidth, such as",
+    ),
     ([*ALONE, "--endpoint", "node0:29500"], "--bandwidth: with --endpoint node0:29500, the link"),
-    ([*ALONE, "--listen"], "--listen is for --endpoint"),
-    (["--config", "debug", "--endpoint", "a:1", "--latency", "1ms"], "--latency is measured"),
+    ([*ALONE, "--listen"], "--listen is only used with --endpoint"),
+    (
+        ["--config", "debug", "--endpoint", "a:1", "--latency", "1ms"],
+        "--latency: with --endpoint, it is measured",
+    ),
+    ([*ALONE, "--seconds", "0s"], "--seconds 0s: give a time above 0"),
     ([*ALONE, "--diloco.workers", "4"], "diloco.workers = 4: compare is for 2 machines"),
-    ([*ALONE, "--islands.local", "2"], "leave the settings of islands out"),
+    ([*ALONE, "--islands.local", "2"], "remove the settings of islands"),
     ([*ALONE, "--training.batch_sise", "4"], 'training.batch_sise = "4": unknown key'),
     ([*ALONE, "--training.global_batch_size", "9"], "global_batch_size = 9 is not a multiple of 2"),
-    ([*ALONE, "--write", "there.toml"], "--write there.toml: there is another file"),
+    ([*ALONE, "--write", "there.toml"], "--write there.toml: another file exists"),
     (
         [*ALONE, "--write", "there.toml/best.toml"],
         "--write there.toml/best.toml: .*: give the path",
@@ -343,9 +354,7 @@ def test_other_code_and_torch_are_named() -> None:
 
     options = compare._parse([*SMALL, "--endpoint", "a:1"])[0]
     for changed in ("code", "torch", "device", "processes", "training.batch_size"):
-        with pytest.raises(
-            UserError, match=rf"start both machines with the same: {changed}.* on ma"
-        ):
+        with pytest.raises(UserError, match=rf"the two machines differ: {changed}.* on ma"):
             compare._agree(Other(), config, options, 1)  # type: ignore[arg-type]
     folder = replace(config, run=replace(config.run, folder="/elsewhere"))
     changed = "nothing"

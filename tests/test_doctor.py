@@ -128,7 +128,7 @@ def test_a_wrong_clock_and_a_wrong_password(
     examine: Examine, server: Join, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(doctor, "MOST_APART", -1.0)
-    assert "s from the server's: set it" in examine(ISLANDS, "--join", str(server))
+    assert "s from the server's clock: set it" in examine(ISLANDS, "--join", str(server))
     wrong = dataclasses.replace(server, password="wrong")
     failure = examine(ISLANDS[:4], "--join", str(wrong))
     assert "refuses the user or the password" in failure
@@ -142,7 +142,7 @@ def test_a_server_without_tls(examine: Examine, server: Join) -> None:
     try:
         wait_until(lambda: answers(port), "the server")
         join = dataclasses.replace(server, addresses=(f"127.0.0.1:{port}",))
-        assert "does not begin with TLS" in examine(ISLANDS[:4], "--join", str(join))
+        assert "does not start with a TLS handshake" in examine(ISLANDS[:4], "--join", str(join))
     finally:
         plain.kill()
         plain.wait()
@@ -168,7 +168,7 @@ def test_a_name_that_nobody_knows(examine: Examine, monkeypatch: pytest.MonkeyPa
 def test_a_closed_port(examine: Examine) -> None:
     port = free_port()
     failure = examine(ADDRESS, "--endpoint", f"127.0.0.1:{port}")
-    assert "nobody listens there: start the" in failure
+    assert "nothing listens there: start the" in failure
     assert f"doctor --endpoint :{port} --listen` there" in failure
 
 
@@ -243,7 +243,7 @@ def answering(answer: bytes) -> Iterator[str]:
 
 def test_another_program_has_the_port(examine: Examine) -> None:
     with answering(b"SSH-2.0-OpenSSH_9.2") as address:
-        assert "another program has port" in examine(ENDPOINT[:4], "--endpoint", address)
+        assert "another program uses port" in examine(ENDPOINT[:4], "--endpoint", address)
 
 
 def test_large_packets_that_are_lost(examine: Examine, monkeypatch: pytest.MonkeyPatch) -> None:

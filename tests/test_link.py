@@ -47,7 +47,7 @@ def test_a_measurement_counts_what_has_arrived(monkeypatch: pytest.MonkeyPatch) 
         made.append(connect())
         return made[0]
 
-    with pytest.raises(OSError, match="3 connections at a time cannot be made"):
+    with pytest.raises(OSError, match="3 simultaneous connections cannot be opened"):
         link.measure(connect_once, 3)
     listener.shutdown()
     listener.server_close()

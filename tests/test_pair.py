@@ -95,17 +95,17 @@ def test_what_the_other_hears(pairs: list[Pair], error: BaseException) -> None:
 def test_a_machine_that_goes_without_a_word(pairs: list[Pair]) -> None:
     with pairs[0]:
         pass
-    with pytest.raises(UserError, match="machine 0 has gone: its console says why"):
+    with pytest.raises(UserError, match="machine 0 has ended: its console says why"):
         pairs[1].check(60)
     pairs[1].tell_error("which nobody hears")
 
 
 def test_other_code_answers_with_another_value(pairs: list[Pair]) -> None:
     pairs[1]._send(Message(value=msgspec.Raw(b'"text"')))
-    with pytest.raises(UserError, match="machine 1 has other code: install the same"):
+    with pytest.raises(UserError, match="machine 1 has different code: install the same"):
         pairs[0].exchange(1.5)
     pairs[1]._connection.sendall(b"nothing of this kind\n")
-    with pytest.raises(UserError, match="machine 1 has other code"):
+    with pytest.raises(UserError, match="machine 1 has different code"):
         pairs[0].exchange(1.5)
 
 
@@ -122,7 +122,7 @@ def test_a_way_that_is_closed(pairs: list[Pair], monkeypatch: pytest.MonkeyPatch
         raise ConnectionRefusedError("Connection refused")
 
     monkeypatch.setattr(pair, "measure", refused)
-    with pytest.raises(UserError, match=r"does not reach machine \d at 127\.0\.0\.1, port \d+, wh"):
+    with pytest.raises(UserError, match=r"cannot reach machine \d at 127\.0\.0\.1, port \d+, wh"):
         both(lambda rank: measure_link(pairs[rank], (1, 3), lambda _: None))
 
 
@@ -131,7 +131,7 @@ def _all_reduce(endpoint: str) -> list[float]:
     pair.RATE_SECONDS = 0.05
     with meet(endpoint, rank, 60, lambda _: None) as own:
         rates = [measure_all_reduce(own, size, 1e9, "", lambda _: None) for size in (1, 10**6)]
-        with pytest.raises(UserError, match="gloo does not connect the two machines over nothing0"):
+        with pytest.raises(UserError, match="gloo cannot connect the two machines over nothing0"):
             measure_all_reduce(own, 1, 1e9, "nothing0", lambda _: None)
     return rates
 
@@ -174,27 +174,27 @@ def connect(port: int) -> socket.socket:
 
 def test_nobody_comes_and_nobody_is_there() -> None:
     endpoint = f"127.0.0.1:{free_port()}"
-    with pytest.raises(UserError, match=f"{endpoint}: no other machine came within 0.1 s: start"):
+    with pytest.raises(
+        UserError, match=f"{endpoint}: the other machine did not connect within 0.1 s: run"
+    ):
         meet(endpoint, 0, 0.1, lambda _: None)
-    with pytest.raises(UserError, match=f"{endpoint}: machine 0 was not there within 0.1 s: start"):
+    with pytest.raises(UserError, match=f"{endpoint}: machine 0 did not answer within 0.1 s "):
         meet(endpoint, 1, 0.1, lambda _: None)
 
 
 def test_an_address_of_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         silent = f"127.0.0.1:{other.getsockname()[1]}"
-        with pytest.raises(UserError, match=f"--endpoint {silent}: port .* is taken on this node"):
+        with pytest.raises(UserError, match=f"--endpoint {silent}: port .* is in use on this node"):
             meet(silent, 0, 0.1, lambda _: None)
-        with pytest.raises(
-            UserError, match=f"{silent}: what listens there is not another comparison"
-        ):
+        with pytest.raises(UserError, match=f"{silent}: another program listens there"):
             meet(silent, 1, 0.1, lambda _: None)
     with (
         answering(b"SSH-2.0-OpenSSH_9.2") as address,
-        pytest.raises(UserError, match=f"--endpoint {address}: another program has port"),
+        pytest.raises(UserError, match=f"--endpoint {address}: another program uses port"),
     ):
         meet(address, 1, 0.1, lambda _: None)
-    with answering(b".") as address, pytest.raises(UserError, match="a doctor listens there: end"):
+    with answering(b".") as address, pytest.raises(UserError, match="`doctor` listens there: stop"):
         meet(address, 1, 0.1, lambda _: None)
 
     def unknown(*_: object, **__: object) -> None:

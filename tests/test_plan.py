@@ -134,13 +134,13 @@ def test_runs_without_conditions_are_refused(
 
 
 MISTAKES = [
-    (["--config", "1b", *LINK], r"--step-time, as in 500ms, or a finished --run"),
-    (["--config", "1b", "--step-time", "0.5s"], r"give --bandwidth, as in 200Mbit/s"),
+    (["--config", "1b", *LINK], r"--step-time, such as 500ms; or --run"),
+    (["--config", "1b", "--step-time", "0.5s"], r"give --bandwidth, such as 200Mbit/s"),
     (plan("--step-time", "0s"), r"step times above 0"),
-    (plan("--utilisation", "95"), r"--utilisation 95: give a share of one"),
+    (plan("--utilisation", "95"), r"--utilisation 95: give a share between"),
     (plan("--diloco.workers", "1"), r"there are no links"),
     (plan("--bandwith", "1Gbit"), r"bandwith = \"1Gbit\": unknown key"),
-    (KNOWN, r"give a model"),
+    (KNOWN, r"give a model with --config"),
     (["--presets", "--diloco.workers", "4"], r"--diloco\.workers: --presets takes no settings"),
     (["--table", "--gpu", "4"], r"--gpu: --table takes no settings"),
     (plan("--write", "nowhere/plan.toml"), r"No such file or directory: give the path of a new"),

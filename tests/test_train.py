@@ -169,13 +169,13 @@ def test_small_values_keep_their_digits(value: float, shown: str) -> None:
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     check_inputs(debug(run__folder=str(tmp_path / "new/run")))
     (file := tmp_path / "file").touch()
-    with pytest.raises(UserError, match=rf'run.folder = "{file}/run": {file} is not a folder that'):
+    with pytest.raises(UserError, match=rf'run.folder = "{file}/run": {file} is not a writable'):
         check_inputs(debug(run__folder=f"{file}/run"))
 
 
 def test_interfaces_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     there = [name for _, name in socket.if_nameindex()]
-    remedy = f"choose one of {', '.join(there)}, or leave it out"
+    remedy = f"choose one of {', '.join(there)}, or remove"
     with pytest.raises(UserError, match=rf'link.interface = "eth9": eth9 is not a .*: {remedy}'):
         check_inputs(debug(diloco__link__interface="eth9"))
     monkeypatch.setenv(GLOO_INTERFACE, f"{there[0]},eth9")

@@ -135,7 +135,7 @@ def following(followed: dict[str, Trip]) -> Iterator[None]:
         yield
     finally:
         sys.setprofile(None)
-        threading.setprofile(None)  # type: ignore[arg-type]
+        threading.setprofile(None)
 
 
 def follow_a_run(folder: str) -> dict[str, list[str]]:

@@ -36,13 +36,13 @@ if TYPE_CHECKING:
 
 MACHINES = 2
 MARK = "# Written by `compare`: "
-"""Beginning of its files, which it may write again."""
+"""First words of the files that this command writes, and may overwrite."""
 SAY_SECONDS = 10.0
-"""Between two lines about steps."""
+"""Seconds between two lines about the progress of the steps."""
 
 
 class Machine(msgspec.Struct):
-    """What a machine tells the other one before both measure."""
+    """What each machine tells the other before the measurement."""
 
     name: str
     facts: dict[str, str]
@@ -91,27 +91,48 @@ def _parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--config", metavar="NAME_OR_PATH", help="a TOML file, or the name of a preset")
     add("--endpoint", metavar="HOST:PORT", help="where the first machine listens")
     add("--listen", action="store_true", help="this is the first machine")
-    add("--bandwidth", type=parse_bandwidth, help="link rate, if there is no second machine: 1Gbit")
-    add("--latency", type=parse_duration, help="with --bandwidth: one way, as in 0.1ms (0)")
+    add(
+        "--bandwidth",
+        type=parse_bandwidth,
+        help=("rate of the link, if there is no second machine, such as 1Gbit"),
+    )
+    add(
+        "--latency",
+        type=parse_duration,
+        help="with --bandwidth: latency one way, such as 0.1ms (0)",
+    )
     add("--seconds", type=parse_duration, default=15.0, help="how long to measure steps (15s)")
-    add("--wait", type=parse_duration, default=300.0, help="wait for the other machine (5min)")
+    add(
+        "--wait",
+        type=parse_duration,
+        default=300.0,
+        help="how long to wait for the other machine (5min)",
+    )
     add("--write", type=Path, help="TOML to write (outputs/CONFIG-two-machines.toml)")
     options, settings = parser.parse_known_args(words)
     if options.config is None:
-        raise UserError("give a model: --config 100m, for example")
+        raise UserError("give a model with --config, such as 100m")
+    if options.seconds == 0:
+        raise UserError("--seconds 0s: give a time above 0, such as 15s")
     if options.endpoint is None and options.bandwidth is None:
         raise UserError(
-            "give --endpoint HOST:PORT on both machines, or --bandwidth 1Gbit for one alone"
+            "give --endpoint HOST:PORT on both machines, or --bandwidth, such as "
+            "1Gbit, on one machine"
         )
     if options.endpoint is not None and options.bandwidth is not None:
         raise UserError(
-            f"--bandwidth: with --endpoint {options.endpoint}, the link is measured: leave out one"
+            f"--bandwidth: with --endpoint {options.endpoint}, the link is "
+            "measured: remove one of the two"
         )
     if options.bandwidth is None and options.latency is not None:
-        raise UserError("--latency is measured with --endpoint: leave it out")
+        raise UserError("--latency: with --endpoint, it is measured: remove it")
     if options.bandwidth is not None and (options.listen or not options.bandwidth > 0):
-        problem = "--listen is for --endpoint" if options.listen else "--bandwidth must be above 0"
-        raise UserError(f"{problem}: give --bandwidth 1Gbit without --listen, for example")
+        problem = (
+            "--listen is only used with --endpoint"
+            if options.listen
+            else "--bandwidth must be above 0"
+        )
+        raise UserError(f"{problem}: give --bandwidth, such as 1Gbit, without --listen")
     if options.endpoint is not None:
         split_address(options.endpoint)
     if options.write is None:
@@ -135,8 +156,9 @@ def _compare(options: argparse.Namespace, config: Config, training: list[str]) -
         check_host_memory(load.plan, replace(config.diloco, method="streaming"))
     say(
         f"{config.run.name}: {load.plan.parameters:,} parameters, "
-        f"{counted(processes, 'process', 'processes')} on this machine; this takes about a minute, "
-        "and longer for large models: the trainer starts, then come some steps of training"
+        f"{counted(processes, 'process', 'processes')} on this machine; starting "
+        "the trainer and training for a few steps takes about a minute, and longer "
+        "for large models"
     )
     rank = 0 if options.listen or options.bandwidth is not None else 1
     pair = meet(options.endpoint, rank, options.wait, say) if options.endpoint else None
@@ -150,13 +172,14 @@ def _compare(options: argparse.Namespace, config: Config, training: list[str]) -
 
 
 def _check(config: Config, write: Path) -> None:
-    """Raise for settings that two machines do not have, and for a file that is not to be lost."""
+    """Raise an error for settings that do not suit two machines, or if --write names another
+    file."""
     if config.islands.join or config.islands.local:
-        raise UserError("compare is for the workers of one job: leave the settings of islands out")
+        raise UserError("compare is for the workers of one job: remove the settings of islands")
     if config.diloco.workers != MACHINES:
         raise UserError(
-            f"diloco.workers = {config.diloco.workers}: compare is for {MACHINES} machines with a "
-            "worker each: leave it out"
+            f"diloco.workers = {config.diloco.workers}: compare is for {MACHINES} "
+            "machines with one worker each: remove it"
         )
     try:
         write.parent.mkdir(parents=True, exist_ok=True)
@@ -166,7 +189,7 @@ def _check(config: Config, write: Path) -> None:
             f"--write {write}: {error.strerror}: give the path of a new file"
         ) from error
     if not ours:
-        raise UserError(f"--write {write}: there is another file: give the path of a new one")
+        raise UserError(f"--write {write}: another file exists there: give the path of a new file")
 
 
 def _on_gpu(config: Config) -> bool:
@@ -178,7 +201,8 @@ def _on_gpu(config: Config) -> bool:
 def _agree(
     pair: "Pair | None", config: Config, options: argparse.Namespace, processes: int
 ) -> list[str]:
-    """Return the names of the machines, which have to have the same code and settings."""
+    """Return the names of the machines, after checking that their code and settings are the
+    same."""
     if pair is None:
         return ["this machine"]
     import torch
@@ -196,10 +220,10 @@ def _agree(
         "name of --write": options.write.stem,
     }
     both = pair.exchange(Machine(socket.gethostname(), facts))
-    say(f"met {both[1 - pair.rank].name}")
+    say(f"connected to {both[1 - pair.rank].name}")
     numbered = {f"on machine {rank}": machine.facts for rank, machine in enumerate(both)}
     if differences := find_differences(numbered):
-        raise UserError(f"start both machines with the same: {'; '.join(differences)}")
+        raise UserError(f"the two machines differ: {'; '.join(differences)}; use the same on both")
     names = [machine.name for machine in both]
     return names if names[0] != names[1] else [f"machine {rank}" for rank in range(MACHINES)]
 
@@ -210,9 +234,9 @@ def _agree(
 def _measure_steps(
     trial: "Trial", pair: "Pair | None", seconds: float, config: Config
 ) -> list[StepTimes]:
-    """Measure the steps of this machine while the other one, if any, trains as well."""
-    compiles = ", and compiles the model" if config.compile.enable else ""
-    say(f"the trainer starts{compiles}")
+    """Measure the steps of this machine while the other one, if any, also trains."""
+    compiles = ", which compiles the model" if config.compile.enable else ""
+    say(f"starting the trainer{compiles}")
 
     def look(seconds_of_steps: list[float]) -> None:
         if pair is not None:
@@ -234,7 +258,7 @@ def _measure_steps(
 
 
 def _watch(seconds: float) -> Callable[[list[float]], None]:
-    """Return a function that says now and then how far the measurement is."""
+    """Return a function that reports the progress of the measurement from time to time."""
     told_at = time.monotonic()
 
     def watch(seconds_of_steps: list[float]) -> None:
@@ -265,13 +289,13 @@ class Link(msgspec.Struct):
     description: str
     all_reduce_bits_per_second: float = math.inf
     interface: str = ""
-    """Network interface that leads to the other machine, if gloo has to be told."""
+    """Network interface that leads to the other machine, if gloo would choose another one."""
 
 
 def _given_link(options: argparse.Namespace) -> Link:
     latency = options.latency or 0.0
     rate = quantity(options.bandwidth, "bit/s")
-    text = f"{rate} and {quantity(latency, 's')} one way, as given"
+    text = f"{rate}, latency {quantity(latency, 's')} one way, as given"
     return Link(options.bandwidth, latency, text)
 
 
@@ -295,8 +319,8 @@ def _measured_link(pair: "Pair", config: Config, load: "Workload") -> Link:
         for count in counts
     )
     text = (
-        f"{quantity(round_trip, 's')} there and back; {', '.join(rates)} on the slower way; "
-        f"{quantity(all_reduce, 'bit/s')} in an all-reduce"
+        f"round trip {quantity(round_trip, 's')}; {', '.join(rates)} in the "
+        f"slower direction; {quantity(all_reduce, 'bit/s')} in an all-reduce"
     )
     return Link(rate, round_trip / 2, text, all_reduce, interface)
 
@@ -353,23 +377,26 @@ def _conditions(times: Sequence[StepTimes], link: Link, config: Config) -> "Cond
 
 def _write(options: argparse.Namespace, config: Config, best: "Row", link: Link) -> None:
     path: Path = options.write
-    path.unlink(missing_ok=True)
     comment = f"{MARK.removeprefix('# ')}{best.name}; {link.description}"
-    write_variant(path, options.config, replace(config, diloco=best.diloco), comment)
+    wanted = replace(config, diloco=best.diloco)
+    write_variant(path, options.config, wanted, comment, overwrite=True)
 
 
 def _how_to_start(options: argparse.Namespace, best: "Row", link: Link, rank: int) -> str:
-    """Return the line that starts the run on this machine."""
+    """Return the command that starts the run on this machine."""
     start = f"{command_line('train')} --config {shlex.quote(str(options.write))}"
     start += f" --run.folder runs/{shlex.quote(options.write.stem)}"
     if best.machine is not None:
-        return f"start it on the machine of that row with\n  {start}"
+        return f"to start the run, on the machine of that row:\n  {start}"
     nodes = f"NNODES={MACHINES} NODE_RANK={rank} RDZV_ENDPOINT={options.endpoint or 'NODE0:29500'}"
     if options.endpoint is None:
-        return f"start it on both, on the second with NODE_RANK=1, with\n  {nodes} {start}"
+        return (
+            "to start the run, on both machines, with NODE_RANK=1 on the second:\n "
+            f" {nodes} {start}"
+        )
     if link.interface:
         nodes += f" {GLOO_INTERFACE}={link.interface}"
-    return f"start it here with\n  {nodes} {start}"
+    return f"to start the run, on this machine:\n  {nodes} {start}"
 
 
 def _other_interface(address: str) -> str:

@@ -1,4 +1,4 @@
-"""Check this machine, a corpus, and that machines see each other, before or during a run.
+"""Check this machine, a corpus, and the connection to other machines, before or during a run.
 
 .venv/bin/torchtitan-diloco doctor
 .venv/bin/torchtitan-diloco doctor --corpus data/c4-32k
@@ -62,23 +62,29 @@ from torchtitan_diloco.reach import dial, is_doctor, resolve, route, split_addre
 PACKET = 2**16
 MOST_APART = 60.0  # seconds between two clocks, which put the records of a run in one order
 NOT_ARRIVING = (
-    "packets of 64 KB do not arrive, and small ones do: lower the MTU (ip link set DEVICE mtu 1280)"
+    "packets of 64 KB do not arrive, but small ones do: lower the MTU (ip link set DEVICE mtu 1280)"
 )
 MOST_NAMED = 10
-"""Damaged files that are named."""
+"""Maximum number of damaged files to name."""
 DRIVER = Path("/proc/driver/nvidia/version")
 Hop: TypeAlias = tuple[str, Callable[[], str]]
-"""What is checked, and a function that returns what it finds, or raises an error with a remedy."""
+"""Name of a check, and a function that returns its result or raises an error with a remedy."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(prog=command_line("doctor"), description=(__doc__ or "").splitlines()[0])
-    corpus_help = "folder of token shards, all of which are read and compared with their checksums"
+    corpus_help = "folder of token shards; all are read and compared with their checksums"
     parser.add_argument("--corpus", type=Path, metavar="FOLDER", help=corpus_help)
     target = parser.add_mutually_exclusive_group()
-    target.add_argument("--join", help="join string of a run of islands, or its file")
-    target.add_argument("--endpoint", metavar="HOST:PORT", help="RDZV_ENDPOINT of a run")
-    parser.add_argument("--listen", action="store_true", help="let others measure until Ctrl-C")
+    target.add_argument("--join", help="join string of a run of islands, or the file join.txt")
+    target.add_argument(
+        "--endpoint", metavar="HOST:PORT", help="address of the first node of a run (RDZV_ENDPOINT)"
+    )
+    parser.add_argument(
+        "--listen",
+        action="store_true",
+        help="listen until Ctrl-C, so that other machines can measure",
+    )
     parser.add_argument("--streams", type=int, default=8, help="TCP streams to measure with (8)")
     options = parser.parse_args(arguments)
     try:
@@ -104,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run_hops(hops: Iterable[Hop]) -> bool:
-    """Print a line for each hop up to the first that fails. Return whether none does."""
+    """Print a line for each check, up to the first that fails. Return whether none failed."""
     for name, check in hops:
         try:
             print(f"ok      {name}: {check()}", flush=True)
@@ -116,7 +122,7 @@ def run_hops(hops: Iterable[Hop]) -> bool:
 
 
 def run_each(hops: Iterable[Hop]) -> bool:
-    """Print a line for each hop. They do not depend on each other."""
+    """Print a line for each check, none of which depends on the others."""
     results = [run_hops([hop]) for hop in hops]
     return all(results)
 
@@ -154,10 +160,10 @@ def _gpus() -> str:
     driver = DRIVER.read_text().splitlines()[0] if DRIVER.exists() else ""
     if driver and not names:
         raise UserError(
-            f"torch {torch.__version__} sees none, and there is a driver ({driver}): install torch "
-            "for CUDA, and look at CUDA_VISIBLE_DEVICES"
+            f"torch {torch.__version__} sees none, although there is a driver "
+            f"({driver}): install torch for CUDA, and check CUDA_VISIBLE_DEVICES"
         )
-    return f"{', '.join(names)}; {driver or 'driver not known'}" if names else "none"
+    return f"{', '.join(names)}; {driver or 'driver unknown'}" if names else "none"
 
 
 def _arithmetic() -> str:
@@ -204,7 +210,7 @@ def _corpus(folder: Path) -> str:
         more = f"; and {len(damaged) - MOST_NAMED} more" if len(damaged) > MOST_NAMED else ""
         remedy = "copy these files again, or prepare the corpus again"
         raise UserError(f"{len(damaged)} of {size} are damaged: {named}{more}: {remedy}")
-    return f"{size}, as they were written"
+    return f"{size}, all with the right checksums"
 
 
 # --- an address -----------------------------------------------------------------------------------
@@ -249,7 +255,7 @@ def _dial_store(host: str, port: int) -> str:
         )
     except RuntimeError as error:
         raise UserError(
-            f"no store of torchrun answers at port {port}: end what listens, or take another port"
+            f"port {port} is used by a program other than torchrun: stop it, or use another port"
         ) from error
     return "torchrun's store answers"
 
@@ -261,13 +267,13 @@ def _packets(connect: Callable[[], Stream]) -> str:
             large = min(ping(stream, PACKET) for _ in range(PINGS))
         except OSError as error:
             raise UserError(NOT_ARRIVING) from error
-    return f"{brief(small)} there and back, {brief(large)} with 64 KB"
+    return f"round trip {brief(small)}, {brief(large)} with 64 KB"
 
 
 def _rates(connect: Callable[[], Stream], streams: int) -> str:
     speeds = {count: measure(connect, count) for count in sorted({1, streams})}
     if math.isnan(speeds[1].bits_per_second):
-        return "not measured: with such a short round trip, one TCP stream will do"
+        return "not measured: with such a short round trip, one TCP stream is enough"
     text = ", ".join(
         f"{speed.bits_per_second / 1e9:.2g} Gbit/s with {count} TCP stream{'s' * (count > 1)}"
         for count, speed in speeds.items()
@@ -286,7 +292,7 @@ def _listen(endpoint: tuple[str, int] | None) -> int:
     try:
         server = listen("" if host == "localhost" else host, port, text=_message())
     except OSError as error:
-        raise UserError(f"port {port}: {error.strerror}; end what listens there") from error
+        raise UserError(f"port {port}: {error.strerror}; stop the program that uses it") from error
     other = f"{command_line('doctor')} --endpoint {socket.gethostname()}:{port}"
     print(f"listening until Ctrl-C; on another machine, run `{other}`", flush=True)
     with server, suppress(KeyboardInterrupt):
@@ -344,11 +350,11 @@ def _clock(join: Join) -> str:
     with open_session(join, "doctor") as session:
         answer = session.call(f"STREAM.INFO.{stream_of(join.run, 'log')}")
     if "ts" not in answer:
-        return "not known, as the server does not say its time"
+        return "unknown, because the server does not send its time"
     apart = (before + time.time()) / 2 - datetime.fromisoformat(answer["ts"]).timestamp()
     if abs(apart) > MOST_APART:
-        raise UserError(f"{apart:+.0f} s from the server's: set it, or start a client of NTP")
-    return f"{apart:+.1f} s from the server's"
+        raise UserError(f"{apart:+.0f} s from the server's clock: set it, or start an NTP client")
+    return f"{apart:+.1f} s from the server's clock"
 
 
 def _run(join: Join) -> str:
@@ -357,7 +363,7 @@ def _run(join: Join) -> str:
         if state.facts is None and (first := session.get("log", seq=1)):
             state.read(1, first)
     if state.facts is None:
-        return "no island has begun it"
+        return "no island has started it"
     facts = state.facts.fingerprints
     theirs = {key: value for key, value in facts.items() if key.startswith(ARITHMETIC)}
     if not theirs:

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 PR_SET_PDEATHSIG, SIOCGIFADDR = 1, 0x8915
 GIB = 2**30
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
-"""Environment variable: network interfaces of gloo, with commas."""
+"""Environment variable with the network interfaces of gloo, separated by commas."""
 CGROUP = Path("/sys/fs/cgroup")
 NEWEST_TORCH = "2.14.1"
-"""Newest version of torch that the tests were run with. There is no upper bound."""
+"""Newest version of torch with which the tests were run. Newer versions are allowed."""
 PEAK_BF16_FLOPS = {
     "B200": 2.25e15,
     "GH200": 989e12,
@@ -38,7 +38,7 @@ PEAK_BF16_FLOPS = {
     "MI300X": 1307e12,
     "MI250X": 191.5e12,  # one of its two dies, which is one device to torch
 }
-"""Dense bf16 FLOP/s from data sheets. A name comes before those it contains."""
+"""Dense bf16 FLOP/s from data sheets. A name precedes the names that it contains."""
 
 
 def check_device(wanted: str) -> None:
@@ -61,8 +61,8 @@ def untested_torch(version: str) -> str:
     if TorchVersion(version.partition("+")[0]) <= NEWEST_TORCH:  # without the build, such as +cpu
         return ""
     return (
-        f"torch {version} is newer than {NEWEST_TORCH}, the newest that was tested: if something "
-        f"fails, try torch {NEWEST_TORCH}"
+        f"torch {version} is newer than {NEWEST_TORCH}, the newest version that "
+        f"was tested: if something fails, try torch {NEWEST_TORCH}"
     )
 
 
@@ -72,8 +72,8 @@ def check_interfaces(setting: str, names: str) -> None:
     for name in filter(None, names.split(",")):
         if name not in present:
             raise UserError(
-                f"{setting}: {name} is not a network interface of this machine: choose one of "
-                f"{', '.join(present)}, or leave it out"
+                f"{setting}: {name} is not a network interface of this machine: "
+                f"choose one of {', '.join(present)}, or remove the setting"
             )
 
 
@@ -143,16 +143,16 @@ def available_cores() -> int:
 
 
 def crowded(threads: int) -> str:
-    """Return a warning if this machine has much more to compute than it has cores, else ""."""
+    """Return a warning if this machine has much more work than cores, or an empty string."""
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
     text = f"load {load:.1f} on {cores} cores, {threads} threads in this process: if other programs"
-    text += " compute on the same cores, OMP_NUM_THREADS=1 can make all many times as fast"
+    text += " compute on the same cores, OMP_NUM_THREADS=1 can make all of them many times faster"
     return text if threads > 1 and load > 1.5 * cores else ""
 
 
 def queued_seconds() -> float:
-    """Return for how long this thread has been ready to run without a core, 0 where the kernel does
-    not say so. Only on Linux."""
+    """Return the seconds for which this thread was ready to run but had no core, or 0 if the kernel
+    does not report them. Only on Linux."""
     with suppress(OSError, ValueError):
         _, queued, _ = Path("/proc/thread-self/schedstat").read_text(encoding="ascii").split()
         return int(queued) / 1e9
@@ -176,7 +176,7 @@ def interfaces() -> dict[str, str]:
 
 
 def raise_open_files_limit() -> None:
-    """Raise the soft limit of open files to the hard limit, as every connection needs one."""
+    """Raise the soft limit of open files to the hard limit, because each connection needs one."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     with suppress(ValueError, OSError):  # macOS has a lower limit of its own
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

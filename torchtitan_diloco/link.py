@@ -26,10 +26,10 @@ ROUND_TRIPS, LEAST_SECONDS, MOST_SECONDS = 12, 0.3, 1.5
 SETTLED = 0.5
 """Share of this time after which bytes are counted."""
 FIRST_BYTES, MOST_BYTES = 2**14, 2**22
-"""Bytes that a stream sends at a time, twice as many after a prompt answer."""
+"""Bytes that a stream sends at a time; they double after a prompt answer."""
 PROMPT_SECONDS = 0.02
-"""In which an answer is prompt, also if the round trip is shorter: a busy machine needs
-milliseconds for each."""
+"""Seconds within which an answer is prompt, even if the round trip is shorter: a busy machine needs
+milliseconds for each answer."""
 BLOCK = memoryview(bytes(2**19))
 QUESTION = 2**64 - 1
 """In place of a number of bytes: asks for the text."""
@@ -40,7 +40,7 @@ class Speed(NamedTuple):
     round_trip: float
     """Seconds."""
     bits_per_second: float = math.nan
-    """Of all streams together. NaN: not measured, as one stream will do."""
+    """Rate of all streams together. NaN: not measured, because one stream is enough."""
 
     @property
     def streams(self) -> int:
@@ -54,7 +54,7 @@ class Speed(NamedTuple):
 
 
 def streams_needed(bits_per_second: float, round_trip: float) -> int:
-    """Return the number of TCP streams that have a link's bytes of a round trip in flight."""
+    """Return the number of TCP streams that keep as many bytes in flight as the link can carry."""
     streams = bits_per_second / 8 * round_trip / STREAM_BYTES
     return 1 if math.isnan(streams) else math.ceil(min(max(streams, 1), MOST_STREAMS))
 
@@ -63,10 +63,10 @@ class Stream(Protocol):
     """A connection to the other end of a link."""
 
     def send(self, size: int) -> None:
-        """Send so many bytes."""
+        """Send `count` bytes."""
 
     def wait(self) -> None:
-        """Wait until the bytes of the earliest send that was not waited for have arrived."""
+        """Wait until the bytes of the earliest pending send have arrived."""
 
     def close(self) -> None: ...
 
@@ -114,17 +114,17 @@ def measure(
         with ThreadPoolExecutor(streams) as pool:
             return Speed(round_trip, 8 * math.fsum(pool.map(flood, range(streams))))
     except (OSError, threading.BrokenBarrierError):
-        raise ConnectionError(f"{streams} connections at a time cannot be made") from None
+        raise ConnectionError(f"{streams} simultaneous connections cannot be opened") from None
 
 
 def _rate(arrived: list[tuple[float, int]], since: float) -> float:
-    """Return the bytes per second between the first and the last arrival after a moment."""
+    """Return the bytes per second between the first and the last arrival after a given time."""
     (first, _), *later = [one for one in arrived if one[0] > since] or [(since, 0)]
     return sum(count for _, count in later) / (later[-1][0] - first) if later else 0.0
 
 
 def ping(stream: Stream, size: int = 1) -> float:
-    """Return the seconds until the other side has answered so many bytes."""
+    """Return the seconds until the other side has answered this number of bytes."""
     started = time.perf_counter()
     stream.send(size)
     stream.wait()
@@ -172,7 +172,7 @@ class Listener(socketserver.ThreadingTCPServer):
     text = b""
 
     def handle_error(self, *_: object) -> None:
-        """The other end has gone, which it may."""
+        """The other end has closed the connection, which is allowed."""
 
 
 def listen(host: str, port: int = 0, *, text: bytes = b"") -> Listener:

@@ -56,7 +56,7 @@ class Parser(argparse.ArgumentParser):
     """A parser of options that says in one line what is wrong with them."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(USER_ERROR, f"error: {message}; `{self.prog} --help` lists what there is\n")
+        self.exit(USER_ERROR, f"error: {message}; `{self.prog} --help` lists the options\n")
 
 
 def run_and_exit(main: Callable[[list[str]], int], arguments: list[str]) -> NoReturn:

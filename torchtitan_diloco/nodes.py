@@ -1,4 +1,4 @@
-"""The nodes of a run: which one this is, by the environment, and how they find the first one."""
+"""The nodes of a run: the number of this one, from the environment, and how to find the first."""
 
 import errno
 import socket
@@ -12,11 +12,11 @@ from torchtitan_diloco.reach import dial, is_doctor, resolve, route
 
 DEFAULT_PORT = 29500
 DIAL_SECONDS = 1.0
-"""Between two looks at whether the first node listens."""
+"""Seconds between two checks whether the first node listens."""
 TELL_SECONDS = 30.0
-"""Between two lines about a first node that does not listen."""
+"""Seconds between two messages about a first node that does not listen."""
 ANSWER_SECONDS = 2.0
-"""In which another program than torchrun's store answers."""
+"""Seconds within which a program other than torchrun's store would answer."""
 
 
 class Nodes(NamedTuple):
@@ -41,7 +41,7 @@ class Nodes(NamedTuple):
 
 
 def read_nodes(environment: Mapping[str, str]) -> Nodes:
-    """Return the number of nodes, the number of this one, and where they meet."""
+    """Return the number of nodes, the number of this one, and their rendezvous endpoint."""
     count, rank = whole_number(environment, "NNODES"), whole_number(environment, "NODE_RANK", 0)
     endpoint = environment.get("RDZV_ENDPOINT", "")
     if count == 1 or not (count or endpoint or rank):
@@ -81,7 +81,7 @@ def whole_number(environment: Mapping[str, str], key: str, minimum: int = 1) -> 
 
 
 def check_endpoint(nodes: Nodes) -> None:
-    """Raise a UserError for an address at which the nodes cannot meet."""
+    """Raise a UserError if the nodes cannot meet at this address."""
     host, port = nodes.address
     try:
         resolve(host, port)
@@ -95,7 +95,7 @@ def check_endpoint(nodes: Nodes) -> None:
 def wait_for_first_node(nodes: Nodes, patience: float, say: Callable[[str], None]) -> None:
     """Return once the first node listens. Raise a TimeoutError after `patience` seconds.
 
-    torch itself would print traces of C++ for a first node that does not listen.
+    torch itself would print C++ stack traces while the first node does not listen.
     """
     say(f"{nodes}: waiting for the others at {nodes.endpoint}")
     started = told_at = time.monotonic()
@@ -110,16 +110,21 @@ def wait_for_first_node(nodes: Nodes, patience: float, say: Callable[[str], None
 
 
 def _try_to_listen(host: str, port: int) -> None:
-    """Listen for a moment, and raise if the address does not lead here."""
+    """Listen for a moment, and raise an error if the address does not belong to this machine."""
     two_kinds = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if two_kinds else socket.AF_INET
     try:
         listening = socket.create_server(("", port), family=family, dualstack_ipv6=two_kinds)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            reason = "is taken on this node: end what listens there, or take another on all nodes"
+            reason = (
+                "is in use on this node: stop the program that listens there, "
+                "or use another port on all nodes"
+            )
         else:
-            reason = f"cannot be opened on this node: {error.strerror}; take another on all nodes"
+            reason = (
+                f"cannot be opened on this node: {error.strerror}; use another port on all nodes"
+            )
         raise UserError(f"port {port} {reason}") from error
     with listening:
         listening.settimeout(ANSWER_SECONDS)
@@ -128,8 +133,8 @@ def _try_to_listen(host: str, port: int) -> None:
             listening.accept()[0].close()
         except (UserError, TimeoutError) as error:
             raise UserError(
-                "does not lead to this node, which is the first: start that one there, or give an "
-                "address of this machine"
+                "is not an address of this node, which is the first: start the first "
+                "node there, or give an address of this machine"
             ) from error
 
 
@@ -145,4 +150,4 @@ def _problem(nodes: Nodes) -> str:
         raise UserError(f"{nodes.setting}{nodes.endpoint}: {error}") from error
     except OSError as error:
         return str(error)
-    return "a doctor listens there: end it, and start the first node" if listens else ""
+    return "`doctor` listens there: stop it, and start the first node" if listens else ""

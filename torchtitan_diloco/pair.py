@@ -1,8 +1,8 @@
 """Two machines that meet at an address, tell each other what they measure, and measure their link.
 
-The first listens, the other dials. After a greeting, each line is a JSON object of a value, or of
-the error that ends the sender, which then ends the other, too. The link is measured over other
-connections, in both directions at once, as workers use it.
+The first machine listens and the second connects. After a greeting, each line is a JSON object with
+a value, or with the error that ended the sender, which then ends the receiver too. The link is
+measured over other connections, in both directions at the same time, as workers use it.
 """
 
 import math
@@ -29,12 +29,12 @@ from torchtitan_diloco.nodes import TELL_SECONDS, Nodes, check_endpoint, wait_fo
 GREETING = b"torchtitan-diloco compare\n"
 POLL_SECONDS = 0.2
 KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
-"""A machine that does not answer for 25 seconds is gone."""
+"""A machine that does not answer for 25 seconds counts as lost."""
 RATE_SECONDS = 3.0
-"""For which a rate is measured."""
+"""Seconds for which a rate is measured."""
 FEWEST = 3
 MOST = 100
-"""All-reduces that are measured, at least and at most."""
+"""Minimum and maximum number of all-reduces to measure."""
 CONNECT_SECONDS = 30.0
 Value = TypeVar("Value")
 Say = Callable[[str], None]
@@ -46,15 +46,15 @@ class Message(msgspec.Struct, omit_defaults=True):
 
 
 class LinkSpeed(msgspec.Struct):
-    """What a machine has measured on the way to the other."""
+    """Measurements of the link from one machine to the other."""
 
     round_trip: float
     bits_per_second: dict[int, float]
-    """By the number of TCP streams."""
+    """Rate by the number of TCP streams."""
 
 
 class Pair:
-    """The connection to the other machine, which hears of an error that leaves its context.
+    """Connection to the other machine, which receives any error that leaves this context.
 
     `rank`: 0 for the machine that listens, else 1.
     """
@@ -85,9 +85,9 @@ class Pair:
         return here, there
 
     def exchange(self, mine: Value, meanwhile: Callable[[], None] = lambda: None) -> list[Value]:
-        """Tell the other machine a value, and return those of both, the first machine's first.
+        """Send a value to the other machine, and return the values of both, in order of rank.
 
-        `meanwhile` is called again and again until the other value is there.
+        `meanwhile` is called repeatedly until the other value arrives.
         """
         self._send(Message(value=msgspec.Raw(msgspec.json.encode(mine))))
         self._raise_error()
@@ -101,17 +101,20 @@ class Pair:
         try:
             return msgspec.json.decode(text, type=kind)
         except msgspec.DecodeError as error:
-            raise UserError(f"{self.other} has other code: install the same on both") from error
+            raise UserError(
+                f"{self.other} has different code: install the same commit on both"
+            ) from error
 
     def tell_error(self, error: str) -> None:
-        """Tell the other machine what has ended this one, if it is still there."""
+        """Send the other machine the error that ended this one, if it is still connected."""
         with suppress(OSError, UserError):
             self._send(Message(error=error))
 
     def check(self, seconds: float = 0.0) -> None:
-        """Read what arrives within some seconds. Raise if the other machine has failed or gone.
+        """Read what arrives within some seconds. Raise an error if the other machine failed or
+        left.
 
-        What it said before its error comes first: both may have found the same mistake.
+        Values sent before an error are read first: both may have found the same mistake.
         """
         self._raise_error()
         if not select.select([self._connection], [], [], seconds)[0]:
@@ -138,14 +141,14 @@ class Pair:
             raise self._gone() from error
 
     def _gone(self) -> UserError:
-        return UserError(f"{self.other} has gone: its console says why; start both again")
+        return UserError(f"{self.other} has ended: its console says why; restart both")
 
 
 # --- the meeting ----------------------------------------------------------------------------------
 
 
 def meet(endpoint: str, rank: int, patience: float, say: Say) -> Pair:
-    """Wait for the other machine, for so many seconds, and return the connection to it."""
+    """Wait up to `patience` seconds for the other machine, and return the connection to it."""
     nodes = Nodes(2, rank, endpoint, setting="--endpoint ")
     check_endpoint(nodes)
     return Pair(_dial(nodes, patience, say) if rank else _accept(nodes, patience, say), rank)
@@ -159,15 +162,16 @@ def _dial(nodes: Nodes, patience: float, say: Say) -> socket.socket:
             wait_for_first_node(nodes, deadline - time.monotonic(), say)
         except TimeoutError as error:
             raise UserError(
-                f"{nodes.setting}{nodes.endpoint}: machine 0 was not there within {patience:g} s: "
-                f"start the same command with --listen on it ({error})"
+                f"{nodes.setting}{nodes.endpoint}: machine 0 did not answer "
+                f"within {patience:g} s ({error}): run the same command with "
+                "--listen on it"
             ) from error
         if connection := _greeted(nodes.address):
             return connection
         if time.monotonic() > deadline:
             raise UserError(
-                f"{nodes.setting}{nodes.endpoint}: what listens there is not another comparison: "
-                "end it, or take another port on both machines"
+                f"{nodes.setting}{nodes.endpoint}: another program listens there: "
+                "stop it, or use another port on both machines"
             )
         say = _say_nothing
         time.sleep(POLL_SECONDS)
@@ -204,25 +208,29 @@ def _answered(connection: socket.socket) -> bool:
 
 
 def _accept(nodes: Nodes, patience: float, say: Say) -> socket.socket:
-    """Wait for a connection that begins with the greeting, and leave others out."""
+    """Wait for a connection that starts with the greeting, and ignore others."""
     two_kinds = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if two_kinds else socket.AF_INET
     port = nodes.address[1]
     server = socket.create_server(("", port), family=family, dualstack_ipv6=two_kinds)
     started = told_at = time.monotonic()
-    say(f"machine 0: waiting for the other one at {nodes.endpoint}")
+    say(f"machine 0: waiting for machine 1 at {nodes.endpoint}")
     with closing(server):
         while (now := time.monotonic()) < started + patience:
             if now >= told_at + TELL_SECONDS:
                 told_at = now
-                say(f"machine 0: nobody at {nodes.endpoint} after {now - started:.0f} s")
+                say(
+                    f"machine 0: still waiting for machine 1 at {nodes.endpoint} "
+                    f"after {now - started:.0f} s"
+                )
             if not select.select([server], [], [], POLL_SECONDS)[0]:
                 continue
             if _answered(connection := server.accept()[0]):
                 return connection
     raise UserError(
-        f"{nodes.setting}{nodes.endpoint}: no other machine came within {patience:g} s: start the "
-        "same command without --listen there, and open the port in firewalls"
+        f"{nodes.setting}{nodes.endpoint}: the other machine did not connect "
+        f"within {patience:g} s: run the same command without --listen there, and "
+        "open the port in firewalls"
     )
 
 
@@ -232,7 +240,7 @@ def _accept(nodes: Nodes, patience: float, say: Say) -> socket.socket:
 def measure_link(pair: Pair, counts: Iterable[int], say: Say) -> list[LinkSpeed]:
     """Return the speed of the way from each machine to the other, with each number of TCP streams.
 
-    Raise if one machine does not reach the other, as two workers have to.
+    Raise an error if one machine cannot reach the other, as two workers must.
     """
     here, there = pair.addresses
     listener = listen(here)
@@ -246,9 +254,10 @@ def measure_link(pair: Pair, counts: Iterable[int], say: Say) -> list[LinkSpeed]
             speeds[count] = measure(connect, count, RATE_SECONDS)
     except OSError as error:
         raise UserError(
-            f"machine {pair.rank} does not reach {pair.other} at {there}, port {port}, which the "
-            "system chose: open all ports between the two, as a run needs them (docs/"
-            f"troubleshooting.md#ports-and-security) ({error})"
+            f"machine {pair.rank} cannot reach {pair.other} at {there}, port "
+            f"{port}, which the system chose ({error}): open all ports between "
+            "the two, because a run needs them "
+            "(docs/troubleshooting.md#ports-and-security)"
         ) from error
     else:
         rates = {count: speed.bits_per_second for count, speed in speeds.items()}
@@ -259,7 +268,7 @@ def measure_link(pair: Pair, counts: Iterable[int], say: Say) -> list[LinkSpeed]
 
 
 def slower(ways: list[LinkSpeed], streams: int) -> float:
-    """Return the bits per second of the slower way."""
+    """Return the bits per second in the slower direction."""
     return min((one.bits_per_second[streams] for one in ways), default=math.inf)
 
 
@@ -289,9 +298,10 @@ def measure_all_reduce(
         seconds = (time.perf_counter() - started) / count
     except RuntimeError as error:
         raise UserError(
-            f"gloo does not connect the two machines over {interface or 'the interface it chose'}: "
-            "set diloco.link.interface to the one that leads to the other machine, and open all "
-            f"ports (docs/troubleshooting.md#ports-and-security) ({cause_of(error)})"
+            "gloo cannot connect the two machines over "
+            f"{interface or 'the interface it chose'} ({cause_of(error)}): set "
+            "diloco.link.interface to the one that leads to the other machine, and "
+            "open all ports (docs/troubleshooting.md#ports-and-security)"
         ) from error
     finally:
         if dist.is_initialized():
@@ -300,7 +310,7 @@ def measure_all_reduce(
 
 
 def _store(pair: Pair, timeout: timedelta) -> dist.Store:  # type: ignore[name-defined]
-    """Return a store of both machines, which the first one has."""
+    """Return a store for both machines, which the first one serves."""
     host = pair.addresses[pair.rank]  # that of the first machine
     store = partial(dist.TCPStore, host, timeout=timeout, wait_for_workers=False)  # type: ignore[attr-defined]
     if pair.rank == 0:

@@ -19,7 +19,7 @@ from torchtitan_diloco.config import Config, from_command_line, load_config
 from torchtitan_diloco.config.loader import CONFIGS_FOLDER, find_config
 from torchtitan_diloco.config.schema import flat_settings, format_value
 from torchtitan_diloco.diloco.config import MOST_STREAMS, STREAM_BYTES
-from torchtitan_diloco.log import Parser, UserError, command_line
+from torchtitan_diloco.log import Parser, UserError, command_line, counted
 
 if TYPE_CHECKING:
     from torchtitan_diloco.diloco.config import DiLoCoConfig
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options, settings = _parse(words)
         if settings and (options.table or options.presets):
             option = "--table" if options.table else "--presets"
-            raise UserError(f"{settings[0]}: {option} takes no settings, leave it out")
+            raise UserError(f"{settings[0]}: {option} takes no settings: remove it")
         if options.table:
             from torchtitan_diloco.planner.paper import SYNC_EVERY, paper_table
 
@@ -66,7 +66,9 @@ def _parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Return the options, and the remaining words, which are settings of a run."""
     parser = Parser(
         prog=command_line("plan"),
-        description="Find settings that reach a utilisation on a link, changed one at a time.",
+        description=(
+            "Find settings that reach a utilisation on a link, changing one setting at a time."
+        ),
         epilog="You can also give settings: --diloco.workers 4. See docs/report-and-plan.md.",
         allow_abbrev=False,
     )
@@ -89,12 +91,19 @@ def _parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--mfu", type=float, default=0.4, help="with --presets: share of the peak (0.4)")
     add("--failures", action="store_true", help="predict what failures cost: --failures --help")
     options, settings = parser.parse_known_args(words)
-    if options.gpus < 1 or not 0 < options.mfu <= 1:
-        raise UserError(f"--gpus {options.gpus} --mfu {options.mfu:g}: give 8 and 0.4, for example")
+    if options.gpus < 1:
+        raise UserError(f"--gpus {options.gpus}: give a number of at least 1, such as 8")
+    if not 0 < options.mfu <= 1:
+        raise UserError(f"--mfu {options.mfu:g}: give a share between 0 and 1, such as 0.4")
     if options.config is None and not (options.table or options.presets):
-        raise UserError("give a model: --config 1b, or --table alone for the paper's models")
+        raise UserError(
+            "give a model with --config, such as 1b (for a run, "
+            "RUN/config.toml); for the paper's models, give only --table"
+        )
     if not 0 < options.utilisation < 1:
-        raise UserError(f"--utilisation {options.utilisation:g}: give a share of one, as in 0.95")
+        raise UserError(
+            f"--utilisation {options.utilisation:g}: give a share between 0 and 1, such as 0.95"
+        )
     return options, settings
 
 
@@ -199,7 +208,8 @@ def _plan(options: argparse.Namespace, config: Config) -> None:
     link += f"{quantity(conditions.latency_seconds, 's')} one way, steps of "
     link += quantity(max(conditions.step_seconds), "s")
     size = f"{load.plan.parameters:,} parameters, {len(blocks_of(load.model))} layers"
-    print(f"{config.run.name}: {size}, {load.workers} workers x {load.ranks} ranks; {link}\n")
+    grid = f"{load.workers} workers x {counted(load.ranks, 'rank')}"
+    print(f"{config.run.name}: {size}, {grid}; {link}\n")
     print(ladder_text(load, conditions, tried, best, options.utilisation))
     if conditions.bytes_in_flight > STREAM_BYTES:
         print(f"\n{streams_text(conditions, best.link.streams, load.ranks)}")
@@ -238,13 +248,13 @@ def server_text(parameters: int, diloco: "DiLoCoConfig", step_seconds: float) ->
 
     part, workers = build_codec(diloco.quantization).wire_bytes(parameters), diloco.workers
     seconds = diloco.sync_every * step_seconds
-    ways = {"in": workers * part, "out": workers * (workers - 1) * part}
+    sizes = {"receives": workers * part, "sends": workers * (workers - 1) * part}
     rates = (
-        f"{quantity(size, 'B')} {way} ({quantity(8 * size / seconds, 'bit/s')})"
-        for way, size in ways.items()
+        f"{verb} {quantity(size, 'B')} ({quantity(8 * size / seconds, 'bit/s')})"
+        for verb, size in sizes.items()
     )
     return (
-        f"as {workers} islands, their server has in {diloco.sync_every} steps {' and '.join(rates)}"
+        f"with {workers} islands, the server {' and '.join(rates)} every {diloco.sync_every} steps"
     )
 
 
@@ -261,12 +271,15 @@ def _conditions(options: argparse.Namespace, workers: int) -> "Conditions":
         return replace(observed_conditions(options.run, workers), **given)
     if options.bandwidth is None or options.step_time is None:
         raise UserError(
-            "give --bandwidth, as in 200Mbit/s, and --step-time, as in 500ms, or a finished --run"
+            "give --bandwidth, such as 200Mbit/s, and --step-time, such as 500ms; or "
+            "--run with the folder of a finished run"
         )
     return Conditions(**given)
 
 
-def write_variant(path: Path, config_name: str, wanted: Config, comment: str) -> None:
+def write_variant(
+    path: Path, config_name: str, wanted: Config, comment: str, *, overwrite: bool = False
+) -> None:
     """Write a TOML that extends a config and sets what differs in `wanted`."""
     parent = find_config(config_name)
     name = parent.name
@@ -280,7 +293,7 @@ def write_variant(path: Path, config_name: str, wanted: Config, comment: str) ->
         if value != before[key] and key != "run.name":
             lines.append(f"{key} = {format_value(value)}")
     try:
-        with path.open("x", encoding="utf-8") as file:
+        with path.open("w" if overwrite else "x", encoding="utf-8") as file:
             file.write("\n".join(lines) + "\n")
     except OSError as error:
         raise UserError(f"--write {path}: {error.strerror}: give the path of a new file") from error

@@ -27,7 +27,7 @@ PUBLISHED = {
 
 
 def check_inputs(config: Config) -> None:
-    """Raise an error that lists all that is missing here, or that does not fit together."""
+    """Raise an error that lists everything that is missing or inconsistent."""
     if found := [*missing(config)] or [*_tried(_check_model, config)]:
         count = "1 thing" if len(found) == 1 else f"{len(found)} things"
         raise UserError("\n  ".join([f"{count} to do before this run can start:", *found]))
@@ -46,7 +46,7 @@ def early_warnings(config: Config) -> list[str]:
 
 
 def missing(config: Config) -> Iterator[str]:
-    """Yield what is to be installed, found, downloaded and prepared, in this order."""
+    """Yield what has to be installed, found, downloaded and prepared, in this order."""
     files = [*_missing_files(config)]
     packages = {
         "wandb": ("wandb", config.metrics.wandb),
@@ -83,7 +83,7 @@ def _check_folder(config: Config) -> None:
     folder = Path(config.run.folder).expanduser()
     there = next(one for one in (folder, *folder.parents) if os.path.exists(one))  # noqa: PTH110
     if config.run.folder and not (there.is_dir() and os.access(there, os.W_OK)):
-        reason = f"{there} is not a folder that can be written: choose another"
+        reason = f"{there} is not a writable folder: choose another"
         raise UserError(f'run.folder = "{config.run.folder}": {reason}')
 
 
@@ -91,7 +91,7 @@ def _missing_files(config: Config) -> Iterator[str]:
     data, weights = config.data, Path(config.model.weights).expanduser()
     absent = config.model.weights and not weights.exists() and not _goes_on(config)
     if absent:
-        remedy = "give the folder of an export, or of a Llama or Qwen3 of another program"
+        remedy = "give the folder of an export, or of a Llama or Qwen3 written by another program"
         if name := PUBLISHED.get(config.model.flavor):
             remedy = f"{installed('hf')} download {name} --local-dir {config.model.weights}"
         yield f'model.weights = "{config.model.weights}": there is no such file or folder: {remedy}'
@@ -106,8 +106,8 @@ def _missing_files(config: Config) -> Iterator[str]:
 
 
 def _own_names(config: Config, name: str) -> list[str]:
-    """Return the names of a corpus for the workers on this machine. Of a job on several nodes, each
-    has the corpora of its own workers, and none is checked."""
+    """Return the names of a corpus for the workers on this machine. In a job on several nodes, each
+    node has only the corpora of its own workers, so none is checked."""
     if WORKER_FIELD not in name:
         return [name]
     if config.islands.local:
@@ -128,7 +128,7 @@ def _tried(check: Callable[..., object], *arguments: object) -> Iterator[str]:
 
 
 def _goes_on(config: Config) -> bool:
-    """Return whether checkpoints, here or on another node, may have the weights."""
+    """Return whether checkpoints, on this or another node, may contain the weights."""
     several = os.environ.get("NNODES", "1") not in ("", "1")
     saved = Path(config.run.folder).expanduser().glob("worker-*/step-*")
     return bool(config.run.folder) and (several or any(saved))
@@ -147,7 +147,7 @@ def _check_tokenizer(config: Config) -> None:
 
 
 def _prepare_options(config: Config) -> list[str]:
-    """Return what `prepare` needs for so many tokens as the run reads."""
+    """Return the options of `prepare` for as many tokens as the run reads."""
     from torchtitan_diloco.planner.prediction import Workload
 
     plan = Workload.of(config, vocabulary_rows_of(config)).plan
@@ -156,7 +156,7 @@ def _prepare_options(config: Config) -> list[str]:
 
 
 def vocabulary_rows_of(config: Config) -> int:
-    """Return the rows of the embedding, also if there is no tokenizer yet."""
+    """Return the rows of the embedding, even if there is no tokenizer yet."""
     from torchtitan_diloco.models import vocabulary_rows
 
     if config.model.vocab_size:
@@ -168,7 +168,8 @@ def vocabulary_rows_of(config: Config) -> int:
 
 
 def _check_model(config: Config) -> None:
-    """Raise an error if settings of model, fragments, tokenizer and weights do not fit."""
+    """Raise an error if the settings of model, fragments, tokenizer and weights are
+    inconsistent."""
     from torchtitan_diloco.diloco.fragments import build_fragments
     from torchtitan_diloco.export.weights import check_weights
     from torchtitan_diloco.models import build_model, vocabulary_rows

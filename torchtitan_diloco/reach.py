@@ -29,7 +29,7 @@ def resolve(host: str, port: int) -> list[str]:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:
         raise UserError(
-            f"{error.strerror}: give the address in numbers, or add the name to /etc/hosts"
+            f"{error.strerror}: give the IP address, or add the name to /etc/hosts"
         ) from error
     return [*dict.fromkeys(str(at[0]) for *_, at in found)]
 
@@ -56,12 +56,12 @@ def dial(host: str, port: int) -> float:
         socket.create_connection((host, port), PATIENCE).close()
     except ConnectionRefusedError as error:
         raise UserError(
-            "nobody listens there: start the server or the first node, or, to test the way, "
-            f"`{command_line('doctor')} {listening}` there"
+            "nothing listens there: start the server or the first node, or run "
+            f"`{command_line('doctor')} {listening}` there to test the connection"
         ) from error
     except OSError as error:
         reason = error.strerror or "no answer"
-        raise UserError(f"{reason}: open the port in firewalls, or give its address") from error
+        raise UserError(f"{reason}: open the port in firewalls, or correct the address") from error
     return time.perf_counter() - started
 
 
@@ -73,5 +73,5 @@ def is_doctor(host: str, port: int, patience: float = PATIENCE) -> bool:
         with suppress(ConnectionError, TimeoutError):
             answer = other.recv(1)
     if answer not in (b"", DOCTOR):
-        raise UserError(f"another program has port {port}: take another port")
+        raise UserError(f"another program uses port {port}: use another port")
     return answer == DOCTOR

@@ -138,6 +138,6 @@ def what_it_said(printed: str) -> str:
     """Return the first error, with its indented lines, as one line; without one the last line."""
     _, error, text = printed.partition("error: ")
     if not error:
-        return (printed.splitlines() or ["it said nothing"])[-1]
+        return (printed.splitlines() or ["it printed nothing"])[-1]
     first, *others = text.splitlines()
     return " ".join([first, *map(str.strip, takewhile(lambda line: line[:2] == "  ", others))])

@@ -35,7 +35,7 @@ SLOW = Conditions(
 ROWS = compare(LOAD, SLOW, CONFIG.diloco, ["10.0.0.1", "10.0.0.2"])
 PRINTED = f"""
 10.0.0.1: CPU; a step in 100.0 ms +- 0.0 ms (100 steps)
-link: 20 us there and back; 13 Mbit/s with 1 TCP stream, ...; 12 Mbit/s in an all-reduce
+link: round trip 20 us; 13 Mbit/s with 1 TCP stream, ...; 12 Mbit/s in an all-reduce
 
 {table(LOAD, ROWS, ROWS[-1])}
 

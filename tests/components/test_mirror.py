@@ -362,7 +362,9 @@ def test_a_run_goes_on_from_its_folder_without_its_mirror_but_does_not_begin_wit
 ) -> None:
     monkeypatch.setattr(mirror, "PATIENCE_SECONDS", 0.0)
     nowhere = mirrored(text, tmp_path / "run", tmp_path / "not/there")
-    with pytest.raises(UserError, match=r"checkpoint.mirror cannot be used: .*there is no folder"):
+    with pytest.raises(
+        UserError, match=r"checkpoint.mirror cannot be used: .*does not exist or cannot be"
+    ):
         run(nowhere)
     run(chosen(text, tmp_path / "run", **{"training.stop_after": 4}))
     run(nowhere)
@@ -373,10 +375,10 @@ def test_a_run_goes_on_from_its_folder_without_its_mirror_but_does_not_begin_wit
 @pytest.mark.parametrize(
     ("bucket_name", "message"),
     [
-        ("wrong", "the credentials are refused .* set AWS_ACCESS_KEY_ID"),
-        ("readonly", "these credentials may not create "),
+        ("wrong", "the credentials were refused .* set AWS_ACCESS_KEY_ID"),
+        ("readonly", "these credentials have no permission to create "),
         ("missing", "there is no such bucket"),
-        ("plain", "a second writer could create an object that exists"),
+        ("plain", "a second writer could create an object that already exists"),
     ],
 )
 def test_a_bucket_that_cannot_be_used_is_an_error_at_the_start(

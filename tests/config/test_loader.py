@@ -127,7 +127,7 @@ def test_a_length_is_a_number_of_steps_or_a_share_of_the_run(given: str, steps: 
 
 @pytest.mark.parametrize("given", ["1.5", "-1", "-0.1", "nan", "half", "true"])
 def test_a_length_that_is_none_is_refused(given: str) -> None:
-    reason = "expected a whole number of steps from 0 on, or a share of the run below 1"
+    reason = "expected a whole number of steps of at least 0, or a share of the run below 1"
     for key in ("lr_schedule.warmup", "diloco.beginning.length"):
         with pytest.raises(ConfigError, match=f'{key} = "{given}": {reason}'):
             load_config("debug", {key: given})
@@ -136,14 +136,14 @@ def test_a_length_that_is_none_is_refused(given: str) -> None:
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        ("training.steps 3", "look like --section.key VALUE"),
+        ("training.steps 3", "give settings as --section.key VALUE"),
         ("--training.steps --run.seed 3", "--training.steps: needs a value"),
         ("--config", "--config: needs a value"),
         ("--no-such-flag", "--no-such-flag: unknown key; .*--help all` lists all keys"),
         ("--training.stps", r"--training.stps: unknown key; did you mean training.steps\?"),
         ("--training.steps -3", "expected a whole number >= 0"),
         ("--config 1bb.toml", r'--config = "1bb.toml": no such file; .* did you mean 1b\?'),
-        ("--config /", r'--config = "/": is a folder: give a file; train_configs/ has'),
+        ("--config /", r'--config = "/": is a folder: give a TOML file; train_configs/ has'),
     ],
 )
 def test_malformed_command_lines(words: str, reason: str) -> None:
@@ -320,11 +320,11 @@ WARM = {"lr_schedule.warmup": "200"}
         (
             200,
             {"diloco.beginning.length": "200"},
-            ["has 200 steps and is not shorter than"],
+            ["has 200 steps, at least as many as"],
         ),
-        (200, {"diloco.beginning.length": "0.999"}, ["has 200 steps and is not shorter than"]),
+        (200, {"diloco.beginning.length": "0.999"}, ["has 200 steps, at least as many as"]),
         (200, {"diloco.beginning.length": "199"}, ["the run has 20 outer rounds"]),
-        (200, {"diloco.sync_every": "300"}, ["nothing is ever exchanged"]),
+        (200, {"diloco.sync_every": "300"}, ["never exchange anything"]),
         (200, {"diloco.sync_every": "300", "diloco.workers": "1"}, []),
         (
             2000,
@@ -373,11 +373,11 @@ def test_a_config_builds_and_repeats_nothing_that_it_inherits(name: str) -> None
         ({"data.mixture": "a"}, "give NAME=VALUE pairs"),
         ({"data.mixture": "a=1 b=x"}, 'the weight of "b" is "x": expected a number'),
         ({"data.mixture": "{a = 1, b = true}"}, 'the weight of "b" is true: expected a number'),
-        ({"data.phases": "[{start = 1.2, mixture = {a = 1}}]"}, "a phase begins at 1.2 of the run"),
+        ({"data.phases": "[{start = 1.2, mixture = {a = 1}}]"}, "a phase starts at 1.2:"),
         ({"data.phases": "[{start = 0.2, mixture = {a = -1}}]"}, 'weight of "a" is -1'),
         ({"data.shard_by": "own", "diloco.workers": "2"}, "needs a corpus with {worker}"),
         ({"data.corpus": "x-{worker}"}, 'only replaced with data.shard_by = "own"'),
-        ({"data.mixture": "a=1", "data.corpus": "b"}, "data.corpus already names the text"),
+        ({"data.mixture": "a=1", "data.corpus": "b"}, "data.corpus already sets the corpus"),
     ],
 )
 def test_bad_mixtures_are_one_line_each(changes: dict[str, str], message: str) -> None:

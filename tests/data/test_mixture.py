@@ -86,7 +86,7 @@ def test_weights_are_exact_or_rounded() -> None:
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
-        ({"a": -1.0, "b": 1.0}, 'the weight of "a" is -1.0: give a number from 0 up'),
+        ({"a": -1.0, "b": 1.0}, 'the weight of "a" is -1.0: give a number of at least 0'),
         ({"a": float("nan")}, 'the weight of "a" is nan'),
         ({"a": 0.0, "b": 0.0}, "all weights are 0"),
         ({"a": 1.0, "b": 1e-9}, 'the weight of "b" is below 1/20,000 of the sum'),

@@ -85,7 +85,8 @@ def test_a_worker_that_is_slow_and_one_that_pauses_are_recorded_until_they_are_w
         late = [one for one in found if one["what"] == HUNG and 70 <= one["since"] <= 78]
         assert worker or [one["over"] for one in late] == [False, True]
         expected = (
-            r"its header has not come for \d s, and it answers: its last step, \d+, was \d s ago"
+            r"its header has not arrived for \d s, "
+            r"and it answers \(its last step, \d+, was \d s ago\)"
         )
         assert worker or re.fullmatch(expected, late[0]["evidence"])
 

@@ -179,5 +179,5 @@ def test_headers() -> None:
     assert len(sent.pack()) == header_bytes(3)
     sent = replace(sent, vitals=said._replace(upload=60_000.0))  # in 16 bits
     assert Header.unpack(sent.pack()) == sent
-    with pytest.raises(ValueError, match="some worker runs other code"):
+    with pytest.raises(ValueError, match="a worker runs different code"):
         Header.unpack(b"\1" * header_bytes(3))

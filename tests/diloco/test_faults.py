@@ -73,7 +73,7 @@ def _fault(event: str, at_step: int, link: Link) -> str:
             "checksum",
             12,
             PATIENT,
-            r"fragment 1 has different bits on .* outer round 2: it cannot be told which",
+            r"fragment 1 has different bits on .* outer round 2: it is unknown which",
         ),
     ],
 )
@@ -193,10 +193,10 @@ def test_a_worker_that_made_fewer_steps_is_named_when_it_ends(processes: Process
     assert "ended after its step 15, and this one is at 16; call step() equally often" in more
 
 
-NO_STEP = r"its header has not come .* it answers: its last step, 1, was"
-NO_ANSWER = "its header has not come .* and it does not answer"
-NO_PAYLOAD, NO_MEAN = "and of its payload nothing", "its mean has"
-LAST_MEAN = "the others' means have come, and its mean has not"
+NO_STEP = r"its header has not arrived .* it answers \(its last step, 1, was"
+NO_ANSWER = "its header has not arrived .* and it does not answer"
+NO_PAYLOAD, NO_MEAN = "but none of its payload has", "its mean has"
+LAST_MEAN = "the means of the others have arrived, but its mean has not"
 
 
 def _waits(of_worker: dict[int, str], stops: str, values: int) -> tuple[list[str], dict[str, str]]:
@@ -324,7 +324,7 @@ def test_a_wait_elsewhere_says_whom_an_exchange_waits_for(
     """As that for the loss of all workers, which every rank needs."""
     monkeypatch.setattr(liveness_module, "LATE_SECONDS", 0.05)
     watching, result = Liveness(None), Future[None]()
-    watching.describe_late = lambda: "worker 1: its header has not come"
+    watching.describe_late = lambda: "worker 1: its header has not arrived"
     threading.Timer(0.2, result.set_result, [None]).start()
     watching.wait_for(result)
-    assert caplog.messages[0] == "waiting since 0 s for worker 1: its header has not come"
+    assert caplog.messages[0] == "waiting since 0 s for worker 1: its header has not arrived"

@@ -55,8 +55,8 @@ def test_numbers_have_the_type_of_their_setting() -> None:
         ({"overlap": Overlap(delay=100)}, r"delay = 100: must be smaller than .*; 0 waits"),
         ({"overlap": Overlap(mixing_end=0.0)}, "mixing_end = 0.0: needs the length of the run"),
         ({"beginning": Beginning(length=0.1)}, "beginning.length = 0.1: needs the length"),
-        ({"beginning": Beginning(sync_every=9)}, "is only read with diloco.beginning.length"),
-        ({"quantization": Quantization(codec="int8", block_size=48)}, "block_size.*: take 32"),
+        ({"beginning": Beginning(sync_every=9)}, "is only used with diloco.beginning.length"),
+        ({"quantization": Quantization(codec="int8", block_size=48)}, "block_size.*: use 32"),
     ],
 )
 def test_a_config_made_in_python_is_checked(changes: dict[str, Any], key: str) -> None:
@@ -182,10 +182,10 @@ def test_groups_and_models_that_cannot_work_are_refused(processes: ProcessPool) 
         assert 'DistributedDataParallel "" joins the ranks [0, 1]' in found["DDP over workers"]
         assert "the mesh of gain joins the ranks [0, 1]" in found["FSDP over workers"]
         for case in ("another world", "not in the group"):
-            assert "hand in dist.new_group(ranks), which all ranks call" in found[case]
-        assert 'hand in dist.new_group(ranks, backend="gloo")' in found["no gloo"]
+            assert "call dist.new_group(ranks) on all ranks" in found[case]
+        assert 'pass dist.new_group(ranks, backend="gloo")' in found["no gloo"]
     (_, (warning,)), (_, on_second) = results
-    assert "such as 1.running_mean are not exchanged: every worker keeps its own" in warning
+    assert "such as 1.running_mean are not exchanged: each worker keeps its own" in warning
     assert on_second == []
 
 
@@ -227,5 +227,5 @@ def test_a_rank_does_not_meet_those_of_the_attempt_before() -> None:
     job: Any = dist.HashStore()  # type: ignore[attr-defined]
     with ThreadPoolExecutor(2) as threads:
         list(threads.map(lambda rank: store_of_attempt(job, rank, 2, timedelta(minutes=1)), (0, 1)))
-    with pytest.raises(RuntimeError, match="did not start again"):
+    with pytest.raises(RuntimeError, match="did not restart"):
         store_of_attempt(job, 0, 2, timedelta(seconds=0.2))

@@ -143,7 +143,7 @@ def test_a_saved_state_starts_other_loops_and_not_other_models() -> None:
     assert saved.facts.fragments[0].weight == 3.0
     saved.tensors[shared_parameter_name("gain")].fill_(7.0)
     model = Net()
-    assert "no outer loop any more" in DataParallel(model).load_state_dict(saved)[0]
+    assert "no longer has an outer loop" in DataParallel(model).load_state_dict(saved)[0]
     assert model.gain.item() == 7.0
     model.gain = nn.Parameter(torch.ones(2))
     with pytest.raises(ValueError, match=r"gain is \(2,\) here and \(1,\) there"):

@@ -76,7 +76,7 @@ def test_a_token_of_aws_is_kept_until_it_expires(server: MetadataServer) -> None
 
 def test_gcp_says_true(server: MetadataServer) -> None:
     server.answers[GCP] = "TRUE"
-    assert ask("gcp", server) == Notice("GCP preempts this machine", 30.0)
+    assert ask("gcp", server) == Notice("GCP will preempt this machine", 30.0)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_a_server_that_does_not_answer_is_one_warning_and_one_that_comes_back_is
             assert server.asked.acquire(timeout=60)
         server.answers[GCP] = "TRUE"
         assert heard.wait(60)
-    assert told == [Notice("GCP preempts this machine", 30.0)]
+    assert told == [Notice("GCP will preempt this machine", 30.0)]
     assert len(caplog.messages) == 1
     assert "status 404" in caplog.text
 
@@ -263,7 +263,7 @@ def test_the_exit_code_is_that_of_sigterm_and_the_run_is_not_started_again(
         command, env=os.environ | {"NPROC": "1"}, capture_output=True, text=True, cwd=REPOSITORY
     )
     assert done.returncode == 128 + signal.SIGTERM, done.stdout + done.stderr
-    assert "notice: GCP preempts this machine, 30 s left" in done.stdout
+    assert "notice: GCP will preempt this machine, 30 s left" in done.stdout
     assert "started again" not in done.stdout + done.stderr
     assert step_of(last(tmp_path / "run")) < 5000
 
@@ -286,7 +286,7 @@ def test_a_signal_after_a_notice_is_the_first_one() -> None:
     ("given", "message"),
     [
         ({"run.preemption": "gpc"}, 'run.preemption = "gpc": .*gcp'),
-        ({"run.preemption_address": "http://a"}, "is only read with run.preemption"),
+        ({"run.preemption_address": "http://a"}, "is only used with run.preemption"),
         (
             {"run.preemption": "aws", "run.preemption_address": "169.254.169.254"},
             "must look like http://HOST",

@@ -117,7 +117,7 @@ def test_gpus_that_are_shared_are_said(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     monkeypatch.setattr(logging.getLogger("torchtitan_diloco"), "propagate", True)
-    with pytest.raises(ValueError, match="local rank 1 has no GPU of its own, torch sees 1"):
+    with pytest.raises(ValueError, match="there is no GPU for local rank 1, because torch sees 1"):
         pick_device("auto", 1)
     assert pick_device("auto", 1, share=True) == torch.device("cuda", 0)
     assert "shares cuda:0 with another" in caplog.text
@@ -220,6 +220,9 @@ def _differently() -> str:
 
 def test_another_number_on_another_rank(processes: ProcessPool) -> None:
     for said in processes.run(_differently, 2):
-        assert "diloco.link.streams = 1 on rank 0, 2 on rank 1: give all ranks the same" in said
+        assert (
+            "diloco.link.streams = 1 on rank 0, 2 on rank 1: set the same value on all ranks"
+            in said
+        )
     with pytest.raises(ValueError, match=r"Link.streams = 33.*<= 32"):
         Link(streams=33)

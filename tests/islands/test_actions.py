@@ -91,7 +91,7 @@ def slots(*good_in: int) -> list[Slot]:
 
 def vote(all_slots: list[Slot], voter: int, target: int) -> bool:
     record = Evict(
-        run="r", slot=voter, incarnation=str(voter), target=str(target), reason="makes no step"
+        run="r", slot=voter, incarnation=str(voter), target=str(target), reason="completes no step"
     )
     return count_vote(record, all_slots, [Fragment("", {}, version=100)])
 
@@ -159,7 +159,7 @@ def test_a_sick_island_is_evicted_and_comes_back_when_it_is_well(nature: Nature)
     assert len(parts) > 20
     assert all(part.finite for part in parts)
     said = [str(one) for one in others[0].machine.actions if one.what == "evicted"]
-    reason = "makes no step" if hangs else "has wrong numbers"
+    reason = "completes no step" if hangs else "has wrong numbers"
     assert said == [f"sick: evicted: it {reason}", "sick: evicted is over"]
     _, history, _ = read_log(world.log)
     assert history.stays[sick.incarnation].ended == "evicted"

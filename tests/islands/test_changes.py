@@ -67,14 +67,14 @@ def test_a_run_goes_on_with_other_settings_other_code_and_a_third_site(
 @pytest.mark.parametrize(
     ("key", "value", "problem"),
     [
-        ("diloco.sync_evry", "4", "cannot change during a run; did you mean diloco.sync_"),
+        ("diloco.sync_evry", "4", "cannot be changed during a run; did you mean diloco.sync_"),
         ("diloco.sync_every", "four", "expected"),
         ("diloco.overlap.delay", "8", "must be smaller than diloco.sync_every = 8"),
         ("quorum", "3", "the run has 2 slots"),
         ("total_tokens", "0", "expected"),
         ("slots", "2", "the run has 2 slots"),
         ("diloco.quantization.codec", "fp4", "expected one of"),
-        ("diloco.quantization.codec", "topk", "its outer optimizer is another"),
+        ("diloco.quantization.codec", "topk", "needs a different outer optimizer"),
         ("diloco.outer_optimizer.lr", "1e300", "expected"),
     ],
 )
@@ -88,7 +88,7 @@ def test_a_run_that_has_not_begun_has_no_settings_to_change(
     server: Join, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["change", "quorum", "2", "--join", str(server)]) == USER_ERROR
-    assert "the run has not begun" in capsys.readouterr().err
+    assert "the run has not started" in capsys.readouterr().err
 
 
 def test_a_change_counts_only_when_it_is_read_back(
@@ -105,7 +105,7 @@ def test_a_change_counts_only_when_it_is_read_back(
             assert main([*again[:2], value, *again[3:]]) == 0
         monkeypatch.setattr(Connection, "append", lambda *_: None)  # it is lost
         assert main(again) == USER_ERROR
-    assert "was not read back" in capsys.readouterr().err
+    assert "did not confirm the change" in capsys.readouterr().err
 
 
 def test_nobody_needs_the_first_records_of_a_long_run(
@@ -133,7 +133,7 @@ def test_nobody_needs_the_first_records_of_a_long_run(
             with started(again, c):
                 results = [island.finish() for island in (a, again, c)]
     assert all(same(results[0].shared, result.shared) for result in results)
-    assert "the log does not go back to its checkpoint any more: this island takes" in caplog.text
+    assert "the log no longer reaches back to its checkpoint: this island takes" in caplog.text
 
 
 def test_versions_do_not_pile_up_while_training_pauses(server: Join) -> None:

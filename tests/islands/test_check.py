@@ -49,7 +49,7 @@ def test_check_names_the_record_that_a_disk_has_lost(
     assert code == 0, printed
     assert "log: 15 records, read from 1 to 15" in printed
     assert "versions 3, 0; tokens merged: 50 of 100" in printed
-    assert "2 damaged or foreign, which islands skip, such as record 13" in printed
+    assert "islands skip 2 damaged or foreign records, such as record 13" in printed
     assert settings == (server.path / "run.json").read_bytes()
     (block,) = server.path.glob("store/jetstream/*/streams/islands-test-log/msgs/1.blk")
     content = block.read_bytes()
@@ -60,7 +60,7 @@ def test_check_names_the_record_that_a_disk_has_lost(
         assert code == 1
         assert f"read from 1 to {lost - 1}\n" in printed
         assert f"PROBLEM: record {lost} of the log is missing" in printed
-        assert "cannot be continued from this log; start `serve` on a newer copy" in printed
+        assert "cannot be continued from this log: start `serve` on a newer copy" in printed
 
 
 def test_check_names_a_chain_that_is_broken(

@@ -236,5 +236,5 @@ def test_an_island_with_a_flipped_bit_ends_and_the_others_know_why(
             IslandFailedError, match="different bits on island a, b than on this one"
         ):
             islands[2].finish()
-        told = "different bits on island c than on this one and 1 more, which go on"
+        told = "different bits on island c than on this one and 1 more, which continue"
         wait_until(lambda: caplog.text.count(told) == 2, "what the others say")

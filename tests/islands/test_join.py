@@ -37,7 +37,9 @@ def test_a_file_holds_a_join_string(tmp_path: Path) -> None:
         assert Join.parse(str(file)) == join
         from_command_line(["--islands.name", "a", "--islands.join", str(file)])
     path.write_text("no join string # at all")
-    with pytest.raises(ValueError, match=r"islands\.join = '.*join\.txt': it holds no join string"):
+    with pytest.raises(
+        ValueError, match=r"islands\.join = '.*join\.txt': it contains no complete join string"
+    ):
         Join.parse(str(path))
     with pytest.raises(ConfigError, match=r"islands\.join: .*not HOST:PORT") as error:
         from_command_line(["--islands.name", "a", "--islands.join", f"nats+tls://u:{SECRET}@h#run"])

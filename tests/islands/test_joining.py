@@ -181,7 +181,7 @@ def test_a_snapshot_that_the_server_does_not_take_is_given_up(
     with running_server(tmp_path / "server") as server, Listener(server.join, "a/1") as listener:
         stored = listener.connection.store(b"x", "snapshots")
         call(server.admin, "DELETE.islands-test-snapshots")
-        with pytest.raises(ChunkError, match="the server does not take or give a chunk"):
+        with pytest.raises(ChunkError, match="the server cannot store or return a chunk"):
             listener.connection.store(bytes(3_000_000), "snapshots")
         with pytest.raises(ChunkError):
             listener.connection.fetch(stored, "snapshots")

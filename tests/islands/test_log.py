@@ -268,7 +268,7 @@ def test_odd_encodings_are_void(record: bytes) -> None:
 
 def test_a_log_with_a_gap_is_refused() -> None:
     log = Log()
-    with pytest.raises(ValueError, match="record 5 of the log comes after record 3"):
+    with pytest.raises(ValueError, match="record 5 of the log follows record 3"):
         log.state.read(5, log.raw[-1])
 
 

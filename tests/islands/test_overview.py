@@ -126,7 +126,7 @@ def test_what_islands_do_and_whom_rounds_wait_for() -> None:
     gone = overview(log.state, members, history, 15.5, 100.0)
     assert gone["verdicts"] == [], "of islands that are heard"
     nobody = overview(log.state, members, history, 60.0, 100.0)
-    assert (found["phase"], nobody["phase"]) == ("running", "no island is there")
+    assert (found["phase"], nobody["phase"]) == ("running", "no island is connected")
     assert [(row["doing"], row["for_seconds"]) for row in gone["islands"]] == [
         ("leaves", None),
         ("gone", 6.5),
@@ -135,7 +135,7 @@ def test_what_islands_do_and_whom_rounds_wait_for() -> None:
     members.hear(island("b"), 15.5)
     members.hear(island("b"), 25.5)
     stuck = overview(log.state, members, history, 25.5, 100.0)["islands"][1]
-    assert (stuck["doing"], stuck["for_seconds"]) == ("makes no step", 10.0)
+    assert (stuck["doing"], stuck["for_seconds"]) == ("completes no step", 10.0)
     log.take(1, "b/2", "b")
     members.hear(msgspec.structs.replace(island("b/2"), step=7), 25.6)
     rows = overview(log.state, members, history, 25.7, 100.0)["islands"]
@@ -173,7 +173,7 @@ def test_a_console_says_who_comes_and_goes_and_when_a_slot_is_free() -> None:
     free = "waiting for a free slot; that of i1, which is silent, in 8 s. "
     assert waits[1].startswith(free)
     assert stays.machine.notices == ["island i1 is silent: rounds do not wait for it"]
-    assert stays.machine.news == ["island late takes part"]
+    assert stays.machine.news == ["island late joins"]
 
 
 def test_an_island_that_restarts_does_not_ask_for_a_slot() -> None:

@@ -113,7 +113,7 @@ def test_a_port_that_is_taken_is_one_line(tmp_path: Path, page: PageServer) -> N
     words = [*COMMAND, "serve", "--folder", tmp_path / "a", "--port", free_port(), "--http", port]
     ended = subprocess.run([*map(str, words)], capture_output=True, text=True, cwd=REPOSITORY)
     assert (ended.returncode, ended.stdout) == (USER_ERROR, "")
-    reason = "Address already in use; give another port, and an address of this machine"
+    reason = "Address already in use; give a free port, and an address of this machine"
     assert ended.stderr == f"error: --http 127.0.0.1:{port}: {reason}\n"
     for address in ("x", "1:", "99999", "::1", "::1:80"):
         with pytest.raises(UserError, match=f"--http {address}: give a port, HOST:PORT or "):

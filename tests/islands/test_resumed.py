@@ -85,7 +85,7 @@ def test_a_checkpoint_that_a_new_log_leaves_behind_is_named(
             with started(new):
                 assert same(old.finish().shared, new.finish().shared)
     newest = max(state_of(saved[1]).clocks)
-    assert f"this island's checkpoint has {newest:,} tokens, and the log begins at" in caplog.text
+    assert f"this island's checkpoint has {newest:,} tokens, and the log starts at" in caplog.text
 
 
 def copy_folder(server: Server, copy: Path) -> int:

@@ -167,7 +167,7 @@ def test_who_has_other_bits_than_most_islands_ends() -> None:
     assert disputes.settle(40.0) == []
     assert not one.rounds.send_is_due(40.0)
     members(40.0, 45.0, "i1", of=one.island.members, sick="i1")
-    with pytest.raises(IslandFailedError, match="nobody knows who is right"):
+    with pytest.raises(IslandFailedError, match="it is unknown which one is right"):
         disputes.settle(45.0)
     one.read(part_of(2), now=45.0)
     [warning] = disputes.settle(45.0)

@@ -79,7 +79,7 @@ def test_a_server_that_is_started_again_goes_on_with_its_run(tmp_path: Path) -> 
             listener.read_to(1)
         secret = [folder / name for name in ("run.json", "nats-server.json", "key.pem")]
         assert [oct(path.stat().st_mode & 0o777) for path in secret] == ["0o600"] * 3
-        with pytest.raises(ValueError, match="a server is running in it already"):
+        with pytest.raises(ValueError, match="a server is already running in it"):
             open_folder(folder, port=free_port()).start()
         with pytest.raises(ValueError, match=f"--port {port}: .* address already in use"):
             open_folder(tmp_path / "other", host="127.0.0.1", port=port).start()
@@ -100,7 +100,7 @@ def test_a_server_that_is_started_again_goes_on_with_its_run(tmp_path: Path) -> 
             listener.read_to(2)
         again.process.terminate()
         printed, _ = again.process.communicate(timeout=TIMEOUT)
-        assert "nats-server ended with code -9; starting it again in 1 s" in printed
+        assert "nats-server ended with code -9; restarting it in 1 s" in printed
 
 
 def test_a_terminal_shows_the_join_string(tmp_path: Path) -> None:
@@ -136,10 +136,10 @@ def test_what_cannot_be_served_is_said_in_one_line(
         (new, {"address": ""}, "^--address '': give a name"),
         (new, {"host": "[::]"}, r"^--host '\[::\]': give an address of this machine"),
         (new, {"run": "a.b"}, r"^--run 'a\.b': use at most 64 letters"),
-        (used, {}, "it has files, but no run"),
+        (used, {}, "it contains files, but no run"),
         (used / "file/x", {}, f"^--folder {used}/file/x: "),
         (broken, {}, r"run\.json is damaged"),
-        (known, {"run": "other"}, "was made with test"),
+        (known, {"run": "other"}, "belongs to the run test"),
         (tmp_path / "away", away, "--host 2001:db8::1 .*; give a free port, and an address"),
         (tmp_path / "large", {"keep_gb": 1e6}, "GB left, and the server needs 2000"),
     ]
@@ -266,7 +266,7 @@ def test_each_site_has_a_login_that_can_be_revoked(
         assert main(["site", name, *own, *words]) == USER_ERROR
     first, second, *others = capsys.readouterr().err.splitlines()
     assert first == "error: there is no site lab; there are: island"
-    assert "join.txt holds its join string, --renew gives it another password" in second
+    assert "join.txt; --renew gives it a new password" in second
     assert all("give a name other than admin" in line for line in others)
     assert main(["site", "a", "--folder", str(tmp_path)]) == USER_ERROR
     error = f"there is no run in {tmp_path}: it has no run.json; give the --folder of `serve`"
@@ -329,7 +329,7 @@ def test_status_and_leave(island: Listener, capsys: pytest.CaptureFixture[str]) 
     thread.join()
     assert "a has left" in capsys.readouterr().out
     assert main(["leave", "a", *join]) == USER_ERROR
-    assert "no island 'a' is in the run; there are: b" in capsys.readouterr().err
+    assert "the run has no island 'a'; it has: b" in capsys.readouterr().err
     assert main(["status", *join]) == 0
     assert "tokens merged: 10 of 100 (10.0%)" in capsys.readouterr().out
     assert (found["run"], found["phase"], found["tokens_merged"]) == ("test", "running", 10)
@@ -355,7 +355,7 @@ def test_nobody_leaves_a_run_that_has_ended(
     monkeypatch.setattr(State, "ended", property(lambda _: True, lambda *_: None))
     assert main(["leave", "a", "--join", str(island.join)]) == USER_ERROR
     (line,) = capsys.readouterr().err.splitlines()
-    assert line == "error: a has nothing to leave: the run r has ended"
+    assert line == "error: island a cannot leave: the run r has ended"
 
 
 # --- several islands on this machine --------------------------------------------------------------

@@ -236,7 +236,7 @@ def test_a_paused_island_goes_on_and_the_others_do_not_wait() -> None:
     assert len(entries_between(world, 7.0, 12.0)) > 10
     assert other.idle < 3.0
     assert other.machine.notices == ["island i0 is silent: rounds do not wait for it"]
-    assert other.machine.news[-1] == "island i0 is heard again"
+    assert other.machine.news[-1] == "island i0 sends heartbeats again"
     woken = entries_between(world, 12.0, 14.0)
     assert {len(entry.parts) for entry in woken[2:]} == {2}
     alone = [one for one in woken if len(one.parts) == 1]

@@ -219,7 +219,7 @@ def test_it_joins_anew_if_what_was_decided_is_no_longer_so(hand: Hand, what: str
         assert not hand.island.ending, "a list may be late"
         hand.island.on_decision(older, hand.now + WENT_BACK)
     assert hand.island.ending == REJOIN
-    assert "joins anew" in hand.island.news[-1]
+    assert "joins again" in hand.island.news[-1]
 
 
 def test_it_waits_for_its_grace_at_most_and_not_in_vain() -> None:
@@ -365,7 +365,7 @@ def test_an_empty_or_another_location_is_an_error_for_people(hand: Hand) -> None
         Island(A, saved=saved).on_empty(0.0)
     state = founded((A,))
     state.run = "other"
-    with pytest.raises(UserError, match="the checkpoint is of run r"):
+    with pytest.raises(UserError, match="the checkpoint belongs to run r"):
         Island(A, saved=saved).on_decision(state, 0.0)
     Island(A, founds=Founding("r", state.settings, [1], ["0"], [1]), saved=saved).on_empty(0.0)
 

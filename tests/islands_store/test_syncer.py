@@ -480,7 +480,7 @@ def test_a_decision_is_small(fragments: int, islands: int, kilobytes: int) -> No
 def test_a_decision_of_newer_code_is_an_error_for_people() -> None:
     decision = founded()
     decision.protocol = PROTOCOL + 1
-    with pytest.raises(NewerProtocolError, match="install the version"):
+    with pytest.raises(NewerProtocolError, match="install the same version"):
         decode_decision(encode_decision(decision))
 
 

@@ -62,21 +62,21 @@ def test_a_first_node_that_starts_later_is_waited_for(port: int) -> None:
     first, *others = said
     assert first == f"node 1 of 2: waiting for the others at 127.0.0.1:{port}"
     assert len(others) == 2
-    assert all(f"127.0.0.1:{port} after 0 s: nobody listens there: start" in one for one in others)
+    assert all(f"127.0.0.1:{port} after 0 s: nothing listens there: start" in one for one in others)
 
 
 def test_a_first_node_that_does_not_start(port: int) -> None:
-    with pytest.raises(TimeoutError, match="nobody listens there"):
+    with pytest.raises(TimeoutError, match="nothing listens there"):
         wait_for_first_node(Nodes(2, 1, f"127.0.0.1:{port}"), 0, print)
 
 
 def test_what_listens_is_not_torchrun() -> None:
     with (
         answering(b"SSH-2.0-OpenSSH_9.2") as address,
-        pytest.raises(UserError, match=f"RDZV_ENDPOINT={address}: another program has port"),
+        pytest.raises(UserError, match=f"RDZV_ENDPOINT={address}: another program uses port"),
     ):
         wait_for_first_node(Nodes(2, 1, address), 60, print)
-    with answering(b".") as address, pytest.raises(TimeoutError, match="a doctor listens there"):
+    with answering(b".") as address, pytest.raises(TimeoutError, match="`doctor` listens there"):
         wait_for_first_node(Nodes(2, 1, address), 0, print)
 
 
@@ -88,8 +88,8 @@ def test_the_first_node_listens_where_the_others_look(
     check_endpoint(here)  # which leaves nothing behind
     taken = f"127.0.0.1:{listening.getsockname()[1]}"
     check_endpoint(Nodes(2, 1, taken))
-    with pytest.raises(UserError, match=f"{taken}: port .* is taken on this node: end what"):
+    with pytest.raises(UserError, match=f"{taken}: port .* is in use on this node: stop"):
         check_endpoint(Nodes(2, 0, taken))
     monkeypatch.setattr(module, "dial", lambda *_: 0.0)  # another machine answers
-    with pytest.raises(UserError, match=f"127.0.0.1:{port}: does not lead to this node, which"):
+    with pytest.raises(UserError, match=f"127.0.0.1:{port}: is not an address of this node, which"):
         check_endpoint(here)

@@ -33,11 +33,13 @@ def test_later_attempts_wait_for_longer(caplog: pytest.LogCaptureFixture) -> Non
     call = Flaky(6)
     assert Attempts("place", 60.0).run("get", "a", call) == "done"
     assert call.seconds == [*ATTEMPT_SECONDS, *ATTEMPT_SECONDS[-1:] * 3]
-    assert caplog.messages == ["place: cannot get a (it is busy); trying again"]
+    assert caplog.messages == ["place: could not get a (it is busy); trying again"]
 
 
 def test_a_call_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(AwayError, match=r"place: cannot list all for 0.05 s \(it is busy\); check"):
+    with pytest.raises(
+        AwayError, match=r"place: could not list all for 0.05 s \(it is busy\); check"
+    ):
         Attempts("place", 0.05).run("list", "", Flaky(10**6))
     assert len(caplog.messages) == 1
 

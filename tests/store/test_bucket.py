@@ -14,13 +14,13 @@ from torchtitan_diloco.store import AwayError, RefusedError, StoreError, open_st
 @pytest.mark.parametrize(
     ("location", "writes", "says"),
     [
-        ("s3://nowhere/run", "", "there is no such bucket .* make it, or check its name"),
+        ("s3://nowhere/run", "", "there is no such bucket .* create it, or check its name"),
         ("s3://nowhere/run", None, "there is no such bucket"),
-        ("s3://plain/run", "", "a second writer could create an object that exists"),
+        ("s3://plain/run", "", "a second writer could create an object that already exists"),
         ("s3://clock/run", "", "the clock of this machine differs .* set the clock"),
         ("s3://clock/run", None, "the clock of this machine differs"),
-        ("s3://wrong/run", "", "the credentials are refused .* set AWS_ACCESS_KEY_ID"),
-        ("s3://readonly/run", "", "may not create test-.* give them the right to it"),
+        ("s3://wrong/run", "", "the credentials were refused .* set AWS_ACCESS_KEY_ID"),
+        ("s3://readonly/run", "", "no permission to create test-.* grant it"),
     ],
 )
 def test_a_bucket_that_cannot_be_used(
@@ -37,9 +37,9 @@ def test_a_bucket_to_read(bucket: Place) -> None:
     store = open_store("s3://readonly/run", writes=None)
     assert store.list("") == []
     assert store.get("a") is None
-    with pytest.raises(RefusedError, match=r"may not delete a"):
+    with pytest.raises(RefusedError, match=r"no permission to delete a"):
         store.delete("a")
-    with pytest.raises(RefusedError, match=r"may not replace a"):
+    with pytest.raises(RefusedError, match=r"no permission to replace a"):
         store.replace("a", b"")
     with pytest.raises(RefusedError, match="there is no such bucket"):
         open_store("s3://nowhere/run", writes=None).list("")
@@ -60,7 +60,7 @@ def test_an_endpoint_that_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
     for key in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(key, "a")
     credentials = {"endpoint": "http://127.0.0.1:9", "region": "us-east-1"}
-    with pytest.raises(AwayError, match=r"cannot create test-.* for 0.2 s \(HTTP error"):
+    with pytest.raises(AwayError, match=r"could not create test-.* for 0.2 s \(HTTP error"):
         open_store("s3://run/x", credentials=credentials, patience=0.2)
 
 

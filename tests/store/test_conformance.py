@@ -93,12 +93,12 @@ def test_a_list_is_sorted_and_begins_where_it_is_told_to(place: Place, store: St
 @pytest.mark.parametrize("name", ["", "..", "a/../b", ".a", "a/.b", "/a", "a/", "a//b", "a b", "ä"])
 def test_no_other_names(store: Store, name: str) -> None:
     for call in (store.get, store.delete, lambda name: store.create(name, b"")):
-        with pytest.raises(StoreError, match="names no object"):
+        with pytest.raises(StoreError, match="is not a valid name of an object"):
             call(name)
 
 
 def test_sizes_are_bounded(place: Place, store: Store) -> None:
-    with pytest.raises(StoreError, match="cut it into chunks"):
+    with pytest.raises(StoreError, match="split it into chunks"):
         store.create(f"{place.own}a", bytes(MOST_BYTES + 1))
     assert store.create(f"{place.own}a", bytes(MOST_BYTES))
     found = store.get(f"{place.own}a")
@@ -270,7 +270,7 @@ def test_damage_of_a_chunk_is_named(place: Place, store: Store, large: LargeObje
         large.get(name, 3500)
     store.delete(third)
     store.create(third, b"x" * 1000)
-    with pytest.raises(DamagedError, match="another content"):
+    with pytest.raises(DamagedError, match="different content"):
         large.get(name, 3500)
 
 
@@ -280,10 +280,10 @@ def test_damage_of_a_chunk_is_named(place: Place, store: Store, large: LargeObje
         (b"", "is not a large object"),
         (b"\1", "is not a large object"),
         (b"\1{}", "is not a large object"),
-        (b'\1{"size": 10, "chunk_bytes": 0, "root": "0123456789abcdef"}', "sizes that cannot be"),
+        (b'\1{"size": 10, "chunk_bytes": 0, "root": "0123456789abcdef"}', "impossible sizes"),
         (
             b'\1{"size": -10, "chunk_bytes": 1000, "root": "0123456789abcdef"}',
-            "sizes that cannot be",
+            "impossible sizes",
         ),
         (
             b'\1{"size": 1e15, "chunk_bytes": 1000, "root": "0123456789abcdef"}',
@@ -291,7 +291,7 @@ def test_damage_of_a_chunk_is_named(place: Place, store: Store, large: LargeObje
         ),
         (
             b'\1{"size": 1000000000000000, "chunk_bytes": 1, "root": "0123456789abcdef"}',
-            "sizes that cannot be",
+            "impossible sizes",
         ),
         (
             b'\1{"size": 5001, "chunk_bytes": 1000, "root": "0123456789abcdef"}',

@@ -89,7 +89,9 @@ def test_rights_are_those_of_the_login(served: tuple[Place, Any]) -> None:
         lambda: owner.create("version/1", b""),
     ]
     for call in forbidden:
-        with pytest.raises(RefusedError, match=r"may not (create|replace|delete) .* another login"):
+        with pytest.raises(
+            RefusedError, match=r"no permission to (create|replace|delete) .* another login"
+        ):
             call()
     names = [one.name for one in server.folder.list("", "", PATIENCE)]
     assert names == ["change/1", "found/1", f"part/{SITE}/1"]
@@ -157,11 +159,13 @@ def test_a_wrong_password_is_one_line(served: tuple[Place, Any]) -> None:
     place, server = served
     store = place.open()
     server.logins.renew(SITE)
-    with pytest.raises(RefusedError, match=f"does not know the login '{SITE}' with this password"):
+    with pytest.raises(
+        RefusedError, match=f"does not accept the login '{SITE}' with this password"
+    ):
         store.list("")
     assert place.open().list("") == [], "with the new join file"
     Logins(server.folder.path).revoke(SITE)  # as another process does
-    with pytest.raises(RefusedError, match="does not know the login"):
+    with pytest.raises(RefusedError, match="does not accept the login"):
         store.list("")
     assert not Path(place.location).exists()
 
@@ -169,7 +173,7 @@ def test_a_wrong_password_is_one_line(served: tuple[Place, Any]) -> None:
 def test_logins_are_named(tmp_path: Path) -> None:
     logins = Logins(tmp_path)
     logins.add("a")
-    with pytest.raises(RefusedError, match="site a has a login"):
+    with pytest.raises(RefusedError, match="site a already has a login"):
         logins.add("a")
     for name in ("", "../a", "a/b", ".a", "-a", "a" * 61):
         with pytest.raises(RefusedError, match="give a name of at most 60"):
@@ -265,7 +269,7 @@ def test_some_of_the_disk_stays_free(tmp_path: Path) -> None:
 def test_another_certificate_is_refused(tmp_path: Path) -> None:
     with https_place(tmp_path / "one") as (one, _), https_place(tmp_path / "two") as (two, server):
         wrong = replace(address_of(one), port=address_of(two).port)
-        with pytest.raises(RefusedError, match="another certificate than the join file says"):
+        with pytest.raises(RefusedError, match="its certificate is not the one in the join file"):
             open_store(wrong.line)
         assert server.folder.list("", "", PATIENCE) == []
         unpinned = replace(address_of(one), fingerprint="")
@@ -288,7 +292,9 @@ def test_a_clock_that_is_a_year_off(
         assert place.open().list("") == [], "who has a join file does not look at clocks"
         monkeypatch.setenv("SSL_CERT_FILE", str(server.logins.certificate))
         line = replace(address_of(place), fingerprint="").line
-        with pytest.raises(RefusedError, match=r"it is \d{4}-\d\d-\d\d .* here; set the clock"):
+        with pytest.raises(
+            RefusedError, match=r"the time here is \d{4}-\d\d-\d\d .*; set the clock"
+        ):
             open_store(line)
 
 
@@ -307,7 +313,7 @@ def test_what_is_no_server_of_a_store(tmp_path: Path, kind: str) -> None:
         with socket.create_server(("127.0.0.1", 0)) as listening:
             threading.Thread(target=_close_all, args=(listening,), daemon=True).start()
             line = f"https://a:b@127.0.0.1:{listening.getsockname()[1]}/#{'0' * 64}"
-            with pytest.raises(AwayError, match=r"cannot get test for 0.3 s"):
+            with pytest.raises(AwayError, match=r"could not get test for 0.3 s"):
                 open_store(line, patience=0.3, writes=None)
             return
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
@@ -319,7 +325,7 @@ def test_what_is_no_server_of_a_store(tmp_path: Path, kind: str) -> None:
         server.socket = context.wrap_socket(server.socket, server_side=True)
         fingerprint = logins.fingerprint
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    says = "not a store server" if kind == "other" else "does not speak TLS"
+    says = "not a store server" if kind == "other" else "does not use TLS"
     line = f"https://a:b@127.0.0.1:{server.server_port}/#{fingerprint}"
     for writes in ("", None):
         with pytest.raises(RefusedError, match=says):
@@ -372,7 +378,7 @@ def test_a_server_that_stays_away(tmp_path: Path) -> None:
     with https_place(tmp_path / "run") as (place, server):
         store = place.open(patience=0.2)
         server.stop()
-        with pytest.raises(AwayError, match=r"cannot list all for 0.2 s .*can be reached"):
+        with pytest.raises(AwayError, match=r"could not list all for 0.2 s .*can be reached"):
             store.list("")
 
 

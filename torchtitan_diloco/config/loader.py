@@ -121,7 +121,7 @@ def _merge(tables: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Any], dic
         if any(found.get(key) for key in RUN_LENGTH):  # so that `--training.steps 9` shortens any
             values |= dict.fromkeys(RUN_LENGTH, 0)
         if found.get(CORPUS) and found.get(MIXTURE):
-            reason = f"{CORPUS} already names the text: give one of them"
+            reason = f"{CORPUS} already sets the corpus: set only one of them"
             mistakes.append(_mistake(origin, MIXTURE, found[MIXTURE], reason))
         if found.get(CORPUS):  # the one that was given last counts
             values[MIXTURE] = {}
@@ -222,7 +222,7 @@ def find_config(name_or_path: str, child: Path | None = None) -> Path:
         if candidate.is_file():
             return candidate
     names = shipped_configs()
-    found = "is a folder: give a file" if given.is_dir() else "no such file"
+    found = "is a folder: give a TOML file" if given.is_dir() else "no such file"
     reason = f"{found}; train_configs/ has {', '.join(names)}{nearest(given.stem, names)}"
     origin, key = (COMMAND_LINE, "--config") if child is None else (str(child), "extends")
     raise ConfigError([_mistake(origin, key, name_or_path, reason)])
@@ -254,12 +254,18 @@ def config_mistakes(config: Config) -> Mistakes:
     else:
         for key, default in flat_settings(Islands()).items():
             if getattr(config.islands, key) != default:
-                reason = "is only read with islands.join (or islands.local): give it, or neither"
+                reason = (
+                    "is only used with islands.join (or islands.local): set that "
+                    "too, or remove this setting"
+                )
                 yield f"islands.{key}", reason
     yield from _mirror_mistakes(config)
     if address := config.run.preemption_address:
         if config.run.preemption == "none":
-            yield "run.preemption_address", "is only read with run.preemption: give it, or neither"
+            yield (
+                "run.preemption_address",
+                ("is only used with run.preemption: set that too, or remove this setting"),
+            )
         elif not re.fullmatch(r"http://[^/\s]+/?", address):
             yield "run.preemption_address", "must look like http://HOST or http://HOST:PORT"
     if "/" in config.run.name or "\\" in config.run.name:
@@ -270,8 +276,8 @@ def config_mistakes(config: Config) -> Mistakes:
     if config.data.shard_by != "none" and is_alone and not is_own_island:
         yield (
             "data.shard_by",
-            "needs several workers that train independently "
-            '(diloco.workers > 1, diloco.method = "streaming"): leave it out',
+            "needs several workers that train independently (diloco.workers > 1, "
+            'diloco.method = "streaming"): remove it',
         )
 
 
@@ -282,15 +288,15 @@ def _data_mistakes(config: Config) -> Mistakes:
         yield MIXTURE, mistake
     starts = [phase.start for phase in data.phases]
     if outside := [start for start in starts if not 0 < start < 1]:
-        reason = "a run begins at 0 and ends at 1: give a share between"
-        yield "data.phases", f"a phase begins at {outside[0]:g} of the run, and {reason}"
+        reason = "a phase must start after 0 and before 1, as a share of the run"
+        yield "data.phases", f"a phase starts at {outside[0]:g}: {reason}"
     elif starts != sorted(set(starts)):
-        yield "data.phases", f"they begin at {starts}: give them in the order in which they begin"
+        yield "data.phases", f"they start at {starts}: give them in increasing order of start"
     for phase in data.phases:
         if mistake := weight_mistake(phase.mixture):
-            yield "data.phases", f"in the phase from {phase.start:g} of the run on, {mistake}"
+            yield "data.phases", f"in the phase that starts at {phase.start:g}, {mistake}"
     if data.phases and (config.islands.join or config.islands.local):
-        reason = "islands have no common position at which one could begin: leave it out"
+        reason = "islands have no common position at which a phase could start: remove it"
         yield "data.phases", reason
     shared = [name for name in data.corpora if WORKER_FIELD not in name]
     if data.shard_by == "own" and len(shared) == len(data.corpora):
@@ -312,7 +318,7 @@ def _mirror_mistakes(config: Config) -> Mistakes:
     if inside.is_relative_to(outside):
         yield (
             "checkpoint.mirror",
-            "is run.folder, or in it, and would be lost with it: give another",
+            "is run.folder, or in it, and would be lost with it: give another location",
         )
 
 
@@ -345,8 +351,9 @@ def run_warnings(config: Config, total_steps: int) -> list[str]:
         f"data.phases[{number}]": phase.mixture for number, phase in enumerate(config.data.phases)
     }
     found += [
-        f"the weights of {key} are rounded to multiples of 1/{MOST_TURNS:,} of their sum, as their "
-        "turns would repeat later: give weights with fewer digits for exact shares"
+        f"the weights of {key} are rounded to multiples of 1/{MOST_TURNS:,} of "
+        "their sum, because their exact shares need more samples to repeat: give "
+        "weights with fewer digits"
         for key, mixture in mixtures.items()
         if is_rounded(mixture)
     ]
@@ -371,7 +378,7 @@ def from_command_line(words: list[str]) -> Config:
         if word.startswith("--"):
             values = found[key] = [value] if equals else []
         elif values is None:
-            raise ConfigError([f"{COMMAND_LINE}: {word}: settings look like --section.key VALUE"])
+            raise ConfigError([f"{COMMAND_LINE}: {word}: give settings as --section.key VALUE"])
         else:
             values.append(word)
     if lacking := [key for key in found if not found[key]]:

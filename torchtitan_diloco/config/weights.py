@@ -16,13 +16,13 @@ def weight_mistake(weights: Weights) -> str:
     """Return what is wrong with weights, with the remedy, or ""."""
     for name, weight in weights.items():
         if not (math.isfinite(weight) and weight >= 0):
-            return f'the weight of "{name}" is {weight}: give a number from 0 up'
+            return f'the weight of "{name}" is {weight}: give a number of at least 0'
     if not any(weights.values()):
-        return "all weights are 0: give one of the corpora a larger one"
+        return "all weights are 0: give at least one corpus a weight above 0"
     lost = [name for name, turn in turns_of(weights).items() if weights[name] and not turn]
     if lost:
         least = f"1/{MOST_TURNS:,} of the sum"
-        return f'the weight of "{lost[0]}" is below {least}: raise it, or leave the corpus out'
+        return f'the weight of "{lost[0]}" is below {least}: raise it, or remove the corpus'
     return ""
 
 

@@ -1,7 +1,7 @@
 """Outer step, and a digest of all arithmetic that must give the same bits on every machine.
 
 The shared copies come from encoding, decoding, averaging and outer steps. Sums and products are
-calls of their own: `alpha=` and `lerp` round once where there is a fused multiply-add, else twice.
+separate calls: `alpha=` and `lerp` round once with a fused multiply-add, and twice without.
 Divisions are rounded correctly everywhere. Square roots in fp32 are not: torch takes them from MKL,
 whose last bit depends on the processor. Those of fp64 are exact enough to round correctly to fp32.
 
@@ -38,13 +38,13 @@ def slot_count(config: OuterOptimizer) -> int:
 
 @lru_cache(maxsize=64)
 def _constant(number: float) -> Tensor:
-    """Return a number as a tensor, which saves a conversion in every call of torch."""
+    """Return a number as a tensor, to avoid a conversion in each call of torch."""
     return torch.tensor(number, dtype=torch.float32, device="cpu")
 
 
 @lru_cache(maxsize=64)
 def _newest_share(decay: float, count: int) -> Tensor:
-    """Return the share of the newest of `count` values in their mean, in which older ones fade."""
+    """Return the weight of the newest of `count` values in a mean that discounts older ones."""
     # Products round alike on every machine, `pow` may not. So many make any decay vanish.
     remaining = math.prod(repeat(decay, min(count, 2**15)))
     return torch.tensor((1 - decay) / (1 - remaining), dtype=torch.float32, device="cpu")
@@ -57,7 +57,7 @@ def outer_step(
 
     The delta, theta_outer - theta_local, serves as gradient. It is overwritten as `theta` is needed
     until the fragment is applied. `count`: steps with this state, with this one. The momentum is
-    kept already decayed, as this saves a pass over memory. The moments of Adam are kept without
+    stored already decayed, which saves a pass over memory. The moments of Adam are kept without
     bias: a first step replaces them.
     """
     decay = _constant(config.momentum)

@@ -1,6 +1,7 @@
 """A daemon thread that runs tasks in order.
 
-Executors of concurrent.futures are joined at exit: one that waits for a dead worker would hang.
+An executor of concurrent.futures is joined at exit, and would hang while it waits for a dead
+worker.
 """
 
 import threading
@@ -13,14 +14,14 @@ from typing import Any, TypeVar
 import torch
 
 ENCODING_THREADS = 1
-"""Threads of torch that encode and decode on the CPU: more of them would slow down training."""
+"""Number of torch threads that encode and decode on the CPU: more would slow down training."""
 
 Result = TypeVar("Result")
 
 
 class BackgroundThread:
     def __init__(self, name: str, *, torch_threads: int = 0) -> None:
-        """`torch_threads`: for operations of torch in the tasks. 0: torch's default."""
+        """`torch_threads`: number of torch threads for the tasks. 0: the default of torch."""
         self._tasks: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -34,7 +35,7 @@ class BackgroundThread:
 
     def submit(self, task: Callable[[], Result]) -> "Future[Result]":
         if self._closed:
-            raise RuntimeError(f"{self._thread.name} has been closed: make a new object instead")
+            raise RuntimeError(f"{self._thread.name} was closed: create a new object")
         future: Future[Result] = Future()
         self._tasks.put((future, task))
         return future

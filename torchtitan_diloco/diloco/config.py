@@ -78,7 +78,7 @@ class Beginning(Section):
     """Inner steps between two exchanges of the same fragment in the initial phase."""
 
     def in_steps(self, total_steps: int) -> "Beginning":
-        """Return the same beginning, with its length in steps, of a run of so many steps."""
+        """Return the same beginning with its length in steps, for a run of `total_steps` steps."""
         return replace(self, length=steps_of(self.length, total_steps))
 
 
@@ -155,7 +155,7 @@ BLOCK_SIZES = (16, 32, 64, 128, 256, 512, 1024)
 """Allowed block sizes: divisors of `codecs.UNIT`."""
 MOST_TOP_VALUES = 256
 FEW_ROUNDS = 100
-"""With fewer outer rounds, the loss is known to stay behind data parallelism."""
+"""With fewer outer rounds, the loss stays behind that of data parallelism."""
 
 Mistakes = Iterator[tuple[str, str]]
 """Pairs of the dotted key of a setting and what is wrong with it."""
@@ -171,7 +171,7 @@ def diloco_mistakes(diloco: DiLoCoConfig, *, islands: bool = False) -> Mistakes:
         reason = f"must not be larger than diloco.sync_every = {every}, which comes after it"
         yield "diloco.beginning.sync_every", reason
     if not first.length and first.sync_every != Beginning.sync_every:
-        reason = "is only read with diloco.beginning.length: set it too"
+        reason = "is only used with diloco.beginning.length: set that too"
         yield "diloco.beginning.sync_every", reason
     if 0 < diloco.delta_norm_limit <= 1:
         yield "diloco.delta_norm_limit", "must be above 1, or 0 for no limit"
@@ -186,23 +186,23 @@ def diloco_mistakes(diloco: DiLoCoConfig, *, islands: bool = False) -> Mistakes:
         "diloco.link.outer_state": diloco.link.outer_state == "cpu",
     }
     for key in (key for key, is_set in refused.items() if is_set and islands):
-        yield key, "does not work with islands: leave it out"
+        yield key, "does not work with islands: remove it"
 
 
 def _quantization_mistakes(chosen: Quantization) -> Mistakes:
     size = chosen.block_size
     if size not in BLOCK_SIZES:
         nearest = min(BLOCK_SIZES, key=lambda one: abs(one - size))
-        reason = f"must be one of {', '.join(map(str, BLOCK_SIZES))}: take {nearest}"
+        reason = f"must be one of {', '.join(map(str, BLOCK_SIZES))}: use {nearest}"
         yield "diloco.quantization.block_size", reason
     elif size != Quantization.block_size and chosen.codec in ("fp32", "bf16", "topk"):
-        reason = f"{chosen.codec} has no blocks: leave it out"
+        reason = f"{chosen.codec} has no blocks: remove it"
         yield "diloco.quantization.block_size", reason
     if chosen.top_values % 2 or chosen.top_values > MOST_TOP_VALUES:
         reason = f"must be even and at most {MOST_TOP_VALUES}"
         yield "diloco.quantization.top_values", reason
     if chosen.codec != "topk" and chosen.top_values != Quantization.top_values:
-        reason = 'is only read with codec = "topk": leave it out'
+        reason = 'is only used with codec = "topk": remove it'
         yield "diloco.quantization.top_values", reason
 
 
@@ -216,19 +216,21 @@ def advice(config: DiLoCoConfig, total_steps: int) -> list[str]:
     several = config.workers > 1
     if 0 < total_steps <= beginning:
         found.append(
-            f"diloco.beginning has {beginning} steps and is not shorter than the run of "
-            f"{total_steps}, so the outer optimizer and the overlap are never used: shorten it"
+            f"diloco.beginning has {beginning} steps, at least as many as the run "
+            f"with {total_steps}, so the outer optimizer and the overlap are never "
+            "used: shorten it"
         )
     elif several and rounds == 0 and not beginning:
         found.append(
-            f"diloco.sync_every = {every} is longer than the run of {total_steps} steps: nothing "
-            "is ever exchanged and the workers end apart; lower it"
+            f"diloco.sync_every = {every} is longer than the run of {total_steps} "
+            "steps, so the workers never exchange anything: lower it"
         )
     elif several and rounds < FEW_ROUNDS:
         found.append(
-            f"the run has {rounds} outer rounds ({total_steps} steps / diloco.sync_every = {every})"
-            f"; with fewer than about {FEW_ROUNDS} the loss stays behind data parallelism: lower "
-            "diloco.sync_every or train longer"
+            f"the run has {rounds} outer rounds ({total_steps} steps / "
+            f"diloco.sync_every = {every}); with fewer than about {FEW_ROUNDS}, "
+            "the loss stays behind data parallelism: lower diloco.sync_every, or "
+            "train longer"
         )
     step_size = outer.lr / (1 - outer.momentum * (outer.name in ("nesterov", "momentum")))
     if every <= 10 and config.overlap.mixing < 0.25 and step_size > 5:

@@ -38,12 +38,12 @@ from torchtitan_diloco.diloco.transport import (
 )
 
 CHUNK, IN_FLIGHT = 8 * BLOCK, 2**23
-"""Values in one message (2 MB in fp32), and bytes in flight, unless several streams carry more."""
+"""Values per message (2 MB in fp32), and bytes in flight, unless several streams carry more."""
 GPU_CHUNK, GPU_IN_FLIGHT = 2**24, 2**28
 """The same on a GPU, where a kernel for 2 MB takes less time than its launch."""
 PIECE = 2 * BLOCK
-"""Values processed at once on a CPU, in a dozen passes: larger pieces do not fit the cache, and
-smaller ones cost more calls."""
+"""Values processed at once on a CPU, in a dozen passes: larger pieces do not fit into the cache,
+and smaller ones need more calls."""
 
 assert BLOCK % UNIT == GPU_CHUNK % UNIT == 0, "codecs can be called block by block"
 
@@ -88,7 +88,7 @@ def slice_bounds(values: int, owners: int, worker: int) -> tuple[int, int]:
 
 @dataclass
 class Chunk:
-    """A chunk of the delta and its buffers. Lists have an entry for the slice of each worker."""
+    """A chunk of the delta and its buffers. Lists have one entry for the slice of each worker."""
 
     number: int
     values: Tensor
@@ -102,7 +102,7 @@ class Chunk:
 
 
 def room(size: int, device: torch.device, *, is_read_in_place: bool = False) -> Bytes:
-    """Allocate buffers for encoded bytes. Those read in place need only the copy for gloo."""
+    """Allocate buffers for encoded bytes. Values that are read in place need only gloo's copy."""
     local = torch.empty(0 if is_read_in_place else size, dtype=torch.uint8, device=device)
     if device.type == "cpu":
         return Bytes(local)
@@ -222,8 +222,8 @@ class Exchange:
         return headers
 
     def _in_turn(self, number: int) -> list[int]:
-        """Return the others in the order of sends, which differs from worker to worker and from
-        round to round: so no path is always the first or the last on a link that they share."""
+        """Return the other workers in the order of sends. It differs between workers and rounds, so
+        that no path is always the first or the last on a shared link."""
         first = [(self.me + one) % self.workers for one in range(1, self.workers)]
         start = number % len(first)
         return first[start:] + first[:start]
@@ -317,8 +317,8 @@ class Exchange:
         self._dot += before.mul_(piece).sum()
 
     def _tag(self, chunk: Chunk, hop: int) -> int:
-        """Return the tag of a chunk's messages: it modulo the streams is the number of the stream.
-        Hops have their own, as receives of both are posted ahead."""
+        """Return the tag of a chunk's messages. The tag modulo the streams is the number of the
+        stream. Each hop has its own tags, because receives of both are posted in advance."""
         return chunk.number % self._streams + hop * self._streams
 
     # --- first hop: the deltas --------------------------------------------------------------------

@@ -25,7 +25,7 @@ NAMES = {
 TOO_LARGE = "expected a number that fits in 64 bits"
 
 Length = Annotated[int, Meta(ge=0)] | Annotated[float, Meta(ge=0, lt=1)]
-"""Length of a part of a run: steps, or below 1 a share of the run."""
+"""Length of a part of a run: steps, or a share of the run if below 1."""
 
 
 def steps_of(length: float, total_steps: int) -> int:
@@ -123,11 +123,11 @@ def _convert_length(value: Any, *, is_word: bool) -> int | float:
         except ValueError:
             continue
         return length
-    raise UserError("expected a whole number of steps from 0 on, or a share of the run below 1")
+    raise UserError("expected a whole number of steps of at least 0, or a share of the run below 1")
 
 
 def nearest(key: str, known: Iterable[str]) -> str:
-    """Return a hint at the known key that is most like an unknown one, or an empty string."""
+    """Return a hint that names the known key most similar to an unknown one, or an empty string."""
     known = list(known)
     same_name = [one for one in known if one.rpartition(".")[2] == key.rpartition(".")[2]]
     for candidates, cutoff in ((known, 0.8), (same_name, 0.0), (known, 0.67)):
@@ -137,14 +137,15 @@ def nearest(key: str, known: Iterable[str]) -> str:
 
 
 def check_class(section: object, key: str, kind: type[Section]) -> None:
-    """Raise if an argument is no section of this kind."""
+    """Raise a TypeError if an argument is not a section of this class."""
     if not isinstance(section, kind):
         given = f"the class {section.__name__}" if isinstance(section, type) else type(section)
         raise TypeError(f"{key}: must be {kind.__name__}(...), not {given}")
 
 
 def raise_mistakes(mistakes: Iterable[tuple[str, str]], **sections: Section) -> None:
-    """Raise a ValueError that lists the mistakes with the values of settings, if any."""
+    """Raise a ValueError that lists the mistakes with the values of the settings, if there are
+    any."""
     values: dict[str, Any] = {}
     for prefix, section in sections.items():
         values |= flat_settings(section, f"{prefix}.")

@@ -103,7 +103,7 @@ def build_fragments(model: nn.Module, config: Fragments) -> tuple[Fragment, ...]
 
 
 def _check_size(layers: int, blocks: int) -> None:
-    """Raise if a fragment has more blocks than the model, but not by the default."""
+    """Raise an error if the user asked for more blocks per fragment than the model has."""
     if layers > blocks and layers != Fragments.layers_per_fragment:
         raise UserError(
             f"diloco.fragments.layers_per_fragment = {layers}: the model has {blocks} blocks with "
@@ -112,7 +112,7 @@ def _check_size(layers: int, blocks: int) -> None:
 
 
 def check_identity(model: nn.Module, fragment: Fragment) -> None:
-    """Raise if a parameter of the model was replaced."""
+    """Raise an error if a parameter of the model was replaced."""
     for part in fragment.parts:
         owner, _, name = part.name.rpartition(".")
         if getattr(model.get_submodule(owner), name) is not part.parameter:
@@ -150,8 +150,9 @@ def _split_blocks(
     blocks = [(name, parts) for name, parts in groups if parts]
     if not blocks:
         raise UserError(
-            f"the blocks of {container} have no trainable parameter: name another module in "
-            "diloco.fragments.blocks, or set diloco.fragments.layers_per_fragment = 0"
+            f"the blocks of {container} have no trainable parameter: set "
+            "diloco.fragments.blocks to another module, or "
+            "diloco.fragments.layers_per_fragment = 0"
         )
     in_blocks = {part.name for _, parts in blocks for part in parts}
     return blocks, [part for part in trained if part.name not in in_blocks]
@@ -170,8 +171,8 @@ def _longest_module_list(model: nn.Module) -> str:
             lists[name] = len(module)
     if not lists:
         raise UserError(
-            "the model has no ModuleList of blocks, nor a ModuleDict with numbers: name the "
-            "module that holds them in diloco.fragments.blocks, or set "
+            "the model has no ModuleList of blocks, nor a ModuleDict with numbers as "
+            "keys: set diloco.fragments.blocks to the module that contains them, or "
             "diloco.fragments.layers_per_fragment = 0"
         )
     return max(lists, key=lists.__getitem__)

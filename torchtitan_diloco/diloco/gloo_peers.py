@@ -49,7 +49,7 @@ class GlooPeers(Peers):
         self._streams = streams
         self._total_steps, self._seed = total_steps, seed
         self.in_flight: dict[int, InFlight] = {}
-        """By fragment, in the order of their sends."""
+        """Exchanges in flight by fragment, in the order of their sends."""
 
     # --- start and end ----------------------------------------------------------------------------
 
@@ -61,19 +61,22 @@ class GlooPeers(Peers):
             self.workers, self.worker = group.size(), group.rank()
         mistakes = list(diloco_mistakes(config))
         if config.method == "none":
-            mistakes.append(("diloco.method", '"none" needs no StreamingDiLoCo: leave it out'))
+            mistakes.append(("diloco.method", '"none" needs no StreamingDiLoCo: do not build one'))
         needs_length = {
             "diloco.overlap.mixing_end": config.overlap.mixing_end is not None,
             "diloco.beginning.length": 0 < config.beginning.length < 1,
         }
-        reason = "needs the length of the run: give StreamingDiLoCo total_steps, or leave it out"
+        reason = (
+            "needs the length of the run: pass total_steps to StreamingDiLoCo, "
+            "or remove this setting"
+        )
         given = [key for key, is_set in needs_length.items() if is_set and not self._total_steps]
         mistakes += [(key, reason) for key in given]
         if config.workers not in (1, self.workers):
-            reason = f"must be {self.workers}, as the group joins so many: leave it out"
+            reason = f"must be {self.workers}, the size of the group: change it, or remove it"
             mistakes.append(("diloco.workers", reason))
         if self.workers > 1 and "cpu:gloo" not in str(dist.get_backend_config(group)).split(","):
-            reason = 'cannot send from host memory: hand in dist.new_group(ranks, backend="gloo")'
+            reason = 'cannot send from host memory: pass dist.new_group(ranks, backend="gloo")'
             mistakes.append(("group", reason))
         raise_mistakes(mistakes, diloco=config)
         check_model(self.model, group)
@@ -144,7 +147,7 @@ class GlooPeers(Peers):
 
     def due(self, weight: float) -> Iterator[Send | Apply]:
         if not 0 <= weight < math.inf:
-            raise UserError(f"the weight of a step is {weight}: give a number from 0 up")
+            raise UserError(f"the weight of a step is {weight}: pass a number of at least 0")
         self.step += 1
         self._watching.finish_step(self.step)
         self._weights = [before + weight for before in self._weights]
@@ -191,7 +194,7 @@ class GlooPeers(Peers):
         self._watching.wait(exchanged, step, f"seen by worker {self.worker} {where}")
 
     def _describe_late(self) -> str:
-        """Describe the workers that are waited for, from what they have said before."""
+        """Describe the workers that this one waits for, with their latest reports."""
         late, lines = self._exchanger.late() if self._exchanger else {}, list[str]()
         answers = self._watching.ask([worker for worker, (why, _) in late.items() if why])
         missing = dict[str, Report]()

@@ -45,7 +45,7 @@ class DeltaNorms:
 def settle_weights(headers: list[Header]) -> list[Header]:
     """Set the weight of flagged workers to 0, but ignore outliers that all workers have.
 
-    Those have a common cause, such as a higher learning rate.
+    Such outliers have a common cause, such as a higher learning rate.
     """
     if all(header.flags & OUTLIER for header in headers):
         headers = [replace(header, flags=header.flags & ~OUTLIER) for header in headers]
@@ -92,17 +92,18 @@ def sum_over_ranks(value: float, group: dist.ProcessGroup | None, worker: int) -
 
 
 class Watch:
-    """Raises if a worker's deltas stay unusable."""
+    """Raises an error if a worker's deltas remain unusable."""
 
     def __init__(self, workers: int, fragments: int) -> None:
         self._broken = [[0] * workers for _ in range(fragments)]
         self._left_out = set[int]()
 
     def note(self, headers: list[Header], norm_limit: float) -> None:
-        """Log workers that are newly left out. Raise if one's deltas are not finite any more."""
+        """Log workers that are newly left out. Raise an error if the deltas of one stay
+        non-finite."""
         reasons = {
             NOT_FINITE: "is not finite",
-            OUTLIER: f"is beyond diloco.delta_norm_limit = {norm_limit:g} times its usual norm",
+            OUTLIER: f"is more than diloco.delta_norm_limit = {norm_limit:g} times its usual norm",
         }
         first, broken = headers[0], self._broken[headers[0].fragment]
         left_out = [worker for worker, one in enumerate(headers) if one.flags & WENT_WRONG]
@@ -118,8 +119,8 @@ class Watch:
             broken[worker] = (broken[worker] + 1) * bool(header.flags & NOT_FINITE)
             if broken[worker] > ROUNDS:
                 raise UserError(
-                    f"worker {worker} has not sent a finite delta of fragment {first.fragment} in "
-                    f"{broken[worker]} rounds: its loss stays NaN. Lower the learning rate or "
-                    "clip gradients, and after a step whose gradient is not finite call "
-                    "StreamingDiLoCo.heal()"
+                    f"worker {worker} has not sent a finite delta of fragment "
+                    f"{first.fragment} in {broken[worker]} rounds: its loss stays "
+                    "NaN. Lower the learning rate or clip gradients, and call "
+                    "StreamingDiLoCo.heal() after a step whose gradient is not finite"
                 )

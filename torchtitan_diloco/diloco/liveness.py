@@ -1,8 +1,8 @@
 """Detection of dead ranks within two seconds, and of ranks that hang.
 
 When a peer dies, gloo fails a receive at once only if no byte has arrived: a payload in transfer
-hangs until its timeout. So a receive from every peer is posted on a group of its own, for messages
-without payloads. A daemon thread answers there even if training hangs.
+hangs until its timeout. Therefore, a receive from each peer is posted on a separate group, for
+messages without payloads. A daemon thread answers there even if training hangs.
 """
 
 import atexit
@@ -25,26 +25,27 @@ from torchtitan_diloco.log import cause_of, logger
 Result = TypeVar("Result")
 FOREVER = timedelta(days=3650)
 LATE_SECONDS = 10.0
-"""Wait for another worker after which the log names it. Each further report takes twice as long."""
+"""Seconds of waiting for a worker after which the log names it. Each further message takes twice as
+long."""
 SETTLE_SECONDS = 0.5
-"""From a failed exchange to the error: the listeners may know an earlier cause."""
+"""Seconds from a failed exchange to the error: the listeners may know an earlier cause."""
 LAST_SECONDS = 1.0
-"""For which a rank that leaves waits for the others' goodbyes."""
+"""Seconds for which a rank that leaves waits for the others' goodbyes."""
 ANSWER_SECONDS = 2.0
-"""For which an answer is waited for."""
+"""Seconds to wait for an answer."""
 HANG_STEPS, HANG_SECONDS = 10, 60.0
-"""A step hangs that takes this multiple of the usual time, and `LATE_SECONDS`. A first step, or one
-while the usual time is not known, hangs if it takes these seconds."""
+"""A step hangs if it takes this multiple of the usual time and `LATE_SECONDS`. The first step, and
+any step while the usual time is unknown, hangs if it takes these seconds."""
 
 
 class Message(IntEnum):
-    """What ranks say to each other, with their steps and the milliseconds since the last one."""
+    """Message between ranks, with their steps and the milliseconds since the last step."""
 
     GOODBYE = 0
     QUESTION = 1
     ANSWER = 2
     ANSWER_IN_A_WAIT = 3
-    """The rank waits for others itself."""
+    """The rank is itself waiting for others."""
 
 
 class Answer(NamedTuple):
@@ -67,8 +68,8 @@ class Answer(NamedTuple):
 
     def __str__(self) -> str:
         if self.waits:
-            return "it answers: it waits for others itself"
-        return f"it answers: its last step, {self.steps}, was {self.seconds:.0f} s ago"
+            return "it answers (it is waiting for others)"
+        return f"it answers (its last step, {self.steps}, was {self.seconds:.0f} s ago)"
 
 
 class Liveness:
@@ -96,7 +97,7 @@ class Liveness:
         self._steps, self._stepped = 0, time.perf_counter()  # of this rank, for messages
         self._awaited: Future[Any] | torch.futures.Future[Any] | None = None
         self.describe_late: Callable[[], str] = str
-        """Describes the workers that an exchange waits for, if there is one and they are known."""
+        """Describes the workers that the current exchange waits for, if they are known."""
         self._lost: dict[int, str] = {}  # the rank that was lost first, with the reason
         self._ended: dict[int, int] = {}  # steps of the ranks that have said goodbye
         self._answers: dict[int, Answer] = {}
@@ -130,11 +131,11 @@ class Liveness:
             thread.join(max(0.0, deadline - time.perf_counter()))
 
     def finish_step(self, steps: int) -> None:
-        """`steps`: that this rank has made."""
+        """`steps`: number of steps that this rank has completed."""
         self._steps, self._stepped = steps, time.perf_counter()
 
     def ask(self, workers: Collection[int]) -> dict[int, Answer]:
-        """Ask ranks of these workers for their steps. Those that do not answer are left out."""
+        """Ask the ranks of these workers for their steps. Ranks that do not answer are omitted."""
         peer_of = {self._workers[rank]: rank for rank in reversed(self._peers)}
         asked = {worker: peer_of[worker] for worker in workers if worker in peer_of}
         with self._changed:

@@ -1,4 +1,4 @@
-"""How ranks meet, also after torchrun has started them again, exchange values, and agree."""
+"""How ranks meet, even after torchrun has restarted them, exchange values, and agree."""
 
 import hashlib
 import os
@@ -37,9 +37,9 @@ def store_of_job(timeout: timedelta) -> Store:
 
 
 def store_of_attempt(store: Store, rank: int, size: int, timeout: timedelta) -> Store:
-    """Return the store under a prefix that only the ranks of this attempt have. Collective.
+    """Return the store under a prefix that only the ranks of this attempt use. Collective.
 
-    Otherwise gloo would find the addresses of the attempt before. Nodes may count their restarts
+    Otherwise, gloo would find the addresses of the previous attempt. Nodes may count their restarts
     differently (TORCHELASTIC_RESTART_COUNT), so ranks agree on a prefix: each writes a new token,
     and waits until all have read the same ones.
     """
@@ -53,11 +53,11 @@ def store_of_attempt(store: Store, rank: int, size: int, timeout: timedelta) -> 
         if set(store.multi_get(read)) == {prefix.encode()}:
             return PrefixStore(prefix, store)
         time.sleep(POLL_SECONDS)
-    raise RuntimeError("ranks of an earlier attempt did not start again")
+    raise RuntimeError("ranks of an earlier attempt did not restart")
 
 
 def join_workers() -> dist.ProcessGroup:
-    """Join the processes of torchrun, each of which is a worker, and return their group.
+    """Connect the processes of torchrun, each of which is a worker, and return their group.
 
     This hides the other processes and their GPUs from a framework, which would otherwise average
     gradients over all of them. Call it before CUDA is used.
@@ -70,7 +70,7 @@ def join_workers() -> dist.ProcessGroup:
     gpus = torch.cuda.device_count()
     if 0 < gpus <= local:
         raise UserError(
-            f"there are {gpus} GPUs, none for local rank {local}: start one process each"
+            f"there is no GPU for local rank {local} among {gpus} GPUs: start one process per GPU"
         )
     rank, size, timeout = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), default_pg_timeout
     store = store_of_attempt(store_of_job(timeout), rank, size, timeout)
@@ -96,14 +96,15 @@ def check_group(group: dist.ProcessGroup | None) -> None:
             dist.get_backend(group)
     except (ValueError, TypeError, AttributeError) as error:
         raise UserError(
-            f"group: torch.distributed does not know {group!r}, or this rank is not in it. Start "
-            "all workers in one world (torchrun's --nnodes) and hand in dist.new_group(ranks), "
-            "which all ranks call; jobs of their own are joined by islands.IslandPeers(...)"
+            f"group: {group!r} is not a group of torch.distributed that contains "
+            "this rank. Start all workers in one job (torchrun's --nnodes), call "
+            "dist.new_group(ranks) on all ranks, and pass its result; to join "
+            "separate jobs, pass islands.IslandPeers(...)"
         ) from error
 
 
 def check_model(model: nn.Module, group: dist.ProcessGroup | None) -> None:
-    """Raise if gradients would be averaged over workers; warn if buffers will differ."""
+    """Raise an error if gradients would be averaged over workers; warn if buffers will differ."""
     if group is None or group.size() == 1:
         return
     workers = set(dist.get_process_group_ranks(group))
@@ -118,19 +119,20 @@ def check_model(model: nn.Module, group: dist.ProcessGroup | None) -> None:
     statistics = [name for name, _ in model.named_buffers() if name.endswith("running_mean")]
     if statistics and group.rank() == 0:
         logger.warning(
-            f"running statistics such as {statistics[0]} are not exchanged: every worker keeps its "
-            "own, and global_state_dict() returns this one's. Use a norm without them (LayerNorm, "
-            "GroupNorm), or average them with dist.all_reduce before you save or evaluate"
+            f"running statistics such as {statistics[0]} are not exchanged: each "
+            "worker keeps its own, and global_state_dict() returns those of this "
+            "worker. Use a norm without them (LayerNorm, GroupNorm), or average them "
+            "with dist.all_reduce before you save or evaluate"
         )
 
 
 def _check_ranks(workers: set[int], ranks: list[int], what: str) -> None:
     if len(workers.intersection(ranks)) > 1:
         raise UserError(
-            f"{what} joins the ranks {ranks}, which are of several workers ({sorted(workers)} are "
-            "joined by the group between workers): gradients would be averaged over workers in "
-            "every step. Make it over the ranks of this worker only, or leave it out if a worker "
-            "has one rank"
+            f"{what} joins the ranks {ranks}, which belong to several workers "
+            f"(the group between workers joins {sorted(workers)}): gradients would "
+            "be averaged over workers in every step. Create it with the ranks of "
+            "this worker only, or remove it if a worker has one rank"
         )
 
 
@@ -141,7 +143,7 @@ def _check_ranks(workers: set[int], ranks: list[int], what: str) -> None:
 
 
 def gather_objects(value: Value, group: dist.ProcessGroup | None) -> list[Value]:
-    """Return the values of all ranks, on every rank. They must have one type."""
+    """Return the values of all ranks on every rank. All values must have the same type."""
     if group is None:
         return [value]
     content = _encode(value)
@@ -224,7 +226,7 @@ def agree(
 
 
 def code_facts(*places: Path) -> dict[str, str]:
-    """Return a fact for each folder or file of code, which must be the same on all machines."""
+    """Return a fact for each folder or file of code that must be the same on all machines."""
     return {
         f"code of {place.name} (install the same commit on all machines)": code_fingerprint(place)
         for place in places
@@ -233,7 +235,7 @@ def code_facts(*places: Path) -> dict[str, str]:
 
 @cache
 def code_fingerprint(place: Path = PACKAGE) -> str:
-    """Return a hash of a source file, or of all in a folder. Default: this package."""
+    """Return a hash of a source file, or of all files in a folder. Default: this package."""
     digest = hashlib.sha256()
     for path in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
         name = str(path.relative_to(place.parent))

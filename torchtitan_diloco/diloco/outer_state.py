@@ -37,8 +37,8 @@ def pick_state_device(fragments: Sequence[Fragment], config: DiLoCoConfig) -> to
 
 @cache
 def background_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream of all background work. It is one, as a GPU runs few streams concurrently
-    and FSDP2 uses several."""
+    """Return the stream for all background work. There is only one, because a GPU runs few streams
+    concurrently and FSDP2 uses several."""
     return torch.cuda.Stream(device)
 
 
@@ -87,7 +87,8 @@ class OuterState:
         self.read_model()
 
     def _locals(self) -> list[Tensor]:
-        """Return flat views of the parameters. Not cached, as the model may move them."""
+        """Return flat views of the parameters. They are not cached, because the model may move
+        them."""
         return [part.local() for part in self.fragment.parts]
 
     def views(self, buffer: Tensor) -> list[Tensor]:
@@ -119,7 +120,8 @@ class OuterState:
         self.read_model()
 
     def resume(self, delta_norms: list[float], outer_steps: int, *, in_flight: bool) -> None:
-        """Continue from loaded buffers, whose optimizer state so many outer steps have made.
+        """Continue from loaded buffers, whose optimizer state results from this number of outer
+        steps.
         `in_flight`: `delta` holds the next shared copy."""
         self.norms, self.outer_steps = DeltaNorms(delta_norms), outer_steps
         self.checksum = checksum(self.delta if in_flight else self.outer)
@@ -154,8 +156,8 @@ class OuterState:
                 self._block_norms.append(torch.linalg.vector_norm(delta))
 
     def _replace(self, copy: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Take the next shared copy. Return the one before, and the next one on the model's device,
-        if it was staged there."""
+        """Take the next shared copy. Return the previous one, and the next one on the model's
+        device if it was staged there."""
         before, self.outer = self.outer, copy
         if copy is self.delta:
             self.delta = before
@@ -189,8 +191,8 @@ class OuterState:
     def add_change(self, copy: Tensor, *, takes_back: bool = False) -> None:
         """Take the next shared copy, and add its change to the local parameters.
 
-        `takes_back`: the copy takes the place of the own delta where it has changed. Work since the
-        send stays.
+        `takes_back`: where it changed, the copy replaces this worker's delta. Work since the send
+        is kept.
         """
         before, staged = self._replace(copy)
         change = torch.sub(copy, before)

@@ -2,7 +2,7 @@
 
 `StreamingDiLoCo` takes deltas, applies shared copies, heals and measures. Its peers say when, and
 turn the deltas of all workers into the next shared copies. There are two kinds: `GlooPeers`, the
-workers of one job, and `IslandPeers`, jobs of their own that meet in a log.
+workers of one job, and `IslandPeers`, separate jobs that share a log.
 """
 
 from abc import ABC, abstractmethod
@@ -46,18 +46,19 @@ class Apply:
     adds: bool = False
     """Add the change of the shared copy to the local parameters instead of mixing."""
     resets: bool = False
-    """Take the whole copy, and drop the inner optimizer's state: the own delta was left out."""
+    """Take the whole copy, and drop the inner optimizer's state: this worker's delta was left
+    out."""
 
 
 class Peers(ABC):
     """What the outer loop needs to know of the other workers.
 
-    To add a kind of peers, implement the abstract methods, and hand an instance to
+    To add a kind of peers, implement the abstract methods, and pass an instance to
     `StreamingDiLoCo` as its group.
     """
 
     workers, worker = 1, 0
-    """Number of workers that every exchange joins, and this one's."""
+    """Number of workers in each exchange, and the index of this one."""
     step = 0
     """Inner steps so far."""
     in_flight: Mapping[int, object] = {}
@@ -71,16 +72,17 @@ class Peers(ABC):
     meter: Meter
     background: BackgroundThread
     vitals: Callable[[], Vitals] = Vitals
-    """Returns what this worker says of itself. Whoever measures the steps sets it."""
+    """Returns the vitals of this worker. Set by the code that measures the steps."""
     miss: Callable[[Mapping[str, Report]], object] = dict
-    """Called with the reports of workers for which training waits long. Whoever judges sets it."""
+    """Called with the reports of workers for which training waits long. Set by the code
+    that judges them."""
 
     # --- start and end ----------------------------------------------------------------------------
 
     def start(self, model: nn.Module, config: DiLoCoConfig) -> None:
         """Check the settings, agree with the other workers, and allocate the buffers."""
         if hasattr(self, "states"):
-            raise RuntimeError("these peers have an outer loop already: build others")
+            raise RuntimeError("these peers already belong to an outer loop: create new ones")
         self.model, self.meter = model, Meter()
         self.config = config = self.check_settings(config)
         drop_gathered(model)
@@ -98,12 +100,13 @@ class Peers(ABC):
 
     @abstractmethod
     def check_settings(self, config: DiLoCoConfig) -> DiLoCoConfig:
-        """Raise for settings that do not fit, and return those to train with."""
+        """Raise an error for settings that do not fit, and return the settings to train with."""
 
     def agree(self, device: torch.device) -> None:  # noqa: B027 - islands agree when they join
-        """Raise if workers differ, and make their parameters equal, before buffers copy them.
+        """Raise an error if workers differ, and make their parameters equal, before buffers copy
+        them.
 
-        `device`: of the buffers.
+        `device`: device of the buffers.
         """
 
     @abstractmethod
@@ -120,8 +123,8 @@ class Peers(ABC):
     def due(self, weight: float) -> Iterator[Send | Apply]:
         """Count an inner step. Yield what to do after it, in order, after waiting if it must.
 
-        The loop does it before it asks for the next. Once it has taken a delta, the peers turn it
-        into the next shared copy in the background.
+        The loop does each before it asks for the next one. Once it has taken a delta, the peers
+        turn it into the next shared copy in the background.
         """
 
     @abstractmethod
@@ -133,7 +136,7 @@ class Peers(ABC):
         """Raise if a worker is lost or an exchange has failed."""
 
     def forget(self, fragment: int) -> None:  # noqa: B027 - islands count all their tokens
-        """Do not count the steps of a fragment since its last send, as it was reset."""
+        """Do not count the steps of a fragment since its last send, because it was reset."""
 
     @property
     @abstractmethod
@@ -141,18 +144,18 @@ class Peers(ABC):
         """Completed share of the run, 0 if its length is unknown."""
 
     def reports(self) -> Mapping[str, Report]:
-        """Return what all workers have said of themselves in the last round, by name."""
+        """Return the reports of all workers in the last round, by name."""
         return {}
 
     def say(self, verdicts: Sequence[str]) -> None:  # noqa: B027 - one job has one judge
-        """Tell the others what this worker finds wrong."""
+        """Tell the other workers what this one has found wrong."""
 
     def take_actions(self) -> list[Action]:
-        """Return what is done about other workers, or no more, since the last call."""
+        """Return the actions about other workers that began or ended since the last call."""
         return []
 
     def advise(self, settings: Mapping[str, object]) -> str:
-        """Return how users change settings."""
+        """Return the command with which users change settings."""
         return " ".join(f"--{key} {value}" for key, value in settings.items())
 
     @property
@@ -205,13 +208,13 @@ class Peers(ABC):
 
     @abstractmethod
     def restart(self) -> None:
-        """Drop what is in flight, as the buffers start over."""
+        """Drop what is in flight, because the buffers start over."""
 
 
 def close(
     background: BackgroundThread, exchange: Exchange | None, liveness: Liveness, own: bool
 ) -> None:
-    """End the threads of an outer loop. `own`: it has created `liveness` itself."""
+    """End the threads of an outer loop. `own`: whether it created `liveness` itself."""
     background.close(timeout=0.0 if liveness.is_lost else 5.0)
     if exchange is not None:
         exchange.close()
@@ -220,7 +223,7 @@ def close(
 
 
 def local_share(usual: float, flags: int, participants: int) -> float:
-    """Return the weight of local parameters: 0 if they went wrong, 1 for dropped workers."""
+    """Return the weight of local parameters: 0 if they are unusable, 1 for dropped workers."""
     if flags & WENT_WRONG:
         return 0.0
     return 1.0 if flags & DROPPED or not participants else usual

@@ -10,14 +10,14 @@ from torch import Tensor
 
 NEVER = math.nan
 LEAST_LINK_BYTES = 16_384
-"""A smaller message is no measure of the link: it takes as long as a thread needs to wake up."""
+"""Smaller messages do not measure the link: they take as long as a thread needs to wake up."""
 Span = tuple[torch.cuda.Event | None, torch.cuda.Event | None]
-"""Begin and end of work that the training thread has queued on a GPU; None on a CPU."""
+"""Start and end of work that the training thread has queued on a GPU; None on a CPU."""
 
 
 @dataclass
 class Traffic:
-    """Bytes, seconds and moments of one exchange. Moments are those of `time.perf_counter`."""
+    """Bytes, seconds and times of one exchange. Times are those of `time.perf_counter`."""
 
     bytes_sent: float = 0
     bytes_received: float = 0
@@ -29,9 +29,9 @@ class Traffic:
     received: float = NEVER  # the last payload
     heard: dict[int, float] = field(default_factory=dict)  # when each worker's header arrived
     link_bytes: dict[int, int] = field(default_factory=dict)
-    """Bytes that each other worker sent without waiting for anybody."""
+    """Bytes that each other worker sent without waiting for other workers."""
     link_until: dict[int, float] = field(default_factory=dict)
-    """When the last of them arrived."""
+    """Time at which the last of them arrived."""
     dot: float = NEVER  # dot product of this worker's delta and the mean
 
     def note_arrivals(self, sizes: dict[int, int], moments: dict[int, float]) -> None:
@@ -44,7 +44,7 @@ class Traffic:
         return self.heard.get(worker, NEVER) - self.header_sent
 
     def rate(self, worker: int) -> float:
-        """Return the bytes per second from a worker, NaN if there were too few to measure it."""
+        """Return the bytes per second from a worker, or NaN if there were too few to measure."""
         seconds = self.link_until.get(worker, NEVER) - self.heard.get(worker, NEVER)
         size = self.link_bytes.get(worker, 0)
         return size / seconds if size >= LEAST_LINK_BYTES and seconds > 0 else NEVER
@@ -63,7 +63,7 @@ class Round:
     """One round of one fragment on this rank, from send to apply.
 
     The training thread sets the fields of the send and the apply, the background thread the others.
-    What is not known is NaN. Squares are sums over this rank's shard of the fragment.
+    Unknown values are NaN. Squares are sums over this rank's shard of the fragment.
     """
 
     fragment: int
@@ -106,7 +106,7 @@ class Round:
         return round_
 
     def exchange_sums(self) -> dict[str, float]:
-        """Return what the exchange adds to the totals; nothing if another process did it."""
+        """Return what the exchange adds to the totals, or nothing if another process did it."""
         traffic, seconds = self.traffic, self.ready - self.begun
         if math.isnan(seconds):
             return {}
@@ -179,8 +179,8 @@ class Meter:
         self._sums["worker/exposed_waiting_seconds"] += seconds
 
     def expose(self, seconds: float, span: Span = (None, None)) -> None:
-        """Count seconds of the training thread or, as it only queues work on a GPU, those of the
-        work as soon as they are known."""
+        """Count seconds of the training thread. On a GPU, it only queues work, so the seconds of
+        that work count as soon as they are known."""
         begin, end = span
         if begin is None or end is None:
             self._sums["worker/exposed_seconds"] += seconds

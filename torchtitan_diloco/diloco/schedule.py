@@ -24,7 +24,7 @@ class Schedule:
     delay: int
     """tau < H. If it exceeds the distance of two sends, several fragments are in flight."""
     beginning_steps: int = 0
-    """Steps with `beginning_every` as H and without delay."""
+    """Number of steps with `beginning_every` as H and without delay."""
     beginning_every: int = 1
 
     def offset(self, fragment: int, every: int = 0) -> int:
@@ -37,7 +37,8 @@ class Schedule:
         return self.sync_every + self.offset(fragment)
 
     def is_average(self, step: int) -> bool:
-        """Return whether fragments sent after this step are waited for and averaged plainly."""
+        """Return whether training waits for fragments sent after this step, which are averaged
+        plainly."""
         return step <= self.beginning_steps
 
     def sent_at(self, step: int) -> list[int]:

@@ -1,7 +1,8 @@
 """Saved state of the outer loop by names of parameters.
 
-By names, a state fits other fragments, ranks and schedules. A save applies nothing: a fragment in
-flight is saved with the shared copy that its exchange results in, to be applied when it is due.
+Because it is keyed by names, a state fits other fragments, ranks and schedules. A save applies
+nothing: a fragment in flight is saved with the shared copy that results from its exchange, which is
+applied when it is due.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -118,7 +119,8 @@ class SavedState:
     def template(
         model: nn.Module, facts: OuterFacts, names: Iterable[str], mesh: DeviceMesh | None
     ) -> "SavedState":
-        """Return zeros in host memory for the names of a checkpoint, to be filled in place."""
+        """Return zeros in host memory for the names of a checkpoint, which are then filled in
+        place."""
         parameters, saved = dict(model.named_parameters()), SavedState(facts, {})
         for key in names:
             kind, _, name = key.partition("/")
@@ -137,8 +139,8 @@ class SavedState:
 def shaped_like(parameter: Tensor, flat: Tensor, mesh: DeviceMesh | None) -> Tensor:
     """Shape this rank's values like a parameter, sharded on its mesh or on another one.
 
-    `mesh`: the values move to its devices. None: they stay where they are, as those of a model on
-    GPUs that FSDP2 offloads to the host.
+    `mesh`: the values move to its devices. None: they stay where they are, such as those of a model
+    on GPUs that FSDP2 offloads to the host.
     """
     value = parameter.detach()
     if not isinstance(value, DTensor):
@@ -262,7 +264,7 @@ def check_same_model(states: Sequence[OuterState], saved: SavedState) -> None:
     theirs = {name: tuple(value.shape) for name, value in saved.kind(SHARED).items()}
     if found := differences(mine, theirs):
         raise UserError(
-            f"the saved outer state is that of another model ({len(found)} parameters differ): "
+            f"the saved outer state belongs to another model ({len(found)} parameters differ): "
             + "; ".join(found[:3])
         )
 

@@ -6,8 +6,8 @@ for batch in loader:
     outer.step()
 outer.drain()
 
-`_take` takes the delta of a fragment and `_apply` applies the next shared copy. When, and how the
-copy is made of all deltas, is a matter of the peers (diloco/peers.py).
+`_take` takes the delta of a fragment and `_apply` applies the next shared copy. The peers
+(diloco/peers.py) decide when, and how to compute the copy from all deltas.
 """
 
 import time
@@ -53,13 +53,13 @@ class StreamingDiLoCo:
 
         Args:
             group: a gloo group of this rank and its peers on the other workers. None: one worker.
-                Or other peers, such as `IslandPeers`, to which the last four arguments do not
-                apply.
+                Alternatively other peers, such as `IslandPeers`, to which the last four arguments
+                do not apply.
             optimizer: the inner optimizer. Its state is dropped for fragments that are reset to the
                 shared parameters.
             shard_group: a gloo group of this worker's ranks, if it has several, that nothing else
-                uses. They sum the norm of a delta over it.
-            liveness: watches all workers. Default: a new one with a gloo group of its own.
+                uses, over which they sum the norm of a delta.
+            liveness: watches all workers. Default: a new one with a separate gloo group.
             total_steps: length of the run, for `overlap.mixing_end` and shares of it.
             seed: for the rounds that `link.drop_probability` drops.
         """
@@ -72,7 +72,9 @@ class StreamingDiLoCo:
                 seed=seed,
             )
         elif shard_group or liveness or total_steps or seed:
-            raise TypeError("shard_group, liveness, total_steps and seed are for a gloo group only")
+            raise TypeError(
+                "shard_group, liveness, total_steps and seed can only be used with a gloo group"
+            )
         self.peers = peers = group
         peers.start(model, config)
         self.config, self.fragments, self._states = peers.config, peers.fragments, peers.states
@@ -97,16 +99,16 @@ class StreamingDiLoCo:
     def step(self, weight: float = 1.0) -> None:
         """Apply and send the fragments that are due. Call it after every inner step.
 
-        `weight`: of this inner step in the mean over workers, such as its number of tokens. Islands
-        count it: give them the tokens.
+        `weight`: weight of this inner step in the mean over workers, such as its number of tokens.
+        Islands count it, so pass the number of tokens.
         """
         self._do(self.peers.due(weight))
 
     def drain(self) -> None:
         """Wait for the fragments in flight, and apply them in the order of their sends.
 
-        An island finishes the run with the others or, before its end, leaves it. It first sends its
-        work since the last send. At the end, all islands have the same copy.
+        An island finishes the run with the others or, before the end of the run, leaves it after
+        sending its work since the last send. At the end, all islands have the same copy.
         """
         self._do(self.peers.rest())
 
@@ -165,9 +167,10 @@ class StreamingDiLoCo:
             self._start_afresh(index)
         if healed and (group is None or group.rank() == 0):
             logger.warning(
-                f"worker {self.worker}: fragments {healed} are not finite after step "
-                f"{self.step_count}; they take the shared parameters, and the inner optimizer "
-                f"starts afresh for them ({self._healed} fragments healed so far)"
+                f"worker {self.worker}: fragments {healed} are not finite after "
+                f"step {self.step_count}; they take the shared parameters, and "
+                f"their inner optimizer state is reset ({self._healed} fragments "
+                "healed so far)"
             )
         return healed
 
@@ -220,9 +223,9 @@ class StreamingDiLoCo:
     # --- restart ----------------------------------------------------------------------------------
 
     def state_dict(self, mesh: DeviceMesh | None = None) -> dict[str, Any]:
-        """Return what a restart needs besides the model and inner optimizer, in host memory.
+        """Return what a restart needs in addition to model and inner optimizer, in host memory.
 
-        Fragments in flight are waited for but not applied: their results are part of the state.
+        This waits for fragments in flight but does not apply them: their results are in the state.
         `mesh`: a CPU mesh of this worker's ranks for the tensors of a model that is sharded over
         GPUs, so that gloo can gather them. Default: the mesh of the model.
         """
@@ -327,15 +330,15 @@ class DataParallel:
         return []
 
     def describe(self) -> list[str]:
-        text = "gradients are averaged at every step; of [diloco] only workers and link are read"
+        text = "gradients are averaged at every step; only workers and link of [diloco] are used"
         return [f"{'outer':<10} none: {text}"] if self._workers > 1 else []
 
     def load_state_dict(self, saved: SavedState) -> list[str]:
         """Start from the shared parameters of a run with an outer loop."""
         saving.write_shared(self._model, saved)
         return [
-            "there is no outer loop any more: the model starts from the shared parameters, the "
-            "optimizer from worker 0's"
+            "the run no longer has an outer loop: the model starts from the shared "
+            "parameters, and the optimizer from that of worker 0"
         ]
 
 

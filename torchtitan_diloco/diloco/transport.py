@@ -66,8 +66,9 @@ class Header:
         magic, version, *values = _LAYOUT.unpack_from(data)
         if magic != MAGIC or version != VERSION:
             raise UserError(
-                f"a payload begins with {magic!r} version {version} instead of {MAGIC!r} version "
-                f"{VERSION}: some worker runs other code"
+                f"a payload starts with {magic!r} version {version} instead of "
+                f"{MAGIC!r} version {VERSION}: a worker runs different code, so "
+                "install the same commit on all machines"
             )
         size = len(Vitals._fields) - 1
         links = struct.unpack_from(f"<{(len(data) - _LAYOUT.size) // 2}e", data, _LAYOUT.size)
@@ -82,8 +83,9 @@ def check_headers(headers: list[Header], mine: int) -> None:
     for worker, other in enumerate(headers):
         if other.run != own.run:
             raise UserError(
-                f"worker {worker} belongs to another run ({other.run:016x}) than worker {mine} "
-                f"({own.run:016x}): start all workers with the same settings and their own group"
+                f"worker {worker} belongs to a different run ({other.run:016x}) "
+                f"than worker {mine} ({own.run:016x}): start all workers with the "
+                "same settings, and give each run its own group"
             )
         if (other.fragment, other.outer_round, other.step) != expected:
             raise UserError(
@@ -99,7 +101,7 @@ def check_headers(headers: list[Header], mine: int) -> None:
     odd = [f"worker {worker}" for worker, found in enumerate(checksums) if found != usual]
     culprit = f"{' and '.join(odd)} differs from the {count} others"
     if 2 * count <= len(headers):
-        culprit = "it cannot be told which worker is right"
+        culprit = "it is unknown which worker is right"
     each = ", ".join(f"{found:016x} on worker {worker}" for worker, found in enumerate(checksums))
     raise UserError(
         f"fragment {own.fragment} has different bits on some workers before outer round "
@@ -111,8 +113,8 @@ def check_headers(headers: list[Header], mine: int) -> None:
 # --- transfers ------------------------------------------------------------------------------------
 
 STILL_SECONDS, STILL_RATIO = 5.0, 10.0
-"""A payload stands still if nothing comes for so long, and for this multiple of the usual time of a
-message."""
+"""A payload is stuck if nothing arrives for these seconds, and for this multiple of the usual time
+of a message."""
 
 Parts = Iterable[tuple[int, Tensor]]
 """(other worker, buffer in host memory to send or to receive into)."""
@@ -150,17 +152,17 @@ class Messages:
     """Messages in flight between this worker and the others, by worker."""
 
     works: dict[int, list[dist.Work]] = field(default_factory=dict)
-    """Receives first, so that their time does not depend on sends."""
+    """Receives come first, so that their time does not depend on sends."""
     sizes: dict[int, int] = field(default_factory=dict)  # bytes to receive
     arrivals: "dict[int, Future[float]]" = field(default_factory=dict)
-    """Times of arrival, if threads wait for them."""
+    """Times of arrival, recorded if threads wait for them."""
 
 
 class Transport:
     """Sends and receives over gloo, from one thread. Messages of one tag match in order.
 
-    Receives are posted as early as possible. Gloo announces them over the connection of the sends:
-    behind a large message, the two directions of a slow link would alternate.
+    Receives are posted as early as possible. Gloo announces them over the connection of the sends;
+    after a large message, the two directions of a slow link would alternate.
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout_seconds: float) -> None:
@@ -177,8 +179,8 @@ class Transport:
         self._rates |= {worker: rate for worker, rate in rates.items() if math.isfinite(rate)}
         self.traffic, self._awaited, self._awaits_means = traffic, Messages(), False
         self._late, self._arrived = dict[int, bool](), dict[int, float]()
-        """Workers that are waited for, and whether to receive from them. When the latest message of
-        each worker came."""
+        """Workers that this one waits for, and whether to receive from them. Time of the latest
+        message of each worker."""
 
     def receive(self, parts: Parts, tag: int = 0) -> Messages:
         """Post receives into buffers, skipping empty ones."""
@@ -225,8 +227,8 @@ class Transport:
         return moments
 
     def late(self) -> dict[int, tuple[str, str]]:
-        """Return the workers that are waited for: what is wrong, empty if that is not known, and
-        what has not come."""
+        """Return the workers that this one waits for: what is wrong (empty if unknown), and what
+        has not arrived."""
         found, now = dict[int, tuple[str, str]](), time.perf_counter()
         size, late = max(self._awaited.sizes.values(), default=0), self._late.copy()
         # Who has sent its mean has all that it needs, so the last one may well be the culprit.
@@ -236,18 +238,25 @@ class Transport:
             usual = size / rate if (rate := self._rates.get(worker, unknown)) else math.inf
             if (arrived := self._arrived.get(worker)) is None:
                 waited = now - self.traffic.header_sent
-                found[worker] = STOPPED, f"its header has not come for {waited:.0f} s"
+                found[worker] = STOPPED, f"its header has not arrived for {waited:.0f} s"
             elif not receives:
-                found[worker] = "", "it has not taken what it is sent"
+                found[worker] = "", "it has not received what was sent to it"
             elif self._awaits_means and not others_came:
-                found[worker] = "", "its mean has not come, and it may wait for another worker"
+                found[worker] = (
+                    "",
+                    ("its mean has not arrived, and it may be waiting for another worker"),
+                )
             elif now - arrived < max(STILL_SECONDS, STILL_RATIO * usual):
-                what = "its mean has not come yet" if self._awaits_means else "its payload not yet"
-                found[worker] = "", f"its header has come, and {what}"
+                what = (
+                    "its mean has not arrived yet"
+                    if self._awaits_means
+                    else "its payload has not arrived yet"
+                )
+                found[worker] = "", f"its header has arrived, but {what}"
             else:
-                what = "its header has come, and of its payload nothing"
+                what = "its header has arrived, but none of its payload has"
                 if self._awaits_means:
-                    what = "the others' means have come, and its mean has not"
+                    what = "the means of the others have arrived, but its mean has not"
                 found[worker] = STUCK, f"{what} for {now - arrived:.0f} s"
         return found
 

@@ -5,22 +5,23 @@ from typing import NamedTuple
 
 
 class Vitals(NamedTuple):
-    """What a worker says of itself, in seconds. 0: not known."""
+    """Vitals that a worker reports about itself, in seconds. 0: unknown."""
 
     compute: float = 0.0
-    """Of a step, without waiting for data or for others."""
+    """Time of a step, without waiting for data or other workers."""
     data: float = 0.0
-    """Waiting for data, of a step."""
+    """Time of waiting for data, per step."""
     save: float = 0.0
-    """Pauses of training for checkpoints, of a step."""
+    """Time for which checkpoints pause training, per step."""
     queued: float = 0.0
-    """Of a step, while the training thread was ready to run and had no core."""
+    """Time for which the training thread was ready to run but had no core, per step."""
     upload: float = 0.0
-    """Of what it sends in a cycle to a server."""
+    """Time of sending to a server, per cycle."""
     download: float = 0.0
-    """Of what it receives in a cycle from a server."""
+    """Time of receiving from a server, per cycle."""
     transfers: tuple[float, ...] = ()
-    """Of a cycle from each worker, without a server, at the rate of the last round."""
+    """Time of receiving from each worker, per cycle, without a server, at the rate of the last
+    round."""
 
     @property
     def step(self) -> float:
@@ -34,8 +35,8 @@ class Vitals(NamedTuple):
 
 NOTHING_SAID = Vitals()
 STOPPED, HUNG, STUCK = "stopped", "hung outside communication", "hung in communication"
-"""Why a worker is missing: it does not answer or has no heartbeats; it does, and makes no steps; or
-only its payload does not come."""
+"""Why a worker is missing: it does not answer or sends no heartbeats; it does, but completes no
+step; or only its payload does not arrive."""
 
 
 class Signs(NamedTuple):
@@ -77,13 +78,13 @@ class Report(NamedTuple):
     flags: int = 0
     """Of its delta."""
     absent: str = ""
-    """Why it takes no part in rounds."""
+    """Why the worker does not take part in rounds."""
     evidence: str = ""
-    """Numbers that show it."""
+    """Numbers that support this."""
 
 
 class Action(NamedTuple):
-    """What is done about a worker from now on, or no more."""
+    """Action about a worker that begins or ends."""
 
     culprit: str
     what: str

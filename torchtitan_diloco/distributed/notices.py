@@ -106,7 +106,7 @@ def ask_gcp(server: Metadata) -> Notice | None:
     answer = _expected(server.ask(path, headers))
     if answer not in ("TRUE", "FALSE"):
         raise ValueError(f"{answer[:40]!r} is neither TRUE nor FALSE")
-    return Notice("GCP preempts this machine", GCP_SECONDS) if answer == "TRUE" else None
+    return Notice("GCP will preempt this machine", GCP_SECONDS) if answer == "TRUE" else None
 
 
 def ask_azure(server: Metadata) -> Notice | None:
@@ -180,8 +180,9 @@ class NoticeWatch:
                 failures += 1
                 if failures == FAILURES:
                     logger.warning(
-                        f'run.preemption = "{self._cloud}": {server.address} gives no answer that '
-                        f"can be used ({error}); training continues without notices"
+                        f'run.preemption = "{self._cloud}": {server.address} does '
+                        f"not return a valid answer ({error}); training continues "
+                        "without notices"
                     )
             else:
                 if failures < FAILURES:

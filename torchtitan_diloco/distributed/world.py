@@ -90,9 +90,9 @@ def split_world(size: int, workers: int, fsdp: int) -> int:
         )
     if fsdp and workers * fsdp != size:
         raise UserError(
-            f"diloco.workers = {workers} x parallel.fsdp = {fsdp} is {workers * fsdp} processes, "
-            f"but {size} were started: set NPROC or parallel.fsdp = {size // workers}, or 0 for "
-            "all processes there are"
+            f"diloco.workers = {workers} x parallel.fsdp = {fsdp} is "
+            f"{workers * fsdp} processes, but {size} were started: set NPROC, or "
+            f"parallel.fsdp = {size // workers} (0 uses all processes)"
         )
     return size // workers
 
@@ -105,12 +105,15 @@ def pick_device(wanted: str, local_rank: int, *, share: bool = False) -> torch.d
     count = torch.cuda.device_count()
     if local_rank >= count and not share:
         raise UserError(
-            f"local rank {local_rank} has no GPU of its own, torch sees {count}: lower NPROC (only "
-            "workers of one process each can share a GPU)"
+            f"there is no GPU for local rank {local_rank}, because torch sees "
+            f"{count}: lower NPROC (a GPU can only be shared by workers of one "
+            "process each)"
         )
     device = torch.device("cuda", local_rank % count)
     if local_rank >= count:
-        logger.warning(f"this worker shares {device} with another one, as there are {count} GPUs")
+        logger.warning(
+            f"this worker shares {device} with another one, because there are {count} GPUs"
+        )
     torch.cuda.set_device(device)
     return device
 
@@ -270,7 +273,7 @@ def pick_streams(link: Link, rank: int, ranks_per_worker: int) -> tuple[int, str
     all_ranks = gather_objects(mine, dist.group.WORLD)
     if len({place.streams for place in all_ranks}) > 1:
         shown = ", ".join(f"{place.streams} on rank {n}" for n, place in enumerate(all_ranks))
-        raise UserError(f"diloco.link.streams = {shown}: give all ranks the same")
+        raise UserError(f"diloco.link.streams = {shown}: set the same value on all ranks")
     if all(place.is_loopback for place in all_ranks):
         return 1, ""
     problem = next((place.problem for place in all_ranks if place.problem), "")

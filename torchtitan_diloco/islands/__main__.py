@@ -50,54 +50,67 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    keep = "GB of parts, and again of snapshots, that the server keeps on disk (default: 20)"
+    keep = "GB of parts, and as many of snapshots, that the server keeps on disk (default: 20)"
     parser = Parser(prog=command_line("islands"), description=(__doc__ or "").splitlines()[0])
     commands = parser.add_subparsers(required=True)
 
     def add(name: str, act: Callable[[argparse.Namespace], object], text: str) -> Parser:
-        command: Parser = commands.add_parser(name, help=text)
+        description = f"{text[0].upper()}{text[1:]}."
+        command: Parser = commands.add_parser(name, help=text, description=description)
         command.set_defaults(act=act)
         return command
 
-    serve = add("serve", _serve, "run a server, and write the join string of its run")
+    serve = add("serve", _serve, "run a server, and write the join string of its run to a file")
     serve.add_argument(
-        "--folder", type=Path, required=True, help="a new folder, or that of the run"
+        "--folder",
+        type=Path,
+        required=True,
+        help="a new folder, or the folder of the run to continue",
     )
     serve.add_argument("--run", help="name of the run (default: a random one)")
-    serve.add_argument("--host", help="address to listen on (default: 0.0.0.0; :: for IPv6, too)")
-    serve.add_argument("--port", type=int, help="default: 4222")
+    serve.add_argument("--host", help="address to listen on (default: 0.0.0.0; for IPv6, ::)")
+    serve.add_argument("--port", type=int, help="TCP port to listen on (default: 4222)")
     serve.add_argument(
         "--address", help="name or address that islands connect to (default: this host's)"
     )
     serve.add_argument("--keep-gb", type=float, help=keep)
-    where = "(default: on this machine only, no TLS)"
+    where = "(default: only to this machine, without TLS)"
     serve.add_argument(
-        "--http", metavar="[HOST:]PORT", help=f"serve a page of the run, and /metrics {where}"
+        "--http", metavar="[HOST:]PORT", help=f"serve a page about the run, and /metrics {where}"
     )
     site = add("site", _change_site, "give a site its own login, or remove it")
-    site.add_argument("name")
-    site.add_argument("--folder", type=Path, required=True, help="folder of `serve`")
+    site.add_argument("name", help="name of the site")
+    site.add_argument("--folder", type=Path, required=True, help="folder of the server")
     action = site.add_mutually_exclusive_group()
-    for flag, text in (("renew", "give it a new password"), ("revoke", "remove its login")):
+    for flag, text in (
+        ("renew", "give the site a new password"),
+        ("revoke", "remove the login of the site"),
+    ):
         action.add_argument(f"--{flag}", action="store_const", const=flag, dest="change", help=text)
-    check = add("check", _check, "read the whole log of a folder, such as a backup")
-    check.add_argument("folder", type=Path, help="folder of a server that is not running")
-    status = add("status", _show, "print islands, rounds and what happened to samples")
-    status.add_argument("--json", action="store_true")
-    watch = add("watch", _show, "show the same, refreshed every second")
+    check = add(
+        "check",
+        _check,
+        "read the whole log in a folder, such as a backup, and report missing records",
+    )
+    check.add_argument("folder", type=Path, help="folder of a server, which must not be running")
+    status = add("status", _show, "print the state of islands, rounds and samples")
+    status.add_argument("--json", action="store_true", help="print JSON for programs")
+    watch = add("watch", _show, "show the state of the run, refreshed every second")
     watch.set_defaults(json=False, repeat=True)
     leave = add("leave", _ask_to_leave, "ask an island to send its work and leave")
     leave.add_argument("name", help="islands.name of the island")
     change = add("change", _change, "change a setting during the run")
     change.add_argument("key", help=f"one of {', '.join(CHANGEABLE)}")
-    change.add_argument("value")
+    change.add_argument("value", help="its new value")
     make = add("make", _make, "create the streams of a run on your own servers")
-    replicas = "servers that hold each stream"
+    replicas = "number of servers that store each stream"
     make.add_argument("--replicas", type=int, choices=range(1, 6), default=1, help=replicas)
     make.add_argument("--keep-gb", type=float, default=20.0, help=keep)
     for command in (status, watch, leave, change, make):
         command.add_argument(
-            "--join", required=True, help="join string from `serve`, or a file with it"
+            "--join",
+            required=True,
+            help="join string written by `serve`, or a file that contains it",
         )
     return parser
 
@@ -148,7 +161,7 @@ def _change_site(options: argparse.Namespace) -> None:
     folder, site = Folder(options.folder), options.name
     join = folder.change_site(site, options.change or "add")
     if join is None:
-        print(f"{site} has no login any more; a running `serve` disconnects it")
+        print(f"removed the login of {site}; a running `serve` disconnects it")
     else:
         print(join)
         print(
@@ -175,7 +188,7 @@ def _print_check(admin: Join) -> bool:
         connection.connect()
         stored = State.decode(connection.newest_state() or b"{}")
         if stored.sequence > connection.last:
-            problem = f"an island has read {stored.sequence} records: {REMEDY}"
+            problem = f"an island has already read {stored.sequence} records: {REMEDY}"
         state = stored if connection.first > 1 else state
         connection.follow(state.sequence)
         connection.receive_log(CHECK_SECONDS)
@@ -194,7 +207,9 @@ def _print_check(admin: Join) -> bool:
         if outcome.record is None:
             void.append(sequence)
         elif continues_another(outcome, state):
-            problem = problem or f"record {sequence} continues a version that is not made: {REMEDY}"
+            problem = problem or (
+                f"record {sequence} continues a version that no record creates: {REMEDY}"
+            )
     what = f"read from {begun_at + 1:,} to {state.sequence:,}" if state.sequence else "it is empty"
     say(f"log: {connection.last:,} records, {what}")
     if state.facts is not None:
@@ -202,7 +217,7 @@ def _print_check(admin: Join) -> bool:
         merged, total = max(state.clocks, default=0), state.facts.total_tokens
         say(f"versions {versions}; tokens merged: {merged:,} of {total:,}")
     if void:
-        say(f"{len(void)} damaged or foreign, which islands skip, such as record {void[0]}")
+        say(f"islands skip {len(void)} damaged or foreign records, such as record {void[0]}")
     if problem:
         say(f"PROBLEM: {problem}")
     return not problem
@@ -222,7 +237,7 @@ def continues_another(outcome: Outcome, state: State) -> bool:
 
 def _make(options: argparse.Namespace) -> None:
     make_streams(options.join, options.keep_gb, options.replicas)
-    print(f"the streams of the run {options.join.run} are there")
+    print(f"created the streams of the run {options.join.run}")
 
 
 def _show(options: argparse.Namespace) -> None:
@@ -234,21 +249,22 @@ def _ask_to_leave(options: argparse.Namespace) -> None:
     name = options.name
     with open_reader(options.join) as reader:
         if reader.state.ended:
-            raise UserError(f"{name} has nothing to leave: the run {reader.state.run} has ended")
+            raise UserError(f"island {name} cannot leave: the run {reader.state.run} has ended")
         owners = reader.state.owners().values()
         asked = {owner for owner in owners if name_of(owner) == name}
         if not asked:
             names = ", ".join(sorted({name_of(owner) for owner in owners})) or "none"
-            raise UserError(f"no island {name!r} is in the run; there are: {names}")
-        say(f"{name} has been asked to leave")
+            raise UserError(f"the run has no island {name!r}; it has: {names}")
+        say(f"asked {name} to leave")
         end = time.monotonic() + LEAVE_SECONDS
         while left := asked.intersection(reader.state.owners().values()):
             for incarnation in left:  # again and again, as it may just be connecting
                 reader.connection.ask(incarnation, Leave(sender="status"))
             if time.monotonic() > end:
                 raise UserError(
-                    f"{name} has not left within {LEAVE_SECONDS:g} s: if it is dead, its slot is "
-                    "free for another island; if not, it may still be sending its work"
+                    f"{name} has not left within {LEAVE_SECONDS:g} s: if it is "
+                    "dead, another island can take its slot; otherwise, it may still "
+                    "be sending its work"
                 )
             reader.read(0.2)
         print(f"{name} has left")
@@ -261,7 +277,7 @@ def _change(options: argparse.Namespace) -> None:
     outcomes = list[Outcome]()
     with open_reader(options.join, outcomes.append) as reader:
         if (facts := reader.state.facts) is None:
-            raise UserError("the run has not begun, so islands still set their own settings")
+            raise UserError("the run has not started: set this on the islands instead")
         record, before = parse_change(facts, key, value), settings_of(facts).get(key)
         outcomes.clear()  # an equal change may have been made before
         reader.connection.append(encode(record))
@@ -269,7 +285,7 @@ def _change(options: argparse.Namespace) -> None:
         while not (found := [one for one in outcomes if one.record == record]):
             if time.monotonic() > end:
                 raise UserError(
-                    f"the change was not read back within {CHANGE_SECONDS:g} s: try again"
+                    f"the server did not confirm the change within {CHANGE_SECONDS:g} s: try again"
                 )
             reader.read(0.1)
         if found[-1].void:

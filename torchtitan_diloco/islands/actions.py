@@ -22,9 +22,9 @@ HUNG = 10
 NOT_WAITED_FOR, LEFT_OUT, EVICTED = "not waited for", "left out", "evicted"
 EVIDENCE = {
     NOT_WAITED_FOR: (
-        f"{IN_A_ROW} versions had no part of it in time; its parts count when they come"
+        f"none of its parts was in time for {IN_A_ROW} versions; late parts still count"
     ),
-    LEFT_OUT: f"its parts were wrong in {IN_A_ROW} versions, and count for nothing",
+    LEFT_OUT: f"its parts were wrong in {IN_A_ROW} versions, and have weight 0",
 }
 """What is done about an island without which rounds close, and why."""
 
@@ -161,9 +161,9 @@ class Others:
             conduct = self._conduct.get(name_of(owner))
             reason = "has wrong numbers" if conduct is not None and conduct.is_wrong else ""
             if self.disputes.differs(owner):
-                reason = "has other bits"
+                reason = "has different bits"
             elif self._members.hangs(owner, HUNG, now):
-                reason = "makes no step"
+                reason = "completes no step"
             if reason and not works(slot, self._state.fragments):
                 yield owner, reason
 
@@ -234,17 +234,18 @@ class Disputes:
                 if not is_late or not others:
                     self._undecided.pop(fragment, None)
                 news = {(fragment, other) for other in others} - self._warned
-                found += [f"{what} and {same} more, which go on: {cause}"] if news else []
+                found += [f"{what} and {same} more, which continue: {cause}"] if news else []
                 self._warned |= news
             elif len(others) > same + 1:
                 raise IslandFailedError(
-                    f"{what}; {same} have the same, so this one ends: {cause}. Started again, it "
-                    "takes the shared copies of the others"
+                    f"{what}, and only {same} more have the same bits as this "
+                    f"one, so it ends: {cause}. When it is restarted, it takes the "
+                    "shared copies of the others"
                 )
             elif is_late:
                 raise IslandFailedError(
-                    f"{what}, and nobody knows who is right, so both end: {cause}. Started again, "
-                    "they replay the log"
+                    f"{what}, and it is unknown which one is right, so both end: "
+                    f"{cause}. When they are restarted, they replay the log"
                 )
             else:
                 self._undecided.setdefault(fragment, now)

@@ -147,7 +147,9 @@ class Streams:
         """Return the payload in chunks. Raises ChunkError."""
         for chunk in chunks:
             if chunk.size > CHUNK_BYTES:
-                raise ChunkError(f"chunk {chunk.sequence} of {bulk} claims {chunk.size} bytes")
+                raise ChunkError(
+                    f"chunk {chunk.sequence} of {bulk} has an invalid size of {chunk.size} bytes"
+                )
         payload, end, jobs = bytearray(sum(chunk.size for chunk in chunks)), 0, list[Job]()
         for chunk in chunks:
             room = memoryview(payload)[end : (end := end + chunk.size)]
@@ -215,7 +217,7 @@ class _Stream(threading.Thread):
             except Exception as error:  # a damaged server may send anything
                 is_away = isinstance(error, OSError) and not isinstance(error, TimeoutError)
                 if self._under_way and (not is_away or isinstance(error, ServerError)):
-                    self._streams.warn(f"the server does not take or give a chunk: {error}")
+                    self._streams.warn(f"the server cannot store or return a chunk: {error}")
             if self._wire is not None:
                 self._wire.close()
             for job in self._under_way.values():
@@ -291,12 +293,12 @@ class _Stream(threading.Thread):
     def _repeat(self, job: Job, error: RequestError) -> None:
         """Repeat a job that the server has refused, or give it up."""
         if error.code == NO_MESSAGE and not job.is_direct:
-            job.fail(ChunkError(f"chunk {job.sequence} of {job.bulk} is not kept any more"))
+            job.fail(ChunkError(f"the server no longer has chunk {job.sequence} of {job.bulk}"))
             return
         if error.code == NO_MESSAGE:
             job.asks_leader = True
         else:
-            text = f"{job.bulk}: the server does not take or give a chunk: {error}"
+            text = f"{job.bulk}: the server cannot store or return a chunk: {error}"
             self._streams.warn(text)
             job.failing_since = min(job.failing_since, time.monotonic())
             if time.monotonic() - job.failing_since > GIVE_UP_SECONDS[job.bulk]:

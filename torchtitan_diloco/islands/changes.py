@@ -37,7 +37,7 @@ def parse_value(key: str, value: str) -> Any:
     """Return the value of a setting that can change, or raise a UserError."""
     if key not in CHANGEABLE:
         raise UserError(
-            f"{key} cannot change during a run{nearest(key, CHANGEABLE)}; "
+            f"{key} cannot be changed during a run{nearest(key, CHANGEABLE)}; "
             f"these can: {', '.join(CHANGEABLE)}"
         )
     try:
@@ -61,13 +61,13 @@ def changed(facts: Facts, change: Change) -> Facts:
     """Return the facts after a change. Raises a VoidError if it is not valid."""
     key = change.key
     if key not in CHANGEABLE:
-        raise VoidError(f"{key} cannot change")
+        raise VoidError(f"{key} cannot be changed")
     try:
         value = msgspec.convert(change.value, CHANGEABLE[key], strict=False)
     except msgspec.ValidationError as error:
         raise VoidError(f"{key} = {change.value}: {error}") from error
     if str(value) != change.value:
-        raise VoidError(f"{change.value} is not written as {value}")
+        raise VoidError(f"{change.value} must be written as {value}")
     settings = {**facts.fingerprints, key: change.value}
     every, delay = (int(settings.get(one, 0)) for one in (EVERY, DELAY))
     if key in (EVERY, DELAY) and delay >= every:
@@ -76,10 +76,14 @@ def changed(facts: Facts, change: Change) -> Facts:
         raise VoidError(f"the run has {facts.slots} slots")
     if key == SLOTS:
         if value <= facts.slots:
-            raise VoidError(f"the run has {facts.slots} slots, and none is taken away")
+            raise VoidError(
+                f"the run has {facts.slots} slots, which cannot be removed: give a larger number"
+            )
         return msgspec.structs.replace(facts, slots=value, streams=facts.streams or facts.slots)
     if key == CODEC and SPARSE in (value, facts.codec):
-        raise VoidError(f"a run cannot change to or from {SPARSE}: its outer optimizer is another")
+        raise VoidError(
+            f"a run cannot change to or from {SPARSE}, which needs a different outer optimizer"
+        )
     if key == EVERY:
         before = int(facts.fingerprints.get(EVERY, value))
         cycle = max(1, facts.cycle * value // before)

@@ -66,15 +66,30 @@ def islands_mistakes(islands: Islands, begin: int) -> Mistakes:
         except ValueError as error:
             yield "islands.join", str(error).removeprefix("islands.join = ")
     if islands.name and not re.fullmatch(NAME, islands.name):
-        yield "islands.name", 'must be at most 60 of the characters A-Z, a-z, 0-9, ".", "-" and "_"'
+        yield (
+            "islands.name",
+            ('must have at most 60 characters, from A-Z, a-z, 0-9, ".", "-" and "_"'),
+        )
     if islands.slots and islands.slots < begin:
-        yield "islands.slots", f"must be at least {begin}, as so many islands begin together"
+        yield (
+            "islands.slots",
+            (f"must be at least {begin}, the number of islands that start together"),
+        )
     if islands.quorum > (slots := islands.slots or begin):
-        yield "islands.quorum", f"must be at most {slots}, as no more islands train at a time"
+        yield (
+            "islands.quorum",
+            (f"must be at most {slots}, the number of islands that can train at the same time"),
+        )
     if islands.join and islands.local:
-        yield "islands.local", "starts a server of its own: leave islands.join out, or this"
+        yield "islands.local", "starts its own server: remove this setting or islands.join"
     if islands.join and not islands.name:
-        yield "islands.name", "names this island in the run: give a name, such as that of its site"
+        yield (
+            "islands.name",
+            (
+                "must name this island: give a name that is unique in the "
+                "run, such as that of its site"
+            ),
+        )
 
 
 def own_loop_settings(islands: Islands, config: DiLoCoConfig) -> tuple[Islands, DiLoCoConfig]:
@@ -82,10 +97,12 @@ def own_loop_settings(islands: Islands, config: DiLoCoConfig) -> tuple[Islands, 
     check_class(config, "diloco", DiLoCoConfig)
     begin, mistakes = islands.begin or config.workers, list[tuple[str, str]]()
     if not islands.join:
-        text = "is empty: give the join string of the server, or the file that `serve` wrote it to"
+        text = (
+            "is empty: give the join string of the server, or the file join.txt that `serve` writes"
+        )
         mistakes.append(("islands.join", text))
     if islands.local:
-        text = "starts no server in a loop of your own: run `serve`, and leave it out"
+        text = "starts no server in your own loop: run `serve`, and remove this setting"
         mistakes.append(("islands.local", text))
     mistakes += [*islands_mistakes(islands, begin), *diloco_mistakes(config, islands=True)]
     raise_mistakes(mistakes, islands=replace(islands, join=""), diloco=config)
@@ -104,7 +121,9 @@ def change_commands(islands: Islands, settings: Mapping[str, object]) -> str:
 def checked_count(name: str, value: Any) -> int:
     """Return a number of tokens or samples as an integer: users write 1e9."""
     if isinstance(value, int | float) and value > LARGEST:
-        raise UserError(f"{name} = {value!r}: give at most {LARGEST:.3g}, all that a log can count")
+        raise UserError(
+            f"{name} = {value!r}: give at most {LARGEST:.3g}, the largest number in a log"
+        )
     try:
         return convert(value, Positive)  # type: ignore[no-any-return]
     except ValueError as error:
@@ -197,7 +216,11 @@ def _check_address(text: str, address: str, tls: bool) -> None:
     if found is None or not 0 < int(found["port"]) < 65536:
         raise _error(text, f"the address {address!r} is not HOST:PORT")
     if not tls and not is_loopback(found["host"]):
-        raise _error(text, f"{address} is another machine, which needs nats+tls:// for encryption")
+        raise _error(
+            text,
+            f"{address} is another machine, so the join string must "
+            "begin with nats+tls:// for encryption",
+        )
 
 
 def _is_file(text: str) -> bool:
@@ -213,15 +236,16 @@ def _read_file(path: str) -> str:
     try:
         text = Path(path).read_text()
         if not _JOIN.fullmatch(text.strip()):
-            problem = "it holds no join string, or not all of it"
+            problem = "it contains no complete join string"
     except OSError as error:
         problem = str(error.strerror)
     except ValueError:
-        problem = "it is no text"
+        problem = "it is not a text file"
     if problem:
         raise UserError(
             f"islands.join = {path!r}: {problem}; give the join string of the "
-            f"server, or a file that holds it, the join.txt of `{command_line('islands')} serve`"
+            f"server, or the file join.txt that `{command_line('islands')} serve` "
+            "writes"
         )
     return text
 
@@ -239,14 +263,16 @@ def _decode_certificate(text: str, encoded: str) -> bytes:
         if encoded:
             ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=certificate)
     except (binascii.Error, ssl.SSLError, ValueError) as error:
-        raise _error(text, "its certificate is damaged; it may have been cut off") from error
+        raise _error(text, "the certificate in it is damaged, and may be incomplete") from error
     return certificate
 
 
 def _error(text: str, reason: str) -> ValueError:
     """Return an error that shows the join string without its password."""
     shown = f"...@{text.rpartition('@')[2].strip()[:80]}" if "@" in text else "..."
-    remedy = f"copy the whole line of the join.txt of `{command_line('islands')} serve`"
+    remedy = (
+        f"copy the whole line from the file join.txt that `{command_line('islands')} serve` writes"
+    )
     return UserError(f"islands.join = {shown!r}: {reason}; {remedy}")
 
 
@@ -256,29 +282,31 @@ def explain(error: Exception, address: str, join: Join) -> Exception:
     if isinstance(error, ssl.SSLCertVerificationError) and not join.certificate:
         return RefusedError(
             f"islands.join: this system does not trust the certificate of {address} "
-            f"({error.verify_message}), and the join string has none: it may have been cut off; "
-            "copy the whole line of the join.txt of the server"
+            f"({error.verify_message}), and the join string contains none, so it "
+            "may be incomplete: copy the whole line from the server's join.txt"
         )
     if isinstance(error, ssl.SSLCertVerificationError):
         return RefusedError(
-            f"islands.join: {address} has another certificate than the join string says "
-            f"({error.verify_message}): it is another server, or its folder was made anew; "
-            "use the join string that it wrote last, to its join.txt"
+            f"islands.join: the certificate of {address} is not the one in the join "
+            f"string ({error.verify_message}): it is another server, or its folder "
+            "was created again; use the join string in the server's current join.txt"
         )
     if isinstance(error, ssl.SSLError) and error.reason:  # else the server has closed it
         return RefusedError(
-            f"islands.join: {address} does not begin with TLS ({error.reason}): set "
-            "`handshake_first: true` in the tls section of its configuration"
+            f"islands.join: {address} does not start with a TLS handshake "
+            f"({error.reason}): set `handshake_first: true` in the tls section of "
+            "its configuration"
         )
     if "authorization" in text.lower():
         return LoginError(
-            f"islands.join: {address} refuses the user or the password of the join string; "
-            "use the one that the server wrote last for this site"
+            f"islands.join: {address} refuses the user or the password in the join "
+            "string: use the newest join string that the server has written for this "
+            "site"
         )
     if "permissions violation" in text.lower():
         return RefusedError(
-            f"islands.join: this login has no right to the run ({error}); use the join string of a "
-            "run of this server"
+            f"islands.join: this login has no permission for the run ({error}): use "
+            "the join string of a run on this server"
         )
     if not join.tls and not isinstance(error, ConnectionRefusedError):
         text += "; a server with TLS needs a join string that begins with nats+tls://"

@@ -144,8 +144,9 @@ class Connection:
         """Send a record to the log. It is in the log only once it is read back."""
         if len(raw) > RECORD_BYTES:
             raise UserError(
-                f"a record of {len(raw)} bytes is larger than {RECORD_BYTES}, which a server "
-                "takes: set more fragments, or fewer bits (diloco.fragments, diloco.quantization)"
+                f"a record has {len(raw)} bytes, and a server accepts at most "
+                f"{RECORD_BYTES}: use more fragments or fewer bits "
+                "(diloco.fragments, diloco.quantization)"
             )
         self._send(self._log_subject, raw)
 
@@ -291,8 +292,8 @@ class Connection:
             if error.code != NO_STREAM:
                 raise
             raise RefusedError(
-                f"islands.join: the server has no run {self._join.run!r}; use the join string of a "
-                "run of this server"
+                f"islands.join: the server has no run {self._join.run!r}: use the "
+                "join string of a run on this server"
             ) from error
         return max(1, state["first_seq"]), state["last_seq"]
 
@@ -342,7 +343,7 @@ class Connection:
 
     def _note_connection(self, first: int, last: int) -> None:
         if self.problem:
-            logger.info("the server of the islands is there again")
+            logger.info("reconnected to the server of the islands")
         self.problem, self._away_since = "", math.inf
         self.members.connect(time.monotonic())
         self.first = first

@@ -68,7 +68,7 @@ class Joiner:
             saved = None  # of another run: its copies are loaded, but its log is not this one
         connection.connect(known=saved is not None)
         if saved is not None and saved.sequence < connection.first - 1:
-            raise StaleError("the log does not go back to its checkpoint any more")
+            raise StaleError("the log no longer reaches back to its checkpoint")
         state = saved or self._stored_state()
         from_first_record = not state.sequence
         connection.follow(state.sequence, state.newest)
@@ -77,14 +77,14 @@ class Joiner:
         assert ahead.facts is not None
         if any(ahead.facts.clocks):
             logger.info(
-                f"the log begins at {max(ahead.facts.clocks):,} tokens, where another one ended"
+                f"the log starts at {max(ahead.facts.clocks):,} tokens, where another log ended"
             )
         begins, newest = (max(one.clocks, default=0) for one in (ahead.facts, self._mine))
         if newest > begins:
             logger.warning(
-                f"this island's checkpoint has {newest:,} tokens, and the log begins at {begins:,}:"
-                " the run does not use its model. To go on with it, begin a new log with this "
-                "island first"
+                f"this island's checkpoint has {newest:,} tokens, and the log "
+                f"starts at {begins:,}, so the run does not use its model. To "
+                "continue from its model, start a new log with this island first"
             )
         if saved is not None:
             self._declare_saved(state)
@@ -93,11 +93,11 @@ class Joiner:
         elif not self._take_snapshots(state):
             if not from_first_record or not self._begins_with(ahead.facts):
                 raise UserError(
-                    "no island has answered with the shared copies of the run, and those that it "
-                    "began with are others than those of this island: start it while another one "
-                    "is running. If none can be started, begin a new log with "
-                    f"`{command_line('islands')} serve` in a new folder: it goes on from the "
-                    "checkpoints"
+                    "no island has sent the shared copies of the run, and the run "
+                    "started with different ones than this island: start it while "
+                    "another island is running. If none can be started, start a new "
+                    f"log with `{command_line('islands')} serve` in a new folder: "
+                    "it continues from the checkpoints"
                 )
             self._declare_first(ahead.facts)  # and replay the whole log
         return state
@@ -117,8 +117,8 @@ class Joiner:
         if state.sequence >= connection.first - 1:
             return state
         raise UserError(
-            "the log does not go back to its first record any more, and no island has stored a "
-            "state since: start one that has a checkpoint first"
+            "the log no longer reaches back to its first record, and no island has "
+            "stored a state since: first start an island that has a checkpoint"
         )
 
     def _donors(self) -> Iterator[str]:
@@ -148,8 +148,9 @@ class Joiner:
         while (ahead := self._look_ahead(state)).facts is None:
             if void:
                 raise UserError(
-                    f"no run can begin with the settings of this island: {void} (total_tokens, or "
-                    "training.steps times the tokens of a step of all islands that begin)"
+                    f"no run can start with the settings of this island: {void} "
+                    "(total_tokens, or training.steps times the tokens per step of "
+                    "all islands that start together)"
                 )
             if time.monotonic() - asked_at > RETRY:
                 self._connection.append(encode(self._mine))
@@ -182,7 +183,7 @@ class Joiner:
             checksum = self._copies.run(self._copies.declare, number, version)
             if checksum != fragment.checksums.get(version):
                 raise StaleError(
-                    f"fragment {number} of its checkpoint has different bits than saved"
+                    f"fragment {number} of its checkpoint has different bits than when it was saved"
                 )
 
     def _declare_first(self, facts: Facts) -> None:
@@ -193,8 +194,8 @@ class Joiner:
             checksum = self._copies.run(self._copies.declare, fragment, 0, fresh)
             if checksum != facts.checksums[fragment]:
                 raise IslandFailedError(
-                    f"fragment {fragment} is part of a snapshot of an island that is gone: start "
-                    "this island again, and it replays the log"
+                    f"fragment {fragment} is in a snapshot of an island that is "
+                    "gone: restart this island, and it replays the log"
                 )
 
     def _take_snapshots(self, state: State) -> bool:
@@ -230,7 +231,7 @@ class Joiner:
         snapshot, until = (answer.version, answer.head, checksum), time.monotonic() + ASK_SECONDS
         while not state.adopt(fragment, snapshot, self._unread()):
             if time.monotonic() > until:
-                return "it is of another log"
+                return "it belongs to another log"
             self._connection.receive()  # its entry may arrive later
         return ""
 
@@ -265,21 +266,21 @@ def check_facts(facts: Facts, mine: Facts) -> None:
     }
     if differences := find_differences(fixed):
         raise UserError(
-            "this island does not fit the run: start it with the same settings, data and "
-            "model:\n  " + "\n  ".join(differences)
+            "this island differs from the run: start it with the same settings, data "
+            "and model:\n  " + "\n  ".join(differences)
         )
     theirs, own = (settings_of(one) for one in (facts, mine))
     theirs |= {"slots": str(facts.slots), "begin": str(facts.begin)}
     own |= {"slots": str(mine.slots), "begin": str(mine.begin)}
     for key in (key for key in theirs if theirs[key] != own.get(key)):
         logger.warning(
-            f"the run has {key} = {theirs[key]}, which this island uses, and not {own.get(key)}, "
-            "as its settings say"
+            f"this island uses {key} = {theirs[key]}, as the run does, instead of "
+            f"{own.get(key)} in its settings"
         )
     if facts.code != mine.code:
         logger.warning(
-            "this island runs other code than the first one; it has the same protocol and "
-            "arithmetic"
+            "this island runs different code than the first one, with the same "
+            "protocol and arithmetic"
         )
 
 
@@ -299,7 +300,7 @@ class Giver:
             try:
                 self._connection.store_state(state)
             except ChunkError as error:
-                logger.warning(f"joiners have to read more of the log: {error}")
+                logger.warning(f"islands that join have to read more of the log: {error}")
 
         self._thread.submit(store)
 
@@ -328,8 +329,9 @@ class Giver:
                 answer = msgspec.structs.replace(snapshot, chunks=chunks)
             except ChunkError as error:
                 logger.warning(
-                    f"island {name_of(wanted.sender)} gets no shared copy of fragment "
-                    f"{wanted.fragment} from this one: {error}"
+                    "this island cannot send its shared copy of fragment "
+                    f"{wanted.fragment} to island {name_of(wanted.sender)}: "
+                    f"{error}"
                 )
                 answer = msgspec.structs.replace(snapshot, problem=str(error))
             self._answers[wanted] = answer

@@ -115,10 +115,12 @@ class Leader:
             while not machine.joined:
                 self._work()
                 if machine.others.disputes.is_outvoted(time.monotonic()):
-                    raise StaleError("most islands have different bits than its checkpoint")
+                    raise StaleError("its checkpoint has different bits than most islands")
                 self._say_what_it_waits_for()
         except PartGoneError as error:
-            raise StaleError(f"the parts since its checkpoint are not kept: {error}") from error
+            raise StaleError(
+                f"the server no longer has the parts since its checkpoint: {error}"
+            ) from error
         facts = machine.facts
         self._thread.start()
         return Seat(
@@ -184,9 +186,9 @@ class Leader:
         """Describe what training waits for."""
         unread, rate = len(self._connection.records), self._gauges.download_bytes_per_second
         if not unread and not self._is_reading:
-            return "a round: `islands status` shows who has no part in it yet"
-        speed = f", whose parts come at {1e-6 * rate:.3g} MB/s" if rate else ""
-        return f"{unread + self._is_reading} records of the log{speed}; the others go on"
+            return "a round: `islands status` shows which islands have not sent a part yet"
+        speed = f", whose parts arrive at {1e-06 * rate:.3g} MB/s" if rate else ""
+        return f"{unread + self._is_reading} records of the log{speed}; the others continue"
 
     def store(self, part: Part, payload: Tensor) -> int:
         """Store the chunks of an own part and append the part. Return the bytes sent."""
@@ -227,7 +229,7 @@ class Leader:
         usual = min(size, UNDER_WAY * CHUNK_BYTES) / rate if rate else math.inf
         if still < max(STILL_SECONDS, STILL_RATIO * usual) or members.is_new(now):
             return Report(gauges.read_vitals(), flags)
-        text = f"of its upload nothing was stored for {still:.0f} s"
+        text = f"its upload has made no progress for {still:.0f} s"
         return Report(gauges.read_vitals(), absent=STUCK, evidence=text)
 
     def take_actions(self) -> list[Action]:
@@ -316,8 +318,8 @@ class Leader:
             if not self.machine.joined:
                 raise
             raise IslandFailedError(
-                f"{error}; an island that is started again takes the shared copies of another one, "
-                "if one is running"
+                f"{error}; when the island is restarted, it takes the shared copies "
+                "of another one, if one is running"
             ) from error
         checksum = self._copies.run(
             self._copies.advance,

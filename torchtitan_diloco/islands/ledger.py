@@ -48,8 +48,9 @@ class Entry:
             if self.is_lost(part):
                 reason = "is too large" if part.finite else "is not finite"
                 yield (
-                    f"{where}: the delta of island {name_of(part.incarnation)} {reason}; it is "
-                    "left out, and the island takes the shared parameters"
+                    f"{where}: the delta of island {name_of(part.incarnation)} "
+                    f"{reason}; it is left out, and the island takes the shared "
+                    "parameters"
                 )
 
 

@@ -102,9 +102,9 @@ class State(msgspec.Struct):
         """Apply or skip a record. Raises a UserError only for a gap in the log."""
         if sequence != self.sequence + 1:
             raise UserError(
-                f"record {sequence} of the log comes after record {self.sequence}: records were "
-                "deleted, so the run cannot be continued from this log; begin a new run with "
-                "`serve` in an empty folder"
+                f"record {sequence} of the log follows record {self.sequence}: "
+                "records were deleted, so the run cannot be continued from this log: "
+                "start a new run with `serve` in an empty folder"
             )
         self.sequence, self.newest = sequence, digest(raw)
         record = None
@@ -264,7 +264,9 @@ class State(msgspec.Struct):
         size = len(facts.checksums)
         _check(len(facts.clocks) in (0, size), "has not one clock for each fragment")
         merged, total = max(facts.clocks, default=0), facts.total_tokens
-        _check(merged < total, f"{merged:,} tokens are merged already, and it has {total:,}")
+        _check(
+            merged < total, f"{merged:,} tokens are already merged, which is more than {total:,}"
+        )
         _check(max(facts.positions, default=0) <= LARGEST // 2, "continues beyond any sample")
         clocks = facts.clocks or (0,) * size
         self.fragments = [

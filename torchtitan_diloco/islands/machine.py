@@ -169,7 +169,7 @@ class Machine:
                 # The new owner may have another link.
                 self.habits[record.slot] = Habits(len(self.rounds))
                 if is_other:
-                    self.news.append(f"island {name_of(record.incarnation)} takes part")
+                    self.news.append(f"island {name_of(record.incarnation)} joins")
             case Give() if is_other:
                 self.news.append(f"island {name_of(record.incarnation)} leaves")
             case Change():
@@ -193,7 +193,7 @@ class Machine:
         if self.joined:
             silent, heard = self.members.changes(self.state, self.incarnation, now)
             self.notices += [f"island {one} is silent: rounds do not wait for it" for one in silent]
-            self.news += [f"island {one} is heard again" for one in heard]
+            self.news += [f"island {one} sends heartbeats again" for one in heard]
         due = self._decisions(checked, now) if self.joined else [self._take(now)]
         self._attempts = {key: at for key, at in self._attempts.items() if now < at + RETRY}
         found = list[Record]()
@@ -214,11 +214,11 @@ class Machine:
             return None
         if state.ended:
             raise UserError(
-                "the run has ended: its model is in the folders of its islands; for another run, "
-                "`serve` a new folder"
+                "the run has ended, and its model is in the folders of its islands: "
+                "to start another run, run `serve` with a new folder"
             )
         if self.incarnation in state.incarnations:
-            raise IslandFencedError("the slot of this island was taken before the run began")
+            raise IslandFencedError("the slot of this island was taken before the run started")
         free = self.members.slot_to_take(state, self.incarnation, now)
         if free is None:
             return None
@@ -232,14 +232,15 @@ class Machine:
             return
         if self.incarnation in self.state.evicted and not self.state.ended:
             raise IslandFailedError(
-                "the others have evicted this island, as its numbers were wrong or it made no "
-                "step: look at its memory and machine. Started again, it takes their copies, "
-                "and waits before it takes part"
+                "the others have evicted this island, because its numbers were wrong "
+                "or it completed no step: check its memory and machine. When it is "
+                "restarted, it takes their copies, and waits before it joins"
             )
         if self.fenced:
             raise IslandFencedError(
-                f"slot {self.slot} of this island was taken by {self.own.owner}: it ends; what it "
-                "has done since its last part is not in the run"
+                f"slot {self.slot} of this island was taken by {self.own.owner}: "
+                "this island ends, and the run does not contain its work since its "
+                "last part"
             )
         for rounds in self.rounds:
             yield rounds.open()
@@ -385,8 +386,8 @@ class Machine:
             return False
         if self.leaving and away > AWAY:
             self.notices.append(
-                "left without a connection: the work since the last part is not sent, and its "
-                "samples are read again by the next owner of the slot"
+                "left without a connection: the work since the last part was not "
+                "sent, and the next owner of the slot reads its samples again"
             )
             return True
         return self.state.ended or self.left

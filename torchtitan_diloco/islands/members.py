@@ -278,8 +278,8 @@ class Members:
                 if self.is_new(now):
                     return None
                 raise UserError(
-                    f"an island with the name {name_of(own)} is running already: give this one "
-                    "another islands.name, or end the other one"
+                    f"an island named {name_of(own)} is already running: set "
+                    "another islands.name for this one, or end the other one"
                 )
         if self._probation(state, own, now) > 0:
             return None
@@ -304,9 +304,9 @@ class Members:
         owners = state.owners().values()
         if state.facts is not None and own in owners and not state.begun:
             here = ", ".join(map(name_of, owners))
-            return f"waiting until {state.facts.begin} islands are there; here are {here}"
+            return f"waiting until {state.facts.begin} islands have joined; so far: {here}"
         if (seconds := self._probation(state, own, now)) > 0:
-            return f"the others have evicted this island: it takes part again in {seconds:.0f} s"
+            return f"the others have evicted this island: it can join again in {seconds:.0f} s"
         restarts = name_of(own) in map(name_of, owners)  # it takes its slot
         if len(owners) < len(state.slots) or restarts or self.is_new(now):
             return ""

@@ -112,7 +112,7 @@ class History:
                             append_thinned(stay.late, at)
                 self.news += [(at, text) for text in outcome.entry.left_out()]
             case Evict():
-                vote = f"votes to evict {name_of(record.target)}, as it {record.reason}"
+                vote = f"votes to evict {name_of(record.target)}, because it {record.reason}"
                 self.news.append((at, f"{name_of(record.incarnation)} {vote}"))
                 if outcome.evicts:
                     self._end(record.target, "evicted")
@@ -189,7 +189,7 @@ class _Moment:
         if not member.hint.caught_up:
             return "behind the log", None
         if not self.members.is_moving(name, self.now, member.hint.step_seconds):
-            return "makes no step", _ago(self.now, member.moved)
+            return "completes no step", _ago(self.now, member.moved)
         return "trains", None
 
     def fragment(self, number: int, islands: list[dict[str, Any]]) -> dict[str, Any]:
@@ -220,7 +220,7 @@ class _Moment:
         read = kept + sum(slot["lost"] + slot["read_twice"] for slot in slots)
         phase = "ended" if state.ended else "running" if state.begun else "waits for islands"
         if phase == "running" and not present:
-            phase = "no island is there"
+            phase = "no island is connected"
         # Others need some seconds to hear that an island is back.
         back = {f"{row['island']}: {STOPPED}" for row in islands if row["doing"] != "gone"}
         verdicts = {text for one in present for text in one.hint.numbers.says} - back

@@ -190,7 +190,7 @@ class PageServer(ThreadingHTTPServer):
             super().__init__((host, port), _Handler)
         except OSError as error:
             self.watcher.close()
-            reason = f"{error.strerror}; give another port, and an address of this machine"
+            reason = f"{error.strerror}; give a free port, and an address of this machine"
             raise UserError(f"--http {shown}:{port}: {reason}") from error
         self.url = f"http://{shown}:{self.server_port}"
         if not is_loopback(host):  # the password must not be read on the way

@@ -74,7 +74,7 @@ class Parts:
         sizes = self._copies.payload_sizes(part.fragment, part.ranks, part.codec)
         wanted = sum(sizes) if part.finite else 0
         if part.size != wanted:
-            return Checked(f"its chunks do not have {wanted} bytes"), NOTHING
+            return Checked(f"its chunks do not add up to {wanted} bytes"), NOTHING
         if sequence not in self._wanted or not part.finite:
             return Checked(), NOTHING
         own, payload = self._own.get(part.fragment, (None, NOTHING))

@@ -116,7 +116,7 @@ class IslandPeers(Peers):
     def join(self) -> Seat:
         """Connect, take a slot, wait for the run to begin, and load the shared parameters."""
         if self._leader or self._follower:
-            raise RuntimeError("join() was called before: build other IslandPeers to join again")
+            raise RuntimeError("join() was already called: create new IslandPeers to join again")
         seat = self._join() if self._ranks.is_first else None
         if seat is None:
             self._follower = BackgroundThread("islands")
@@ -126,7 +126,7 @@ class IslandPeers(Peers):
         drop_gathered(self.model)
         self._copies.write_model(seat.versions)
         copy = f"takes the newest shared copy, of {seat.clock:,} tokens, and " * (seat.clock > 0)
-        place = f"slot {seat.slot} of {seat.slots}, {copy}begins at its sample {seat.position:,}"
+        place = f"slot {seat.slot} of {seat.slots}, {copy}starts at its sample {seat.position:,}"
         logger.info(f"island {self.islands.name} has {place}")
         return seat
 
@@ -214,7 +214,7 @@ class IslandPeers(Peers):
 
     def describe(self) -> list[str]:
         chosen = self.islands
-        line = f"{chosen.begin} begin together; a round waits at least {chosen.grace_seconds:g} s"
+        line = f"{chosen.begin} start together; a round waits at least {chosen.grace_seconds:g} s"
         return [f"{'island':<10} {chosen.name}; {line}", *super().describe()]
 
     # --- training thread --------------------------------------------------------------------------
@@ -223,10 +223,14 @@ class IslandPeers(Peers):
         """When the run should have all its tokens, wait until they are merged, or go on to train
         if some are missing."""
         if self._leader is None and self._follower is None:
-            raise RuntimeError("call join() before the first step, and none after close()")
+            raise RuntimeError(
+                "call join() before the first step, and do not call step() after close()"
+            )
         most = self._tokens_per_step
         if not 0 <= weight <= most or weight != int(weight):
-            reason = f"give its number of tokens, at most tokens_per_step = {most} of this island"
+            reason = (
+                f"give the number of its tokens, at most tokens_per_step = {most} of this island"
+            )
             raise UserError(f"the weight of a step is {weight}: {reason}")
         self.step += 1
         self._liveness.finish_step(self.step)
@@ -361,7 +365,7 @@ class IslandPeers(Peers):
         The work since the last part is not saved. After a restart, its samples are read again.
         """
         if self._leader is None and self._follower is None:
-            raise RuntimeError("call join() before state_dict(), and not after close()")
+            raise RuntimeError("call state_dict() after join() and before close()")
         asked = time.perf_counter()
         saved = self._copies.save_soon(partial(self._save, facts, mesh))
         while not wait([saved], LOOK).done:

@@ -59,7 +59,7 @@ class Reader:
                 append_thinned(self.history.losses, pair)
         silent, heard = members.changes(self.state, "", now)
         news.extend((time.time(), f"{name} is silent") for name in silent)
-        news.extend((time.time(), f"{name} is heard again") for name in heard)
+        news.extend((time.time(), f"{name} sends heartbeats again") for name in heard)
 
     def overview(self) -> dict[str, Any]:
         state, members, now = self.state, self.connection.members, time.monotonic()

@@ -22,10 +22,11 @@ class AnotherLogError(UserError):
 
     def __init__(self, difference: str) -> None:
         super().__init__(
-            f"the server's log is not the one that this island has read: {difference}. The server "
-            "has an older copy of its folder, or another run. If the folder that it had is still "
-            "there, start `serve` on that one; else begin a new run with `serve` in an empty "
-            "folder, where islands begin with the model in their checkpoints"
+            "the server's log is not the one that this island has read: "
+            f"{difference}. The server uses an older copy of its folder, or another "
+            "run. If the previous folder still exists, start `serve` on it; "
+            "otherwise, start a new run with `serve` in an empty folder, in which "
+            "islands start from the model in their checkpoints"
         )
 
 

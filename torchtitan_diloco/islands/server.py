@@ -122,7 +122,7 @@ class Server(Folder):
                 code = self.process.wait(LOOK_SECONDS)
                 if time.monotonic() - began > LONGEST_PAUSE:
                     pause = 1.0
-                self._say(f"nats-server ended with code {code}; starting it again in {pause:g} s")
+                self._say(f"nats-server ended with code {code}; restarting it in {pause:g} s")
                 time.sleep(pause)
                 pause, began = min(2 * pause, LONGEST_PAUSE), time.monotonic()
                 try:
@@ -173,8 +173,8 @@ class Server(Folder):
                 elif not full:  # nats-server logs this for each stream and record, in three forms
                     full = True
                     self._say(
-                        f"{self.path}: the disk is full, and nothing more is stored: free some "
-                        "space, then stop this server and start it again"
+                        f"{self.path}: the disk is full, and nothing more is "
+                        "stored: free some space, then restart this server"
                     )
 
     def _write_configuration(self) -> Path:
@@ -210,8 +210,9 @@ class Server(Folder):
         needed = 0.1 if self.settings.made else 2 * self.settings.keep_gb + 0.1
         if free < needed:
             raise UserError(
-                f"{self.path}: the disk has {free:.1f} GB left, and the server needs "
-                f"{needed:.1f}: free some, or give a lower --keep-gb for a new folder"
+                f"{self.path}: the disk has {free:.1f} GB left, and the server "
+                f"needs {needed:.1f}: free some space, or give a lower --keep-gb "
+                "for a new folder"
             )
 
     def _check_log(self) -> None:
@@ -221,8 +222,8 @@ class Server(Folder):
                 session.state_of("log")
             except RequestError as error:
                 raise UserError(
-                    f"{self.path}: the log of the run {self.settings.run} is gone; begin a new "
-                    "run in a new folder"
+                    f"{self.path}: the log of the run {self.settings.run} is "
+                    "missing: start a new run in a new folder"
                 ) from error
 
 
@@ -250,7 +251,7 @@ def make_streams(admin: Join, keep_gb: float, replicas: int = 1) -> None:
                         raise
                     session.call(f"STREAM.UPDATE.{name}", settings)
     except (OSError, ValueError) as error:
-        raise UserError(f"the streams of the run {admin.run} cannot be made: {error}") from error
+        raise UserError(f"the streams of the run {admin.run} cannot be created: {error}") from error
 
 
 def open_folder(
@@ -264,7 +265,9 @@ def open_folder(
     make_folder(path, changes)
     server = Server(path, say)
     if changes.get("run", run := server.settings.run) != run:
-        raise UserError(f"--run {changes['run']}: {path} was made with {run}; give a new folder")
+        raise UserError(
+            f"--run {changes['run']}: {path} belongs to the run {run}: give a new folder"
+        )
     server.settings = settings = msgspec.structs.replace(server.settings, **changes)
     settings.address = settings.address or own_address(settings.host)
     return server
@@ -335,8 +338,8 @@ def run_islands(command: Sequence[str], count: int, folder: Path) -> int:
                 stack.callback(signal.signal, number, before)
         codes = [island.wait() for island in islands]
         print(
-            f"islands and server are in {folder}; the same command with --run.folder {folder} "
-            "continues a run that was stopped",
+            f"islands and server are in {folder}; to continue a run that was "
+            f"stopped, run the same command with --run.folder {folder}",
             flush=True,
         )
         return next((128 - code if code < 0 else code for code in codes if code), 0)

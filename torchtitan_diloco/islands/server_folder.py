@@ -58,8 +58,8 @@ class Folder:
                 return msgspec.json.decode(path.read_bytes(), type=Settings)
         except msgspec.DecodeError as error:
             raise UserError(
-                f"{path} is damaged ({error}); restore this file, and no other of the folder, or "
-                "begin a new run in a new one"
+                f"{path} is damaged ({error}): restore only this file, or start a "
+                "new run in a new folder"
             ) from error
 
     def save(self) -> None:
@@ -95,13 +95,14 @@ class Folder:
         sites = self.settings.sites
         if site == ADMIN or not re.fullmatch(NAME, site):
             raise UserError(
-                f"site {site!r}: give a name other than {ADMIN}, of at most 60 of the characters "
-                'A-Z, a-z, 0-9, ".", "-" and "_"'
+                f"site {site!r}: give a name other than {ADMIN}, of at most 60 "
+                'characters from A-Z, a-z, 0-9, ".", "-" and "_"'
             )
         if change == "add" and site in sites:
             raise UserError(
-                f"site {site} has a login: {self.join_file(site)} holds its join string, --renew "
-                "gives it another password, and --revoke removes it"
+                f"site {site} already has a login: its join string is in "
+                f"{self.join_file(site)}; --renew gives it a new password, and "
+                "--revoke removes it"
             )
         if change != "add" and site not in sites:
             raise UserError(f"there is no site {site}; there are: {', '.join(sites) or 'none'}")
@@ -146,7 +147,7 @@ def lock(folder: Path) -> IO[str]:
     except BlockingIOError as error:
         file.close()
         raise UserError(
-            f"--folder {folder}: a server is running in it already; stop that one first"
+            f"--folder {folder}: a server is already running in it; stop that one first"
         ) from error
     return file
 
@@ -173,8 +174,8 @@ def make_folder(folder: Path, chosen: Mapping[str, Any]) -> None:
             raise UserError(f"--{key.replace('_', '-')} {value}: {error}") from error
     if not re.fullmatch(HOST_PATTERN, address := chosen.get("address", "localhost")):
         raise UserError(
-            f"--address {address!r}: give a name or an address that islands can reach, without a "
-            "port, IPv6 in brackets"
+            f"--address {address!r}: give a name or an address that islands can "
+            "reach, without a port, and IPv6 in brackets"
         )
     if not re.fullmatch(HOST_PATTERN, in_brackets(host := chosen.get("host", ANY_IPV4))):
         raise UserError(
@@ -186,7 +187,9 @@ def make_folder(folder: Path, chosen: Mapping[str, Any]) -> None:
             raise UserError(f"--folder {folder}: it is a file; give a new folder")
         if not (folder / "run.json").exists():
             if folder.exists() and any(folder.iterdir()):
-                raise UserError(f"--folder {folder}: it has files, but no run; give a new folder")
+                raise UserError(
+                    f"--folder {folder}: it contains files, but no run; give a new folder"
+                )
             _fill_folder(folder, {"run": f"run-{secrets.token_hex(4)}", **chosen})
 
 
@@ -196,7 +199,9 @@ def _fill_folder(folder: Path, chosen: dict[str, Any]) -> None:
     password, admin_password = secrets.token_urlsafe(24), secrets.token_urlsafe(24)
     settings = Settings(sites={ISLAND: password}, admin_password=admin_password, **chosen)
     if not re.fullmatch(RUN_PATTERN, settings.run):
-        raise UserError(f"--run {settings.run!r}: use at most 64 letters, digits, - and _")
+        raise UserError(
+            f"--run {settings.run!r}: give at most 64 characters from letters, digits, - and _"
+        )
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     options = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 36500"
     files = ["-keyout", str(folder / "key.pem"), "-out", str(folder / "certificate.pem")]
@@ -204,9 +209,11 @@ def _fill_folder(folder: Path, chosen: dict[str, Any]) -> None:
         command = ["openssl", *options.split(), "-subj", "/CN=islands", *files]
         subprocess.run(command, check=True, capture_output=True, text=True)
     except FileNotFoundError as error:
-        raise UserError("the server needs the openssl command, for a certificate") from error
+        raise UserError(
+            "the server needs the openssl command to create a certificate: install it"
+        ) from error
     except subprocess.CalledProcessError as error:
-        raise UserError(f"openssl cannot make a certificate: {error.stderr[-300:]}") from error
+        raise UserError(f"openssl cannot create a certificate: {error.stderr[-300:]}") from error
     (folder / "key.pem").chmod(0o600)
     _write_settings(folder, settings)
 

@@ -26,8 +26,9 @@ QUICK, POLL = 0.001, 0.5
 at most. The pause doubles while there is no new record."""
 NO_RECORD = 0, b"", ""
 REMEDY = (
-    "the run cannot be continued from this log; start `serve` on a newer copy of its folder, or in "
-    "an empty folder, where islands begin with the model in their checkpoints"
+    "the run cannot be continued from this log: start `serve` on a newer copy of its "
+    "folder, or in an empty folder, in which islands start from the model in their "
+    "checkpoints"
 )
 BATCH = {"batch": 10_000, "max_bytes": 2**18, "next_by_subj": ">"}
 """Records to get at a time, from the next one that there is."""
@@ -38,9 +39,9 @@ class TrimmedError(UserError):
 
     def __init__(self, sequence: int, first: int) -> None:
         super().__init__(
-            f"record {sequence} of the log is needed, and the server keeps those from {first} on: "
-            "this island was away for too long; start it without its checkpoint while another one "
-            "is running"
+            f"this island needs record {sequence} of the log, and the server has "
+            f"only those from {first} on: the island was away for too long; start "
+            "it without its checkpoint while another one is running"
         )
         self.first = first
 
@@ -50,8 +51,8 @@ class GapError(UserError):
 
     def __init__(self, sequence: int) -> None:
         super().__init__(
-            f"record {sequence} of the log is missing, and later ones are there: the disk of the "
-            f"server has lost it, and {REMEDY}"
+            f"record {sequence} of the log is missing, although there are later "
+            f"ones: the disk of the server has lost it, and {REMEDY}"
         )
 
 
@@ -174,7 +175,7 @@ class LogReader:
         still lacks the newest."""
         if self._answers_until:
             if now > self._answers_until:
-                raise TimeoutError("the server does not give its log")
+                raise TimeoutError("the server does not return its log")
         elif now >= self._look_at:
             self._asked, self._answers_until = after, now + PATIENCE
             wanted = json.dumps(BATCH | {"seq": after + 1}).encode()
@@ -190,7 +191,7 @@ class LogReader:
         `after`: the record read last. `last`: one that the log is known to have.
         """
         if answer.status not in (0, 204, 404):
-            raise RequestError(f"the server does not give its log: status {answer.status}")
+            raise RequestError(f"the server does not return its log: status {answer.status}")
         headers, now, found = answer.headers, time.monotonic(), NO_RECORD
         sequence = 0 if answer.status else int(headers.get("Nats-Sequence", 0))
         if sequence:

@@ -64,7 +64,7 @@ _CHANGEABLE = {
 
 def decode_change(raw: bytes) -> Change:
     if len(raw) > MOST_CHANGE:
-        raise DamagedError(f"a change has {len(raw)} bytes, and may have {MOST_CHANGE}")
+        raise DamagedError(f"a change has {len(raw)} bytes, which is more than {MOST_CHANGE}")
     try:
         return msgspec.json.decode(raw, type=Set | Leave | Evict | Admit)
     except msgspec.DecodeError as error:
@@ -74,7 +74,7 @@ def decode_change(raw: bytes) -> Change:
 def changed(settings: Settings, change: Set) -> Settings:
     """Return the settings after a change. Raise a DamagedError if it is not possible."""
     if change.key not in _CHANGEABLE:
-        raise DamagedError(f"{change.key} cannot change during a run")
+        raise DamagedError(f"{change.key} cannot be changed during a run")
     fields = msgspec.to_builtins(settings) | {change.key: change.value}
     try:
         after = msgspec.convert(fields, Settings, strict=False)
@@ -83,7 +83,9 @@ def changed(settings: Settings, change: Set) -> Settings:
     if after.delay >= after.sync_every:
         raise DamagedError(f"delay {after.delay} must be smaller than {after.sync_every}")
     if after.slots < settings.slots:
-        raise DamagedError(f"the run has {settings.slots} slots, and none is taken away")
+        raise DamagedError(
+            f"the run has {settings.slots} slots, which cannot be removed: give a larger number"
+        )
     return after
 
 

@@ -73,7 +73,7 @@ def commit(number: int, content: bytes) -> Generator[Call, Any, Outcome]:
             if not (yield Create(name, content)):
                 there = yield Get(name)
                 if there is None:  # not visible yet
-                    raise StoreError(f"{name} exists and cannot be read")
+                    raise StoreError(f"{name} exists, but cannot be read")
                 if there != content:
                     return Outcome.SUPERSEDED
             for _ in range(LOOKS):

@@ -220,10 +220,14 @@ class _Head(msgspec.Struct, array_like=True):
 
 RUNNING, REPLACED, BARRED, SICK, LEAVE = "running", "replaced", "barred", "sick", "leave"
 ORDERS = {
-    RUNNING: "another start of this island runs: stop it first, or give this one another name",
-    REPLACED: "another start of this island has taken its place",
-    BARRED: "the owner of the run has evicted this island: ask for `islands change admit`",
-    SICK: "its numbers were wrong again and again: look at its memory and machine",
+    RUNNING: (
+        "another process of this island is running: stop it first, or give this one another name"
+    ),
+    REPLACED: "another process of this island has taken its place",
+    BARRED: (
+        "the owner of the run has evicted this island: ask the owner for `islands change admit`"
+    ),
+    SICK: "its numbers were repeatedly wrong: check its memory and machine",
     LEAVE: "the owner of the run has asked it to leave",
 }
 
@@ -239,16 +243,16 @@ def decode_decision(raw: bytes, number: int | None = None) -> Decision:
     try:
         plain = inflate.decompress(raw, MOST_PLAIN)
         if not inflate.eof or inflate.unconsumed_tail:
-            raise DamagedError("it is cut off, or too large")
+            raise DamagedError("it is truncated, or too large")
         head = msgspec.json.decode(plain, type=_Head)
         if head.protocol > PROTOCOL:
             raise NewerProtocolError(
-                f"the run is written in protocol {head.protocol}, and this code knows {PROTOCOL}: "
-                "install the version that the syncer of the run has"
+                f"the run uses protocol {head.protocol}, and this code supports "
+                f"{PROTOCOL}: install the same version as the syncer of the run"
             )
         decision = msgspec.json.decode(plain, type=Decision)
     except (zlib.error, msgspec.DecodeError) as error:
         raise DamagedError(f"decision {number}: {error}") from error
     if number is not None and decision.number != number:
-        raise DamagedError(f"decision {number} calls itself {decision.number}")
+        raise DamagedError(f"decision {number} contains the number {decision.number}")
     return decision

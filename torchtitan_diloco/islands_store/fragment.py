@@ -202,7 +202,9 @@ class OwnFragment:
         if not self.is_wrong and not (is_same and self.applied <= self.shared.version):
             self.is_wrong, self.copy, self.updates = True, None, {}
             self.resets = self.resets or Mode.TAKE
-            self.island.say(f"fragment {self.number}: its copy has wrong bits, and is taken again")
+            self.island.say(
+                f"fragment {self.number}: its copy has wrong bits, and is downloaded again"
+            )
 
     # --- between two steps ------------------------------------------------------------------------
 

@@ -113,7 +113,7 @@ class Island:
             check_run(decision, self.founds, self._saved)
         self._lower_since, self.heard_at = math.inf, now
         if before is not None and went_back(before, decision, self.slot):
-            self._end(REJOIN, "the store was put back to an older state: it joins anew")
+            self._end(REJOIN, "the store was restored to an older state: the island joins again")
             return
         self.decision = decision
         self._obey(decision)
@@ -133,7 +133,9 @@ class Island:
     def _note_lower(self, now: float) -> None:
         self._lower_since = min(self._lower_since, now)
         if now - self._lower_since >= WENT_BACK:
-            self._end(REJOIN, "the store has only older decisions than were read: it joins anew")
+            self._end(
+                REJOIN, "the store has only older decisions than were read: the island joins again"
+            )
 
     def _obey(self, decision: Decision) -> None:
         """Take the own slot, and note if it is lost, or an order."""
@@ -148,7 +150,7 @@ class Island:
             if self.is_leaving:
                 self._end(LEFT, "")
             else:
-                self._end(REJOIN, "its slot was given to another island: it joins anew")
+                self._end(REJOIN, "its slot was given to another island: it joins again")
         self.slot = slot
 
     def _end(self, why: str, line: str) -> None:

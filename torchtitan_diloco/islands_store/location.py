@@ -12,8 +12,8 @@ def check_empty(founds: Founding | None, saved: Saved | None) -> None:
     if founds is None:
         of_run = "" if saved is None else f", and the checkpoint is of run {saved.run}"
         raise UserError(
-            f"the location is empty{of_run}: give the location of the run, or --islands.found true "
-            "to go on there from this checkpoint"
+            f"the location is empty{of_run}: give the location of the run, or set "
+            "--islands.found true to continue there from this checkpoint"
         )
 
 
@@ -21,16 +21,17 @@ def check_run(decision: Decision, founds: Founding | None, saved: Saved | None) 
     """Raise a UserError if an island does not fit the run."""
     if saved is not None and saved.run != decision.run:
         raise UserError(
-            f"the location holds run {decision.run}, and the checkpoint is of run {saved.run}: "
-            "give its location, or another run.folder"
+            f"the location contains run {decision.run}, but the checkpoint belongs "
+            f"to run {saved.run}: give the location of that run, or another "
+            "run.folder"
         )
     own = {} if founds is None else founds.settings.facts
     of_run = decision.settings.facts
     for key in sorted(own.keys() | of_run.keys()) if founds is not None else ():
         if own.get(key) != of_run.get(key):
             raise UserError(
-                f"{key} is {own.get(key)} here and {of_run.get(key)} in the run: start this island "
-                "with what the run has"
+                f"{key} is {own.get(key)} here and {of_run.get(key)} in the "
+                "run: start this island with the value of the run"
             )
 
 

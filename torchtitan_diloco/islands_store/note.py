@@ -74,7 +74,7 @@ class Founding(msgspec.Struct, array_like=True, frozen=True):
         if not fragments == len(self.checksums) == len(self.chunks):
             raise DamagedError("its lists differ in length")
         if len(self.clocks) not in (0, fragments) or len(self.positions) > self.settings.slots:
-            raise DamagedError("its clocks or positions do not fit")
+            raise DamagedError("its clocks or positions are inconsistent")
 
     def decision(self, number: int, session: str) -> Decision:
         """Return the state of the run before anybody has a slot."""
@@ -158,7 +158,7 @@ def encode_note(note: Note) -> bytes:
 
 def decode_note(raw: bytes) -> Note:
     if len(raw) > MOST_NOTE:
-        raise DamagedError(f"a note has {len(raw)} bytes, and may have {MOST_NOTE}")
+        raise DamagedError(f"a note has {len(raw)} bytes, which is more than {MOST_NOTE}")
     try:
         return msgspec.json.decode(raw, type=Note)
     except msgspec.DecodeError as error:

@@ -278,7 +278,7 @@ class Syncer:
             self._jobs.append(Delete(dropped))
         self.uploads.commit(number)
         if outcome is Outcome.RESTORED:
-            self._say("the store has lost decisions: all copies are written again")
+            self._say("the store has lost decisions: writing all copies again")
             self._rewrite()
 
     def _rewrite(self) -> None:

@@ -37,7 +37,9 @@ class Address:
         if parts.scheme != "https" or not host or parts.query:
             raise _error(line, f"is not of the form {FORM}")
         if parts.fragment and not _FINGERPRINT.fullmatch(parts.fragment):
-            raise _error(line, "its certificate is not 64 hexadecimal digits: it may be cut off")
+            raise _error(
+                line, "its certificate does not have 64 hexadecimal digits: it may be incomplete"
+            )
         return cls(
             host=host,
             port=port,
@@ -72,7 +74,8 @@ def read_join_file(path: Path) -> Address:
         line = ""
     if not line.strip().startswith("https://"):
         raise RefusedError(
-            f"{path}: it holds no line {FORM}; give a folder, or a join file of `islands serve`"
+            f"{path}: it contains no line {FORM}; give a folder, or a join file "
+            "written by `islands serve`"
         )
     return Address.parse(line)
 
@@ -80,4 +83,4 @@ def read_join_file(path: Path) -> Address:
 def _error(line: str, reason: str) -> RefusedError:
     """Return an error that shows an address without its password."""
     shown = line.strip().rpartition("@")[2][:80]
-    return RefusedError(f"{shown!r}: {reason}; use the whole line of a join file")
+    return RefusedError(f"{shown!r}: {reason}; copy the whole line from a join file")

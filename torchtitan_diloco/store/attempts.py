@@ -44,8 +44,9 @@ class Attempts:
                 self._note_failure(verb, name, error)
                 if time.monotonic() + pause > end:
                     raise AwayError(
-                        f"{self._location}: cannot {verb} {name or 'all'} for {self._patience:g} s "
-                        f"({error}); check that it can be reached from here"
+                        f"{self._location}: could not {verb} {name or 'all'} "
+                        f"for {self._patience:g} s ({error}); check that it can "
+                        "be reached from here"
                     ) from error
                 self._closed.wait(pause * random.uniform(1.0, 1.5))
                 number, pause = number + 1, min(2 * pause, LONGEST_PAUSE)
@@ -70,7 +71,9 @@ class Attempts:
             if now < self._said.get(verb, -QUIET_SECONDS) + QUIET_SECONDS:
                 return
             self._said[verb] = now
-        logger.warning(f"{self._location}: cannot {verb} {name or 'all'} ({error}); trying again")
+        logger.warning(
+            f"{self._location}: could not {verb} {name or 'all'} ({error}); trying again"
+        )
 
     def _note_success(self, verb: str) -> None:
         if not self._failing:  # without the lock, as it is so nearly always

@@ -74,7 +74,7 @@ class Bucket(Backend):
         except AlreadyExistsError:
             found = self.get(name, seconds)
             if found is None:  # deleted meanwhile, or another writer is about to create it
-                raise PassingError("another writer is at it") from None
+                raise PassingError("another writer is writing it") from None
             return found.content == content
         except NotImplementedError as error:
             raise self._without_conditions() from error
@@ -93,8 +93,8 @@ class Bucket(Backend):
             found = obstore.get(self._store, name)
             if (size := found.meta["size"]) > MOST_RAW_BYTES:
                 raise DamagedError(
-                    f"{self.location}: {name} has {size} bytes, and no object of a store has more "
-                    f"than {MOST_RAW_BYTES}; delete it"
+                    f"{self.location}: {name} has {size} bytes, and objects of "
+                    f"a store have at most {MOST_RAW_BYTES}; delete it"
                 )
             return Raw(bytes(found.bytes()), found.meta["last_modified"].timestamp())
         except FileNotFoundError as error:
@@ -139,22 +139,22 @@ class Bucket(Backend):
         remedy = LOGIN_REMEDY[self._scheme]
         if _says(error, NO_BUCKET):
             return RefusedError(
-                f"{self.location}: there is no such bucket ({said}); make it, or check its name, "
-                "its region and its endpoint"
+                f"{self.location}: there is no such bucket ({said}); create it, "
+                "or check its name, region and endpoint"
             )
         if _says(error, WRONG_CLOCK):
             return RefusedError(
-                f"{self.location}: the clock of this machine differs too much from that of the "
-                f"bucket ({said}); set the clock, for example with NTP"
+                f"{self.location}: the clock of this machine differs too much from "
+                f"that of the bucket ({said}); set the clock, for example with NTP"
             )
         if _says(error, NO_LOGIN):
             return RefusedError(f"{self.location}: no credentials were found; {remedy}")
         if status == 401 or _says(error, WRONG_LOGIN):
-            return RefusedError(f"{self.location}: the credentials are refused ({said}); {remedy}")
+            return RefusedError(f"{self.location}: the credentials were refused ({said}); {remedy}")
         if status == 403:
             return RefusedError(
-                f"{self.location}: these credentials may not {verb} {name} ({said}); give them the "
-                "right to it"
+                f"{self.location}: these credentials have no permission to {verb} "
+                f"{name} ({said}); grant it"
             )
         if status == 501:
             return self._without_conditions()
@@ -164,8 +164,9 @@ class Bucket(Backend):
 
     def _without_conditions(self) -> RefusedError:
         return RefusedError(
-            f"{self.location}: this bucket has no conditional writes (If-None-Match), without "
-            "which two syncers could decide at once; use another one"
+            f"{self.location}: this bucket does not support conditional writes "
+            "(If-None-Match), without which two syncers could decide at the same "
+            "time; use another one"
         )
 
 

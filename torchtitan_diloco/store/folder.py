@@ -53,8 +53,8 @@ class Folder(Backend):
         except FileNotFoundError:
             missing = self.path.parent if make else self.path
             raise RefusedError(
-                f"{path}: there is no folder {missing}; check the path, and that its file system "
-                "is mounted"
+                f"{path}: {missing} does not exist or cannot be written; check "
+                "the path, and that its file system is mounted"
             ) from None
         except OSError as error:
             raise RefusedError(f"{path}: {error.strerror}; give another folder") from error
@@ -70,7 +70,7 @@ class Folder(Backend):
                 return True
             found = self.get(name, seconds)
             if found is None:
-                raise PassingError("it was deleted meanwhile")
+                raise PassingError("it was deleted in the meantime")
             _flush_folder(path.parent)  # whoever has linked it may be dead
             return found.content == content
 
@@ -153,7 +153,7 @@ class Folder(Backend):
             self._make_folders(path.parent)
             with suppress(FileNotFoundError):
                 return path.open("xb", buffering=0)
-        raise PassingError(f"{path.parent} is deleted again and again")
+        raise PassingError(f"{path.parent} is deleted repeatedly")
 
     def _link(self, temporary: Path, path: Path) -> bool:
         """Give a file its name, and return False if another one has it."""
@@ -224,7 +224,7 @@ class Folder(Backend):
         """Raise if the folder is another one than at the start: nothing is stored under the place
         where a file system was mounted."""
         if _identity(self.path) != self._identity:
-            raise PassingError("it is another folder than before; is it mounted?")
+            raise PassingError("it is not the same folder as before; is it mounted?")
 
     @contextmanager
     def _explain(self) -> Iterator[None]:
@@ -239,17 +239,19 @@ class Folder(Backend):
             return FullError(f"{self.location}: {error.strerror}; free some space on this disk")
         if error.errno in FORBIDDEN:
             return RefusedError(
-                f"{place}: {error.strerror}; let this user read and write in {self.location}"
+                f"{place}: {error.strerror}; allow this user to read and write in {self.location}"
             )
         if error.errno in NOT_A_NAME:
-            return StoreError(f"{place}: {error.strerror}: an object has none below its name")
+            return StoreError(
+                f"{place}: {error.strerror}: the name of an object cannot be the folder of another"
+            )
         return PassingError(f"{place}: {error.strerror}")
 
 
 def _too_large(location: str, name: str, size: int) -> StoreError:
     return DamagedError(
-        f"{location}: {name} has {size} bytes, and no object of a store has more than "
-        f"{MOST_RAW_BYTES}; delete it"
+        f"{location}: {name} has {size} bytes, and objects of a store have at "
+        f"most {MOST_RAW_BYTES}; delete it"
     )
 
 

@@ -163,8 +163,8 @@ class Https(Backend):
             if size > most:
                 reply.close()
                 raise DamagedError(
-                    f"{self.location}: the reply to {route} has more than {most} bytes, and no "
-                    "object of a store has; delete it"
+                    f"{self.location}: the reply to {route} has more than {most} "
+                    "bytes, the most that an object of a store has; delete it"
                 )
             if time.monotonic() > end:
                 raise TimeoutError("the reply does not end")
@@ -187,14 +187,15 @@ class Https(Backend):
         if reply.status not in statuses:
             self._refuse(reply)
         if reply.status != 204 and NOW not in reply.headers:
-            raise self._no_store("its reply lacks the time")
+            raise self._no_store("its reply does not contain the time")
 
     def _refuse(self, reply: _Reply) -> NoReturn:
         text = _one_line(reply.content)
         if reply.status == 401:
             raise RefusedError(
-                f"{self.location}: the server does not know the login {self._address.login!r} with "
-                "this password; use the join file that it made last for this site"
+                f"{self.location}: the server does not accept the login "
+                f"{self._address.login!r} with this password; use the newest join "
+                "file that it has written for this site"
             )
         if reply.status == 403:
             raise RefusedError(f"{self.location}: {text}")
@@ -210,8 +211,8 @@ class Https(Backend):
 
     def _no_store(self, reason: str) -> RefusedError:
         return RefusedError(
-            f"{self.location}: what answers there is not a store server ({reason}); check the "
-            "address and its path"
+            f"{self.location}: the server there is not a store server ({reason}); "
+            "check the address and its path"
         )
 
     def _explained(self, error: Exception) -> Exception:
@@ -220,11 +221,12 @@ class Https(Backend):
             return RefusedError(_about_certificate(self.location, cause))
         if isinstance(error, SSLError) and "ingerprint" in str(error):
             return RefusedError(
-                f"{self.location}: it has another certificate than the join file says: it is "
-                "another server, or its folder was made anew; use the join file that it made last"
+                f"{self.location}: its certificate is not the one in the join file: "
+                "it is another server, or its folder was created again; use the "
+                "newest join file that it has written"
             )
         if "WRONG_VERSION_NUMBER" in str(error) or "HTTP_REQUEST" in str(error):
-            return RefusedError(f"{self.location}: what answers there does not speak TLS")
+            return RefusedError(f"{self.location}: the server there does not use TLS")
         return PassingError(_one_line(str(error).rpartition(": ")[2].encode()) or "no answer")
 
 
@@ -263,8 +265,8 @@ def _about_certificate(location: str, error: ssl.SSLCertVerificationError) -> st
     text = f"{location}: this system does not trust its certificate ({error.verify_message})"
     if error.verify_code in (9, 10):  # not yet valid, expired
         clock = time.strftime("%Y-%m-%d %H:%M", time.gmtime())
-        return f"{text}: it is {clock} UTC here; set the clock, or renew the certificate"
-    return f"{text}; use the whole line of a join file, which says which certificate to trust"
+        return f"{text}: the time here is {clock} UTC; set the clock, or renew the certificate"
+    return f"{text}; copy the whole line from a join file, which contains the certificate to trust"
 
 
 def _one_line(text: bytes) -> str:

@@ -63,7 +63,7 @@ class LargeObjects:
         if len(view) < self._chunk_bytes:
             return self._store.create(name, b"".join((_WHOLE, view)))
         if len(view) > MOST_CHUNKS * self._chunk_bytes:
-            raise StoreError(f"{name}: its {len(view)} bytes are more than {MOST_CHUNKS} chunks")
+            raise StoreError(f"{name}: its {len(view)} bytes do not fit into {MOST_CHUNKS} chunks")
         pieces = [
             view[at : at + self._chunk_bytes] for at in range(0, len(view), self._chunk_bytes)
         ]
@@ -78,8 +78,8 @@ class LargeObjects:
                 names[number], piece, checksums[number]
             ):
                 raise DamagedError(
-                    f"{self._store.location}: {names[number]} exists with other bytes than its "
-                    "name says; delete it"
+                    f"{self._store.location}: the bytes of {names[number]} do not "
+                    "match the hash in its name; delete it"
                 )
 
         self._map(store_chunk, range(len(pieces)))
@@ -100,8 +100,8 @@ class LargeObjects:
             return head
         if head.size > most:
             raise DamagedError(
-                f"{self._store.location}: {name} claims {head.size} bytes, and at most {most} are "
-                "expected"
+                f"{self._store.location}: {name} declares {head.size} bytes, "
+                f"but at most {most} are expected"
             )
         content = bytearray(head.size)
         names, checksums = head.names(name), [b""] * len(head.names(name))
@@ -123,7 +123,9 @@ class LargeObjects:
                 return None  # it was deleted meanwhile
             raise
         if _root_of(checksums) != head.root:
-            raise DamagedError(f"{self._store.location}: {name} has chunks of another content")
+            raise DamagedError(
+                f"{self._store.location}: the chunks of {name} have different content"
+            )
         return content
 
     def delete(self, name: str) -> None:
@@ -159,7 +161,7 @@ class LargeObjects:
                 0 < head.chunk_bytes <= min(head.size, CHUNK_BYTES)
                 and head.size <= MOST_CHUNKS * head.chunk_bytes
             ):
-                raise ValueError("sizes that cannot be")
+                raise ValueError("impossible sizes")
         except ValueError as error:
             raise DamagedError(
                 f"{self._store.location}: {name} is not a large object ({error})"

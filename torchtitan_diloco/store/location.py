@@ -61,7 +61,7 @@ def _backend(location: str, credentials: Mapping[str, str], *, make: bool) -> Ba
             raise UserError(f"install obstore: {install_command('bucket')}") from None
         return Bucket(location, credentials)
     if credentials:
-        raise RefusedError(f"{location[:80]}: takes no credentials; only buckets do")
+        raise RefusedError(f"{location[:80]}: only buckets take credentials; remove them")
     if found and scheme == "https":
         return _https(Address.parse(location))
     if found:

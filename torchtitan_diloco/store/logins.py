@@ -77,13 +77,14 @@ class Logins:
         """Add a login and return its join file."""
         if not re.fullmatch(LOGIN, name):
             raise RefusedError(
-                f"site {name[:80]!r}: give a name of at most 60 of the characters A-Z, a-z, 0-9, "
-                "'.', '-' and '_', which begins with a letter, a digit or '_'"
+                f"site {name[:80]!r}: give a name of at most 60 characters from "
+                "A-Z, a-z, 0-9, '.', '-' and '_' that starts with a letter, a digit "
+                "or '_'"
             )
         with self._change() as file:
             if name in file.logins:
                 raise RefusedError(
-                    f"site {name} has a login: {self.join_file(name)} is its join file"
+                    f"site {name} already has a login: its join file is {self.join_file(name)}"
                 )
             file.logins[name] = Login(password=secrets.token_urlsafe(24), owner=owner)
             return self._write_join_file(file, name)
@@ -147,8 +148,8 @@ class Logins:
             return msgspec.json.decode(content, type=_File)
         except ValueError as error:
             raise RefusedError(
-                f"{self._path} is damaged ({error}); restore it, or delete it and give each site a "
-                "new join file"
+                f"{self._path} is damaged ({error}); restore it, or delete it and "
+                "give each site a new join file"
             ) from error
 
     def _state(self) -> tuple[int, int, int]:

@@ -9,8 +9,9 @@ _SEGMENT = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,149}"
 _NAME = re.compile(rf"{_SEGMENT}(?:/{_SEGMENT})*")
 _PREFIX = re.compile(rf"(?:{_SEGMENT}/)*(?:{_SEGMENT})?")
 _RULE = (
-    "segments of the characters A-Z, a-z, 0-9, '_', '.' and '-', which begin with a letter, a "
-    f"digit or '_' and have at most 150, at most {MOST_SEGMENTS} of them, joined by '/'"
+    f"at most {MOST_SEGMENTS} segments joined by '/', each of at most 150 "
+    "characters from A-Z, a-z, 0-9, '_', '.' and '-', starting with a letter, a "
+    "digit or '_'"
 )
 
 
@@ -20,14 +21,14 @@ def check_name(name: str) -> str:
     No segment begins with a dot: there is no `..`, and files with such names are a backend's own.
     """
     if not _NAME.fullmatch(name) or not _is_short(name):
-        raise StoreError(f"{name[:80]!r} names no object: a name has {_RULE}")
+        raise StoreError(f"{name[:80]!r} is not a valid name of an object: a name has {_RULE}")
     return name
 
 
 def check_prefix(prefix: str) -> str:
     """Return the beginning of names, which may be empty, or raise a StoreError."""
     if not _PREFIX.fullmatch(prefix) or not _is_short(prefix):
-        raise StoreError(f"{prefix[:80]!r} begins no name: a name has {_RULE}")
+        raise StoreError(f"{prefix[:80]!r} is not a valid prefix of a name: a name has {_RULE}")
     return prefix
 
 

@@ -48,8 +48,8 @@ class Quotas:
         free = shutil.disk_usage(self._folder.path).free
         if free - size < self._quota.spare_bytes:
             raise FullError(
-                f"the disk of the server has {free / 1e9:.2f} GB left, which it keeps for the run "
-                "itself; free some space on it"
+                f"the disk of the server has {free / 1000000000.0:.2f} GB left, "
+                "which are reserved for the run itself; free some space on it"
             )
         if owner:
             return

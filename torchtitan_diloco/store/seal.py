@@ -24,5 +24,5 @@ def unseal(place: str, raw: bytes) -> tuple[bytes, bytes]:
         raise DamagedError(f"{place} is truncated: its {len(raw)} bytes do not end with a checksum")
     content, expected = raw[:-SEAL_BYTES], raw[-SEAL_BYTES : -len(_MARK)]
     if checksum(content) != expected:
-        raise DamagedError(f"{place} was altered: its {len(content)} bytes have another checksum")
+        raise DamagedError(f"{place} was altered: the checksum of its {len(content)} bytes differs")
     return content, expected

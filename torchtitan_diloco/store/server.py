@@ -247,15 +247,16 @@ class Server:
     def _check_right(self, may: bool, caller: Caller, name: str, verb: str) -> None:
         if not may:
             raise web.HTTPForbidden(
-                text=f"login {caller.name} may not {verb} {name}: a site writes its own parts and "
-                "notes, and the owner of the run changes; use the join file of another login"
+                text=f"login {caller.name} has no permission to {verb} {name}: "
+                "a site writes its own parts and notes, and the owner of the "
+                "run writes changes; use the join file of another login"
             )
 
     async def _body(self, request: web.Request, caller: Caller, name: str) -> bytes:
         """Return the content in a request, once its size is known to be allowed."""
         size = request.content_length
         if size is None:
-            raise web.HTTPLengthRequired(text="a content needs its length")
+            raise web.HTTPLengthRequired(text="the request has no length")
         if size > MOST_RAW_BYTES:
             raise web.HTTPRequestEntityTooLarge(MOST_RAW_BYTES, size)
         owner = caller.login.owner
@@ -264,7 +265,7 @@ class Server:
             async with asyncio.timeout(BODY_SECONDS + size / SLOWEST):
                 return await request.read()
         except TimeoutError:
-            raise web.HTTPRequestTimeout(text="the content does not arrive") from None
+            raise web.HTTPRequestTimeout(text="the content did not arrive") from None
 
     async def _on_disk(self, function: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._disk, function)

@@ -182,8 +182,9 @@ class Store:
                 self.delete(name)
         if not first or second or raw is None or not raw.content.startswith(nonce):
             raise RefusedError(
-                f"{self.location}: a second writer could create an object that exists, so two "
-                "syncers could decide at once; use a store with conditional writes (If-None-Match)"
+                f"{self.location}: a second writer could create an object that "
+                "already exists, so two syncers could decide at the same time; use a "
+                "store with conditional writes (If-None-Match)"
             )
         self._ahead = raw.modified - time.time()
         self.tidy()
@@ -197,7 +198,7 @@ class Store:
         check_name(name)
         if len(content) > MOST_BYTES:
             raise StoreError(
-                f"{name}: its {len(content)} bytes are more than {MOST_BYTES}: cut it into chunks"
+                f"{name}: its {len(content)} bytes are more than {MOST_BYTES}: split it into chunks"
             )
         return seal(content, known or checksum(content))
 

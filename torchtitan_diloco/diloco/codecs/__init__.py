@@ -30,7 +30,7 @@ _BLOCKS: dict[str, Callable[[str, int], Codec]] = {
     "fp4_e2m1": partial(MiniFloatCodec, exponent=2, mantissa=1, bias=1, top=6.0),
     "fp4_e3m0": partial(MiniFloatCodec, exponent=3, mantissa=0, bias=3, top=16.0),
 }
-"""Each is called with (name, block size)."""
+"""Each is called with a name and a block size."""
 
 CODECS: tuple[CodecName, ...] = get_args(CodecName)
 
@@ -57,7 +57,7 @@ def describe(config: Quantization) -> str:
     codec = build_codec(config)
     text = f"{codec.name}, {bits_per_parameter(codec):g} bits a parameter"
     if isinstance(codec, BlockCodec):
-        text += f", a scale for {config.block_size} values"
+        text += f", one scale per {config.block_size} values"
     elif isinstance(codec, TopKCodec):
-        text += f", the largest {codec.top_values} of {UNIT} values, the others later"
+        text += f", the largest {codec.top_values} of every {UNIT} values, the others later"
     return text

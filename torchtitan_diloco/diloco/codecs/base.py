@@ -10,14 +10,14 @@ UNIT = 1024
 BIAS = 127
 """Exponent bias of fp32 and of scale bytes."""
 LOWEST = BIAS - 100
-"""Smallest scale byte, also for blocks of smaller values. It keeps intermediate results from being
-subnormal, as processors are slow with subnormal numbers or flush them to zero."""
+"""Smallest scale byte, even for blocks of smaller values. It keeps intermediate results from being
+subnormal, because processors are slow with subnormal numbers or flush them to zero."""
 NOT_FINITE = 255
 """Scale byte of a block with a NaN or infinity. All its values are decoded as NaN."""
 
 
 def add_to_mean(mean: Tensor, values: Tensor, share: float | Tensor) -> None:
-    """Add values, which have this share of the new mean. Overwrites `values`.
+    """Add values with this share to the mean. Overwrites `values`.
 
     Unlike `lerp`, which fuses a product and a sum on some processors, this gives the same bits on
     all of them.
@@ -30,8 +30,8 @@ class Codec(ABC):
 
     A format has no header and no state: the payload of values that are cut at multiples of UNIT is
     the concatenation of the payloads of the pieces, and `wire_bytes(UNIT * k + n)` is `k *
-    wire_bytes(UNIT) + wire_bytes(n)`. So callers can process pieces that fit the cache. A codec
-    keeps scratch buffers, so only one thread may use it.
+    wire_bytes(UNIT) + wire_bytes(n)`. Callers can thus process pieces that fit into the cache. A
+    codec keeps scratch buffers, so only one thread may use it.
 
     All workers must get the same bits: avoid reductions whose order depends on the number of
     threads or the processor, and `alpha=` and `lerp` (see `add_to_mean`); write the whole payload.
@@ -40,8 +40,9 @@ class Codec(ABC):
     is_fp32 = False
     """A payload is the memory of the values, so it can be sent and read without a copy."""
     is_sparse = False
-    """Most values are decoded as zero, fewer in a mean of many workers, which leaves out those who
-    send a zero. What is not sent stays in the worker's parameters, and so in its next delta."""
+    """Most values are decoded as zero, but fewer in a mean of many workers, which omits workers
+    that send a zero. Values that are not sent stay in the worker's parameters, and thus in its next
+    delta."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -49,7 +50,7 @@ class Codec(ABC):
 
     @abstractmethod
     def wire_bytes(self, values: int) -> int:
-        """Return the size of the payload of so many values."""
+        """Return the size of the payload of this number of values."""
 
     @abstractmethod
     def encode(self, values: Tensor, payload: Tensor) -> None:
@@ -73,8 +74,8 @@ class Codec(ABC):
             add_to_mean(out, decoded, weight / total)
 
     def _scratch(self, name: str, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return a buffer with unspecified contents. It is kept for the next call, as a new buffer
-        costs more on a CPU than the work that is done in it."""
+        """Return a buffer with unspecified contents. It is kept for the next call, because on a CPU
+        a new buffer costs more than the work that is done in it."""
         buffer = self._scratch_buffers.get(name)
         if buffer is None or buffer.numel() < size or buffer.device != device:
             buffer = self._scratch_buffers[name] = torch.empty(size, dtype=dtype, device=device)
@@ -82,7 +83,7 @@ class Codec(ABC):
 
 
 class Fp32Codec(Codec):
-    """The values as they are."""
+    """The unchanged values."""
 
     is_fp32 = True
 

@@ -1,7 +1,7 @@
 """Formats with a scale for every block of values: int8, and small floats of 8, 4 and 2 bits.
 
-On a CPU, calls of torch cost about as much as the passes over the values. So views are cached by
-size (`Workspace`), and constants are tensors, which saves a conversion in every call.
+On a CPU, calls of torch cost about as much as the passes over the values. Therefore, views are
+cached by size (`Workspace`), and constants are tensors, which saves a conversion in each call.
 """
 
 import importlib
@@ -25,7 +25,7 @@ def triton_kernels() -> ModuleType | None:
     try:
         return importlib.import_module("torchtitan_diloco.diloco.codecs.triton_kernels")
     except ImportError as error:
-        logger.info(f"GPUs encode with plain torch, as Triton cannot be imported: {error}")
+        logger.info(f"GPUs encode with plain torch, because Triton cannot be imported: {error}")
         return None
 
 

@@ -62,8 +62,8 @@ class TopKCodec(Codec):
     def average(self, payloads: list[Tensor], weights: list[float], out: Tensor) -> None:
         """Write the weighted mean of the payloads that send a value to `out`, and 0 where none do.
 
-        An entry that decodes to 0 does not count: it fills up a unit with fewer values than
-        entries, and what it stands for stays in the parameters of its worker.
+        An entry that decodes to 0 does not count: it pads a unit that has fewer values than
+        entries, and the value that it represents stays in the parameters of its worker.
         """
         size = -(-out.numel() // UNIT) * UNIT
         room = out if size == out.numel() else self._scratch("mean", size, out.dtype, out.device)
@@ -98,7 +98,7 @@ class TopKCodec(Codec):
 
 
 def _write_bytes(words: Tensor, room: Tensor) -> None:
-    """Write as many lower bytes of each word as there is room for, little-endian."""
+    """Write as many lower bytes of each word as fit, little-endian."""
     for number in range(room.shape[2]):
         room[..., number] = words >> 8 * number & 0xFF
 

@@ -6,7 +6,7 @@ The kernels compute the same bits as the torch code in base.py, blocks.py and to
 explanations. A program processes one unit of 1024 values as a tile [blocks, values of a block]. The
 last tile is padded with zeros, and masks exclude the padding from stores.
 
-The bits are the same as scales are powers of two, so products are exact, and as
+The bits are the same because scales are powers of two, so that products are exact, and because
 `enable_fp_fusion=False` keeps the compiler from fusing sums with products. Triton does not flush
 subnormal numbers.
 """
