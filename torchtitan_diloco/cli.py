@@ -1,6 +1,5 @@
 """The command `torchtitan-diloco COMMAND ...`, which runs a module of this package."""
 
-import gc
 import os
 import shutil
 import sys
@@ -9,7 +8,7 @@ from pathlib import Path
 from runpy import run_module
 
 from torchtitan_diloco import __version__
-from torchtitan_diloco.log import STARTED_BY, USER_ERROR, command_line, exit_soon
+from torchtitan_diloco.log import STARTED_BY, USER_ERROR, command_line
 
 COMMANDS = {
     "train": ("launch", "train, on one machine or several"),
@@ -35,13 +34,7 @@ def main() -> int:
     if name in COMMANDS:
         module, *first = COMMANDS[name][0].split()
         sys.argv = [sys.argv[0], *first, *arguments]
-        gc.set_threshold(100_000)  # as in the launcher
-        try:
-            run_module(f"torchtitan_diloco.{module}", run_name="__main__", alter_sys=True)
-        except SystemExit as end:
-            if end.code == 0:
-                exit_soon(0)
-            raise
+        run_module(f"torchtitan_diloco.{module}", run_name="__main__", alter_sys=True)
         return 0
     if name == "--version":
         print(f"torchtitan_diloco {__version__}")

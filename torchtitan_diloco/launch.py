@@ -4,18 +4,10 @@ torchrun's agent starts the training processes of this machine, and starts them 
 This file only chooses its arguments.
 """
 
-import gc
-import signal
-
-if __name__ == "__main__":
-    gc.set_threshold(100_000)  # collections during the imports would take a fifth of their time
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports: no traceback
-
 import logging
 import os
+import signal
 import sys
-import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -27,18 +19,16 @@ from torchtitan_diloco.hardware import (
     GLOO_INTERFACE,
     available_cores,
     end_with_parent,
-    raise_open_files_limit,
 )
 from torchtitan_diloco.help import print_help
 from torchtitan_diloco.log import (
     FENCED,
-    SAME_SIGNAL_SECONDS,
     STOP_SIGNALS,
     USER_ERROR,
     WORKER_LOST,
     UserError,
     cause_of,
-    exit_soon,
+    run_and_exit,
 )
 from torchtitan_diloco.nodes import (
     Nodes,
@@ -96,8 +86,6 @@ def main(arguments: list[str], module: str = "torchtitan_diloco.train") -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
 
-    raise_open_files_limit()
-    kill_on_second_signal()
     try:
         if nodes.total > 1:
             wait_for_first_node(nodes, config.distributed.init_timeout_seconds, _say)
@@ -188,8 +176,6 @@ def prepare(config: Config, nodes: Nodes, arguments: list[str]) -> tuple["Launch
     """Return torchrun's configuration and the arguments of the ranks."""
     level = os.environ.setdefault("LOGLEVEL", "ERROR")  # read at the import, by some modules
     logging.getLogger("torch.distributed.elastic").setLevel(level)
-    agent = logging.getLogger("torch.distributed.elastic.agent.server.api")
-    agent.addFilter(lambda record: "exit barrier" not in str(record.msg))  # of nodes that are done
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig
 
@@ -254,27 +240,6 @@ def end_as_by_sigterm() -> int:
     return 0
 
 
-def kill_on_second_signal() -> None:
-    """End this process on the second stop signal, and with it the ranks."""
-    read_end, write_end = os.pipe()
-    os.set_blocking(write_end, False)
-    signal.set_wakeup_fd(write_end)  # gets a byte for each signal, also while torch waits
-
-    def watch() -> None:
-        first, received_at = None, 0.0
-        while number := os.read(read_end, 1):
-            if number[0] not in STOP_SIGNALS:  # one of NOT_AGAIN, from a rank
-                continue
-            if first is None:
-                first, received_at = signal.Signals(number[0]), time.monotonic()
-                _say(f"{first.name}: training stops after this step; a second signal kills it")
-            elif time.monotonic() > received_at + SAME_SIGNAL_SECONDS:
-                _say("killed by a second signal")
-                os._exit(128 + first)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
 def describe_failures(failures: "Mapping[int, ProcessFailure]") -> tuple[int, str]:
     """Return the exit code of the run, and which rank failed and how: the first that was neither
     asked to stop nor lost another one, if there is one.
@@ -300,4 +265,4 @@ def _say(text: str) -> None:
 
 
 if __name__ == "__main__":
-    exit_soon(main(sys.argv[1:]))
+    run_and_exit(main, sys.argv[1:])

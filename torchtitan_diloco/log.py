@@ -1,7 +1,7 @@
 """What a process tells its user: log lines, errors, exit codes, and commands to type."""
 
 import argparse
-import atexit
+import gc
 import logging
 import os
 import re
@@ -60,44 +60,23 @@ class Parser(argparse.ArgumentParser):
 
 
 def run_and_exit(main: Callable[[list[str]], int], arguments: list[str]) -> NoReturn:
-    """Call `main` and exit with its code. Skip all clean-up after a failure.
+    """Call `main` and exit with its code, without the clean-up of the interpreter.
 
-    Clean-up would wait for other ranks, and tell them that this one ended normally. Without it, the
-    rank that fails first is the first to exit, and its exit code is that of the run.
+    After a failure, clean-up would wait for other ranks, and tell them that this one ended
+    normally. Without it, the rank that fails first is the first to exit, and its exit code is that
+    of the run. After a success, `main` has closed what others wait for.
+
+    Ctrl-C ends the process also while torch waits in C++, where no handler of Python runs, until
+    torchrun's agent or the trainer handles it.
     """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    gc.set_threshold(100_000)  # else collections take a tenth of the time of importing torch
     try:
         code = main(arguments)
     except Exception:
         traceback.print_exc()
         code = 1
-    if code:
-        _end_process(code)
-    exit_soon(code)
-
-
-_exit_code: int | None = None  # once `exit_soon` was called
-
-
-def exit_soon(code: int) -> NoReturn:
-    """Exit without freeing all objects, which takes almost a second after an import of torch.
-
-    At times torch also aborts in it ("terminate called without an active exception"). The exit
-    handlers of `atexit` are called.
-    """
-    global _exit_code
-    _exit_code = code
-    raise SystemExit(code)
-
-
-@atexit.register
-def _skip_freeing() -> None:
-    """End the process after all other exit handlers: Python calls the first one last, and frees
-    objects after that. This module is imported before those that register any."""
-    if _exit_code is not None:
-        _end_process(_exit_code)
-
-
-def _end_process(code: int) -> NoReturn:
     for stream in filter(None, (sys.stdout, sys.stderr)):  # None: closed before the start
         try:
             stream.flush()

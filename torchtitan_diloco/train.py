@@ -1,146 +1,18 @@
-"""Entry point of a training process."""
+"""Entry point of a training process. Torch is imported after the process is prepared for it."""
 
-import gc
-import signal
-
-if __name__ == "__main__":
-    gc.set_threshold(100_000)  # as in the launcher
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports: no traceback
-
-from torchtitan_diloco.launch import (
-    end_as_by_sigterm,
-    end_launcher,
-    folder_of_run,
-    follow_launcher,
-)
-
-if __name__ == "__main__":
-    follow_launcher()  # before the seconds in which torch is imported
-
-import os
 import sys
-import time
-from dataclasses import replace
 
-import torch
-
-from torchtitan_diloco.config import Config, ConfigError, from_command_line
-from torchtitan_diloco.config.schema import Run
-from torchtitan_diloco.diloco import WorkerLostError
-from torchtitan_diloco.distributed.collectives import RanksLostError
-from torchtitan_diloco.distributed.world import World, join_world, leave_world
-from torchtitan_diloco.hardware import GLOO_INTERFACE, raise_open_files_limit
-from torchtitan_diloco.islands.config import Join
-from torchtitan_diloco.islands.members import IslandFailedError, IslandFencedError
-from torchtitan_diloco.log import (
-    FENCED,
-    USER_ERROR,
-    WORKER_LOST,
-    UserError,
-    cause_of,
-    logger,
-    run_and_exit,
-    start_logging,
-)
-from torchtitan_diloco.preflight import check_inputs
-from torchtitan_diloco.trainer import Trainer
+from torchtitan_diloco.launch import follow_launcher
+from torchtitan_diloco.log import run_and_exit
 
 
 def main(arguments: list[str]) -> int:
-    try:
-        config = from_command_line(arguments)
-    except ConfigError as error:
-        return _report(error)
-    raise_open_files_limit()
-    start_logging()
-    if restarts := int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):
-        limit = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "?")
-        logger.warning(f"started again after a crash: restart {restarts} of {limit}")
-    set_determinism(config.run)
-    try:
-        check_inputs(config)  # the launcher has done so, but not torchrun
-        config = replace(config, run=replace(config.run, folder=folder_of_run(config)))
-        if config.islands.join:
-            Join.parse(config.islands.join)  # raises for a missing file before a model is built
-        world = join(config)
-        trainer = Trainer(config, world)
-        trainer.run()
-    except UserError as error:
-        return _report(error)
-    except (WorkerLostError, RanksLostError, IslandFailedError) as error:
-        _print_error(error)
-        return WORKER_LOST
-    except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
-            raise
-        _print_error(
-            f"out of memory ({cause_of(error)}): lower training.batch_size, "
-            "training.sequence_length or the size of the model, or use more ranks per worker"
-        )
-        return USER_ERROR
-    leave_world(world)
-    return end_as_by_sigterm() if trainer.only_noticed else 0
+    """Train, and return the exit code."""
+    from torchtitan_diloco.rank import train
 
-
-def join(config: Config) -> World:
-    """Connect to the other processes of the run."""
-    started = time.monotonic()
-    try:
-        return join_world(
-            config.distributed,
-            config.diloco.link,
-            device=config.run.device,
-            workers=config.workers_of_job,
-            fsdp=config.parallel.fsdp,
-            outer_loop=config.diloco.method != "none",
-        )
-    except torch.AcceleratorError:  # for example, a GPU that is in use
-        raise
-    except RuntimeError as error:
-        key, interface = "diloco.link.interface", config.diloco.link.interface
-        if not interface and (interface := os.environ.get(GLOO_INTERFACE, "")):
-            key = GLOO_INTERFACE
-        raise RanksLostError(
-            f"could not connect to all other processes over the {interface or 'default'} interface "
-            f"(failed after {time.monotonic() - started:.0f} s, distributed.init_timeout_seconds = "
-            f"{config.distributed.init_timeout_seconds}): if no other console has an earlier "
-            f"error, set {key} to one that leads to the other nodes, and open its "
-            f"ports (docs/troubleshooting.md) ({cause_of(error)})"
-        ) from error
-
-
-def set_determinism(run: Run) -> None:
-    torch.manual_seed(run.seed)
-    if run.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
-        torch.backends.cudnn.benchmark = False
-
-
-def _report(error: UserError) -> int:
-    """Print a mistake of the user.
-
-    If all ranks have the same error, the first rank of each machine prints it, and the launcher
-    ends the others. A rank that is still alive after ten seconds has an error of its own.
-    """
-    if os.environ.get("LOCAL_RANK", "0") != "0":
-        time.sleep(10)
-    _print_error(error)
-    code = FENCED if isinstance(error, IslandFencedError) else USER_ERROR
-    end_launcher(code)
-    return code
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    known = isinstance(error, (MemoryError, torch.OutOfMemoryError))
-    return known or "can't allocate memory" in str(error)  # torch has no type for it on the CPU
-
-
-def _print_error(error: Exception | str) -> None:
-    rank = f"[rank {os.environ['RANK']}] " if "RANK" in os.environ else ""
-    text = "; ".join([str(error), *getattr(error, "__notes__", [])])
-    print(f"{rank}error: {text}", file=sys.stderr, flush=True)
+    return train(arguments)
 
 
 if __name__ == "__main__":
+    follow_launcher()
     run_and_exit(main, sys.argv[1:])

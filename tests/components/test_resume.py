@@ -29,7 +29,7 @@ from torchtitan_diloco.components.checkpoint import (
 from torchtitan_diloco.components.resume import SavedTensors
 from torchtitan_diloco.config import load_config
 from torchtitan_diloco.export.weights import open_saved
-from torchtitan_diloco.train import set_determinism
+from torchtitan_diloco.rank import set_determinism
 from torchtitan_diloco.trainer import Trainer
 
 STEPS = 16

@@ -21,7 +21,7 @@ from tests.islands.servers import PATIENCE, need_server, wait_until
 from tests.islands.test_coming_and_going import at, die, hold
 from tests.processes import ProcessPool
 from tests.test_trainer import join, records, settings
-from torchtitan_diloco import train as train_module
+from torchtitan_diloco import rank as rank_module
 from torchtitan_diloco.components.telemetry import Telemetry
 from torchtitan_diloco.config import load_config
 from torchtitan_diloco.diagnosis import verdicts, watch
@@ -164,7 +164,7 @@ def test_an_error_says_who_was_slow(capsys: pytest.CaptureFixture[str]) -> None:
     outer.peers.miss({"worker 2": Report(absent=STUCK, evidence="of its payload nothing for 12 s")})
     with pytest.raises(WorkerLostError) as error, diagnosis:
         raise WorkerLostError([1], "connection closed")
-    train_module._print_error(error.value)
+    rank_module._print_error(error.value)
     printed = capsys.readouterr().err
     assert "worker 2 has hung in communication since step 0: of its payload nothing" in printed
     lost = "worker 1 left or did not answer in time (connection closed)"

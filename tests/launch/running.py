@@ -13,11 +13,9 @@ from tests.conftest import REPOSITORY
 from tests.launch.stand_in import is_alive
 
 START = """
-import signal, sys
-if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # as the module itself does when it is started
-from torchtitan_diloco import launch
-launch.exit_soon(launch.main(sys.argv[1:], 'stand_in'))
+import functools, sys
+from torchtitan_diloco import launch, log
+log.run_and_exit(functools.partial(launch.main, module="stand_in"), sys.argv[1:])
 """
 PATIENCE_SECONDS = 200.0
 LAUNCHER_VARIABLES = re.compile(
