@@ -118,7 +118,7 @@ def test_two_machines_with_a_slow_link_and_the_line_that_starts_them(tmp_path: P
         assert [one.wait(280) for one in programs] == [0, 0], programs[0].printed()
         printed = [one.printed() for one in programs]
         check_answer(*printed)
-        assert "bit/s with 2 TCP streams on the slower way" in printed[0]
+        assert "bit/s with 2 TCP streams in the slower direction" in printed[0]
         rows = rows_of(printed[0])
         assert [*rows][:2] == ["10.0.0.1 alone", "10.0.0.2 alone"]
         assert rows["data parallelism"] < rows["streaming, 4 bits, H 10, tau 1"]
@@ -173,7 +173,7 @@ def test_the_other_machine_ends(tmp_path: Path) -> None:
         wait_until(lambda: ready in second.printed(), ready, second.log, 150)
         second.process.send_signal(signal.SIGKILL)
         assert first.wait(60) == 2
-        assert "error: machine 1 has gone: its console says why" in first.printed()
+        assert "error: machine 1 has ended: its console says why" in first.printed()
     wait_until(lambda: not trials_of(tmp_path), "the end of the trials", seconds=30)
 
 
@@ -317,7 +317,7 @@ def test_nobody_else_comes(
     address = f"127.0.0.1:{free_port()}"
     assert compare.main([*SMALL, "--endpoint", address, "--wait", "0.1s", *words]) == 2
     last = capsys.readouterr().err.splitlines()[-1]
-    assert re.match(f"error: --endpoint {address}: .* within 0.1 s: start the same command", last)
+    assert re.match(f"error: --endpoint {address}: .* within 0.1 s.*: run the same command", last)
 
 
 @pytest.mark.parametrize("name", ["1b", "4b", "llama-8b"])

@@ -140,7 +140,7 @@ def following(followed: dict[str, Trip]) -> Iterator[None]:
 
 def follow_a_run(folder: str) -> dict[str, list[str]]:
     """Train and resume on this rank. Return the files of each trip."""
-    from torchtitan_diloco.train import join
+    from torchtitan_diloco.rank import join
 
     settings = SMALL | {
         "data.corpus": f"{folder}/text.txt",

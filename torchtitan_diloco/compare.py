@@ -110,6 +110,13 @@ def _parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     add("--write", type=Path, help="TOML to write (outputs/CONFIG-two-machines.toml)")
     options, settings = parser.parse_known_args(words)
+    _check_options(options)
+    if options.write is None:
+        options.write = Path("outputs", f"{Path(options.config).stem}-two-machines.toml")
+    return options, settings
+
+
+def _check_options(options: argparse.Namespace) -> None:
     if options.config is None:
         raise UserError("give a model with --config, such as 100m")
     if options.seconds == 0:
@@ -135,9 +142,6 @@ def _parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
         raise UserError(f"{problem}: give --bandwidth, such as 1Gbit, without --listen")
     if options.endpoint is not None:
         split_address(options.endpoint)
-    if options.write is None:
-        options.write = Path("outputs", f"{Path(options.config).stem}-two-machines.toml")
-    return options, settings
 
 
 def _compare(options: argparse.Namespace, config: Config, training: list[str]) -> None:
