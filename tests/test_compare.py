@@ -174,7 +174,7 @@ def test_the_other_machine_ends(tmp_path: Path) -> None:
         wait_until(lambda: ready in second.printed(), ready, second.log, 150)
         second.process.send_signal(signal.SIGKILL)
         assert first.wait(60) == 2
-        assert "error: machine 1 has gone: its console says why" in first.printed()
+        assert "error: machine 1 has ended: its console says why" in first.printed()
     wait_until(lambda: not trials_of(tmp_path), "the end of the trials", seconds=30)
 
 
@@ -320,7 +320,7 @@ def test_nobody_else_comes(
     address = f"127.0.0.1:{free_port()}"
     assert compare.main([*SMALL, "--endpoint", address, "--wait", "0.1s", *words]) == 2
     last = capsys.readouterr().err.splitlines()[-1]
-    assert re.match(f"error: --endpoint {address}: .* within 0.1 s: start the same command", last)
+    assert re.match(f"error: --endpoint {address}: .* within 0.1 s.*: run the same command", last)
 
 
 @pytest.mark.parametrize("name", ["1b", "4b", "llama-8b"])

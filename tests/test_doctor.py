@@ -150,7 +150,7 @@ def test_a_name_that_nobody_knows(examine: Examine, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
     failure = examine(ADDRESS[:1], "--endpoint", "nobody:29500")
-    assert "name nobody: Name or service not known: give the address in numbers" in failure
+    assert "name nobody: Name or service not known: give the IP address" in failure
 
 
 def test_a_closed_port(examine: Examine) -> None:

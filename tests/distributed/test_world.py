@@ -233,6 +233,9 @@ def _differently() -> str:
 
 def test_another_number_on_another_rank(processes: ProcessPool) -> None:
     for said in processes.run(_differently, 2):
-        assert "diloco.link.streams = 1 on rank 0, 2 on rank 1: set the same value on all ranks" in said
+        assert (
+            "diloco.link.streams = 1 on rank 0, 2 on rank 1: set the same value on all ranks"
+            in said
+        )
     with pytest.raises(ValueError, match=r"Link.streams = 33.*<= 32"):
         Link(streams=33)
