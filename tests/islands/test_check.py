@@ -71,4 +71,4 @@ def test_check_names_a_chain_that_is_broken(
     server = write_folder(tmp_path / "server", records)
     code, printed = check(server.path, capsys)
     assert code == 1
-    assert f"PROBLEM: record {len(records)} continues a version that is not made" in printed
+    assert f"PROBLEM: record {len(records)} continues a version that no record creates" in printed

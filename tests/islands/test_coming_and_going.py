@@ -64,7 +64,7 @@ def test_islands_join_and_leave(server: Join) -> None:
     )
     with started(first, second):
         first.wait_for_step(20)
-        with started(twin), pytest.raises(ValueError, match="a is running already"):
+        with started(twin), pytest.raises(ValueError, match="a is already running"):
             twin.finish()
         third.start()
         reader = first.peers._leader

@@ -120,7 +120,10 @@ def test_a_joiner_asks_another_island_when_its_donor_fails(
     join_late(islands)
     assert {*failed} == {"a", "b"}
     if fault == "cannot store":
-        assert "island c gets no shared copy of fragment 0 from this one: no space" in caplog.text
+        assert (
+            "this island cannot send its shared copy of fragment 0 to island c: no space"
+            in caplog.text
+        )
         assert f"no snapshot of island {failed[0]}: no space" in caplog.text
     if fault == "claims too much":
         assert f"no snapshot of island {failed[0]}: it has" in caplog.text
@@ -170,7 +173,7 @@ def test_a_joiner_does_not_begin_with_half_of_a_snapshot(
     first.each_step = hold(40, lambda: False)
     with started(first):
         first.wait_for_step(40)
-        with started(late), pytest.raises(IslandFailedError, match="part of a snapshot"):
+        with started(late), pytest.raises(IslandFailedError, match="in a snapshot"):
             late.finish()
 
 

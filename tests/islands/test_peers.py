@@ -187,9 +187,9 @@ def test_other_code_and_what_the_first_island_sets_are_only_named(
             assert same(first.finish().shared, second.finish().shared)
     assert second.peers.seat.slots == 2
     for line in (
-        "the run has slots = 2, which this island uses, and not 4",
-        "the run has quorum = 1, which this island uses, and not 2",
-        "the run has diloco.sync_every = 8, which this island uses, and not 12",
+        "this island uses slots = 2, as the run does, instead of 4",
+        "this island uses quorum = 1, as the run does, instead of 2",
+        "this island uses diloco.sync_every = 8, as the run does, instead of 12",
         "this island runs different code than the first one",
     ):
         assert line in caplog.text
@@ -342,7 +342,7 @@ def test_settings_are_checked() -> None:
         build(replace(here, quorum=9, begin=2))
     with pytest.raises(ValueError, match=r"join: is empty: give .*\n.*local = 2: starts"):
         build(Islands(name="a", local=2))
-    with pytest.raises(ValueError, match=r"group: .* joined by islands.IslandPeers"):
+    with pytest.raises(ValueError, match=r"group: .* pass islands.IslandPeers"):
         StreamingDiLoCo(Net(), here, FP4)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"diloco: must be DiLoCoConfig\(...\), not the class"):
         build(here, DiLoCoConfig)

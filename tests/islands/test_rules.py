@@ -139,7 +139,7 @@ def test_the_slot_to_take() -> None:
     assert members(0.0, 10.0, "i0", "i2").slot_to_take(owned(0, 1, 2), "new/1", 10.0) == (1, "i1")
     assert found.slot_to_take(owned(0, 1), "i1/again", 5.0) == (1, "i1")
     assert members(0.0, 1.0).slot_to_take(owned(0, 1), "i1/again", 1.0) is None, "it may be running"
-    with pytest.raises(ValueError, match="i0 is running already"):
+    with pytest.raises(ValueError, match="i0 is already running"):
         found.slot_to_take(owned(0, 1), "i0/again", 5.0)
 
 

@@ -149,7 +149,7 @@ def test_islands_leave_on_a_notice_and_each_has_a_place_in_the_mirror(tmp_path: 
         more = {"training__steps": 20_000, "checkpoint__mirror": location}
         done = run(folder, **notices, **more)
     assert done.returncode == 128 + signal.SIGTERM, done.stdout + done.stderr
-    assert "notice: GCP preempts this machine, 30 s left" in done.stdout
+    assert "notice: GCP will preempt this machine, 30 s left" in done.stdout
     assert "left the run after its own step" in done.stdout
     for name in ("island-1", "island-2"):
         saved = last(folder / name)

@@ -135,7 +135,7 @@ def test_what_cannot_be_served_is_said_in_one_line(
         (new, {"keep_gb": math.nan}, "^--keep-gb nan: expected"),
         (new, {"address": ""}, "^--address '': give a name"),
         (new, {"host": "[::]"}, r"^--host '\[::\]': give an address of this machine"),
-        (new, {"run": "a.b"}, r"^--run 'a\.b': use at most 64 letters"),
+        (new, {"run": "a.b"}, r"^--run 'a\.b': give at most 64 characters"),
         (used, {}, "it contains files, but no run"),
         (used / "file/x", {}, f"^--folder {used}/file/x: "),
         (broken, {}, r"run\.json is damaged"),
@@ -155,7 +155,7 @@ def test_what_cannot_be_served_is_said_in_one_line(
     again = open_folder(tmp_path / "away").settings
     assert (again.host, again.port) == ("0.0.0.0", 4222), "what failed is not kept"
     (known / "store").rename(known / "lost")
-    with pytest.raises(ValueError, match="the log of the run test is gone"):
+    with pytest.raises(ValueError, match="the log of the run test is missing"):
         open_folder(known).start()
     (known / "key.pem").write_text("damaged")
     with pytest.raises(ValueError, match=r"nats-server did not start: .*key"):
@@ -218,7 +218,7 @@ def test_streams_that_cannot_be_made_are_said(tmp_path: Path) -> None:
     with running_server(tmp_path / "server") as server:
         away = dataclasses.replace(server.admin, addresses=(f"127.0.0.1:{free_port()}",))
         for admin in (server.admin, away, server.join):
-            with pytest.raises(ValueError, match="the streams of the run test cannot be made"):
+            with pytest.raises(ValueError, match="the streams of the run test cannot be created"):
                 make_streams(admin, 0.1, replicas=3)
 
 
@@ -393,5 +393,5 @@ sys.exit(run_islands([sys.executable, "-c", {ISLAND!r}], 2, Path({str(tmp_path)!
     see, first, last = done.stdout.splitlines()
     assert see.endswith(f"islands watch --join {tmp_path}/server/join.txt")
     assert first == "island-1 0o600 nats+tls://"
-    assert last.startswith(f"islands and server are in {tmp_path}; the same command with")
+    assert last.startswith(f"islands and server are in {tmp_path}; to continue a run")
     assert (tmp_path / "island-2/output.txt").read_text() == "island-2 0o600 nats+tls://\n"

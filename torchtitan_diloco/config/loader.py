@@ -34,7 +34,7 @@ DEFAULT_CONFIG = "demo"
 COMMAND_LINE = "command line"
 TYPES = setting_types(Config)
 SECRETS = "islands.join", "checkpoint.mirror"
-"""Settings that may contain a password, which errors do not show."""
+"""Settings that may contain a password. Errors do not show their values."""
 
 RUN_LENGTH = ("training.steps", "training.tokens", "training.tokens_per_parameter")
 """Exactly one of these settings is not 0."""
@@ -108,8 +108,8 @@ def _read_file(path: Path, children: tuple[Path, ...] = ()) -> dict[str, Mapping
 
 
 def _merge(tables: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the values of settings, and where each comes from. Later tables, which have their
-    origins as keys, replace earlier ones."""
+    """Return the values of settings, and the origin of each. Later tables, whose keys are their
+    origins, override earlier ones."""
     values, origins, mistakes = dict[str, Any](), dict[str, str](), list[str]()
     for origin, table in tables.items():
         found = {}
@@ -181,7 +181,7 @@ def _parse_pairs(text: str) -> dict[str, str]:
 
 
 def _hint(key: str) -> str:
-    """Return which key an unknown one may mean: one of its section, or else which there are."""
+    """Return a hint about an unknown key: a similar key of its section, or else all its keys."""
     sections = {one.rpartition(".")[0] for one in TYPES}
     given, _, name = (key, "", "") if key in sections else key.rpartition(".")
     for section in difflib.get_close_matches(given, sections, n=1, cutoff=0.8):

@@ -77,7 +77,7 @@ class Model:
     activation: Literal["swiglu", "gelu"] | None = None
     """Feed-forward layer: SwiGLU (three matrices) or GELU (two; transformers has no such model)."""
     qk_norm: bool | None = None
-    """Normalise the queries and keys of each head before attention. Qwen3 does, Llama does not."""
+    """Normalize the queries and keys of each head before attention. Qwen3 does, Llama does not."""
     tied_head: bool | None = None
     """Use one matrix as both embedding and head."""
     norm_epsilon: Annotated[float, Meta(gt=0)] | None = None
@@ -93,7 +93,7 @@ class Model:
 
 
 WORKER_FIELD = "{worker}"
-"""In the name of a corpus: the number of the worker that reads it."""
+"""Placeholder in the name of a corpus for the number of the worker that reads it."""
 
 
 @dataclass(frozen=True)
@@ -101,9 +101,9 @@ class Phase:
     """A later part of a run that reads another mixture."""
 
     start: float
-    """Share of the run at which it begins."""
+    """Share of the run at which the phase starts."""
     mixture: dict[str, float]
-    """Weights of corpora from there on, as in `data.mixture`."""
+    """Weights of the corpora from then on, as in `data.mixture`."""
 
 
 @dataclass(frozen=True)
@@ -259,7 +259,7 @@ class Distributed:
     """Process groups inside a worker, and start-up."""
 
     init_timeout_seconds: Positive = 600
-    """Seconds that processes wait for each other at the start."""
+    """Seconds for which processes wait for each other at the start."""
     train_timeout_seconds: Positive = 300
     """Seconds after which a collective inside a worker fails and ends the run; with several
     workers at least `diloco.link.timeout_seconds` + 60, which applies between workers."""
@@ -272,7 +272,7 @@ class Validation:
     every: NotNegative = 500
     """Steps between two validations. The last step is validated too. 0: no validation at all."""
     sequences: Positive = 512
-    """Held-out sequences per validation over all ranks; all of them if there are fewer."""
+    """Held-out sequences per validation over all ranks, or all of them if there are fewer."""
 
 
 @dataclass(frozen=True)
@@ -358,7 +358,7 @@ class Config:
         return (self.islands.begin if self.islands.join else 0) or self.diloco.workers
 
     def worker_name(self, worker: int) -> str:
-        """Return what stands for `{worker}` in the names of corpora: the name of an island, or the
+        """Return the value of `{worker}` in the names of corpora: the name of an island, or the
         number of a worker of a job."""
         return self.islands.name or str(worker)
 
@@ -368,7 +368,7 @@ class Config:
 
 
 def portable(config: Config) -> Config:
-    """Return the settings that start the same run elsewhere, without its places and passwords."""
+    """Return the settings that start the same run elsewhere, without its folders and passwords."""
     run, islands = replace(config.run, folder=""), replace(config.islands, join="")
     checkpoint = replace(config.checkpoint, mirror="")
     return replace(config, run=run, islands=islands, checkpoint=checkpoint)

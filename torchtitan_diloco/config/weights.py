@@ -1,4 +1,4 @@
-"""Weights of the corpora of a mixture: what is wrong with them, and the turns that they mean."""
+"""Weights of the corpora of a mixture: their mistakes, and the turns of the corpora."""
 
 import math
 from collections.abc import Mapping
@@ -8,12 +8,12 @@ Weights = Mapping[str, float]
 """Weights of corpora by name, of any sum."""
 
 MOST_TURNS = 20_000
-"""Samples after which the turns of a mixture repeat, at most. Weights that would need more are
-rounded to multiples of one divided by this."""
+"""Maximum number of samples after which the turns of a mixture repeat. Weights that would need more
+are rounded to multiples of one divided by this."""
 
 
 def weight_mistake(weights: Weights) -> str:
-    """Return what is wrong with weights, with the remedy, or ""."""
+    """Return the mistake in the weights with its remedy, or an empty string."""
     for name, weight in weights.items():
         if not (math.isfinite(weight) and weight >= 0):
             return f'the weight of "{name}" is {weight}: give a number of at least 0'
@@ -27,7 +27,7 @@ def weight_mistake(weights: Weights) -> str:
 
 
 def is_rounded(weights: Weights) -> bool:
-    """Return whether the turns mean other shares than the weights, which are valid."""
+    """Return whether the turns give other shares than the weights, which must be valid."""
     return _period_of(_shares_of(weights)) > MOST_TURNS
 
 

@@ -1,4 +1,4 @@
-"""What all ranks agree on: errors, small sums, and the step after which they stop or save."""
+"""Agreement of all ranks on errors, small sums, and the step after which they stop or save."""
 
 import math
 import os
@@ -22,9 +22,10 @@ from torchtitan_diloco.log import SAME_SIGNAL_SECONDS, STOP_SIGNALS, UserError, 
 
 Value = TypeVar("Value")
 ASK_EVERY = 2
-"""Steps between two questions of workers that train on their own. Each takes time on the links."""
+"""Steps between two reductions of workers that train independently. Each takes time on the
+links."""
 STEPS_APART = 6
-"""Steps that workers that train on their own may be apart before they wait for an answer."""
+"""Steps that workers that train independently may be apart before they wait for an answer."""
 
 
 def on_all_ranks(group: dist.ProcessGroup | None, task: Callable[[], Value]) -> Value:
@@ -44,7 +45,7 @@ def on_all_ranks(group: dist.ProcessGroup | None, task: Callable[[], Value]) -> 
 class PendingSum:
     """Element-wise sum over all ranks in the background, exact for counts up to 2**53.
 
-    `where` completes the error message if ranks are lost meanwhile.
+    `where` completes the error message if ranks are lost during the reduction.
     """
 
     def __init__(self, world: World, values: Sequence[float], where: str) -> None:
@@ -74,7 +75,8 @@ class RanksLostError(RuntimeError):
 
 @contextmanager
 def naming_lost_ranks(world: World, where: str) -> Iterator[None]:
-    """Turn a failure of the body, which waits for all ranks, into one that names the lost rank."""
+    """Convert a failure of the body, which waits for all ranks, into one that names the lost
+    rank."""
     try:
         yield
     except WorkerLostError as error:
@@ -96,8 +98,8 @@ def naming_lost_ranks(world: World, where: str) -> Iterator[None]:
 
 
 def answer_lag(world: World, diloco: DiLoCoConfig) -> int:
-    """Return the steps between a question to the other ranks and reading the answer, for which
-    workers that train on their own should not have to wait."""
+    """Return the steps between asking the other ranks and reading the answer, so that workers that
+    train independently do not have to wait for it."""
     if world.control is None:
         return 0
     if diloco.method == "none" or world.workers == 1:
@@ -158,17 +160,17 @@ class StopRequest:
 
     @property
     def only_noticed(self) -> bool:
-        """Whether this rank got a notice, and no signal, which the launcher would know of."""
+        """Whether this rank got a notice and no signal, of which the launcher would know."""
         return self._noticed and self._received is None
 
     @property
     def seconds_left(self) -> float:
-        """Seconds until this machine is taken away; infinity if it is not known."""
+        """Seconds until this machine is taken away, or infinity if unknown."""
         return max(0.0, self._end_of_machine - time.monotonic())
 
     def agreed(self, step: int, numbers: Sequence[float] = (), *, save: bool = False) -> Requests:
-        """Return what all ranks do after this step; `save` asks them to save soon. Every rank calls
-        it once after each step. `numbers`: as in `ask`."""
+        """Return the action of all ranks after this step; `save` asks them to save soon. Each rank
+        calls this once after each step. `numbers`: as in `ask`."""
         self._save |= save
         if step % self._every == 0:
             self.ask(step, numbers)
@@ -180,8 +182,8 @@ class StopRequest:
         return Requests(stop=stop > 0, save=saves > 0)
 
     def ask(self, step: int, numbers: Sequence[float]) -> PendingSum:
-        """Return the sum over all ranks of both wishes and the numbers after this step, which may
-        have been asked for already."""
+        """Return the sum over all ranks of both requests and the numbers after this step, which may
+        already have been started."""
         if self._latest is None or self._latest[0] != step:
             stop = self._noticed or self._received is not None
             values = [float(stop), float(self._save), *numbers]
@@ -197,7 +199,8 @@ class StopRequest:
         return self
 
     def __exit__(self, error: type[BaseException] | None, *details: object) -> None:
-        """Restore the signal handlers, and wait for open questions unless the run has failed."""
+        """Restore the signal handlers, and wait for pending reductions unless the run has
+        failed."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         if error is None:
@@ -206,7 +209,7 @@ class StopRequest:
 
 
 def watch_notices(config: Run, stop: StopRequest) -> NoticeWatch:
-    """Return a watch of this node, on its first rank: the other ranks hear of it by agreement."""
+    """Return a watch of this node, on its first rank: the others learn of a notice by agreement."""
     first = os.environ.get("LOCAL_RANK", "0") == "0"
     cloud = config.preemption if first else "none"
     return NoticeWatch(cloud, config.preemption_address, stop.note)

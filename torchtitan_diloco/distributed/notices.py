@@ -21,10 +21,11 @@ from urllib.error import HTTPError
 from torchtitan_diloco.log import logger
 
 POLL_SECONDS = {"aws": 5.0, "gcp": 1.0, "azure": 1.0}
-"""As the providers recommend. GCP and Azure give 30 seconds of notice, AWS two minutes."""
+"""Seconds between queries, as the providers recommend. GCP and Azure give 30 seconds of notice, AWS
+two minutes."""
 ANSWER_SECONDS = 5.0
 FAILURES = 3
-"""Questions in a row without an answer, after which a warning says so. It is the only one."""
+"""Consecutive queries without an answer after which a warning is logged, once."""
 ADDRESSES = {
     "aws": "http://169.254.169.254",
     "gcp": "http://metadata.google.internal",
@@ -33,15 +34,15 @@ ADDRESSES = {
 GCP_SECONDS = 30.0
 MOST_BYTES = 2**20
 LOSES_THE_MACHINE = ("Preempt", "Terminate", "Redeploy", "Reboot")
-"""Types of Azure's events after which the processes are gone. `Freeze` pauses them for seconds."""
+"""Types of Azure's events that end the processes. `Freeze` only pauses them for seconds."""
 
 
 class Notice(NamedTuple):
     what: str
     seconds: float | None = None
-    """Time that is left, if it is known."""
+    """Seconds that are left, if known."""
     stops: bool = True
-    """Whether the machine will be taken away; otherwise it may be, and the run saves."""
+    """Whether the machine will be taken away. Otherwise it may be, and the run only saves."""
 
 
 class Answer(NamedTuple):
@@ -50,7 +51,7 @@ class Answer(NamedTuple):
 
 
 class Metadata:
-    """A metadata server. It is asked directly, whatever proxies are set."""
+    """A metadata server, which is queried directly, regardless of proxies."""
 
     def __init__(self, address: str) -> None:
         self.address = address.rstrip("/")
@@ -69,7 +70,7 @@ class Metadata:
                 return Answer(error.code, "")
 
     def ask_aws(self, path: str) -> str:
-        """Return what AWS says, "" if there is nothing."""
+        """Return the answer of AWS, or an empty string if there is none."""
         for _ in range(2):
             if not self._token:
                 ttl = {"X-aws-ec2-metadata-token-ttl-seconds": "21600"}
@@ -143,9 +144,10 @@ DIALECTS: dict[str, Callable[[Metadata], Notice | None]] = {
 
 
 class NoticeWatch:
-    """Asks a metadata server in a thread, and tells each notice once. The last one stops the run.
+    """Queries a metadata server in a thread, and reports each notice once. The last one stops the
+    run.
 
-    A server that does not answer gets one warning, and is asked again and again.
+    If a server does not answer, one warning is logged, and the queries continue.
     """
 
     def __init__(self, cloud: str, address: str, tell: Callable[[Notice], None]) -> None:

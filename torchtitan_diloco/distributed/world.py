@@ -22,16 +22,17 @@ from torchtitan_diloco.log import UserError, logger
 
 WORKER, FSDP = "worker", "fsdp"
 LONGER_THAN_LINK_SECONDS = 60
-"""By which ranks of a worker wait longer for each other than for another worker. Otherwise they
-would give up first, and the error would not name the lost worker."""
+"""Seconds by which ranks of a worker wait longer for each other than for another worker. Otherwise,
+they would time out first, and the error would not name the lost worker."""
 SAVING_TIMEOUT_SECONDS = 7200
-"""For which ranks wait for each other in a save. Disks may be slow."""
+"""Seconds for which ranks wait for each other in a save, because disks may be slow."""
 LOOPBACK = "127."
 
 
 @dataclass(frozen=True)
 class World:
-    """This rank among all ranks. A single process has groups only for FSDP2 on a GPU."""
+    """Position and process groups of this rank. A single process has groups only for FSDP2 on a
+    GPU."""
 
     rank: int
     size: int
@@ -183,7 +184,7 @@ def join_world(
 def _watch(grid: torch.Tensor, rank: int) -> Liveness:
     """Watch a row and a column of the grid of workers and their ranks. Collective.
 
-    Who loses a rank tells both, so that all hear of it.
+    A rank that loses another reports it to both groups, so that all ranks learn of it.
     """
     worker, column = divmod(rank, grid.shape[1])
     peers = {*grid[worker].tolist(), *grid[:, column].tolist()} - {rank}
@@ -207,7 +208,7 @@ def world_of_one(device: torch.device, backend: str) -> World:
 
 @contextmanager
 def gloo_over(interfaces: str) -> Iterator[None]:
-    """Let the gloo groups that are made in the body use these network interfaces, if any."""
+    """Make gloo groups that are created in the body use these network interfaces, if any."""
     before = os.environ.get(GLOO_INTERFACE)
     if interfaces:
         os.environ[GLOO_INTERFACE] = interfaces
@@ -259,8 +260,8 @@ class _Attachment:
 def pick_streams(link: Link, rank: int, ranks_per_worker: int) -> tuple[int, str]:
     """Return the streams from this rank to each other worker, and the interfaces for gloo.
 
-    Collective over all ranks. Gloo has a connection for every entry of its list of interfaces. An
-    empty list leaves the choice to gloo.
+    Collective over all ranks. Gloo opens a connection for each entry in its list of interfaces. If
+    the list is empty, gloo chooses one.
     """
     name = ""
     ranks_here = min(ranks_per_worker, int(os.environ.get("LOCAL_WORLD_SIZE", ranks_per_worker)))

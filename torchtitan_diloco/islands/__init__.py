@@ -1,4 +1,4 @@
-"""Workers as jobs of their own, which come and go while the others continue."""
+"""Workers as separate jobs, which join and leave while the others continue."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

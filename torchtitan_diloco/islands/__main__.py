@@ -146,7 +146,8 @@ def _serve(options: argparse.Namespace) -> None:
 
 
 def _invitation(server: Server) -> str:
-    """Say how islands join. The password is shown on a terminal only, as journals keep the rest."""
+    """Describe how islands join. The password is only shown on a terminal, because journals keep
+    output."""
     file, address = server.join_file(), server.join.addresses[0]
     if sys.stdout.isatty():
         text = f"{server.join}\nGive this line, which contains a password, to each island: "
@@ -182,7 +183,7 @@ def _check(options: argparse.Namespace) -> bool:
 
 
 def _print_check(admin: Join) -> bool:
-    """Read the whole log of a running server, and say what it has. Return whether it is whole."""
+    """Read the whole log of a running server and describe it. Return whether it is complete."""
     connection, state, problem = Connection(admin, "check/1"), State(), ""
     try:
         connection.connect()
@@ -224,7 +225,8 @@ def _print_check(admin: Join) -> bool:
 
 
 def continues_another(outcome: Outcome, state: State) -> bool:
-    """Return whether a close is void as it is for a version that the log does not make."""
+    """Return whether a close is void because it continues a version that the log does not
+    create."""
     close = outcome.record
     if not isinstance(close, Close) or not outcome.void or close.fragment >= len(state.fragments):
         return False

@@ -1,7 +1,7 @@
-"""What an island does about others that are late, wrong, or have other bits than most.
+"""Actions of an island about others that are late or wrong, or whose bits differ from the majority.
 
-Not to wait for one is a decision of each island, from the entries that it reads: `Conduct`. An
-eviction is in the log, and needs the votes of several islands (ledger.py).
+Each island decides from the entries that it reads whether to wait for another one: `Conduct`. An
+eviction is recorded in the log, and needs the votes of several islands (ledger.py).
 """
 
 from collections.abc import Iterator
@@ -16,9 +16,9 @@ from torchtitan_diloco.islands.members import IslandFailedError, Members
 from torchtitan_diloco.islands.records import AnyRecord, Evict, Take, name_of
 
 IN_A_ROW = 8
-"""Versions of all fragments until an island is not waited for."""
+"""Number of versions of all fragments after which rounds do not wait for an island."""
 HUNG = 10
-"""An island hangs if it makes no step for this multiple of `islands.slot_seconds`."""
+"""An island hangs if it completes no step for this multiple of `islands.slot_seconds`."""
 NOT_WAITED_FOR, LEFT_OUT, EVICTED = "not waited for", "left out", "evicted"
 EVIDENCE = {
     NOT_WAITED_FOR: (
@@ -26,7 +26,7 @@ EVIDENCE = {
     ),
     LEFT_OUT: f"its parts were wrong in {IN_A_ROW} versions, and have weight 0",
 }
-"""What is done about an island without which rounds close, and why."""
+"""Level of an action about an island without which rounds close, and the reason."""
 
 
 class Seen(Enum):
@@ -34,15 +34,15 @@ class Seen(Enum):
 
     IN_TIME = "in time"
     LATE = "late"
-    """Of an earlier round, so it was there before this one."""
+    """The part is of an earlier round, so it arrived before this one."""
     MISSING = "missing"
-    """The round has waited for it."""
+    """The round waited for the part."""
     WRONG = "wrong"
-    """Not finite, or an outlier."""
+    """The part was not finite, or an outlier."""
 
 
 def look_at(entry: Entry, owner: str, own: str) -> Seen | None:
-    """Return None for an outlier that another island has found: that one may be the sick one."""
+    """Return None for an outlier that another island has found, which may itself be faulty."""
     part = entry.part_of(owner)
     if part is None:
         return Seen.MISSING
@@ -53,19 +53,19 @@ def look_at(entry: Entry, owner: str, own: str) -> Seen | None:
 
 @dataclass
 class Conduct:
-    """How an island has behaved, as one of the others sees it."""
+    """Record of how an island has behaved, kept by another island."""
 
     fragments: int
     level: str = ""
     """A key of EVIDENCE, or empty."""
     missing: int = 0
-    """Entries without a part of it since one was in time."""
+    """Number of entries without a part of it since one was in time."""
     wrong: int = 0
-    """Entries with wrong parts since a good one."""
+    """Number of entries with wrong parts since a good one."""
     times: int = 0
-    """How often it had a level."""
+    """Number of times that it had a level."""
     until: int = 0
-    """Version at which it is waited for again."""
+    """Version from which rounds wait for it again."""
 
     def note(self, seen: Seen, version: int) -> bool:
         """Note an entry, and return whether the level changes. `version`: of its fragment."""
@@ -89,24 +89,24 @@ class Conduct:
 
     @property
     def is_wrong(self) -> bool:
-        """Whether its parts have been wrong for so long that it may be evicted."""
+        """Whether its parts have been wrong for long enough to evict it."""
         return self.wrong >= WITHOUT_WORK * self.fragments
 
 
 class Others:
-    """The other islands, as this one sees them."""
+    """Records of the other islands, kept by this one."""
 
     def __init__(self, state: State, members: Members, incarnation: str, action: str) -> None:
         """`action`: see `Islands`."""
         self._state, self._members, self._incarnation = state, members, incarnation
         self.disputes, self._action = Disputes(state, members, incarnation), action
         self.flags: dict[str, int] = {}
-        """Of the latest part of each owner, as far as this island may judge it."""
+        """Result for the latest part of each owner, if this island may judge it."""
         self._conduct: dict[str, Conduct] = {}  # by name
         self._evicted = set[str]()
 
     def note(self, record: AnyRecord, entry: Entry | None, ready: set[int]) -> Iterator[Action]:
-        """Note a valid record. Yield what is done from it on, or no more.
+        """Process a valid record. Yield the actions that begin or end with it.
 
         `ready`: slots that rounds wait for.
         """
@@ -142,18 +142,18 @@ class Others:
                 yield Action(name_of(owner), what, EVIDENCE[what], over=not one.level)
 
     def standing(self) -> list[str]:
-        """Describe what is done about which islands, for the others. Any thread may call this."""
+        """Describe the actions about islands for the others. Any thread may call this."""
         found = self._conduct.copy().items()
         return [f"{name}: {one.level}" for name, one in found if one.level]
 
     def awaited(self, ready: set[int]) -> set[int]:
-        """Return those of the ready slots without whose parts no round closes early."""
+        """Return those of the ready slots whose parts a round needs to close early."""
         owners = self._state.owners()
         levels = {name: one.level for name, one in self._conduct.items()}
         return {slot for slot in ready if not levels.get(name_of(owners[slot]))}
 
     def to_evict(self, now: float) -> Iterator[tuple[str, str]]:
-        """Yield islands that are sick and of which nothing was merged for long, and the reason."""
+        """Yield faulty islands of which nothing was merged for a long time, and the reason."""
         for slot in self._state.slots if self._action == "evict" else ():
             owner, voted = slot.owner, self._incarnation in slot.votes
             if owner is None or slot.done or voted or owner == self._incarnation:
@@ -169,28 +169,28 @@ class Others:
 
 
 class Vote(NamedTuple):
-    """What is known of a fragment of another island."""
+    """Knowledge about a fragment of another island."""
 
     version: int
-    """The latest of which it has the same bits, or the first of which it has others."""
+    """Latest version with the same bits, or first version with different bits."""
     same: bool
 
 
 class Disputes:
     """Compares this island's checksums with those in records and heartbeats of the others.
 
-    Their records with other checksums are void here, and this island's are void there. An island
-    that differs from most others fails, and takes their copies when it is started again. If half of
-    them differ, nobody knows who is right: all are silent, fail, and replay the log.
+    Records with different checksums are void here, and this island's records are void there. An
+    island that differs from most others fails, and takes their copies when it is restarted. If half
+    of them differ, it is unknown which are right: all stay silent, fail, and replay the log.
     """
 
     def __init__(self, state: State, members: Members, incarnation: str) -> None:
         self._state, self._members, self._incarnation = state, members, incarnation
         self._said: dict[tuple[int, str], Vote] = {}
-        """By fragment and island."""
+        """Knowledge by fragment and island."""
         self._undecided: dict[int, float] = {}
-        """Fragments of which half of the islands that have spoken since have other bits, and since
-        when."""
+        """Fragments for which half of the islands that have reported since have different bits, and
+        the time since when."""
         self._blocked = set[int]()
         self._warned = set[tuple[int, str]]()
 
@@ -206,19 +206,19 @@ class Disputes:
         return fragment in self._blocked
 
     def differs(self, incarnation: str) -> bool:
-        """Return whether an island has other bits of a fragment than most others."""
+        """Return whether the bits of a fragment of an island differ from those of most others."""
         votes = self._votes()
         return any(incarnation in others and len(others) <= same for same, _, others in votes)
 
     def is_outvoted(self, now: float) -> bool:
-        """Return whether more islands have other bits of a fragment than have the same."""
+        """Return whether more islands have different bits of a fragment than have the same."""
         self._hear(now)
         return any(len(others) > same + 1 for same, _, others in self._votes())
 
     def settle(self, now: float) -> list[str]:
         """Return a warning for each island that begins to differ from most others.
 
-        Raises an IslandFailedError if this island has to begin again from the log.
+        Raises an IslandFailedError if this island has to restart from the log.
         """
         self._hear(now)
         found = list[str]()
@@ -253,8 +253,8 @@ class Disputes:
         return found
 
     def _votes(self) -> Iterator[tuple[int, int, set[str]]]:
-        """Yield how many others have the same bits of each fragment, how many had the same before
-        the first difference and have not spoken since, and which have others."""
+        """Yield for each fragment how many others have the same bits, how many had the same before
+        the first difference and have not reported since, and which have different bits."""
         owners = set(self._state.owners().values()) - {self._incarnation}
         for fragment in range(len(self._state.fragments)):
             said = {owner: self._said.get((fragment, owner)) for owner in owners}

@@ -1,7 +1,7 @@
-"""Payloads in the streams of the server, cut into chunks, over TCP streams of their own.
+"""Payloads in the streams of the server, split into chunks, over separate TCP streams.
 
-Each stream has a thread and a connection, which is made again whenever it fails. Then its chunks
-are repeated, and the other streams go on.
+Each stream has a thread and a connection, which is reopened whenever it fails. Its chunks are then
+repeated, while the other streams continue.
 """
 
 import base64
@@ -36,10 +36,10 @@ CHUNK_BYTES = 1_000_000  # by default, a server accepts messages of at most 1 Mi
 UNDER_WAY = 8  # chunks that a stream has sent or asked for at a time: more than a TCP window holds
 IDLE_SECONDS = 30.0  # seconds between two pings of a stream without chunks
 SILENT_SECONDS = 2.0
-"""Seconds without a packet after which a stream is not waited for, once another one is made."""
+"""Seconds without a packet after which a stream is replaced by a new one."""
 GIVE_UP_SECONDS: dict[Bulk, float] = {"parts": math.inf, "snapshots": 120.0, "states": 120.0}
-"""Seconds of refusals by the server after which a chunk is given up. Another island may have a
-snapshot, but nobody else has the parts."""
+"""Seconds of refusals by the server after which a chunk is abandoned. Another island may have a
+snapshot, but no other island has the parts."""
 PAUSE, LONGEST_PAUSE = 0.1, 1.0  # seconds between attempts
 URGENCY: dict[Bulk, int] = {"parts": 0, "states": 1, "snapshots": 2}
 WAKE = (-1, 0, None)  # in the queue of jobs: look whether to end
@@ -50,8 +50,8 @@ class ClosedError(RuntimeError):
 
 
 class ChunkError(ValueError):
-    """A chunk is not kept any more, does not have the size or the hash in its record, or the server
-    does not take or give it for some time."""
+    """A chunk is no longer stored, does not have the size or hash in its record, or the server
+    cannot store or return it for some time."""
 
 
 @dataclass(eq=False)
@@ -76,7 +76,7 @@ class Job:
 
     @property
     def place(self) -> tuple[int, int, "Job"]:
-        """Its place in the queue."""
+        """Position in the queue."""
         return URGENCY[self.bulk], self.number, self
 
     @property
@@ -112,7 +112,7 @@ class Streams:
     """TCP streams to the server. Any thread may call the public methods, which wait."""
 
     def __init__(self, join: Join, name: str) -> None:
-        """There are none before `grow`."""
+        """Starts without streams; see `grow`."""
         self.join, self._name = join, name
         self.jobs = queue.PriorityQueue[tuple[int, int, Job | None]]()
         self._numbers = itertools.count()
@@ -123,7 +123,7 @@ class Streams:
         self._warned, self.stored = "", -math.inf  # when a chunk was last stored
 
     def grow(self, count: int) -> None:
-        """Use this many streams from now on, if there are fewer."""
+        """Increase the number of streams to this one."""
         with self._lock:
             for number in range(len(self._threads), count if self.failure is None else 0):
                 self._threads.append(_Stream(self, f"{self._name} {number}"))
@@ -170,15 +170,15 @@ class Streams:
         return job
 
     def renew(self) -> None:
-        """Connect again where an answer is awaited and nothing arrives.
+        """Reconnect the streams that wait for an answer while nothing arrives.
 
-        After a cut of the link, the kernel repeats what was lost the later the longer the cut was.
+        The longer a link was cut, the later the kernel repeats what was lost.
         """
         for thread in self._threads:
             thread.renew()
 
     def fail(self, reason: Exception) -> None:
-        """Raise this error in all calls, now and later, and end the streams."""
+        """Raise this error in all current and later calls, and end the streams."""
         with self._lock:
             self.failure = self.failure or reason
         for job in list(self._open):
@@ -197,7 +197,7 @@ class Streams:
 
 
 class _Stream(threading.Thread):
-    """Do jobs over one connection, which is made again whenever it fails."""
+    """Run jobs over one connection, which is reopened whenever it fails."""
 
     def __init__(self, streams: Streams, name: str) -> None:
         super().__init__(name=name, daemon=True)
@@ -229,7 +229,7 @@ class _Stream(threading.Thread):
             self._wait()
 
     def end(self) -> None:
-        """Wake the thread, which then sees that it should end."""
+        """Wake the thread, so that it notices that it should end."""
         self._streams.jobs.put(WAKE)
         if self._wire is not None:
             self._wire.close()
@@ -245,7 +245,7 @@ class _Stream(threading.Thread):
         self._pause = min(2 * self._pause, LONGEST_PAUSE)
 
     def _ask(self) -> None:
-        """Send jobs as long as there are some and few are under way. Wait for a first one."""
+        """Send jobs while there are any and few are in flight. Wait for the first one."""
         assert self._wire is not None
         while len(self._under_way) < UNDER_WAY:
             try:
@@ -264,7 +264,7 @@ class _Stream(threading.Thread):
             self._wire.publish(subject, content, number)
 
     def _hear(self) -> None:
-        """Read the next answer. Finish its job, or put it into the queue again."""
+        """Read the next answer. Finish its job, or return the job to the queue."""
         if not self._under_way:
             return
         assert self._wire is not None
@@ -291,7 +291,7 @@ class _Stream(threading.Thread):
                 job.done.set_result(sequence)
 
     def _repeat(self, job: Job, error: RequestError) -> None:
-        """Repeat a job that the server has refused, or give it up."""
+        """Repeat a job that the server has refused, or abandon it."""
         if error.code == NO_MESSAGE and not job.is_direct:
             job.fail(ChunkError(f"the server no longer has chunk {job.sequence} of {job.bulk}"))
             return

@@ -1,7 +1,7 @@
-"""Settings that can change while a run goes on: `islands change KEY VALUE`.
+"""Settings that can change during a run: `islands change KEY VALUE`.
 
-A change is a record. The facts in force are those of the first record with all changes before a
-place in the log. An island that joins takes these settings from them.
+A change is a record. The facts in force at a position in the log are those of the first record with
+all changes up to it. An island that joins takes these settings from them.
 """
 
 from collections.abc import Mapping
@@ -34,7 +34,7 @@ CHANGEABLE: dict[str, Any] = {
 
 
 def parse_value(key: str, value: str) -> Any:
-    """Return the value of a setting that can change, or raise a UserError."""
+    """Return the value of a setting that can be changed, or raise a UserError."""
     if key not in CHANGEABLE:
         raise UserError(
             f"{key} cannot be changed during a run{nearest(key, CHANGEABLE)}; "

@@ -42,12 +42,12 @@ class Islands(Section):
     usually take longer."""
     slot_seconds: Annotated[float, Meta(ge=0, le=86400)] = 60.0
     """Seconds of silence of an island after which another island may take its slot. After 5
-    seconds, its own next start may do so, and rounds do not wait for it."""
+    seconds, a restarted process of the same island may take it, and rounds do not wait for it."""
     action: Literal["note", "wait_less", "evict"] = "wait_less"
     """Strongest action of this island against one that is repeatedly late or wrong. note: report
     it. wait_less: let rounds close without it. evict: also vote to end it."""
     local: NotNegative = 0
-    """Start a server and this number of islands on this machine, to try it. 0: none."""
+    """Start a server and this number of islands on this machine, to try islands. 0: none."""
 
 
 NAME = r"[A-Za-z0-9_.-]{1,60}"
@@ -93,7 +93,7 @@ def islands_mistakes(islands: Islands, begin: int) -> Mistakes:
 
 
 def own_loop_settings(islands: Islands, config: DiLoCoConfig) -> tuple[Islands, DiLoCoConfig]:
-    """Check the settings of an island in a loop without the trainer, and return those to use."""
+    """Check the settings of an island in your own loop, and return the settings to use."""
     check_class(config, "diloco", DiLoCoConfig)
     begin, mistakes = islands.begin or config.workers, list[tuple[str, str]]()
     if not islands.join:
@@ -119,7 +119,7 @@ def change_commands(islands: Islands, settings: Mapping[str, object]) -> str:
 
 
 def checked_count(name: str, value: Any) -> int:
-    """Return a number of tokens or samples as an integer: users write 1e9."""
+    """Return a number of tokens or samples as an integer, because users write 1e9."""
     if isinstance(value, int | float) and value > LARGEST:
         raise UserError(
             f"{name} = {value!r}: give at most {LARGEST:.3g}, the largest number in a log"
@@ -139,8 +139,8 @@ _JOIN = re.compile(
     rf"(?P<addresses>[^@/#]+)#(?P<run>{RUN_PATTERN})(?:\.(?P<certificate>[A-Za-z0-9_-]+))?"
 )
 _FILE = re.compile(r"[^:@#]+")
-"""A path. Text with these characters counts as a join string, whose password is not shown, unless
-there is such a file."""
+"""Pattern of a path. Other text counts as a join string, whose password is not shown, unless such a
+file exists."""
 HOST_PATTERN = r"\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+"
 _ADDRESS = re.compile(rf"(?P<host>{HOST_PATTERN}):(?P<port>[0-9]{{1,5}})")
 _NO_CHECK_TIME = 0x200000  # OpenSSL's X509_V_FLAG_NO_CHECK_TIME, which Python does not name
@@ -151,7 +151,7 @@ class RefusedError(UserError):
 
 
 class LoginError(RefusedError):
-    """The server does not know the user, or the password is another one."""
+    """The server does not know the user, or the password is wrong."""
 
 
 @dataclass(frozen=True)

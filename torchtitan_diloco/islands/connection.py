@@ -1,7 +1,7 @@
 """Connection of an island to the NATS server: the log, chunks, and messages between islands.
 
-The log and messages have a thread with a connection. Chunks have streams of their own (bulk.py), so
-they do not delay records.
+The log and messages share a thread with a connection. Chunks use separate streams (bulk.py), so
+that they do not delay records.
 """
 
 import itertools
@@ -45,15 +45,15 @@ from torchtitan_diloco.log import UserError, logger
 T = TypeVar("T")
 RECORD_BYTES = 1_000_000  # by default, a server accepts messages of at most 1 MiB
 FIRST_CONNECTION_SECONDS, SERVER_IS_BACK_SECONDS = 10.0, 600.0
-"""Time to connect for a new island, and for one that was in the run: a server may reboot."""
+"""Seconds to connect for a new island, and for one that was in the run: a server may reboot."""
 LOG_PATIENCE, PING = 3.0, 0.5
-"""Seconds without a byte of the server until a connection is lost, and between pings."""
+"""Seconds without a byte from the server after which a connection is lost, and between pings."""
 PAUSE, LONGEST_PAUSE = 0.1, 1.0  # seconds between attempts
 TICK = 0.1  # longest wait in `receive`, in seconds
 EXPIRY = 5.0  # seconds without a heartbeat until an island counts as gone
 SUBJECTS = "log", "beat"
 FINAL = AnotherLogError, TrimmedError, GapError, LoginError
-"""Errors that another connection would meet, too."""
+"""Errors that a new connection would also meet."""
 
 
 class LogRecord(NamedTuple):
@@ -61,11 +61,11 @@ class LogRecord(NamedTuple):
     raw: bytes
     at: float  # `time.monotonic()` when it arrived
     stored: str = ""
-    """Time of the server when it was stored, in ISO format. Empty: not known."""
+    """Time of the server at which it was stored, in ISO format. Empty: unknown."""
 
 
 class Connection:
-    """Connection that is restored whenever it is lost, and what it has received.
+    """Connection that is restored whenever it is lost, and the data that it has received.
 
     Any thread may call the public methods. Only one at a time takes `records` and `messages` and
     calls `receive`: first the caller of `Leader.join`, then the leader's own thread. No lock is
@@ -86,7 +86,7 @@ class Connection:
         """Sequence number and `digest` of the last record received."""
         self.first, self.last = 1, -1
         """Sequence numbers of the first and the last record in the log when the connection was
-        made. `last` is 0 if the log is empty, and -1 without a connection."""
+        opened. `last` is 0 if the log is empty, and -1 without a connection."""
         self.problem = ""  # why there is no connection
         self.failure: UserError | None = None  # why there will be none again
         self.round_trip: float | None = None  # seconds to the server and back, as measured last
@@ -97,7 +97,7 @@ class Connection:
         self._is_there = self._follows = self._closed = False
         self._away_since, self._news = math.inf, threading.Event()
         self._alarm, self._alarmed = socket.socketpair()
-        """A byte in the first one ends a wait of the thread for the other."""
+        """A byte in the first socket ends a wait of the thread for the other."""
         for one in (self._alarm, self._alarmed):
             one.setblocking(False)
         self._thread = threading.Thread(target=self._keep_connected, name=name, daemon=True)
@@ -119,8 +119,8 @@ class Connection:
     def follow(self, after: int, newest: str = "") -> None:
         """Receive the records after record `after`, now and after each loss of the connection.
 
-        `newest`: the `digest` of this record if it is known. Raises AnotherLogError if it is
-        another one, and TrimmedError if records after it are no longer kept.
+        `newest`: the `digest` of this record if it is known. Raises AnotherLogError if the digest
+        differs, and TrimmedError if records after it are no longer stored.
         """
         if after + 1 < self.first:
             raise TrimmedError(after + 1, self.first)
@@ -130,7 +130,7 @@ class Connection:
         self._ring()
 
     def close(self) -> None:
-        """Send what was appended before, and disconnect. Calls that wait raise ClosedError."""
+        """Send the records appended so far, and disconnect. Calls that wait raise ClosedError."""
         self._closed = True
         self.streams.close()
         self._ring()
@@ -187,7 +187,7 @@ class Connection:
         self._news.set()
 
     def receive_log(self, patience: float = math.inf) -> None:
-        """Wait for all records that the log had when the connection was made."""
+        """Wait for all records that the log had when the connection was opened."""
         end = time.monotonic() + patience
         while self.last < 0 or self.received < self.last:
             self.receive()
@@ -195,7 +195,7 @@ class Connection:
                 raise UserError(f"the server does not send its log {self.problem}".strip())
 
     def seconds_away(self) -> float:
-        """Return the time since the connection was lost, at most 0 if there is one."""
+        """Return the time since the connection was lost, or at most 0 while there is one."""
         return time.monotonic() - self._away_since
 
     # --- any thread -------------------------------------------------------------------------------
@@ -211,7 +211,7 @@ class Connection:
             self._alarm.send(b".")
 
     def _ask_server(self, operation: Callable[[Session], T]) -> T:
-        """Return an answer of the server, over a connection of its own, once it gives one."""
+        """Return an answer of the server, over a separate connection, as soon as it gives one."""
         for address in itertools.cycle(self._join.addresses):
             if self._closed:
                 raise ClosedError("the connection was closed")
@@ -298,7 +298,7 @@ class Connection:
         return max(1, state["first_seq"]), state["last_seq"]
 
     def _converse(self, session: Session) -> None:
-        """Send what is to be sent, and pass on what arrives, until `close`."""
+        """Send pending messages, and pass on those that arrive, until `close`."""
         log, pings = LogReader(session), deque[float]()
         pinged, heard, pongs = -math.inf, -math.inf, session.pongs
         while True:

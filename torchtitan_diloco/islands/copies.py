@@ -113,7 +113,8 @@ class Copies:
         *arguments: Any,
         content: Sequence[Sequence[Tensor]] = (),
     ) -> Result:
-        """Call a method on all ranks and return this rank's result. Only for the first rank.
+        """Call a method on all ranks and return this rank's result. Only the first rank may call
+        this.
 
         `content`: tensors for all ranks, or with one for each rank.
         """
@@ -152,7 +153,7 @@ class Copies:
         return mine
 
     def shards(self, fragment: int, payload: Tensor, ranks: int, codec: str) -> Sequence[Tensor]:
-        """Return the shards of a part if each rank needs only its own, else the whole part."""
+        """Return the shards of a part if each rank needs only its own, otherwise the whole part."""
         if ranks != self.ranks.size:
             return [payload]
         shards: Sequence[Tensor] = payload.split(self.payload_sizes(fragment, ranks, codec))
@@ -162,13 +163,14 @@ class Copies:
         self._stopped = True
 
     def save_soon(self, task: Callable[[], Result]) -> "Future[Result]":
-        """Let the thread that computes the copies run a task, while no copy changes."""
+        """Run a task in the thread that computes the copies, while no copy changes."""
         future: Future[Result] = Future()
         self.saves.put((future, task))
         return future
 
     def save(self) -> None:
-        """Run the next task in `saves`. An error ends the thread, which all others notice."""
+        """Run the next task in `saves`. An error ends the thread, which the other threads
+        notice."""
         future, task = self.saves.get()
         future.set_result(task())
 
@@ -176,7 +178,7 @@ class Copies:
         """Declare the outer state to be this version, and return its checksum.
 
         The content, if any, is a whole copy and its optimizer state, which are loaded first.
-        `fresh`: zero the optimizer state, as a loaded one may be of another run.
+        `fresh`: zero the optimizer state, because a loaded one may belong to another run.
         """
         copy = self.fragments[fragment]
         with copy.state.background(copy.state.moment()):
@@ -209,7 +211,7 @@ class Copies:
             copy.recycle(dropped)
 
     def payload_sizes(self, fragment: int, ranks: int, codec: str) -> list[int]:
-        """Return the encoded bytes of each rank's shard of a fragment, for so many ranks."""
+        """Return the encoded bytes of each rank's shard of a fragment, for this number of ranks."""
         sizes, encoded = self.fragments[fragment].layout.sizes(ranks), self.build_codec(codec)
         return [encoded.wire_bytes(size) for size in sizes]
 
@@ -246,7 +248,7 @@ class Copies:
         Args:
             ranks: number of ranks of the island that sent each part.
             codecs: wire format of each part.
-            only_newest: drop all older versions, as none will be applied.
+            only_newest: drop all older versions, because none will be applied.
         """
         copy = self.fragments[fragment]
         with copy.state.background(copy.state.moment()):
@@ -343,9 +345,10 @@ def _average(
 
 @torch.no_grad()
 def encode_delta(codec: Codec, delta: Tensor) -> Tensor:
-    """Return the payload of this rank's delta. No other thread may use the codec meanwhile.
+    """Return the payload of this rank's delta. No other thread may use the codec during the call.
 
-    That of fp32 is the memory of the delta, which is next written once the part is not needed.
+    The payload of fp32 is the memory of the delta, which is only written again when the part is no
+    longer needed.
     """
     if codec.is_fp32:
         return delta.view(torch.uint8).cpu()

@@ -1,8 +1,8 @@
 """How an island gets the newest shared copies: from its checkpoint, or as snapshots from another.
 
-A joiner needs the state of the log and the copies. A checkpoint has both. Without one, the state
-is one that another island has stored, and the copies are snapshots that it makes on request, each
-at its own version. The records since then lead from there to now.
+An island that joins needs the state of the log and the copies. A checkpoint contains both. Without
+a checkpoint, the state is one that another island has stored, and the copies are snapshots that it
+creates on request, each at its own version. The records since then lead to the present state.
 """
 
 import math
@@ -34,21 +34,21 @@ from torchtitan_diloco.islands.records import (
 from torchtitan_diloco.log import UserError, command_line, logger
 
 STATE_EVERY = 1000
-"""Records between two states that an island stores for readers of the log."""
+"""Number of records between two states that an island stores for readers of the log."""
 ASK_SECONDS, SNAPSHOT_SECONDS = 10.0, 3600.0
-"""Seconds after which an island is asked for a snapshot again, as a question or an answer may be
-lost, and after which another island is asked. The wait for one that is silent ends earlier."""
+"""Seconds after which an island is asked for a snapshot again, because a request or an answer may
+be lost, and after which another island is asked. The wait for a silent island ends earlier."""
 HEAR_SECONDS = 3.0
-"""Seconds in which every running island sends a heartbeat."""
+"""Seconds within which each running island sends a heartbeat."""
 
 
 class StaleError(IslandFailedError):
-    """The run cannot be continued with the copies of the checkpoint, but with those of another
+    """The run cannot be continued with the copies in the checkpoint, but with those of another
     island."""
 
 
 class Joiner:
-    """Finds the state and the copies with which an island begins."""
+    """Finds the state and the copies from which an island starts."""
 
     def __init__(
         self, connection: Connection, copies: Copies, facts: Facts, incarnation: str
@@ -105,8 +105,8 @@ class Joiner:
     # --- the log ----------------------------------------------------------------------------------
 
     def _stored_state(self) -> State:
-        """Return the state that an island has stored last. It is before the first record if all
-        records are there, and few."""
+        """Return the latest state that an island has stored, or the state before the first record
+        if the log is complete and short."""
         connection, state = self._connection, State()
         if connection.first <= 1 and connection.last < STATE_EVERY:
             return state
@@ -122,7 +122,8 @@ class Joiner:
         )
 
     def _donors(self) -> Iterator[str]:
-        """Yield the running islands that have caught up with the log, as they are heard."""
+        """Yield the running islands that have caught up with the log, as their heartbeats
+        arrive."""
         members, until = self._connection.members, time.monotonic() + HEAR_SECONDS
         known = set[str]()
         while True:
@@ -143,7 +144,8 @@ class Joiner:
         return found
 
     def _read_facts(self, state: State) -> State:
-        """Return a state that is ahead, with the facts in force. Write them if there are none."""
+        """Return a state that is ahead, with the facts in force. Write the facts if there are
+        none."""
         asked_at, void = -RETRY, State().read(1, encode(self._mine)).void
         while (ahead := self._look_ahead(state)).facts is None:
             if void:
@@ -170,8 +172,8 @@ class Joiner:
         return ahead
 
     def _begins_with(self, facts: Facts) -> bool:
-        """Return whether the loaded parameters are those that the run begins with. If it goes on
-        from a checkpoint, so must the momentum be."""
+        """Return whether the run starts from the loaded parameters. If it continues from a
+        checkpoint, the momentum must be the same too."""
         same = facts.clocks == self._mine.clocks and facts.positions == self._mine.positions
         return same and facts.checksums == self._mine.checksums
 
@@ -187,8 +189,8 @@ class Joiner:
                 )
 
     def _declare_first(self, facts: Facts) -> None:
-        """Declare the loaded parameters to be version 0. Their momentum counts only if the run goes
-        on from a checkpoint."""
+        """Declare the loaded parameters to be version 0. Their momentum counts only if the run
+        continues from a checkpoint."""
         for fragment in range(len(facts.checksums)):
             fresh = not any(facts.clocks)
             checksum = self._copies.run(self._copies.declare, fragment, 0, fresh)
@@ -211,7 +213,7 @@ class Joiner:
         return False
 
     def _take_snapshot(self, state: State, donor: str, fragment: int) -> str:
-        """Load a fragment from another island. Return the problem, or ""."""
+        """Load a fragment from another island. Return the problem, or an empty string."""
         answer = self._ask(donor, fragment)
         if answer is None:
             return "it does not answer"
@@ -257,7 +259,7 @@ class Joiner:
 
 
 def check_facts(facts: Facts, mine: Facts) -> None:
-    """Raise a UserError if this island does not fit the run. Warn where the run decides."""
+    """Raise a UserError if this island does not fit the run. Warn about settings of the run."""
     both = {"in the run": facts, "in this island": mine}
     fixed = {
         who: {key: value for key, value in one.fingerprints.items() if key not in CHANGEABLE}
@@ -285,12 +287,12 @@ def check_facts(facts: Facts, mine: Facts) -> None:
 
 
 class Giver:
-    """Stores states and snapshots in the background, and answers the islands that have asked."""
+    """Stores states and snapshots in the background, and answers the islands that ask for them."""
 
     def __init__(self, connection: Connection, copies: Copies, incarnation: str) -> None:
         self._connection, self._copies, self._incarnation = connection, copies, incarnation
         self._answers: dict[SnapshotWanted, Snapshot | None] = {}
-        """Answer to each question of the latest joiners, None until it is known."""
+        """Answer to each request of the latest islands that join, None until it is known."""
         self._thread = BackgroundThread("islands-snapshots")
 
     def store_state(self, state: bytes) -> None:
@@ -305,7 +307,7 @@ class Giver:
         self._thread.submit(store)
 
     def give(self, wanted: SnapshotWanted, state: State) -> None:
-        """Store a snapshot and answer. Repeat an answer, as it may be lost."""
+        """Store a snapshot and answer. Repeat an answer, because it may be lost."""
         if wanted in self._answers:
             if answer := self._answers[wanted]:
                 self._connection.ask(wanted.sender, answer)

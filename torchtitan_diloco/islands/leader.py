@@ -40,11 +40,11 @@ from torchtitan_diloco.log import logger
 BEAT, REPORT = 0.5, 10.0
 """Seconds between heartbeats, and between log messages about waiting."""
 LOOK = 0.1
-"""Longest single wait of training, as the connection may be lost meanwhile."""
+"""Longest single wait of training, because the connection may be lost in the meantime."""
 
 
 class Seat(msgspec.Struct, frozen=True):
-    """The place of an island in the run."""
+    """Position of an island in the run."""
 
     slot: int
     slots: int
@@ -56,7 +56,7 @@ class Seat(msgspec.Struct, frozen=True):
     """Length of the run, as set by its first island."""
     clock: int
     versions: list[int]
-    """Versions of the fragments with which the island begins."""
+    """Versions of the fragments from which the island starts."""
 
 
 class Leader:
@@ -65,7 +65,7 @@ class Leader:
     After `join`, its thread reads records and computes new versions (`_work`). The upload thread
     calls `store`, and the training thread all other public methods. All three hold the lock of
     `changed` to use the machine. A version is computed before the state has its entry, without the
-    lock, so that training can continue meanwhile.
+    lock, so that training can continue.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Leader:
         self._giver, self._gauges = Giver(connection, copies, name), gauges
         self._reported = 0.0
         self._uploads = math.inf, 0
-        """Since when, and how many bytes."""
+        """Start time, and number of bytes."""
         self._is_reading = False
         self._failure: Exception | None = None
         self._closed = threading.Event()
@@ -101,10 +101,10 @@ class Leader:
     # --- join -------------------------------------------------------------------------------------
 
     def join(self, saved: State | None) -> Seat:
-        """Get the newest copies, take a slot, and wait for the run to begin.
+        """Get the newest copies, take a slot, and wait for the run to start.
 
         `saved`: state of the log in this island's checkpoint, whose copies are loaded. Raises a
-        StaleError if they are too old, or have other bits than those of most islands.
+        StaleError if they are too old, or if their bits differ from most islands.
         """
         machine = self.machine
         try:
@@ -191,7 +191,7 @@ class Leader:
         return f"{unread + self._is_reading} records of the log{speed}; the others continue"
 
     def store(self, part: Part, payload: Tensor) -> int:
-        """Store the chunks of an own part and append the part. Return the bytes sent."""
+        """Store the chunks of a part of this island and append the part. Return the bytes sent."""
         if part.finite:
             started = time.monotonic()
             self._uploads = started, payload.numel()
@@ -209,7 +209,7 @@ class Leader:
         return payload.numel() if part.finite else 0
 
     def reports(self) -> dict[str, Report]:
-        """Return what all islands have said of themselves, by name."""
+        """Return the reports of all islands, by name."""
         with self.changed:
             owners = list(self.state.owners().values())
         return {name_of(owner): self._report_of(owner, time.monotonic()) for owner in owners}
@@ -233,7 +233,7 @@ class Leader:
         return Report(gauges.read_vitals(), absent=STUCK, evidence=text)
 
     def take_actions(self) -> list[Action]:
-        """Return what is done about others since the last call."""
+        """Return the actions about others that began or ended since the last call."""
         with self.changed:
             taken, self.machine.actions = self.machine.actions, []
         return taken
@@ -354,7 +354,7 @@ class Leader:
                 say(lines.pop(0))
 
     def _beat(self) -> None:
-        """Send heartbeats, in a thread of their own as the reading thread may be busy."""
+        """Send heartbeats, in a separate thread because the reading thread may be busy."""
         while not self._closed.wait(BEAT):
             self._send_hint()
 

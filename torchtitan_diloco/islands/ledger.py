@@ -1,4 +1,4 @@
-"""What the state of a run is made of: slots with their ledgers, fragments, and their entries."""
+"""Components of the state of a run: slots with their ledgers, fragments, and their entries."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,9 +17,9 @@ from torchtitan_diloco.islands.records import (
 )
 
 WITHOUT_WORK = 16
-"""Versions of all fragments without work of an island until it may be evicted."""
+"""Number of versions of all fragments without work of an island before it may be evicted."""
 FEWEST_VOTES = 2
-"""One island, which may be the sick one, evicts nobody."""
+"""A single island, which may itself be faulty, cannot evict another."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Entry:
         return part in self.outliers or not part.finite
 
     def left_out(self) -> Iterator[str]:
-        """Describe the parts that it leaves out."""
+        """Describe the parts that this entry leaves out."""
         where = f"fragment {self.close.fragment}, version {self.close.version}"
         for refusal in self.close.refused:
             yield f"{where}: record {refusal.part} was left out: {refusal.reason}"
@@ -82,7 +82,7 @@ class Ledger(msgspec.Struct):
         return self.merged + self.lost
 
     def lose(self, end: int) -> None:
-        """Count the samples up to `end` that are not taken yet as lost."""
+        """Count the samples up to `end` that have not been merged as lost."""
         self.lost += max(0, end - self.taken_to)
 
 
@@ -108,16 +108,16 @@ class Fragment(msgspec.Struct):
     counted."""
     open: Open | None = None
     waiting: dict[int, Part] = {}
-    """Valid parts that are in no entry yet, by sequence number."""
+    """Valid parts that are not in an entry yet, by sequence number."""
     norms: list[float] = []
-    """Norms of the parts merged last."""
+    """Norms of the latest merged parts."""
 
     def waiting_of(self, slot: int) -> Part | None:
         return next((part for part in self.waiting.values() if part.slot == slot), None)
 
 
 def works(slot: Slot, fragments: Sequence[Fragment]) -> bool:
-    """Return whether work of the owner was merged lately, or the owner is new."""
+    """Return whether work of the owner was merged recently, or the owner is new."""
     pairs = zip(fragments, slot.ledgers, strict=True)
     last = (one.version - max(ledger.good_in, ledger.since) for one, ledger in pairs)
     return min(last) < WITHOUT_WORK
@@ -126,9 +126,9 @@ def works(slot: Slot, fragments: Sequence[Fragment]) -> bool:
 def count_vote(vote: Evict, slots: Sequence[Slot], fragments: Sequence[Fragment]) -> bool:
     """Count a vote, and return whether it evicts. Raises a VoidError if it is not valid.
 
-    An eviction needs the votes of two islands, and of most of those whose work is merged. As
-    nothing of the evicted one was merged for long, nobody can evict a healthy one. It is like
-    leaving: its parts that wait still count, if they can be merged.
+    An eviction needs the votes of two islands, and of most islands whose work is merged. It
+    requires that nothing of the evicted island was merged for long, so that no healthy island can
+    be evicted. It has the effect of leaving: waiting parts still count, if they can be merged.
     """
     slot = next((one for one in slots if one.owner == vote.target and not one.done), None)
     if slot is None or vote.target == vote.incarnation:
@@ -156,13 +156,13 @@ class Mode(Enum):
     """How an entry changes the parameters theta, given the shared copies Theta before and after."""
 
     MIX = "mix"
-    """theta = alpha theta + (1 - alpha) Theta_new: the own part, in its own round and in time."""
+    """theta = alpha theta + (1 - alpha) Theta_new: the entry has this island's part, in time."""
     MIX_LATE = "mix late"
     """The same with an alpha of at least LATE_MIXING, to keep the work since the send."""
     ADD = "add"
-    """theta += Theta_new - Theta_old: the entry has no own part."""
+    """theta += Theta_new - Theta_old: the entry has no part of this island."""
     RESET = "reset"
-    """theta = Theta_new: the own part was not finite."""
+    """theta = Theta_new: the part of this island was not finite."""
 
     def share(self, alpha: float) -> float:
         """Return the share of the local parameters when they are mixed."""
@@ -170,13 +170,13 @@ class Mode(Enum):
 
 
 class Due(msgspec.Struct):
-    """A version to apply to the parameters, or several without an own part at once."""
+    """A version to apply to the parameters, or several without a part of this island at once."""
 
     fragment: int
     version: int
     clock: int
     own: Part | None
-    """The own part in it."""
+    """The part of this island in it."""
     is_lost: bool
     participants: int
     received: int
@@ -187,19 +187,19 @@ class Due(msgspec.Struct):
 
 
 class Boundary(msgspec.Struct, frozen=True):
-    """What to do between two steps, on all ranks: apply, then take the deltas of the parts."""
+    """Actions between two steps, on all ranks: apply, then take the deltas of the parts."""
 
     clock: int
     stopped: bool = False
     may_train_on: bool = False
-    """Stopped until it is known whether the run has merged its tokens."""
+    """Training is stopped until it is known whether the run has merged its tokens."""
     leaving: bool = False
-    """Before the end of the run."""
+    """The island leaves before the end of the run."""
     over: bool = False
-    """Nothing is left to send or apply."""
+    """There is nothing left to send or apply."""
     applied: list[Due] = []
     sent: list[Part] = []
     waits_until: float | None = None
-    """Training waits: ask again when something has happened, or at this time."""
+    """Training waits: ask again after the next event, or at this time."""
     settings: dict[str, str] = {}
     """Settings of the run."""

@@ -36,19 +36,20 @@ from torchtitan_diloco.islands.records import (
 from torchtitan_diloco.log import UserError
 
 VERSIONS_LATE = 4
-"""Entries that may leave a part out. If the next one does too, the part is given up."""
+"""Number of entries that may leave a part out. If the next one does too, the part is dropped."""
 VERSIONS_KNOWN = 2 * VERSIONS_LATE
 """Latest versions of a fragment whose checksums are known, to compare them with other islands."""
 MOST_SAMPLES = 2**32
-"""Samples of a part. After a false record with more, the next sample might have no valid number."""
+"""Maximum number of samples of a part. After a false record with more, the next sample might have
+no valid number."""
 LATEST_NORMS = 32  # norms of merged parts with which later parts of the fragment are compared
 
 
 class State(msgspec.Struct):
     """State after the records read so far. Pass every record to `read`, in order.
 
-    Only the list of all starts of islands grows with the log. A reader can begin with a state that
-    was stored.
+    Only the list of all incarnations of islands grows with the log. A reader can start from a
+    stored state.
     """
 
     sequence: int = 0
@@ -71,7 +72,7 @@ class State(msgspec.Struct):
         return msgspec.json.decode(raw, type=cls)
 
     def learn(self, fragment: int, version: int, checksum: str) -> None:
-        """Note the checksum that this island has computed, before the next record is read."""
+        """Record the checksum that this island has computed, before the next record is read."""
         self.fragments[fragment].checksums[version] = checksum
 
     def adopt(
@@ -79,10 +80,10 @@ class State(msgspec.Struct):
     ) -> bool:
         """Learn the checksums of all versions up to a snapshot, to validate the records before it.
 
-        The chain of hashes identifies the valid closes, from the entry that made the snapshot back
+        The chain of hashes identifies the valid closes, from the entry of the snapshot back
         to the last one that this state has read. Return whether all of them are in `records`.
 
-        `snapshot`: version, hash of the entry that made it, and checksum.
+        `snapshot`: version, hash of the entry that created it, and checksum.
         """
         version, head, checksum = snapshot
         known, state = {version: checksum}, self.fragments[fragment]
@@ -119,7 +120,7 @@ class State(msgspec.Struct):
         return Outcome(record, entry=entry, evicts=evicts)
 
     def preview(self, record: Close) -> Entry | None:
-        """Return the entry that a close would make as the next record, or None if it is void."""
+        """Return the entry that a close would create as the next record, or None if it is void."""
         try:
             self._check_writer(record)
             return self._entry_of(record)
@@ -127,8 +128,8 @@ class State(msgspec.Struct):
             return None
 
     def is_short(self, fragment: Fragment) -> bool:
-        """Return whether the run cannot end yet, as the fragment lacks more than a cycle. A run of
-        less than two cycles may end before the first round of a fragment."""
+        """Return whether the run cannot end yet because the fragment lacks more than a cycle. A run
+        of less than two cycles may end before the first round of a fragment."""
         assert self.facts is not None
         total, cycle = self.facts.total_tokens, self.facts.cycle
         return total >= 2 * cycle and fragment.clock < total - cycle
@@ -148,7 +149,7 @@ class State(msgspec.Struct):
 
     @property
     def positions(self) -> tuple[int, ...]:
-        """First sample of each slot that no fragment has taken."""
+        """First sample of each slot that no fragment has merged."""
         return tuple(max(one.taken_to for one in slot.ledgers) for slot in self.slots)
 
     @property
@@ -245,7 +246,7 @@ class State(msgspec.Struct):
             _check(not slot.done, "its writer is done")
 
     def _change(self, change: Change) -> None:
-        """Change the facts. A longer run goes on after its end."""
+        """Change the facts. If the run becomes longer, it continues after its end."""
         if self.facts is None or change.run != self.facts.run:
             raise VoidError(f"belongs to the run {change.run}")
         facts, before = changed(self.facts, change), self.facts.total_tokens
@@ -277,7 +278,7 @@ class State(msgspec.Struct):
         self.slots = [Slot([Ledger(merged=start) for _ in clocks]) for start in starts]
 
     def _take(self, take: Take) -> None:
-        """Let the new owner start after all samples that any fragment has taken.
+        """Make the new owner start after all samples that any fragment has merged.
 
         Earlier samples are lost to the other fragments. Later ones are read again, unless the owner
         has given the slot back: then its waiting parts still count, and the new one starts after

@@ -1,8 +1,8 @@
 """One island without I/O: how it joins, what it appends, and what it does between two steps.
 
-The leader's threads and the simulations of the tests drive it alike. Pass every record to `read`,
-in order. Append what `records` returns, whenever something has happened. Between two steps, do what
-`boundary` says. The monotonic clock is passed as `now`.
+The leader's threads and the simulations of the tests use it in the same way. Pass every record to
+`read`, in order. Append what `records` returns after each event. Between two steps, do what
+`boundary` returns. The monotonic clock is passed as `now`.
 
 In a round of a fragment (rounds.py), each island sends a part. Any island opens the round, and any
 that has fetched the parts closes it. The first valid close in the log counts. Each island applies
@@ -56,7 +56,7 @@ class Machine:
     """Number of the slot of this island, once it has joined."""
     own: Slot
     who: dict[str, Any]
-    """Fields of its records."""
+    """Common fields of its records."""
 
     def __init__(
         self, incarnation: str, members: Members, timing: Timing, *, ranks: int = 1
@@ -65,18 +65,19 @@ class Machine:
         self.ranks = ranks
         self.begin(State())
         self.joined = False
-        """Whether the run has begun and this island has a slot. Then it takes part in rounds."""
+        """Whether the run has started and this island has a slot, so that it takes part in
+        rounds."""
         self.rounds = list[Rounds]()  # by fragment
         self.habits = list[Habits]()  # by slot
         self.step, self.tokens, self.step_seconds = 0, 0, 0.0
         self.position = 0  # first sample that it has not read
         self.stopped = False
-        """No more steps for now: the run should have all its tokens, or the island leaves."""
+        """Whether training is stopped: the run should have all its tokens, or the island leaves."""
         self.leaving = False
         self.notices, self.news = list[str](), list[str]()
-        """Warnings for the user, and which islands come and go."""
+        """Warnings for the user, and islands that join and leave."""
         self.actions = list[Action]()
-        """What is done about others, for the records of this island."""
+        """Actions about others, for the records of this island."""
         self._settings: dict[str, str] = {}
         self._attempts = dict[tuple[object, ...], float]()
         """Time at which each record was last appended."""
@@ -85,12 +86,12 @@ class Machine:
         self._clock_floor, self._clock_base = 0, (0, 0, 1)
 
     def begin(self, state: State) -> None:
-        """Read the log on from this state. By default, it is before the first record."""
+        """Read the log from this state on. By default, it is before the first record."""
         self.state = state
         self.others = Others(state, self.members, self.incarnation, self.timing.action)
 
     def _join(self, slot: int, now: float) -> None:
-        """Begin to take part. The parameters are the newest shared copies of the log."""
+        """Start to take part. The parameters are the newest shared copies of the log."""
         state = self.state
         self.slot, self.own, self.position = slot, state.slots[slot], state.slots[slot].start
         self.who = {"run": state.run, "slot": slot, "incarnation": self.incarnation}
@@ -186,8 +187,8 @@ class Machine:
     def records(self, checked: Mapping[int, Checked], now: float) -> list[Record]:
         """Return the records to append now.
 
-        `checked`: what this island has found in the waiting parts, by sequence number. Raises an
-        IslandFencedError if another island has the slot.
+        `checked`: results of this island's check of the waiting parts, by sequence number. Raises
+        an IslandFencedError if another island has the slot.
         """
         self.members.tick(now)
         if self.joined:
@@ -204,8 +205,8 @@ class Machine:
         return found
 
     def _take(self, now: float) -> Take | None:
-        """Return the record that takes a free slot, or the one of an earlier start. Join once the
-        run has begun."""
+        """Return the record that takes a free slot, or the slot of an earlier process of this
+        island. Join once the run has started."""
         state = self.state
         mine = [slot for slot, owner in state.owners().items() if owner == self.incarnation]
         if mine or state.facts is None:
@@ -252,12 +253,13 @@ class Machine:
         yield self.last_record(now)
 
     def store(self, part: Part) -> None:
-        """Note that the chunks of an own part are stored, so that it can be appended."""
+        """Record that the chunks of a part of this island are stored, so that it can be
+        appended."""
         rounds = self.rounds[part.fragment]
         rounds.sent, rounds.is_stored = part, True
 
     def hint(self, *, caught_up: bool) -> Hint:
-        """Return the heartbeat. `caught_up`: with the log."""
+        """Return the heartbeat. `caught_up`: whether this island has caught up with the log."""
         known = [(one.version, one.checksums.get(one.version)) for one in self.state.fragments]
         copies = tuple((version, checksum) for version, checksum in known if checksum)
         return Hint(
@@ -275,21 +277,22 @@ class Machine:
     def finish_step(
         self, samples: int, weight: int, seconds: float, *, leaving: bool = False
     ) -> None:
-        """`weight`: tokens, 0 if the step was skipped. `seconds`: usual time of a step."""
+        """Count a step. `weight`: its tokens, 0 if it was skipped. `seconds`: usual time of a
+        step."""
         self.step += 1
         self.position += samples
         self.tokens += weight
         self.step_seconds, self.leaving = seconds, leaving
 
     def stop(self) -> None:
-        """Take no more steps. Before the end of the run, leave it."""
+        """Stop training. Before the end of the run, leave it."""
         self.leaving = self.leaving or not self.stopped or self.may_train_on
         self.stopped = True
 
     def boundary(self, now: float, away: float = 0.0) -> Boundary:
-        """Return what to do now. `away`: seconds without a connection.
+        """Return the next action. `away`: seconds without a connection.
 
-        Without a delay, deltas are taken before their results are waited for.
+        Without a delay, deltas are taken before waiting for their results.
         """
         delayed = self.timing.schedule.delay > 0
         self.look_at_end(now)
@@ -310,7 +313,7 @@ class Machine:
         )
 
     def _applies(self, now: float) -> tuple[list[Due], float | None]:
-        """Return what to apply, and until when training waits for more."""
+        """Return the versions to apply, and the time until which training waits for more."""
         applied, limits = list[Due](), list[float]()
         for rounds in self.rounds:
             while (due := rounds.take_due(now)) is not None:
@@ -327,19 +330,19 @@ class Machine:
 
     @property
     def may_train_on(self) -> bool:
-        """Whether a stopped island has to find out if the run has merged its tokens."""
+        """Whether a stopped island has to find out whether the run has merged its tokens."""
         return self.stopped and not (self.leaving or self.state.ended or self.state.is_complete)
 
     def look_at_end(self, now: float) -> None:
-        """Stop training, or go on with it.
+        """Stop training, or continue it.
 
         The clock is an estimate: others may have died, or their parts may be lost. An island that
-        has stopped sends what it has. If the run is short of tokens then, it trains for another
-        cycle.
+        has stopped sends all its work. If the run then still lacks tokens, the island trains for
+        another cycle.
 
         If all its parts are left out, its clock never reaches the total, and the others would wait
-        for it. So it also stops some cycles after the run has merged its tokens, which are enough
-        to train on the rest alone.
+        for it. Therefore, it also stops several cycles after the run has merged its tokens, which
+        are enough to train on the rest alone.
         """
         if not self.state.is_complete:
             self._last_step = None  # the run may have been made longer

@@ -1,4 +1,4 @@
-"""Heartbeats of the other islands: who is there, and whose slot is free."""
+"""Heartbeats of the other islands: which are running, and whose slot is free."""
 
 import math
 import statistics
@@ -23,19 +23,19 @@ from torchtitan_diloco.log import UserError
 
 
 class IslandFencedError(UserError):
-    """Another island, or another start of this one, has taken its slot."""
+    """Another island, or another process of this one, has taken its slot."""
 
 
 class IslandFailedError(RuntimeError):
-    """This island cannot continue. Started again, it begins from the log."""
+    """This island cannot continue. When it is restarted, it starts from the log."""
 
 
 MOST_OF_SITE = 60
-"""Characters that a heartbeat has room for."""
+"""Number of characters that fit into a heartbeat."""
 
 
 class Numbers(msgspec.Struct, frozen=True, array_like=True):
-    """What users want to know of an island. No decision depends on it."""
+    """Values of an island for users. No decision depends on them."""
 
     site: Annotated[str, msgspec.Meta(max_length=MOST_OF_SITE)] = ""  # user of its join string
     tokens_per_second: float = 0.0  # over the latest steps, with the time that training waited
@@ -47,7 +47,7 @@ class Numbers(msgspec.Struct, frozen=True, array_like=True):
     upload_bytes_per_second: float | None = None  # of its latest part
     vitals: Vitals = NOTHING_SAID
     says: tuple[Annotated[str, msgspec.Meta(max_length=100)], ...] = ()
-    """What it finds wrong with whom."""
+    """Its verdicts about others."""
 
 
 class Hint(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -75,11 +75,11 @@ class Member:
 
 
 LATEST_STEPS = 32
-"""Steps over which the speed of an island is measured."""
+"""Number of steps over which the speed of an island is measured."""
 LAGS = 8
-"""Latest parts of a slot that determine its usual lag and weight."""
+"""Number of latest parts of a slot that determine its usual lag and weight."""
 PATIENCE = 1.5
-"""A round stays open for a part for this multiple of its usual lag."""
+"""A round waits for a part for this multiple of its usual lag."""
 
 
 class Habits:
@@ -91,12 +91,12 @@ class Habits:
         self.weights = [deque[int](maxlen=LAGS) for _ in range(fragments)]
 
     def patience(self, longest: float) -> float:
-        """Return how long a round stays open for the slot, 0 if that is more than `longest`."""
+        """Return how long a round waits for the slot, or 0 if that is more than `longest`."""
         usual = PATIENCE * statistics.median(self.lags) if self.lags else longest
         return usual if usual <= longest else 0.0
 
     def weight(self, fragment: int) -> int:
-        """Return the median weight. A part after an outage has the work of many cycles."""
+        """Return the median weight, because a part after an outage has the work of many cycles."""
         weights = self.weights[fragment]
         return statistics.median_low(weights) if weights else 0
 
@@ -110,13 +110,13 @@ class Gauges:
         self.bytes_per_second: float | None = None
         self.download_bytes_per_second: float | None = None
         self.sent_bytes, self.received_bytes, self.vitals = 0, 0, NOTHING_SAID
-        """Of a cycle, and the times of its steps."""
+        """Time of a cycle, and the times of its steps."""
         self.says: tuple[str, ...] = ()
         self.waited = 0.0  # seconds, since the start
         self._steps = deque[tuple[float, int, float]](maxlen=LATEST_STEPS)
 
     def finish_step(self, tokens: int, now: float) -> None:
-        """`tokens`: on which this island has trained so far."""
+        """`tokens`: number of tokens on which this island has trained so far."""
         self._steps.append((now, tokens, self.waited))
 
     def read(self, site: str, round_trip: float | None) -> Numbers:
@@ -161,7 +161,7 @@ class Members:
         self.expiry, self._patience = expiry, max(expiry, patience)
         self._began: float | None = None
         self.heard: dict[str, Member] = {}
-        """Copy it before a loop, as a member may be added meanwhile. None is removed."""
+        """Copy this before a loop, because a member may be added during it. None is removed."""
         self._connected_at: float | None = None
         self._last_tick = self._paused_at = -math.inf
         self._silent = set[str]()
@@ -204,8 +204,8 @@ class Members:
         return not self.is_new(now) and (member is None or now - member.heard >= self.expiry)
 
     def changes(self, state: State, own: str, now: float) -> tuple[list[str], list[str]]:
-        """Return the names of the islands that are silent, and that are heard again, since the last
-        call. `own`: an incarnation that does not count."""
+        """Return the names of the islands that became silent, and of those that send heartbeats
+        again, since the last call. `own`: an incarnation that does not count."""
         if self.is_new(now):
             return [], []
         owners = {slot.owner for slot in state.slots if slot.owner and not slot.done} - {own}
@@ -221,8 +221,8 @@ class Members:
         return max(0.0, (now if since is None else since) + self._patience - now)
 
     def report(self, incarnation: str, now: float) -> Report:
-        """Return what an island has said of itself. While it makes no steps, only the time of its
-        downloads counts: it may wait for them, and the rest is of steps that are over long."""
+        """Return the report of an island. While it completes no steps, only the time of its
+        downloads counts: it may wait for them, and the other values belong to old steps."""
         member = self.heard.get(incarnation)
         if self.is_silent(incarnation, now):
             return Report(absent=STOPPED)
@@ -234,7 +234,8 @@ class Members:
         return Report(said, absent=self._signs(incarnation, self._patience, now).absent)
 
     def is_moving(self, incarnation: str, now: float, step_seconds: float) -> bool:
-        """Return whether an island that was heard has made a step lately. `step_seconds`: usual."""
+        """Return whether an island with heartbeats has completed a step recently. `step_seconds`:
+        usual time of a step."""
         return now - self.heard[incarnation].moved < max(self.expiry, 3 * step_seconds)
 
     def hangs(self, incarnation: str, times: float, now: float) -> bool:
@@ -267,8 +268,8 @@ class Members:
     def slot_to_take(self, state: State, own: str, now: float) -> tuple[int, str | None] | None:
         """Return a slot for the incarnation `own` to take, and the owner that it replaces.
 
-        The slot of an earlier start of the same island comes first, which it need not be patient
-        for. Raises a UserError if that start is still running.
+        The slot of an earlier process of the same island comes first, without a wait. Raises a
+        UserError if that process is still running.
         """
         owners = [(slot, found.owner) for slot, found in enumerate(state.slots)]
         for slot, owner in owners:
@@ -289,8 +290,8 @@ class Members:
         return None
 
     def _probation(self, state: State, own: str, now: float) -> float:
-        """Return for how long an island whose last start was evicted takes no slot, if others are
-        there. This doubles each time, and counts from the start of the process."""
+        """Return for how long an island that was evicted takes no slot while others are running.
+        This doubles each time, and counts from the start of the process."""
         name = name_of(own)
         last = [one for one in state.incarnations if name_of(one) == name][-1:]
         if not state.owners() or not set(last).intersection(state.evicted):
@@ -300,7 +301,8 @@ class Members:
         return began + self._patience * 2.0 ** (evictions - 1) - now
 
     def waits_for(self, state: State, own: str, now: float) -> str:
-        """Return what the incarnation `own`, which is not in the run yet, waits for, or ""."""
+        """Return what the incarnation `own`, which has not joined yet, waits for, or an empty
+        string."""
         owners = state.owners().values()
         if state.facts is not None and own in owners and not state.begun:
             here = ", ".join(map(name_of, owners))

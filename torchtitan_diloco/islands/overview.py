@@ -1,4 +1,4 @@
-"""What there is to know about a run: who trains, what rounds wait for, and what has happened.
+"""State of a run: which islands train, what rounds wait for, and past events.
 
 `overview` is a pure function of the log's state, the heartbeats, and a `History` of the records.
 Command line, page, metrics and report show its numbers.
@@ -28,9 +28,10 @@ from torchtitan_diloco.islands.records import (
 from torchtitan_diloco.log import brief, clock, markdown_table
 
 MOST_NEWS, MOST_POINTS, MOST_STAYS = 50, 1000, 200
-"""Those kept of news, points of a curve, and starts of islands that have ended."""
+"""Number of news, points of a curve, and ended incarnations to keep."""
 LEAST_GAP, GAP_FACTOR = 5.0, 5.0
-"""An island was away if it gave no sign for so many seconds, and so many times as long as usual."""
+"""An island was away if it sent nothing for these seconds, and for this multiple of the usual
+time."""
 TABLES = {"islands": "islands", "rounds of fragments": "fragments", "samples of slots": "slots"}
 FORMS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "heard_seconds_ago": ("heard", "{:.0f} s ago".format),
@@ -43,29 +44,29 @@ FORMS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "upload_bytes_per_second": ("upload", lambda rate: f"{8e-6 * rate:.3g} Mbit/s"),
     "waited": ("waited", "{:.0%}".format),
 }
-"""Heading and text of the columns that are not shown as they are."""
+"""Heading and format of the columns that are not shown unchanged."""
 HIDDEN = {"for_seconds", "incarnation", "tokens", "caught_up", "leaving"}
-"""What programs need, and users see elsewhere."""
+"""Keys for programs, which users see elsewhere."""
 NUMBERS = [key for key in Numbers.__struct_fields__ if key not in ("validated", "vitals", "says")]
-"""Those of a heartbeat that are columns."""
+"""Keys of a heartbeat that are columns."""
 
 # --- history --------------------------------------------------------------------------------------
 
 
 @dataclass
 class Stay:
-    """One start of an island, as its records show it. Times are in seconds since 1970."""
+    """One incarnation of an island, from its records. Times are in seconds since 1970."""
 
     name: str
     spans: list[list[float]]  # beginnings and ends of the times in which it gave signs of life
     ended: str = ""  # how, empty while it takes part
     parts: int = 0  # in entries
     late: list[float] = field(default_factory=list)
-    """Times of the entries that took a part one or more versions late."""
+    """Times of the entries that merged a part one or more versions late."""
     _usual: float = math.inf
 
     def see(self, at: float) -> None:
-        """Note a sign of life. Call this in the order of time."""
+        """Record a sign of life. Call this in the order of time."""
         gap, last = at - self.spans[-1][1], self.spans[-1]
         if gap > max(LEAST_GAP, GAP_FACTOR * self._usual):
             self.spans.append([at, at])
@@ -76,13 +77,13 @@ class Stay:
 
 @dataclass
 class History:
-    """What the records say about the past. Pass the outcome of each to `note`, in order."""
+    """History of the run from its records. Pass the outcome of each to `note`, in order."""
 
     stays: dict[str, Stay] = field(default_factory=dict)
-    """By incarnation, in the order in which they took part."""
+    """Stays by incarnation, in the order in which they joined."""
     news: deque[tuple[float, str]] = field(default_factory=lambda: deque(maxlen=MOST_NEWS))
     merged: dict[int, tuple[int, float]] = field(default_factory=dict)
-    """Newest version of each fragment, and when it was made."""
+    """Newest version of each fragment, and its time."""
     opened: dict[int, float] = field(default_factory=dict)
     losses: list[tuple[float, float]] = field(default_factory=list)
     """Tokens merged, and the loss of the shared model."""
@@ -134,7 +135,7 @@ class History:
 
 
 def append_thinned(points: list[Any], point: Any) -> None:
-    """Append a point. Drop every other one of too many."""
+    """Append a point. If there are too many, drop every other one."""
     points.append(point)
     if len(points) > MOST_POINTS:
         del points[1::2]
@@ -172,7 +173,7 @@ class _Moment:
         }
 
     def _doing(self, name: str, slot: int | None) -> tuple[str, float | None]:
-        """Return what an island does, and for how many seconds if it should do something else."""
+        """Return the state of an island, and for how many seconds if it is not the normal state."""
         member, stay = self.members.heard.get(name), self.history.stays.get(name)
         if self.state.ended or (slot is not None and self.state.slots[slot].done):
             return "done", None

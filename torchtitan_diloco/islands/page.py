@@ -39,13 +39,13 @@ GAUGES: dict[str, tuple[str, ...]] = {
     ),
     "fragment": ("version", "merged_seconds_ago", "open", "open_seconds", "waiting"),
 }
-"""Keys of an overview that are metrics, by what they belong to."""
+"""Keys of an overview that are metrics, by the object that they describe."""
 TEMPLATES = Path(__file__).parent  # folder of the templates
 
 
 class Lanes(NamedTuple):
-    """A lane for each island: its name, when it gave signs of life, and its late parts, in percent
-    of the width and as text."""
+    """A lane for each island: its name, signs of life and late parts, in percent of the width and
+    as text."""
 
     rows: list[tuple[str, list[tuple[float, float, str]], list[tuple[float, str]]]]
     begin: str
@@ -53,7 +53,7 @@ class Lanes(NamedTuple):
 
 
 def lanes_of(stays: Iterable[Stay], end: float = 0.0) -> Lanes:
-    """`end`: of the lanes, at least that of the last stay. Seconds since 1970."""
+    """`end`: end of the lanes, at least that of the last stay, in seconds since 1970."""
     by_name = dict[str, list[Stay]]()
     for stay in stays:
         by_name.setdefault(stay.name, []).append(stay)
@@ -85,7 +85,8 @@ def _template() -> Template:
 
 
 def html_page(found: dict[str, Any], history: History, at: float) -> str:
-    """Return the page of a run. It refreshes itself. `at`: now, in seconds since 1970."""
+    """Return the page of a run, which refreshes itself. `at`: current time, in seconds since
+    1970."""
     return _template().render(
         found=found,
         headline=headline(found),
@@ -122,7 +123,7 @@ def metrics(found: Mapping[str, Any]) -> str:
 
 
 class Watcher:
-    """Reads the log and the heartbeats in a thread, with a connection of its own."""
+    """Reads the log and the heartbeats in a thread, over a separate connection."""
 
     def __init__(self, join: Join) -> None:
         self._join, self._lock, self._closed = join, threading.Lock(), threading.Event()
@@ -178,7 +179,7 @@ def page_address(text: str) -> tuple[str, int]:
 
 
 class PageServer(ThreadingHTTPServer):
-    """Serves the page of a run to whoever has one of its passwords."""
+    """Serves the page of a run to users with one of its passwords."""
 
     daemon_threads = True
 
@@ -218,7 +219,7 @@ class PageServer(ThreadingHTTPServer):
         return kind.lower() == "basic" and bool(expected) and same
 
     def handle_error(self, *_: object) -> None:
-        """Say nothing: a browser may close a connection at any time."""
+        """Log nothing, because a browser may close a connection at any time."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -244,4 +245,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, *_: object) -> None:
-        """Write no line for a request."""
+        """Log nothing for a request."""

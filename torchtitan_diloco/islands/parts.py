@@ -22,7 +22,7 @@ NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 class PartGoneError(RuntimeError):
-    """A part that the run has merged cannot be read any more."""
+    """A part that the run has merged can no longer be read."""
 
 
 class Parts:
@@ -35,7 +35,8 @@ class Parts:
         self._thread = BackgroundThread("islands-fetch")
 
     def keep(self, part: Part, payload: Tensor) -> None:
-        """Keep the payload of the latest own part of a fragment, which need not be fetched."""
+        """Keep the payload of this island's latest part of a fragment, which need not be
+        fetched."""
         self._own[part.fragment] = part, payload
 
     def fetch_waiting(self, state: State) -> None:
@@ -54,7 +55,7 @@ class Parts:
             found.add_done_callback(lambda _: self._connection.wake())
 
     def checked(self) -> dict[int, Checked]:
-        """Return what was found in each fetched part."""
+        """Return the result of the check of each fetched part."""
         done = [(sequence, one) for sequence, one in self._fetched.items() if one.done()]
         return {sequence: one.result()[0] for sequence, one in done if one.exception() is None}
 

@@ -54,7 +54,7 @@ LOOK = 0.05  # seconds between two looks at the log at the end of the run
 
 
 class IslandPeers(Peers):
-    """The other islands of a run. docs/islands-reference.md has a training loop with them."""
+    """The other islands of a run. See docs/islands-reference.md for a training loop."""
 
     seat: Seat
     """Slot of this island and its first sample, after `join`."""
@@ -74,12 +74,12 @@ class IslandPeers(Peers):
 
         Args:
             islands: the run to join.
-            total_tokens: tokens of all islands together, at which the run ends.
-            tokens_per_step: most tokens of a step of this island, the largest weight of a step.
+            total_tokens: number of tokens of all islands together after which the run ends.
+            tokens_per_step: maximum number of tokens, and weight, of a step of this island.
             samples_per_step: samples of its slot that this island reads per step.
             ranks: joins the ranks of this island on the CPU.
             liveness: watches these ranks.
-            facts: what must be equal on all islands besides settings and model, such as the data.
+            facts: other facts that must be equal on all islands, such as the data.
         """
         check_class(islands, "islands", Islands)
         self.islands = islands
@@ -114,7 +114,7 @@ class IslandPeers(Peers):
         )
 
     def join(self) -> Seat:
-        """Connect, take a slot, wait for the run to begin, and load the shared parameters."""
+        """Connect, take a slot, wait for the run to start, and load the shared parameters."""
         if self._leader or self._follower:
             raise RuntimeError("join() was already called: create new IslandPeers to join again")
         seat = self._join() if self._ranks.is_first else None
@@ -220,7 +220,7 @@ class IslandPeers(Peers):
     # --- training thread --------------------------------------------------------------------------
 
     def due(self, weight: float) -> Iterator[Send | Apply]:
-        """When the run should have all its tokens, wait until they are merged, or go on to train
+        """When the run should have all its tokens, wait until they are merged, or continue to train
         if some are missing."""
         if self._leader is None and self._follower is None:
             raise RuntimeError(
@@ -265,7 +265,7 @@ class IslandPeers(Peers):
                 task.result()
 
     def _boundary(self) -> Iterator[Send | Apply]:
-        """Yield on all ranks what the first rank decides."""
+        """Yield the decisions of the first rank on all ranks."""
         waits, began = True, time.perf_counter()
         while waits:
             started = time.perf_counter()
@@ -289,7 +289,8 @@ class IslandPeers(Peers):
                 self._sent[part.fragment] = round_, stored
 
     def _miss_others(self, since: float) -> None:
-        """Say who is missing, maybe this island, and then what training has waited long for."""
+        """Report which islands are missing, including this one, and then what training waits
+        for."""
         if self._leader is not None and (waited := time.perf_counter() - since) > STILL_SECONDS:
             self.miss({name: one for name, one in self.reports().items() if one.absent})
             limit = 2 * self._said[1] if since == self._said[0] else LATE_SECONDS
@@ -329,7 +330,7 @@ class IslandPeers(Peers):
         copy.recycle(old)
 
     def _round_of(self, due: Due) -> Round:
-        """Return the round of the own part in an entry, or a new round if it has none."""
+        """Return the round of this island's part in an entry, or a new round if it has none."""
         if due.own and due.fragment in self._sent:
             return self._sent[due.fragment][0]
         values, now = self.states[due.fragment].values, time.perf_counter()

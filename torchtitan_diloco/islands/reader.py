@@ -17,14 +17,14 @@ from torchtitan_diloco.islands.log import State
 from torchtitan_diloco.islands.overview import History, append_thinned, overview, render
 
 LISTEN_SECONDS = 3.0
-"""Time to receive heartbeats before the first output."""
+"""Seconds to receive heartbeats before the first output."""
 REFRESH_SECONDS = 1.0
 READ_SECONDS = 30.0
 CLEAR = "\x1b[H\x1b[2J\x1b[3J"
 
 
 class Reader:
-    """Reader of the log, with a connection of its own. It does not take part in the run."""
+    """Reader of the log, with a separate connection. It does not take part in the run."""
 
     def __init__(
         self, connection: Connection, state: State, run: str, note: Callable[[Outcome], object]
@@ -75,7 +75,7 @@ def open_reader(
 
     Args:
         note: receives the outcome of each record that is read.
-        whole: read the log since its first record, if the server still has it.
+        whole: read the log from its first record on, if the server still has it.
     """
     connection = Connection(join, f"status/{secrets.token_hex(4)}")
     connection.connect()

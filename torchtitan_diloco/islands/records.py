@@ -40,8 +40,8 @@ Name = Annotated[str, Meta(pattern=r"^[\x21-\x7e]{1,128}\Z")]
 Seconds = Annotated[float, Meta(ge=0, le=1e6)]
 CODEC = "diloco.quantization.codec"
 MOST_SLOTS, MOST_RANKS, MOST_GRACE = 1024, 4096, 3600.0
-"""Bounds of slots of a run, ranks of an island, and seconds of a grace. A larger number in a record
-would cost its readers memory or time."""
+"""Bounds of slots of a run, ranks of an island, and seconds of a grace period. A larger number in a
+record would cost its readers memory or time."""
 
 
 class Record(
@@ -56,7 +56,7 @@ class Record(
 
 
 class Facts(Record, frozen=True):
-    """First record: what all islands must agree on."""
+    """First record: the facts on which all islands must agree."""
 
     slots: Annotated[int, Meta(ge=1, le=MOST_SLOTS)]
     """Data streams of the run, each read by one island at a time."""
@@ -71,10 +71,11 @@ class Facts(Record, frozen=True):
     quorum: Positive = 1  # parts that a round needs after its grace
     protocol: Positive = PROTOCOL
     code: Name = "unknown"
-    """Hash of the source. Other code is allowed, as bug fixes have to enter a run."""
+    """Hash of the source. Different code is allowed, so that bug fixes can be installed during a
+    run."""
     block: Positive = 1  # consecutive samples of a slot in the order of all samples
     streams: Count = 0
-    """Slots that take turns in this order. Slots added later have orders of their own. 0: all."""
+    """Number of slots that share this order. Slots added later have separate orders. 0: all."""
     clocks: tuple[Count, ...] = ()
     """Tokens that each fragment had merged in the log that this one continues. Empty: in none."""
     positions: tuple[Count, ...] = ()  # first sample of each slot that no fragment had taken there
@@ -98,7 +99,8 @@ class Facts(Record, frozen=True):
 
 
 class Change(Record, frozen=True):
-    """Change a setting of the run from here on. Anybody who may write to the log may write it."""
+    """Change a setting of the run from here on. Any login that can write to the log may write
+    it."""
 
     key: Name
     value: Name
@@ -121,14 +123,14 @@ class Give(SlotRecord, frozen=True):
 
 
 class Evict(SlotRecord, frozen=True):
-    """Vote to take the slot of another island, which is sick, as if it had left."""
+    """Vote to take the slot from another, faulty island, as if it had left."""
 
     target: Name  # its incarnation
     reason: Annotated[str, Meta(max_length=100)]
 
 
 class Done(SlotRecord, frozen=True):
-    """The owner sends nothing more, as the run has had all its tokens."""
+    """The owner sends nothing more, because the run has had all its tokens."""
 
 
 class End(SlotRecord, frozen=True):
@@ -169,7 +171,7 @@ class Part(SlotRecord, frozen=True):
     """Weight in the mean: the tokens of the range, without skipped steps, but at most
     `Facts.most_weight`."""
     finite: bool = True
-    """False: the delta was not usable. The island takes the shared copy, and its work is lost."""
+    """False: the delta was unusable. The island takes the shared copy, and its work is lost."""
     ranks: Annotated[int, Meta(ge=1, le=MOST_RANKS)] = 1
     """Ranks of the island. The payload is their encoded shards, in order."""
     codec: Name = "fp32"  # wire format of the payload, which can change while the run goes on
@@ -185,11 +187,11 @@ class Refusal(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     part: Positive
     reason: str
     outlier: bool = False
-    """Its norm is the reason: its work is lost, and its island takes the shared copy."""
+    """Whether its norm is the reason: its work is lost, and its island takes the shared copy."""
 
 
 class Close(SlotRecord, frozen=True):
-    """Make a version of a fragment from parts. A valid close is an entry of the fragment.
+    """Create a version of a fragment from parts. A valid close is an entry of the fragment.
 
     Its writer has fetched and checked all parts that it names.
     """
@@ -247,7 +249,7 @@ AnyMessage: TypeAlias = Leave | SnapshotWanted | Snapshot
 
 
 def attempt_of(record: Record) -> tuple[object, ...]:
-    """Return a key that is equal for records that ask for the same, even with newer values."""
+    """Return a key that is equal for records with the same purpose, even with newer values."""
     names = "slot", "replaces", "fragment", "version", "number", "after", "target"
     return type(record), *(getattr(record, name, None) for name in names)
 
@@ -274,5 +276,5 @@ def digest(raw: bytes | memoryview) -> str:
 
 
 def name_of(incarnation: str) -> str:
-    """Return the name of the island that an incarnation is a start of."""
+    """Return the name of the island to which an incarnation belongs."""
     return incarnation.partition("/")[0]

@@ -29,30 +29,31 @@ class Timing:
 
 @dataclass(frozen=True)
 class Checked:
-    """What an island has found in a part that it has fetched."""
+    """Result of an island's check of a part that it has fetched."""
 
     reason: str = ""
-    """Why it is unusable. Empty: it is usable."""
+    """Why the part is unusable. Empty: it is usable."""
     norm: float = 0.0
     """Norm of its decoded values."""
 
 
 FEWEST_NORMS = 5
-"""Norms of merged parts that are needed to judge a part by them."""
+"""Number of norms of merged parts that are needed to judge a part."""
 PATIENCE_FACTOR = 4
-"""A round waits at most for this multiple of this island's own grace, so that a record with a long
-grace cannot stop training."""
+"""A round waits at most for this multiple of this island's grace period, so that a record with a
+long grace period cannot stop training."""
 
 
 def find_outliers(
     norms: Mapping[int, float], merged: Collection[float], limit: float, *, alone: bool
 ) -> dict[int, float]:
-    """Return the parts whose norm exceeds the usual one so many times, and how many times.
+    """Return the parts whose norm exceeds `limit` times the usual one, and the factor of each.
 
     The usual norm is the median of those merged before. While these are few, a part is compared
-    with the other parts of its round, of which there must be two: of two parts alone, nobody can
-    tell which is right. If several parts exceed what is usual and none does not, they have a common
-    cause, such as a higher learning rate, and count. `alone`: whether no other island is ready.
+    with the other parts of its round, of which there must be at least two: of only two parts, it is
+    unknown which is right. If several parts exceed what is usual and none does not, they have a
+    common cause, such as a higher learning rate, and count. `alone`: whether no other island is
+    ready.
     """
     outliers = {}
     for number, norm in norms.items():
@@ -76,7 +77,7 @@ class Rounds:
         self.applied = self.shared.version  # version in the parameters
         self.unapplied = deque[Due]()
         self.skipped = list[int]()
-        """Versions that will not be applied, as later ones contain them."""
+        """Versions that will not be applied, because later ones contain them."""
         self.sent: Part | None = None
         self.is_stored = False
         """Whether the chunks of the last part are stored, so that it can be appended."""
@@ -85,12 +86,13 @@ class Rounds:
         """The last part sent was not read back yet. It is appended until it is."""
         self._returned_step = 0  # own step when it was read back
         self._tokens_sent = self._tokens_taken = 0
-        """Own tokens when the last part was sent, and when the last one in an entry was sent, from
-        which the next weight counts."""
+        """Tokens of this island when its last part was sent, and when its last part in an entry was
+        sent, from which the next weight counts."""
         self._attempt = 0, 0  # version and own step of the last own opening
         self._opens_next = self.turn
-        """Own step from which it opens a round: H steps after the last opening. An own opening
-        counts from when it was made, as counting from when it was read would delay every round."""
+        """Step of this island from which it opens a round: H steps after the last opening. An
+        opening of this island counts from when it was written, because counting from when it was
+        read would delay every round."""
         self._opened_at = now
         self._measured = set[int]()  # waiting parts whose lag is known
 
@@ -167,7 +169,7 @@ class Rounds:
 
     @property
     def is_pending(self) -> bool:
-        """Whether a part of this slot is on its way or waiting."""
+        """Whether a part of this slot is in flight or waiting."""
         return self.under_way or self.shared.waiting_of(self._island.slot) is not None
 
     @property
@@ -177,13 +179,13 @@ class Rounds:
 
     @property
     def _grace_of_round(self) -> float:
-        """Time that this island gives the open round."""
+        """Time for which this island keeps the round open."""
         assert self.shared.open is not None
         return min(self.shared.open.grace, PATIENCE_FACTOR * self._grace)
 
     @property
     def _has_all(self) -> bool:
-        """Whether the fragment has merged all tokens of the run, so no round opens any more."""
+        """Whether the fragment has merged all tokens of the run, so that no more rounds open."""
         return self.shared.clock >= self._island.facts.total_tokens
 
     @property
@@ -213,7 +215,8 @@ class Rounds:
 
     def sends_again(self, now: float) -> bool:
         """Return whether a leaving island waits for its last part to be merged, to send the work
-        since then. It waits only some seconds, as there may be no quorum or nobody to open."""
+        since then. It waits only some seconds, because there may be no quorum, or no island that
+        opens a round."""
         island, sent = self._island, self.sent
         if sent is None or island.position == sent.end or island.own.done or not self._may_write:
             return False
@@ -246,9 +249,9 @@ class Rounds:
         return self.sent
 
     def open(self) -> Open | None:
-        """Return an opening if it is due: H own steps after the last one, with a part to merge.
+        """Return an opening if it is due: H steps after the last one, with a part to merge.
 
-        A stopped island, which makes no more steps, opens until the fragment has its tokens.
+        A stopped island, which takes no more steps, opens rounds until the fragment has its tokens.
         """
         island = self._island
         due = self._opens_next <= island.step
@@ -264,10 +267,11 @@ class Rounds:
         return Open(**island.who, fragment=self._fragment, version=version, grace=grace)
 
     def close(self, checked: Mapping[int, Checked], lr: float, now: float) -> Close | None:
-        """Return a close if all ready islands have a part in the open round, or its time is over.
+        """Return a close if all ready islands have a part in the open round, or its time has
+        passed.
 
         It names the waiting parts that this island has fetched, including those of earlier rounds.
-        `checked`: what this island has found in each, by sequence number.
+        `checked`: results of this island's check of each, by sequence number.
         """
         island, waiting = self._island, self.shared.waiting
         self._measure_lags(checked, now)
@@ -337,7 +341,7 @@ class Rounds:
     # --- entries ----------------------------------------------------------------------------------
 
     def take_due(self, now: float) -> Due | None:
-        """Return the first unapplied entry if it is to be applied now, and mark it as applied."""
+        """Return the first unapplied entry if it must be applied now, and mark it as applied."""
         if not self.unapplied:
             return None
         entry, tokens = self.unapplied[0], self._island.tokens
@@ -356,7 +360,8 @@ class Rounds:
         return entry
 
     def wait_until(self) -> float | None:
-        """Return until when training waits for the entry with the own part, None if it does not."""
+        """Return until when training waits for the entry with this island's part, or None if it
+        does not."""
         island = self._island
         # After the step at which its apply is due, the entry is applied on arrival.
         due = self.sent is not None and self.is_pending  # not for a part of the owner before

@@ -50,13 +50,13 @@ ISLAND_MAY = {
 }
 """Permissions: an island may append and read, but not delete, purge or change streams."""
 SNAPSHOT_SECONDS = 6 * 3600
-"""Age at which snapshots are deleted. They are made on request."""
+"""Age at which snapshots are deleted. They are created on request."""
 LOG_BYTES, STATES_BYTES = 2**28, 2**26
 """Size of the log, and messages with states of the run, above which the oldest are deleted."""
 OTHER_STREAM = 10058  # error code of the server: the stream is there with other settings
 LOOK_SECONDS, LONGEST_PAUSE = 1.0, 30.0
-"""Seconds between looks at nats-server and the sites, and the longest pause before it is started
-again."""
+"""Seconds between checks of nats-server and the sites, and the longest pause before it is
+restarted."""
 LOCAL_GB = 1
 
 
@@ -72,11 +72,11 @@ class Server(Folder):
 
     @property
     def join(self) -> Join:
-        """The join string that a new folder has."""
+        """Join string of a new folder."""
         return self.joins[ISLAND]
 
     def start(self) -> None:
-        """Start nats-server, and make the streams, or update them to the settings."""
+        """Start nats-server, and create the streams, or update them to the settings."""
         self._check_disk()
         self.launch()
         try:
@@ -91,7 +91,7 @@ class Server(Folder):
             raise
 
     def launch(self) -> None:
-        """Start nats-server on what is in the folder."""
+        """Start nats-server on the content of the folder."""
         self.stop()  # of this object: it holds the lock also if nats-server has died
         with files_of(self.path):
             self._lock = lock(self.path)
@@ -114,7 +114,7 @@ class Server(Folder):
             raise
 
     def keep_running(self) -> NoReturn:
-        """Start nats-server again whenever it ends, and take up changes of the sites."""
+        """Restart nats-server whenever it ends, and apply changes of the sites."""
         pause, began = 1.0, time.monotonic()
         while True:
             assert self.process is not None
@@ -178,7 +178,7 @@ class Server(Folder):
                     )
 
     def _write_configuration(self) -> Path:
-        """Write the configuration of nats-server, which has passwords, and return its path."""
+        """Write the configuration of nats-server, which contains passwords, and return its path."""
         settings, path = self.settings, self.path / "nats-server.json"
         users = [
             {"user": site, "password": password, "permissions": ISLAND_MAY}
@@ -216,7 +216,7 @@ class Server(Folder):
             )
 
     def _check_log(self) -> None:
-        """Raise a UserError if the log that was made is gone: a new one would be another run."""
+        """Raise a UserError if the log is missing: a new one would be another run."""
         with open_session(self.admin, "serve") as session:
             try:
                 session.state_of("log")
@@ -228,7 +228,7 @@ class Server(Folder):
 
 
 def make_streams(admin: Join, keep_gb: float, replicas: int = 1) -> None:
-    """Make the streams of a run, or give existing ones these settings."""
+    """Create the streams of a run, or apply these settings to existing ones."""
     bulk_bytes = int(keep_gb * 1e9)
     streams: dict[str, dict[str, object]] = {
         "log": {"max_bytes": LOG_BYTES, "deny_delete": True, "deny_purge": True},
@@ -257,9 +257,10 @@ def make_streams(admin: Join, keep_gb: float, replicas: int = 1) -> None:
 def open_folder(
     path: Path, *, say: Callable[[str], object] = logger.debug, **chosen: str | float | None
 ) -> Server:
-    """Return the server of a folder, which is made if it is new.
+    """Return the server of a folder, which is created if it is new.
 
-    `chosen`: `run`, `keep_gb`, `host`, `port`, `address`. None: that of the folder, or the default.
+    `chosen`: `run`, `keep_gb`, `host`, `port`, `address`. None: the value of the folder, or the
+    default.
     """
     changes: dict[str, Any] = {key: value for key, value in chosen.items() if value is not None}
     make_folder(path, changes)

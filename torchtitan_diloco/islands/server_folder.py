@@ -22,7 +22,7 @@ from torchtitan_diloco.log import UserError, install_command, no_run
 
 ANY_IPV4, ANY_IPV6, LOOPBACK = "0.0.0.0", "::", "127.0.0.1"
 ISLAND, ADMIN = "island", "admin"
-"""The login that a new folder has for sites, and that of the server itself."""
+"""Login of a new folder for sites, and login of the server itself."""
 
 
 class Settings(msgspec.Struct, forbid_unknown_fields=True):
@@ -49,7 +49,7 @@ class Folder:
         self._certificate = ssl.PEM_cert_to_DER_cert(text)
 
     def read(self) -> Settings:
-        """Return the settings that are in the folder now."""
+        """Return the current settings in the folder."""
         path = self.path / "run.json"
         try:
             with files_of(self.path):
@@ -129,7 +129,7 @@ def write_secret(path: Path, text: str) -> None:
 
 @contextmanager
 def files_of(folder: Path) -> Iterator[None]:
-    """Name the folder in the errors of its files."""
+    """Name the folder in errors about its files."""
     try:
         yield
     except OSError as error:
@@ -165,7 +165,7 @@ def find_server() -> str:
 
 
 def make_folder(folder: Path, chosen: Mapping[str, Any]) -> None:
-    """Check the settings that were chosen, and make the folder if it is new."""
+    """Check the chosen settings, and create the folder if it is new."""
     kinds = setting_types(Settings)
     for key, value in chosen.items():
         try:
@@ -219,7 +219,7 @@ def _fill_folder(folder: Path, chosen: dict[str, Any]) -> None:
 
 
 def own_address(host: str) -> str:
-    """Return `host`, or for all addresses the one towards other networks. Nothing is sent."""
+    """Return `host`, or, for all addresses, the one that leads to other networks. Sends nothing."""
     if host not in (ANY_IPV4, ANY_IPV6):
         return in_brackets(host)
     others = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}

@@ -19,11 +19,11 @@ STATE_INDEX = "state"
 """Subject of the message that lists the chunks of a stored state, in the stream of states."""
 NO_MESSAGE, NO_STREAM = 10037, 10059  # error codes of the server: no message, and no stream found
 LAG_SECONDS, LOOK = 10.0, 0.1
-"""Time in which the new leader of a cluster has applied all records, also on a busy machine, and
-between two looks."""
+"""Seconds within which the new leader of a cluster has applied all records, even on a busy machine,
+and seconds between two checks."""
 QUICK, POLL = 0.001, 0.5
-"""Seconds until the log is read again: after an append, which is announced before it is stored, and
-at most. The pause doubles while there is no new record."""
+"""Minimum and maximum seconds until the log is read again. The minimum applies after an append,
+which is announced before it is stored. The pause doubles while there is no new record."""
 NO_RECORD = 0, b"", ""
 REMEDY = (
     "the run cannot be continued from this log: start `serve` on a newer copy of its "
@@ -31,11 +31,11 @@ REMEDY = (
     "checkpoints"
 )
 BATCH = {"batch": 10_000, "max_bytes": 2**18, "next_by_subj": ">"}
-"""Records to get at a time, from the next one that there is."""
+"""Request of records to get at a time, from the next existing one on."""
 
 
 class TrimmedError(UserError):
-    """The log begins after a record that is needed."""
+    """The log starts after a record that is needed."""
 
     def __init__(self, sequence: int, first: int) -> None:
         super().__init__(
@@ -57,7 +57,7 @@ class GapError(UserError):
 
 
 class RequestError(ConnectionError):
-    """The server does not do what it was asked for."""
+    """The server refuses a request."""
 
     def __init__(self, reason: str, code: int = 0) -> None:
         super().__init__(reason)
@@ -93,7 +93,7 @@ class Session(Wire):
     def call(self, request: str, content: object = None) -> dict[str, Any]:
         """Return JetStream's answer. Raises a RequestError. Other messages are dropped.
 
-        Without a leader, nobody answers, while heartbeats may go on. Then it is a TimeoutError.
+        Without a leader, there is no answer, while heartbeats may continue. This is a TimeoutError.
         """
         asked = b"" if content is None else json.dumps(content).encode()
         self.publish(f"$JS.API.{request}", asked, 0)
@@ -127,7 +127,7 @@ class Session(Wire):
         return b"".join(piece for piece in pieces if piece) if pieces and all(pieces) else None
 
     def find_record(self, sequence: int) -> bytes:
-        """Return a record of the log. Raises a UserError if it is not there."""
+        """Return a record of the log. Raises a UserError if it does not exist."""
         end = time.monotonic() + LAG_SECONDS
         while (found := self.get("log", seq=sequence)) is None:
             state = self.state_of("log")
@@ -143,7 +143,7 @@ class Session(Wire):
         return found
 
     def compare_log(self, after: int, newest: str) -> None:
-        """Raise a UserError if the log lacks records after this one, or its digest is another."""
+        """Raise a UserError if the log lacks records after this one, or if its digest differs."""
         if after == 0:
             return
         try:
@@ -157,13 +157,13 @@ class Session(Wire):
 
 
 class LogReader:
-    """Reads the log in order and without gaps, a batch of records after the other."""
+    """Reads the log in order and without gaps, in batches of records."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
         self._pause, self._look_at, self._asked = QUICK, 0.0, -1
         self._answers_until = 0.0
-        """When an answer is late. 0: none is awaited."""
+        """Time at which an answer is late. 0: no answer is awaited."""
 
     def look_soon(self) -> None:
         """Look at the log: a record was appended, which the server may not have stored yet."""
@@ -171,7 +171,7 @@ class LogReader:
         self._look_at = min(self._look_at, time.monotonic() + QUICK)
 
     def look(self, after: int, now: float) -> None:
-        """Ask for the records after this one if it is time. Any replica answers, also one that
+        """Request the records after this one if it is time. Any replica answers, even one that
         still lacks the newest."""
         if self._answers_until:
             if now > self._answers_until:

@@ -127,7 +127,7 @@ class Layout:
 
 
 def _row_sums(words: Tensor, before: int) -> Tensor:
-    """Return the sum of each row, of words that have so many words before them in the first row.
+    """Return the sum of each row of words. `before`: words that precede them in the first row.
 
     Pairs of words are summed as int64: sums that widen 32 bits are far slower on a CPU.
     """

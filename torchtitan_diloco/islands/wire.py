@@ -16,13 +16,15 @@ from typing import Any, NamedTuple
 from torchtitan_diloco.islands.config import Join
 
 ANSWER_SECONDS, OPEN_SECONDS = 120.0, 10.0
-"""Seconds without a byte of an awaited answer until a connection counts as lost, and to connect.
-Links may be slow. The kernel notices dead ones earlier."""
+"""Seconds without a byte of an awaited answer after which a connection counts as lost, and seconds
+to connect. Links may be slow; the kernel notices dead ones earlier."""
 UNCONFIRMED_SECONDS = 30.0
-"""Seconds in which the other end must acknowledge some bytes. A slow link does, a dead one not."""
+"""Seconds within which the other end must acknowledge some bytes. A slow link does, a dead one does
+not."""
 KEEPALIVE_SECONDS = 10
 LAST_RECEIVED = 52
-"""Place of `tcpi_last_data_recv` and `tcpi_last_ack_recv`, in milliseconds, in Linux's tcp_info."""
+"""Offsets of `tcpi_last_data_recv` and `tcpi_last_ack_recv`, in milliseconds, in Linux's
+tcp_info."""
 
 
 class ServerError(ConnectionError):
@@ -49,7 +51,8 @@ class Wire:
     def __init__(
         self, join: Join, address: str, name: str, patience: float = ANSWER_SECONDS
     ) -> None:
-        """`patience`: seconds without a byte of what is awaited until the connection is lost."""
+        """`patience`: seconds without a byte of an awaited answer after which the connection is
+        lost."""
         host, _, port = address.rpartition(":")
         seconds = min(patience, OPEN_SECONDS)
         self._socket = socket.create_connection((host.strip("[]"), int(port)), seconds)
@@ -84,7 +87,7 @@ class Wire:
         # At once, as a server that refuses the login closes the connection.
         self.send(("CONNECT " + "\r\n".join(login_and_ping)).encode())
         self.server: dict[str, Any] = json.loads(self._line().removeprefix(b"INFO "))
-        """What the server says of itself."""
+        """Information that the server sends about itself."""
         self.wait()
 
     def send(self, *pieces: bytes | memoryview) -> None:
@@ -96,13 +99,13 @@ class Wire:
         self.send(b"SUB %s %d\r\n" % (subject.encode(), self.subscriptions))
 
     def publish(self, subject: str, content: bytes | memoryview, number: int | None = None) -> None:
-        """Publish. `number`: of the answer that is wanted, None for none."""
+        """Publish a message. `number`: number of the wanted answer, or None."""
         reply = "" if number is None else f" {self.inbox}.{number}"
         head = f"PUB {subject}{reply} {len(content)}\r\n"
         self.send(head.encode(), content, b"\r\n")
 
     def ping(self) -> None:
-        """Wait for an answer of the server, with nothing else under way."""
+        """Wait for an answer of the server, with no other request in flight."""
         self.ask()
         self.wait()
 
@@ -150,7 +153,7 @@ class Wire:
         return content
 
     def read(self, room: bytearray | memoryview) -> memoryview:
-        """Fill the room, and return it."""
+        """Fill the buffer, and return it."""
         room = memoryview(room)
         have = min(len(room), self._end - self._start)
         room[:have] = self._view[self._start : self._start + have]
@@ -185,12 +188,13 @@ class Wire:
         return line
 
     def silent_seconds(self) -> float:
-        """Return for how long the kernel has received nothing, not even an acknowledgement."""
+        """Return the time for which the kernel has received nothing, not even an
+        acknowledgement."""
         info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 60)
         return float(min(struct.unpack_from("II", info, LAST_RECEIVED))) / 1000
 
     def end(self) -> None:
-        """End the connection from another thread, in which what is awaited then fails."""
+        """End the connection from another thread. The call that waits on it then fails."""
         with suppress(OSError):  # not the method of TLS, which only one thread may use
             socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 

@@ -1,4 +1,4 @@
-"""What a person may change while a run goes on."""
+"""Changes that a person may make during a run."""
 
 from typing import Annotated, TypeAlias
 
@@ -16,7 +16,7 @@ from torchtitan_diloco.islands_store.decision import (
 from torchtitan_diloco.islands_store.names import LOGIN_PATTERN, login_of
 
 MOST_CHANGE = 4096
-"""Bytes that are read of a change."""
+"""Maximum number of bytes of a change."""
 Login = Annotated[str, Meta(pattern=rf"^{LOGIN_PATTERN}\Z")]
 
 
@@ -90,7 +90,7 @@ def changed(settings: Settings, change: Set) -> Settings:
 
 
 def make(state: Decision, raw: bytes) -> None:
-    """Make the change that a person asks for. Raise a DamagedError if it is not possible."""
+    """Apply the change that a person requests. Raise a DamagedError if it is not possible."""
     change = decode_change(raw)
     match change:
         case Set():

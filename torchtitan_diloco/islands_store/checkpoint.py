@@ -1,7 +1,8 @@
-"""How an island goes on from its own checkpoint.
+"""How an island resumes from its own checkpoint.
 
-The inner optimizer always comes from it. Parameters and position do only if every ledger of the
-slot is where the checkpoint left it, or at the end of the part that was undecided then.
+The inner optimizer always comes from the checkpoint. Parameters and position only do if each ledger
+of the slot is still at the position in the checkpoint, or at the end of the part that was
+undecided.
 """
 
 from collections.abc import Sequence
@@ -14,11 +15,11 @@ from torchtitan_diloco.islands_store.note import Part
 
 
 class SavedFragment(msgspec.Struct, array_like=True, frozen=True):
-    """What a checkpoint has of a fragment, beside theta and P."""
+    """Content of a checkpoint for a fragment, in addition to theta and P."""
 
     version: Count
     checksum: Checksum | None
-    """Of P, as it is computed when it is loaded."""
+    """Checksum of P, computed when it is loaded."""
     turn_in: int  # steps
     uncounted: Count  # own tokens whose work is in no part
     lost_to: Count
@@ -33,7 +34,7 @@ class SavedFragment(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Saved(msgspec.Struct, frozen=True):
-    """What a checkpoint of an island has, beside theta and P."""
+    """Content of a checkpoint of an island, in addition to theta and P."""
 
     run: Name
     slot: Count
@@ -48,7 +49,7 @@ class Saved(msgspec.Struct, frozen=True):
 
 
 def can_save(one: OwnFragment) -> bool:
-    """Return whether a restart could go on from what theta and P are now."""
+    """Return whether a restart could resume from the current theta and P."""
     is_lost = one.sent is not None and not one.is_in_theta
     return not (is_lost or one.resets or one.is_wrong)
 
@@ -67,7 +68,7 @@ def save(one: OwnFragment) -> SavedFragment:
 
 
 def resume(one: OwnFragment, saved: SavedFragment) -> None:
-    """Go on with theta, P and the part under way of a checkpoint that fits."""
+    """Resume with theta, P and the part in flight of a checkpoint that fits."""
     one.turn, one.lost_to = saved.turn_in, saved.lost_to
     one.counted = one.island.tokens - saved.uncounted
     if saved.sent is None:

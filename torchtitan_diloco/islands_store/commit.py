@@ -1,7 +1,7 @@
-"""How a decision begins to count: it is created once, and nobody has created a higher one.
+"""How a decision takes effect: it is created once, and there is no higher one.
 
-Both functions yield what to do with the store, and are sent what it returned. Whoever runs them
-throws a `StoreError` into them when it does not know whether that had an effect.
+Both functions yield calls of the store, and are sent the results. The caller throws a `StoreError`
+into them if it does not know whether a call had an effect.
 """
 
 from collections.abc import Generator
@@ -12,18 +12,18 @@ from typing import Any, TypeAlias
 from torchtitan_diloco.islands_store.names import RUN, run_name, run_number
 
 RETRY = 0.5
-"""Seconds until a call that failed is repeated."""
+"""Seconds after which a failed call is repeated."""
 LOOKS, VISIBLE_SECONDS = 3, 0.6
-"""How often, and after which time, a decision is looked for that a list does not show."""
+"""Number of attempts, and seconds between them, to read a decision that a list does not show."""
 
 
 class StoreError(ConnectionError):
-    """A call failed: it had its effect, or not, or will have it later."""
+    """A call failed: it had an effect, had none, or will have one later."""
 
 
 @dataclass(frozen=True)
 class Create:
-    """Create an object, and return whether there was none of this name."""
+    """Create an object, and return whether the name was free."""
 
     name: str
     content: bytes
@@ -55,17 +55,18 @@ Call: TypeAlias = Create | Get | List | Sleep
 class Outcome(Enum):
     COMMITTED = "committed"
     SUPERSEDED = "superseded"
-    """Another syncer decides. This one drops all that it knows, deletes nothing and stands by."""
+    """Another syncer decides. This one discards its state, deletes nothing and stands by."""
     RESTORED = "restored"
-    """It counts, but the decision before it is gone: the store was put back to an older copy of
-    itself, and objects may be missing."""
+    """It counts, but the previous decision is missing: the store was restored to an older copy, and
+    objects may be missing."""
 
 
 def commit(number: int, content: bytes) -> Generator[Call, Any, Outcome]:
-    """Make a decision count.
+    """Make a decision take effect.
 
-    `content`: bytes that no other syncer writes. The number may be free because it is old, as only
-    the newest decisions are kept. So it counts only if no higher one is listed afterwards.
+    `content`: bytes that no other syncer writes. The number may be free because it is old, since
+    only the newest decisions are kept. It therefore counts only if no higher one is listed
+    afterwards.
     """
     name, before = run_name(number), run_name(number - 1)
     while True:
@@ -105,12 +106,12 @@ def read_newest() -> Generator[Call, Any, tuple[int, bytes] | None]:
 
 
 STANDSTILL = 10.0
-"""Seconds in which no decision appears until a stand-by takes over."""
+"""Seconds without a new decision after which a standby takes over."""
 
 
 class StandBy:
-    """A syncer that waits until the number stands still. Its clock is its own: two that lead at
-    once do no harm, as decisions are created once."""
+    """A syncer that waits until the number stops growing. It uses its own clock: two syncers that
+    lead at the same time do no harm, because decisions are created once."""
 
     def __init__(self) -> None:
         self._newest: int | None = None
@@ -120,7 +121,7 @@ class StandBy:
     def look(self, number: int | None, is_stopped: bool, now: float) -> bool:
         """Return whether to take over. `number`: of the newest decision; None: there is none.
 
-        `is_stopped`: it says that its syncer has ended in order.
+        `is_stopped`: whether the decision says that its syncer has ended in order.
         """
         if not self._has_looked or number != self._newest:
             self._newest, self._since, self._has_looked = number, now, True

@@ -1,6 +1,6 @@
-"""What the syncer decides: the whole state of a run, in one object that is created once.
+"""Decisions of the syncer: the whole state of a run, in one object that is created once.
 
-A decision is a compact JSON array, deflated: `zlib.decompress` shows it. It starts with the version
+A decision is a compact JSON array, compressed with zlib. It starts with the version
 of the protocol and its number, which every later version keeps.
 """
 
@@ -17,10 +17,10 @@ from torchtitan_diloco.log import UserError
 
 PROTOCOL = 1
 MOST_PLAIN = 16 * 2**20
-"""Bytes of a decision before it is deflated. More is not read."""
+"""Maximum number of bytes of a decision before compression."""
 MOST_SLOTS, MOST_FRAGMENTS = 1024, 4096
 VERSIONS_LATE = 4
-"""How many versions older than the newest one the base of a part may be."""
+"""Maximum number of versions by which the base of a part may be older than the newest one."""
 
 Count = Annotated[int, Meta(ge=0, le=LARGEST)]
 Positive = Annotated[int, Meta(ge=1, le=LARGEST)]
@@ -34,11 +34,11 @@ class NewerProtocolError(UserError):
 
 
 class DamagedError(ValueError):
-    """An object is not what its writer has written."""
+    """An object differs from what its writer has written."""
 
 
 class Fate(IntEnum):
-    """What became of the last part of a slot in a fragment."""
+    """Fate of the last part of a slot in a fragment."""
 
     NONE = 0
     MERGED = 1
@@ -64,7 +64,7 @@ class Fate(IntEnum):
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Settings of a run. Its founder gives them."""
+    """Settings of a run, set by the island that founds it."""
 
     sync_every: Positive
     """H."""
@@ -72,7 +72,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """tau."""
     total_tokens: Positive
     slots: Annotated[int, Meta(ge=1, le=MOST_SLOTS)]
-    """Most islands that train at a time, each on a stream of samples of its own."""
+    """Maximum number of islands that train at a time, each on a separate stream of samples."""
     start_with: Positive
     mixing: Annotated[float, Meta(ge=0, le=1)] = 0.0
     """alpha."""
@@ -81,30 +81,31 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     grace: Seconds = 1.0
     slot_seconds: Annotated[float, Meta(gt=0, le=1e6)] = 60.0
     fastest: Annotated[float, Meta(gt=0, le=1e9)] = 1e6
-    """Samples a second that no island exceeds."""
+    """Maximum number of samples per second of an island."""
     tokens_per_sample: Positive = 1
     norm_limit: Annotated[float, Meta(ge=0, le=1e9)] = 0.0
-    """Multiple of the usual norm above which a part is an outlier. 0: none is."""
+    """Multiple of the usual norm above which a part is an outlier. 0: no part is."""
     copies_every: Positive = 8
-    """Versions from one copy to the next when nobody asks for one."""
+    """Number of versions between two copies if no island requests one."""
     commit_seconds: Annotated[float, Meta(ge=0.05, le=60)] = 0.2
-    """Least time between two decisions: 1 on a bucket."""
+    """Minimum seconds between two decisions: 1 on a bucket."""
     facts: dict[Name, Name] = {}
-    """Fingerprints of all else that islands have to agree on."""
+    """Fingerprints of all other facts on which islands must agree."""
 
 
 class Ledger(msgspec.Struct, array_like=True):
     """The fate of a slot's samples in a fragment."""
 
     number: Count = 0
-    """Of its last decided part. Each number is used once, whoever owns the slot."""
+    """Number of its last decided part. Each number is used once, regardless of the owner of the
+    slot."""
     taken: Count = 0
-    """Samples before it are merged or lost. The next part begins there."""
+    """Samples before this one are merged or lost. The next part starts here."""
     lost: Count = 0
     fate: Fate = Fate.NONE
-    """Of part `number`."""
+    """Fate of part `number`."""
     version: Count = 0
-    """Which holds its last merged part."""
+    """Version that contains its last merged part."""
     since: Count = 0
     """Age of the run, in seconds, when it was merged."""
 
@@ -113,11 +114,11 @@ class Slot(msgspec.Struct, array_like=True):
     ledgers: list[Ledger]
     owner: str | None = None
     corpus: str = ""
-    """Digest of the corpus that its samples are numbered in."""
+    """Digest of the corpus in which its samples are numbered."""
 
 
 class Kept(msgspec.Struct, array_like=True, frozen=True):
-    """A version that is still known."""
+    """A version that is still stored."""
 
     version: Count
     checksum: Checksum  # of the published copy
@@ -135,21 +136,21 @@ class Fragment(msgspec.Struct, array_like=True):
     elements: Count
     version: Count = 0
     clock: Count = 0
-    """Merged tokens."""
+    """Number of merged tokens."""
     is_open: bool = False
     """Whether a round waits for parts."""
     norm: float = 0.0
-    """Usual norm of the parts merged lately, each in units of its share of H steps."""
+    """Usual norm of recently merged parts, each in units of its share of H steps."""
     kept: list[Kept] = []
     copies: list[Stored] = []
-    """At most two, the newest one last."""
+    """At most two copies, the newest one last."""
     outer: Stored | None = None
 
     def checksum(self, version: int) -> str | None:
         return next((one.checksum for one in self.kept if one.version == version), None)
 
     def objects(self, fragment: int) -> Iterator[Object]:
-        """Yield what it names."""
+        """Yield the objects that it names."""
         for kept in self.kept:
             if kept.number:
                 yield Object(VERSION, kept.number, fragment, kept.version)
@@ -159,7 +160,7 @@ class Fragment(msgspec.Struct, array_like=True):
             yield Object(OUTER, self.outer.number, fragment, self.outer.version)
 
     def forget_old(self) -> None:
-        """Drop copies but for two, and versions before the older one."""
+        """Drop all copies except two, and versions before the older one."""
         self.copies = self.copies[-2:]
         oldest = max(0, self.version - VERSIONS_LATE)
         oldest = min([oldest, *(copy.version for copy in self.copies)])
@@ -178,22 +179,22 @@ class Decision(msgspec.Struct, array_like=True):
     age: float = 0.0
     """Seconds since the run was founded."""
     written: float = 0.0
-    """Wall clock of the syncer. Only the age of a run that is taken over depends on it."""
+    """Wall clock of the syncer, used only for the age of a run after a takeover."""
     ready: list[str] = []
-    """Islands that rounds wait for."""
+    """Islands for which rounds wait."""
     told: dict[str, str] = {}
-    """Messages to starts of islands: a key of `ORDERS`."""
+    """Messages to incarnations of islands: a key of `ORDERS`."""
     barred: list[str] = []
-    """Logins that were evicted, until they are admitted."""
+    """Logins that are evicted until they are admitted."""
     done: dict[str, str] = {}
-    """The latest changes, and why they were refused, empty if they are made. What is here is not
-    made again, and its object is deleted."""
+    """The latest changes, and why they were refused, or empty if they were applied. They are not
+    applied again, and their objects are deleted."""
     writing: list[Object] = []
-    """Objects whose upload may begin once this decision counts."""
+    """Objects whose upload may start once this decision counts."""
     begun: bool = False
     ended: bool = False
     stopped: bool = False
-    """The syncer has ended in order: another one may follow at once."""
+    """Whether the syncer has ended in order, so that another one may follow at once."""
 
     @property
     def is_founded(self) -> bool:
@@ -201,7 +202,7 @@ class Decision(msgspec.Struct, array_like=True):
 
     @property
     def names(self) -> set[str]:
-        """Names of all objects that it names or announces."""
+        """Names of all objects that this decision names or announces."""
         named = (one for f, part in enumerate(self.fragments) for one in part.objects(f))
         return {one.name for one in named} | {one.name for one in self.writing}
 
@@ -237,7 +238,7 @@ def encode_decision(decision: Decision) -> bytes:
 
 
 def decode_decision(raw: bytes, number: int | None = None) -> Decision:
-    """Return a decision. Raise a DamagedError if its bytes are not whole, and a NewerProtocolError
+    """Return a decision. Raise a DamagedError if its bytes are incomplete, and a NewerProtocolError
     if newer code wrote them."""
     inflate = zlib.decompressobj()
     try:

@@ -1,4 +1,4 @@
-"""One fragment on an island: what it holds and has sent, and what it does between two steps."""
+"""One fragment on an island: its state, its parts, and its actions between two steps."""
 
 import statistics
 from collections import deque
@@ -19,36 +19,37 @@ if TYPE_CHECKING:
     from torchtitan_diloco.islands_store.island import Island
 
 LATE_MIXING = 0.5
-"""Least share of the local parameters when a version is applied late, as they have work since."""
+"""Minimum share of the local parameters when a version is applied late, because they contain later
+work."""
 TRIPS = 8
-"""Round trips, and uploads, whose median is the usual one."""
+"""Number of round trips, and of uploads, whose median is the usual value."""
 FRESH = 3.0
-"""Seconds without a new decision after which training waits for none."""
+"""Seconds without a new decision after which training no longer waits."""
 
 
 class Mode(Enum):
-    """What a version does to the parameters theta. P: the published copy, before and after."""
+    """Effect of a version on the parameters theta. P: the published copy, before and after."""
 
     MIX = "mix"
-    """theta = share theta + (1 - share) P: the own part is in."""
+    """theta = share theta + (1 - share) P: the version contains this island's part."""
     ADD = "add"
-    """theta += P - P before: it is not."""
+    """theta += P - P before: it does not."""
     TAKE = "take"
     """theta = P."""
     RESET = "reset"
-    """The same, and the inner optimizer begins anew: theta went wrong."""
+    """The same, and the inner optimizer state is reset, because theta is unusable."""
 
 
 @dataclass(frozen=True)
 class Apply:
-    """Bring P to a version, and theta along."""
+    """Update P to a version, and theta with it."""
 
     fragment: int
     version: int
     mode: Mode
     share: float = 0.0
     source: Object | None = None
-    """What to add to P, or a copy to replace it with. None: P stays."""
+    """Update to add to P, or a copy that replaces it. None: P is unchanged."""
 
 
 @dataclass(frozen=True)
@@ -60,16 +61,16 @@ class Send:
 
 @dataclass
 class Boundary:
-    """What to do between two steps, in this order."""
+    """Actions between two steps, in this order."""
 
     clock: int
     """Tokens of the run, which determine the inner learning rate."""
     applies: list[Apply] = field(default_factory=list)
     sends: list[Send] = field(default_factory=list)
     waits_until: float | None = None
-    """Training waits: ask again when something has happened, or at this time."""
+    """Training waits: ask again after the next event, or at this time."""
     is_training: bool = False
-    """Whether to make a step next, unless it waits."""
+    """Whether to take a step next, unless training waits."""
 
 
 @dataclass
@@ -77,32 +78,32 @@ class OwnFragment:
     island: "Island"
     number: int
     applied: int = -1
-    """Version of P; -1: there is none yet."""
+    """Version of P. -1: none yet."""
     checksum: str | None = None
-    """Of P, once it is known."""
+    """Checksum of P, once it is known."""
     is_wrong: bool = False
-    """P is not the published copy: only a copy mends it."""
+    """Whether P differs from the published copy, so that only a copy repairs it."""
     resets: Mode | None = None
-    """How theta takes P at the next boundary, if it does."""
+    """How theta takes P at the next boundary, if at all."""
     updates: dict[int, Object] = field(default_factory=dict)
-    """By version, downloaded and not applied."""
+    """Updates by version, downloaded but not applied."""
     copy: Object | None = None
-    """The same."""
+    """Copies, likewise."""
     sent: Part | None = None
-    """Not decided, or not applied yet."""
+    """Part that is not decided or not applied yet."""
     sent_step: int = -1
     sent_at: float = 0.0
     is_stored: bool = False
     is_in_theta: bool = True
-    """Whether theta still contains what was sent."""
+    """Whether theta still contains the work that was sent."""
     turn: int = 0
-    """Own step of the next send."""
+    """Step of this island at which it sends next."""
     lost_to: int = 0
-    """theta does not contain the work before this sample."""
+    """First sample whose work theta contains."""
     counted: int = 0
-    """Own tokens when the work began that is in no part."""
+    """Tokens of this island when the work that is in no part began."""
     opened_at: float | None = None
-    """When it has read that a round is open."""
+    """Time at which it has read that a round is open."""
     trips: deque[float] = field(default_factory=lambda: deque(maxlen=TRIPS))
     uploads: deque[float] = field(default_factory=lambda: deque(maxlen=TRIPS))
 
@@ -123,14 +124,14 @@ class OwnFragment:
 
     @property
     def is_sending(self) -> bool:
-        """Whether the upload of a part is under way."""
+        """Whether the upload of a part is in flight."""
         return self.sent is not None and not self.is_stored
 
     # --- downloads --------------------------------------------------------------------------------
 
     @property
     def held(self) -> int:
-        """The newest version that is in hand without a gap."""
+        """Newest version that is available without a gap."""
         version = self.applied if not self.is_wrong else -1
         if self.copy is not None:
             version = max(version, self.copy.version)
@@ -139,8 +140,8 @@ class OwnFragment:
         return version
 
     def wanted(self) -> list[Object]:
-        """Return what to download next, in this order: a copy if there is no way without, then at
-        once the versions after it."""
+        """Return the next downloads, in order: a copy if it is necessary, then the versions after
+        it."""
         shared, held = self.shared, self.held
         updates = {one.version: one.number for one in shared.kept if one.number}
         found = list[Object]()
@@ -173,7 +174,7 @@ class OwnFragment:
         return self.ledger.number == self.sent.number and self.ledger.fate is Fate.MERGED
 
     def on_decision(self, now: float) -> None:
-        """Take note of what became of the own part."""
+        """Process the fate of this island's part."""
         self._compare()
         self.opened_at = (self.opened_at or now) if self.shared.is_open else None
         if self.sent is None or self.is_undecided or self._is_merged():
@@ -185,18 +186,19 @@ class OwnFragment:
         self.sent = None
 
     def lose(self) -> None:
-        """Declare the work that theta has lost, as it is P now."""
+        """Declare the work that theta has lost, because it now equals P."""
         self.resets, self.is_in_theta = None, False
         self.lost_to, self.counted = self.island.position, self.island.tokens
 
     def on_checksum(self, version: int, checksum: str) -> None:
-        """Take the checksum of P, as it was computed."""
+        """Take the computed checksum of P."""
         if version == self.applied:
             self.checksum = checksum
             self._compare()
 
     def _compare(self) -> None:
-        """Compare P with the published copy. Each decision may be of a store that was put back."""
+        """Compare P with the published copy. Each decision may come from a store that was
+        restored."""
         known = self.shared.checksum(self.applied)
         is_same = known is None or self.checksum in (None, known)
         if not self.is_wrong and not (is_same and self.applied <= self.shared.version):
@@ -209,7 +211,7 @@ class OwnFragment:
     # --- between two steps ------------------------------------------------------------------------
 
     def next_apply(self) -> Apply | None:
-        """Return what to apply now, and count it as applied."""
+        """Return the version to apply now, and count it as applied."""
         island, copy = self.island, self.copy
         if self.is_wrong or self.applied < 0:
             return None if copy is None else self._apply(copy, self.resets or Mode.TAKE)
@@ -248,7 +250,7 @@ class OwnFragment:
         return Apply(self.number, self.applied, mode, share, source)
 
     def next_send(self, now: float, *, may_send: bool) -> Part | None:
-        """Return the part to send now, whose bytes are not there yet, or a loss."""
+        """Return the part to send now, whose bytes are not stored yet, or a loss."""
         island, ledger, shared = self.island, self.ledger, self.shared
         oldest = max(ledger.version, shared.version - VERSIONS_LATE)
         checksum = shared.checksum(self.applied)
@@ -279,8 +281,9 @@ class OwnFragment:
     def _is_due(self, now: float) -> bool:
         """Return whether it is time to send.
 
-        At its turn, or at the end; or while a round is open, if the usual upload fits into what is
-        left of the grace and the turn does not. It sends what it has: steps weigh as tokens.
+        It is at its turn, at the end, or while a round is open, if the usual upload fits into the
+        rest of the grace period and the turn does not. It then sends all its work so far, which is
+        weighted by its tokens.
         """
         island = self.island
         if self.shared.clock >= island.settings.total_tokens:
@@ -295,10 +298,10 @@ class OwnFragment:
         return upload <= left < turn + upload
 
     def waits_until(self, now: float) -> float | None:
-        """Return until when training waits for the version with the own part.
+        """Return until when training waits for the version with this island's part.
 
-        It waits at the boundary where that is applied, also while the upload is under way, but for
-        no decision that does not come, and not if it is usually in vain.
+        It waits at the boundary at which that version is applied, even while the upload is in
+        flight, but not if no decisions arrive, and not if waiting is usually in vain.
         """
         island = self.island
         if self.sent is None or self.sent.is_loss or not self.is_in_theta:

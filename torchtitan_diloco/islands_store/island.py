@@ -1,7 +1,7 @@
 """An island without tensors, store and clock.
 
-Pass it what it reads and what is done: `on_...`. Between two steps do what `boundary` says. Write
-`note` each second, and when something has changed. Download what `wanted` returns, in order.
+Pass it what was read and done (`on_...`). Between two steps, do what `boundary` returns. Write
+`note` each second, and after changes. Download what `wanted` returns, in order.
 """
 
 import math
@@ -23,16 +23,16 @@ from torchtitan_diloco.islands_store.names import Object, part_names
 from torchtitan_diloco.islands_store.note import GIVE, JOIN, Founding, Note, Part, encode_note
 
 WENT_BACK = 10.0
-"""Seconds in which the newest decision of the store is older than the one that is known, until the
-store counts as an older copy of itself. Lists may be late."""
+"""Seconds for which the newest decision of the store is older than the known one, after which the
+store counts as restored to an older copy. Lists may be late."""
 BEHIND = 1
-"""Versions that an island may be behind when it asks for a slot."""
+"""Maximum number of versions that an island may be behind when it requests a slot."""
 COPY_VERSIONS = 8
-"""Versions after which a newer copy is less to download."""
+"""Number of versions after which a newer copy is a smaller download."""
 
 ENDED, LEFT, REJOIN = "ended", "left", "rejoin"
-"""Why a start of an island is over, beside `ORDERS`. After REJOIN, the same process goes on as a
-new start, with its inner optimizer."""
+"""Why an incarnation of an island is over, in addition to `ORDERS`. After REJOIN, the same process
+continues as a new incarnation, with its inner optimizer."""
 
 
 class Island:
@@ -44,20 +44,21 @@ class Island:
         saved: Saved | None = None,
         corpus: str = "",
     ) -> None:
-        """`founds`: the run to found in an empty location. `saved`: from an own checkpoint."""
+        """`founds`: the run to found in an empty location. `saved`: state in its own checkpoint."""
         self.incarnation, self.founds, self.corpus = incarnation, founds, corpus
         self.decision: Decision | None = None
         self.slot: int | None = None
         self.fragments = list[OwnFragment]()
         self.is_training = False
         self.may_found = False
-        """Whether to store the copies of the run that it founds, and call `on_founding_stored`."""
+        """Whether to store the copies of the run that it founds, and then call
+        `on_founding_stored`."""
         self.ending = ""
-        """Why it is over: empty while it is not."""
+        """Why this incarnation is over, or empty while it is not."""
         self.step, self.tokens, self.position, self.step_seconds = 0, 0, 0, 0.0
         self.is_stopped, self.is_leaving = False, False
         self.heard_at = -math.inf
-        """When a new decision was read."""
+        """Time at which a new decision was read."""
         self.news = list[str]()
         self._saved, self._is_founding = saved, False
         self._counter, self._lower_since = 0, math.inf
@@ -74,17 +75,18 @@ class Island:
 
     @property
     def grace(self) -> float:
-        """Time that it gives others for a version with its part."""
+        """Time for which it waits for a version with its part."""
         return max(self.settings.grace, self.settings.delay * self.step_seconds)
 
     @property
     def is_resuming(self) -> bool:
-        """Whether theta may be that of the checkpoint, so nothing is applied before it begins."""
+        """Whether theta may be that of the checkpoint, so that nothing is applied before it
+        starts."""
         return self._saved is not None and not self.is_training
 
     @property
     def clock(self) -> int:
-        """Merged tokens, plus its own since, times the ready islands. It never goes back."""
+        """Merged tokens, plus its tokens since then times the ready islands. It never decreases."""
         merged, tokens, ready = self._clock_base
         self._clock_floor = max(self._clock_floor, merged + (self.tokens - tokens) * ready)
         return self._clock_floor
@@ -95,7 +97,7 @@ class Island:
     # --- decisions --------------------------------------------------------------------------------
 
     def on_empty(self, now: float) -> None:
-        """The location holds no decision."""
+        """The location contains no decision."""
         if self.decision is not None:
             self._note_lower(now)
         else:
@@ -138,7 +140,7 @@ class Island:
             )
 
     def _obey(self, decision: Decision) -> None:
-        """Take the own slot, and note if it is lost, or an order."""
+        """Take this island's slot, and process its loss, or an order."""
         told = decision.told.get(self.incarnation, "")
         if told == LEAVE_ORDER:
             self.is_leaving = True
@@ -176,24 +178,24 @@ class Island:
                     one.on_checksum(one.applied, checksum)
 
     def drop_saved(self) -> None:
-        """A fragment takes a copy, so theta is no longer that of the checkpoint."""
+        """A fragment takes a copy, so that theta is no longer that of the checkpoint."""
         if not self.is_training:
             self._saved = None
 
     def wanted(self) -> list[Object]:
-        """Return what to download, in this order."""
+        """Return the objects to download, in this order."""
         if self.decision is None or not self.decision.is_founded:
             return []
         return [stored for one in self.fragments for stored in one.wanted()]
 
     def on_held(self, stored: Object, now: float) -> None:
-        """An object is downloaded and its bytes are checked."""
+        """An object was downloaded and its bytes were checked."""
         if stored.fragment < len(self.fragments):
             self.fragments[stored.fragment].on_held(stored, now)
             self._begin_if_ready()
 
     def on_checksum(self, fragment: int, version: int, checksum: str) -> None:
-        """P of this version was computed, and has this checksum."""
+        """P of this version was computed and has this checksum."""
         self.fragments[fragment].on_checksum(version, checksum)
 
     def _is_near(self) -> bool:
@@ -248,7 +250,7 @@ class Island:
             self._end(LEFT, "")
 
     def on_applied(self, one: OwnFragment, mode: Mode) -> None:
-        """Take the clock of a version. A MIX has the tokens up to its send."""
+        """Take the clock of a version. A MIX contains the tokens up to its send."""
         if self.decision is None or not self.is_training or one.applied != one.shared.version:
             return
         tokens = one.counted if mode is Mode.MIX else self.tokens
@@ -256,7 +258,7 @@ class Island:
         self._clock_base = one.shared.clock, tokens, max(1, len(self.decision.ready))
 
     def boundary(self, now: float) -> Boundary:
-        """Return what to do now. Ask again after it is done, until it returns nothing to do."""
+        """Return the next actions. Call this again after they are done, until there are none."""
         due = Boundary(self.clock)
         if self.decision is None or self.ending:
             return due
@@ -285,7 +287,7 @@ class Island:
     def on_stored(
         self, part: Part, size: int, chunks: int, digest: str, now: float, *, is_finite: bool = True
     ) -> None:
-        """The bytes of a part are stored. Not finite: it has none, and becomes a loss."""
+        """The bytes of a part are stored. If it is not finite, it has none and becomes a loss."""
         one = self.fragments[part.fragment]
         if one.sent is not part:
             return
@@ -299,10 +301,10 @@ class Island:
         one.resets = Mode.RESET
 
     def _look_at_end(self) -> None:
-        """Decide whether to make another step.
+        """Decide whether to take another step.
 
-        The clock is an estimate. So an island stops at the total, sends what is short, and once its
-        parts are decided trains on for what is still short.
+        The clock is an estimate. An island therefore stops at the total, sends its work, and, once
+        its parts are decided, continues to train if tokens are still missing.
         """
         assert self.decision is not None
         total = self.settings.total_tokens
@@ -341,7 +343,7 @@ class Island:
         return "" if is_busy else GIVE
 
     def note(self) -> bytes:
-        """Return what to write about this start."""
+        """Return the note of this incarnation."""
         self._counter += 1
         behind = (one.shared.version - one.held for one in self.fragments)
         founds = self.founds if self._is_founding else None
@@ -383,7 +385,7 @@ class Island:
         return decided
 
     def save(self) -> Saved | None:
-        """Return what a checkpoint needs, or None while a restart could not go on from it."""
+        """Return the content of a checkpoint, or None while a restart could not resume from it."""
         if not self.is_training or self.decision is None or self.slot is None:
             return None
         if not all(can_save(one) for one in self.fragments):

@@ -1,4 +1,4 @@
-"""What a syncer asks its threads to do."""
+"""Jobs of a syncer for its threads."""
 
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -11,7 +11,7 @@ from torchtitan_diloco.islands_store.rounds import Waiting
 
 @dataclass(frozen=True)
 class Commit:
-    """Make a decision count (`commit`), then call `on_committed`."""
+    """Make a decision take effect (`commit`), then call `on_committed`."""
 
     number: int
     content: bytes
@@ -29,7 +29,7 @@ class Adopt:
 class Load:
     """Load a fragment, after a takeover: `on_loaded`. P is the copy and the versions after it.
 
-    If an object is missing, begin anew with an older decision.
+    If an object is missing, start again from an older decision.
     """
 
     fragment: int
@@ -64,7 +64,7 @@ class Merge:
 @dataclass(frozen=True)
 class Snapshot:
     """Keep copy and outer state of this version until they are uploaded: `on_snapshot`. Jobs of a
-    fragment are done in order, so the next merge comes after it."""
+    fragment run in order, so the next merge follows it."""
 
     fragment: int
     version: int
@@ -72,7 +72,7 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Upload:
-    """Upload what was merged or kept: `on_uploaded`. Whatever exists of this name is its own."""
+    """Upload a merged or kept object: `on_uploaded`. An existing object of this name is its own."""
 
     stored: Object
 
@@ -86,7 +86,7 @@ Job: TypeAlias = Commit | Adopt | Load | Fetch | Merge | Snapshot | Upload | Del
 
 
 def load(shared: Fragment, number: int) -> Load:
-    """Return how to load a fragment from what a decision names."""
+    """Return the job that loads a fragment from the objects that a decision names."""
     copy, outer = shared.copies[-1], shared.outer
     later = (one for one in shared.kept if one.version > copy.version)
     return Load(

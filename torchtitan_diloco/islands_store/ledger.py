@@ -1,22 +1,22 @@
-"""Which parts count: the rules by which the syncer judges what a note lists."""
+"""Which parts count: the rules by which the syncer judges the parts in a note."""
 
 from torchtitan_diloco.islands_store.decision import VERSIONS_LATE, Decision, Fate, Ledger
 from torchtitan_diloco.islands_store.note import Part
 
 SLACK_SAMPLES_SECONDS = 1.0
-"""Clocks and notes are not exact: an island may be this much ahead of `fastest`."""
+"""Factor by which an island may exceed `fastest`, because clocks and notes are not exact."""
 BYTES_PER_ELEMENT, HEADER_BYTES = 8, 2**20
-"""Bound of the size of a part: no codec needs more."""
+"""Maximum size of a part: no codec needs more."""
 
 
 def judge(decision: Decision, slot: int, part: Part, age: float) -> Fate:
     """Return why the next part of a slot is refused, LOSS if it is one, or NONE if it may count.
 
-    Norm and finiteness are judged when the bytes are there.
+    Norm and finiteness are judged once the bytes are available.
 
-    The range begins where the ledger ends, so no sample is merged twice or left out. The base is at
-    least the version that holds the slot's last part: before that, the delta would contain the work
-    of the last part again.
+    The range starts where the ledger ends, so that no sample is merged twice or left out. The base
+    is at least the version that holds the slot's last part: before that, the delta would contain
+    the work of the last part again.
     """
     fragment = decision.fragments[part.fragment]
     ledgers = decision.slots[slot].ledgers
@@ -44,7 +44,7 @@ def judge(decision: Decision, slot: int, part: Part, age: float) -> Fate:
 
 
 def decide(ledger: Ledger, fate: Fate, number: int, end: int = 0) -> None:
-    """Note what became of a part. `end`: of its range, which is taken if it is merged or lost."""
+    """Record the fate of a part. `end`: end of its range, which counts if it is merged or lost."""
     ledger.number, ledger.fate = number, fate
     if fate is Fate.MERGED:
         ledger.taken = end

@@ -1,4 +1,4 @@
-"""Whether a location holds the run that an island knows, in the state that it knows."""
+"""Whether a location contains the run of an island, in the state that the island knows."""
 
 from torchtitan_diloco.islands_store.checkpoint import Saved
 from torchtitan_diloco.islands_store.decision import Decision
@@ -36,8 +36,8 @@ def check_run(decision: Decision, founds: Founding | None, saved: Saved | None) 
 
 
 def went_back(before: Decision, after: Decision, slot: int | None) -> bool:
-    """Return whether what was decided before is no longer so, as the store was put back to an older
-    state and another syncer has gone on from there."""
+    """Return whether earlier decisions are no longer valid, because the store was restored to an
+    older state and another syncer has continued from there."""
     if not before.is_founded:
         return False
     if before.run != after.run or len(after.fragments) != len(before.fragments):

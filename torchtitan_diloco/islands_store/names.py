@@ -4,12 +4,12 @@
 |---|---|
 | `run/000000000123` | the syncer: decision 123, created once |
 | `version/N-F-V`, `copy/N-F-V`, `outer/N-F-V` | the syncer, once decision N has announced it |
-| `island/LOGIN/NONCE` | that start of the island LOGIN |
+| `island/LOGIN/NONCE` | that incarnation of the island LOGIN |
 | `part/LOGIN/NONCE-F-NUMBER-CHUNK`, `part/LOGIN/NONCE-F-founds-CHUNK` | the same |
 | `change/...` | a person |
 
-All that an island writes stands under its login, so rights by prefix suffice. The name of a part is
-derived from the name of the note that lists it, and is never read from a note.
+All objects that an island writes are under its login, so permissions by prefix suffice. The name of
+a part is derived from the name of the note that lists it, and is never read from a note.
 """
 
 import re
@@ -20,7 +20,7 @@ RUN, ISLAND, PART, CHANGE = "run/", "island/", "part/", "change/"
 VERSION, COPY, OUTER = "version", "copy", "outer"
 DIGITS = 12
 LARGEST = 10**DIGITS - 1
-"""Of numbers in names: 30,000 years of decisions."""
+"""Digits of numbers in names: enough for 30,000 years of decisions."""
 LOGIN_PATTERN = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,59}"
 INCARNATION_PATTERN = rf"{LOGIN_PATTERN}/[0-9a-f]{{4,16}}"
 
@@ -33,7 +33,7 @@ _PART = re.compile(rf"part/({INCARNATION_PATTERN})-[0-9]{{1,6}}-(?:[0-9]{{1,16}}
 class Object(NamedTuple):
     """An object of the syncer.
 
-    As decision `number` was created once, the name has one writer.
+    Because decision `number` was created once, the name has one writer.
     """
 
     kind: str
@@ -62,7 +62,7 @@ def object_of(name: str) -> Object | None:
 
 
 def incarnation_of(name: str) -> str | None:
-    """Return the start of an island, LOGIN/NONCE, to which a note or a part belongs."""
+    """Return the incarnation of an island, LOGIN/NONCE, to which a note or a part belongs."""
     found = _ISLAND.fullmatch(name) or _PART.fullmatch(name)
     return found[1] if found else None
 
@@ -77,11 +77,11 @@ def part_names(incarnation: str, fragment: int, number: int | str, chunks: int) 
 
 
 def is_garbage(name: str, number: int, known: Collection[str]) -> bool:
-    """Return whether an object of a syncer is garbage for ever, whoever asks.
+    """Return whether an object of a syncer is garbage permanently, for every process.
 
-    `number`: of a decision that counts. `known`: names of all objects that it names or announces.
-    An object is announced before its upload begins, by the decision whose number it bears. That
-    decision exists once. So a later decision can only name what this one still names.
+    `number`: number of a decision that counts. `known`: names of all objects that it names or
+    announces. An object is announced before its upload starts, by the decision whose number it has,
+    which exists once. Later decisions can therefore only name objects that this one still names.
     """
     found = object_of(name)
     return found is not None and found.number <= number and name not in known

@@ -1,4 +1,4 @@
-"""What an island says of itself: bounded, and judged part by part."""
+"""Report of an island about itself: bounded in size, and judged part by part."""
 
 from collections.abc import Iterator
 from typing import Annotated
@@ -25,11 +25,11 @@ from torchtitan_diloco.islands_store.decision import (
 )
 
 MOST_NOTE = 512 * 1024
-"""Bytes that are read of a note."""
+"""Maximum number of bytes of a note."""
 MOST_CHUNKS = 4096
 
 JOIN, GIVE = "join", "give"
-"""Wishes: a slot, and to give it back."""
+"""Requests: to get a slot, and to give it back."""
 _Digest = Annotated[str, Meta(pattern=r"^[0-9a-f]{0,64}\Z")]
 
 
@@ -48,18 +48,18 @@ class Part(msgspec.Struct, array_like=True, frozen=True):
     digest: _Digest = ""  # SHA-256 of the bytes
     codec: Name = "fp32"
     is_loss: bool = False
-    """Its parameters do not contain the work of the range."""
+    """Whether its parameters lack the work of the range."""
 
 
 class PartHead(msgspec.Struct, array_like=True, frozen=True):
-    """What a malformed part still says."""
+    """The readable content of a malformed part."""
 
     fragment: Annotated[int, Meta(ge=0, lt=MOST_FRAGMENTS)]
     number: Positive
 
 
 class Founding(msgspec.Struct, array_like=True, frozen=True):
-    """A run as the island that founds it wants it. Its copies are stored under its name."""
+    """Settings of a run by the island that founds it. Its copies are stored under its name."""
 
     run: Name
     settings: Settings
@@ -77,7 +77,7 @@ class Founding(msgspec.Struct, array_like=True, frozen=True):
             raise DamagedError("its clocks or positions are inconsistent")
 
     def decision(self, number: int, session: str) -> Decision:
-        """Return the state of the run before anybody has a slot."""
+        """Return the state of the run before any island has a slot."""
         clocks = self.clocks or [0] * len(self.elements)
         fragments = [
             Fragment(elements, clock=clock, kept=[Kept(0, checksum, 0)])
@@ -95,7 +95,7 @@ class Founding(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Vitals(msgspec.Struct, array_like=True, frozen=True):
-    """What people want to know of an island. No decision depends on it."""
+    """Values of an island for users. No decision depends on them."""
 
     compute: Seconds = 0.0
     data: Seconds = 0.0
@@ -106,28 +106,28 @@ class Vitals(msgspec.Struct, array_like=True, frozen=True):
 
 class Note(msgspec.Struct, array_like=True):
     counter: Positive
-    """Grows with each note. A lower one is an older note that landed late."""
+    """Increases with each note. A lower number is an older note that arrived late."""
     wish: Annotated[str, Meta(pattern=r"^(join|give)?\Z")] = ""
     step: Count = 0
-    """Own steps since it has its slot."""
+    """Number of its steps since it has its slot."""
     tokens: Count = 0
     step_seconds: Seconds = 0.0
     is_idle: bool = False
-    """It makes no steps for now: it leaves, or the run should have all its tokens."""
+    """Whether it is stopped: it leaves, or the run should have all its tokens."""
     sending: Annotated[list[Count], Meta(max_length=MOST_FRAGMENTS)] = []
-    """Fragments whose upload is under way."""
+    """Fragments whose upload is in flight."""
     parts: Annotated[list[msgspec.Raw], Meta(max_length=MOST_FRAGMENTS)] = []
-    """Parts that are stored and not decided yet, at most one a fragment."""
+    """Parts that are stored but not decided yet, at most one per fragment."""
     corpus: _Digest = ""
     slot: Annotated[int, Meta(ge=-1, lt=MOST_SLOTS)] = -1
-    """Which it had when its checkpoint was written."""
+    """Slot that it had when its checkpoint was written."""
     needs_copies: bool = False
-    """It is so far behind that a newer copy would help."""
+    """Whether it is so far behind that a newer copy would help."""
     founds: msgspec.Raw = msgspec.Raw(b"null")
     vitals: Vitals = Vitals()
 
     def read_parts(self) -> Iterator[Part | PartHead]:
-        """Yield each part, or what can be read of a malformed one."""
+        """Yield each part, or the readable content of a malformed one."""
         seen = set[int]()
         for raw in self.parts:
             part: Part | PartHead

@@ -1,4 +1,4 @@
-"""Who is there, in time in which the syncer has listened, and who has which slot."""
+"""Which islands are running, in time during which the syncer has listened, and their slots."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,24 +16,25 @@ from torchtitan_diloco.islands_store.names import login_of
 from torchtitan_diloco.islands_store.note import GIVE, JOIN, Note
 
 MOST_LISTENED = 1.5
-"""Seconds that one poll counts as listened at most. Longer ones were an outage of the store or a
-pause of the syncer, in which nobody could be heard."""
+"""Maximum seconds that one poll counts as listened. Longer polls were an outage of the store or a
+pause of the syncer, during which no island could be heard."""
 SILENT = 5.0
-"""Seconds of silence after which rounds do not wait for an island, and its next start takes its
-slot."""
+"""Seconds of silence after which rounds do not wait for an island, and its next incarnation takes
+its slot."""
 FORGOTTEN = 60.0
-"""Seconds of silence after which the objects of a start without a slot are deleted."""
+"""Seconds of silence after which the objects of an incarnation without a slot are deleted."""
 SLOW_STEP = 4.0
-"""Multiple of its usual step time after which an island does not step."""
+"""Multiple of its usual step time after which an island counts as hung."""
 WITHOUT_WORK = 3
-"""Multiple of `slot_seconds`, and cycles, without merged work after which a slot may be taken."""
+"""Multiple of `slot_seconds`, and number of cycles, without merged work after which a slot may be
+taken."""
 LONGEST_CYCLE = 60
-"""A cycle counts at most this multiple of `slot_seconds`, as islands say how long it is."""
+"""A cycle counts at most this multiple of `slot_seconds`, because islands report its length."""
 
 
 @dataclass
 class Member:
-    """A start of an island, as the syncer hears it."""
+    """An incarnation of an island, from its notes."""
 
     note: Note
     arrived: float
@@ -54,7 +55,7 @@ class Presence:
         self._polled = now
 
     def hear(self, incarnation: str, note: Note) -> bool:
-        """Take a note, and return whether it is a new one."""
+        """Process a note, and return whether it is new."""
         known = self.members.get(incarnation)
         at = self.listened
         if known is None:
@@ -79,7 +80,7 @@ class Presence:
         return incarnation in self.members and self.silence(incarnation) <= SILENT
 
     def is_stepping(self, incarnation: str, grace: float) -> bool:
-        """Return whether it is heard and makes steps. It may stand still for its own grace."""
+        """Return whether it is heard and completes steps. It may pause for its own grace period."""
         member = self.members.get(incarnation)
         if member is None or member.note.is_idle or not self.is_heard(incarnation):
             return False
@@ -87,11 +88,11 @@ class Presence:
         return self.listened - member.stepped <= longest
 
     def is_unknown(self, incarnation: str) -> bool:
-        """Return whether there is no note of a start, although all were read for long."""
+        """Return whether an incarnation has no note, although all notes were read for long."""
         return incarnation not in self.members and self.listened > FORGOTTEN
 
     def forgotten(self, decision: Decision) -> list[str]:
-        """Return starts without a slot that are gone, and forget them."""
+        """Return incarnations without a slot that are gone, and forget them."""
         owners = set(decision.owners())
         gone = [
             incarnation
@@ -110,13 +111,13 @@ class Seats:
     def __init__(
         self, decision: Decision, presence: Presence, is_busy: Callable[[int], bool]
     ) -> None:
-        """`is_busy`: whether a part of a slot waits. Such a slot does not change hands, as its
-        successor begins where the ledger ends once the part is decided."""
+        """`is_busy`: whether a part of a slot waits. The owner of such a slot does not change,
+        because its successor starts where the ledger ends once the part is decided."""
         self._decision, self._presence, self._is_busy = decision, presence, is_busy
         self._given = dict[str, float]()  # age at which an owner was first seen
 
     def update(self, age: float) -> Iterator[tuple[int, str | None]]:
-        """Free and give slots. Yield each that changes hands, with its new owner."""
+        """Free and give slots. Yield each slot whose owner changes, with its new owner."""
         decision = self._decision
         for number, slot in enumerate(decision.slots):
             if slot.owner is None or self._is_busy(number):
@@ -140,17 +141,18 @@ class Seats:
                 yield found, incarnation
 
     def _starts(self, login: str) -> list[str]:
-        """Return the starts of an island, the one that counts first."""
+        """Return the incarnations of an island, starting with the one that counts."""
         owners = self._decision.owners()
         starts = [one for one in self._presence.members if login_of(one) == login]
         starts += [one for one in owners if login_of(one) == login and one not in starts]
         return sorted(starts, key=lambda one: one not in owners)
 
     def _tell_twins(self) -> None:
-        """The first start of a name wins while its counter moves.
+        """The first incarnation of a name wins while its counter increases.
 
-        The last note of one that was killed may land after the first of its next start. So a start
-        is told only if an earlier one has moved some seconds later.
+        The last note of a killed incarnation may arrive after the first note of the next one.
+        Therefore, an incarnation is only told if the counter of an earlier one has increased some
+        seconds later.
         """
         members, told = self._presence.members, self._decision.told
         for login in {login_of(incarnation) for incarnation in members}:
@@ -183,8 +185,8 @@ class Seats:
         return next(idle, None)
 
     def _is_replaceable(self, number: int, age: float) -> bool:
-        """Return whether another island may take a slot: its owner is silent, or nothing of it is
-        merged, for long."""
+        """Return whether another island may take a slot, because its owner is silent, or nothing of
+        it is merged, for long."""
         settings, slot = self._decision.settings, self._decision.slots[number]
         owner = slot.owner
         assert owner is not None

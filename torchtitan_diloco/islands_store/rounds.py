@@ -1,4 +1,4 @@
-"""When the round of a fragment opens and closes, and what it merges."""
+"""When the round of a fragment opens and closes, and which parts it merges."""
 
 import statistics
 from collections import deque
@@ -11,41 +11,41 @@ from torchtitan_diloco.islands_store.note import Part
 from torchtitan_diloco.islands_store.presence import Presence
 
 PACE = 0.9
-"""Share of H steps that the pacing island makes from one opening to the next."""
+"""Share of H steps that the pacing island completes from one opening to the next."""
 SECOND_PACES = 3
-"""Ready islands from which on the second fastest one paces."""
+"""Number of ready islands from which on the second fastest one sets the pace."""
 FIRST_JUDGED = 5
-"""Versions from which on the usual norm is known."""
+"""Number of versions from which on the usual norm is known."""
 USUAL = 4
-"""Latest parts of an island that tell its usual weight."""
+"""Number of latest parts of an island that determine its usual weight."""
 
 
 def _pacing(fastest_first: Sequence[float]) -> float:
-    """Return what counts of several islands: of three or more the second, so that one of them
-    alone, which may not tell the truth, sets no pace."""
+    """Return the value that counts among several islands: with three or more the second, so that a
+    single one with wrong reports cannot set the pace."""
     return fastest_first[1 if len(fastest_first) >= SECOND_PACES else 0]
 
 
 @dataclass
 class Waiting:
-    """A valid part that is in no version yet."""
+    """A valid part that is not in a version yet."""
 
     incarnation: str
     slot: int
     part: Part
     norm: float | None = None
-    """Of its values, once its bytes are there and checked."""
+    """Norm of its values, once its bytes are fetched and checked."""
 
 
 def find_outliers(
     norms: Mapping[int, float], usual: float, limit: float, *, alone: bool
 ) -> set[int]:
-    """Return the parts whose norm exceeds the usual one so many times.
+    """Return the parts whose norm exceeds `limit` times the usual one.
 
-    `usual`: norm of those merged before; 0: not known. Then a part is compared with the others of
-    its round, of which there must be two: of two parts alone, nobody can tell which is right. If
-    several parts exceed what is usual and none does not, they have a common cause, such as a higher
-    learning rate, and count. `alone`: whether no other island is ready.
+    `usual`: norm of those merged before. If it is unknown (0), a part is compared with the others
+    of its round, of which there must be at least two: of only two parts, it is unknown which is
+    right. If several parts exceed what is usual and none does not, they have a common cause, such
+    as a higher learning rate, and count. `alone`: whether no other island is ready.
     """
     outliers = set[int]()
     for key, norm in norms.items():
@@ -59,25 +59,25 @@ def find_outliers(
 
 @dataclass
 class Round:
-    """The rounds of one fragment, as the syncer that leads has them in memory.
+    """The rounds of one fragment, in the memory of the leading syncer.
 
-    A successor begins without it: it reads the notes again, and opens a round at once.
+    A successor starts without them: it reads the notes again, and opens a round at once.
     """
 
     decision: Decision
     presence: Presence
     fragment: int
     waiting: dict[int, Waiting] = field(default_factory=dict)
-    """By slot."""
+    """Waiting parts by slot."""
     merging: list[Waiting] = field(default_factory=list)
-    """Parts of the version that is being made."""
+    """Parts of the version that is being computed."""
     opened_at: float = 0.0
     steps: dict[str, int] = field(default_factory=dict)
-    """Own steps of islands at the last opening."""
+    """Steps of each island at the last opening."""
     began: dict[str, int] = field(default_factory=dict)
     """Version at which an island got its slot, or was first seen in it."""
     weights: dict[str, deque[int]] = field(default_factory=dict)
-    """Of the latest merged parts of each island."""
+    """Weights of the latest merged parts of each island."""
 
     @property
     def shared(self) -> Fragment:
@@ -91,8 +91,9 @@ class Round:
     def ready(self) -> dict[int, str]:
         """Return the slots, with their owners, for whose parts the round waits.
 
-        Their islands are heard, step or upload, and had a part in one of the last two versions or
-        are new. So an island that never delivers delays two rounds by their grace, and no more.
+        Their islands are heard, complete steps or upload, and had a part in one of the last two
+        versions or are new. An island that never delivers therefore delays only two rounds by their
+        grace period.
         """
         grace = self.grace
         found = dict[int, str]()
@@ -111,7 +112,8 @@ class Round:
 
     @property
     def grace(self) -> float:
-        """Return the time that an open round waits: the setting, or tau steps of the pacing one."""
+        """Return the time for which an open round waits: the setting, or tau steps of the pacing
+        island."""
         settings = self.decision.settings
         notes = (self.presence.note_of(owner) for owner in self.decision.owners())
         steps = sorted(note.step_seconds for note in notes if note and note.step_seconds > 0)
@@ -135,10 +137,9 @@ class Round:
         return True
 
     def _is_paced(self) -> bool:
-        """Return whether the pacing island has made nearly H steps since the last opening.
+        """Return whether the pacing island has completed nearly H steps since the last opening.
 
-        A late part opens no round of its own: that would make the others send early, again and
-        again.
+        A late part does not open a round, which would make the others send early repeatedly.
         """
         owners = [one.incarnation for one in self.waiting.values()]
         if any(not self._steps(owner) for owner in owners):
@@ -158,7 +159,8 @@ class Round:
     # --- close ------------------------------------------------------------------------------------
 
     def drop_refused(self, age: float) -> list[tuple[Waiting, Fate]]:
-        """Judge the waiting parts again, as the fragment may have moved, and drop the others."""
+        """Judge the waiting parts again, because the fragment may have changed, and drop the
+        others."""
         refused = list[tuple[Waiting, Fate]]()
         for slot, one in list(self.waiting.items()):
             fate = judge(self.decision, slot, one.part, age)
@@ -170,10 +172,10 @@ class Round:
     def close_if_due(self, now: float) -> tuple[list[Waiting], int] | None:
         """Return the parts of the next version in the order of slots, and the weight of all.
 
-        A round closes when all ready islands have a part in, or its grace is over and one is in. It
-        takes late parts of earlier rounds, too. The outer learning rate is scaled by the weight of
-        the parts over the weight of all, which has the usual weight of the ready islands that are
-        not in. Otherwise, two halves of a round would move the copy twice as far.
+        A round closes when all ready islands have sent a part, or when its grace period is over and
+        one has. It also takes late parts of earlier rounds. The outer learning rate is scaled by
+        the weight of the parts over the weight of all, which includes the usual weight of the ready
+        islands without a part. Otherwise, two halves of a round would move the copy twice as far.
         """
         if not self.shared.is_open:
             return None
@@ -201,7 +203,7 @@ class Round:
     def outliers(self, parts: list[Waiting]) -> set[int]:
         """Return the slots whose parts are outliers.
 
-        The part after an outage has the work of many cycles. So its norm counts in units of the
+        A part after an outage contains the work of many cycles, so its norm counts in units of the
         usual weight of its island.
         """
         limit = self.decision.settings.norm_limit
@@ -218,7 +220,7 @@ class Round:
         return one.norm / max(1.0, one.part.weight / max(1, usual))
 
     def note_merged(self) -> None:
-        """Learn from the parts of the version that is made."""
+        """Learn from the parts of the new version."""
         for one in self.merging:
             self.weights.setdefault(one.incarnation, deque(maxlen=USUAL)).append(one.part.weight)
             norm = self._usual_norm(one)

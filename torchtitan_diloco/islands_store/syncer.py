@@ -1,9 +1,8 @@
 """The process that decides: a pure machine.
 
-Pass it what it hears: `on_...`. Do what `tick` returns, in threads of their own for all but
-`Commit`, and pass the results back. It never waits for a job, so it decides each second whatever
-the jobs do. A new one begins with the newest decision and knows nothing else. When one is
-superseded, it is thrown away.
+Pass it what was read (`on_...`). Run the jobs that `tick` returns, in separate threads for all but
+`Commit`, and pass the results back. It never waits for a job, so it decides each second, whatever
+the jobs do. A new syncer starts from the newest decision alone. A superseded one is discarded.
 """
 
 import math
@@ -50,9 +49,10 @@ from torchtitan_diloco.islands_store.uploads import Uploads
 from torchtitan_diloco.islands_store.writer import Writer
 
 COPY_VERSIONS, COPY_SECONDS = 8, 600.0
-"""A copy is written when one is asked for that is so many versions newer, or after this time."""
+"""A copy is written if one is requested that is this many versions newer, or after this time."""
 WRONG_IN_A_ROW = 16
-"""Wrong parts of an island in a fragment, without a good one, after which it loses its slot."""
+"""Number of wrong parts of an island in a fragment, without a good one, after which it loses its
+slot."""
 MOST_DONE = 64
 YEARS = 1e9
 
@@ -61,15 +61,16 @@ class Syncer:
     def __init__(
         self, decision: Decision | None, session: str, now: float, wall: float, newest: int = 0
     ) -> None:
-        """Lead, beginning with the newest decision. `wall`: time of day in seconds.
+        """Lead, starting from the newest decision. `wall`: time of day in seconds.
 
-        `newest`: number of the newest one if an older one is begun with, as the store was put back
-        and has lost what the newest one names. Islands see that what was decided is no longer so.
+        `newest`: number of the newest one if the syncer starts from an older one, because the store
+        was restored and has lost objects of the newest one. Islands notice that earlier decisions
+        are no longer valid.
         """
         self.session = session
         self.presence = Presence()
         self.news = list[str]()
-        """Lines for people."""
+        """Messages for users."""
         self.is_stopping = False
         self._now, self._began, self._wall, self._age = now, now, wall, 0.0
         self._jobs = list[Job]()
@@ -107,11 +108,11 @@ class Syncer:
     # --- what it hears ----------------------------------------------------------------------------
 
     def on_poll(self, now: float) -> None:
-        """All notes and changes that are there were passed."""
+        """All existing notes and changes were passed."""
         self.presence.listen(now)
 
     def on_note(self, incarnation: str, raw: bytes) -> None:
-        """Take the note of a start of an island, whose name is that of the object."""
+        """Process the note of an incarnation of an island, whose name is that of the object."""
         try:
             note = decode_note(raw)
         except DamagedError as error:
@@ -165,7 +166,7 @@ class Syncer:
                 self.state.told[incarnation] = SICK
 
     def on_part(self, incarnation: str, part: Part, found: float | Fate) -> None:
-        """Take the norm of a fetched part, or why it is no good."""
+        """Process the norm of a fetched part, or why it is unusable."""
         one = self._waiting(incarnation, part)
         if one is None:
             return
@@ -183,7 +184,7 @@ class Syncer:
         )
 
     def on_change(self, name: str, raw: bytes) -> None:
-        """Make the change that a person asks for, once."""
+        """Apply the change that a person requests, once."""
         state = self.state
         if state is None or not state.is_founded:
             return
@@ -210,7 +211,7 @@ class Syncer:
         self._jobs.append(Adopt(incarnation, founding))
 
     def on_adopted(self, founding: Founding, is_whole: bool) -> None:
-        """Found the run with copies that are fetched, or look for a founder again: they may be
+        """Found the run with fetched copies, or look for a founder again, because they may become
         visible later."""
         if not is_whole:
             self._adopting = None
@@ -227,7 +228,7 @@ class Syncer:
         self._loaded.add(fragment)
 
     def on_merged(self, fragment: int, version: int, checksum: str | None) -> None:
-        """Take the checksum of a new version, or None if it would not be finite."""
+        """Process the checksum of a new version, or None if it would not be finite."""
         if checksum is not None:
             self._checksums[fragment] = checksum
             self.uploads.prepare(VERSION, fragment, version)
@@ -242,7 +243,7 @@ class Syncer:
             self.uploads.prepare(kind, fragment, version)
 
     def on_uploaded(self, stored: Object) -> None:
-        """Name an object, now that all of it is in the store."""
+        """Name an object that is completely stored."""
         if self.state is None or not self.uploads.finish(stored):
             return
         shared = self.state.fragments[stored.fragment]
@@ -272,7 +273,7 @@ class Syncer:
         current.note_merged()
 
     def on_committed(self, number: int, outcome: Outcome) -> None:
-        """Go on after a commit that counts. One that was superseded is thrown away instead."""
+        """Continue after a commit that counts. A superseded syncer is discarded instead."""
         dropped = self._writer.on_committed(number, self._now)
         if dropped:
             self._jobs.append(Delete(dropped))
@@ -282,7 +283,7 @@ class Syncer:
             self._rewrite()
 
     def _rewrite(self) -> None:
-        """Name nothing that the store may have lost. Islands take the copies that come."""
+        """Stop naming objects that the store may have lost. Islands take the next copies."""
         assert self.state is not None
         for number, shared in enumerate(self.state.fragments):
             shared.kept = [Kept(one.version, one.checksum, 0) for one in shared.kept]
@@ -292,7 +293,7 @@ class Syncer:
     # --- decide -----------------------------------------------------------------------------------
 
     def tick(self, now: float) -> list[Job]:
-        """Decide, and return what to do."""
+        """Decide, and return the jobs."""
         self._now = now
         if self.state is not None:
             if self.state.is_founded:
@@ -341,7 +342,7 @@ class Syncer:
             self.uploads.cancel(VERSION, one.fragment, version)
 
     def _copy_if_due(self, shared: Fragment, number: int) -> None:
-        """Write copy and outer state, if it is time and the last ones are written."""
+        """Write copy and outer state if they are due and the last ones are written."""
         assert self.state is not None
         if number not in self._loaded or self.rounds[number].merging:
             return
@@ -362,8 +363,8 @@ class Syncer:
             self._jobs.append(Snapshot(number, shared.version))
 
     def _end(self, state: Decision) -> None:
-        """End the run once it has all tokens and its final copies. A change of the total takes it
-        back."""
+        """End the run once it has all tokens and its final copies. A change of the total undoes
+        this."""
         total = state.settings.total_tokens
         state.ended = all(
             one.clock >= total and one.copies[-1].version == one.version for one in state.fragments
@@ -389,7 +390,7 @@ class Syncer:
 
     @property
     def has_stopped(self) -> bool:
-        """Whether the decision that says so counts."""
+        """Whether the decision that says so has taken effect."""
         return self.state is not None and self.state.stopped and not self._writer.is_writing
 
     def garbage(self, names: list[str]) -> list[str]:

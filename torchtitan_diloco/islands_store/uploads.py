@@ -1,4 +1,4 @@
-"""Objects of the syncer on their way: announced in a decision, then uploaded, then named."""
+"""Objects of the syncer in flight: announced in a decision, then uploaded, then named."""
 
 from dataclasses import dataclass
 
@@ -10,12 +10,12 @@ class _Upload:
     number: int = 0  # of the decision that announces it
     is_announced: bool = False
     is_prepared: bool = False
-    """Whether its bytes are there."""
+    """Whether its bytes are stored."""
     is_started: bool = False
 
 
 class Uploads:
-    """An upload begins when its announcement counts, and may outlast many decisions."""
+    """An upload starts when its announcement counts, and may outlast many decisions."""
 
     def __init__(self) -> None:
         self._uploads: dict[tuple[str, int, int], _Upload] = {}
@@ -37,7 +37,7 @@ class Uploads:
         return bool(self._uploads)
 
     def announce(self, number: int) -> list[Object]:
-        """Return what decision `number` has to announce, still or for the first time."""
+        """Return the objects that decision `number` must announce, still or for the first time."""
         announced = list[Object]()
         for (kind, fragment, version), upload in self._uploads.items():
             upload.number = upload.number or number
@@ -49,7 +49,7 @@ class Uploads:
             upload.is_announced |= 0 < upload.number <= number
 
     def start(self) -> list[Object]:
-        """Return the objects whose upload begins now."""
+        """Return the objects whose upload starts now."""
         begun = list[Object]()
         for (kind, fragment, version), upload in self._uploads.items():
             if upload.is_announced and upload.is_prepared and not upload.is_started:
@@ -58,7 +58,7 @@ class Uploads:
         return begun
 
     def finish(self, stored: Object) -> bool:
-        """Take note of the end of an upload, and return whether it is still wanted."""
+        """Record the end of an upload, and return whether the object is still wanted."""
         key = stored.kind, stored.fragment, stored.version
         upload = self._uploads.get(key)
         if upload is None or upload.number != stored.number:

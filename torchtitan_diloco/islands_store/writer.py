@@ -1,4 +1,4 @@
-"""When the syncer writes a decision, and which objects are garbage then."""
+"""When the syncer writes a decision, and which objects then are garbage."""
 
 import math
 from collections import deque
@@ -11,20 +11,20 @@ from torchtitan_diloco.islands_store.names import incarnation_of, is_garbage, ru
 from torchtitan_diloco.islands_store.presence import Presence
 
 BEAT = 1.0
-"""Seconds between two decisions at most."""
+"""Maximum seconds between two decisions."""
 LARGE, LARGE_SECONDS = 10_000, 1.0
-"""Decisions of more bytes are written once a second."""
+"""Size of decisions above which they are written once a second."""
 KEPT, KEPT_SECONDS = 12, 60.0
-"""Decisions that stay at least, and the time for which all stay: late readers still find them."""
+"""Minimum number of decisions to keep, and the time for which all are kept for late readers."""
 
 
 class Writer:
-    """What is known of the decisions that count, beside the state that changes."""
+    """Knowledge about the decisions that count, in addition to the changing state."""
 
     def __init__(self, decision: Decision | None, newest: int, now: float) -> None:
         """`newest`: number of the newest decision, if it is not this one."""
         self.number = newest
-        """Of the last decision that counts."""
+        """Values of the last decision that counts."""
         self.is_writing = False
         self._names, self._owners = set[str](), set[str]()
         self._next = self._names, self._owners
@@ -36,7 +36,7 @@ class Writer:
         self._recent = deque[tuple[float, int]]()  # when own decisions began to count
 
     def write_if_due(self, state: Decision, now: float) -> Commit | None:
-        """Return a decision to write, when something has changed, and each second at least."""
+        """Return a decision to write after changes, and at least each second."""
         waited, least = now - self._written_at, state.settings.commit_seconds
         if self._size > LARGE:
             least = max(least, LARGE_SECONDS)
@@ -53,7 +53,8 @@ class Writer:
         return Commit(state.number, content)
 
     def on_committed(self, number: int, now: float) -> tuple[str, ...]:
-        """Take note that it counts. Return the names of objects that no decision names any more."""
+        """Record that a decision counts. Return the names of objects that no decision names any
+        longer."""
         dropped = self._names - self._next[0]
         self._names, self._owners = self._next
         self.number, self.is_writing, self._written_at = number, False, now
@@ -63,7 +64,7 @@ class Writer:
     def garbage(
         self, names: list[str], presence: Presence, gone: list[str], now: float
     ) -> list[str]:
-        """Return which of all names are garbage: orphans of syncers that died, objects of starts
+        """Return which of all names are garbage: orphans of dead syncers, objects of incarnations
         that are `gone`, and old decisions."""
         oldest = self._oldest_kept(now)
         found = list[str]()

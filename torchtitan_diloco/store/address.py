@@ -15,12 +15,12 @@ MOST_LINE = 4096
 
 @dataclass(frozen=True)
 class Address:
-    """Where a server is, and how to log in. It contains a password: never log its line."""
+    """Address and login of a server. It contains a password: never log its line."""
 
     host: str
     port: int = HTTPS_PORT
     path: str = ""
-    """Path in front of those of the server, if another server passes requests on to it."""
+    """Path in front of the server's paths, if another server forwards requests to it."""
     login: str = ""
     password: str = field(default="", repr=False)
     fingerprint: str = ""
@@ -51,14 +51,14 @@ class Address:
 
     @property
     def line(self) -> str:
-        """What a join file holds."""
+        """Content of a join file."""
         login = f"{quote(self.login, safe='')}:{quote(self.password, safe='')}@"
         fingerprint = f"#{self.fingerprint}" if self.fingerprint else ""
         return f"https://{login if self.login else ''}{self.place}/{fingerprint}"
 
     @property
     def place(self) -> str:
-        """Host, port and path, for users."""
+        """Host, port and path, to show to users."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{host}:{self.port}{self.path}"
 

@@ -1,4 +1,4 @@
-"""Attempts: repeat what failed for now, for a while, and say so in the log."""
+"""Attempts: retry temporary failures for some time, and log them."""
 
 import random
 import threading
@@ -11,19 +11,20 @@ from torchtitan_diloco.store.errors import AwayError, ClosedError, PassingError
 
 T = TypeVar("T")
 ATTEMPT_SECONDS = (3.0, 6.0, 12.0, 24.0)
-"""Time without an answer after which an attempt fails: a new connection is often faster than one
-whose packets were lost. Later attempts wait for longer, as a link may be slow."""
+"""Seconds without an answer after which an attempt fails: a new connection is often faster than one
+whose packets were lost. Later attempts wait longer, because a link may be slow."""
 PAUSE, LONGEST_PAUSE = 0.1, 2.0
-"""Seconds between two attempts, twice as long after each, with up to half of it at random."""
+"""Seconds between two attempts, which double after each, plus up to half of them at random."""
 QUIET_SECONDS = 10.0
-"""Least time between two lines of the log about the same verb."""
+"""Minimum seconds between two log lines about the same verb."""
 
 
 class Attempts:
-    """Calls of a backend that are repeated. Any thread may use this."""
+    """Retries calls of a backend. Any thread may use this."""
 
     def __init__(self, location: str, patience: float, *, quiet: bool = False) -> None:
-        """`patience`: seconds for which a call is repeated. `quiet`: the caller says what fails."""
+        """`patience`: seconds for which a call is retried. `quiet`: log nothing, the caller
+        does."""
         self._location = location
         self._patience = patience
         self._quiet = quiet
@@ -33,7 +34,8 @@ class Attempts:
         self._said: dict[str, float] = {}
 
     def run(self, verb: str, name: str, call: Callable[[float], T]) -> T:
-        """Return what `call` returns. It takes the seconds that an attempt waits for an answer."""
+        """Return the result of `call`, which takes the seconds that an attempt waits for an
+        answer."""
         end, number, pause = time.monotonic() + self._patience, 0, PAUSE
         while True:
             if self._closed.is_set():
@@ -55,7 +57,7 @@ class Attempts:
                 return result
 
     def close(self) -> None:
-        """End the attempts of all threads with ClosedError, once the present ones have failed."""
+        """End the attempts of all threads with ClosedError, once the current ones have failed."""
         self._closed.set()
 
     @property

@@ -1,4 +1,4 @@
-"""A bucket as a store: S3, GCS, Azure, and what speaks their protocols, through obstore."""
+"""A bucket as a store: S3, GCS, Azure, and services with their protocols, through obstore."""
 
 import os
 import re
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 ANSWER_SECONDS, CONNECT_SECONDS = 60, 5
-"""Seconds for an attempt, with its content, and to connect. They are those of all attempts."""
+"""Seconds for an attempt, including its content, and to connect. They apply to all attempts."""
 ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT")
 NO_BUCKET = ("NoSuchBucket", "ContainerNotFound", "bucket does not exist")
 WRONG_CLOCK = ("RequestTimeTooSkewed", "date header too old", "iat and exp")
-"""What S3, Azure and Google say about a clock."""
+"""Messages of S3, Azure and Google about a wrong clock."""
 WRONG_LOGIN = (
     *("InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "ExpiredToken"),
     *("AuthenticationFailed", "invalid_grant", "invalid_client"),
 )
 NO_LOGIN = ("169.254.169.254", "169.254.170.2", "metadata.google.internal")
-"""Where credentials are asked for if none are given."""
+"""Endpoints that provide credentials if none are given."""
 PASSING = {408, 425, 429, 500, 502, 503, 504}
 LOGIN_REMEDY = {
     "s3": "set AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_REGION",

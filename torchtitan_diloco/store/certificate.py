@@ -1,4 +1,4 @@
-"""A certificate for a server, which its join files name: no authority signs it."""
+"""A self-signed certificate for a server, whose hash is in its join files."""
 
 import hashlib
 import ipaddress
@@ -9,7 +9,7 @@ from torchtitan_diloco.log import UserError, install_command
 
 NAME = "torchtitan-diloco"
 FIRST_DAY, LAST_DAY = datetime(2020, 1, 1), datetime(2120, 1, 1)
-"""Clients with a join file do not look at them, as clocks of sites differ."""
+"""Clients with a join file ignore these, because clocks of sites differ."""
 
 
 def make_certificate(
@@ -17,8 +17,8 @@ def make_certificate(
 ) -> tuple[bytes, bytes]:
     """Return a new certificate and its key, as PEM.
 
-    `address`: of a host. Only a client that trusts the certificate for another reason than a join
-    file looks at it.
+    `address`: address of a host. Only clients that trust the certificate without a join file
+    check it.
     """
     try:
         from cryptography import x509

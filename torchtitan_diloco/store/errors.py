@@ -1,10 +1,10 @@
-"""What a store cannot do. Each error is one line for users, which names the place and a remedy."""
+"""Errors of a store. Each is one line for users, which names the location and a remedy."""
 
 from torchtitan_diloco.log import UserError
 
 
 class StoreError(UserError):
-    """The store cannot do what it was asked to."""
+    """The store cannot carry out a request."""
 
 
 class AwayError(StoreError):
@@ -16,11 +16,12 @@ class FullError(StoreError):
 
 
 class RefusedError(StoreError):
-    """Another attempt would fail as well: the login, its rights, the bucket, a clock."""
+    """Another attempt would also fail: the login, its permissions, the bucket, or a clock is
+    wrong."""
 
 
 class DamagedError(StoreError):
-    """An object is not the one that was written."""
+    """The content of an object is not what was written."""
 
 
 class ClosedError(StoreError):

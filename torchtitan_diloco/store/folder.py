@@ -1,8 +1,8 @@
-"""A folder as a store: each object is a file, local or on a file system that machines share.
+"""A folder as a store: each object is a file, local or on a shared file system.
 
-A writer fills a temporary file beside the object, with a dot in front, flushes it, and then links
-it to its name, which fails if the name exists, or renames it to replace one. So a file under its
-name is whole, whenever a writer is killed.
+A writer fills a temporary file beside the object, whose name starts with a dot, flushes it, and
+then links it to its name, which fails if the name exists, or renames it to replace one. A file
+under its name is therefore complete, whenever a writer is killed.
 """
 
 import errno
@@ -29,7 +29,7 @@ from torchtitan_diloco.store.store import MOST_RAW_BYTES, Backend, Listed, Raw
 
 TEMPORARY = ".tmp"
 STALE_SECONDS = 3600.0
-"""Age of a temporary file whose writer must be dead."""
+"""Age in seconds of a temporary file after which its writer must be dead."""
 FOLDER_ATTEMPTS = 20
 NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 FULL = {errno.ENOSPC, errno.EDQUOT}
@@ -41,7 +41,8 @@ class Folder(Backend):
     """A folder."""
 
     def __init__(self, path: Path, *, make: bool = True) -> None:
-        """`make`: make it if it does not exist. The folder above must exist: it is no typo."""
+        """`make`: create the folder if it does not exist. Its parent must exist, to detect
+        typos."""
         self.path = path.absolute()
         self.location = str(self.path)
         try:
@@ -134,7 +135,7 @@ class Folder(Backend):
 
     @contextmanager
     def _temporary(self, path: Path, content: bytes) -> Iterator[Path]:
-        """Write a file beside an object, flush it, and delete it in the end."""
+        """Write a file beside an object, flush it, and delete it at the end."""
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{TEMPORARY}")
         self._check_identity()
         try:
@@ -148,7 +149,7 @@ class Folder(Backend):
             temporary.unlink(missing_ok=True)  # it is gone if it was renamed
 
     def _open(self, path: Path) -> FileIO:
-        """Open a new file. Its folder may be deleted as an empty one meanwhile."""
+        """Open a new file. Its folder may be deleted at the same time, because it is empty."""
         for _ in range(FOLDER_ATTEMPTS):
             self._make_folders(path.parent)
             with suppress(FileNotFoundError):
@@ -156,7 +157,7 @@ class Folder(Backend):
         raise PassingError(f"{path.parent} is deleted repeatedly")
 
     def _link(self, temporary: Path, path: Path) -> bool:
-        """Give a file its name, and return False if another one has it."""
+        """Give a file its name, or return False if the name exists."""
         try:
             os.link(temporary, path)
         except FileExistsError:
@@ -171,7 +172,8 @@ class Folder(Backend):
         return True
 
     def _make_folders(self, folder: Path) -> None:
-        """Make the folders of an object below that of the store, which is never made here."""
+        """Create the folders of an object below the folder of the store, which is never created
+        here."""
         if folder.is_dir():
             return
         self._make_folders(folder.parent)
@@ -201,7 +203,7 @@ class Folder(Backend):
             start = ""  # in the folders below
 
     def _mark(self, prefix: str) -> str:
-        """Return a digest of which files there are. Each that is written has another number."""
+        """Return a digest of the existing files. Each file that is written gets a new number."""
         self._check_identity()
         lines = sorted(
             f"{name} {found.st_ino} {found.st_mtime_ns} {found.st_size}"
@@ -210,7 +212,7 @@ class Folder(Backend):
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
     def _folders(self, prefix: str) -> Sequence[Path]:
-        """Return the folder of a prefix and those in it, or the lowest one above that exists."""
+        """Return the folder of a prefix and its subfolders, or the lowest parent that exists."""
         folder = self.path / prefix.rpartition("/")[0]
         while not folder.is_dir() and folder != self.path:
             folder = folder.parent
@@ -221,8 +223,8 @@ class Folder(Backend):
     # --- what may fail ----------------------------------------------------------------------------
 
     def _check_identity(self) -> None:
-        """Raise if the folder is another one than at the start: nothing is stored under the place
-        where a file system was mounted."""
+        """Raise an error if the folder is not the same as at the start, so that nothing is stored
+        in a mount point whose file system is gone."""
         if _identity(self.path) != self._identity:
             raise PassingError("it is not the same folder as before; is it mounted?")
 

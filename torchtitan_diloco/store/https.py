@@ -1,7 +1,7 @@
-"""Client of an https server that gives a folder (server.py). Any thread may use it.
+"""Client of an https server of a folder (server.py). Any thread may use it.
 
-Each call is one request over one connection of a pool. A request with credentials is sent only once
-the certificate was checked.
+Each call is one request over a connection of a pool. Credentials are only sent after the
+certificate was checked.
 """
 
 import re
@@ -40,12 +40,12 @@ from torchtitan_diloco.store.store import MOST_RAW_BYTES, SLOWEST, Backend, List
 
 Answer = TypeVar("Answer")
 MOST_CONNECTIONS = 64
-"""Connections that are kept for the next call."""
+"""Number of connections that are kept for later calls."""
 UNCONFIRMED_SECONDS, KEEPALIVE_SECONDS = 10.0, 10
-"""Seconds in which the other end must acknowledge some bytes, and without a packet until one is
-sent. A slow link acknowledges some, a dead one none."""
+"""Seconds within which the other end must acknowledge some bytes, and seconds without a packet
+after which one is sent. A slow link acknowledges some bytes, a dead one none."""
 PIECE_BYTES = 2**14
-"""A record of TLS. Each that is sent has a timeout of its own."""
+"""Size of a TLS record. Each record that is sent has its own timeout."""
 READ_BYTES = 2**18
 
 
@@ -127,7 +127,7 @@ class Https(Backend):
         content: bytes | None = None,
         most: int = MOST_RAW_BYTES,
     ) -> _Reply:
-        """Send a request and return the reply, with at most so many bytes."""
+        """Send a request and return the reply, with at most `most` bytes."""
         sent = len(content) if content is not None else 0
         timeout = urllib3.Timeout(connect=seconds, read=seconds + sent / SLOWEST)
         headers = dict(self._headers)
@@ -171,7 +171,7 @@ class Https(Backend):
         return b"".join(pieces)
 
     def _modified(self, reply: _Reply, modified: float) -> float:
-        """Return when something was modified, on the clock of this machine."""
+        """Return the time of a modification, on the clock of this machine."""
         return time.time() - (float(reply.headers[NOW]) - modified)
 
     def _decode(self, reply: _Reply, kind: type[Answer]) -> Answer:
@@ -183,7 +183,7 @@ class Https(Backend):
     # --- what may fail ----------------------------------------------------------------------------
 
     def _expect(self, reply: _Reply, *statuses: int) -> None:
-        """Raise unless the server did what it was asked to."""
+        """Raise an error unless the server carried out the request."""
         if reply.status not in statuses:
             self._refuse(reply)
         if reply.status != 204 and NOW not in reply.headers:
@@ -236,7 +236,8 @@ def _pieces(content: bytes) -> Iterator[bytes]:
 
 
 def _context(*, pinned: bool) -> ssl.SSLContext:
-    """Return a context for all connections: reading what the system trusts takes long."""
+    """Return a context for all connections, because loading the system's certificates takes
+    long."""
     if not pinned:
         return ssl.create_default_context()
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -246,7 +247,7 @@ def _context(*, pinned: bool) -> ssl.SSLContext:
 
 
 def socket_options() -> list[tuple[int, int, int]]:
-    """Return options with which a dead link is noticed, and a slow one is not taken for dead."""
+    """Return options that detect a dead link without mistaking a slow one for dead."""
     options = [
         (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
         (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
@@ -270,6 +271,6 @@ def _about_certificate(location: str, error: ssl.SSLCertVerificationError) -> st
 
 
 def _one_line(text: bytes) -> str:
-    """Return what a server says, so that it can be printed."""
+    """Return a message of a server, safe to print."""
     words = text[:2000].decode(errors="replace").split()
     return re.sub(r"[^\x20-\x7e]", "?", " ".join(words))[:300]

@@ -1,9 +1,9 @@
 """Contents of any size: chunks of some MB, over several connections.
 
-A content below `MOST_BYTES` is one object. For a larger one, the chunks `NAME.ROOT.00000` and so
-on are stored first, and then the object NAME, which says how many bytes and chunks there are.
-ROOT is a checksum of all chunks: two writers of one name have chunks of their own, and the object
-NAME decides whose content it is. An attempt that broke off is resumed with `resume`.
+A content below `MOST_BYTES` is one object. For a larger one, the chunks `NAME.ROOT.00000` and so on
+are stored first, and then the object NAME, which contains the number of bytes and chunks. ROOT is a
+checksum of all chunks: two writers of the same name have separate chunks, and the object NAME
+decides whose content it is. `resume` continues an interrupted attempt.
 """
 
 import hashlib
@@ -22,15 +22,15 @@ from torchtitan_diloco.store.store import MOST_BYTES, Entry, Store
 T = TypeVar("T")
 Result = TypeVar("Result")
 _WHOLE, _CUT = b"\0", b"\1"
-"""First byte of an object: the content follows, or where its chunks are."""
+"""First byte of an object: either the content follows, or the description of its chunks."""
 CHUNK_BYTES = MOST_BYTES
 MOST_CHUNKS = 100_000
-"""A reader has memory for their names. They have five digits."""
+"""Maximum number of chunks, whose names a reader keeps in memory and which have five digits."""
 _CHUNK = re.compile(r"\.[0-9a-f]{16}\.[0-9]{5}$")
 
 
 class _Head(msgspec.Struct, forbid_unknown_fields=True):
-    """What the object of a content in chunks holds."""
+    """Content of the object of a content in chunks."""
 
     size: int
     chunk_bytes: int
@@ -47,7 +47,7 @@ class LargeObjects:
     """
 
     def __init__(self, store: Store, streams: int, chunk_bytes: int = CHUNK_BYTES) -> None:
-        """`streams`: chunks under way at a time, each over a connection of its own."""
+        """`streams`: number of chunks in flight at a time, each over a separate connection."""
         assert 0 < chunk_bytes <= CHUNK_BYTES
         self._store, self._chunk_bytes = store, chunk_bytes
         self._pool = ThreadPoolExecutor(streams, thread_name_prefix="store")
@@ -57,7 +57,8 @@ class LargeObjects:
     ) -> bool:
         """Store an object that does not exist, and return whether it holds this content now.
 
-        `resume`: ask first which chunks an earlier attempt has stored, and send only the others.
+        `resume`: first list the chunks that an earlier attempt has stored, and send only the
+        others.
         """
         view = memoryview(content).cast("B")
         if len(view) < self._chunk_bytes:
@@ -92,7 +93,7 @@ class LargeObjects:
     def get(self, name: str, most: int) -> bytearray | None:
         """Return a content, or None if there is none.
 
-        `most`: bytes that the reader has memory for, whatever the writer claims. Raises
+        `most`: maximum size that the reader accepts, whatever the writer declares. Raises
         DamagedError if the content is larger, or a part of it is missing, truncated or altered.
         """
         head = self._head(name)
@@ -129,12 +130,12 @@ class LargeObjects:
         return content
 
     def delete(self, name: str) -> None:
-        """Delete an object, and then its chunks, also those of a writer that broke off."""
+        """Delete an object, and then its chunks, including those of an interrupted writer."""
         self._store.delete(name)
         self._map(self._store.delete, [one.name for one in self._chunks(name)])
 
     def close(self) -> None:
-        """Drop the chunks that wait for a connection. Those under way end with the store."""
+        """Drop the chunks that wait for a connection. Chunks in flight end with the store."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def __enter__(self) -> "LargeObjects":
@@ -149,7 +150,7 @@ class LargeObjects:
         self.close()
 
     def _head(self, name: str) -> _Head | bytearray | None:
-        """Return where the chunks are, or the content itself."""
+        """Return the description of the chunks, or the content itself."""
         found = self._store.get(name)
         if found is None:
             return None
@@ -187,7 +188,7 @@ class LargeObjects:
 
 
 class _MissingError(DamagedError):
-    """A chunk is not there."""
+    """A chunk is missing."""
 
 
 def chunk_names(name: str, root: str, count: int) -> list[str]:
@@ -195,7 +196,7 @@ def chunk_names(name: str, root: str, count: int) -> list[str]:
 
 
 def owner_of(name: str) -> str:
-    """Return the name of the object to which a chunk belongs, and any other name as it is."""
+    """Return the name of the object to which a chunk belongs, or any other name unchanged."""
     return _CHUNK.sub("", name)
 
 

@@ -1,4 +1,4 @@
-"""Where a store is, in one word: a folder, a join file, `https://`, `s3://`, `gs://` or `az://`."""
+"""Location of a store: a folder, a join file, `https://`, `s3://`, `gs://` or `az://`."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,10 +23,10 @@ def open_store(
 ) -> Store:
     """Open a store and test it.
 
-    `credentials`: settings of a bucket beside those in the environment, such as `endpoint` or
-    `access_key_id`. `patience`: seconds for which a call is tried again. `writes`: prefix below
+    `credentials`: settings of a bucket in addition to the environment, such as `endpoint` or
+    `access_key_id`. `patience`: seconds for which a call is retried. `writes`: prefix below
     which this process may write, None to read only; by default everywhere, or over https below the
-    parts of the login. `quiet`: log no attempts. Raises a UserError that says what is wrong.
+    parts of the login. `quiet`: log no attempts. Raises a UserError that describes the problem.
     """
     backend = _backend(str(location), credentials or {}, make=writes is not None)
     store = Store(backend, patience, quiet=quiet)
@@ -42,7 +42,7 @@ def open_store(
 
 
 def unknown_kind(location: str) -> str:
-    """Return the scheme of a location if there is no such kind of store, else an empty string."""
+    """Return the scheme of a location if it is unknown, otherwise an empty string."""
     scheme, separator, _ = location.partition("://")
     return scheme if separator and scheme != "https" and scheme not in BUCKETS else ""
 

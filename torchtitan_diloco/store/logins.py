@@ -1,4 +1,4 @@
-"""Logins of a folder that is given over https.
+"""Logins of a folder that is served over https.
 
 They are kept in the folder `.serve` in it, which no name of an object reaches: passwords, the
 server's certificate, and a join file for each site.
@@ -27,7 +27,7 @@ class Login(msgspec.Struct, forbid_unknown_fields=True):
 
     password: str
     owner: bool = False
-    """Whether it may found the run and change its settings."""
+    """Whether it may create the run and change its settings."""
 
 
 class _File(msgspec.Struct, forbid_unknown_fields=True):
@@ -37,10 +37,10 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Logins:
-    """The logins of a folder. A server sees a change made by another process at once."""
+    """The logins of a folder. A server immediately sees a change by another process."""
 
     def __init__(self, folder: Path) -> None:
-        """Make the certificate and the list if there are none."""
+        """Create the certificate and the list if they do not exist."""
         self._folder = folder / OWN_FOLDER
         self.certificate, self.key = self._folder / "certificate.pem", self._folder / "key.pem"
         self._path = self._folder / "logins.json"
@@ -67,7 +67,7 @@ class Logins:
         return login if right and login is not None and login.password else None
 
     def set_address(self, address: str, port: int) -> None:
-        """Set where sites reach the server, and write their join files again."""
+        """Set the address at which sites reach the server, and rewrite their join files."""
         with self._change() as file:
             file.address, file.port = address, port
             for name in file.logins:
@@ -90,7 +90,7 @@ class Logins:
             return self._write_join_file(file, name)
 
     def renew(self, name: str) -> Path:
-        """Give a login another password and return its new join file."""
+        """Give a login a new password and return its new join file."""
         with self._change() as file:
             self._known(file, name).password = secrets.token_urlsafe(24)
             return self._write_join_file(file, name)
@@ -113,7 +113,7 @@ class Logins:
 
     @contextmanager
     def _change(self) -> Iterator[_File]:
-        """Yield the list, and save it. No other process changes it meanwhile."""
+        """Yield the list, and save it. No other process changes it at the same time."""
         with self._files(), (self._folder / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             file = self._load()
@@ -134,7 +134,7 @@ class Logins:
         return path
 
     def _fresh(self) -> _File:
-        """Return the list as it is now."""
+        """Return the current list."""
         with self._files():
             if self._state() != self._read_as:
                 self._file = self._load()
@@ -153,7 +153,7 @@ class Logins:
             ) from error
 
     def _state(self) -> tuple[int, int, int]:
-        """Return what is another one whenever the list is written."""
+        """Return a value that changes whenever the list is written."""
         found = self._path.stat()
         return found.st_mtime_ns, found.st_ino, found.st_size
 

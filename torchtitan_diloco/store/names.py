@@ -1,4 +1,4 @@
-"""Names of objects: which there are, checked in one place."""
+"""Names of objects, checked in one place."""
 
 import re
 
@@ -18,7 +18,7 @@ _RULE = (
 def check_name(name: str) -> str:
     """Return the name of an object, or raise a StoreError.
 
-    No segment begins with a dot: there is no `..`, and files with such names are a backend's own.
+    No segment starts with a dot: this excludes `..`, and backends use such names for their files.
     """
     if not _NAME.fullmatch(name) or not _is_short(name):
         raise StoreError(f"{name[:80]!r} is not a valid name of an object: a name has {_RULE}")
@@ -26,7 +26,7 @@ def check_name(name: str) -> str:
 
 
 def check_prefix(prefix: str) -> str:
-    """Return the beginning of names, which may be empty, or raise a StoreError."""
+    """Return a prefix of names, which may be empty, or raise a StoreError."""
     if not _PREFIX.fullmatch(prefix) or not _is_short(prefix):
         raise StoreError(f"{prefix[:80]!r} is not a valid prefix of a name: a name has {_RULE}")
     return prefix

@@ -1,7 +1,7 @@
 """Sleep until something changes in a folder of this machine.
 
-Linux tells with inotify, for which Python has no module. What other machines change in a folder
-that they share is not told, so that a sleep is short all the same.
+Linux reports changes with inotify, for which Python has no module. Changes by other machines in a
+shared folder are not reported, so sleeps are short in any case.
 """
 
 import ctypes
@@ -16,13 +16,13 @@ from pathlib import Path
 IN_MOVED_TO, IN_CREATE, IN_DELETE, IN_ONLYDIR = 0x80, 0x100, 0x200, 0x0100_0000
 IN_CLOEXEC, IN_NONBLOCK = os.O_CLOEXEC, os.O_NONBLOCK
 TOLD_SECONDS, UNTOLD_SECONDS = 0.25, 0.05
-"""Longest sleep where changes by this machine are told, and where they are not."""
+"""Longest sleep if changes by this machine are reported, and if they are not."""
 
 
 @contextmanager
 def watch(folders: Sequence[Path]) -> Iterator[Callable[[float], None]]:
-    """Watch folders from now on, and yield a function that sleeps until one changes, or less long
-    than it was asked to."""
+    """Watch folders from now on, and yield a function that sleeps until one changes, but no longer
+    than the given time."""
     descriptor = _open(folders)
     if descriptor < 0:
         yield lambda seconds: time.sleep(min(seconds, UNTOLD_SECONDS))
@@ -41,7 +41,8 @@ def watch(folders: Sequence[Path]) -> Iterator[Callable[[float], None]]:
 
 
 def _open(folders: Sequence[Path]) -> int:
-    """Return a file that can be read once a folder has changed, -1 if the system has none."""
+    """Return a file that becomes readable once a folder has changed, or -1 if the system has
+    none."""
     if sys.platform != "linux":
         return -1
     library = ctypes.CDLL(None)

@@ -1,4 +1,4 @@
-"""What the client and the server of a folder say to each other, over HTTP/1.1.
+"""Protocol between the client and the server of a folder, over HTTP/1.1.
 
 | request | reply |
 |---|---|
@@ -7,11 +7,11 @@
 | `GET /store/object/NAME` | 200 with the content and `Store-Modified`; 404 |
 | `DELETE /store/object/NAME` | 204 |
 | `GET /store/list?prefix=P&after=A` | 200 with a `Listing` |
-| `GET /store/wait?prefix=P&mark=M&seconds=S` | 200 with a `Mark`, once it is another one than M |
+| `GET /store/wait?prefix=P&mark=M&seconds=S` | 200 with a `Mark`, once it differs from M |
 
 Contents are sealed (seal.py). Each reply has `Store-Now`, the clock of the server. Refusals are a
-line of text: 401 an unknown login, 403 no right, 413 too large, 422 damaged, 507 no room, 503 try
-again.
+line of text: 401 unknown login, 403 no permission, 413 too large, 422 damaged, 507 no space, 503
+try again.
 """
 
 import msgspec
@@ -21,7 +21,7 @@ from torchtitan_diloco.store.store import Listed
 OBJECT_ROUTE, LIST_ROUTE, WAIT_ROUTE = "/store/object/", "/store/list", "/store/wait"
 NOW, MODIFIED = "Store-Now", "Store-Modified"
 MOST_LISTED = 5000
-"""Objects in one reply."""
+"""Maximum number of objects in a reply."""
 MOST_REPLY_BYTES = 2**22
 MOST_WAIT_SECONDS = 30.0
 

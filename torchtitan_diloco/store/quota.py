@@ -1,4 +1,4 @@
-"""Room of each login on the disk of a server."""
+"""Disk space of each login on a server."""
 
 import shutil
 import threading
@@ -11,12 +11,12 @@ from torchtitan_diloco.store.folder import Folder
 from torchtitan_diloco.store.rights import may_create, prefixes_of
 
 COUNT_SECONDS = 1.0
-"""Least time between two counts of a login whose quota is used up."""
+"""Minimum seconds between two counts of a login whose quota is used up."""
 
 
 @dataclass(frozen=True)
 class Quota:
-    """What a login that is not an owner may store, and what stays free on the disk."""
+    """Limits for a login that is not an owner, and space that stays free on the disk."""
 
     objects: int = 10_000
     bytes: int = 20 * 10**9
@@ -32,10 +32,10 @@ class _Used:
 
 
 class Quotas:
-    """Counts what each login stores. Any thread may call this.
+    """Counts the objects of each login. Any thread may call this.
 
-    What is deleted, here or in the folder itself, is seen when a quota seems used up: then the
-    objects are counted.
+    Deletions, here or in the folder itself, are noticed when a quota seems to be used up: the
+    objects are then counted.
     """
 
     def __init__(self, folder: Folder, quota: Quota) -> None:
@@ -44,7 +44,8 @@ class Quotas:
         self._used: dict[str, _Used] = {}
 
     def admit(self, login: str, name: str, size: int, *, owner: bool) -> None:
-        """Count an object that a login is about to store. Raise a FullError if there is no room."""
+        """Count an object that a login is about to store. Raise a FullError if there is no
+        space."""
         free = shutil.disk_usage(self._folder.path).free
         if free - size < self._quota.spare_bytes:
             raise FullError(

@@ -1,5 +1,5 @@
-"""What a login of a server may write: its own parts and notes, and for an owner also the changes
-and the foundation of the run. All may read everything."""
+"""Write permissions of a login: its own parts and notes, and for an owner also the changes and the
+first decision of the run. All logins may read everything."""
 
 import re
 
@@ -16,7 +16,7 @@ def may_create(name: str, login: str, *, owner: bool) -> bool:
 
 
 def may_replace(name: str, login: str) -> bool:
-    """Return whether a login may replace an object, as it does with notes only.
+    """Return whether a login may replace an object, which is only allowed for notes.
 
     A note is named after the whole login: what follows the last "-" is of one start of an island.
     """
@@ -29,5 +29,5 @@ def parts_of(login: str) -> str:
 
 
 def prefixes_of(login: str) -> list[str]:
-    """Return prefixes of all that a login stores which is not an owner."""
+    """Return the prefixes of all objects of a login that is not an owner."""
     return [parts_of(login), f"island/{login}-"]

@@ -1,4 +1,4 @@
-"""The checksum that travels with a content: a sealed content ends with it, and with a mark."""
+"""Checksum that is stored with a content: a sealed content ends with the checksum and a mark."""
 
 import hashlib
 
@@ -14,12 +14,12 @@ def checksum(content: bytes | memoryview) -> bytes:
 
 
 def seal(content: bytes | memoryview, found: bytes) -> bytes:
-    """Return a content with its checksum `found` at its end."""
+    """Return a content with its checksum `found` at the end."""
     return b"".join((content, found, _MARK))
 
 
 def unseal(place: str, raw: bytes) -> tuple[bytes, bytes]:
-    """Return a content and its checksum. Raise a DamagedError that names its place."""
+    """Return a content and its checksum. Raise a DamagedError that names its location."""
     if len(raw) < SEAL_BYTES or raw[-len(_MARK) :] != _MARK:
         raise DamagedError(f"{place} is truncated: its {len(raw)} bytes do not end with a checksum")
     content, expected = raw[:-SEAL_BYTES], raw[-SEAL_BYTES : -len(_MARK)]

@@ -1,7 +1,8 @@
-"""Server that gives a folder over https, to logins with rights and quotas.
+"""Server of a folder over https, for logins with permissions and quotas.
 
-It has a thread of its own with an event loop; what waits for the disk runs in a few others. The
-process that has made it may use the folder itself at the same time, as may any other one.
+It has a separate thread with an event loop; calls that wait for the disk run in a few other
+threads. The process that started it, and any other process, may use the folder directly at the same
+time.
 """
 
 import asyncio
@@ -56,7 +57,7 @@ except ImportError:
 T = TypeVar("T")
 DISK_THREADS = 8
 IDLE_SECONDS = 600.0
-"""Seconds for which a connection without requests is kept."""
+"""Seconds for which an idle connection is kept."""
 BODY_SECONDS = 20.0
 FOLDER_SECONDS = 30.0
 ERRORS: tuple[tuple[type[Exception], int], ...] = (
@@ -66,8 +67,8 @@ ERRORS: tuple[tuple[type[Exception], int], ...] = (
     (StoreError, 400),
     (PassingError, 503),
 )
-"""Errors of the folder, and the status of the reply. What the folder refuses is no mistake of the
-client: it tries again."""
+"""Errors of the folder, and the status of the reply. If the folder refuses a request, this is not
+the client's mistake, so the client retries."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ class Server:
         quota: Quota | None = None,
         routes: Iterable[web.RouteDef] = (),
     ) -> None:
-        """`port`: 0 for a free one. `routes`: of pages beside the store, for all who ask."""
+        """`port`: 0 for a free one. `routes`: additional pages, which need no login."""
         self.folder, self.logins = Folder(folder), Logins(folder)
         Store(self.folder).self_test("")
         self._quotas = Quotas(self.folder, quota or Quota())
@@ -187,7 +188,7 @@ class Server:
         return reply
 
     def _caller(self, request: web.Request) -> Caller:
-        """Return who asks. Raise a 401 if the login is unknown."""
+        """Return the login of a request. Raise a 401 if it is unknown."""
         with suppress(ValueError):
             given = BasicAuth.decode(request.headers.get("Authorization", ""))
             if (login := self.logins.find(given.login, given.password)) is not None:
@@ -253,7 +254,7 @@ class Server:
             )
 
     async def _body(self, request: web.Request, caller: Caller, name: str) -> bytes:
-        """Return the content in a request, once its size is known to be allowed."""
+        """Return the content of a request after checking its size."""
         size = request.content_length
         if size is None:
             raise web.HTTPLengthRequired(text="the request has no length")

@@ -1,4 +1,4 @@
-"""The verbs of a store, over a backend: names, checksums, repeated attempts."""
+"""The verbs of a store, over a backend: names, checksums, retries."""
 
 import secrets
 import time
@@ -12,9 +12,9 @@ from torchtitan_diloco.store.names import check_name, check_prefix
 from torchtitan_diloco.store.seal import SEAL_BYTES, checksum, seal, unseal
 
 MOST_BYTES = 2**22
-"""Largest content of an object. Memory of a reader is bounded, whoever has written."""
+"""Largest content of an object, which bounds the memory of a reader."""
 MOST_RAW_BYTES = MOST_BYTES + SEAL_BYTES
-"""What a backend has to store and may read."""
+"""Largest sealed content that a backend stores and reads."""
 PATIENCE_SECONDS = 60.0
 SLOWEST = 16_000.0
 """Bytes per second below which the transfer of a content fails."""
@@ -25,7 +25,7 @@ class Raw(NamedTuple):
 
     content: bytes
     modified: float
-    """When it was written, in seconds since 1970, on the clock of the store."""
+    """Time at which it was written, in seconds since 1970, on the clock of the store."""
 
 
 class Listed(NamedTuple):
@@ -37,8 +37,8 @@ class Listed(NamedTuple):
 class Found(NamedTuple):
     content: bytes
     age: float
-    """Seconds since it was written, as the store has it. Another copy may be newer: a shared file
-    system may show a reader what was there some seconds ago."""
+    """Seconds since it was written, according to the store. A newer copy may exist: a shared file
+    system may show a reader an older content for some seconds."""
     checksum: bytes
 
 
@@ -50,16 +50,16 @@ class Entry(NamedTuple):
 
 
 class Backend(ABC):
-    """Where sealed contents are. Each method is one attempt, and any thread may call it.
+    """Backend that stores sealed contents. Each method is one attempt; any thread may call it.
 
-    `seconds`: how long an attempt waits for an answer. A failure that may pass raises PassingError,
-    all others StoreError. A content above `MOST_RAW_BYTES` is not read: StoreError.
+    `seconds`: how long an attempt waits for an answer. A temporary failure raises PassingError, and
+    any other StoreError. A content above `MOST_RAW_BYTES` is not read: StoreError.
     """
 
     location: str
-    """For users, without a password."""
+    """Location to show to users, without a password."""
     own_prefix: str = ""
-    """Below which this login may create, replace nothing, and delete."""
+    """Prefix below which this login may create and delete, but not replace."""
 
     @abstractmethod
     def create(self, name: str, content: bytes, seconds: float) -> bool:
@@ -73,13 +73,13 @@ class Backend(ABC):
 
     @abstractmethod
     def list(self, prefix: str, after: str, seconds: float) -> list[Listed]:
-        """Return what there is, sorted by name."""
+        """Return the objects, sorted by name."""
 
     @abstractmethod
     def delete(self, name: str, seconds: float) -> None: ...
 
     def wait(self, prefix: str, mark: str, seconds: float) -> str:  # noqa: ARG002
-        """Return when something may have changed since `mark`, and a new mark.
+        """Wait until something may have changed since `mark`, and return a new mark.
 
         Without knowledge of changes, sleep.
         """
@@ -88,14 +88,14 @@ class Backend(ABC):
         return "slept"
 
     def tidy(self) -> None:  # noqa: B027
-        """Delete what writers that were killed have left. Names do not show it."""
+        """Delete leftovers of killed writers, which have no names."""
 
     def close(self) -> None:  # noqa: B027
-        """Free what is held. Other threads may still be in a method, which then fails."""
+        """Free all resources. Other threads may still be in a method, which then fails."""
 
 
 class Store:
-    """A store. The package's docstring says what the verbs promise."""
+    """A store. See the docstring of the package for the guarantees of the verbs."""
 
     def __init__(
         self, backend: Backend, patience: float = PATIENCE_SECONDS, *, quiet: bool = False
@@ -132,7 +132,7 @@ class Store:
         return Found(content, self._age(raw.modified), found)
 
     def list(self, prefix: str, after: str = "") -> list[Entry]:
-        """Return the objects whose names begin with `prefix` and come after `after`, sorted."""
+        """Return the sorted objects whose names start with `prefix` and follow `after`."""
         check_prefix(prefix)
         check_prefix(after)
         found = self._attempts.run(
@@ -148,10 +148,10 @@ class Store:
         self._attempts.run("delete", name, lambda seconds: self.backend.delete(name, seconds))
 
     def wait(self, prefix: str, mark: str, seconds: float) -> str:
-        """Return when an object below `prefix` may have changed since `mark`, or after a time.
+        """Wait until an object below `prefix` may have changed since `mark`, or for a given time.
 
-        Returns a new mark, to read first and to wait with next. At once for the mark "", so that
-        nothing is missed:
+        Return a new mark, to read first and then to wait with. For the mark "", return at once, so
+        that nothing is missed:
 
             mark = ""
             while True:
@@ -164,7 +164,7 @@ class Store:
         )
 
     def tidy(self) -> None:
-        """Delete what writers that were killed have left. Call it now and then."""
+        """Delete leftovers of killed writers. Call this from time to time."""
         self.backend.tidy()
 
     def self_test(self, prefix: str) -> None:

@@ -7,9 +7,9 @@ from torchtitan_diloco.store.errors import PassingError, StoreError
 from torchtitan_diloco.store.folder import Folder
 
 MOST_WATCHES = 16
-"""Prefixes that are watched at a time. Clients that wait for others sleep."""
+"""Maximum number of watched prefixes. Clients of other prefixes sleep."""
 TURN_SECONDS = 1.0
-"""Seconds after which a watch looks whether somebody still waits."""
+"""Seconds after which a watch checks whether a client still waits."""
 
 
 class Watches:
@@ -21,7 +21,7 @@ class Watches:
         self._watches: dict[str, _Watch] = {}
 
     async def wait(self, prefix: str, mark: str, seconds: float) -> str:
-        """Return the mark of a prefix, once it is another one than `mark`, or after a time."""
+        """Return the mark of a prefix once it differs from `mark`, or after a given time."""
         if prefix not in self._watches:
             if len(self._watches) >= MOST_WATCHES:
                 await asyncio.sleep(min(seconds, TURN_SECONDS))
@@ -43,7 +43,7 @@ class Watches:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     async def _keep(self, prefix: str) -> None:
-        """Follow a prefix as long as somebody waits."""
+        """Watch a prefix as long as a client waits."""
         watch, loop = self._watches[prefix], asyncio.get_running_loop()
         try:
             idle = 0
@@ -63,7 +63,7 @@ class Watches:
 
 
 class _Watch:
-    """The mark of a prefix, and those who wait for another one."""
+    """Mark of a prefix, and the clients that wait for a new one."""
 
     def __init__(self, task: asyncio.Task[None]) -> None:
         self.task = task  # a loop keeps no reference to its tasks
