@@ -49,6 +49,7 @@ ELSEWHERE = {
     ("CONTRIBUTING.md", "scripts/lock.sh"): "network; tests/test_release.py",
     ("CONTRIBUTING.md", "pyproject-build"): "network; tests/test_wheel.py",
     ("data-and-models.md", "hf:allenai/c4"): "network, hours; its checks: tests/test_train.py",
+    ("data-and-models.md", "means.py"): "a file of yours; tests/models/test_new_family.py",
     ("data-and-models.md", "tiktoken.get_encoding"): "network; tests/data/test_tokenizer.py",
     ("data-and-models.md", "lm_eval"): "network; tests/export/test_commands.py",
     ("downstream.md", "benchmarks.downstream"): "an hour; tests/benchmarks/test_downstream.py",

@@ -243,8 +243,8 @@ def test_an_island_that_stops_says_how_to_resume(
 ) -> None:
     """With `islands.local` by the folder of all islands, not by its own."""
     caplog.set_level(logging.INFO)
-    log_early_end(Config(), Path("runs/island-1"), 4, 10, island=True)
+    log_early_end(Config(), Path("runs/island-1"), 4, "left after {}".format)
     monkeypatch.setenv(LOCAL_ISLANDS, "runs")
-    log_early_end(Config(), Path("runs/island-1"), 4, 10, island=True)
-    resumes = "left the run after its own step 4; the same command with --run.folder {} resumes it"
+    log_early_end(Config(), Path("runs/island-1"), 4, "left after {}".format)
+    resumes = "left after a signal; the same command with --run.folder {} resumes it"
     assert caplog.messages == [resumes.format(one) for one in ("runs/island-1", "runs")]

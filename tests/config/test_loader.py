@@ -30,6 +30,7 @@ from torchtitan_diloco.diloco.config import Beginning, DiLoCoConfig, advice
 from torchtitan_diloco.diloco.fields import steps_of
 from torchtitan_diloco.islands.config import Islands
 from torchtitan_diloco.models import build_model
+from torchtitan_diloco.models.interface import parameter_counts
 
 
 def write(folder: Path, name: str, text: str) -> str:
@@ -347,7 +348,7 @@ def test_a_config_builds_and_repeats_nothing_that_it_inherits(name: str) -> None
     config = load_config(name)
     vocabulary = config.model.vocab_size or 320
     model = build_model(config.model, vocabulary, config.training.sequence_length)
-    counts = model.parameter_counts()
+    counts = parameter_counts(model)
     size = config.diloco.workers * max(1, config.parallel.fsdp)
     plan = plan_run(config.training, size, counts["total"], counts["embedding"])
     assert plan.total_steps > steps_of(config.lr_schedule.warmup, plan.total_steps)
