@@ -1,4 +1,5 @@
 import itertools
+import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from torchtitan_diloco.data.loader import (
 )
 from torchtitan_diloco.data.mixture import Indices, Segment
 from torchtitan_diloco.data.shards import SPLITS, TokenShards, _map_shard, find_damage
+from torchtitan_diloco.log import UserError
 
 LENGTH = 10  # 1000 tokens: 99 sequences, which no batch size below divides
 
@@ -33,7 +35,7 @@ def shards(make_shards: MakeShards) -> TokenShards:
 
 def build(shards: TokenShards, **changes: Any) -> TrainLoader:
     settings = {"batch_size": 2, "accumulation": 1, "rank": 0, "ranks": 1, "seed": 0}
-    settings |= {"sequence_length": LENGTH, "shuffle": True, "processes": 0}
+    settings |= {"sequence_length": LENGTH, "shuffle": True, "prefetch": 0}
     segments = [Segment(0, {"text": 1.0})]
     return TrainLoader({"text": shards}, segments=segments, **(settings | changes))
 
@@ -84,22 +86,40 @@ def test_samples_of_a_step_do_not_depend_on_who_shares_it(
 
 
 # 99 sequences: an epoch ends within step 17
-@pytest.mark.parametrize(("processes", "steps"), [(0, 17), (1, 0), (2, 17)])
-def test_resumed_is_uninterrupted(shards: TokenShards, processes: int, steps: int) -> None:
-    """A position is that of a step's beginning. Reading ahead in processes does not move it."""
+@pytest.mark.parametrize(("prefetch", "steps"), [(0, 17), (1, 0), (5, 17)])
+def test_resumed_is_uninterrupted(shards: TokenShards, prefetch: int, steps: int) -> None:
+    """A position is that of a step's beginning. Reading ahead does not move it."""
     torch.manual_seed(0)
     random_state = torch.get_rng_state()
     settings = {"accumulation": 3, "ranks": 2, "rank": 1}
     whole = take(build(shards, **settings), 3 * steps + 8)
-    first = build(shards, processes=processes, **settings)
+    first = build(shards, prefetch=prefetch, **settings)
     seen = take(first, 3 * steps)
     assert first.position == 12 * steps
     assert seen + take(first, 1) == whole[: 3 * steps + 1], "iterating again continues"
     assert first.position == 12 * steps, "within the step"
-    second = build(shards, processes=2 - processes, start=first.position, **settings)
+    second = build(shards, prefetch=5 - prefetch, start=first.position, **settings)
     assert second.position == first.position
     assert take(second, 8) == whole[3 * steps :]
     assert torch.equal(torch.get_rng_state(), random_state), "the run's own random numbers"
+
+
+def test_the_thread_that_reads_ahead_ends_with_the_iteration(shards: TokenShards) -> None:
+    before = threading.active_count()
+    batches = iter(build(shards, prefetch=3))
+    next(batches)
+    assert threading.active_count() == before + 1
+    del batches
+    assert threading.active_count() == before
+
+
+def test_an_error_of_the_thread_that_reads_ahead_is_raised(shards: TokenShards) -> None:
+    damaged = UserError("a shard is damaged")
+    with (
+        patch.object(TokenShards, "read", side_effect=damaged),
+        pytest.raises(UserError, match="a shard is damaged"),
+    ):
+        next(iter(build(shards, prefetch=3)))
 
 
 def test_training_reads_only_its_own_sequences(text: Path, make_shards: MakeShards) -> None:

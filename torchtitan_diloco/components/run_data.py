@@ -207,7 +207,7 @@ class RunData:
             ranks=world.size if stream is None else world.ranks_per_worker,
             seed=config.run.seed,
             shuffle=config.data.shuffle,
-            processes=config.data.loader_processes,
+            prefetch=config.data.prefetch,
             start=first_sample,
             stream=stream,
             own=self.own,

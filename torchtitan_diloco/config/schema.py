@@ -138,8 +138,9 @@ class Data:
     """Text that each worker reads. `none`: all workers share all text. `random`: an equal random
     part of the sequences. `own`: its own corpora, with `{worker}` in their names, which is the
     number of the worker or the name of the island; averages are weighted by their tokens."""
-    loader_processes: NotNegative = 0
-    """Loader processes per rank. 0: read in the training process, which is usually fast enough."""
+    prefetch: NotNegative = 0
+    """Micro-batches that a thread of each rank reads ahead. 0: read when they are needed, which is
+    usually fast enough."""
 
     @property
     def weights(self) -> dict[str, float]:

@@ -6,8 +6,6 @@ Neighbours share a token, so every token but the first is a target exactly once.
 
 import hashlib
 import itertools
-import signal
-import warnings
 from collections.abc import Container, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -16,13 +14,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
-from torchdata.stateful_dataloader import StatefulDataLoader
+from torchdata.nodes import BaseNode, IterableWrapper, Mapper, Prefetcher
 
 from torchtitan_diloco.data.mixture import Indices, Mixture, Segment
 from torchtitan_diloco.data.shards import TokenShards
-from torchtitan_diloco.hardware import end_with_parent
-from torchtitan_diloco.log import STOP_SIGNALS, UserError
+from torchtitan_diloco.log import UserError
 
 Batch = tuple[Tensor, Tensor]
 """Inputs and targets, int64 [sequences, sequence_length]."""
@@ -56,7 +52,7 @@ class Stream(NamedTuple):
         return (blocks * self.streams + self.number) * self.block + within
 
 
-class SequenceReader(Dataset[Batch]):
+class SequenceReader:
     """Sequences of a fixed length by index: all, or one of `parts` equal random parts."""
 
     def __init__(
@@ -87,7 +83,7 @@ class SequenceReader(Dataset[Batch]):
         return inputs, targets
 
 
-class MixedReader(Dataset[Batch]):
+class MixedReader:
     """Sequences of several corpora, by the number of the corpus and the index of the sequence."""
 
     def __init__(self, readers: Sequence[SequenceReader]) -> None:
@@ -111,10 +107,12 @@ class TrainLoader:
     A step takes the next ranks * accumulation * batch_size samples of one order, and rank r the
     r-th equal part of them, so the samples of a step do not depend on the number of ranks.
 
-    The state is the position in this order, and the segment of the mixture that it is in. Unlike
-    torchdata's, it is valid for any number of ranks and loader processes and any batch size.
+    The state is the position in this order, and the segment of the mixture that it is in. It counts
+    the micro-batches that were handed out, and not those that are read ahead. torchdata's own state
+    counts items of one rank, so it could not continue a run with other ranks or batch sizes.
 
     `corpora`: by the names that the weights of `segments` have. `own`: those of a stream alone.
+    `prefetch`: micro-batches that a thread reads ahead.
     """
 
     def __init__(
@@ -129,7 +127,7 @@ class TrainLoader:
         ranks: int,
         seed: int,
         shuffle: bool,
-        processes: int,
+        prefetch: int,
         start: int = 0,
         stream: Stream | None = None,
         own: Container[str] = (),
@@ -153,7 +151,7 @@ class TrainLoader:
         self._order = partial(sequence_indices, seed=seed, shuffle=shuffle)
         self._rank, self._ranks = rank, ranks
         self._batch_size, self._accumulation = batch_size, accumulation
-        self._processes, self._pin_memory = processes, pin_memory
+        self._prefetch, self._pin_memory = prefetch, pin_memory
         self._start, self._taken = start, 0  # micro-batches since the start
 
     @property
@@ -169,21 +167,18 @@ class TrainLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         """Continue where the last iterator stopped."""
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # in torchdata
-            batches = StatefulDataLoader(
-                self._reader,
-                batch_size=None,  # the reader makes whole batches
-                sampler=self._micro_batches(),
-                num_workers=self._processes,
-                pin_memory=self._pin_memory,
-                generator=torch.Generator(),  # leaves the global random state alone
-                snapshot_every_n_steps=None,
-                worker_init_fn=_follow_rank,
-            )
+        batches: BaseNode[Batch] = Mapper(IterableWrapper(self._micro_batches()), self._read)
+        if self._prefetch:
+            batches = Prefetcher(batches, prefetch_factor=self._prefetch)
         for batch in batches:
             self._taken += 1
             yield batch
+
+    def _read(self, places: Indices) -> Batch:
+        inputs, targets = self._reader[places]
+        if self._pin_memory:
+            return inputs.pin_memory(), targets.pin_memory()
+        return inputs, targets
 
     def _micro_batches(self) -> Iterator[Indices]:
         """Yield the corpus and the index of each sequence, [sequences, 2], in each micro-batch of
@@ -201,16 +196,6 @@ class TrainLoader:
                 count = self._reader.readers[corpus].sequences
                 sequences[mine] = self._order(samples[mine], sequences=count)
             yield from np.stack([corpora, sequences], axis=1).reshape(*positions.shape, 2)
-
-
-def _follow_rank(_: int) -> None:
-    """Leave signals, which torchrun sends to whole groups, to the rank, and end when it ends.
-
-    Otherwise this process would hold the lock of the run and the rank's connections for seconds.
-    """
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-    end_with_parent()
 
 
 class ValidationBatches:

@@ -61,7 +61,7 @@ WORDS = {
     Kind.DATA: Words(
         "waited long for data",
         "slow",
-        "Raise data.loader_processes there, or move its data to a faster disk.",
+        "Raise data.prefetch there, or move its data to a faster disk.",
     ),
     Kind.SAVE: Words(
         "spent long on checkpoints",
