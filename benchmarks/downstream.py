@@ -34,8 +34,8 @@ from torchtitan_diloco.components.checkpoint import MODEL, complete_checkpoints,
 from torchtitan_diloco.components.resume import SavedTensors
 from torchtitan_diloco.components.validation import open_held_out, validate
 from torchtitan_diloco.config.weights import Weights, turns_of
+from torchtitan_diloco.data.batch import IGNORE_INDEX, Batch
 from torchtitan_diloco.data.corpus import open_corpora
-from torchtitan_diloco.data.loader import IGNORE_INDEX, Batch
 from torchtitan_diloco.data.shards import INDEX_NAME, read_index
 from torchtitan_diloco.data.tokenizer import Tokenizer
 from torchtitan_diloco.distributed.world import World, pick_device

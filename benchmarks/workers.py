@@ -29,7 +29,7 @@ from torchtitan_diloco import train
 from torchtitan_diloco.components import checkpoint
 from torchtitan_diloco.components.checkpoint import Checkpointer
 from torchtitan_diloco.components.records import read_json_lines
-from torchtitan_diloco.data.loader import Batch
+from torchtitan_diloco.data.batch import Batch
 from torchtitan_diloco.diagnosis.kinds import Verdict
 from torchtitan_diloco.diagnosis.verdicts import Judge, Observation
 from torchtitan_diloco.islands import IslandPeers, connection, leader

@@ -113,11 +113,14 @@ PURE |= {"statistics", "typing", "zlib"}
 """Packages without I/O, clocks and chance."""
 
 
+ERRORS = {f"torchtitan_diloco.log.{name}" for name in ("UserError", "PeersLostError", "FENCED")}
+
+
 def test_the_rules_of_islands_on_a_store_are_pure() -> None:
     own = "torchtitan_diloco.islands_store.", "torchtitan_diloco.diloco.schedule."
     for path in (PACKAGE / "islands_store").glob("*.py"):
         for module in imported_modules(tree(path)):
-            pure = module.startswith(own) or module == "torchtitan_diloco.log.UserError"
+            pure = module.startswith(own) or module in ERRORS
             assert pure or module.split(".")[0] in PURE, f"{path.name} imports {module}"
 
 
@@ -127,7 +130,7 @@ def test_the_rules_of_islands_are_pure() -> None:
     own = "torchtitan_diloco.islands.", "torchtitan_diloco.diloco.schedule.", VITALS
     for name in ("records", "log", "members", "rounds", "ledger", "machine", "actions"):
         for module in imported_modules(tree(PACKAGE / f"islands/{name}.py")):
-            pure = module.startswith(own) or module == "torchtitan_diloco.log.UserError"
+            pure = module.startswith(own) or module in ERRORS
             pure = pure or module.split(".")[0] in allowed
             assert pure, f"islands/{name}.py imports {module}"
 

@@ -38,6 +38,12 @@ class UserError(ValueError):
     """A mistake of the user. The message has the value, its key and the remedy, and needs no
     traceback. Any other ValueError, such as one of torch, is a bug."""
 
+    exit_code = USER_ERROR
+
+
+class PeersLostError(RuntimeError):
+    """Others that this process needs are lost. The message names them, and needs no traceback."""
+
 
 RUN_REMEDY = "give the folder of a run, such as outputs/NAME-DATE"
 

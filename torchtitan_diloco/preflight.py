@@ -13,7 +13,6 @@ from torchtitan_diloco.data.hub import HUGGING_FACE_PREFIX
 from torchtitan_diloco.data.tokenizer import USUAL, build_tokenizer
 from torchtitan_diloco.hardware import GLOO_INTERFACE, check_device, check_interfaces
 from torchtitan_diloco.islands.config import Join, local_names
-from torchtitan_diloco.islands.server_folder import find_server
 from torchtitan_diloco.log import UserError, command_line, install_command, installed
 from torchtitan_diloco.store.location import KINDS, is_bucket, unknown_kind
 
@@ -64,6 +63,8 @@ def missing(config: Config) -> Iterator[str]:
         yield f"{given}: set {MLFLOW_SERVER} to the address of the tracking server"
     yield from _tried(check_device, config.run.device)
     if config.islands.local:
+        from torchtitan_diloco.islands.server_folder import find_server
+
         yield from _tried(find_server)
     if config.islands.join:
         yield from _tried(Join.parse, config.islands.join)

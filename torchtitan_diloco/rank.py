@@ -9,21 +9,18 @@ import torch
 
 from torchtitan_diloco.config import Config, ConfigError, from_command_line
 from torchtitan_diloco.config.schema import Run
-from torchtitan_diloco.diloco import WorkerLostError
 from torchtitan_diloco.distributed.collectives import RanksLostError
 from torchtitan_diloco.distributed.world import World, join_world, leave_world
 from torchtitan_diloco.hardware import GLOO_INTERFACE, raise_open_files_limit
-from torchtitan_diloco.islands.config import Join
-from torchtitan_diloco.islands.members import IslandFailedError, IslandFencedError
 from torchtitan_diloco.launch import (
     end_as_by_sigterm,
     end_launcher,
     folder_of_run,
 )
 from torchtitan_diloco.log import (
-    FENCED,
     USER_ERROR,
     WORKER_LOST,
+    PeersLostError,
     UserError,
     cause_of,
     logger,
@@ -48,14 +45,12 @@ def train(arguments: list[str]) -> int:
     try:
         check_inputs(config)  # the launcher has done so, but not torchrun
         config = replace(config, run=replace(config.run, folder=folder_of_run(config)))
-        if config.islands.join:
-            Join.parse(config.islands.join)  # raises for a missing file before a model is built
         world = join(config)
         trainer = Trainer(config, world)
         trainer.run()
     except UserError as error:
         return _report(error)
-    except (WorkerLostError, RanksLostError, IslandFailedError) as error:
+    except PeersLostError as error:
         _print_error(error)
         return WORKER_LOST
     except (MemoryError, RuntimeError) as error:
@@ -114,9 +109,8 @@ def _report(error: UserError) -> int:
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(10)
     _print_error(error)
-    code = FENCED if isinstance(error, IslandFencedError) else USER_ERROR
-    end_launcher(code)
-    return code
+    end_launcher(error.exit_code)
+    return error.exit_code
 
 
 def is_out_of_memory(error: Exception) -> bool:

@@ -50,7 +50,7 @@ from torchtitan_diloco.components.validation import Validator, open_held_out
 from torchtitan_diloco.config import Config, to_toml
 from torchtitan_diloco.config.schema import flat_settings, portable
 from torchtitan_diloco.course import Course, JobCourse, counted_before
-from torchtitan_diloco.data.loader import Batch
+from torchtitan_diloco.data.batch import Batch
 from torchtitan_diloco.data.tokenizer import build_tokenizer
 from torchtitan_diloco.diagnosis.watch import Diagnosis, Stacks
 from torchtitan_diloco.diloco import StreamingDiLoCo
@@ -64,7 +64,6 @@ from torchtitan_diloco.distributed.collectives import (
     watch_notices,
 )
 from torchtitan_diloco.distributed.world import FSDP, World
-from torchtitan_diloco.export.weights import load_initial_weights, weights_fingerprint
 from torchtitan_diloco.log import UserError, logger
 from torchtitan_diloco.models import build_model, vocabulary_rows
 from torchtitan_diloco.models.interface import describe, flops_per_token, parameter_counts
@@ -365,8 +364,15 @@ class Trainer:
             compute_dtype=dtype,
         )
         materialize(self.model, device, config.run.seed)
-        if config.model.weights and self.start.manifest is None:
-            load_initial_weights(self.model, config.model.weights)
+        if self._initial_weights:
+            from torchtitan_diloco.export.weights import load_initial_weights
+
+            load_initial_weights(self.model, self._initial_weights)
+
+    @property
+    def _initial_weights(self) -> str:
+        """The weights to start from, if this is a new run that has some."""
+        return "" if self.start.manifest else self.config.model.weights
 
     def _build_course(self) -> Course:
         if not self.config.islands.join:
@@ -399,7 +405,11 @@ class Trainer:
         settings = flat_settings(self.config).items()
         facts = {key: str(value) for key, value in settings if key not in OWN_SETTINGS}
         facts |= {key: str(fact) for key, fact in self.data.common_facts.items()}
-        weights = weights_fingerprint("" if self.start.manifest else self.config.model.weights)
+        weights = self._initial_weights
+        if weights:
+            from torchtitan_diloco.export.weights import weights_fingerprint
+
+            weights = weights_fingerprint(weights)
         facts |= {"tokenizer": self.tokenizer.fingerprint, "model.weights": weights}
         code = [PACKAGE / name for name in COMPUTES]
         model = sys.modules[type(self.model).__module__]  # FLAVORS may have those of other packages

@@ -28,7 +28,7 @@ from benchmarks.downstream_tasks import (
 from torchtitan_diloco.components.checkpoint import MODEL, read_manifest
 from torchtitan_diloco.components.resume import SavedTensors
 from torchtitan_diloco.config.schema import Phase
-from torchtitan_diloco.data.loader import IGNORE_INDEX
+from torchtitan_diloco.data.batch import IGNORE_INDEX
 from torchtitan_diloco.data.tokenizer import build_tokenizer
 from torchtitan_diloco.diloco.state_dict import shared_parameter_name
 from torchtitan_diloco.export.weights import SavedModel, open_saved

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from torchtitan_diloco.components.loss import loss_head
-from torchtitan_diloco.data.loader import IGNORE_INDEX
+from torchtitan_diloco.data.batch import IGNORE_INDEX
 
 
 def plain_loss(

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from tests.data.conftest import MakeShards
 from tests.processes import ProcessPool
 from tests.test_trainer import LOSS, VALIDATION, curve, records, settings, train
+from torchtitan_diloco.data.batch import IGNORE_INDEX
 from torchtitan_diloco.data.loader import (
-    IGNORE_INDEX,
     Stream,
     TrainLoader,
     ValidationBatches,

@@ -24,7 +24,7 @@ from tests.test_trainer import LOSS, VALIDATION, curve, join, records, settings
 from torchtitan_diloco.components.loss import LossSums, loss_head
 from torchtitan_diloco.config import load_config
 from torchtitan_diloco.config.schema import Model
-from torchtitan_diloco.data.loader import IGNORE_INDEX
+from torchtitan_diloco.data.batch import IGNORE_INDEX
 from torchtitan_diloco.data.prepare import prepare
 from torchtitan_diloco.data.text import open_corpus
 from torchtitan_diloco.data.tokenizer import build_tokenizer

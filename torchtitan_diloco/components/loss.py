@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from torchtitan_diloco.data.loader import IGNORE_INDEX
+from torchtitan_diloco.data.batch import IGNORE_INDEX
 
 CHUNK_TOKENS = 2048
 

@@ -14,8 +14,9 @@ from torchtitan_diloco.components.loss import loss_head
 from torchtitan_diloco.components.run_plan import AfterStep
 from torchtitan_diloco.components.telemetry import Telemetry
 from torchtitan_diloco.config.schema import WORKER_FIELD, Config
+from torchtitan_diloco.data.batch import Batch
 from torchtitan_diloco.data.corpus import open_corpora, own_name
-from torchtitan_diloco.data.loader import Batch, ValidationBatches
+from torchtitan_diloco.data.loader import ValidationBatches
 from torchtitan_diloco.data.tokenizer import Tokenizer
 from torchtitan_diloco.diloco.fragments import drop_gathered
 from torchtitan_diloco.diloco.streaming import OuterLoop

@@ -13,15 +13,12 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 from torchdata.nodes import BaseNode, IterableWrapper, Mapper, Prefetcher
 
+from torchtitan_diloco.data.batch import IGNORE_INDEX, Batch
 from torchtitan_diloco.data.mixture import Indices, Mixture, Segment
 from torchtitan_diloco.data.shards import TokenShards
 from torchtitan_diloco.log import UserError
-
-Batch = tuple[Tensor, Tensor]
-"""Inputs and targets, int64 [sequences, sequence_length]."""
 
 _Words = npt.NDArray[np.uint64]
 
@@ -281,7 +278,3 @@ def _mix(words: _Words) -> _Words:
     for multiplier in _MULTIPLIERS:
         words = (words ^ (words >> _SHIFT)) * multiplier
     return words ^ (words >> _SHIFT)
-
-
-IGNORE_INDEX = -100
-"""Target of a position that the loss ignores."""

@@ -18,10 +18,10 @@ from torch import Tensor
 from torchtitan_diloco.diloco.background import BackgroundThread
 from torchtitan_diloco.diloco.round import LEAST_LINK_BYTES, Traffic
 from torchtitan_diloco.diloco.vitals import NOTHING_SAID, STOPPED, STUCK, Vitals
-from torchtitan_diloco.log import UserError, cause_of
+from torchtitan_diloco.log import PeersLostError, UserError, cause_of
 
 
-class WorkerLostError(RuntimeError):
+class WorkerLostError(PeersLostError):
     """One of these workers left or timed out."""
 
     def __init__(self, workers: list[int], reason: str) -> None:

@@ -18,7 +18,14 @@ from torchtitan_diloco.diloco.meeting import gather_objects
 from torchtitan_diloco.diloco.transport import WorkerLostError
 from torchtitan_diloco.distributed.notices import Notice, NoticeWatch
 from torchtitan_diloco.distributed.world import World
-from torchtitan_diloco.log import SAME_SIGNAL_SECONDS, STOP_SIGNALS, UserError, cause_of, logger
+from torchtitan_diloco.log import (
+    SAME_SIGNAL_SECONDS,
+    STOP_SIGNALS,
+    PeersLostError,
+    UserError,
+    cause_of,
+    logger,
+)
 
 Value = TypeVar("Value")
 ASK_EVERY = 2
@@ -69,7 +76,7 @@ class PendingSum:
         return values
 
 
-class RanksLostError(RuntimeError):
+class RanksLostError(PeersLostError):
     """Ranks died, or did not answer within the timeout."""
 
 

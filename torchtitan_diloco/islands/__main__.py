@@ -49,8 +49,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if is_good is False else 0
 
 
+KEEP = "GB of parts, and as many of snapshots, that the server keeps on disk (default: 20)"
+
+
 def _parser() -> argparse.ArgumentParser:
-    keep = "GB of parts, and as many of snapshots, that the server keeps on disk (default: 20)"
     parser = Parser(prog=command_line("islands"), description=(__doc__ or "").splitlines()[0])
     commands = parser.add_subparsers(required=True)
 
@@ -61,23 +63,7 @@ def _parser() -> argparse.ArgumentParser:
         return command
 
     serve = add("serve", _serve, "run a server, and write the join string of its run to a file")
-    serve.add_argument(
-        "--folder",
-        type=Path,
-        required=True,
-        help="a new folder, or the folder of the run to continue",
-    )
-    serve.add_argument("--run", help="name of the run (default: a random one)")
-    serve.add_argument("--host", help="address to listen on (default: 0.0.0.0; for IPv6, ::)")
-    serve.add_argument("--port", type=int, help="TCP port to listen on (default: 4222)")
-    serve.add_argument(
-        "--address", help="name or address that islands connect to (default: this host's)"
-    )
-    serve.add_argument("--keep-gb", type=float, help=keep)
-    where = "(default: only to this machine, without TLS)"
-    serve.add_argument(
-        "--http", metavar="[HOST:]PORT", help=f"serve a page about the run, and /metrics {where}"
-    )
+    _add_server_arguments(serve)
     site = add("site", _change_site, "give a site its own login, or remove it")
     site.add_argument("name", help="name of the site")
     site.add_argument("--folder", type=Path, required=True, help="folder of the server")
@@ -105,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     make = add("make", _make, "create the streams of a run on your own servers")
     replicas = "number of servers that store each stream"
     make.add_argument("--replicas", type=int, choices=range(1, 6), default=1, help=replicas)
-    make.add_argument("--keep-gb", type=float, default=20.0, help=keep)
+    make.add_argument("--keep-gb", type=float, default=20.0, help=KEEP)
     for command in (status, watch, leave, change, make):
         command.add_argument(
             "--join",
@@ -113,6 +99,26 @@ def _parser() -> argparse.ArgumentParser:
             help="join string written by `serve`, or a file that contains it",
         )
     return parser
+
+
+def _add_server_arguments(parser: Parser) -> None:
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        required=True,
+        help="a new folder, or the folder of the run to continue",
+    )
+    parser.add_argument("--run", help="name of the run (default: a random one)")
+    parser.add_argument("--host", help="address to listen on (default: 0.0.0.0; for IPv6, ::)")
+    parser.add_argument("--port", type=int, help="TCP port to listen on (default: 4222)")
+    parser.add_argument(
+        "--address", help="name or address that islands connect to (default: this host's)"
+    )
+    parser.add_argument("--keep-gb", type=float, help=KEEP)
+    where = "(default: only to this machine, without TLS)"
+    parser.add_argument(
+        "--http", metavar="[HOST:]PORT", help=f"serve a page about the run, and /metrics {where}"
+    )
 
 
 # --- the server and its folder --------------------------------------------------------------------

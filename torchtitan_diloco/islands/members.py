@@ -19,14 +19,16 @@ from torchtitan_diloco.diloco.vitals import (
 from torchtitan_diloco.islands.changes import SLOTS
 from torchtitan_diloco.islands.log import State
 from torchtitan_diloco.islands.records import Count, Name, Seconds, name_of
-from torchtitan_diloco.log import UserError
+from torchtitan_diloco.log import FENCED, PeersLostError, UserError
 
 
 class IslandFencedError(UserError):
     """Another island, or another process of this one, has taken its slot."""
 
+    exit_code = FENCED
 
-class IslandFailedError(RuntimeError):
+
+class IslandFailedError(PeersLostError):
     """This island cannot continue. When it is restarted, it starts from the log."""
 
 
