@@ -14,7 +14,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -26,7 +26,7 @@ from torchtitan_diloco.config.schema import ActivationCheckpoint, Compile, Paral
 from torchtitan_diloco.data.tokenizer import build_tokenizer
 from torchtitan_diloco.distributed.world import pick_device
 from torchtitan_diloco.hardware import GIB, describe_device
-from torchtitan_diloco.models import LanguageModel, build_model, vocabulary_rows
+from torchtitan_diloco.models import build_model, vocabulary_rows
 from torchtitan_diloco.models.parallelize import materialize, parallelize
 
 MODES = {
@@ -74,7 +74,7 @@ def build_forward(config: Config, mode: ActivationCheckpoint, device: torch.devi
     return partial(objective, model, tokens.to(device))
 
 
-def objective(model: LanguageModel, tokens: Tensor) -> Tensor:
+def objective(model: nn.Module, tokens: Tensor) -> Tensor:
     sums = model(tokens[:, :-1], head=loss_head(tokens[:, 1:], z_loss=0.0))
     found: Tensor = sums.objective
     return found

@@ -105,12 +105,10 @@ def command_line(settings: Mapping[str, str]) -> list[str]:
 def load(settings: Mapping[str, str]) -> Config:
     """Return the configuration of these settings, or exit with its error message."""
     try:
-        config = from_command_line(command_line(settings))
+        return from_command_line(command_line(settings))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(USER_ERROR)
-    assert config is not None
-    return config
 
 
 class CutError(Exception):

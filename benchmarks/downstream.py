@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from benchmarks import core, scale
@@ -42,7 +42,7 @@ from torchtitan_diloco.distributed.world import World, pick_device
 from torchtitan_diloco.export.weights import SavedModel, open_saved
 from torchtitan_diloco.hardware import describe_device
 from torchtitan_diloco.log import UserError, markdown_table
-from torchtitan_diloco.models import LanguageModel
+from torchtitan_diloco.models.interface import parameter_counts
 
 STEPS, EXAMPLES_PER_STEP, LR = 300, 8, 1e-3
 """The fine-tuning of every model: AdamW, so many examples of each task a step, a constant rate."""
@@ -119,14 +119,14 @@ def find_sources(folders: Sequence[Path]) -> list[Source]:
 def common_facts(saved: SavedModel) -> dict[str, object]:
     """Return what all runs that are compared have in common, by what it is called."""
     config, manifest = saved.config, read_manifest(saved.path)
-    fingerprints: Mapping[str, str] = manifest.data["corpora"]
+    fingerprints: Mapping[str, str] = manifest.parts["data"]["identity"]["corpora"]
 
     def mixed(weights: Weights) -> dict[str, int]:
         turns = turns_of(weights).items()  # of the tokens, as folders may have other names
         return {fingerprints[name]: turn for name, turn in turns if turn}
 
     return {
-        "tokens": manifest.state.tokens,
+        "tokens": manifest.tokens,
         "model": config.model,
         "optimizer": config.optimizer.name,
         "tokenizer": saved.tokenizer.fingerprint,
@@ -184,7 +184,7 @@ def encode(pairs: Sequence[tuple[str, str]], tokenizer: Tokenizer, length: int) 
     )
 
 
-def losses_of(model: LanguageModel, batch: Batch) -> Tensor:
+def losses_of(model: nn.Module, batch: Batch) -> Tensor:
     """Return minus the log-likelihood of each answer."""
     device = next(model.parameters()).device
     inputs, targets = (part.to(device) for part in batch)
@@ -200,7 +200,7 @@ def answer(saved: SavedModel, examples: Sequence[Example]) -> str:
     losses: list[float] = []
     for first in range(0, len(pairs), PAIRS_AT_ONCE):
         part = pairs[first : first + PAIRS_AT_ONCE]
-        batch = encode(part, saved.tokenizer, saved.model.sequence_length)
+        batch = encode(part, saved.tokenizer, saved.config.training.sequence_length)
         losses += losses_of(saved.model, batch).tolist()
     of_examples = torch.tensor(losses).view(len(examples), -1)
     right = of_examples.argmin(dim=1) == torch.tensor([one.answer for one in examples])
@@ -215,7 +215,7 @@ def fine_tune(saved: SavedModel, examples: Mapping[str, Sequence[Example]], step
         for of_task in examples.values():
             part = of_task[step * EXAMPLES_PER_STEP : (step + 1) * EXAMPLES_PER_STEP]
             pairs = [(one.context, one.right) for one in part]
-            batch = encode(pairs, saved.tokenizer, model.sequence_length)
+            batch = encode(pairs, saved.tokenizer, saved.config.training.sequence_length)
             tokens = (batch[1] != IGNORE_INDEX).sum()
             (losses_of(model, batch).sum() / tokens / len(examples)).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -258,8 +258,8 @@ def measure(source: Source, count: int, steps: int) -> core.Record:
         "torch": torch.__version__,
         "commit": commit(),
         "command": " ".join([".venv/bin/python -m benchmarks.downstream", *sys.argv[1:]]),
-        "parameters": saved.model.parameter_counts()["total"],
-        "tokens": read_manifest(saved.path).state.tokens,
+        "parameters": parameter_counts(saved.model)["total"],
+        "tokens": read_manifest(saved.path).tokens,
         "loss": loss,
         "chance": {task: 1 / len(examples[0].choices) for task, examples in tests.items()},
         **dict(zip(PHASES, (before, after), strict=True)),

@@ -30,7 +30,6 @@ from torch.distributed.fsdp import fully_shard
 
 from benchmarks import core, records, sync, torchft_loop, train_step
 from torchtitan_diloco.components.metrics import compute_percent, hidden_percent, totals_of
-from torchtitan_diloco.config.schema import Model
 from torchtitan_diloco.diloco import DiLoCoConfig, Fragments, Link, OuterOptimizer, StreamingDiLoCo
 from torchtitan_diloco.diloco.codecs import CODECS, UNIT, build_codec
 from torchtitan_diloco.diloco.config import BLOCK_SIZES, Quantization
@@ -41,7 +40,8 @@ from torchtitan_diloco.hardware import GIB
 from torchtitan_diloco.islands.server import local_server
 from torchtitan_diloco.islands.server_folder import find_server
 from torchtitan_diloco.log import REPOSITORY, UserError, markdown_table
-from torchtitan_diloco.models.decoder import Decoder
+from torchtitan_diloco.models.decoder import SHAPES, Decoder
+from torchtitan_diloco.models.interface import init_weights
 
 RESERVED_SECONDS = 10.0
 """At the end, for a part that has to be stopped."""
@@ -210,8 +210,8 @@ def step(scale: Scale, _: Path) -> Iterator[Check]:
 def outer(scale: Scale, _: Path) -> Iterator[Check]:
     """Measure taking and applying the fragments of one worker."""
     with scale.device:
-        model = Decoder(Model(flavor=scale.flavor), 32_000, 2048)  # type: ignore[arg-type]
-    model.init_weights(0)
+        model = Decoder(SHAPES[scale.flavor], vocab_size=32_000)
+    init_weights(model, seed=0)
     memories: tuple[Literal["cpu", "device"], ...] = "device", "cpu"
     for memory in memories:
         config = DiLoCoConfig(sync_every=8, measure_every=0, link=Link(outer_state=memory))

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from benchmarks import core
 from torchtitan_diloco.log import REPOSITORY, markdown_table
-from torchtitan_diloco.report.charts import LIGHT, STYLE, series_colour, short_number
+from torchtitan_diloco.report.charts import AXIS, MUTED, STYLE, series_colour, short_number
 
 SIZES_PICTURE = REPOSITORY / "docs" / "images" / "sizes.svg"
 HEADER = (
@@ -113,7 +113,7 @@ def draw_sizes(records: Sequence[core.Record], path: Path) -> None:
     figure = Figure((9.2, 4.2), layout="constrained")
     axes = figure.add_subplot(xscale="log", xlabel="parameters")
     axes.set_ylabel("loss against data parallelism, %")
-    axes.axhline(0, color=LIGHT["axis"], lw=1)
+    axes.axhline(0, color=AXIS, lw=1)
     curves: dict[str, list[tuple[float, float, float, float]]] = {}
     for group in group_seeds(find_pairs(records)):
         row, gaps = group[0].row, [pair.gap for pair in group]
@@ -125,14 +125,14 @@ def draw_sizes(records: Sequence[core.Record], path: Path) -> None:
         curves.setdefault(name, []).append(point)
     for number, (name, points) in enumerate(sorted(curves.items())):
         sizes, means, below, above = zip(*sorted(points), strict=True)
-        colour = LIGHT[series_colour(number)]
+        colour = series_colour(number)
         axes.errorbar(sizes, means, [below, above], fmt="o-", color=colour, capsize=4, label=name)
     for (name, losses), mark in zip(list(PAPER.items())[1:], "sD", strict=True):
         axes.plot(
             [1e6 * size for size in losses],
             [100 * (loss / PAPER["data parallel"][size] - 1) for size, loss in losses.items()],
             f"{mark}:",
-            color=LIGHT["muted"],
+            color=MUTED,
             markersize=4,
             label=f"the paper: M=2, {name}",
         )
@@ -151,9 +151,7 @@ def draw_curves(records: Sequence[core.Record], path: Path) -> None:
         kind = f"M={record['workers']}, H={record['every']}" if record["every"] else "data parallel"
         tokens, losses = zip(*record["curve"], strict=True)
         label = f"{record['stage']}, {kind}, seed {record['seed']}"
-        axes.plot(
-            tokens, losses, "o-", markersize=3, color=LIGHT[series_colour(number)], label=label
-        )
+        axes.plot(tokens, losses, "o-", markersize=3, color=series_colour(number), label=label)
     axes.xaxis.set_major_formatter(short_number)
     axes.legend(frameon=False, fontsize=9)
     figure.savefig(path, metadata={"Date": None})

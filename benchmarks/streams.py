@@ -1,6 +1,6 @@
 """Measure what several TCP streams carry over a long link, for both wires.
 
-    .venv/bin/python -m benchmarks.streams [--latency 50,100] [--streams 1,2,4,8,0] [--rounds 5]
+    .venv/bin/python -m benchmarks.streams [--latency 50,100] [--streams 1,2,4,8] [--rounds 5]
 
 A proxy in user space stands in for the link. It delays what it passes on by half of --latency (a
 round trip, in ms), and limits each connection to 200 Mbit/s and all together, in each direction, to
@@ -8,8 +8,7 @@ round trip, in ms), and limits each connection to 200 Mbit/s and all together, i
 of it. It takes nftables and the rights of root in the namespace.
 
 gloo: two workers exchange a delta in fp32. Islands: one stores chunks at the server, and fetches
-them. 0 streams: as many as the measurement at the start finds, which counts with 3 MB a round trip
-for each.
+them.
 """
 
 import argparse
@@ -232,13 +231,13 @@ def measure(options: argparse.Namespace, latency: float) -> list[list[str]]:
         stack.callback(server.stop)
         stack.enter_context(long_link(latency))
         for streams in options.streams:
-            auto, pool = " (auto)" * (not streams), ProcessPool(600)
+            pool = ProcessPool(600)
             (count, rates), *_ = pool.run(exchange, 2, streams, options.megabytes, options.rounds)
             pool.close()
-            found.append(("gloo, each way", f"{count}{auto}", rates))
+            found.append(("gloo, each way", str(count), rates))
             count, both = chunks(server.join, streams, options.megabytes, options.rounds)
             for way, rates in zip(("up", "down"), both, strict=True):
-                found.append((f"islands, {way}", f"{count}{auto}", rates))
+                found.append((f"islands, {way}", str(count), rates))
     return [
         [wire, f"{latency:g}", name, core.summary(rates, ",.0f", 8e-6), str(len(rates))]
         for wire, name, rates in sorted(found, key=lambda one: one[0])
@@ -249,7 +248,7 @@ def main() -> None:
     parser = core.build_parser(__doc__)
     add, numbers = parser.add_argument, core.list_of(float)
     add("--latency", type=numbers, default=[50.0, 100.0], help="round trips, in ms")
-    add("--streams", type=core.list_of(int), default=[1, 2, 4, 8, 0])
+    add("--streams", type=core.list_of(int), default=[1, 2, 4, 8])
     add("--megabytes", type=float, default=64.0)
     add("--rounds", type=core.positive, default=5)
     options = parser.parse_args()

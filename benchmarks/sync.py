@@ -42,7 +42,8 @@ from torchtitan_diloco.diloco.outer_state import OuterState
 from torchtitan_diloco.distributed.world import WORKER, World, join_world
 from torchtitan_diloco.islands import IslandPeers, Islands
 from torchtitan_diloco.islands.server import local_server
-from torchtitan_diloco.models.decoder import Decoder
+from torchtitan_diloco.models.decoder import Decoder, resolve_shape
+from torchtitan_diloco.models.interface import init_weights
 
 WORKERS = 2
 MEGABYTES = 33.6
@@ -163,8 +164,8 @@ def measure(case: Case) -> tuple[list[tuple[float, ...]], float]:
         outer_loop=case.device == "cuda",  # which lets workers share a GPU
     )
     # Half of the values are in blocks, the rest in an embedding and a head.
-    shape = Model(layers=4, width=256, heads=4, head_dim=64, feed_forward=1536, activation="gelu")
-    model = Decoder(shape, 16_384, 128).to(world.device)
+    config = Model(layers=4, width=256, heads=4, head_dim=64, feed_forward=1536, activation="gelu")
+    model = Decoder(resolve_shape(config), vocab_size=16_384).to(world.device)
     for _ in range(3):
         inner_step(model, world.worker)
     plain, syncs = peak_megabytes(), list[tuple[float, ...]]()
@@ -196,7 +197,7 @@ def build_loop(
     if case.through == "gloo":
         outer = StreamingDiLoCo(model, world.group(WORKER), case.config)
         return outer, outer.step
-    model.init_weights(seed=0)
+    init_weights(model, seed=0)
     name = f"island-{world.worker}"
     settings = Islands(case.place, name, begin=WORKERS, grace_seconds=TIMEOUT)
     island = IslandPeers(settings, total_tokens=10**9)

@@ -37,7 +37,8 @@ from torchtitan_diloco.distributed.collectives import PendingSum
 from torchtitan_diloco.distributed.world import join_world, leave_world, pick_device
 from torchtitan_diloco.hardware import GIB, describe_device, peak_flops, peak_memory_bytes
 from torchtitan_diloco.log import logger
-from torchtitan_diloco.models.decoder import Decoder
+from torchtitan_diloco.models.decoder import Decoder, resolve_shape, shape_of
+from torchtitan_diloco.models.interface import flops_per_token, init_weights
 from torchtitan_diloco.trainer import Trainer
 
 Batches = Iterator[tuple[Tensor, Tensor]]
@@ -71,11 +72,11 @@ def build_trainer_loop(config: Config) -> tuple[Trainer, Batches, Loop]:
     world = join_world(config.distributed, link, device=config.run.device, workers=1, fsdp=0)
     trainer = Trainer(config, world)
     logger.setLevel("ERROR")
-    flops = trainer.model.flops_per_token(config.training.sequence_length)
+    flops = flops_per_token(trainer.model, config.training.sequence_length)
     parts = world, None, trainer.plan, trainer.outer
     telemetry = Telemetry(config.metrics, *parts, step=0, flops_per_token=flops)
     trainer.begin()
-    batches = telemetry.timed(trainer.loader)
+    batches = telemetry.timed(trainer.data.loader)
 
     def step() -> None:
         telemetry.measure(lambda: trainer.train_step(batches))
@@ -110,18 +111,18 @@ def bare_loop(model: nn.Module, blocks: nn.Module, trainer: Trainer, batches: Ba
 
 
 def bare_pytorch(trainer: Trainer, batches: Batches) -> Loop:
-    config, length = trainer.config, trainer.config.training.sequence_length
-    model = Decoder(config.model, trainer.vocab_size, length).to(trainer.world.device)
-    model.init_weights(config.run.seed)
-    model.end_of_document = trainer.model.end_of_document
+    config = trainer.config
+    model = Decoder(resolve_shape(config.model), trainer.vocab_size).to(trainer.world.device)
+    init_weights(model, config.run.seed)
+    if config.model.document_mask:
+        model.end_of_document = trainer.tokenizer.end_of_document
     return bare_loop(model, model.blocks, trainer, batches)
 
 
 def bare_torchtitan(trainer: Trainer, batches: Batches) -> Loop:
     from torchtitan.models.llama3 import Transformer, TransformerModelArgs
 
-    assert isinstance(trainer.model, Decoder)
-    shape = trainer.model.shape
+    shape = shape_of(trainer.model)
     matrices = 3 if shape.activation == "swiglu" else 2
     arguments = TransformerModelArgs(
         dim=shape.width,
@@ -166,7 +167,7 @@ def measure(names: Sequence[str], settings: core.Settings, rounds: int, steps: i
     turns = {name: partial(run_steps, loop, steps, device) for name, loop in loops.items()}
     found = core.take_turns(turns, rounds)
     tokens, peak = trainer.plan.tokens_per_step, peak_flops(device)
-    flops = tokens * trainer.model.flops_per_token(config.training.sequence_length)
+    flops = tokens * flops_per_token(trainer.model, config.training.sequence_length)
     memory = peak_memory_bytes(device) if device.type == "cuda" else 0
     results = []
     for name, times in found.items():

@@ -29,10 +29,9 @@ from torchtitan_diloco import train
 from torchtitan_diloco.components import checkpoint
 from torchtitan_diloco.components.checkpoint import Checkpointer
 from torchtitan_diloco.components.records import read_json_lines
-from torchtitan_diloco.components.telemetry import Batch
+from torchtitan_diloco.data.loader import Batch
 from torchtitan_diloco.diagnosis.kinds import Verdict
-from torchtitan_diloco.diagnosis.verdicts import Judge
-from torchtitan_diloco.diloco.vitals import Report
+from torchtitan_diloco.diagnosis.verdicts import Judge, Observation
 from torchtitan_diloco.islands import IslandPeers, connection, leader
 from torchtitan_diloco.trainer import Trainer
 
@@ -80,13 +79,18 @@ class Worker(Trainer):
         with self.notes.open("a") as file:
             file.write(json.dumps({"time": time.time(), **facts}) + "\n")
 
+    @property
+    def island_peers(self) -> IslandPeers | None:
+        peers = getattr(self.outer, "peers", None)
+        return peers if isinstance(peers, IslandPeers) else None
+
     def amount(self, name: str) -> float:
         return self.job.fault.get(name, 0.0) if self.step >= BEGIN else 0.0
 
     def begin(self) -> None:
         super().begin()
-        if self.island is not None:
-            self.note(slot=self.island.peers.seat.slot)
+        if (peers := self.island_peers) is not None:
+            self.note(slot=peers.seat.slot)
         step = self.outer.step
 
         def timed_step(weight: float = 1.0) -> None:
@@ -94,7 +98,7 @@ class Worker(Trainer):
 
         setattr(self.outer, "step", timed_step)  # noqa: B010 - observed
         if "data" in self.job.fault:
-            loader = type(self.loader)
+            loader = type(self.data.loader)
             setattr(loader, "__iter__", self.delayed(loader.__iter__))  # noqa: B010 - a fault
 
     def delayed(self, original: Callable[..., Iterator[Batch]]) -> Callable[..., Iterator[Batch]]:
@@ -123,8 +127,7 @@ class Worker(Trainer):
                     parameter.fill_(math.nan)
         self.durations.append(time.time() - begun)
         facts = {"seconds": time.time() - started, "exposed": self.exposed - exposed}
-        if self.island is not None:
-            peers = self.island.peers
+        if (peers := self.island_peers) is not None:
             fragments = peers._leader.state.fragments  # type: ignore[union-attr]
             facts["merged"] = max(one.clock for one in fragments)
             facts["rounds"] = sum(one.version for one in fragments)
@@ -151,38 +154,33 @@ class Worker(Trainer):
         if "save" in fault:
             save, seconds = Checkpointer.save, self.job.sleep * fault["save"]
 
-            def slow_save(one: Checkpointer, manifest: Any) -> float:
+            def slow_save(checkpointer: Checkpointer, step: int, tokens: int) -> float:
                 time.sleep(seconds)
-                return seconds + save(one, manifest)
+                return seconds + save(checkpointer, step, tokens)
 
             setattr(Checkpointer, "save", slow_save)  # noqa: B010
 
 
 def record_inputs(path: Path) -> None:
     """Write all that the judge is told, a JSON object in a line."""
-    file, note, miss = path.open("w", buffering=1), Judge.note, Judge.miss
-    Seen = Mapping[str, Report]
+    file = path.open("w", buffering=1)
+    hear = Judge.hear
 
-    def write(seen: Seen, step: int, now: float, **more: float) -> None:
-        def short(value: float) -> float:
-            return float(f"{value:.3g}")
+    def short(value: float) -> float:
+        return float(f"{value:.3g}")
 
-        told = {
+    def heard(judge: Judge, observed: Observation) -> list[Verdict]:
+        told: dict[str, Any] = {"step": observed.step, "now": round(observed.now, 2)}
+        if observed.cycle is not None:
+            told["cycle"] = round(observed.cycle, 3)
+        told["seen"] = {
             who: [*map(short, one.vitals[:-1]), [*map(short, one.vitals.transfers)], *one[1:]]
-            for who, one in seen.items()
+            for who, one in observed.reports.items()
         }
-        file.write(json.dumps({"step": step, "now": round(now, 2), **more, "seen": told}) + "\n")
+        file.write(json.dumps(told) + "\n")
+        return hear(judge, observed)
 
-    def noted(judge: Judge, seen: Seen, step: int, cycle: float, now: float) -> list[Verdict]:
-        write(seen, step, now, cycle=round(cycle, 3))
-        return note(judge, seen, step, cycle, now)
-
-    def missed(judge: Judge, seen: Seen, step: int, now: float) -> list[Verdict]:
-        write(seen, step, now)
-        return miss(judge, seen, step, now)
-
-    setattr(Judge, "note", noted)  # noqa: B010 - observed
-    setattr(Judge, "miss", missed)  # noqa: B010
+    setattr(Judge, "hear", heard)  # noqa: B010 - observed
 
 
 def run_worker(job: Job, notes: Path, history: Path) -> None:

@@ -11,9 +11,11 @@ from tests.processes import ProcessPool
 from tests.test_trainer import join, settings
 from torchtitan_diloco import trainer
 from torchtitan_diloco.config import load_config
+from torchtitan_diloco.config.schema import Model
 from torchtitan_diloco.diloco import meeting
 from torchtitan_diloco.log import UserError
-from torchtitan_diloco.models import MODELS, Decoder
+from torchtitan_diloco.models import FLAVORS
+from torchtitan_diloco.models.decoder import Decoder, resolve_shape
 from torchtitan_diloco.trainer import Trainer
 
 CHANGED = {
@@ -32,6 +34,10 @@ class Mine(Decoder):
     """A model from outside the package."""
 
 
+def build_mine(config: Model, vocab_size: int, _sequence_length: int) -> Mine:
+    return Mine(resolve_shape(config), vocab_size)
+
+
 def _start(chosen: dict[str, str], copies: dict[str, Path]) -> dict[str, str]:
     """Return the error for each file that differs on rank 1, which has a copy of the code."""
     config = load_config("debug", chosen)
@@ -42,7 +48,7 @@ def _start(chosen: dict[str, str], copies: dict[str, Path]) -> dict[str, str]:
                 patched.setattr(trainer, "PACKAGE", copy)
                 patched.setattr(meeting, "PACKAGE", copy / "diloco")
             if changed == "mine.py":
-                patched.setitem(MODELS, "debug", Mine)
+                patched.setitem(FLAVORS, "debug", build_mine)
                 patched.setattr(sys.modules[__name__], "__file__", f"{copy}/{world.rank}/mine.py")
             try:
                 Trainer(config, world)

@@ -20,11 +20,11 @@ import torch.distributed as dist
 from tests.conftest import REPOSITORY
 from tests.islands.servers import Listener, free_port, need_server, running_server, wait_until
 from tests.islands.written import FACTS
-from torchtitan_diloco import doctor, hardware
+from torchtitan_diloco import doctor, hardware, link
 from torchtitan_diloco.data.prepare import prepare
 from torchtitan_diloco.data.text import open_corpus
 from torchtitan_diloco.data.tokenizer import build_tokenizer
-from torchtitan_diloco.diloco import arithmetic, link
+from torchtitan_diloco.diloco import arithmetic
 from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.log import State
 from torchtitan_diloco.islands.records import encode

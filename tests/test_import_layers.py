@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "data": {"config", "diloco.fields"},
     "components": {"config", "diloco", "distributed", "models", "data", "store"},
     "diagnosis": {"config", "diloco", "distributed", "components", "planner.ladder"},
-    "planner": {"config", "diloco", "islands", "models", "components", "report"},
+    "planner": {"config", "diloco", "models", "components", "report"},
     "export": {"config", "diloco", "distributed", "models", "data", "components"},
     "report": {"config", "components", "islands"},
 }

@@ -110,7 +110,7 @@ def test_other_code_answers_with_another_value(pairs: list[Pair]) -> None:
 
 
 def test_the_link_is_measured_both_ways(pairs: list[Pair]) -> None:
-    first, second = both(lambda rank: measure_link(pairs[rank], 3, lambda _: None))
+    first, second = both(lambda rank: measure_link(pairs[rank], (1, 3), lambda _: None))
     assert first == second
     assert [sorted(way.bits_per_second) for way in first] == [[1, 3], [1, 3]]
     assert slower(first, 3) == min(way.bits_per_second[3] for way in first) > 0
@@ -123,7 +123,7 @@ def test_a_way_that_is_closed(pairs: list[Pair], monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(pair, "measure", refused)
     with pytest.raises(UserError, match=r"cannot reach machine \d at 127\.0\.0\.1, port \d+, wh"):
-        both(lambda rank: measure_link(pairs[rank], 3, lambda _: None))
+        both(lambda rank: measure_link(pairs[rank], (1, 3), lambda _: None))
 
 
 def _all_reduce(endpoint: str) -> list[float]:

@@ -40,10 +40,10 @@ def test_every_preset_can_be_planned_for(name: str, capsys: pytest.CaptureFixtur
     ("latency", "words", "expected"),
     [
         ("10ms", [], None),
-        ("100ms", [], "12.5 MB in flight, 2.5 MB in each of 5 TCP streams of 1 ranks"),
-        ("100ms", ["--parallel.fsdp", "2"], "2.083 MB in each of 3 TCP streams of 2 ranks"),
-        ("100ms", ["--diloco.link.streams", "2"], "tcp_rmem='4096 131072 12500000'"),
-        ("2s", [], "in each of 32 TCP streams .*tcp_wmem='4096 16384 15625000'"),
+        ("100ms", [], "12.5 MB in flight, 1.562 MB in each of 8 TCP streams"),
+        ("100ms", ["--parallel.fsdp", "4", "--diloco.link.streams", "5"], "each of 8 TCP streams"),
+        ("100ms", ["--diloco.link.streams", "2"], "in each of 2 TCP streams .*: set it to 5"),
+        ("2s", ["--diloco.link.streams", "32"], "tcp_wmem='4096 16384 15625000'"),
     ],
 )
 def test_streams_and_buffers_for_a_long_link(

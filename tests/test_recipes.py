@@ -41,9 +41,7 @@ def container(kind: str) -> dict[str, Any]:
 
 
 def settings_of(words: list[str]) -> Config:
-    config = from_command_line(words)
-    assert config is not None
-    return config
+    return from_command_line(words)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document["kind"])

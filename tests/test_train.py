@@ -31,7 +31,7 @@ from torchtitan_diloco.hardware import GIB, GLOO_INTERFACE
 from torchtitan_diloco.islands import IslandFencedError
 from torchtitan_diloco.launch import folder_of_run
 from torchtitan_diloco.launch import main as launch
-from torchtitan_diloco.log import FENCED, LOCAL_ISLANDS, UserError, clock
+from torchtitan_diloco.log import FENCED, LOCAL_ISLANDS, UserError, clock, few_digits
 from torchtitan_diloco.preflight import check_inputs, missing
 from torchtitan_diloco.train import join, main
 from torchtitan_diloco.trainer import Trainer
@@ -144,12 +144,26 @@ def test_all_that_is_missing_is_listed_at_once(
     with patch("torchtitan_diloco.preflight.find_spec", return_value=None):
         own = {"data.corpus": "stdlib", "data.tokenizer": "bytes"}
         assert not [*missing(load_config("35m", own))], "nothing is read from the hub"
-    assert launch(["--config", "llama-8b", "--print-config"]) == 0
+    assert launch(["--config", "llama-8b", "--print-config"]) == 2
     download = "hf download meta-llama/Llama-3.1-8B --local-dir data/Llama-3.1-8B"
     error = capsys.readouterr().err
     assert download in error
     assert "data.tokenizer" not in error, "it comes with the weights"
     assert re.search(r"prepare .* --begin-token", error)
+
+
+def test_a_corpus_of_a_mixture_that_is_not_there_is_named() -> None:
+    config = debug(data__mixture="stdlib=1 nothere=2")
+    with pytest.raises(UserError, match=r'data\.mixture: the corpus "nothere" does not exist: '):
+        check_inputs(config)
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [(1234.56, "1,234.6"), (1.0, "1.0"), (0.9, "0.9"), (0.04321, "0.043"), (0.0, "0")],
+)
+def test_small_values_keep_their_digits(value: float, shown: str) -> None:
+    assert few_digits(value, 1) == shown
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
@@ -231,8 +245,8 @@ def test_an_island_that_stops_says_how_to_resume(
 ) -> None:
     """With `islands.local` by the folder of all islands, not by its own."""
     caplog.set_level(logging.INFO)
-    log_early_end(Config(), Path("runs/island-1"), 4, 10, island=True)
+    log_early_end(Config(), Path("runs/island-1"), 4, "left after {}".format)
     monkeypatch.setenv(LOCAL_ISLANDS, "runs")
-    log_early_end(Config(), Path("runs/island-1"), 4, 10, island=True)
-    resumes = "left the run after its own step 4; the same command with --run.folder {} resumes it"
+    log_early_end(Config(), Path("runs/island-1"), 4, "left after {}".format)
+    resumes = "left after a signal; the same command with --run.folder {} resumes it"
     assert caplog.messages == [resumes.format(one) for one in ("runs/island-1", "runs")]

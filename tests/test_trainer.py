@@ -19,13 +19,16 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import torchtitan_diloco.trainer
 from tests.processes import ProcessPool
+from torchtitan_diloco.components.checkpoint import Checkpointer, Manifest
 from torchtitan_diloco.components.optimizer import gradient_norm
 from torchtitan_diloco.components.records import read_records
-from torchtitan_diloco.components.run_plan import AfterStep, after_step
-from torchtitan_diloco.components.telemetry import StepResult
+from torchtitan_diloco.components.run_plan import AfterStep, RunPlan
+from torchtitan_diloco.components.telemetry import StepResult, Telemetry
+from torchtitan_diloco.components.validation import Validator
 from torchtitan_diloco.config import Config, load_config, to_toml
+from torchtitan_diloco.config.schema import Checkpoint, Metrics
 from torchtitan_diloco.diloco.fragments import local_of
-from torchtitan_diloco.distributed.collectives import Requests
+from torchtitan_diloco.diloco.streaming import DataParallel
 from torchtitan_diloco.distributed.world import FSDP, World, join_world, leave_world, world_of_one
 from torchtitan_diloco.train import main
 from torchtitan_diloco.trainer import Trainer
@@ -167,32 +170,45 @@ def test_phases_of_the_data_are_recorded(text: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("step", "asked", "expected"),
+    ("after", "expected"),
     [
-        (1, "", "log"),
-        (2, "", ""),
-        (3, "", "log"),
-        (4, "", "validate"),
-        (5, "", "log save"),
-        (7, "save", "log save"),
-        (7, "stop", "log save stop"),
-        (8, "stop", "log save stop"),  # whoever sent the signal is waiting
-        (9, "", "log save stop"),  # training.stop_after
-        (11, "", "log validate save stop"),
+        (AfterStep(1), "log"),
+        (AfterStep(2), ""),
+        (AfterStep(3), "log"),
+        (AfterStep(4), "validate"),
+        (AfterStep(5), "save"),
+        (AfterStep(7, asked_to_save=True), "save"),
+        (AfterStep(7, asked_to_stop=True), "log save at end"),
+        (AfterStep(8, asked_to_stop=True), "log save at end"),  # somebody is waiting
+        (AfterStep(7, paused=True), "log save"),
+        (AfterStep(11, finished=True), "log validate save at end"),
     ],
 )
-def test_what_happens_after_a_step(step: int, asked: str, expected: str) -> None:
-    def decide(asked: str, **more: str) -> AfterStep:
-        config = load_config("debug", chosen | more)
-        requests = Requests(stop=asked == "stop", save=asked == "save")
-        return after_step(config, step, requests, finished=step == 11)
+def test_each_part_knows_whether_it_is_due(tmp_path: Path, after: AfterStep, expected: str) -> None:
+    world = World(rank=0, size=1, workers=1, device=torch.device("cpu"))
+    model = torch.nn.Linear(2, 2)
+    outer = DataParallel(model)
+    plan = RunPlan(6, 0, accumulation=1, tokens_per_step=1, total_steps=11)
+    metrics = Metrics(log_every=3, tensorboard=False)
+    telemetry = Telemetry(metrics, world, None, plan, outer, step=0, flops_per_token=1)
+    validator = Validator(4, model, [], world, outer)
 
-    chosen = {"training.stop_after": "9", "metrics.log_every": "3", "validation.every": "4"}
-    found = decide(asked, **{"checkpoint.every": "5"})
-    assert found == AfterStep(*(name in expected.split() for name in found._fields))
-    assert found.flush == bool({"validate", "save", "stop"} & set(expected.split()))
-    unsaved = decide("stop", **{"checkpoint.at_end": "false", "checkpoint.every": "0"})
-    assert (unsaved.stop, unsaved.save) == (True, step == 9), "only a pause has to save"
+    def saves(every: int, at_end: bool) -> bool:
+        settings = Checkpoint(every=every, at_end=at_end)
+        optimizer = torch.optim.SGD(model.parameters())
+        about = Manifest(step=0, tokens=0, workers=1, config="")
+        saver = Checkpointer(settings, tmp_path, world, model, optimizer, outer, about=about)
+        saver.close()
+        return saver.is_due(after)
+
+    assert telemetry.is_due(after) == ("log" in expected)
+    assert validator.is_due(after) == ("validate" in expected)
+    assert saves(5, at_end=True) == ("save" in expected)
+    assert saves(5, at_end=False) == ("save" in expected and "at end" not in expected)
+    never = Validator(0, model, [], world, outer)
+    assert not never.is_due(after)
+    assert saves(0, at_end=False) == (after.paused or after.asked_to_save)
+    assert after.stops == (after.finished or after.paused or after.asked_to_stop)
 
 
 # --- steps that are not finite --------------------------------------------------------------------
@@ -313,6 +329,7 @@ def test_one_process_under_fsdp2_trains_and_resumes_as_one_without(
     [
         ({"data.corpus": "nowhere/*.txt"}, "nowhere"),
         ({"training.sequence_length": 10**7}, "sequence"),
+        ({"data.validation_fraction": 0}, "without validation (validation.every = 0)"),
         ({"diloco.workers": 2}, "diloco.workers = 2"),
         ({"training.batch_size": 10**15, "training.global_batch_size": 10**15}, "out of memory"),
         ({"model.width": 10**9}, "GiB on this machine"),

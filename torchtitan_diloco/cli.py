@@ -17,7 +17,6 @@ COMMANDS = {
     "plan": ("plan", "find settings that fit a link"),
     "report": ("report.page", "write one page about a run"),
     "generate": ("export generate", "continue a text with a trained model"),
-    "validate": ("export validate", "print the loss of a trained model on held-out text"),
     "export": ("export export", "write the weights for other programs"),
     "islands": ("islands", "serve and watch a run of islands"),
     "doctor": ("doctor", "check this machine, and that machines reach each other"),

@@ -23,7 +23,7 @@ import msgspec
 
 from torchtitan_diloco.config import Config, from_command_line
 from torchtitan_diloco.config.schema import flat_settings
-from torchtitan_diloco.hardware import GLOO_INTERFACE, interfaces
+from torchtitan_diloco.hardware import GLOO_INTERFACE, interfaces, is_loopback
 from torchtitan_diloco.log import USER_ERROR, Parser, UserError, brief, command_line, counted
 from torchtitan_diloco.plan import parse_bandwidth, parse_duration, quantity, write_variant
 from torchtitan_diloco.reach import split_address
@@ -39,7 +39,6 @@ MARK = "# Written by `compare`: "
 """First words of the files that this command writes, and may overwrite."""
 SAY_SECONDS = 10.0
 """Seconds between two lines about the progress of the steps."""
-STREAMS = 8
 
 
 class Machine(msgspec.Struct):
@@ -61,8 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options, settings = _parse(words)
         training = ["--config", options.config, "--diloco.workers", str(MACHINES), *settings]
-        if config := from_command_line(training):
-            _compare(options, config, training)  # otherwise --print-config was answered
+        _compare(options, from_command_line(training), training)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return USER_ERROR
@@ -110,7 +108,6 @@ def _parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
         default=300.0,
         help="how long to wait for the other machine (5min)",
     )
-    add("--streams", type=int, default=STREAMS, help=f"TCP streams to measure with ({STREAMS})")
     add("--write", type=Path, help="TOML to write (outputs/CONFIG-two-machines.toml)")
     options, settings = parser.parse_known_args(words)
     if options.config is None:
@@ -136,8 +133,6 @@ def _parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
             else "--bandwidth must be above 0"
         )
         raise UserError(f"{problem}: give --bandwidth, such as 1Gbit, without --listen")
-    if options.streams < 1:
-        raise UserError(f"--streams {options.streams}: give a number of at least 1")
     if options.endpoint is not None:
         split_address(options.endpoint)
     if options.write is None:
@@ -172,7 +167,7 @@ def _compare(options: argparse.Namespace, config: Config, training: list[str]) -
         size = {"workers": MACHINES, "processes": processes, "vocabulary": rows}
         with Trial(training, config, **size) as trial:
             times = _measure_steps(trial, pair, options.seconds, config)
-        link = _measured_link(pair, options, config, load) if pair else _given_link(options)
+        link = _measured_link(pair, config, load) if pair else _given_link(options)
     _answer(options, config, load, (names, times), link, rank)
 
 
@@ -222,7 +217,6 @@ def _agree(
         "torch": str(torch.__version__),
         "device": "cuda" if _on_gpu(config) else "cpu",
         "processes (NPROC, CUDA_VISIBLE_DEVICES)": str(processes),
-        "--streams": str(options.streams),
         "name of --write": options.write.stem,
     }
     both = pair.exchange(Machine(socket.gethostname(), facts))
@@ -305,18 +299,15 @@ def _given_link(options: argparse.Namespace) -> Link:
     return Link(options.bandwidth, latency, text)
 
 
-def _measured_link(
-    pair: "Pair", options: argparse.Namespace, config: Config, load: "Workload"
-) -> Link:
-    from torchtitan_diloco.diloco.link import SHORT_SECONDS
+def _measured_link(pair: "Pair", config: Config, load: "Workload") -> Link:
     from torchtitan_diloco.pair import measure_all_reduce, measure_link, slower
 
-    given = config.diloco.link.streams * load.ranks
-    several = max(options.streams, given, load.ranks)
-    ways = measure_link(pair, several, say)
+    # As many as a run has. On one machine it has one for each rank.
+    is_one_machine = is_loopback(pair.addresses[0])
+    used = load.ranks if is_one_machine else max(config.diloco.link.streams, load.ranks)
+    counts = sorted({1, used})
+    ways = measure_link(pair, counts, say)
     round_trip = min(way.round_trip for way in ways)
-    # As many as a run has: a link with a short round trip needs one for each rank.
-    used = several if max(given, load.ranks) > 1 or round_trip >= SHORT_SECONDS else 1
     interface = "" if config.diloco.link.interface else _other_interface(pair.addresses[0])
     size = max(load.buckets())
     rate = slower(ways, used)
@@ -325,7 +316,7 @@ def _measured_link(
     )
     rates = (
         f"{quantity(slower(ways, count), 'bit/s')} with {counted(count, 'TCP stream')}"
-        for count in sorted({1, several})
+        for count in counts
     )
     text = (
         f"round trip {quantity(round_trip, 's')}; {', '.join(rates)} in the "

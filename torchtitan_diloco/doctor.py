@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torchtitan_diloco import __version__
 from torchtitan_diloco.data.shards import find_damage
 from torchtitan_diloco.diloco import arithmetic
-from torchtitan_diloco.diloco.link import PATIENCE, PINGS, Sender, Stream, listen, measure, ping
+from torchtitan_diloco.diloco.config import MOST_STREAMS, Link
 from torchtitan_diloco.hardware import (
     GIB,
     available_cores,
@@ -37,10 +37,20 @@ from torchtitan_diloco.hardware import (
     interfaces,
     untested_torch,
 )
-from torchtitan_diloco.islands.bulk import Probe
 from torchtitan_diloco.islands.config import Join, explain
 from torchtitan_diloco.islands.log import State
-from torchtitan_diloco.islands.session import open_session, stream_of
+from torchtitan_diloco.islands.session import open_session, stream_of, subject_of
+from torchtitan_diloco.islands.wire import Wire
+from torchtitan_diloco.link import (
+    BLOCK,
+    PATIENCE,
+    PINGS,
+    Sender,
+    Stream,
+    listen,
+    measure,
+    ping,
+)
 from torchtitan_diloco.log import USER_ERROR, Parser, UserError, brief, command_line
 from torchtitan_diloco.reach import dial, is_doctor, resolve, route, split_address
 
@@ -235,10 +245,16 @@ def _rates(connect: Callable[[], Stream], streams: int) -> str:
     speeds = {count: measure(connect, count) for count in sorted({1, streams})}
     if math.isnan(speeds[1].bits_per_second):
         return "not measured: with such a short round trip, one TCP stream is enough"
-    return ", ".join(
+    text = ", ".join(
         f"{speed.bits_per_second / 1e9:.2g} Gbit/s with {count} TCP stream{'s' * (count > 1)}"
         for count, speed in speeds.items()
     )
+    needed = speeds[streams].streams
+    if needed >= streams and streams < MOST_STREAMS:
+        return f"{text}; more may carry more: try --streams {min(2 * streams, MOST_STREAMS)}"
+    if needed > Link().streams:
+        return f"{text}; set diloco.link.streams = {needed}"
+    return text
 
 
 def _listen(endpoint: tuple[str, int] | None) -> int:
@@ -256,6 +272,25 @@ def _listen(endpoint: tuple[str, int] | None) -> int:
 
 
 # --- a server of islands --------------------------------------------------------------------------
+
+
+class Probe:
+    """A connection with messages to nobody, with which to measure the link."""
+
+    def __init__(self, join: Join, address: str) -> None:
+        self._wire = Wire(join, address, "probe")
+        self._subject = subject_of(join.run, "probe")
+
+    def send(self, size: int) -> None:
+        for start in range(0, size, len(BLOCK)):
+            self._wire.publish(self._subject, BLOCK[: size - start])
+        self._wire.ask()
+
+    def wait(self) -> None:
+        self._wire.wait()
+
+    def close(self) -> None:
+        self._wire.close()
 
 
 def examine_server(join: Join, streams: int) -> bool:

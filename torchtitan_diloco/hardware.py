@@ -147,6 +147,11 @@ def queued_seconds() -> float:
     return 0.0
 
 
+def is_loopback(host: str) -> bool:
+    """Return whether a name or an address is that of this machine for itself."""
+    return host.strip("[]") in ("localhost", "::1") or host.startswith("127.")
+
+
 def interfaces() -> dict[str, str]:
     """Return the IPv4 address of each network interface that has one. Only on Linux."""
     found = {}

@@ -44,7 +44,9 @@ DESCRIPTION = (
     "the defaults below."
 )
 CONFIG = f"A TOML file, or the name of one in train_configs/: {', '.join(shipped_configs())}."
-PRINT_CONFIG = "Print the settings that the run would use, and what is missing to start it."
+PRINT_CONFIG = (
+    "Print the settings that the run would use, its warnings, and what is missing to start it."
+)
 MANY = 5
 """Choices of a setting from which on the short help lists them in its text."""
 WIDTH = "108"

@@ -22,7 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchtitan_diloco.config import Config, from_command_line
+from torchtitan_diloco.config import Config, from_command_line, to_toml
 from torchtitan_diloco.hardware import (
     GLOO_INTERFACE,
     available_cores,
@@ -59,6 +59,7 @@ LAUNCHER = "TORCHTITAN_DILOCO_LAUNCHER"
 """Environment variable: process id of the launcher."""
 NOT_AGAIN = {USER_ERROR: signal.SIGUSR1, FENCED: signal.SIGUSR2}
 """Signals that a rank sends to the launcher to end the run with these exit codes."""
+PRINT_CONFIG = "--print-config"
 NO_RUN_ID = "none"
 """torchrun's default for several nodes."""
 NUMBERS = {"NPROC": 1, "OMP_NUM_THREADS": 1, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": 0}
@@ -70,10 +71,10 @@ def main(arguments: list[str], module: str = "torchtitan_diloco.train") -> int:
     try:
         if print_help(arguments):
             return 0
-        config = from_command_line(arguments)
-        if config is None:  # --print-config
-            _say_what_is_missing(arguments)
+        if PRINT_CONFIG in arguments:
+            print_config(from_command_line([word for word in arguments if word != PRINT_CONFIG]))
             return 0
+        config = from_command_line(arguments)
         nodes = read_nodes(os.environ)
         for key, minimum in NUMBERS.items():
             whole_number(os.environ, key, minimum)
@@ -121,14 +122,14 @@ def main(arguments: list[str], module: str = "torchtitan_diloco.train") -> int:
     return 0
 
 
-def _say_what_is_missing(arguments: list[str]) -> None:
-    """After `--print-config`, say what the run would need first."""
-    config = from_command_line([word for word in arguments if word != "--print-config"])
-    if config is not None:
-        from torchtitan_diloco.preflight import missing
+def print_config(config: Config) -> None:
+    """Print the settings, and on stderr the warnings of the run. Raise if it could not start."""
+    from torchtitan_diloco.preflight import check_inputs, early_warnings
 
-        for line in missing(config):
-            _say(f"# before the start: {line}")
+    print(to_toml(config), end="", flush=True)
+    for warning in early_warnings(config):
+        _say(f"warning: {warning}")
+    check_inputs(config)
 
 
 def run_local_islands(config: Config, arguments: list[str]) -> int:

@@ -39,6 +39,19 @@ class UserError(ValueError):
     traceback. Any other ValueError, such as one of torch, is a bug."""
 
 
+RUN_REMEDY = "give the folder of a run, such as outputs/NAME-DATE"
+
+
+def no_run(folder: Path, lacking: str, remedy: str = RUN_REMEDY) -> UserError:
+    """Return the error of a command that finds no run in a folder, as that has no `lacking`."""
+    reason = "it does not exist"
+    if folder.is_dir():
+        reason = f"it has no {lacking}"
+    elif folder.exists():
+        reason = "it is a file"
+    return UserError(f"there is no run in {folder}: {reason}; {remedy}")
+
+
 class Parser(argparse.ArgumentParser):
     """A parser of options that says in one line what is wrong with them."""
 
@@ -125,6 +138,11 @@ def clock(seconds: float) -> str:
 def brief(seconds: float) -> str:
     """Format as `1.23 s` or `45.6 ms`."""
     return f"{seconds:.2f} s" if abs(seconds) >= 1 else f"{1000 * seconds:.1f} ms"
+
+
+def few_digits(value: float, decimals: int) -> str:
+    """Format as `1,234.5`, and below 1 with two significant digits, as `0.043`."""
+    return f"{value:,.{decimals}f}" if value >= 1 else f"{value:.2g}"
 
 
 def counted(count: int, noun: str, plural: str = "") -> str:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+from torchtitan_diloco.hardware import is_loopback
 from torchtitan_diloco.log import UserError
 from torchtitan_diloco.reach import dial, is_doctor, resolve, route
 
@@ -33,7 +34,7 @@ class Nodes(NamedTuple):
     @property
     def is_local(self) -> bool:
         """Whether all nodes are this machine."""
-        return self.endpoint.startswith(("localhost:", "127.", "[::1]:"))
+        return is_loopback(self.address[0])
 
     def __str__(self) -> str:
         return f"node {self.rank} of {self.total}"

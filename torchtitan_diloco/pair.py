@@ -10,7 +10,7 @@ import select
 import socket
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import closing, suppress
 from datetime import timedelta
 from functools import partial
@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_diloco.components.metrics import all_reduce_bytes
-from torchtitan_diloco.diloco.link import PATIENCE, Sender, Speed, listen, measure
 from torchtitan_diloco.distributed.world import gloo_over
+from torchtitan_diloco.link import PATIENCE, Sender, Speed, listen, measure
 from torchtitan_diloco.log import UserError, cause_of
 from torchtitan_diloco.nodes import TELL_SECONDS, Nodes, check_endpoint, wait_for_first_node
 
@@ -237,8 +237,8 @@ def _accept(nodes: Nodes, patience: float, say: Say) -> socket.socket:
 # --- the link -------------------------------------------------------------------------------------
 
 
-def measure_link(pair: Pair, streams: int, say: Say) -> list[LinkSpeed]:
-    """Return the speed from each machine to the other, with one stream and with several.
+def measure_link(pair: Pair, counts: Iterable[int], say: Say) -> list[LinkSpeed]:
+    """Return the speed of the way from each machine to the other, with each number of TCP streams.
 
     Raise an error if one machine cannot reach the other, as two workers must.
     """
@@ -248,7 +248,7 @@ def measure_link(pair: Pair, streams: int, say: Say) -> list[LinkSpeed]:
         port = pair.exchange(int(listener.server_address[1]))[1 - pair.rank]
         connect = partial(Sender, there, port)
         speeds = dict[int, Speed]()
-        for count in sorted({1, streams}):
+        for count in counts:
             say(f"measuring the link with {count} TCP stream{'s' * (count > 1)}")
             pair.exchange(count)  # both begin at the same time
             speeds[count] = measure(connect, count, RATE_SECONDS)

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING
 from torchtitan_diloco.config import Config, from_command_line, load_config
 from torchtitan_diloco.config.loader import CONFIGS_FOLDER, find_config
 from torchtitan_diloco.config.schema import flat_settings, format_value
-from torchtitan_diloco.diloco.link import STREAM_BYTES
-from torchtitan_diloco.diloco.schedule import Schedule
+from torchtitan_diloco.diloco.config import MOST_STREAMS, STREAM_BYTES
 from torchtitan_diloco.log import Parser, UserError, command_line, counted
 
 if TYPE_CHECKING:
@@ -39,8 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         words = list(sys.argv[1:] if arguments is None else arguments)
         if "--failures" in words:
             options, settings = _parse_failures(words)
-            if config := from_command_line(["--config", options.config, *settings]):
-                _plan_failures(options, config)
+            _plan_failures(options, from_command_line(["--config", options.config, *settings]))
             return 0
         options, settings = _parse(words)
         if settings and (options.table or options.presets):
@@ -57,8 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             print(presets_table(options.gpus, options.mfu))
             return 0
-        if config := from_command_line(["--config", options.config, *settings]):
-            _plan(options, config)  # otherwise --print-config was answered
+        _plan(options, from_command_line(["--config", options.config, *settings]))
     except (ValueError, argparse.ArgumentError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -146,37 +143,40 @@ def _parse_failures(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def _plan_failures(options: argparse.Namespace, config: Config) -> None:
     """Print what failures cost."""
-    from torchtitan_diloco.planner.absence import Rules  # imports torch
-    from torchtitan_diloco.planner.failures import (
-        Fleet,
-        absence_cost,
-        outlooks,
-        outlooks_text,
-        write_plot,
-    )
+    from torchtitan_diloco.planner.failures import Fleet, Rules, outlooks, outlooks_text
 
-    times = options.mtbf, options.detect, options.restart, options.rejoin, options.save
-    fleet, diloco = Fleet(options.chips, *times), config.diloco
-    quorum, grace = options.quorum, options.grace
-    quorum = config.islands.quorum if quorum is None else quorum
-    grace = config.islands.grace_seconds if grace is None else grace
-    fragments = len(_workload(config).fragments(diloco.fragments))
-    schedule = Schedule(diloco.sync_every, fragments, diloco.overlap.delay)
-    rules = [Rules(count, schedule, options.step_time, quorum, grace) for count in options.islands]
+    diloco = config.diloco
+    fleet = Fleet(
+        chips=options.chips,
+        mtbf=options.mtbf,
+        detect=options.detect,
+        restart=options.restart,
+        rejoin=options.rejoin,
+        save=options.save,
+    )
+    quorum = config.islands.quorum if options.quorum is None else options.quorum
+    grace = config.islands.grace_seconds if options.grace is None else options.grace
+    rules = [
+        Rules(
+            islands=count,
+            sync_every=diloco.sync_every,
+            delay=diloco.overlap.delay,
+            step_seconds=options.step_time,
+            quorum=quorum,
+            grace_seconds=grace,
+        )
+        for count in options.islands
+    ]
     found, chosen = outlooks(fleet, rules, options.checkpoint)
     print(
         f"{fleet.chips:,} chips, MTBF {fleet.mtbf / _SECONDS['y']:.3g} years; H {diloco.sync_every}"
-        f", tau {diloco.overlap.delay}, {fragments} fragments, steps of {options.step_time:g} s, "
-        f"grace {grace:g} s, quorum {quorum}\n"
+        f", tau {diloco.overlap.delay}, steps of {options.step_time:g} s, grace {grace:g} s, "
+        f"quorum {quorum}\n"
     )
-    print(f"{outlooks_text(found, chosen)}\n")
-    cost = absence_cost(fleet, rules[0])
-    print(
-        "* are the fewest islands within 0.1 points of the best. By the rules of the islands, an "
-        f"absence costs each of the others {cost.others_wait:.2g} s, and the absent one the work "
-        f"of {cost.lost_steps:.2g} steps and at least {cost.rejoins:.2g} s to rejoin"
-    )
+    print(outlooks_text(found, chosen))
     if options.plot is not None:
+        from torchtitan_diloco.planner.failures_plot import write_plot  # imports matplotlib
+
         write_plot(options.plot, fleet, rules)
         print(f"\nwrote {options.plot}")
 
@@ -195,7 +195,8 @@ def _workload(config: Config) -> "Workload":
 
 def _plan(options: argparse.Namespace, config: Config) -> None:
     """Print the ladder, and write the chosen settings if wanted."""
-    from torchtitan_diloco.planner.ladder import climb, ladder_text  # imports torch
+    from torchtitan_diloco.models.interface import blocks_of  # imports torch
+    from torchtitan_diloco.planner.ladder import climb, ladder_text
 
     if config.diloco.workers == 1:
         raise UserError("diloco.workers = 1: there are no links; give --diloco.workers 2 or more")
@@ -206,7 +207,7 @@ def _plan(options: argparse.Namespace, config: Config) -> None:
     link = f"{quantity(conditions.bits_per_second, 'bit/s')}, latency "
     link += f"{quantity(conditions.latency_seconds, 's')} one way, steps of "
     link += quantity(max(conditions.step_seconds), "s")
-    size = f"{load.plan.parameters:,} parameters, {len(load.model.blocks)} layers"
+    size = f"{load.plan.parameters:,} parameters, {len(blocks_of(load.model))} layers"
     grid = f"{load.workers} workers x {counted(load.ranks, 'rank')}"
     print(f"{config.run.name}: {size}, {grid}; {link}\n")
     print(ladder_text(load, conditions, tried, best, options.utilisation))
@@ -222,14 +223,18 @@ def _plan(options: argparse.Namespace, config: Config) -> None:
 
 def streams_text(conditions: "Conditions", given: int, ranks: int) -> str:
     """Describe the TCP streams to another worker, and the buffers that they need."""
-    streams, in_flight = conditions.streams(given, ranks), conditions.bytes_in_flight
-    each = in_flight / (streams * ranks)
+    in_flight = conditions.bytes_in_flight
+    streams = ranks * math.ceil(given / ranks)
+    each = in_flight / streams
     text = (
         f"a link to another worker has {quantity(in_flight, 'B')} in flight, {quantity(each, 'B')} "
-        f"in each of {streams} TCP streams of {ranks} ranks (diloco.link.streams)"
+        f"in each of {streams} TCP streams (diloco.link.streams)"
     )
     if each <= STREAM_BYTES:
         return f"{text}, as the default buffers of Linux allow"
+    needed = math.ceil(in_flight / STREAM_BYTES)
+    if needed <= MOST_STREAMS:
+        return f"{text}, more than the default buffers of Linux allow: set it to {needed}"
     most = 2 * math.ceil(each)  # half of a buffer is the window
     return (
         f"{text}; on all machines: sysctl net.ipv4.tcp_rmem='4096 131072 {most}' "

@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from torchtitan_diloco.config import Config
+from torchtitan_diloco.config.loader import run_warnings
 from torchtitan_diloco.config.schema import WORKER_FIELD
 from torchtitan_diloco.data.corpus import corpus_key, find_corpus, own_name
 from torchtitan_diloco.data.hub import HUGGING_FACE_PREFIX
@@ -30,6 +31,18 @@ def check_inputs(config: Config) -> None:
     if found := [*missing(config)] or [*_tried(_check_model, config)]:
         count = "1 thing" if len(found) == 1 else f"{len(found)} things"
         raise UserError("\n  ".join([f"{count} to do before this run can start:", *found]))
+
+
+def early_warnings(config: Config) -> list[str]:
+    """Return the warnings about the settings, or none if the model has a mistake, which
+    `check_inputs` names."""
+    from torchtitan_diloco.planner.prediction import Workload
+
+    try:
+        plan = Workload.of(config, vocabulary_rows_of(config)).plan
+    except UserError:
+        return []
+    return run_warnings(config, plan.total_steps)
 
 
 def missing(config: Config) -> Iterator[str]:

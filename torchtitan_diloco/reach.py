@@ -6,8 +6,8 @@ import time
 from contextlib import closing, suppress
 from ipaddress import ip_address
 
-from torchtitan_diloco.diloco.link import PATIENCE
 from torchtitan_diloco.hardware import interfaces
+from torchtitan_diloco.link import PATIENCE
 from torchtitan_diloco.log import UserError, command_line
 
 PROBE = struct.pack("!Q", 1) + b"."

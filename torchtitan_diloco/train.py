@@ -30,7 +30,6 @@ from torchtitan_diloco.diloco import WorkerLostError
 from torchtitan_diloco.distributed.collectives import RanksLostError
 from torchtitan_diloco.distributed.world import World, join_world, leave_world
 from torchtitan_diloco.hardware import GLOO_INTERFACE, raise_open_files_limit
-from torchtitan_diloco.help import print_help
 from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.members import IslandFailedError, IslandFencedError
 from torchtitan_diloco.log import (
@@ -48,14 +47,10 @@ from torchtitan_diloco.trainer import Trainer
 
 
 def main(arguments: list[str]) -> int:
-    if print_help(arguments):
-        return 0
     try:
         config = from_command_line(arguments)
     except ConfigError as error:
         return _report(error)
-    if config is None:
-        return 0
     raise_open_files_limit()
     start_logging()
     if restarts := int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):

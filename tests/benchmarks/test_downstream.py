@@ -230,7 +230,7 @@ def test_the_command_compares_three_models_and_repeats_nothing(
     manifests = [
         read_manifest(one.path) for one in map(open_saved, sorted(runs.glob("out/**/run")))
     ]
-    reported = [one.state.validated[1] for one in manifests if one.state.validated]
+    reported = [manifest.parts["validator"]["validated"][1] for manifest in manifests]
     assert losses[:2] == pytest.approx(reported[::-1]), "those of the runs' own validation"
     assert losses[2] != losses[1]
 
@@ -314,7 +314,7 @@ def log_likelihood(saved: SavedModel, context: str, answer: str) -> float:
     before, after = saved.tokenizer.encode(context).tolist(), saved.tokenizer.encode(answer)
     total = 0.0
     for token in after.tolist():
-        logits = saved.model(torch.tensor([before[-saved.model.sequence_length :]]))
+        logits = saved.model(torch.tensor([before[-saved.config.training.sequence_length :]]))
         total += float(logits[0, -1].log_softmax(dim=0)[token])
         before.append(token)
     return total
@@ -329,7 +329,7 @@ def test_the_likeliest_choice_is_the_answer(saved: SavedModel, task: str) -> Non
     pairs = [(one.context, choice) for one in examples for choice in one.choices]
     with torch.no_grad():
         known = torch.tensor([log_likelihood(saved, *pair) for pair in pairs])
-        batch = downstream.encode(pairs, saved.tokenizer, saved.model.sequence_length)
+        batch = downstream.encode(pairs, saved.tokenizer, saved.config.training.sequence_length)
         losses = downstream.losses_of(saved.model, batch)
     torch.testing.assert_close(losses, -known, rtol=1e-4, atol=1e-4)
     best = known.view(len(examples), -1).argmax(dim=1).tolist()
@@ -355,7 +355,7 @@ def test_fine_tuning_teaches_the_tasks(saved: SavedModel) -> None:
     examples = {task: make_examples(task, TEXT, 8, 0) for task in TASKS}
     lessons = {task: of_task * 150 for task, of_task in examples.items()}
     pairs = [(one.context, one.right) for of_task in examples.values() for one in of_task]
-    batch = downstream.encode(pairs, saved.tokenizer, saved.model.sequence_length)
+    batch = downstream.encode(pairs, saved.tokenizer, saved.config.training.sequence_length)
     before = downstream.losses_of(saved.model, batch).sum()
     downstream.fine_tune(saved, lessons, 150)
     assert downstream.losses_of(saved.model, batch).sum() < 0.5 * before

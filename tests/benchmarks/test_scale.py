@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import core, records, scale, scale_results
 from benchmarks.scale import Run, Stage, runs_of
 from torchtitan_diloco.data.tokenizer import build_tokenizer
-from torchtitan_diloco.models.decoder import Decoder
+from torchtitan_diloco.models import build_model
+from torchtitan_diloco.models.interface import parameter_counts
 
 STAGE = Stage(15_000_000, "adamw")
 RUNS = runs_of(STAGE, (2, 4), (30,), (0, 1))
@@ -92,8 +92,7 @@ def test_models_have_about_the_size_asked_for_and_workers_divide_their_batch(
     assert sequences is not None
     assert sequences % (workers * config.training.batch_size) == 0
     rows = -(-build_tokenizer(tokenizer).vocab_size // 64) * 64
-    with torch.device("meta"):
-        counts = Decoder(config.model, rows, 1).parameter_counts()
+    counts = parameter_counts(build_model(config.model, rows, sequence_length=1))
     assert counts["total"] == pytest.approx(stage.size, rel=0.1)
     assert config.training.tokens_per_parameter == 20.0
 

@@ -25,7 +25,6 @@ from torchtitan_diloco.components.checkpoint import (
     MANIFEST,
     Checkpointer,
     Manifest,
-    RunState,
     begin,
     checkpoint_path,
     complete,
@@ -55,7 +54,7 @@ from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.trainer import Trainer
 
 TENSORS = "rank-0.safetensors"
-EMPTY = Manifest(RunState(), workers=1, data={}, config="")
+EMPTY = Manifest(step=0, tokens=0, workers=1, config="")
 
 
 def saved_steps(folder: Path) -> list[int]:
@@ -70,8 +69,7 @@ def write_checkpoint(folder: Path, step: int, ranks: int = 1, **changes: Any) ->
         rows = {"rows": torch.arange(10.0).view(5, 2)[2 * rank :][: 2 if ranks > 1 else 5]}
         own = {} if rank else {"number": torch.tensor(45.0)}
         files |= write_tensors(incomplete(path), rows | own, rank)
-    state = RunState(step=step)
-    complete(path, replace(EMPTY, state=state, files=files, **changes).to_json())
+    complete(path, replace(EMPTY, step=step, files=files, **changes).to_json())
     return path
 
 
@@ -190,14 +188,14 @@ def test_a_late_save_holds_its_own_step_and_is_finished_although_the_run_fails(
         run(chosen(text, tmp_path / "run"))
     assert saved_steps(tmp_path / "run/worker-0") == [4, 8]
     for path in complete_checkpoints(tmp_path / "run/worker-0"):
-        assert read_manifest(path).state.step == step_of(path)
+        assert read_manifest(path).step == step_of(path)
 
 
 def alone(folder: Path, **settings: Any) -> Checkpointer:
     model = torch.nn.Linear(2, 2)
     world = World(rank=0, size=1, workers=1, device=torch.device("cpu"))
     parts = model, torch.optim.AdamW(model.parameters()), DataParallel(model)
-    return Checkpointer(Checkpoint(**settings), folder, world, *parts)
+    return Checkpointer(Checkpoint(**settings), folder, world, *parts, about=EMPTY)
 
 
 def test_a_loss_ends_a_wait_for_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,7 +209,7 @@ def test_a_loss_ends_a_wait_for_a_save(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(Checkpointer, "_write", lambda *_: str(found.wait(60)))
     monkeypatch.setattr(Liveness, "check", lost)
     saver = alone(tmp_path)
-    saver.save(EMPTY)
+    saver.save(step=1, tokens=2)
     with pytest.raises(WorkerLostError, match="worker 1 left"):
         saver.wait()
     saver.close()
@@ -230,7 +228,7 @@ def test_a_save_by_time_is_asked_for_once(monkeypatch: pytest.MonkeyPatch, tmp_p
 
     written = threading.Event()
     monkeypatch.setattr(Checkpointer, "_write", lambda *_: str(written.wait(60)))
-    saver.save(EMPTY)
+    saver.save(step=1, tokens=2)
     now[0] += 500
     assert not saver.due_by_time()  # training would wait for the save under way
     written.set()
@@ -291,7 +289,7 @@ def test_the_newest_checkpoint_that_is_not_damaged_is_taken(
         assert re.search(f"step-00000010{wrong}.*: continuing from step-00000002", line)
     with pytest.raises(ValueError, match=f"no checkpoint can be resumed: .*10{wrong}"):
         find_start(ALONE, str(paths[2]), str(tmp_path / "other"))
-    assert find_start(ALONE, str(paths[0]), str(tmp_path / "other")).state.step == 1
+    assert find_start(ALONE, str(paths[0]), str(tmp_path / "other")).step == 1
     with chdir(paths[0].parent):  # "auto" is no folder in it, and a step has a relative path
         assert find_start(ALONE, "auto", str(tmp_path)).checkpoint == paths[1]
         assert find_start(ALONE, paths[0].name, str(tmp_path / "other")).checkpoint == paths[0]

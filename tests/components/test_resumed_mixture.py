@@ -14,7 +14,8 @@ from tests.components.test_resume import chosen, last, run
 from tests.islands.servers import wait_until
 from tests.processes import DIED, ProcessPool
 from torchtitan_diloco.components.checkpoint import complete_checkpoints, step_of
-from torchtitan_diloco.components.telemetry import Batch, StepResult
+from torchtitan_diloco.components.telemetry import StepResult
+from torchtitan_diloco.data.loader import Batch
 from torchtitan_diloco.trainer import Trainer
 
 STEPS, BATCH, SAVED = 12, 12, 8

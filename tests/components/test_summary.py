@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,8 +46,13 @@ class Uneven(Outer):
         return dict(self._each)
 
 
-def train_workers(folder: Path, steps: range) -> None:
-    """Train two workers of which only the second waits, and log every other step."""
+def train_workers(
+    folder: Path, steps: range, states: Sequence[dict[str, Any]] = ()
+) -> list[dict[str, Any]]:
+    """Train two workers of which only the second waits, and log every other step.
+
+    Go on from the states that were saved, and return those after the last step.
+    """
     outers = Uneven(3e6, 0.5, 0.0, 0.01), Uneven(4e6, 1.1, 0.37, 0.05)
     begin = steps[0] - 1
     with ExitStack() as stack:
@@ -56,6 +62,8 @@ def train_workers(folder: Path, steps: range) -> None:
             )
             for rank, outer in enumerate(outers)
         ]
+        for worker, state in zip(workers, states, strict=False):
+            worker.load_state_dict(state)
         for step in steps:
             each = []
             for own, outer in zip(workers, outers, strict=True):
@@ -70,6 +78,7 @@ def train_workers(folder: Path, steps: range) -> None:
         Clock.now += 3.0  # of the validation
         workers[0].write(steps[-1], {"loss/val": 1.5})
         log_summary(workers[0], folder, steps[-1], (steps[-1], 1.5, 2.0), has_control=True)
+        return [worker.state_dict() for worker in workers]
 
 
 def logged(messages: Sequence[str]) -> dict[str, str]:
@@ -83,11 +92,11 @@ def test_the_table_at_the_end_has_the_figures_of_the_report(
 ) -> None:
     """Of a run that was started twice, with workers that differ."""
     monkeypatch.setattr(module, "time", Clock())
-    train_workers(tmp_path, range(1, 5))
+    states = train_workers(tmp_path, range(1, 5))
     Clock.now += 9.0
     caplog.clear()
     with caplog.at_level("INFO", "torchtitan_diloco"):
-        train_workers(tmp_path, range(5, 13))
+        train_workers(tmp_path, range(5, 13), states)
     (run,) = open_runs([tmp_path])
     report = {name.text: cell for name, cell in facts_table([run]).rows}
     log = logged(caplog.messages)

@@ -133,10 +133,17 @@ def test_a_folder_has_one_source_and_settings(
         (("--validation-fraction", "0.6"), "0.6 is not between 0 and 0.5"),
         (("--max-tokens", "0"), '"0": give a whole number from 1 on, such as 1000000 or 1e6'),
         (("--shard-tokens", "1.5"), '"1.5": give a whole number'),
+        *(
+            (("--processes", wrong), f'--processes: "{wrong}": give a whole number from 1 to 8 (')
+            for wrong in ("100000", "9", "0", "-1", "1e6")
+        ),
         (("--begin-token",), "--begin-token: bytes has none of <|begin_of_text|>, <s>, <bos>"),
     ],
 )
-def test_bad_arguments(run: Run, options: tuple[str, ...], message: str) -> None:
+def test_bad_arguments(
+    run: Run, options: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prepare_module, "available_cores", lambda: 2)
     status, printed = run(*options, source="stdlib")
     assert (status, message in printed) == (2, True)
 
@@ -144,6 +151,10 @@ def test_bad_arguments(run: Run, options: tuple[str, ...], message: str) -> None
 def test_a_folder_that_cannot_be_used(run: Run, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with only_writer(out, wait=False):
         assert "another process is writing" in run(source="stdlib")[1]
+    (file := out.with_name("file")).touch()
+    for folder in (file, file / "in it"):
+        said = f"error: cannot write into {folder}: {file} is a file; choose a folder, or move it\n"
+        assert run(source="stdlib", out=folder) == (2, said)
 
     def no_locks(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")

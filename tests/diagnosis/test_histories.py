@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from torchtitan_diloco.diagnosis.kinds import Verdict
-from torchtitan_diloco.diagnosis.verdicts import IN_A_ROW, SETTLED, Judge
+from torchtitan_diloco.diagnosis.verdicts import IN_A_ROW, SETTLED, Judge, Observation
 from torchtitan_diloco.diloco.vitals import HUNG, STOPPED, STUCK, Report, Vitals
 
 HISTORIES = sorted(Path(__file__).parent.glob("histories/*.jsonl"))
@@ -52,10 +52,7 @@ def replay(path: Path) -> Replay:
         }
         if step >= about["begin"]:
             began, rounds = began or now, rounds + 1
-        if "cycle" in line:
-            changed = judge.note(seen, step, line["cycle"], now)
-        else:
-            changed = judge.miss(seen, step, now)
+        changed = judge.hear(Observation(seen, step, now, line.get("cycle")))
         found += [(one, rounds, now - began if began else -1.0) for one in changed]
     return Replay(about, found)
 

@@ -11,7 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchtitan_diloco.diagnosis.kinds import ALL, WORDS, Cause, Kind, Verdict
-from torchtitan_diloco.diagnosis.verdicts import IN_A_ROW, LASTING, MEASURED, SHORT, Judge
+from torchtitan_diloco.diagnosis.verdicts import (
+    IN_A_ROW,
+    LASTING,
+    MEASURED,
+    SHORT,
+    Judge,
+    Observation,
+)
 from torchtitan_diloco.diloco.vitals import NOT_FINITE, Report, Vitals
 
 CYCLE, ROUND = 5.0, 6.0
@@ -50,7 +57,7 @@ def judged(
         seen = {f"worker {one}": Report(vitals) for one, vitals in enumerate(said)}
         if flags:
             seen["worker 0"] = seen["worker 0"]._replace(flags=flags)
-        found += judge.note(seen, step, CYCLE, now=step * ROUND)
+        found += judge.hear(Observation(seen, step, step * ROUND, CYCLE))
     return found
 
 
@@ -209,7 +216,7 @@ def test_what_is_not_known_of_a_transfer_is_no_short_time() -> None:
         said = with_links(clean(4, rng), links)
         seen = {f"worker {one}": Report(vitals) for one, vitals in enumerate(said)}
         seen["worker 0"] = Report(absent="stopped")
-        judge.note(seen, step, CYCLE, now=step * ROUND)
+        judge.hear(Observation(seen, step, step * ROUND, CYCLE))
     causes = {Cause(Kind.STOPPED, "worker 0"), Cause(Kind.SENDING, "worker 1")}
     assert judge.verdicts.keys() == causes
 
@@ -248,14 +255,14 @@ def test_rounds_that_follow_each_other_fast_are_not_enough() -> None:
     """A burst of some seconds on a busy machine is no fault."""
     judge, slow = Judge(), {"a": Report(Vitals(0.5)), "b": Report(Vitals(0.9))}
     times = [0.1 * number for number in range(49)]
-    assert not any(judge.note(slow, 1, CYCLE, now) for now in times)
-    [found] = judge.note(slow, 1, CYCLE, 5.0)
+    assert not any(judge.hear(Observation(slow, 1, now, CYCLE)) for now in times)
+    [found] = judge.hear(Observation(slow, 1, 5.0, CYCLE))
     assert found.cause == Cause(Kind.COMPUTE, "b")
     well = {"a": Report(Vitals(0.5)), "b": Report(Vitals(0.5))}
-    assert not any(judge.note(well, 2, CYCLE, 5.1 + now) for now in times[:-1])
-    [found] = judge.note(well, 2, CYCLE, 10.1)
+    assert not any(judge.hear(Observation(well, 2, 5.1 + now, CYCLE)) for now in times[:-1])
+    [found] = judge.hear(Observation(well, 2, 10.1, CYCLE))
     assert found.over
-    again = [now for now in range(11, 40) if judge.note(slow, 3, CYCLE, now)]
+    again = [now for now in range(11, 40) if judge.hear(Observation(slow, 3, now, CYCLE))]
     assert again == [21], "what comes back has to last twice as long"
 
 
@@ -323,12 +330,33 @@ def test_wrong_numbers_and_absence_are_named() -> None:
     assert found.cause == Cause(Kind.NUMBERS, "worker 0")
     judge = Judge()
     seen = {"a": Report(Vitals(0.5)), "b": Report(Vitals(9.0), absent="stopped")}
-    assert judge.note(seen, 1, CYCLE, 0.0) == []
-    [found] = judge.note(seen, 2, CYCLE, 0.1)
+    assert judge.hear(Observation(seen, 1, 0.0, CYCLE)) == []
+    [found] = judge.hear(Observation(seen, 2, 0.1, CYCLE))
     assert found.cause == Cause(Kind.STOPPED, "b")
     assert str(found) == (
         "b has not taken part since step 1. Check that its processes and its machine are running."
     )
+
+
+def test_while_training_waits_only_absence_counts_at_once() -> None:
+    judge, slow = Judge(), [[Vitals(0.5), Vitals(2.0)]] * 2
+    [found] = judged(judge, slow)
+    assert found.cause == Cause(Kind.COMPUTE, "worker 1")
+    waits = {"worker 0": Report(flags=NOT_FINITE), "worker 1": Report(absent="stopped")}
+    [found] = judge.hear(Observation(waits, 3, 20.0))
+    assert found.cause == Cause(Kind.STOPPED, "worker 1")
+    assert judge.hear(Observation({}, 3, 99.0)) == [], "nothing ends"
+    well = [[Vitals(0.5), Vitals(0.5)]] * IN_A_ROW
+    over = judged(judge, well, first=20)
+    assert {verdict.cause.kind for verdict in over if verdict.over} == {Kind.STOPPED, Kind.COMPUTE}
+
+
+def test_the_numbers_of_who_is_absent_are_not_judged() -> None:
+    gone = Report(flags=NOT_FINITE, absent="stopped")
+    judge = Judge()
+    for step in range(IN_A_ROW):
+        judge.hear(Observation({"a": Report(), "b": gone}, step, step * ROUND, CYCLE))
+    assert list(judge.verdicts) == [Cause(Kind.STOPPED, "b")]
 
 
 @pytest.mark.parametrize("kind", Kind)

@@ -24,7 +24,7 @@ from torchtitan_diloco.diloco import liveness as liveness_module
 from torchtitan_diloco.diloco.exchange import Exchange
 from torchtitan_diloco.diloco.liveness import Answer, Liveness
 from torchtitan_diloco.diloco.transport import Header, check_headers
-from torchtitan_diloco.diloco.vitals import HUNG, STOPPED, STUCK
+from torchtitan_diloco.diloco.vitals import HUNG, STOPPED, STUCK, Signs
 from torchtitan_diloco.distributed.world import WORKER
 from torchtitan_diloco.log import UserError, logger
 
@@ -299,13 +299,23 @@ def test_a_worker_answers_while_a_line_about_others_is_written(processes: Proces
 
 
 def test_a_step_that_may_compile_does_not_hang() -> None:
-    waits = Answer(5, 100.0, waits=True)
-    assert not waits.hangs(0.1)
+    def absent(answer: Answer, usual: float) -> str:
+        return answer.signs(usual, is_stuck=False).absent
+
+    assert not absent(Answer(5, 100.0, waits=True), 0.1)
     for seconds, usual, hangs in (11, 0.1, True), (11, 2.0, False), (21, 2.0, True):
-        assert Answer(5, seconds, waits=False).hangs(usual) == hangs
+        assert bool(absent(Answer(5, seconds, waits=False), usual)) == hangs
     for steps, usual in (2, 0.0), (0, 0.1):
-        assert not Answer(steps, 59.0, waits=False).hangs(usual)
-        assert Answer(steps, 60.0, waits=False).hangs(usual)
+        assert not absent(Answer(steps, 59.0, waits=False), usual)
+        assert absent(Answer(steps, 60.0, waits=False), usual) == HUNG
+
+
+def test_why_a_worker_is_absent() -> None:
+    assert Signs(answers=False, is_stuck=True).absent == STOPPED
+    assert Signs(answers=True, is_stuck=True).absent == STUCK
+    assert Signs(answers=True, still=9.0, longest=8.0, is_stuck=True).absent == HUNG
+    assert Signs(answers=True, still=9.0, longest=8.0, may_wait=True, is_stuck=True).absent == STUCK
+    assert Signs(answers=True, still=7.0, longest=8.0).absent == ""
 
 
 def test_a_wait_elsewhere_says_whom_an_exchange_waits_for(

@@ -11,13 +11,13 @@ from torch import nn
 from torchtitan_diloco.config.schema import Model
 from torchtitan_diloco.diloco.config import Fragments
 from torchtitan_diloco.diloco.fragments import build_fragments
-from torchtitan_diloco.models.decoder import Decoder
+from torchtitan_diloco.models.decoder import Decoder, resolve_shape
 
 
 def decoder(layers: int = 7, vocabulary: int = 64) -> nn.Module:
-    shape = Model(layers=layers, width=8, heads=2, head_dim=4, feed_forward=16)
+    config = Model(layers=layers, width=8, heads=2, head_dim=4, feed_forward=16)
     with torch.device("meta"):
-        return Decoder(shape, vocabulary, 16)
+        return Decoder(resolve_shape(config), vocabulary)
 
 
 def holder(**modules: nn.Module) -> nn.Module:

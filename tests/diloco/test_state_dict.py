@@ -25,7 +25,6 @@ from torchtitan_diloco.diloco.config import CodecName
 from torchtitan_diloco.diloco.fragments import local_of, shard_rows
 from torchtitan_diloco.diloco.state_dict import (
     SavedState,
-    facts_for_new_worker,
     shaped_like,
     shared_parameter_name,
 )
@@ -138,10 +137,10 @@ def test_a_restart_takes_over_what_it_can(
 def test_a_saved_state_starts_other_loops_and_not_other_models() -> None:
     outer, _, _ = alone(config(2))
     outer.step(weight=3.0)
-    saved = SavedState(**outer.state_dict())
-    fragments = facts_for_new_worker(saved.facts)["fragments"]
-    assert [one["weight"] for one in fragments] == [0.0] * 5, "nothing to send"
-    assert saved.facts["fragments"][0]["weight"] == 3.0
+    saved = SavedState.from_dict(outer.state_dict())
+    fragments = saved.facts.for_new_worker().fragments
+    assert [fragment.weight for fragment in fragments] == [0.0] * 5, "nothing to send"
+    assert saved.facts.fragments[0].weight == 3.0
     saved.tensors[shared_parameter_name("gain")].fill_(7.0)
     model = Net()
     assert "no longer has an outer loop" in DataParallel(model).load_state_dict(saved)[0]
@@ -201,7 +200,8 @@ def _sharded_over_devices_without_memory() -> set[tuple[str, str]]:
             local_of(offloaded).fill_(dist.get_rank() + 1.5)
         outer = StreamingDiLoCo(model, None, config(2))
         outer.step()
-        on_hosts, saved = outer.state_dict(hosts)["tensors"], SavedState(**outer.state_dict())
+        on_hosts = outer.state_dict(hosts)["tensors"]
+        saved = SavedState.from_dict(outer.state_dict())
         assert outer.load_state_dict(saved) == []
         outer.close()
         empty = SavedState.template(model, saved.facts, saved.tensors, None)

@@ -1,8 +1,9 @@
-"""The commands export, generate and validate on checkpoints of real runs."""
+"""The commands export and generate on checkpoints of real runs."""
 
 import os
 import re
 import shutil
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import torch
 
 from tests.components.test_resume import FP32, assert_same, checkpoint, chosen, run, tensors
 from tests.conftest import REPOSITORY, save_tokenizer, write_text
-from tests.export.reading import read_weights
+from tests.export.reading import read_weights, validation_of
 from tests.processes import ProcessPool
 from tests.test_trainer import VALIDATION, curve, records
 from torchtitan_diloco.config import load_config
@@ -20,7 +21,7 @@ from torchtitan_diloco.export import __main__ as commands
 from torchtitan_diloco.export.weights import load_initial_weights, open_saved
 from torchtitan_diloco.models import build_model
 
-COMMANDS = "generate", "validate", "export"
+COMMANDS = "generate", "export"
 Capture = pytest.CaptureFixture[str]
 
 
@@ -86,36 +87,19 @@ def test_the_shared_parameters_are_those_of_any_worker(trained: Path, corpus: Pa
                 assert torch.equal(value, saved[f"{kind}/{name}"])
 
 
-# --- validate and generate ------------------------------------------------------------------------
+# --- the loss and the text ------------------------------------------------------------------------
 
 
-def loss(capsys: Capture, *words: object) -> float:
-    text = printed(capsys, "validate", *words)
-    (found,) = re.findall(r"loss (\d+\.\d+), \d+\.\d+ bits per byte, perplexity", text)
-    return float(found)
-
-
-def test_the_loss_is_the_one_that_the_run_printed_and_that_of_other_text(
-    trained: Path, tmp_path: Path, capsys: Capture
-) -> None:
+def test_the_loss_of_a_checkpoint_is_the_one_that_the_run_printed(trained: Path) -> None:
     """Fragments are in flight in the checkpoints of steps 8 and 16."""
     losses = curve(records(trained), VALIDATION)
     assert len(set(losses)) == 2
     for step, expected in zip((8, 16), losses, strict=True):
-        assert loss(capsys, trained, "--step", step) == pytest.approx(expected, abs=1e-4)
-    output = printed(capsys, "validate", trained)
-    assert "224 tokens (7 sequences of 32)" in output
-    assert "step 16, shared parameters" in output
-    other = tmp_path / "other.txt"
-    other.write_text("0123456789 " * 200)
-    usual = loss(capsys, run16 := checkpoint(trained, 16))
-    assert loss(capsys, run16, "--batch-size", 3) == pytest.approx(usual, abs=1e-4)
-    assert loss(capsys, run16, "--corpus", other) > usual + 1
-    assert loss(capsys, run16, "--sequences", 20) != usual
+        assert validation_of(open_saved(trained, step)).loss == pytest.approx(expected, abs=1e-4)
 
 
 def test_the_loss_of_a_mixture_is_the_mean_that_the_run_printed(
-    corpus: Path, tmp_path: Path, processes: ProcessPool, capsys: Capture
+    corpus: Path, tmp_path: Path, processes: ProcessPool
 ) -> None:
     texts = []
     for name, content in {
@@ -130,11 +114,11 @@ def test_the_loss_of_a_mixture_is_the_mean_that_the_run_printed(
     changes = FP32 | weights | {"data.validation_fraction": 0.25, "validation.sequences": 16}
     (folder, _) = processes.run(run, 2, chosen(corpus, tmp_path / "mixed", **changes))
     expected = curve(records(Path(folder)), VALIDATION)[-1]
-    text = printed(capsys, "validate", folder)
-    losses = [float(value) for value in re.findall(r"txt \((\d+\.\d+)\)", text)]
-    assert loss(capsys, folder) == pytest.approx(expected, abs=1e-4)
-    assert expected == pytest.approx(0.75 * losses[0] + 0.25 * losses[1], abs=2e-4)
-    assert abs(losses[0] - losses[1]) > 0.1
+    result = validation_of(open_saved(Path(folder)))
+    words, digits = (result.of_corpora[text] for text in texts)
+    assert result.loss == pytest.approx(expected, abs=1e-4)
+    assert result.loss == pytest.approx(0.75 * words + 0.25 * digits)
+    assert abs(words - digits) > 0.1
 
 
 def test_the_seed_sets_the_text(trained: Path, capsys: Capture) -> None:
@@ -166,10 +150,13 @@ def test_the_evaluation_harness_measures_the_same(
         batch_size=1,
         device="cpu",
     )
-    validated = printed(capsys, "validate", trained, "--corpus", "README.md", "--sequences", 999)
-    (bits,) = re.findall(r"loss .*, (\d+\.\d+) bits per byte", validated)
+    saved = open_saved(trained)
+    data = replace(saved.config.data, validation_corpus="README.md")
+    validation = replace(saved.config.validation, sequences=999)
+    config = replace(saved.config, data=data, validation=validation)
+    ours = validation_of(replace(saved, config=config))
     assert results["results"]["own_text"]["bits_per_byte,none"] == pytest.approx(
-        float(bits), rel=0.02
+        ours.bits_per_byte, rel=0.02
     )
 
 
@@ -179,9 +166,11 @@ def test_the_evaluation_harness_measures_the_same(
 @pytest.mark.parametrize(
     ("command", "arguments", "message"),
     [
-        ("export", "nowhere", r"nowhere does not exist: name the folder of a run"),
+        ("export", "nowhere", r"/nowhere: it does not exist; give the folder of a run, such as"),
+        ("generate", "full", r"there is no run in .*/full: it has no worker-0, and no manifest"),
+        ("generate", "full/file", r"there is no run in .*/full/file: it is a file; give the"),
         ("generate", "outputs", r"outputs has 3 runs in it: name one, such as outputs/last$"),
-        ("validate", "empty", r"empty has no complete checkpoint: name .* checkpoint.every"),
+        ("generate", "empty", r"empty has no complete checkpoint: a run saves if checkpoint.every"),
         ("generate", "run --step 7", r"--step 7: .*run has no checkpoint .* it has 4, 8, 12, 16"),
         ("export", "run/worker-0/step-00000008 --step 16", r"--step 16: .* step; it has 8"),
         ("generate", "run --temperature nan", r"--temperature nan: give"),
@@ -200,8 +189,8 @@ def test_a_mistake_is_one_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in ("empty", "full"):
-        Path(name).mkdir()
+    for name in ("empty/worker-0", "full"):
+        Path(name).mkdir(parents=True)
     Path("full/file").touch()
     Path("run").symlink_to(trained)
     for time, name in enumerate(("of-islands/island-1", "last", "first")):
@@ -222,7 +211,7 @@ def test_the_module_needs_a_command(words: list[str], problem: str, capsys: Capt
     assert commands.main(words) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"error: {problem}")
-    assert error.endswith(": begin with one of generate, validate, export\n")
+    assert error.endswith(": begin with one of generate, export\n")
 
 
 def test_a_damaged_file_or_another_tokenizer_is_named(

@@ -9,15 +9,16 @@ from hypothesis import strategies as st
 
 from torchtitan_diloco.config.schema import Model
 from torchtitan_diloco.export.__main__ import draw, generate
-from torchtitan_diloco.models.decoder import Decoder
+from torchtitan_diloco.models.decoder import Decoder, resolve_shape
+from torchtitan_diloco.models.interface import init_weights
 
 VOCABULARY, ROWS, LENGTH = 50, 64, 12
 
 
 @pytest.fixture(scope="module")
 def decoder() -> Decoder:
-    decoder = Decoder(Model(layers=2, width=24, heads=2, head_dim=8), ROWS, LENGTH)
-    decoder.init_weights(seed=0)
+    decoder = Decoder(resolve_shape(Model(layers=2, width=24, heads=2, head_dim=8)), ROWS)
+    init_weights(decoder, seed=0)
     with torch.no_grad():
         decoder.embedding.weight *= 20  # sharper than at the start of training
         decoder.embedding.weight[VOCABULARY:] *= 20  # padding, which would always be drawn
@@ -25,7 +26,8 @@ def decoder() -> Decoder:
 
 
 def tokens_from(decoder: Decoder, tokens: list[int], new: int, **options: Any) -> list[int]:
-    return list(generate(decoder, tokens, vocab_size=VOCABULARY, max_new_tokens=new, **options))
+    options |= {"vocab_size": VOCABULARY, "sequence_length": LENGTH, "max_new_tokens": new}
+    return list(generate(decoder, tokens, **options))
 
 
 @settings(max_examples=12)

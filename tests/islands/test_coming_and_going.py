@@ -45,7 +45,7 @@ def die(island: Island) -> None:
 
 
 def save_in(saved: list[SavedState]) -> Action:
-    return lambda island: saved.append(SavedState(**island.outer.state_dict()))
+    return lambda island: saved.append(SavedState.from_dict(island.outer.state_dict()))
 
 
 # --- islands that come and go ---------------------------------------------------------------------

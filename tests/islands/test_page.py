@@ -190,6 +190,6 @@ def test_the_page_fits_a_telephone(server: Server, tmp_path: Path) -> None:
         text = html_page(reader.overview(), reader.history, reader.history.stays["a"].spans[0][0])
     for number in range(2):
         (tmp_path / f"report{number}.html").write_text(text.replace('http-equiv="refresh"', ""))
-    for seen in measure(tmp_path, PHONE, dark=True):
+    for seen in measure(tmp_path, PHONE):
         assert (seen["viewport"], seen["too_wide"], seen["loads"]) == (PHONE[0], [], [])
         assert len(seen["widths"]) == 1

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("soon_gone")
 
 
 def state_of(saved: SavedState) -> State:
-    return State.decode(saved.facts["island"].encode())
+    return State.decode(saved.facts.island.encode())
 
 
 def train(join: Join, name: str, saved: SavedState | None = None, **chosen: object) -> Island:
@@ -118,7 +118,7 @@ def test_islands_refuse_an_older_log_and_can_begin_another_run(tmp_path: Path) -
         if island.step == 40:
             wait_until(lambda: lengths, "the copy")
         if island.step >= 60 and not saved:
-            state = SavedState(**island.outer.state_dict())
+            state = SavedState.from_dict(island.outer.state_dict())
             if state_of(state).sequence > lengths[0]:
                 saved.append(state)
 

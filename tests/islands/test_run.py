@@ -67,7 +67,9 @@ def test_islands_stop_and_go_on_where_the_log_ends(tmp_path: Path) -> None:
         manifests.append(read_manifest(newest))
         saved = tomli.loads((folder / "config.toml").read_text())
         assert saved["islands"]["join"] == ""  # it contains a password
-    one, other = (State.decode(manifest.outer["island"].encode()) for manifest in manifests)
+    one, other = (
+        State.decode(manifest.outer.island.encode()) for manifest in manifests if manifest.outer
+    )
     assert one.heads == other.heads
     check_report(tmp_path / "island-1")
     (both,) = open_runs([tmp_path])
@@ -89,7 +91,9 @@ def test_each_island_reads_corpora_of_its_own(tmp_path: Path) -> None:
     corpora = []
     for name in ("island-1", "island-2"):
         assert f"loss/val/{tmp_path}/{name}.jsonl" in set(last_record(tmp_path / "run" / name))
-        corpora.append(read_manifest(last(tmp_path / "run" / name)).data["corpora"])
+        corpora.append(
+            read_manifest(last(tmp_path / "run" / name)).parts["data"]["identity"]["corpora"]
+        )
     own, common = corpora[0]
     assert corpora[0][own] != corpora[1][own]
     assert corpora[0][common] == corpora[1][common]
@@ -113,7 +117,7 @@ def check_report(folder: Path) -> None:
     facts = {name.text: cell.text for name, cell in facts_table([island]).rows}
     tokens = 60 * 2 * SETTINGS["training.batch_size"] * SETTINGS["training.sequence_length"]
     assert facts["tokens"] == f"{tokens:,}"
-    assert read_manifest(last(folder)).state.tokens == tokens
+    assert read_manifest(last(folder)).tokens == tokens
     assert describe(island).endswith("; 1 of 2 islands, Streaming DiLoCo")
     sent = island.totals["worker/sent_bytes"]
     assert facts["sent by each worker"] == EngFormatter("B", places=1)(sent)

@@ -269,7 +269,8 @@ def test_each_site_has_a_login_that_can_be_revoked(
     assert "join.txt; --renew gives it a new password" in second
     assert all("give a name other than admin" in line for line in others)
     assert main(["site", "a", "--folder", str(tmp_path)]) == USER_ERROR
-    assert "it contains no run" in capsys.readouterr().err
+    error = f"there is no run in {tmp_path}: it has no run.json; give the --folder of `serve`"
+    assert error in capsys.readouterr().err
 
 
 def test_a_site_that_is_added_while_the_server_starts_is_kept(

@@ -16,8 +16,10 @@ import pytest
 
 from tests.islands.servers import free_port
 from tests.launch.running import launcher
+from torchtitan_diloco.config import Config, from_command_line, load_config, parse_config
 from torchtitan_diloco.hardware import available_cores
 from torchtitan_diloco.launch import NOT_AGAIN, describe_failures, main
+from torchtitan_diloco.log import USER_ERROR
 from torchtitan_diloco.nodes import read_nodes
 
 SECOND = {"NNODES": "2", "NODE_RANK": "1"}
@@ -97,18 +99,67 @@ def test_the_rank_that_failed_by_itself_is_named(
     assert describe_failures(failures) == (code, line)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("word", ["--help", "--print-config"])
-def test_questions_are_answered_without_torch(word: str) -> None:
-    """Also if the reader of the answer leaves after a line."""
-    command = [sys.executable, "-X", "importtime", "-m", "torchtitan_diloco.launch", word]
+def test_the_help_needs_neither_torch_nor_numpy() -> None:
+    command = [sys.executable, "-X", "importtime", "-m", "torchtitan_diloco.launch", "--help"]
     answer = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "diloco" in answer.stdout
     imported = {line.rpartition("|")[2].strip() for line in answer.stderr.splitlines()}
     assert "torchtitan_diloco.config" in imported
-    assert not imported & {"torch", "matplotlib"}
-    assert word == "--print-config" or "numpy" not in imported
+    assert not imported & {"torch", "matplotlib", "numpy"}
+
+
+@pytest.mark.parametrize("word", ["--help", "--print-config"])
+def test_the_reader_of_an_answer_may_leave_after_a_line(word: str) -> None:
     piped = f"'{sys.executable}' -u -m torchtitan_diloco.launch {word} | head -n 1"
     assert subprocess.run(["bash", "-c", piped], capture_output=True).stderr == b""
+
+
+# --- --print-config -------------------------------------------------------------------------------
+
+
+def print_config(
+    capsys: pytest.CaptureFixture[str], name: str, *words: str
+) -> tuple[int, Config, str]:
+    """Return the exit code, the printed config, and what was said beside it."""
+    code = main(["--config", name, "--print-config", *words])
+    printed = capsys.readouterr()
+    return code, parse_config(printed.out, "printed"), printed.err
+
+
+def test_print_config_prints_what_starts_the_same_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert print_config(capsys, "demo", "--run.seed", "9") == (
+        0,
+        load_config("demo", {"run.seed": "9"}),
+        "",
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ("--data.corpus nothere", 'data.corpus = "nothere" does not exist: correct the path'),
+        ("--model.kv_heads 2", "kv_heads"),
+    ],
+)
+def test_a_printed_config_that_cannot_train_is_an_error(
+    capsys: pytest.CaptureFixture[str], words: str, reason: str
+) -> None:
+    code, config, error = print_config(capsys, "debug", *words.split())
+    assert code == USER_ERROR
+    assert config == from_command_line(["--config", "debug", *words.split()])
+    assert error.startswith("error: 1 thing to do before this run can start:\n  ")
+    assert reason in error
+
+
+def test_warnings_beside_a_printed_config_are_no_error(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--training.steps 10 --lr_schedule.warmup 11"
+    code, _, said = print_config(capsys, "debug", *words.split())
+    warmup = "warning: lr_schedule.warmup = 11 is longer than the run of 10 steps, so the peak"
+    assert code == 0
+    assert [line for line in said.splitlines() if line.startswith(warmup)]
+    code, _, said = print_config(capsys, "debug", *words.split(), "--data.corpus", "nothere")
+    assert code == USER_ERROR
+    assert warmup in said
 
 
 def test_ctrl_c_during_the_imports_prints_no_traceback(tmp_path: Path) -> None:

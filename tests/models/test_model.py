@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from torchtitan_diloco.config.schema import Model
-from torchtitan_diloco.diloco.fields import setting_types
-from torchtitan_diloco.models import MODELS, build_model
-from torchtitan_diloco.models.decoder import SIZES, Decoder
+from torchtitan_diloco.log import UserError
+from torchtitan_diloco.models import FLAVORS, build_model
+from torchtitan_diloco.models.decoder import SIZES, Decoder, resolve_shape, shape_of
+from torchtitan_diloco.models.interface import flops_per_token, init_weights, parameter_counts
 
 MILLIONS = {
     "paper-35m": 35.3,
@@ -33,17 +34,17 @@ VARIANTS = [
 LLAMAS = {"llama-1b": 1_235_814_400, "llama-3b": 3_212_749_824, "llama-8b": 8_030_261_248}
 
 
-def build(config: Model, vocabulary: int = 50, length: int = 16) -> Decoder:
-    decoder = Decoder(config, vocabulary, length)
-    decoder.init_weights(seed=0)
+def build(config: Model, vocabulary: int = 50) -> Decoder:
+    decoder = Decoder(resolve_shape(config), vocabulary)
+    init_weights(decoder, seed=0)
     return decoder
 
 
 def matrices(flavor: str) -> int:
     """Return the number of parameters in matrices."""
-    model = build_model(Model(flavor=flavor), 32_000, 2048)  # type: ignore[arg-type]
+    model = build_model(Model(flavor=flavor), 32_000, 2048)
     found = sum(parameter.numel() for parameter in model.parameters() if parameter.dim() > 1)
-    gains = model.parameter_counts()["total"] - found
+    gains = parameter_counts(model)["total"] - found
     assert gains < 1e-3 * found, "beside the matrices there are only the norms' gains"
     return found
 
@@ -60,15 +61,19 @@ def test_parameter_counts_are_the_papers(flavor: str) -> None:
 
 @pytest.mark.parametrize(("flavor", "parameters"), LLAMAS.items())
 def test_parameter_counts_are_those_of_published_llamas(flavor: str, parameters: int) -> None:
-    model = build_model(Model(flavor=flavor), 128_256, 8192)  # type: ignore[arg-type]
-    assert isinstance(model, Decoder)
+    model = build_model(Model(flavor=flavor), 128_256, 8192)
     tables = 2 if flavor == "llama-8b" else 1  # embedding and head
-    counts = {"total": parameters, "embedding": tables * 128_256 * model.shape.width}
-    assert model.parameter_counts() == counts
+    counts = {"total": parameters, "embedding": tables * 128_256 * shape_of(model).width}
+    assert parameter_counts(model) == counts
 
 
-def test_the_config_offers_exactly_the_flavors_there_are() -> None:
-    assert set(setting_types(Model)["flavor"].__args__) == set(MODELS)
+def test_a_flavor_that_does_not_exist_is_refused() -> None:
+    message = (
+        r'flavor = "llama-8": there is no such flavor; did you mean llama-8b\?; there are debug'
+    )
+    with pytest.raises(UserError, match=message) as caught:
+        build_model(Model(flavor="llama-8"), 50, 16)
+    assert str(caught.value).endswith(", ".join(FLAVORS))
 
 
 @pytest.mark.parametrize("config", VARIANTS)
@@ -98,8 +103,10 @@ def test_a_shape_that_cannot_be_built_is_refused() -> None:
 
 
 def test_initial_weights_depend_on_seed_and_name_only() -> None:
-    first, second, other = build(Model()), build(Model(layers=2)), Decoder(Model(), 50, 16)
-    other.init_weights(seed=1)
+    first = build(Model())
+    second = build(Model(layers=2))
+    other = build(Model())
+    init_weights(other, seed=1)
     shared = dict(second.named_parameters())
     for name, parameter in first.named_parameters():
         residual = name.endswith(("out.weight", "down.weight"))  # scaled by the depth
@@ -111,7 +118,7 @@ def test_initial_weights_depend_on_seed_and_name_only() -> None:
 
 @pytest.mark.parametrize("config", VARIANTS)
 def test_initial_loss_is_that_of_a_uniform_guess(config: Model) -> None:
-    decoder = build(config, vocabulary=256, length=64)
+    decoder = build(config, vocabulary=256)
     tokens = torch.randint(0, 256, (4, 64), generator=torch.Generator().manual_seed(0))
     logits = decoder(tokens).flatten(0, 1)
     loss = torch.nn.functional.cross_entropy(logits, tokens.roll(1).flatten())
@@ -123,8 +130,8 @@ def test_flops_of_a_token() -> None:
     attention = 12 * 2 * 2 * 4 * 16
     gelu = build(replace(config, activation="gelu"), vocabulary=10)
     weights = 10 * 8 + 2 * (4 * 8 * 8 + 2 * 8 * 32) + 5 * 8
-    assert gelu.flops_per_token(16) == 6 * weights + attention
+    assert flops_per_token(gelu, 16) == 6 * weights + attention
     for tied_head in (True, False):  # one matrix product with the vocabulary
         grouped = build(replace(config, kv_heads=1, tied_head=tied_head), vocabulary=10)
         weights = 10 * 8 + 2 * (3 * 8 * 8 + 3 * 8 * 32) + 5 * 8
-        assert grouped.flops_per_token(16) == 6 * weights + attention
+        assert flops_per_token(grouped, 16) == 6 * weights + attention

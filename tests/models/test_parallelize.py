@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.testing import assert_close
 
 from tests.diloco.toy import full
@@ -16,7 +16,8 @@ from torchtitan_diloco.components.loss import loss_head
 from torchtitan_diloco.components.optimizer import gradient_norm
 from torchtitan_diloco.config.schema import ActivationCheckpoint, Compile, Model, Parallel
 from torchtitan_diloco.distributed.world import FSDP, World
-from torchtitan_diloco.models import LanguageModel, build_model
+from torchtitan_diloco.models import build_model
+from torchtitan_diloco.models.interface import blocks_of
 from torchtitan_diloco.models.parallelize import materialize, parallelize
 
 # Shapes that divide nothing evenly: 3 or 4 ranks get odd shards, rows of 7 leave some none.
@@ -43,7 +44,7 @@ def build(
     compile: bool = False,
     dtype: torch.dtype = torch.float32,
     model: Model = TINY,
-) -> tuple[LanguageModel, World]:
+) -> tuple[nn.Module, World]:
     world = join(workers)
     decoder = build_model(model, VOCABULARY, LENGTH, end_of_document=3)
     parallelize(
@@ -58,7 +59,7 @@ def build(
     return decoder, world
 
 
-def backward(decoder: LanguageModel, world: World) -> None:
+def backward(decoder: nn.Module, world: World) -> None:
     """Compute the gradient of the mean loss over one global batch, of which ranks have parts."""
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(0, VOCABULARY, (BATCH, LENGTH + 1), generator=generator)
@@ -73,7 +74,9 @@ def step(workers: int = 1, **options: Any) -> Outcome:
     """Return the initial weights, the gradients and their norm."""
     decoder, world = build(workers, **options)
     hidden: list[torch.dtype] = []
-    decoder.blocks[0].register_forward_pre_hook(lambda _, inputs: hidden.append(inputs[0].dtype))
+    blocks_of(decoder)[0].register_forward_pre_hook(
+        lambda _, inputs: hidden.append(inputs[0].dtype)
+    )
     weights = {name: full(parameter) for name, parameter in decoder.named_parameters()}
     backward(decoder, world)
     norm = gradient_norm(decoder.parameters(), world.group(FSDP)).item()
@@ -124,7 +127,7 @@ def test_checkpointing_recomputes_the_chosen_blocks(
     def count(index: int, *_: Any) -> None:
         counted[index] += 1
 
-    for index, block in enumerate(decoder.blocks):
+    for index, block in enumerate(blocks_of(decoder)):
         block.get_submodule("attention").register_forward_pre_hook(partial(count, index))
     backward(decoder, world)
     assert counted == calls

@@ -1,10 +1,11 @@
-"""The page as a headless Chromium shows it, on a telephone in the dark and on a wide screen."""
+"""The page as a headless Chromium shows it, on a telephone and on a wide screen."""
 
 import html
 import json
 import re
 import shutil
 import subprocess
+from base64 import b64decode
 from pathlib import Path
 from typing import Any
 
@@ -48,12 +49,11 @@ addEventListener("load", () => setTimeout(() => {
         .map((other) => [one.textContent, other.textContent]))),
     smallest_text: Math.min(...charts.flatMap((chart) => texts(chart).map((text) =>
       parseFloat(look(text).fontSize) * rect(chart).width / chart.viewBox.baseVal.width))),
-    colours: [look(document.documentElement).backgroundColor, look(document.body).color],
     loads,
   })], "*");
 }, 200));
 </script>"""
-WINDOW = """<!DOCTYPE html><html style="color-scheme: light dark">
+WINDOW = """<!DOCTYPE html>
 <script>addEventListener("message", ({data: [number, measured]}) => {
   document.documentElement.setAttribute(`data-measured${number}`, measured);
 });</script>
@@ -64,10 +64,20 @@ WINDOW = """<!DOCTYPE html><html style="color-scheme: light dark">
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="needs Chromium or Chrome")
 
 
-def measure(folder: Path, size: tuple[int, int], dark: bool) -> list[dict[str, Any]]:
+def as_elements(page: str) -> str:
+    """Return a page whose charts are no images, so that their texts can be measured."""
+
+    def element(image: re.Match[str]) -> str:
+        drawn = b64decode(image[1]).decode()
+        return drawn[drawn.index("<svg") :].replace("<svg", '<svg class="chart"', 1)
+
+    return re.sub(r'<img [^>]*src="data:image/svg\+xml;base64,([^"]*)">', element, page)
+
+
+def measure(folder: Path, size: tuple[int, int]) -> list[dict[str, Any]]:
     """Show report0.html and report1.html, and return what was measured on each."""
     for number in range(2):
-        text = (folder / f"report{number}.html").read_text()
+        text = as_elements((folder / f"report{number}.html").read_text())
         text = text.replace("<head>", f"<head>{FORBID_LOADING}", 1)
         text = text.replace("</body>", f"{MEASURE.replace('NUMBER', str(number))}</body>")
         (folder / f"measured{number}.html").write_text(text)
@@ -78,7 +88,6 @@ def measure(folder: Path, size: tuple[int, int], dark: bool) -> list[dict[str, A
         *FLAGS.split(),
         f"--user-data-dir={folder / 'profile'}",
         f"--window-size={max(size[0], 600)},{2 * size[1]}",
-        f"--blink-settings=preferredColorScheme={0 if dark else 1}",
         (folder / "window.html").as_uri(),
     ]
     outcome = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
@@ -97,15 +106,12 @@ def pages(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("size", "dark"), [(PHONE, True), (DESKTOP, False)], ids=["phone", "wide"])
-def test_pages_are_readable(size: tuple[int, int], dark: bool, pages: Path) -> None:
-    for seen, charts in zip(measure(pages, size, dark), (9, 6), strict=True):
+@pytest.mark.parametrize("size", [PHONE, DESKTOP], ids=["phone", "wide"])
+def test_pages_are_readable(size: tuple[int, int], pages: Path) -> None:
+    for seen, charts in zip(measure(pages, size), (8, 6), strict=True):
         assert seen["viewport"] == size[0]
         assert (seen["too_wide"], seen["loads"]) == ([], [])
         assert len(seen["widths"]) == charts
         assert min(seen["widths"]) > 0.85 * min(size[0], 480)
         assert (seen["cut"], seen["overlapping"]) == ([], [])
         assert seen["smallest_text"] >= 9.5
-        colours = (map(int, re.findall(r"\d+", colour)[:3]) for colour in seen["colours"])
-        background, text = map(sum, colours)
-        assert (text - background if dark else background - text) > 450, "of 765"

@@ -22,7 +22,13 @@ from tests.report.synthetic import (
 from tests.test_trainer import LOSS
 from torchtitan_diloco.components.metrics import METRICS, all_reduce_bytes
 from torchtitan_diloco.config import load_config, to_toml
-from torchtitan_diloco.report.charts import PHASES, phases, timeline_svg
+from torchtitan_diloco.report.charts import (
+    PHASES,
+    SERIES,
+    phases,
+    timeline_span,
+    timeline_svg,
+)
 from torchtitan_diloco.report.figures import Figure, figures, latest
 from torchtitan_diloco.report.page import describe, detail_tables, facts_table, html_page, main
 from torchtitan_diloco.report.run_records import Run, open_runs
@@ -44,9 +50,9 @@ def by_title(*runs: Run) -> dict[str, Figure]:
 def shown_text(page: str) -> str:
     """Return the text of a page, on which nothing may be loaded or run."""
     assert not re.search(r"@import|url\((?!#)", page)
-    assert not re.search(r"<(script|link|img|iframe|object)\b", page)
-    assert not re.search(r"<[^>]* (src|href|srcset|action|on\w+)=", page)
-    assert not re.search(r'xlink:href="(?!#)', page)
+    assert not re.search(r"<(script|link|iframe|object)\b", page)
+    assert not re.search(r"<[^>]* (href|srcset|action|on\w+)=", page)
+    assert not re.search(r' src="(?!data:image/svg\+xml;base64,)', page)
     ids = re.findall(r'<[^>]* id="([^"]*)"', page)
     assert len(ids) == len(set(ids))
     return unescape(re.sub(r"<[^>]*>", "\n", page))
@@ -65,7 +71,6 @@ def test_page_of_a_run(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for section in ("Workers", "Links, slowest first", "All settings"):
         assert section in shown
     assert "worker 2: transfer 800.0 ms" in text, "a tooltip"
-    assert "#0b62b0" not in text.partition("</style>")[2], "colours are variables"
 
 
 def test_facts_and_figures_of_a_run(runs: Path) -> None:
@@ -103,7 +108,6 @@ def test_facts_and_figures_of_a_run(runs: Path) -> None:
         "Bytes sent by each worker",
         "Where the time went",
         "The last exchanges",
-        "Delays by pair",
         "Cosine of a worker's update to the mean",
         "Drift of the workers",
     ]
@@ -149,13 +153,12 @@ def test_verdicts_have_lanes_and_evidence(runs: Path, tmp_path: Path) -> None:
     assert lanes is not None
     (start, length, _), *_ = lanes.rows[0][1]
     assert (start, length) == pytest.approx((20.0, 10.0))
-    assert "for worker 2" in by_title(run)["Delays by pair"].svg
     assert "0.12 s a step" in shown_text(html_page([run]))
 
 
 def marked(figure: Figure) -> list[float]:
     """Return where vertical lines cross a figure, from left to right."""
-    lines = re.findall(r'<path d="M ([\d.]+) [\d.]+ \nL ([\d.]+) [\d.]+ \n"', figure.svg)
+    lines = re.findall(r'<path d="M ([\d.]+) [\d.]+ \nL ([\d.]+) [\d.]+ \n"', figure.chart)
     return sorted(float(start) for start, end in lines if start == end)
 
 
@@ -183,7 +186,7 @@ def test_phases_of_the_data_are_marked_and_listed(runs: Path) -> None:
         first, second, third = marked(found[title])
         assert (third - first) / (second - first) == pytest.approx(174 / 60, rel=1e-3), title
         assert found[title].caption.endswith("Vertical line: a mixture of corpora begins.")
-        names = re.findall(r">(phase \d)<", found[title].svg)
+        names = re.findall(r">(phase \d)<", found[title].chart)
         assert names == ["phase 1", "phase 3"], "that of the second would meet the first"
     assert marked(found["Bytes sent by each worker"]) == []
 
@@ -206,8 +209,8 @@ def test_phases_of_several_runs_have_their_colours(tmp_path: Path) -> None:
     ]
     rate = by_title(*together)["Learning rate"]
     assert len(marked(rate)) == 3
-    assert ">phase" not in rate.svg
-    assert rate.svg.count("stroke: var(--series-3); stroke-linecap") == 2
+    assert ">phase" not in rate.chart
+    assert rate.chart.count(f"stroke: {SERIES[2]}; stroke-linecap") == 2
     headings = [table.heading for table in detail_tables(together)]
     assert headings == [f"Mixtures and phases, {name}" for name in ("phased", "changed")]
 
@@ -218,7 +221,7 @@ def test_runs_that_lack_something(runs: Path, tmp_path: Path) -> None:
     assert run.workers[0].unreadable == 0, "an incomplete last line is no error"
     measured = by_title(run)["Drift of the workers"]
     assert len(measured.legend) == 3, "few rounds were measured"
-    assert "nan" not in measured.svg
+    assert "nan" not in measured.chart
 
     control = opened(runs / "data-parallel")
     losses = ["Loss over tokens", "Loss over time"]
@@ -397,7 +400,7 @@ def test_runs_side_by_side(runs: Path, tmp_path: Path) -> None:
     assert "All settings, running" in shown
     found = by_title(*several)
     names = {key.name: key.colour for key in found["Loss over tokens"].legend}
-    assert names == {"streaming": "series-1", "running": "series-2", "data-parallel": "series-3"}
+    assert names == dict(zip(["streaming", "running", "data-parallel"], SERIES, strict=False))
     assert list(found["Where the time went"].bars) == [run.name for run in several]
 
     folders = [write_run(tmp_path / place / "run", step_records(20)) for place in ("here", "there")]
@@ -419,20 +422,22 @@ def test_a_page_is_made_without_torch(runs: Path, tmp_path: Path) -> None:
 
 def test_the_timeline_shows_all_phases_of_the_first_eight_workers() -> None:
     found = phases(exchanges(round_records(100, workers=10))[-2:])
-    drawn = timeline_svg("Exchanges", found, [f"worker {number}" for number in range(10)])
-    assert re.search(r"seconds, from 01:47:2.* 2 more workers are not shown", drawn)
+    names = [f"worker {number}" for number in range(10)]
+    span = timeline_span(found, names)
+    assert re.fullmatch(r"seconds, from 01:47:2.* 2 more workers are not shown", span)
+    drawn = timeline_svg("Exchanges", found, names)
     tooltips = re.findall(r"<title>(worker \d): ([a-z ]+) \d", drawn)
     expected = [(f"worker {n}", name) for n in range(8) for name in PHASES] * 2
     assert sorted(tooltips) == sorted(expected)
-    assert drawn.count(">exchange<") == 8
+    assert re.findall(r">(worker \d)</text>", drawn) == names[:8]
 
 
 @pytest.mark.parametrize(
     ("words", "content", "message"),
     [
-        ("nowhere", b"", "is not a folder: give the folder of a run"),
-        ("run/worker-0/metrics.jsonl", b"", "holds no join string: give the folder of a run"),
-        ("run", None, "has no worker-0/metrics.jsonl"),
+        ("nowhere", b"", "/nowhere: it does not exist; give the folder of a run, such as outputs/"),
+        ("run/worker-0/metrics.jsonl", b"", "it is a file; give the folder of a run, such as"),
+        ("run", None, "it has no worker-0/metrics.jsonl; give the folder"),
         ("run", b"no\nrecord\n", "has no line that is a record of a run"),
         ("run", bytes(range(256)), "has no line that is a record of a run"),
         ("run --out nowhere/a.html", b'{"step": 1}\n', "a.html cannot be written: No such file"),

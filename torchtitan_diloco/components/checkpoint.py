@@ -8,8 +8,8 @@ RUN/worker-0/step-00001000/manifest.json  `Manifest`
 A folder gets its name once it is complete. Files are safetensors and JSON, so reading a checkpoint
 never runs code from it; `torch.distributed.checkpoint` pickles its metadata.
 
-To add a number: declare it in `RunState`, fill it in `Trainer._manifest`, and read it from
-`Trainer.resumed`. To add a tensor of a worker: return it from `inner_tensors`; what the outer loop
+To add a number: return it from the `state_dict` of the part that has it, and read it in its
+`load_state_dict`. To add a tensor of a worker: return it from `inner_tensors`; what the outer loop
 saves is in diloco/state_dict.py. If older checkpoints would be read wrongly, raise VERSION.
 """
 
@@ -33,16 +33,17 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
 from torchtitan_diloco.components.optimizer import initial_state
+from torchtitan_diloco.components.run_plan import AfterStep
 from torchtitan_diloco.config.schema import Checkpoint
-from torchtitan_diloco.data.mixture import Segment
 from torchtitan_diloco.diloco.background import BackgroundThread
 from torchtitan_diloco.diloco.fragments import local_of
 from torchtitan_diloco.diloco.healing import is_finite
 from torchtitan_diloco.diloco.meeting import gather_objects
-from torchtitan_diloco.diloco.state_dict import SavedState, copy_to_host
+from torchtitan_diloco.diloco.state_dict import OuterFacts, SavedState, copy_to_host
 from torchtitan_diloco.diloco.streaming import OuterLoop
 from torchtitan_diloco.distributed.collectives import naming_lost_ranks, on_all_ranks
 from torchtitan_diloco.distributed.world import FSDP, World
@@ -50,7 +51,7 @@ from torchtitan_diloco.hardware import write_whole
 from torchtitan_diloco.log import UserError, logger
 
 Files = dict[str, tuple[int, int]]
-VERSION = 8
+VERSION = 9
 MANIFEST = "manifest.json"
 MODEL, OPTIMIZER, RANDOM = "model/", "optimizer/", "random/"
 """Prefixes of tensors; all other names are the outer loop's."""
@@ -62,46 +63,29 @@ SAVE_AFTER_ERROR_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
-class RunState:
-    """State of a run beside its tensors. A new run starts from `RunState()`."""
-
-    step: int = 0
-    tokens: int = 0
-    """Tokens of all workers together."""
-    position: int = 0
-    """Position of the next sample in the global order of samples."""
-    segment: Segment | None = None
-    """The part of the mixture that the position is in, which knows what was read before it."""
-    validated: tuple[int, float, float] | None = None
-    """Step of the last validation, its loss, and its bits per byte."""
-
-
-@dataclass(frozen=True)
 class Manifest:
     """Contents of manifest.json: the description of a checkpoint."""
 
-    state: RunState
+    step: int
+    tokens: int
+    """Tokens of all workers together."""
     workers: int
     """Workers that have saved this step; 1 with data parallelism."""
-    data: dict[str, Any]
-    """Corpora, sequence length and order that `RunState.position` refers to."""
     config: str
     """Settings of the run, as TOML."""
     tokenizer: str = ""
     """Fingerprint of the tokenizer."""
     run: str = ""
     """Identity of the run, which goes on with it."""
-    outer: dict[str, Any] = field(default_factory=dict)
-    """`SavedState.facts`; empty with data parallelism."""
+    parts: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """States of the parts of a run that save themselves, by their names."""
+    outer: OuterFacts | None = None
+    """None with data parallelism."""
     files: Files = field(default_factory=dict)
     """Size in bytes and CRC-32 of every other file."""
     save: int = 0
     """CRC-32 over those of all workers, which tells saves of the same step apart."""
     version: int = VERSION
-
-    @property
-    def step(self) -> int:
-        return self.state.step
 
     def to_json(self) -> str:
         values = asdict(self)
@@ -325,12 +309,22 @@ class Checkpointer:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         outer: OuterLoop,
+        *,
+        about: Manifest,
+        parts: Mapping[str, Stateful] | None = None,
         mirror: Copier | None = None,
     ) -> None:
-        """`folder`: that of this worker."""
-        self._config, self._folder, self._world = config, folder, world
+        """`folder`: that of this worker. `about`: what is the same in all checkpoints of the run.
+        `parts`: whose states are saved beside the tensors, fit for JSON."""
+        self._config = config
+        self._folder = folder
+        self._world = world
+        self._model = model
+        self._optimizer = optimizer
+        self._outer = outer
+        self._about = about
+        self._parts = parts or {}
         self._mirror = mirror
-        self._model, self._optimizer, self._outer = model, optimizer, outer
         self._thread = BackgroundThread("checkpoint")
         self._saving: Future[str] | None = None
         self._writes = bool(outer.fragments) or world.worker == 0
@@ -338,6 +332,12 @@ class Checkpointer:
         self._timer_start = time.monotonic()
         self.failure = ""
         """Why the last save failed; empty if it did not."""
+
+    def is_due(self, after: AfterStep) -> bool:
+        """Return whether to save after a step. A run that pauses always does."""
+        if after.asked_to_save or after.paused:
+            return True
+        return after.is_multiple_of(self._config.every) or (after.stops and self._config.at_end)
 
     def due_by_time(self) -> bool:
         """Return whether `every_minutes` have passed on the clock of rank 0, and no save is under
@@ -352,23 +352,33 @@ class Checkpointer:
         self._timer_start = now
         return True
 
-    def save(self, manifest: Manifest) -> float:
+    def save(self, step: int, tokens: int) -> float:
         """Start a save and return the seconds that it took from training, without waits for
-        exchanges, which the outer loop counts. Every rank calls it after the same step."""
+        exchanges, which the outer loop counts. Every rank calls it after the same step.
+
+        `tokens`: of all workers together, up to this step.
+        """
         started, rank = time.perf_counter(), self._world.rank_in_worker
         waited = self._outer.exposed_seconds
         self.wait()
         self._timer_start = time.monotonic()
         self._outer.heal(self._world.group(FSDP))
-        saved = SavedState(**self._outer.state_dict(self._world.host_mesh))
-        rows = rows_to_write(saved.tensors, rank)
+        state = self._outer.state_dict(self._world.host_mesh)
+        saved = SavedState.from_dict(state) if state else None
+        rows = rows_to_write(saved.tensors, rank) if saved else {}
         if self._writes:
             inner = rows_to_write(inner_tensors(self._model, self._optimizer), rank)
             rows |= {name: copy_to_host(value) for name, value in inner.items()}
             rows |= random_states(self._world.device, rank)
         if self._world.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
-        manifest = replace(manifest, outer=saved.facts)
+        manifest = replace(
+            self._about,
+            step=step,
+            tokens=tokens,
+            parts={name: part.state_dict() for name, part in self._parts.items()},
+            outer=saved.facts if saved else None,
+        )
         self._saving = self._thread.submit(partial(self._write, manifest, rows))
         return time.perf_counter() - started - (self._outer.exposed_seconds - waited)
 

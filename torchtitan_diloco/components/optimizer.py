@@ -16,6 +16,7 @@ from torchtitan_diloco.config.schema import LrSchedule, Optimizer
 from torchtitan_diloco.diloco.fields import steps_of
 from torchtitan_diloco.diloco.fragments import local_of, shard_rows
 from torchtitan_diloco.log import UserError, logger
+from torchtitan_diloco.models.interface import blocks_of
 
 
 def compute_dtype(choice: str, device: torch.device) -> torch.dtype:
@@ -32,7 +33,7 @@ def build_optimizer(model: nn.Module, config: Optimizer, total_steps: int) -> to
 
     Weight decay applies to matrices, not to the gains of norms.
     """
-    blocks = model.blocks.parameters() if config.name == "muon" else ()  # type: ignore[union-attr]
+    blocks = blocks_of(model).parameters() if config.name == "muon" else ()
     in_blocks = [one for one in blocks if one.requires_grad and one.dim() == 2]
     for_muon = set(in_blocks)
     others = [one for one in model.parameters() if one.requires_grad and one not in for_muon]

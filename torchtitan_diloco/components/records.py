@@ -6,6 +6,7 @@ Each line is a JSON object: a `Start`, a `RoundRecord`, a `VerdictRecord`, or th
 
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -201,8 +202,6 @@ class RecordFiles:
         self._failed = False
         self._lines: TextIO | None = None
         self._boards: list[Board] = []
-        self.kept: list[Record] = []
-        """Records of steps of earlier starts, without those that this one repeats."""
         if folder is None:
             return
         with self._tolerating_a_full_disk():
@@ -217,10 +216,7 @@ class RecordFiles:
         """Open the file, and write the start, after which readers drop what it repeats."""
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / METRICS_FILE
-        text = path.read_bytes() if path.exists() else b""
-        is_torn = text != b"" and not text.endswith(b"\n")
-        steps = [record for record in self.read() if "kind" not in record]
-        self.kept = [record for record in steps if record["step"] <= self._start.step]
+        is_torn = path.exists() and not _ends_with_a_line(path)
         lines = path.open("a", buffering=1, encoding="utf-8")
         if is_torn:  # an earlier process was killed while it wrote
             lines.write("\n")
@@ -273,6 +269,15 @@ class RecordFiles:
                 reason = f"cannot read or write records in {self._folder} ({error.strerror})"
                 logger.error(f"{reason}; they are lost until there is room again")
             self._failed = True
+
+
+def _ends_with_a_line(path: Path) -> bool:
+    """Return whether the last line of a file is whole, as in an empty file."""
+    with path.open("rb") as file:
+        if file.seek(0, os.SEEK_END) == 0:
+            return True
+        file.seek(-1, os.SEEK_END)
+        return file.read() == b"\n"
 
 
 def read_records(path: Path) -> tuple[list[Record], int]:

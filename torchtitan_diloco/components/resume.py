@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
 from torchtitan_diloco.components.checkpoint import (
@@ -27,7 +28,6 @@ from torchtitan_diloco.components.checkpoint import (
     RANDOM,
     DamagedError,
     Manifest,
-    RunState,
     check_files,
     complete_checkpoints,
     folder_of_worker,
@@ -45,7 +45,6 @@ from torchtitan_diloco.diloco.state_dict import (
     SENT,
     SavedState,
     differences,
-    facts_for_new_worker,
     write_shared,
 )
 from torchtitan_diloco.diloco.streaming import OuterLoop
@@ -126,8 +125,13 @@ class Start:
     """All complete checkpoints of this worker in `run.folder`, in the order of their steps."""
 
     @property
-    def state(self) -> RunState:
-        return RunState() if self.manifest is None else self.manifest.state
+    def step(self) -> int:
+        return 0 if self.manifest is None else self.manifest.step
+
+    def load(self, name: str, part: Stateful) -> None:
+        """Load the saved state of a part of the run, if there is a checkpoint that has it."""
+        if self.manifest is not None and name in self.manifest.parts:
+            part.load_state_dict(self.manifest.parts[name])
 
 
 @dataclass(frozen=True)
@@ -264,7 +268,7 @@ def _claim(path: Path, worker: int, start: Start) -> TextIO:
 
 def _begin(path: Path, start: Start, toml: str) -> None:
     """Set checkpoints aside that are not resumed, and write the configuration."""
-    step = start.state.step if start.goes_on else 0
+    step = start.step if start.goes_on else 0
     with _explaining_errors(path):
         for newer in start.own:
             if step_of(newer) > step:
@@ -318,10 +322,13 @@ def restore(
     shapes = shapes or {name: tuple(shape) for name, shape in of_first.items()}
     _check_model(start, shapes, model)
     inner = inner_tensors(model, optimizer)
-    facts = manifest.outer if reads or not manifest.outer else facts_for_new_worker(manifest.outer)
-    names = [name for name in shapes if reads or not name.startswith(SENT)]
-    saved = SavedState.template(model, facts, names, world.host_mesh)
-    tensors = {name: one for name, one in inner.items() if name in shapes} | saved.tensors
+    tensors = {name: tensor for name, tensor in inner.items() if name in shapes}
+    saved = None
+    if manifest.outer is not None:
+        facts = manifest.outer if reads else manifest.outer.for_new_worker()
+        names = [name for name in shapes if reads or not name.startswith(SENT)]
+        saved = SavedState.template(model, facts, names, world.host_mesh)
+        tensors |= saved.tensors
     if files is not None:
         files.fill(tensors)
         _load_random_states(files, world)
@@ -330,7 +337,7 @@ def restore(
     notes = list[str]()
     if new := sum(name.startswith(OPTIMIZER) for name in inner.keys() - shapes.keys()):
         notes.append(f"optimizer.name was another one: {new} tensors of its state start from zero")
-    if not manifest.outer:
+    if saved is None:
         outer.restart_from_model(manifest.step)
         text = "the saved run had no outer loop: the shared parameters start as its model"
         return [*notes, f"{text}, outer momentum from zero"] if streaming else notes

@@ -2,14 +2,17 @@
 
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
+
+import msgspec
 
 from torchtitan_diloco.components.records import PhaseRecord
 from torchtitan_diloco.components.run_plan import RunPlan
 from torchtitan_diloco.config.schema import WORKER_FIELD, Config
 from torchtitan_diloco.config.weights import turns_of
 from torchtitan_diloco.data.corpus import open_corpora
+from torchtitan_diloco.data.loader import Stream, TrainLoader
 from torchtitan_diloco.data.mixture import Mixture, Segment, check_fingerprints, plan_segments
 from torchtitan_diloco.data.shards import INDEX_NAME
 from torchtitan_diloco.data.tokenizer import Tokenizer
@@ -29,10 +32,27 @@ class Position:
     """What could not be carried over from a checkpoint, one line each."""
 
 
+@dataclass(frozen=True)
+class SavedPosition:
+    """Where a worker is in its stream, for a checkpoint."""
+
+    samples: int
+    """Position of the next sample in the order of samples."""
+    segment: Segment
+    """The part of the mixture that it is in, which knows what was read before it."""
+    identity: dict[str, Any]
+    """Corpora, sequence length and order that the position refers to."""
+
+
 class RunData:
-    """The corpora of this worker, and the facts that a position in their order depends on."""
+    """The corpora of this worker, and its place in them."""
+
+    loader: TrainLoader
+    """After `begin`."""
 
     def __init__(self, config: Config, tokenizer: Tokenizer, world: World) -> None:
+        self._config = config
+        self._world = world
         data = self._data = config.data
         self._length = config.training.sequence_length
         self.corpora = open_corpora(data, tokenizer, "train", config.worker_name(world.worker))
@@ -54,12 +74,16 @@ class RunData:
             "run.seed": config.run.seed,
             "data.shuffle": data.shuffle,
         }
-        self.share = 1 / self.streams
+        self._share = 1 / config.workers
         """Share of the tokens of all workers that this one reads."""
         if is_own:
             share = self._compare(world)
             if not config.islands.join:  # an island's weight is the tokens that it has trained on
-                self.share = share
+                self._share = share
+        self.position = Position()
+        """Where this worker begins to read, if its course does not say otherwise."""
+        self.recorded: Segment | None = None
+        """The segment of the mixture that the records of this run say is being read."""
 
     def _check_documents(self) -> None:
         for shards in self.corpora.values():
@@ -111,10 +135,18 @@ class RunData:
 
     # --- checkpoints ------------------------------------------------------------------------------
 
-    @property
-    def identity(self) -> dict[str, Any]:
-        """The facts that a position refers to, for a checkpoint."""
-        return {**self._order, "corpora": self.fingerprints}
+    def state_dict(self) -> dict[str, Any]:
+        saved = SavedPosition(
+            samples=self.loader.position,
+            segment=self.loader.segment,
+            identity={**self._order, "corpora": self.fingerprints},
+        )
+        return asdict(saved)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved position, if it refers to the same order."""
+        saved = msgspec.convert(state, SavedPosition)
+        self.position = self._find_position(saved)
 
     @property
     def common_facts(self) -> dict[str, Any]:
@@ -127,17 +159,15 @@ class RunData:
         ]
         return {**self._order, "corpus": ", ".join(corpora)}
 
-    def find_position(
-        self, position: int, segment: Segment | None, saved: Mapping[str, Any]
-    ) -> Position:
-        """Return where a run goes on that saved this position, with this `identity`."""
-        if any(saved.get(name) != fact for name, fact in self._order.items()):
+    def _find_position(self, saved: SavedPosition) -> Position:
+        """Return where a run goes on that saved this position."""
+        if any(saved.identity.get(name) != fact for name, fact in self._order.items()):
             return Position(
                 notes=["the order of the data has changed: they are read from the beginning"]
             )
-        if segment is None:
-            return Position()
-        old: dict[str, str] = saved["corpora"]
+        position = saved.samples
+        segment = saved.segment
+        old: dict[str, str] = saved.identity["corpora"]
         if old == self.fingerprints:
             return Position(position, segment)
         # The tokens say which corpus it is; a folder may have been moved.
@@ -156,6 +186,37 @@ class RunData:
         return Position(position, Segment(position, {}, read), notes)
 
     # --- the stream -------------------------------------------------------------------------------
+
+    def begin(
+        self, plan: RunPlan, first_sample: int, planned_from: Position, stream: Stream | None
+    ) -> None:
+        """Open the loader where this worker begins to read.
+
+        `planned_from`: from which the segments of the mixture are planned. `stream`: which the
+        ranks of this worker divide, or None if all ranks divide the only one.
+        """
+        config = self._config
+        world = self._world
+        self.loader = TrainLoader(
+            self.corpora,
+            segments=self.segments(plan, planned_from),
+            sequence_length=self._length,
+            batch_size=config.training.batch_size,
+            accumulation=plan.accumulation,
+            rank=world.rank if stream is None else world.rank_in_worker,
+            ranks=world.size if stream is None else world.ranks_per_worker,
+            seed=config.run.seed,
+            shuffle=config.data.shuffle,
+            processes=config.data.loader_processes,
+            start=first_sample,
+            stream=stream,
+            own=self.own,
+            pin_memory=world.device.type == "cuda",
+        )
+
+    def weight(self, plan: RunPlan) -> int:
+        """Return the tokens that a step of this worker counts for in the mean over workers."""
+        return round(plan.tokens_per_step * self._share)
 
     def segments(self, plan: RunPlan, at: Position) -> list[Segment]:
         """Return the segments of this worker's stream from a position on."""
@@ -183,16 +244,23 @@ class RunData:
 
     # --- phases -----------------------------------------------------------------------------------
 
-    def phase_number(self, mixture: Mixture, segment: Segment) -> int:
-        """Return the number of the phase that a segment of a stream belongs to, 0 before the
-        first."""
-        later = len(mixture.segments) - 1 - mixture.segments.index(segment)
+    @property
+    def phase(self) -> int | None:
+        """Number of the phase that the next step is in, 0 before the first; None without phases."""
+        return self._phase_number if self._data.phases else None
+
+    @property
+    def _phase_number(self) -> int:
+        segments = self.loader.mixture.segments
+        later = len(segments) - 1 - segments.index(self.loader.segment)
         return len(self._data.phases) - later
 
-    def phase_record(
-        self, plan: RunPlan, step: int, mixture: Mixture, segment: Segment
-    ) -> PhaseRecord:
-        """Describe a segment that is read after a step."""
+    def new_phase(self, plan: RunPlan, step: int) -> PhaseRecord | None:
+        """Describe the mixture that is read after this step, if it is not the recorded one."""
+        before = self.recorded
+        segment = self.recorded = self.loader.segment
+        if segment == before or len(self.corpora) == 1:
+            return None
         turns = turns_of(segment.weights)
         total = sum(turns.values())
         shares = [f"{100 * turn / total:.4g} % {name}" for name, turn in turns.items() if turn]
@@ -200,6 +268,6 @@ class RunData:
             step=step,
             time=time.time(),
             mixture=", ".join(shares),
-            number=self.phase_number(mixture, segment),
+            number=self._phase_number,
             share=plan.tokens_at(step) / plan.tokens_at(plan.total_steps),
         )

@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -14,7 +14,7 @@ from torchtitan_diloco.config.loader import run_warnings
 from torchtitan_diloco.config.schema import Config, Training
 from torchtitan_diloco.diloco.config import DiLoCoConfig
 from torchtitan_diloco.diloco.outer_state import state_bytes
-from torchtitan_diloco.distributed.collectives import Requests, on_all_ranks
+from torchtitan_diloco.distributed.collectives import on_all_ranks
 from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.hardware import (
     GIB,
@@ -22,7 +22,7 @@ from torchtitan_diloco.hardware import (
     describe_device,
     untested_torch,
 )
-from torchtitan_diloco.log import LOCAL_ISLANDS, UserError, counted, logger
+from torchtitan_diloco.log import LOCAL_ISLANDS, UserError, counted, few_digits, logger
 
 MANY_EPOCHS = 4
 """Times that text can be repeated before it helps much less than new text (arXiv 2305.16264)."""
@@ -88,31 +88,24 @@ def accumulation(training: Training, ranks: int) -> int:
 
 
 class AfterStep(NamedTuple):
-    """Actions after a training step, in this order, the same on every rank."""
+    """What is known after a training step, the same on every rank."""
 
-    log: bool
-    """Log the steps since the last logged one."""
-    validate: bool
-    save: bool
-    stop: bool
+    step: int
+    finished: bool = False
+    """All tokens of the run have been trained."""
+    paused: bool = False
+    """`training.stop_after` was reached before."""
+    asked_to_stop: bool = False
+    """Somebody who sent a signal is waiting, or a machine is taken away."""
+    asked_to_save: bool = False
 
     @property
-    def flush(self) -> bool:
-        """Write all logged steps now: a resumed run does not repeat those before its checkpoint."""
-        return self.validate or self.save or self.stop
+    def stops(self) -> bool:
+        return self.finished or self.paused or self.asked_to_stop
 
-
-def after_step(config: Config, step: int, requests: Requests, *, finished: bool) -> AfterStep:
-    paused = step == config.training.stop_after and not finished
-    stop = finished or paused or requests.stop
-    save_every, validate_every = config.checkpoint.every, config.validation.every
-    scheduled = save_every > 0 and step % save_every == 0
-    save = requests.save or scheduled or paused or (stop and config.checkpoint.at_end)
-    log = stop or save or step % config.metrics.log_every == 0 or step == 1
-    # Whoever sent a signal is waiting.
-    due = validate_every > 0 and step % validate_every == 0 and not requests.stop
-    validate = due or (validate_every > 0 and finished)
-    return AfterStep(log, validate, save, stop)
+    def is_multiple_of(self, steps: int) -> bool:
+        """Return whether something that is done every so many steps is due. 0: never."""
+        return steps > 0 and self.step % steps == 0
 
 
 def log_plan(
@@ -138,7 +131,7 @@ def log_plan(
         f"{counted(training.batch_size, 'sequence')} x "
         f"{counted(training.sequence_length, 'token')} = {each} tokens{here}",
         "run": f"{counted(plan.total_steps, 'step')} {steps} = {total_tokens:,} tokens = "
-        f"{total_tokens / plan.parameters:.1f} per parameter, {epochs_text(epochs)}",
+        f"{few_digits(total_tokens / plan.parameters, 1)} per parameter, {epochs_text(epochs)}",
         "memory": f"{plan.parameters:,} parameters x {plan.inner_bytes:.3g} bytes / "
         f"{counted(ranks, 'rank')} = {gib:.2f} GiB a rank for parameters, gradients and "
         "optimizer, without activations",
@@ -156,8 +149,8 @@ def log_plan(
 def epochs_text(epochs: Mapping[str, float]) -> str:
     """Say how often each corpus is read."""
     if len(epochs) == 1:
-        return f"{next(iter(epochs.values())):,.2f} epochs"
-    return ", ".join(f"{name}: {count:,.2f} epochs" for name, count in epochs.items())
+        return f"{few_digits(next(iter(epochs.values())), 2)} epochs"
+    return ", ".join(f"{name}: {few_digits(count, 2)} epochs" for name, count in epochs.items())
 
 
 def _repetition(plan: RunPlan, config: Config, epochs: Mapping[str, float]) -> Iterator[str]:
@@ -197,17 +190,20 @@ def check_host_memory(plan: RunPlan, diloco: DiLoCoConfig, workers: float = 1.0)
         )
 
 
-def log_early_end(
-    config: Config, folder: Path, step: int, total_steps: int, *, island: bool
-) -> None:
-    """Log why a run stopped before its last step, or this island left it, and how to resume."""
-    folder, stop_after = Path(os.environ.get(LOCAL_ISLANDS, folder)), config.training.stop_after
-    paused = 0 < stop_after <= step
-    reason = f"training.stop_after = {stop_after}" if paused else "a signal"
-    command = "with a later one or none, the same command" if paused else "the same command"
-    saved = paused or config.checkpoint.at_end
-    hint = f"; {command} with --run.folder {folder} resumes it" if saved else ""
-    if island:
-        logger.info(f"left the run after its own step {step}{hint}")
+def log_early_end(config: Config, folder: Path, step: int, describe: Callable[[str], str]) -> None:
+    """Log where a run stopped before its last step, and how to resume it.
+
+    `describe`: says where, with the reason that it is given.
+    """
+    folder = Path(os.environ.get(LOCAL_ISLANDS, folder))
+    stop_after = config.training.stop_after
+    is_paused = 0 < stop_after <= step
+    if is_paused:
+        reason = f"training.stop_after = {stop_after}"
+        command = "with a later one or none, the same command"
     else:
-        logger.info(f"stopped after step {step} of {total_steps}, as asked by {reason}{hint}")
+        reason = "a signal"
+        command = "the same command"
+    is_saved = is_paused or config.checkpoint.at_end
+    hint = f"; {command} with --run.folder {folder} resumes it" if is_saved else ""
+    logger.info(f"{describe(reason)}{hint}")

@@ -11,24 +11,23 @@ import statistics
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
+import msgspec
 import torch
-from torch import Tensor
-from torch.profiler import ProfilerActivity, profile, schedule
 
 from torchtitan_diloco.components.checkpoint import folder_of_worker
 from torchtitan_diloco.components.metrics import (
     WORLD_TIMES,
     Record,
+    Totals,
     add_totals,
     compute_percent,
     exposed_percent,
     hidden_percent,
     percent,
-    totals_of,
 )
 from torchtitan_diloco.components.records import (
     PhaseRecord,
@@ -37,8 +36,9 @@ from torchtitan_diloco.components.records import (
     Start,
     round_record,
 )
-from torchtitan_diloco.components.run_plan import RunPlan
-from torchtitan_diloco.config.schema import Metrics, Profiling
+from torchtitan_diloco.components.run_plan import AfterStep, RunPlan
+from torchtitan_diloco.config.schema import Metrics
+from torchtitan_diloco.data.loader import Batch
 from torchtitan_diloco.diloco.round import Round
 from torchtitan_diloco.diloco.streaming import OuterLoop
 from torchtitan_diloco.diloco.vitals import Vitals
@@ -47,7 +47,6 @@ from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.hardware import GIB, crowded, peak_flops, peak_memory_bytes, queued_seconds
 from torchtitan_diloco.log import clock, logger
 
-Batch = tuple[Tensor, Tensor]
 SENT, IN_FLIGHT = "worker/sent_bytes", "worker/fragments_in_flight"
 RECENT = 16
 """Steps in which the usual times of a step are measured."""
@@ -58,6 +57,16 @@ class RunProgress(NamedTuple):
 
     steps: float
     tokens: int
+
+
+@dataclass(frozen=True)
+class SavedTelemetry:
+    """What a resumed run goes on counting from."""
+
+    elapsed_seconds: float
+    totals: Totals
+    has_outer_loop: bool
+    """Whether the totals are of steps with an outer loop."""
 
 
 class StepResult(NamedTuple):
@@ -94,6 +103,8 @@ class Telemetry:
 
     `folder`: of the run, None to write nothing. `step`: from which the run is resumed. `settings`:
     for the boards. `run`: id of the run that an island is in.
+
+    A resumed run goes on with the totals of the run so far (`load_state_dict`).
     """
 
     def __init__(
@@ -109,8 +120,12 @@ class Telemetry:
         settings: Mapping[str, Any] | None = None,
         run: str = "",
     ) -> None:
-        self.world, self.plan, self.outer = world, plan, outer
-        self._flops_per_token, self._peak_flops = flops_per_token, peak_flops(world.device)
+        self.world = world
+        self.plan = plan
+        self.outer = outer
+        self._config = config
+        self._flops_per_token = flops_per_token
+        self._peak_flops = peak_flops(world.device)
         self._interval_started = self._started = time.perf_counter()
         self._clock = time.time() - self._started
         self._agreement_before = 0.0
@@ -125,9 +140,7 @@ class Telemetry:
         self.files = RecordFiles(
             config, folder, start, settings or {}, workers=workers, of_run=of_run
         )
-        kept = self.files.kept
-        self._started -= max((one.get("worker/elapsed_seconds", 0) for one in kept), default=0)
-        self.totals = totals_of(kept, streaming=bool(outer.fragments))
+        self.totals: Totals = {}
         """Sums over the records of this worker, including those before a resume. Those under world/
         are of all ranks."""
         self._done: float | None = None
@@ -138,6 +151,22 @@ class Telemetry:
         self._warned = False
         self._steps = deque[tuple[float, float, float]](maxlen=RECENT)
         self._save_seconds = 0.0
+        self._saved_step = step
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the totals up to the last logged step."""
+        saved = SavedTelemetry(self.elapsed_seconds, self.totals, bool(self.outer.fragments))
+        return asdict(saved)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        saved = msgspec.convert(state, SavedTelemetry)
+        self._started -= saved.elapsed_seconds
+        if saved.has_outer_loop == bool(self.outer.fragments):  # others cannot be compared
+            self.totals = saved.totals
+
+    def is_due(self, after: AfterStep) -> bool:
+        """Return whether to log a step."""
+        return after.stops or after.is_multiple_of(self._config.log_every) or after.step == 1
 
     def vitals(self) -> Vitals:
         """Return the usual times of this rank's recent steps. Any thread may call this."""
@@ -150,9 +179,11 @@ class Telemetry:
         share = math.fsum(queued) / (math.fsum(compute) or 1.0)
         return Vitals(usual, statistics.fmean(data), self._save_seconds, queued=share * usual)
 
-    def saved(self, seconds: float, steps: int) -> None:
-        """Note the pause for a save, after so many steps without one."""
-        self._save_seconds = seconds / max(1, steps)
+    def note_save(self, step: int, seconds: float) -> None:
+        """Take note of a save after a step, for which training paused."""
+        self._save_seconds = seconds / max(1, step - self._saved_step)
+        self._saved_step = step
+        self.pause(seconds)
 
     @property
     def elapsed_seconds(self) -> float:
@@ -324,8 +355,10 @@ class Telemetry:
         """Write a record of other numbers, such as those of a validation."""
         self.files.write({"step": step, "time": time.time()} | record)
 
-    def begin_phase(self, phase: PhaseRecord) -> None:
-        """Note which mixture of corpora is read from here on."""
+    def begin_phase(self, phase: PhaseRecord | None) -> None:
+        """Take note of the mixture of corpora that is read from here on, if it is another one."""
+        if phase is None:
+            return
         if phase.step:  # the header of a run has the first one
             logger.info(f"phase after step {phase.step}: {phase.mixture}")
         self.files.write(phase)
@@ -350,28 +383,4 @@ def _console_line(record: Record, progress: str, steps_left: float) -> str:
         f"{'' if hidden is None else f'  hidden {hidden:.0f} %'}"
         f"  memory {record['train/memory_gib']:.2f} GiB"
         f"  ETA {clock(steps_left * record['speed/seconds_per_step'])}"
-    )
-
-
-def build_profiler(
-    config: Profiling, folder: Path, world: World
-) -> AbstractContextManager[profile | None]:
-    """Return a profiler that writes a trace into folder/traces, or a context that yields None."""
-    if config.start == 0 or world.rank_in_worker:
-        return nullcontext()
-    traces = folder / "traces"
-    traces.mkdir(parents=True, exist_ok=True)
-
-    def save(profiler: profile) -> None:
-        path = traces / f"rank{world.rank}-step{profiler.step_num}.json.gz"
-        profiler.export_chrome_trace(str(path))
-        logger.info(f"profile of {config.steps} steps: {path}")
-
-    gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
-    skip, steps = config.start - 1, config.steps
-    return profile(
-        activities=[ProfilerActivity.CPU, *gpu],
-        schedule=schedule(skip_first=skip, wait=0, warmup=1, active=steps, repeat=1),
-        on_trace_ready=save,
-        record_shapes=True,
     )

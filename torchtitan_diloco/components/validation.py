@@ -2,18 +2,20 @@
 
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import msgspec
 import torch
 from torch import nn
 
 from torchtitan_diloco.components.loss import loss_head
-from torchtitan_diloco.components.telemetry import Batch, Telemetry
+from torchtitan_diloco.components.run_plan import AfterStep
+from torchtitan_diloco.components.telemetry import Telemetry
 from torchtitan_diloco.config.schema import WORKER_FIELD, Config
 from torchtitan_diloco.data.corpus import open_corpora, own_name
-from torchtitan_diloco.data.loader import ValidationBatches
+from torchtitan_diloco.data.loader import Batch, ValidationBatches
 from torchtitan_diloco.data.tokenizer import Tokenizer
 from torchtitan_diloco.diloco.fragments import drop_gathered
 from torchtitan_diloco.diloco.streaming import OuterLoop
@@ -106,10 +108,6 @@ class ValidationResult(NamedTuple):
     of_corpora: dict[str, float]
     """Losses by the names of the corpora."""
 
-    @property
-    def perplexity(self) -> float:
-        return math.exp(self.loss) if self.loss < 700 else math.inf
-
 
 def validate(model: nn.Module, held_out: Sequence[HeldOut], world: World) -> ValidationResult:
     """Return the loss of the model. Every rank must have the same number of batches."""
@@ -154,12 +152,26 @@ def validate_corpus(
 class Validator:
     """Validates the shared parameters."""
 
+    every: int
+    """Steps between two validations, 0 for none."""
     model: nn.Module
     held_out: Sequence[HeldOut]
     world: World
     outer: OuterLoop
-    validated: tuple[int, float, float] | None
+    validated: tuple[int, float, float] | None = None
     """Step, loss and bits per byte of the last validation."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"validated": self.validated}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.validated = msgspec.convert(state["validated"], tuple[int, float, float] | None)
+
+    def is_due(self, after: AfterStep) -> bool:
+        """Return whether to validate. Whoever asked to stop is waiting."""
+        if after.finished:
+            return self.every > 0
+        return after.is_multiple_of(self.every) and not after.asked_to_stop
 
     def validate(self, step: int, telemetry: Telemetry) -> float:
         """Validate, report the result, and return the duration in seconds."""

@@ -32,7 +32,6 @@ from torchtitan_diloco.log import UserError, command_line
 CONFIGS_FOLDER = Path(__file__).parents[1] / "train_configs"
 DEFAULT_CONFIG = "demo"
 COMMAND_LINE = "command line"
-PRINT_CONFIG = "--print-config"
 TYPES = setting_types(Config)
 SECRETS = "islands.join", "checkpoint.mirror"
 """Settings that may contain a password. Errors do not show their values."""
@@ -160,8 +159,17 @@ def _convert(key: str, value: Any, *, is_word: bool) -> Any:
             value = tomli.loads(f"items = {value}")["items"]
         except ValueError:
             value = _parse_pairs(value) if is_table(kind) else value
-    converted = convert(value, kind, is_word=is_word)
-    return msgspec.to_builtins(converted) if is_table(kind) else converted
+    if is_table(kind) and isinstance(value, dict):
+        return {name: _convert_weight(name, value[name], is_word=is_word) for name in value}
+    return convert(value, kind, is_word=is_word)
+
+
+def _convert_weight(name: str, value: Any, *, is_word: bool) -> float:
+    try:
+        weight: float = convert(value, float, is_word=is_word)
+    except ValueError as error:
+        raise UserError(f'the weight of "{name}" is {format_value(value)}: {error}') from None
+    return weight
 
 
 def _parse_pairs(text: str) -> dict[str, str]:
@@ -361,11 +369,11 @@ def run_warnings(config: Config, total_steps: int) -> list[str]:
 # --- command line ---------------------------------------------------------------------------------
 
 
-def from_command_line(words: list[str]) -> Config | None:
-    """Load the configuration of a command line. For `--print-config` print it, and return None."""
+def from_command_line(words: list[str]) -> Config:
+    """Load the configuration of a command line."""
     found: dict[str, list[str]] = {}
     values: list[str] | None = None
-    for word in (word for word in words if word != PRINT_CONFIG):
+    for word in words:
         key, equals, value = word.removeprefix("--").partition("=")
         if word.startswith("--"):
             values = found[key] = [value] if equals else []
@@ -376,11 +384,7 @@ def from_command_line(words: list[str]) -> Config | None:
     if lacking := [key for key in found if not found[key]]:
         raise ConfigError([f"{COMMAND_LINE}: --{key}: {_without_value(key)}" for key in lacking])
     settings = {key: " ".join(found[key]) for key in found}
-    config = load_config(settings.pop("config", DEFAULT_CONFIG), settings)
-    if PRINT_CONFIG in words:
-        print(to_toml(config), end="")
-        return None
-    return config
+    return load_config(settings.pop("config", DEFAULT_CONFIG), settings)
 
 
 def _without_value(key: str) -> str:

@@ -46,32 +46,16 @@ class Run:
     """Device type. `auto`: CUDA if there is a GPU, otherwise the CPU."""
 
 
-Size = Literal["35m", "100m", "200m", "300m", "500m", "1b", "2.4b", "4b", "10b"]
-PaperFlavor = Literal[
-    "paper-35m",
-    "paper-100m",
-    "paper-200m",
-    "paper-300m",
-    "paper-500m",
-    "paper-1b",
-    "paper-2.4b",
-    "paper-4b",
-    "paper-10b",
-    "diloco-60m",
-    "diloco-150m",
-    "diloco-400m",
-]
-LlamaFlavor = Literal["llama-1b", "llama-3b", "llama-8b"]
-
-
 @dataclass(frozen=True)
 class Model:
     """Model architecture: a named shape, and changes to it."""
 
-    flavor: Literal["debug", Size, PaperFlavor, LlamaFlavor] = "debug"
-    """Named shape and options. `35m` to `10b`: SwiGLU and normalized queries and keys, as in Qwen3.
-    `paper-...`, `diloco-...`: as in Streaming DiLoCo, its scaling laws, and DiLoCo, with GELU.
-    `llama-...`: Llama 3.2 and 3.1 as published."""
+    flavor: str = "debug"
+    """Name of the model: debug, SIZE or paper-SIZE (35m, 100m, 200m, 300m, 500m, 1b, 2.4b, 4b,
+    10b), diloco-SIZE (60m, 150m, 400m), llama-SIZE (1b, 3b, 8b), or one that you add. `35m` to
+    `10b`: SwiGLU and normalized queries and keys, as in Qwen3. `paper-...`, `diloco-...`: as in
+    Streaming DiLoCo, its scaling laws, and DiLoCo, with GELU. `llama-...`: Llama 3.2 and 3.1 as
+    published."""
     weights: str = ""
     """Initial weights of a new run: an exported folder, a transformers folder or torchtitan
     checkpoint (DCP) with a Qwen3 or Llama, or a safetensors file. Empty: random."""

@@ -94,8 +94,11 @@ def find_corpus(
 
 def _unprepared(data: Data, key: str, spec: str, options: Callable[[], list[str]]) -> UserError:
     """Return the error that says how to prepare a dataset, or a missing folder of shards."""
+    named = f'{key} = "{spec}"'
+    if key in ("data.mixture", "data.phases"):
+        named = f'{key}: the corpus "{spec}"'
     if begun := what_is_begun(Path(spec).expanduser()):
-        return UserError(f'{key} = "{spec}" {begun}')
+        return UserError(f"{named} {begun}")
     source = data.source if key == "data.corpus" else ""
     if spec.startswith(HUGGING_FACE_PREFIX):
         source, out = spec, f"corpora/{_slug(spec)}"
@@ -108,7 +111,7 @@ def _unprepared(data: Data, key: str, spec: str, options: Callable[[], list[str]
     words = ["--source", source or "TEXT", "--tokenizer", data.tokenizer, "--out", out]
     words += options() if key == "data.corpus" else []
     command = f"{command_line('prepare')} {shlex.join(words)}"
-    return UserError(f'{key} = "{spec}" {problem}\n    {command}')
+    return UserError(f"{named} {problem}\n    {command}")
 
 
 def _slug(spec: str) -> str:

@@ -36,6 +36,7 @@ from torchtitan_diloco.data.tokenising import (
     usual_processes,
 )
 from torchtitan_diloco.data.tokenizer import BEGINS, Ids, Tokenizer, build_tokenizer
+from torchtitan_diloco.hardware import available_cores
 from torchtitan_diloco.log import Parser, UserError, command_line, counted
 
 DEFAULT_SHARD_TOKENS = 2**28  # half a gigabyte at two bytes a token
@@ -192,6 +193,16 @@ def share(text: str) -> float:
     return value
 
 
+def process_count(text: str) -> int:
+    """Parse the number of processes, of which more than there are cores gain nothing."""
+    cores = available_cores()
+    most = max(cores, MOST_PROCESSES)
+    if not text.isdecimal() or not 1 <= int(text) <= most:
+        reason = f"give a whole number from 1 to {most} (this machine has {counted(cores, 'core')})"
+        raise argparse.ArgumentTypeError(f'"{text}": {reason}')
+    return int(text)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = Parser(
         prog=command_line("prepare"),
@@ -216,7 +227,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         f"number of processes (default: one for each core, at most {MOST_PROCESSES}; 1 for bytes)"
     )
     many += "; the shards do not depend on it"
-    add("--processes", type=whole_number, default=argparse.SUPPRESS, metavar="NUMBER", help=many)
+    add("--processes", type=process_count, default=argparse.SUPPRESS, metavar="NUMBER", help=many)
     clusters = "also write this number of corpora OUT-0, OUT-1, ..., each of similar documents"
     add("--clusters", type=whole_number, metavar="NUMBER", help=clusters)
     options = parser.parse_args(arguments)

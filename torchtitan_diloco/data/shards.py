@@ -175,6 +175,11 @@ def only_writer(folder: Path, *, wait: bool) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
             raise UserError(f"another process is writing {folder.absolute()}") from None
+        except (FileExistsError, NotADirectoryError):
+            obstacle = next(path for path in (folder, *folder.parents) if path.exists())
+            raise UserError(
+                f"cannot write into {folder}: {obstacle} is a file; choose a folder, or move it"
+            ) from None
         except OSError as error:
             raise UserError(
                 f"cannot write into {folder.absolute()}: {error}; choose a folder that you may "
@@ -292,10 +297,11 @@ class TokenShards:
         if not self._shards:
             corpus, share = settings["source"], settings["validation_fraction"]
             change = "raise" if split == "validation" else "lower"
+            without = ", or train without validation (validation.every = 0)"
             raise UserError(
                 f"the {split} split of {corpus} ({folder}) has no tokens: {change} "
                 f"data.validation_fraction (of `prepare`: --validation-fraction), which is "
-                f"{share:g}, or set data.validation_corpus"
+                f"{share:g}, or set data.validation_corpus{without * (split == 'validation')}"
             )
         self.tokenizer, made_with = settings["tokenizer"], settings["tokenizer_fingerprint"]
         if tokenizer and tokenizer.fingerprint != made_with:

@@ -143,10 +143,11 @@ def _pool(workers: int, *, in_processes: bool) -> Iterator[Executor]:
             initializer=_follow_parent,
             initargs=(os.getpid(),),
         )
-        # The first task starts the processes. They inherit the mask, and leave Ctrl-C to this one.
+        # Each task starts a process. They inherit the mask, and leave Ctrl-C to this one.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            pool.submit(int)
+            for _ in range(workers):
+                pool.submit(int)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     else:

@@ -1,8 +1,10 @@
 """Who slows the others down, or has failed: verdicts from what workers say of themselves.
 
-Everything is a duration on one machine, so clocks may differ. A worker is judged by the median of
-the others. A verdict needs two rounds and some seconds, and ends after as many without its
-cause. There is no I/O and no clock in this module.
+Verdicts depend only on what one worker has observed of all, in order, on its own clock: there is no
+I/O and no clock in this module. What workers say are durations, so their clocks may differ. A
+worker is judged by the median of the others. A verdict needs two rounds and some seconds, and ends
+after as many without its cause. That a worker is absent, while training waits for it, is a verdict
+at once.
 
 A worker is short of cores if its training thread was ready to run and had none for 30 % of a step.
 Everything on its machine is then slow, its transfers as well: these cores are the only verdict
@@ -16,8 +18,9 @@ import math
 import re
 import statistics
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from torchtitan_diloco.diagnosis.kinds import ALL, Cause, Kind, Verdict
 from torchtitan_diloco.diloco.vitals import NOT_FINITE, OUTLIER, Report, Vitals
@@ -67,18 +70,27 @@ class Suspicion:
     """Whether it is a verdict."""
 
 
+class Observation(NamedTuple):
+    """What is known of all workers after a round, or while training waits for one."""
+
+    reports: Mapping[str, Report]
+    step: int
+    now: float
+    """Seconds, on the clock of who judges."""
+    cycle: float | None = None
+    """Seconds of a cycle, in which each fragment has a round. None: training waits for a round, and
+    only who is absent counts."""
+
+
 class Judge:
-    """Call `note` after each round. `has_links`: workers exchange over links, not the loopback."""
+    """Call `hear` with one observation after the other.
+
+    `has_links`: workers exchange over links, not the loopback.
+    """
 
     def __init__(self, *, has_links: bool = True) -> None:
         self._has_links = has_links
-        self._shares: dict[Cause, deque[float]] = {}
-        """Latest deviations from the others, as shares of a step."""
-        self._latest: dict[Cause, deque[float]] = {}
-        """The same of the last rounds, whether they stand out or not."""
-        self._usual: dict[str, deque[float]] = {}
-        """Latest medians over workers of what all should notice."""
-        self._transfers: dict[str, deque[tuple[float, ...]]] = {}
+        self._usual = Usual()
         self._suspicions: dict[Cause, Suspicion] = {}
         self._ended = Counter[Cause]()
         self._short = set[str]()
@@ -88,76 +100,72 @@ class Judge:
     def verdicts(self) -> dict[Cause, Verdict]:
         return {cause: one.verdict for cause, one in self._suspicions.items() if one.stands}
 
-    def note(
-        self, seen: Mapping[str, Report], step: int, cycle: float, now: float
-    ) -> list[Verdict]:
-        """Return verdicts that begin or end.
-
-        `cycle`: seconds of a cycle, in which each fragment has a round. `now`: in seconds.
-        """
-        found, changed = dict(self._suspects(seen, cycle)), list[Verdict]()
-        for cause, text in found.items():
-            one = self._suspect(Verdict(cause, text, step), now)
-            one.rounds += 1
-            # What comes and goes has to last longer each time.
-            seconds = SETTLED.get(cause.kind, 0.0) * 2 ** min(self._ended[cause], MOST_DOUBLED)
-            settled = now - one.first >= seconds
-            if not one.stands and settled and one.rounds >= IN_A_ROW:
-                one.stands = True
-                changed.append(one.verdict)
-        for cause in self._suspicions.keys() - found.keys():
-            one = self._suspicions[cause]
-            if one.stands and self._is_not_judged(cause):
-                continue
-            one.missed += 1
-            healed = not one.stands or now - one.last >= SETTLED.get(cause.kind, 0.0)
-            if healed and one.missed >= IN_A_ROW:
-                del self._suspicions[cause]
-                if one.stands:
-                    self._ended[cause] += 1
-                    changed.append(replace(one.verdict, over=True))
-        return changed
-
-    def miss(self, missing: Mapping[str, Report], step: int, now: float) -> list[Verdict]:
-        """Return verdicts about workers for which training waits long. They end in `note`."""
+    def hear(self, observed: Observation) -> list[Verdict]:
+        """Return verdicts that begin or end."""
+        is_round = observed.cycle is not None
+        now = observed.now
+        causes = dict(absences(observed.reports))
+        if observed.cycle is not None:
+            causes |= self._suspects(observed.reports, observed.cycle)
         changed = list[Verdict]()
-        for name, report in missing.items():
-            cause = Cause(Kind(report.absent), name)
-            one = self._suspect(Verdict(cause, report.evidence, step), now)
-            if not one.stands:
-                one.stands = True
-                changed.append(one.verdict)
+        for cause, evidence in causes.items():
+            suspicion = self._suspect(Verdict(cause, evidence, observed.step), now)
+            if is_round:
+                suspicion.rounds += 1
+            if not suspicion.stands and (not is_round or self._has_settled(suspicion, now)):
+                suspicion.stands = True
+                changed.append(suspicion.verdict)
+        if is_round:  # otherwise, nothing is known of those that are there
+            changed += self._end(self._suspicions.keys() - causes.keys(), now)
         return changed
 
     def _suspect(self, verdict: Verdict, now: float) -> Suspicion:
         new = Suspicion(verdict, first=now, last=now)
-        one = self._suspicions.setdefault(verdict.cause, new)
-        one.verdict = replace(one.verdict, evidence=verdict.evidence)
-        one.last, one.missed = now, 0
-        return one
+        suspicion = self._suspicions.setdefault(verdict.cause, new)
+        suspicion.verdict = replace(suspicion.verdict, evidence=verdict.evidence)
+        suspicion.last = now
+        suspicion.missed = 0
+        return suspicion
 
-    def _suspects(self, seen: Mapping[str, Report], cycle: float) -> Iterator[tuple[Cause, str]]:
-        here = {name: one.vitals for name, one in seen.items() if not one.absent}
-        for name, one in seen.items():
-            if one.absent:
-                yield Cause(Kind(one.absent), name), one.evidence
-            elif one.flags & NOT_FINITE:
-                yield Cause(Kind.NUMBERS, name), "its delta is not finite"
-            elif one.flags & OUTLIER:
-                yield Cause(Kind.NUMBERS, name), "its delta is far above its usual norm"
-        yield from self._loads(here)
-        judged = without_short_of_cores(list(seen), here)
+    def _has_settled(self, suspicion: Suspicion, now: float) -> bool:
+        """Return whether a cause has lasted. What comes and goes has to last longer each time."""
+        cause = suspicion.verdict.cause
+        seconds = SETTLED.get(cause.kind, 0.0) * 2 ** min(self._ended[cause], MOST_DOUBLED)
+        return now - suspicion.first >= seconds and suspicion.rounds >= IN_A_ROW
+
+    def _end(self, causes: Collection[Cause], now: float) -> Iterator[Verdict]:
+        """Yield the verdicts whose causes have been gone for long enough."""
+        for cause in causes:
+            suspicion = self._suspicions[cause]
+            if suspicion.stands and self._is_not_judged(cause):
+                continue
+            suspicion.missed += 1
+            settled = now - suspicion.last >= SETTLED.get(cause.kind, 0.0)
+            if (settled or not suspicion.stands) and suspicion.missed >= IN_A_ROW:
+                del self._suspicions[cause]
+                if suspicion.stands:
+                    self._ended[cause] += 1
+                    yield replace(suspicion.verdict, over=True)
+
+    def _suspects(self, reports: Mapping[str, Report], cycle: float) -> Iterator[tuple[Cause, str]]:
+        """Yield what is wrong with workers that take part in rounds."""
+        usual = self._usual
+        present = {name: report for name, report in reports.items() if not report.absent}
+        yield from wrong_numbers(present)
+        here = {name: report.vitals for name, report in present.items()}
+        named = {culprit for kind, culprit in self.verdicts if kind is Kind.LOAD}
+        yield from short_of_cores(here, named)
+        judged = without_short_of_cores(list(reports), here)
         self._short = here.keys() - judged.keys()
         for name in self._short:  # what it has measured lately is no measure of its links
-            self._transfers.pop(name, None)
-        here = judged
-        steps = list(self._slow_steps(here))
+            usual.transfers.pop(name, None)
+        steps = list(slow_steps(judged, usual))
         yield from steps
         if not self._has_links:
             return
         # The others have exchanged before a late worker comes, so its transfers alone share links.
         late = {cause.culprit for cause in (*dict(steps), *self.verdicts) if cause.kind in STEPS}
-        for cause, text in self._slow_links(list(seen), here, cycle):
+        for cause, text in slow_links(list(reports), judged, cycle, usual):
             if not late.intersection(LINK_ENDS.split(cause.culprit)):
                 yield cause, text
 
@@ -169,42 +177,22 @@ class Judge:
             return bool(self._short)
         return not self._short.isdisjoint(LINK_ENDS.split(cause.culprit))
 
-    # --- cores and steps --------------------------------------------------------------------------
 
-    def _loads(self, here: Mapping[str, Vitals]) -> Iterator[tuple[Cause, str]]:
-        """Yield the workers that are short of cores, together if all are and none was named."""
-        short = {name: vitals for name, vitals in here.items() if is_short_of_cores(vitals)}
-        if not short:
-            return
-        named = {culprit for kind, culprit in self.verdicts if kind is Kind.LOAD}
-        known = sum(vitals.step > 0 for vitals in here.values())
-        if named == {ALL} or (not named and 1 < known == len(short)):
-            short = {ALL: max(short.values(), key=lambda vitals: vitals.queued / vitals.step)}
-        for name, vitals in short.items():
-            text = f"{vitals.queued:.3g} of {vitals.step:.3g} s per step were spent waiting for one"
-            yield Cause(Kind.LOAD, name), text
+class Usual:
+    """What has been usual so far."""
 
-    def _slow_steps(self, here: Mapping[str, Vitals]) -> Iterator[tuple[Cause, str]]:
-        known = {name: one for name, one in here.items() if one.step > 0}
-        if len(known) < 2:
-            return
-        for name, one in known.items():
-            others = [other for key, other in known.items() if key != name]
-            step = statistics.median(other.step for other in others)
-            for kind, field in STEPS.items():
-                mine = getattr(one, field)
-                usual = statistics.median(getattr(other, field) for other in others)
-                cause = Cause(kind, name)
-                if self._stands_out(cause, (mine - usual) / step):
-                    rest = "the other workers" if len(others) > 1 else "the other worker"
-                    yield cause, f"{mine:.3g} s per step ({rest}: {usual:.3g} s)"
-        step = statistics.median(one.step for one in known.values())
-        before = self._before("step", step)
-        if before and min(one.step for one in known.values()) > EVERYBODY_RATIO * before:
-            text = f"{step:.3g} s per step (before: {before:.3g} s)"
-            yield Cause(Kind.EVERYBODY, ALL), text
+    def __init__(self) -> None:
+        self._shares: dict[Cause, deque[float]] = {}
+        """Latest deviations from the others, as shares of a step."""
+        self._latest: dict[Cause, deque[float]] = {}
+        """The same of the last rounds, whether they stand out or not."""
+        self._medians: dict[str, deque[float]] = {}
+        """Latest medians over workers of what all should notice."""
+        self.transfers: dict[str, deque[tuple[float, ...]]] = {}
+        """Latest ones of each worker."""
 
-    def _stands_out(self, cause: Cause, share: float) -> bool:
+    def stands_out(self, cause: Cause, share: float) -> bool:
+        """Return whether a deviation from the others stands out, and note it."""
         shares = self._shares.setdefault(cause, deque(maxlen=HISTORY))
         latest = self._latest.setdefault(cause, deque(maxlen=LASTING))
         latest.append(share)
@@ -218,68 +206,17 @@ class Judge:
             shares.append(share)
         return found
 
-    def _before(self, name: str, value: float) -> float:
+    def before(self, name: str, value: float) -> float:
         """Return the usual value of earlier rounds, 0 if it is not known, and note this one."""
-        values = self._usual.setdefault(name, deque(maxlen=HISTORY))
+        values = self._medians.setdefault(name, deque(maxlen=HISTORY))
         usual = statistics.median(values) if len(values) >= FEWEST else 0.0
         if not usual or value < EVERYBODY_RATIO * usual:
             values.append(value)
         return usual
 
-    # --- links ------------------------------------------------------------------------------------
-
-    def _slow_links(
-        self, names: list[str], here: Mapping[str, Vitals], cycle: float
-    ) -> Iterator[tuple[Cause, str]]:
-        """`names`: of all workers, also of those that are absent."""
-        here = {name: self._usually(name, one) for name, one in here.items()}
-        slow = dict[Cause, str]()
-        for kind, field in (Kind.SENDING, "upload"), (Kind.RECEIVING, "download"):
-            known = {name: getattr(one, field) for name, one in here.items() if getattr(one, field)}
-            for name, seconds in known.items():
-                others = [other for key, other in known.items() if key != name]
-                usual = statistics.median(others) if others else math.inf
-                if _is_slow(seconds, usual, cycle):
-                    text = f"{seconds:.3g} s for the {field}s of a cycle (others: {usual:.3g} s)"
-                    slow[Cause(kind, name)] = text
-        for cause, text in slow.items():
-            # An upload waits for its answers, which come behind all that is downloaded.
-            if cause.kind is Kind.RECEIVING or Cause(Kind.RECEIVING, cause.culprit) not in slow:
-                yield cause, text
-        yield from self._slow_transfers(names, here, cycle)
-
-    def _slow_transfers(
-        self, names: list[str], here: Mapping[str, Vitals], cycle: float
-    ) -> Iterator[tuple[Cause, str]]:
-        """Look at transfers between workers, without a server."""
-        seconds = {
-            (sender, receiver): took
-            for receiver, vitals in here.items()
-            for sender, took in zip(names, vitals.transfers, strict=False)
-            if took > 0
-        }
-        if not seconds:
-            return
-        usual = statistics.median_low(seconds.values())  # one of two directions may be slow
-        before = self._before("transfer", usual)
-        slow = list(_slow_paths(seconds, usual, cycle))
-        for path in slow:
-            text = f"{seconds[path]:.3g} s for the transfers of a cycle (others: {usual:.3g} s)"
-            if len(here) == 2:
-                text += "; of two workers, it cannot be told which side is slow"
-            yield Cause(Kind.LINK, " -> ".join(path)), text
-        both_ways = {*slow, *(path[::-1] for path in slow)}
-        rest = {path: took for path, took in seconds.items() if path not in both_ways}
-        sides = list(_slow_sides(rest, cycle))
-        yield from sides
-        if before and _is_slow(usual, before, cycle) and not (slow or sides):
-            culprit = " - ".join(here) if len(here) == 2 else ALL
-            text = f"{usual:.3g} s for the transfers of a cycle (before: {before:.3g} s)"
-            yield Cause(Kind.LINK if len(here) == 2 else Kind.EVERYBODY, culprit), text
-
-    def _usually(self, name: str, now: Vitals) -> Vitals:
+    def of_transfers(self, name: str, now: Vitals) -> Vitals:
         """Return the vitals of a worker with what is usual of its latest transfers."""
-        latest = self._transfers.setdefault(name, deque(maxlen=MEASURED))
+        latest = self.transfers.setdefault(name, deque(maxlen=MEASURED))
         measured = now.upload, now.download, *now.transfers
         if any(measured) and (not latest or measured != latest[-1]):
             latest.append(measured)  # an island says the same until its next transfer
@@ -293,6 +230,39 @@ class Judge:
             download=min(downloads) if now.step or now.download else 0.0,
             transfers=tuple(map(statistics.median, transfers)) if now.step else now.transfers,
         )
+
+
+# --- cores and steps ------------------------------------------------------------------------------
+
+
+def absences(reports: Mapping[str, Report]) -> Iterator[tuple[Cause, str]]:
+    for name, report in reports.items():
+        if report.absent:
+            yield Cause(Kind(report.absent), name), report.evidence
+
+
+def wrong_numbers(reports: Mapping[str, Report]) -> Iterator[tuple[Cause, str]]:
+    """`reports`: of workers that take part, as what others have sent last is over."""
+    for name, report in reports.items():
+        if report.flags & NOT_FINITE:
+            yield Cause(Kind.NUMBERS, name), "its delta is not finite"
+        elif report.flags & OUTLIER:
+            yield Cause(Kind.NUMBERS, name), "its delta is far above its usual norm"
+
+
+def short_of_cores(
+    here: Mapping[str, Vitals], named: Collection[str]
+) -> Iterator[tuple[Cause, str]]:
+    """Yield the workers that are short of cores, together if all are and none was named."""
+    short = {name: vitals for name, vitals in here.items() if is_short_of_cores(vitals)}
+    if not short:
+        return
+    known = sum(vitals.step > 0 for vitals in here.values())
+    if named == {ALL} or (not named and 1 < known == len(short)):
+        short = {ALL: max(short.values(), key=lambda vitals: vitals.queued / vitals.step)}
+    for name, vitals in short.items():
+        text = f"{vitals.queued:.3g} of {vitals.step:.3g} s per step were spent waiting for one"
+        yield Cause(Kind.LOAD, name), text
 
 
 def is_short_of_cores(vitals: Vitals) -> bool:
@@ -317,6 +287,81 @@ def without_short_of_cores(names: list[str], here: Mapping[str, Vitals]) -> dict
             ]
             found[receiver] = vitals._replace(transfers=tuple(transfers))
     return found
+
+
+def slow_steps(here: Mapping[str, Vitals], usual: Usual) -> Iterator[tuple[Cause, str]]:
+    known = {name: one for name, one in here.items() if one.step > 0}
+    if len(known) < 2:
+        return
+    for name, one in known.items():
+        others = [other for key, other in known.items() if key != name]
+        step = statistics.median(other.step for other in others)
+        for kind, field in STEPS.items():
+            mine = getattr(one, field)
+            others_take = statistics.median(getattr(other, field) for other in others)
+            cause = Cause(kind, name)
+            if usual.stands_out(cause, (mine - others_take) / step):
+                rest = "the other workers" if len(others) > 1 else "the other worker"
+                yield cause, f"{mine:.3g} s per step ({rest}: {others_take:.3g} s)"
+    step = statistics.median(one.step for one in known.values())
+    before = usual.before("step", step)
+    if before and min(one.step for one in known.values()) > EVERYBODY_RATIO * before:
+        text = f"{step:.3g} s per step (before: {before:.3g} s)"
+        yield Cause(Kind.EVERYBODY, ALL), text
+
+
+# --- links ----------------------------------------------------------------------------------------
+
+
+def slow_links(
+    names: list[str], here: Mapping[str, Vitals], cycle: float, usual: Usual
+) -> Iterator[tuple[Cause, str]]:
+    """`names`: of all workers, also of those that are absent."""
+    here = {name: usual.of_transfers(name, one) for name, one in here.items()}
+    slow = dict[Cause, str]()
+    for kind, field in (Kind.SENDING, "upload"), (Kind.RECEIVING, "download"):
+        known = {name: getattr(one, field) for name, one in here.items() if getattr(one, field)}
+        for name, seconds in known.items():
+            others = [other for key, other in known.items() if key != name]
+            others_take = statistics.median(others) if others else math.inf
+            if _is_slow(seconds, others_take, cycle):
+                text = f"{seconds:.3g} s for the {field}s of a cycle (others: {others_take:.3g} s)"
+                slow[Cause(kind, name)] = text
+    for cause, text in slow.items():
+        # An upload waits for its answers, which come behind all that is downloaded.
+        if cause.kind is Kind.RECEIVING or Cause(Kind.RECEIVING, cause.culprit) not in slow:
+            yield cause, text
+    yield from slow_transfers(names, here, cycle, usual)
+
+
+def slow_transfers(
+    names: list[str], here: Mapping[str, Vitals], cycle: float, usual: Usual
+) -> Iterator[tuple[Cause, str]]:
+    """Look at transfers between workers, without a server."""
+    seconds = {
+        (sender, receiver): took
+        for receiver, vitals in here.items()
+        for sender, took in zip(names, vitals.transfers, strict=False)
+        if took > 0
+    }
+    if not seconds:
+        return
+    median = statistics.median_low(seconds.values())  # one of two directions may be slow
+    before = usual.before("transfer", median)
+    slow = list(_slow_paths(seconds, median, cycle))
+    for path in slow:
+        text = f"{seconds[path]:.3g} s for the transfers of a cycle (others: {median:.3g} s)"
+        if len(here) == 2:
+            text += "; of two workers, it cannot be told which side is slow"
+        yield Cause(Kind.LINK, " -> ".join(path)), text
+    both_ways = {*slow, *(path[::-1] for path in slow)}
+    rest = {path: took for path, took in seconds.items() if path not in both_ways}
+    sides = list(_slow_sides(rest, cycle))
+    yield from sides
+    if before and _is_slow(median, before, cycle) and not (slow or sides):
+        culprit = " - ".join(here) if len(here) == 2 else ALL
+        text = f"{median:.3g} s for the transfers of a cycle (before: {before:.3g} s)"
+        yield Cause(Kind.LINK if len(here) == 2 else Kind.EVERYBODY, culprit), text
 
 
 def _slow_paths(seconds: Mapping[Path, float], usual: float, cycle: float) -> Iterator[Path]:

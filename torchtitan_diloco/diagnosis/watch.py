@@ -14,7 +14,7 @@ from torchtitan_diloco.components.records import VerdictRecord
 from torchtitan_diloco.components.telemetry import Telemetry
 from torchtitan_diloco.config.schema import format_value
 from torchtitan_diloco.diagnosis.kinds import Kind, Verdict
-from torchtitan_diloco.diagnosis.verdicts import Judge, without_short_of_cores
+from torchtitan_diloco.diagnosis.verdicts import Judge, Observation, without_short_of_cores
 from torchtitan_diloco.diloco.config import DiLoCoConfig
 from torchtitan_diloco.diloco.gloo_peers import GlooPeers
 from torchtitan_diloco.diloco.peers import Peers
@@ -71,11 +71,10 @@ class Diagnosis:
             if self._world.is_first and self._has_links:
                 self._check_that_it_fits(reports, peers)
             cycle = peers.schedule.sync_every * self._telemetry.vitals().step
-            changed = self._judge.note(reports, step, cycle, now)
+            observed = Observation(reports, step, now, cycle)
         else:  # of islands, some may be the reason
-            missing = {name: one for name, one in reports.items() if one.absent}
-            changed = self._judge.miss(missing, step, now)
-        for verdict in changed:
+            observed = Observation(reports, step, now)
+        for verdict in self._judge.hear(observed):
             if not rank or verdict.cause.kind in OF_RANKS:
                 self._say(verdict, step)
         for one in peers.take_actions():
@@ -89,8 +88,9 @@ class Diagnosis:
     def _miss(self, missing: Mapping[str, Report]) -> None:
         """Say for whom training waits long."""
         assert self._peers is not None
-        for verdict in self._judge.miss(missing, self._peers.step, time.monotonic()):
-            self._say(verdict, self._peers.step)
+        observed = Observation(missing, self._peers.step, time.monotonic())
+        for verdict in self._judge.hear(observed):
+            self._say(verdict, observed.step)
         self._tell_others(self._peers)
 
     def _tell_others(self, peers: Peers) -> list[Verdict]:

@@ -14,6 +14,7 @@ from torchtitan_diloco.diloco.config import (
 )
 
 if TYPE_CHECKING:
+    from torchtitan_diloco.diloco.gloo_peers import GlooPeers
     from torchtitan_diloco.diloco.meeting import join_workers
     from torchtitan_diloco.diloco.streaming import StreamingDiLoCo
     from torchtitan_diloco.diloco.transport import WorkerLostError
@@ -22,6 +23,7 @@ __all__ = [
     "Beginning",
     "DiLoCoConfig",
     "Fragments",
+    "GlooPeers",
     "Link",
     "OuterOptimizer",
     "Overlap",
@@ -32,6 +34,7 @@ __all__ = [
 ]
 
 _NEED_TORCH = {
+    "GlooPeers": "gloo_peers",
     "StreamingDiLoCo": "streaming",
     "WorkerLostError": "transport",
     "join_workers": "meeting",

@@ -7,11 +7,14 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from torchtitan_diloco.diloco.fields import Length, Section, steps_of
-from torchtitan_diloco.diloco.link import MOST_STREAMS
 
 Positive = Annotated[int, Meta(ge=1)]
 NotNegative = Annotated[int, Meta(ge=0)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
+MOST_STREAMS = 32
+STREAM_BYTES = 3_000_000
+"""Bytes that a TCP stream carries in a round trip: its window, which Linux limits by default.
+Setting buffers by hand would switch off the kernel's own tuning of it."""
 
 
 @dataclass(frozen=True)
@@ -104,9 +107,10 @@ class Link(Section):
 
     interface: str = ""
     """Network interface between workers, such as `eth0`. Empty: gloo chooses one."""
-    streams: Annotated[int, Meta(ge=0, le=MOST_STREAMS)] = 0
-    """TCP streams from each rank to each other worker, or from an island to the server. 0: as many
-    as the link needs, up to 32, from its rate and round trip at the start; in your own loop 1."""
+    streams: Annotated[int, Meta(ge=1, le=MOST_STREAMS)] = 8
+    """TCP streams between two workers, which the ranks of a machine share, or from an island to the
+    server. A long link needs several; within one machine there is one. `doctor` measures how many
+    a link needs."""
     timeout_seconds: Positive = 600
     """Seconds that a transfer may take before the run ends on all workers. A worker that dies ends
     it at once; a silent one is reported after 10 seconds."""

@@ -22,14 +22,14 @@ from torchtitan_diloco.diloco.config import MAY_DIFFER, DiLoCoConfig, diloco_mis
 from torchtitan_diloco.diloco.exchange import Exchange, bytes_from_each
 from torchtitan_diloco.diloco.fields import check_class, flat_settings, raise_mistakes
 from torchtitan_diloco.diloco.fragments import describe_layout, local_of
-from torchtitan_diloco.diloco.liveness import Answer, Liveness
+from torchtitan_diloco.diloco.liveness import Liveness
 from torchtitan_diloco.diloco.meeting import agree, broadcast_object, check_group, check_model
 from torchtitan_diloco.diloco.peers import Apply, Peers, Send, close, local_share
 from torchtitan_diloco.diloco.round import InFlight, Round, Traffic
 from torchtitan_diloco.diloco.schedule import is_dropped, is_measured
-from torchtitan_diloco.diloco.state_dict import Facts, SavedState
+from torchtitan_diloco.diloco.state_dict import OuterFacts, SavedState
 from torchtitan_diloco.diloco.transport import Header
-from torchtitan_diloco.diloco.vitals import DROPPED, HUNG, STOPPED, WENT_WRONG, Report
+from torchtitan_diloco.diloco.vitals import DROPPED, STUCK, WENT_WRONG, Report, Signs
 from torchtitan_diloco.log import UserError
 
 
@@ -42,9 +42,12 @@ class GlooPeers(Peers):
         liveness: Liveness | None = None,
         total_steps: int = 0,
         seed: int = 0,
+        streams: int = 1,
     ) -> None:
-        """The arguments are those of `StreamingDiLoCo`."""
+        """`streams`: TCP connections that the group has to each other worker. The other arguments
+        are those of `StreamingDiLoCo`."""
         self._group, self._shard_group, self._liveness = group, shard_group, liveness
+        self._streams = streams
         self._total_steps, self._seed = total_steps, seed
         self.in_flight: dict[int, InFlight] = {}
         """Exchanges in flight by fragment, in the order of their sends."""
@@ -129,7 +132,7 @@ class GlooPeers(Peers):
                 largest=max(sizes),
                 device=self._coder,
                 timeout_seconds=link.timeout_seconds,
-                streams=max(1, link.streams),
+                streams=self._streams,
             )
             if self._coder.type == "cuda":
                 self._exchanger.warm_up(sizes)
@@ -201,7 +204,12 @@ class GlooPeers(Peers):
             usual = f", whose steps took {said.vitals.step:.3g} s" if said.vitals.step else ""
             if why:
                 answer = answers.get(worker)
-                why = _settle(why, answer, said.vitals.step or self.vitals().step)
+                step = said.vitals.step or self.vitals().step
+                # Without an answer, its process or machine has stopped, or its link is down.
+                signs = Signs(answers=False)
+                if answer is not None:
+                    signs = answer.signs(step, is_stuck=why == STUCK)
+                why = signs.absent
                 what += f", and {answer or 'it does not answer'}"
             lines.append(f"worker {worker}{usual}: {what}")
             if why:
@@ -266,22 +274,28 @@ class GlooPeers(Peers):
 
     # --- restart ----------------------------------------------------------------------------------
 
-    def save(self, facts: Facts, mesh: DeviceMesh | None) -> SavedState:
+    def save(self, facts: OuterFacts, mesh: DeviceMesh | None) -> SavedState:
         started = time.perf_counter()
         for round_, exchanged in self.in_flight.values():
             self._wait(round_, exchanged)
         self.meter.waited(time.perf_counter() - started)
         rounds = {index: round_ for index, (round_, _) in self.in_flight.items()}
-        facts["in_flight"] = list(rounds)
         return saving.save(self.states, self._weights, rounds, facts, mesh)
 
     def load(self, saved: SavedState) -> list[str]:
         share = partial(local_share, self.config.overlap.mixing_at(self.progress))
         facts, in_flight, notes = saving.load(self.states, saved, self.config, share)
-        self._weights = [record["weight"] for record in facts]
+        self._weights = [fragment.weight for fragment in facts]
         for index in in_flight:
-            number = self.schedule.outer_round(index, facts[index]["sent_step"])
-            round_ = Round.loaded(index, number, self.states[index].values, facts[index])
+            fragment = facts[index]
+            round_ = Round.loaded(
+                index,
+                self.schedule.outer_round(index, fragment.sent_step),
+                self.states[index].values,
+                sent_step=fragment.sent_step,
+                participants=fragment.participants,
+                flags=fragment.flags,
+            )
             self.in_flight[index] = round_, self.background.submit(lambda: None)
         return notes
 
@@ -289,15 +303,3 @@ class GlooPeers(Peers):
         self._watching.wait(self.background.submit(lambda: None))
         self.in_flight.clear()
         self._weights = [0.0] * len(self.states)
-
-
-def _settle(why: str, answer: Answer | None, usual: float) -> str:
-    """Return why a worker is missing, given its answer. `usual`: seconds of a step.
-
-    Without an answer, its process or machine has stopped, or its link is down.
-    """
-    if answer is None:
-        return STOPPED
-    if answer.hangs(usual):
-        return HUNG
-    return "" if why == STOPPED else why

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_diloco.diloco.transport import WorkerLostError
+from torchtitan_diloco.diloco.vitals import Signs
 from torchtitan_diloco.log import cause_of, logger
 
 Result = TypeVar("Result")
@@ -53,11 +54,17 @@ class Answer(NamedTuple):
     """Since the last step."""
     waits: bool
 
-    def hangs(self, usual: float) -> bool:
-        """Return whether the rank hangs. `usual`: usual seconds of a step, 0 if unknown."""
+    def signs(self, usual: float, *, is_stuck: bool) -> Signs:
+        """`usual`: seconds of a step, 0 if unknown. `is_stuck`: only its payload does not come."""
         is_known = self.steps and usual  # its first step may compile
-        limit = max(LATE_SECONDS, HANG_STEPS * usual) if is_known else HANG_SECONDS
-        return not self.waits and self.seconds >= limit
+        longest = max(LATE_SECONDS, HANG_STEPS * usual) if is_known else HANG_SECONDS
+        return Signs(
+            answers=True,
+            still=self.seconds,
+            longest=longest,
+            may_wait=self.waits,
+            is_stuck=is_stuck,
+        )
 
     def __str__(self) -> str:
         if self.waits:

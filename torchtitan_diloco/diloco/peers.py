@@ -22,7 +22,7 @@ from torchtitan_diloco.diloco.liveness import Liveness
 from torchtitan_diloco.diloco.outer_state import OuterState, pick_state_device
 from torchtitan_diloco.diloco.round import Meter, Round
 from torchtitan_diloco.diloco.schedule import Schedule, build_schedule
-from torchtitan_diloco.diloco.state_dict import Facts, SavedState
+from torchtitan_diloco.diloco.state_dict import OuterFacts, SavedState
 from torchtitan_diloco.diloco.vitals import DROPPED, WENT_WRONG, Action, Report, Vitals
 from torchtitan_diloco.hardware import GIB
 from torchtitan_diloco.log import counted
@@ -199,7 +199,7 @@ class Peers(ABC):
     # --- restart ----------------------------------------------------------------------------------
 
     @abstractmethod
-    def save(self, facts: Facts, mesh: DeviceMesh | None) -> SavedState:
+    def save(self, facts: OuterFacts, mesh: DeviceMesh | None) -> SavedState:
         """Return the buffers and everything else that a restart needs. Wait for exchanges in
         flight."""
 

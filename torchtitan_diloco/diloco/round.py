@@ -2,10 +2,8 @@
 
 import math
 from collections import deque
-from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -91,10 +89,19 @@ class Round:
     """Distance of this worker's parameters from the new shared ones, before mixing."""
 
     @staticmethod
-    def loaded(fragment: int, outer_round: int, values: int, facts: Mapping[str, Any]) -> "Round":
-        """Return a round in flight from the facts of a save. It was measured by another process."""
-        round_ = Round(fragment, outer_round, facts["sent_step"], values, weight=NEVER)
-        round_.participants, round_.flags = facts["participants"], facts["flags"]
+    def loaded(
+        fragment: int,
+        outer_round: int,
+        values: int,
+        *,
+        sent_step: int,
+        participants: int,
+        flags: int,
+    ) -> "Round":
+        """Return a round in flight from a saved state. It was measured by another process."""
+        round_ = Round(fragment, outer_round, sent_step, values, weight=NEVER)
+        round_.participants = participants
+        round_.flags = flags
         round_.traffic = Traffic(NEVER, NEVER, NEVER, NEVER)
         return round_
 

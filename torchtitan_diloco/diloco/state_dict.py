@@ -6,9 +6,10 @@ applied when it is due.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -22,7 +23,6 @@ from torchtitan_diloco.diloco.round import Round
 from torchtitan_diloco.diloco.vitals import WENT_WRONG
 from torchtitan_diloco.log import UserError
 
-Facts = dict[str, Any]
 Named = dict[str, Tensor]
 
 SHARED, NEXT, SENT = "outer", "next", "sent"
@@ -49,10 +49,45 @@ def resume_settings(config: DiLoCoConfig) -> dict[str, Any]:
     }
 
 
-def facts_for_new_worker(facts: Facts) -> Facts:
-    """Return the facts for a worker that the saved run did not have, with nothing to send."""
-    own = {"weight": 0.0, "delta_norms": []}
-    return facts | {"healed": 0, "fragments": [one | own for one in facts["fragments"]]}
+@dataclass
+class FragmentFacts:
+    """What is saved of a fragment beside its tensors."""
+
+    outer_steps: int
+    """Steps of its outer optimizer."""
+    weight: float = 0.0
+    """Of the inner steps whose delta was not sent yet."""
+    delta_norms: list[float] = field(default_factory=list)
+    sent_step: int = 0
+    """This and the next ones are of the round in flight, if it is in flight."""
+    participants: int = 0
+    flags: int = 0
+
+
+@dataclass
+class OuterFacts:
+    """What is saved of the outer loop of a worker beside its tensors. Fit for JSON."""
+
+    step: int
+    """Inner steps so far."""
+    progress: float
+    """Completed share of the run, 0 if its length is unknown."""
+    settings: dict[str, Any]
+    """Those that the state depends on."""
+    layout: list[list[str]]
+    """Names of the parameters of each fragment."""
+    fragments: list[FragmentFacts] = field(default_factory=list)
+    in_flight: list[int] = field(default_factory=list)
+    """Indices of fragments, in the order in which they were sent."""
+    healed: int = 0
+    """Fragments that were reset to the shared parameters so far."""
+    island: str = ""
+    """Where the log of the islands was, for an island."""
+
+    def for_new_worker(self) -> "OuterFacts":
+        """Return the facts for a worker that the saved run did not have, with nothing to send."""
+        fragments = [replace(fragment, weight=0.0, delta_norms=[]) for fragment in self.fragments]
+        return replace(self, healed=0, fragments=fragments)
 
 
 def copy_to_host(value: Tensor) -> Tensor:
@@ -65,18 +100,24 @@ def copy_to_host(value: Tensor) -> Tensor:
 class SavedState:
     """State of the outer loop to resume from, beside the model and the inner optimizer."""
 
-    facts: Facts
-    """This worker's, fit for JSON: `step`, `progress`, `settings`, `layout` (for each fragment its
-    parameters), `in_flight` (fragments in the order they were sent), `healed` (fragments so far),
-    and `fragments`: for each the `weight` of steps not sent yet, its `delta_norms`, the
-    `outer_steps` of its optimizer state, and if in flight `sent_step`, `participants`, `flags`."""
+    facts: OuterFacts
+    """Of this worker."""
     tensors: Named
     """Equal on all workers: outer/NAME, next/NAME (fragments in flight), momentum/NAME,
     second_moment/NAME. This worker's: sent/NAME (of a sparse codec, in flight)."""
 
+    @classmethod
+    def from_dict(cls, state: Mapping[str, Any]) -> "SavedState":
+        """Return the state that `to_dict` has made a dictionary of."""
+        return cls(msgspec.convert(state["facts"], OuterFacts), state["tensors"])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a dictionary of tensors and JSON values, which any checkpoint can hold."""
+        return {"facts": asdict(self.facts), "tensors": self.tensors}
+
     @staticmethod
     def template(
-        model: nn.Module, facts: Facts, names: Iterable[str], mesh: DeviceMesh | None
+        model: nn.Module, facts: OuterFacts, names: Iterable[str], mesh: DeviceMesh | None
     ) -> "SavedState":
         """Return zeros in host memory for the names of a checkpoint, which are then filled in
         place."""
@@ -127,23 +168,26 @@ def save(
     states: Sequence[OuterState],
     weights: Sequence[float],
     in_flight: Mapping[int, Round],
-    facts: Facts,
+    facts: OuterFacts,
     mesh: DeviceMesh | None,
 ) -> SavedState:
     """Copy a state to host memory, after the exchanges of its fragments in flight."""
-    saved = SavedState(facts | {"fragments": []}, {})
+    saved = SavedState(replace(facts, fragments=[], in_flight=list(in_flight)), {})
     for index, (state, weight) in enumerate(zip(states, weights, strict=True)):
-        record: Facts = {"weight": weight, "delta_norms": list(state.norms.latest)}
-        record["outer_steps"] = state.outer_steps
+        fragment = FragmentFacts(
+            outer_steps=state.outer_steps, weight=weight, delta_norms=list(state.norms.latest)
+        )
         if (round_ := in_flight.get(index)) is not None:
-            record |= {one: getattr(round_, one) for one in ("sent_step", "participants", "flags")}
+            fragment.sent_step = round_.sent_step
+            fragment.participants = round_.participants
+            fragment.flags = round_.flags
         buffers = buffers_of(state, in_flight=round_ is not None).items()
         copies = {kind: copy_to_host(buffer) for kind, buffer in buffers}
         if state.outer.is_cuda:
             torch.cuda.current_stream(state.outer.device).synchronize()
         for kind, copied in copies.items():
             saved.tensors |= named(kind, state, copied, mesh)
-        saved.facts["fragments"].append(record)
+        saved.facts.fragments.append(fragment)
     return saved
 
 
@@ -170,21 +214,24 @@ def load(
     saved: SavedState,
     config: DiLoCoConfig,
     mixing: Callable[[int, int], float],
-) -> tuple[list[Facts], list[int], list[str]]:
+) -> tuple[list[FragmentFacts], list[int], list[str]]:
     """Fill the buffers. Return the facts of each fragment, the fragments in flight, and notes.
 
     `mixing` returns the local share for flags and participants.
     """
-    facts, notes = saved.facts, list[str]()
-    settings, before = resume_settings(config), facts["settings"]
-    in_flight, fragments = list(facts["in_flight"]), list(facts["fragments"])
+    facts = saved.facts
+    notes = list[str]()
+    settings = resume_settings(config)
+    before = facts.settings
+    in_flight = list(facts.in_flight)
+    fragments = list(facts.fragments)
     changed = {key for key in settings if settings[key] != before.get(key)}
     layout = layout_of(states)
-    has_new_layout = facts["layout"] != layout
+    has_new_layout = facts.layout != layout
     if has_new_layout:  # take the facts, but no norms, of the one that had the first parameter
-        records = zip(facts["layout"], fragments, strict=True)
-        holders = {name: record for names, record in records for name in names}
-        fragments = [holders[names[0]] | {"delta_norms": []} for names in layout]
+        pairs = zip(facts.layout, fragments, strict=True)
+        holders = {name: fragment for names, fragment in pairs for name in names}
+        fragments = [replace(holders[names[0]], delta_norms=[]) for names in layout]
     if in_flight and (has_new_layout or changed - {OPTIMIZER}):
         what = "turns have" if has_new_layout or changed - {OPTIMIZER, SPARSE} else "the codec has"
         notes.append(f"{len(in_flight)} fragments in flight are applied now: {what} changed")
@@ -195,15 +242,15 @@ def load(
         old, new = before[OPTIMIZER], settings[OPTIMIZER]
         notes.append(f"{OPTIMIZER} was {old} and is {new}: its state starts from zero")
         values |= {kind: {} for kind in SLOTS}
-        fragments = [one | {"outer_steps": 0} for one in fragments]
-    for index, (state, record) in enumerate(zip(states, fragments, strict=True)):
+        fragments = [replace(fragment, outer_steps=0) for fragment in fragments]
+    for index, (state, fragment) in enumerate(zip(states, fragments, strict=True)):
         for kind, buffer in buffers_of(state, in_flight=index in in_flight).items():
             if not values[kind]:  # what was not saved starts from zero
                 buffer.zero_()
                 continue
             for part, view in zip(state.fragment.parts, state.views(buffer), strict=True):
                 view.copy_(local_rows(part.name, values[kind][part.name]))
-        state.resume(record["delta_norms"], record["outer_steps"], in_flight=index in in_flight)
+        state.resume(fragment.delta_norms, fragment.outer_steps, in_flight=index in in_flight)
     return fragments, in_flight, notes
 
 
@@ -247,15 +294,18 @@ def apply_early(
     states: Sequence[OuterState], saved: SavedState, mixing: Callable[[int, int], float]
 ) -> None:
     """Apply saved fragments in flight to the model and to the tensors of the saved state."""
-    facts, shared = saved.facts, saved.kind(SHARED)
-    arrived, sent = saved.kind(NEXT), saved.kind(SENT)
+    facts = saved.facts
+    shared = saved.kind(SHARED)
+    arrived = saved.kind(NEXT)
+    sent = saved.kind(SENT)
     parts = [part for state in states for part in state.fragment.parts]
     locals_ = {part.name: part.local() for part in parts}
-    for index in facts["in_flight"]:
-        record = facts["fragments"][index]
-        flags, alpha = record["flags"], mixing(record["flags"], record["participants"])
-        takes_back = facts["settings"].get(SPARSE) and alpha < 1 and not flags & WENT_WRONG
-        for name in facts["layout"][index]:
+    for index in facts.in_flight:
+        fragment = facts.fragments[index]
+        alpha = mixing(fragment.flags, fragment.participants)
+        went_wrong = bool(fragment.flags & WENT_WRONG)
+        takes_back = facts.settings.get(SPARSE) and alpha < 1 and not went_wrong
+        for name in facts.layout[index]:
             local, following = locals_[name], local_rows(name, arrived[name])
             before = local_rows(name, shared[name])
             mixed = alpha * local.float() + (1 - alpha) * following.to(local.device)

@@ -30,7 +30,7 @@ from torchtitan_diloco.diloco.liveness import Liveness
 from torchtitan_diloco.diloco.peers import Apply, Peers, Send
 from torchtitan_diloco.diloco.round import Round
 from torchtitan_diloco.diloco.schedule import is_measured
-from torchtitan_diloco.diloco.state_dict import SavedState
+from torchtitan_diloco.diloco.state_dict import OuterFacts, SavedState
 from torchtitan_diloco.log import logger
 
 
@@ -230,14 +230,14 @@ class StreamingDiLoCo:
         GPUs, so that gloo can gather them. Default: the mesh of the model.
         """
         self.check()
-        facts = {
-            "step": self.step_count,
-            "progress": self.progress,
-            "healed": self._healed,
-            "settings": saving.resume_settings(self.config),
-            "layout": saving.layout_of(self._states),
-        }
-        return vars(self.peers.save(facts, mesh))
+        facts = OuterFacts(
+            step=self.step_count,
+            progress=self.progress,
+            settings=saving.resume_settings(self.config),
+            layout=saving.layout_of(self._states),
+            healed=self._healed,
+        )
+        return self.peers.save(facts, mesh).to_dict()
 
     def load_state_dict(self, saved: SavedState | dict[str, Any]) -> list[str]:
         """Resume from a saved state, dropping fragments in flight. Load the model first.
@@ -246,11 +246,12 @@ class StreamingDiLoCo:
         for each thing that could not be kept. Saved fragments in flight that do not fit the new
         schedule are applied now, to the model and to the tensors of `saved`.
         """
-        saved = saved if isinstance(saved, SavedState) else SavedState(**saved)
+        saved = saved if isinstance(saved, SavedState) else SavedState.from_dict(saved)
         saving.check_same_model(self._states, saved)
         self.peers.restart()
         drop_gathered(self._model)
-        self.peers.step, self._healed = saved.facts["step"], saved.facts["healed"]
+        self.peers.step = saved.facts.step
+        self._healed = saved.facts.healed
         return self.peers.load(saved)
 
     def restart_from_model(self, step: int) -> None:
@@ -312,7 +313,8 @@ class DataParallel:
     def restart_from_model(self, step: int) -> None: ...
 
     def state_dict(self, _: DeviceMesh | None = None) -> dict[str, Any]:
-        return vars(SavedState({}, {}))
+        """Return nothing: there is no outer loop."""
+        return {}
 
     def heal(self, _: dist.ProcessGroup | None) -> list[int]:
         """Return no fragments: there is no shared copy to heal from."""

@@ -1,5 +1,6 @@
 """What workers tell each other about their steps and links."""
 
+import math
 from typing import NamedTuple
 
 
@@ -36,6 +37,30 @@ NOTHING_SAID = Vitals()
 STOPPED, HUNG, STUCK = "stopped", "hung outside communication", "hung in communication"
 """Why a worker is missing: it does not answer or sends no heartbeats; it does, but completes no
 step; or only its payload does not arrive."""
+
+
+class Signs(NamedTuple):
+    """Signs of life of a worker that others wait for, on the clock of who looks."""
+
+    answers: bool
+    """Whether it answers, or has heartbeats."""
+    still: float = 0.0
+    """Seconds since its last step."""
+    longest: float = math.inf
+    """Seconds after which a step hangs."""
+    may_wait: bool = False
+    """Whether there may be a reason to make no step, as it waits for others itself."""
+    is_stuck: bool = False
+    """Whether only its payload does not come."""
+
+    @property
+    def absent(self) -> str:
+        """Why it takes no part in rounds, empty if it does."""
+        if not self.answers:
+            return STOPPED
+        if self.still >= self.longest and not self.may_wait:
+            return HUNG
+        return STUCK if self.is_stuck else ""
 
 
 NOT_FINITE = 1  # the sender's delta has a NaN or an infinity

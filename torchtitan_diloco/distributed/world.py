@@ -4,13 +4,10 @@ import math
 import os
 import socket
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
-from itertools import combinations
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,10 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_diloco.config.schema import Distributed
 from torchtitan_diloco.diloco.config import Link
-from torchtitan_diloco.diloco.link import MOST_STREAMS, Sender, Speed, listen, measure
 from torchtitan_diloco.diloco.liveness import Liveness
 from torchtitan_diloco.diloco.meeting import gather_objects, store_of_attempt, store_of_job
-from torchtitan_diloco.hardware import GLOO_INTERFACE, check_device, interfaces
+from torchtitan_diloco.hardware import GLOO_INTERFACE, check_device, interfaces, is_loopback
 from torchtitan_diloco.log import UserError, logger
 
 WORKER, FSDP = "worker", "fsdp"
@@ -31,10 +27,6 @@ they would time out first, and the error would not name the lost worker."""
 SAVING_TIMEOUT_SECONDS = 7200
 """Seconds for which ranks wait for each other in a save, because disks may be slow."""
 LOOPBACK = "127."
-LEAST_STREAMS = 4
-"""Streams in a measurement of a link. With many workers each link has few, because all links are
-measured at the same time."""
-Facts = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -57,7 +49,8 @@ class World:
     saving: dist.ProcessGroup | None = None
     """All ranks, on the CPU, only for the thread that writes checkpoints."""
     host_mesh: DeviceMesh | None = None
-    """1-d, the ranks of this worker on the CPU, for the same thread."""
+    """1-d, the ranks of this worker on the CPU, which says how saved tensors are sharded. It sends
+    nothing."""
     streams: int = 1
     """TCP streams of the group between workers, from this rank to each other worker."""
 
@@ -169,8 +162,8 @@ def join_world(
         saving = _own_group(grid.view(1, size), "gloo", SAVING_TIMEOUT_SECONDS)
         liveness = _watch(grid, rank)
     inside = _own_group(grid, inner_backend, inner_timeout, chosen)
-    own_ranks, row = _own_group(grid, "gloo", SAVING_TIMEOUT_SECONDS), rank // ranks_per_worker
-    host_mesh = DeviceMesh.from_group(own_ranks, "cpu", mesh=grid[row], mesh_dim_names=(FSDP,))
+    shards = _own_group(grid, "gloo", link.timeout_seconds)
+    row = grid[rank // ranks_per_worker]
     return World(
         rank,
         size,
@@ -181,9 +174,9 @@ def join_world(
         ),
         control=control,
         liveness=liveness,
-        shards=_own_group(grid, "gloo", link.timeout_seconds) if ranks_per_worker > 1 else None,
+        shards=shards if ranks_per_worker > 1 else None,
         saving=saving,
-        host_mesh=host_mesh,
+        host_mesh=DeviceMesh.from_group(shards, "cpu", mesh=row, mesh_dim_names=(FSDP,)),
         streams=streams,
     )
 
@@ -253,88 +246,47 @@ def leave_world(world: World) -> None:
 # --- TCP streams between workers ------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class _Attachment:
+    """How a rank is attached to the network between workers."""
+
+    streams: int
+    ranks_here: int
+    """Ranks of its worker on its machine, which share the streams."""
+    is_loopback: bool = False
+    problem: str = ""
+
+
 def pick_streams(link: Link, rank: int, ranks_per_worker: int) -> tuple[int, str]:
     """Return the streams from this rank to each other worker, and the interfaces for gloo.
 
     Collective over all ranks. Gloo opens a connection for each entry in its list of interfaces. If
     the list is empty, gloo chooses one.
     """
-    me, name, listener = rank // ranks_per_worker, "", None
-    mine: Facts = {"streams": link.streams, "host": "", "port": 0, "problem": ""}
-    mine["local"] = int(os.environ.get("LOCAL_WORLD_SIZE", ranks_per_worker))
+    name = ""
+    ranks_here = min(ranks_per_worker, int(os.environ.get("LOCAL_WORLD_SIZE", ranks_per_worker)))
+    mine = _Attachment(link.streams, ranks_here)
     try:
-        name, mine["host"] = interface_and_address(link.interface)
-        if rank % ranks_per_worker == 0 and not link.streams:
-            listener = listen(mine["host"])
-            mine["port"] = listener.server_address[1]
+        name, address = interface_and_address(link.interface)
+        mine = replace(mine, is_loopback=is_loopback(address))
     except OSError as error:
-        mine["problem"] = f"worker {me}: {error}"
+        mine = replace(mine, problem=f"rank {rank}: {error}")
     all_ranks = gather_objects(mine, dist.group.WORLD)
-    problem = next((one["problem"] for one in all_ranks if one["problem"]), "")
-    if len({one["streams"] for one in all_ranks}) > 1:
-        shown = ", ".join(f"{one['streams']} on rank {n}" for n, one in enumerate(all_ranks))
+    if len({place.streams for place in all_ranks}) > 1:
+        shown = ", ".join(f"{place.streams} on rank {n}" for n, place in enumerate(all_ranks))
         raise UserError(f"diloco.link.streams = {shown}: set the same value on all ranks")
-    if link.streams > 1 and problem:
-        raise UserError(
-            f"diloco.link.streams = {link.streams} needs the network interface between workers "
-            f"({problem}): set diloco.link.interface"
-        )
-    streams = link.streams or 1
-    if not link.streams and not all(one["host"].startswith(LOOPBACK) for one in all_ranks):
-        found = {"": problem}
-        if listener is not None and not problem:
-            found = _measure(all_ranks[::ranks_per_worker], me)
-        tables = gather_objects(found, dist.group.WORLD)[::ranks_per_worker]
-        sharing = min(ranks_per_worker, *(one["local"] for one in all_ranks))
-        streams = _streams_of(tables, sharing, name, says=rank == 0)
-    if listener is not None:
-        listener.shutdown()
-        listener.server_close()
-    return streams, ",".join([name] * streams) if streams > 1 else ""
-
-
-def _measure(firsts: list[Facts], me: int) -> Facts:
-    """Return the speed to each other worker as [round trip, rate], and a description of failures.
-
-    All links are measured at the same time, because they are used at the same time.
-    """
-    others = [worker for worker in range(len(firsts)) if worker != me]
-    each = max(LEAST_STREAMS, MOST_STREAMS // len(others))
-    found: Facts = {"": ""}
-
-    def ask(worker: int) -> None:
-        place = firsts[worker]
-        try:
-            found[str(worker)] = list(measure(partial(Sender, place["host"], place["port"]), each))
-        except OSError as error:
-            found[""] = f"worker {me} to worker {worker}: {error}"
-
-    with ThreadPoolExecutor(len(others)) as pool:
-        list(pool.map(ask, others))
-    return found
-
-
-def _streams_of(tables: list[Facts], sharing: int, name: str, *, says: bool) -> int:
-    """Return the streams that each of `sharing` ranks needs, and log the speed of each link."""
-    if problem := next((table[""] for table in tables if table[""]), ""):
-        if says:
+    if all(place.is_loopback for place in all_ranks):
+        return 1, ""
+    problem = next((place.problem for place in all_ranks if place.problem), "")
+    if problem:
+        if rank == 0 and link.streams > 1:
             logger.warning(
-                f"the links between workers could not be measured ({problem}), so "
-                "each rank uses 1 stream: set diloco.link.streams if their round "
-                "trips are long"
+                f"the network interface between workers is not known ({problem}): each rank uses 1 "
+                "TCP stream instead of diloco.link.streams; set diloco.link.interface"
             )
-        return 1
-    links: dict[tuple[int, int], Speed] = {}
-    for first, second in combinations(range(len(tables)), 2):
-        both = Speed(*tables[first][str(second)]), Speed(*tables[second][str(first)])
-        rates = [one.bits_per_second for one in both if not math.isnan(one.bits_per_second)]
-        slower = min(rates, default=math.nan)
-        links[first, second] = Speed(min(one.round_trip for one in both), slower)
-    streams = math.ceil(max(speed.streams for speed in links.values()) / sharing)
-    count = f"{streams} stream{'s' * (streams > 1)}{' a rank' * (sharing > 1)}"
-    for (first, second), speed in links.items() if says else ():
-        logger.info(f"worker {first} - worker {second}: {speed}, {count} over {name}")
-    return streams
+        return 1, ""
+    streams = math.ceil(link.streams / min(place.ranks_here for place in all_ranks))
+    return streams, ",".join([name] * streams) if streams > 1 else ""
 
 
 def interface_and_address(name: str) -> tuple[str, str]:

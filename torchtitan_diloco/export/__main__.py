@@ -1,7 +1,6 @@
-"""Commands on a trained model: its text, its loss, and its weights for other programs.
+"""Commands on a trained model: its text, and its weights for other programs.
 
 .venv/bin/torchtitan-diloco generate outputs/RUN --prompt "def main("
-.venv/bin/torchtitan-diloco validate outputs/RUN
 .venv/bin/torchtitan-diloco export outputs/RUN --format hf
 """
 
@@ -16,25 +15,23 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchtitan_diloco import __version__
-from torchtitan_diloco.components.optimizer import compute_dtype
-from torchtitan_diloco.components.validation import open_held_out, validate
-from torchtitan_diloco.config import Config, to_toml
+from torchtitan_diloco.config import to_toml
 from torchtitan_diloco.data.text import whole_number
-from torchtitan_diloco.distributed.world import World, pick_device
+from torchtitan_diloco.distributed.world import pick_device
 from torchtitan_diloco.export.hugging_face import TOKENIZER_NAME, WEIGHTS_NAME, save_hugging_face
 from torchtitan_diloco.export.torchtitan import save_torchtitan
 from torchtitan_diloco.export.weights import SavedModel, open_saved
 from torchtitan_diloco.log import USER_ERROR, Parser, UserError, command_line
-from torchtitan_diloco.models import LanguageModel
+from torchtitan_diloco.models.interface import parameter_counts
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run `generate ...`, `validate ...` or `export ...`, and return the exit status."""
+    """Run `generate ...` or `export ...`, and return the exit status."""
     name, *words = arguments or [""]
     if name not in COMMANDS:
         problem = f"{name} is no command" if name else "a command is missing"
@@ -50,10 +47,7 @@ def main(arguments: Sequence[str]) -> int:
         add("--tokens", type=whole_number, default=100, metavar="N", help="at most N (default 100)")
         add("--temperature", type=float, default=0.8, help="default 0.8; 0: the most likely token")
         add("--seed", type=int, default=0, help="the same seed gives the same text (default 0)")
-    elif name == "validate":
-        add("--corpus", help="as data.validation_corpus (default: what the run held out)")
-        add("--sequences", type=whole_number, help="use the first N (default: as in the run)")
-        add("--batch-size", type=whole_number, help="sequences per batch (default: the run's)")
+        add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU")
     else:
         formats = "safetensors: for another run (default); hf: transformers; torchtitan: its DCP"
         add(
@@ -64,8 +58,6 @@ def main(arguments: Sequence[str]) -> int:
         )
         add("--dtype", choices=DTYPES, default="float32", help="of the weights (float32)")
         add("--out", type=Path, help="folder to write (default RUN/export/step-...-FORMAT)")
-    if name != "export":
-        add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU")
     options = parser.parse_args(words)
     try:
         command(open_saved(options.run, options.step), options)
@@ -80,23 +72,26 @@ def main(arguments: Sequence[str]) -> int:
 
 @torch.no_grad()
 def generate(
-    model: LanguageModel,
+    model: nn.Module,
     tokens: Sequence[int],
     *,
     vocab_size: int,
+    sequence_length: int,
     max_new_tokens: int,
     temperature: float = 1.0,
     seed: int = 0,
     stop: int | None = None,
+    document_mask: bool = False,
 ) -> Iterator[int]:
     """Yield the tokens that follow `tokens`, until `stop`, which is excluded.
 
-    Ids from `vocab_size` on only pad the embedding and are never drawn.
+    Ids from `vocab_size` on only pad the embedding and are never drawn. `sequence_length` and
+    `document_mask`: as in training.
     """
     generator, device = torch.Generator().manual_seed(seed), next(model.parameters()).device
     context = list(tokens)
     for _ in range(max_new_tokens):
-        context = context[-model.sequence_length :]
+        context = context[-sequence_length:]
         logits: Tensor = model(
             torch.tensor([context], device=device),
             head=lambda hidden, matrix: F.linear(hidden[0, -1], matrix[:vocab_size]),
@@ -106,7 +101,7 @@ def generate(
         if token == stop:
             return
         yield token
-        if model.config.document_mask and context[-1] == stop:
+        if document_mask and context[-1] == stop:
             context = []  # the token begins a document, which has not seen the end of another
         context.append(token)
 
@@ -131,51 +126,16 @@ def print_text(saved: SavedModel, options: argparse.Namespace) -> None:
         model,
         prompt or [tokenizer.end_of_document],
         vocab_size=tokenizer.vocab_size,
+        sequence_length=saved.config.training.sequence_length,
         max_new_tokens=options.tokens,
         temperature=options.temperature,
         seed=options.seed,
         stop=tokenizer.end_of_document,
+        document_mask=saved.config.model.document_mask,
     )
     text = tokenizer.decode([*prompt, *tokens])
     print(saved, file=sys.stderr)
     print(text)
-
-
-# --- validate -------------------------------------------------------------------------------------
-
-
-def print_loss(saved: SavedModel, options: argparse.Namespace) -> None:
-    device = pick_device(options.device, 0)
-    world = World(rank=0, size=1, workers=1, device=device)
-    held_out = open_held_out(
-        _chosen_text(saved.config, options), saved.tokenizer, world, each_worker_has_its_own=False
-    )
-    if saved.config.model.document_mask:
-        saved.model.end_of_document = saved.tokenizer.end_of_document
-    dtype = compute_dtype(saved.config.parallel.compute_dtype, device)
-    result = validate(saved.model.to(device, dtype), held_out, world)
-    sequences = sum(corpus.sequences for corpus in held_out)
-    names = ", ".join(corpus.name for corpus in held_out)
-    if len(held_out) > 1:
-        names = ", ".join(f"{name} ({loss:.4f})" for name, loss in result.of_corpora.items())
-    print(saved, file=sys.stderr)
-    print(
-        f"loss {result.loss:.4f}, {result.bits_per_byte:.4f} bits per byte, "
-        f"perplexity {result.perplexity:,.2f} over {result.tokens:,} tokens ({sequences:,} "
-        f"sequences of {saved.config.training.sequence_length:,}) of {names}"
-    )
-
-
-def _chosen_text(config: Config, options: argparse.Namespace) -> Config:
-    """Return the settings of a run, with the text that the command line gives."""
-    data = config.data
-    if options.corpus is not None:
-        data = replace(data, validation_corpus=options.corpus)
-    training = replace(config.training, batch_size=options.batch_size or config.training.batch_size)
-    validation = replace(
-        config.validation, sequences=options.sequences or config.validation.sequences
-    )
-    return replace(config, data=data, training=training, validation=validation)
 
 
 # --- export ---------------------------------------------------------------------------------------
@@ -189,7 +149,8 @@ def export(saved: SavedModel, options: argparse.Namespace) -> None:
         if any(folder.iterdir()):
             raise UserError(f"{folder} is not empty; choose another folder, or delete this one")
         if options.format == "hf":
-            save_hugging_face(folder, saved.model, saved.tokenizer, dtype)
+            length = saved.config.training.sequence_length
+            save_hugging_face(folder, saved.model, saved.tokenizer, dtype, sequence_length=length)
         elif options.format == "torchtitan":
             save_torchtitan(folder, saved.model, dtype)
         else:
@@ -200,7 +161,7 @@ def export(saved: SavedModel, options: argparse.Namespace) -> None:
         raise UserError(
             f"--out {folder} cannot be written ({error.strerror or error}): choose another folder"
         ) from error
-    count = saved.model.parameter_counts()["total"]
+    count = parameter_counts(saved.model)["total"]
     print(f"{saved}: {count:,} parameters in {options.dtype}, in {folder}")
 
 
@@ -239,7 +200,6 @@ def save_for_another_run(folder: Path, saved: SavedModel, dtype: torch.dtype) ->
 
 COMMANDS = {
     "generate": ("Write text with a trained model.", print_text),
-    "validate": ("Print the loss and perplexity of a trained model.", print_loss),
     "export": ("Write a trained model as a folder of weights.", export),
 }
 

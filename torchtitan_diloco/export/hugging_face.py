@@ -13,12 +13,11 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchtitan_diloco.data.tokenizer import Tokenizer
 from torchtitan_diloco.log import UserError, logger
-from torchtitan_diloco.models import Decoder, LanguageModel
-from torchtitan_diloco.models.decoder import HIGH, LOW, SHORT_LENGTH
+from torchtitan_diloco.models.decoder import HIGH, LOW, SHORT_LENGTH, shape_of
 
 WEIGHTS_NAME = "model.safetensors"
 CONFIG_NAME = "config.json"
@@ -66,17 +65,23 @@ MODULES = {
 
 
 def save_hugging_face(
-    folder: Path, model: LanguageModel, tokenizer: Tokenizer, dtype: torch.dtype
+    folder: Path,
+    model: nn.Module,
+    tokenizer: Tokenizer,
+    dtype: torch.dtype,
+    *,
+    sequence_length: int,
 ) -> None:
-    """Write what `from_pretrained(folder)` loads."""
-    assert tokenizer.vocab_size <= model.vocab_size
+    """Write what `from_pretrained(folder)` loads. `sequence_length`: of training."""
     ids = ("bos_token_id", "eos_token_id", "pad_token_id")
     # Training ends every document with this token, so it also precedes the next document.
     special = dict.fromkeys(ids, tokenizer.end_of_document)
-    config = transformers_config(model)
+    config = transformers_config(model, sequence_length)
+    rows = config["vocab_size"]
+    assert tokenizer.vocab_size <= rows
     config |= special | {"torch_dtype": str(dtype).removeprefix("torch.")}
     # Nothing has trained the rows of the embedding that have no token.
-    unused = list(range(tokenizer.vocab_size, model.vocab_size))
+    unused = list(range(tokenizer.vocab_size, rows))
     files = {
         CONFIG_NAME: config,
         "generation_config.json": special | ({"suppress_tokens": unused} if unused else {}),
@@ -102,15 +107,16 @@ def save_hugging_face(
     save_file(weights, folder / WEIGHTS_NAME, {"format": "pt"})
 
 
-def transformers_config(model: LanguageModel) -> dict[str, Any]:
+def transformers_config(model: nn.Module, length: int) -> dict[str, Any]:
     """Return the config.json. Versions and programs read different names of the rotary settings."""
-    if not isinstance(model, Decoder) or model.shape.activation != "swiglu":
+    shape = shape_of(model)
+    if shape.activation != "swiglu":
         raise UserError(
-            f'--format hf: model.flavor = "{model.config.flavor}" ({model.shape}) has no form in '
-            'transformers: use --format safetensors, or train with model.activation = "swiglu"'
+            f"--format hf: the model ({shape}) has no form in transformers: use --format "
+            'safetensors, or train with model.activation = "swiglu"'
         )
-    shape, values = model.shape, settings_of_model(model)
-    length, family = model.sequence_length, "qwen3" if shape.qk_norm else "llama"
+    values = settings_of_model(model)
+    family = "qwen3" if shape.qk_norm else "llama"
     scaling: dict[str, Any] = {"rope_type": "default"}
     if shape.rotary_scaling > 1:
         scaling = SCALING | {"factor": shape.rotary_scaling}
@@ -164,10 +170,10 @@ def _byte_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
 # --- names and settings ---------------------------------------------------------------------------
 
 
-def transformers_names(model: LanguageModel) -> dict[str, dict[str, int]]:
+def transformers_names(model: nn.Module) -> dict[str, dict[str, int]]:
     """Map each parameter to its parts in files of transformers: their names and numbers of rows."""
-    assert isinstance(model, Decoder)
-    shape, found = model.shape, {}
+    shape = shape_of(model)
+    found = {}
     kv_rows = (shape.kv_heads or shape.heads) * shape.head_dim
     parts = {"q_proj": shape.heads * shape.head_dim, "k_proj": kv_rows, "v_proj": kv_rows}
     for name, parameter in model.named_parameters():
@@ -178,17 +184,17 @@ def transformers_names(model: LanguageModel) -> dict[str, dict[str, int]]:
     return found
 
 
-def settings_of_model(model: Decoder) -> dict[str, Any]:
+def settings_of_model(model: nn.Module) -> dict[str, Any]:
     """Return the settings of [model], with all that follow from the flavor."""
-    shape = model.shape
-    values = {"vocab_size": model.vocab_size, "kv_heads": shape.kv_heads or shape.heads}
-    return asdict(shape) | values
+    shape = shape_of(model)
+    rows = model.get_parameter("embedding.weight").shape[0]
+    return asdict(shape) | {"vocab_size": rows, "kv_heads": shape.kv_heads or shape.heads}
 
 
-def differing_settings(model: LanguageModel, config: Mapping[str, Any]) -> dict[str, Any]:
+def differing_settings(model: nn.Module, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of [model] that differ in a config.json, with their values there."""
-    assert isinstance(model, Decoder)
-    there, mine = settings_of_config(config), settings_of_model(model)
+    there = settings_of_config(config)
+    mine = settings_of_model(model)
     return {key: value for key, value in there.items() if value != mine[key]}
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchtitan_diloco.log import UserError
-from torchtitan_diloco.models import Decoder, LanguageModel
+from torchtitan_diloco.models.decoder import shape_of
 
 if TYPE_CHECKING:
     from torchtitan_diloco.export.dcp import Stored
@@ -33,10 +33,9 @@ OF_MODEL = ("tok_embeddings.", "layers.", "norm.", "lm_head.")
 """Beginnings of the names of parameters. The rest is of the optimizer, the loader and the run."""
 
 
-def torchtitan_names(model: LanguageModel) -> dict[str, dict[str, int]]:
+def torchtitan_names(model: nn.Module) -> dict[str, dict[str, int]]:
     """Map each parameter to its parts in torchtitan: their names and numbers of rows."""
-    assert isinstance(model, Decoder)
-    shape = model.shape
+    shape = shape_of(model)
     names = {}
     kv_rows = (shape.kv_heads or shape.heads) * shape.head_dim
     rows_of = dict(zip(PROJECTIONS, (shape.heads * shape.head_dim, kv_rows, kv_rows), strict=True))
@@ -48,7 +47,7 @@ def torchtitan_names(model: LanguageModel) -> dict[str, dict[str, int]]:
     return names
 
 
-def from_torchtitan(model: LanguageModel, name: str, value: Tensor) -> Tensor:
+def from_torchtitan(model: nn.Module, name: str, value: Tensor) -> Tensor:
     """Return a part as our models have it.
 
     torchtitan's Llama rotates pairs of neighbours among the dimensions of a head, its Qwen3 and our
@@ -57,17 +56,17 @@ def from_torchtitan(model: LanguageModel, name: str, value: Tensor) -> Tensor:
     return _reordered(model, name, value, pairs_first=True)
 
 
-def to_torchtitan(model: LanguageModel, name: str, value: Tensor) -> Tensor:
+def to_torchtitan(model: nn.Module, name: str, value: Tensor) -> Tensor:
     """Return a part as torchtitan has it: the inverse of `from_torchtitan`."""
     return _reordered(model, name, value, pairs_first=False)
 
 
-def _reordered(model: LanguageModel, name: str, value: Tensor, *, pairs_first: bool) -> Tensor:
-    assert isinstance(model, Decoder)
+def _reordered(model: nn.Module, name: str, value: Tensor, *, pairs_first: bool) -> Tensor:
+    shape = shape_of(model)
     rotated = name.endswith((f"{PROJECTIONS[0]}.weight", f"{PROJECTIONS[1]}.weight"))
-    if model.shape.qk_norm or not rotated:
+    if shape.qk_norm or not rotated:
         return value
-    pairs = model.shape.head_dim // 2
+    pairs = shape.head_dim // 2
     order = (pairs, 2) if pairs_first else (2, pairs)
     reordered: Tensor = value.unflatten(0, (-1, *order)).transpose(1, 2).flatten(0, 2)
     return reordered
@@ -79,13 +78,13 @@ def current_name(name: str) -> str:
     return re.sub(r"^output\.", "lm_head.", name)
 
 
-def settings_of_checkpoint(shapes: dict[str, list[int]], model: LanguageModel) -> dict[str, object]:
+def settings_of_checkpoint(shapes: dict[str, list[int]], model: nn.Module) -> dict[str, object]:
     """Return the settings of [model] that the shapes of a checkpoint decide.
 
     How many heads the rows of a Llama are of, its rotary settings and its epsilon are not in a
     checkpoint: they have to be right in [model].
     """
-    assert isinstance(model, Decoder)
+    shape = shape_of(model)
     block = "layers.0."
     query, key, _ = (f"{block}attention.{part}.weight" for part in PROJECTIONS)
     norm = f"{block}attention.q_norm.weight"
@@ -94,7 +93,7 @@ def settings_of_checkpoint(shapes: dict[str, list[int]], model: LanguageModel) -
         if name not in shapes:
             raise UserError(f"it has no {name}, as a Llama or a dense Qwen3 of torchtitan has")
     qk_norm = norm in shapes
-    head_dim = shapes[norm][0] if qk_norm else model.shape.head_dim
+    head_dim = shapes[norm][0] if qk_norm else shape.head_dim
     return {
         "vocab_size": shapes[EMBEDDING][0],
         "layers": len({name.split(".")[1] for name in shapes if name.startswith("layers.")}),
@@ -119,14 +118,15 @@ def open_checkpoint(folder: Path) -> "dict[str, Stored]":
     return {name: tensor for name, tensor in tensors.items() if name.startswith(OF_MODEL)}
 
 
-def save_torchtitan(folder: Path, model: LanguageModel, dtype: torch.dtype) -> None:
+def save_torchtitan(folder: Path, model: nn.Module, dtype: torch.dtype) -> None:
     """Write what torchtitan starts from: the parameters, and no optimizer."""
     from torchtitan_diloco.export.dcp import save_tensors
 
-    if not isinstance(model, Decoder) or model.shape.activation != "swiglu":
+    shape = shape_of(model)
+    if shape.activation != "swiglu":
         raise UserError(
-            f'--format torchtitan: model.flavor = "{model.config.flavor}" ({model.shape}) is no '
-            "Llama or Qwen3: use --format safetensors"
+            f"--format torchtitan: the model ({shape}) is no Llama or Qwen3: use --format "
+            "safetensors"
         )
     weights: dict[str, Tensor] = {}
     for name, parts in torchtitan_names(model).items():

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchtitan_diloco.components.checkpoint import (
     MANIFEST,
@@ -44,9 +44,10 @@ from torchtitan_diloco.export.torchtitan import (
     settings_of_checkpoint,
     torchtitan_names,
 )
-from torchtitan_diloco.log import UserError, logger
-from torchtitan_diloco.models import Decoder, LanguageModel, build_model, vocabulary_rows
-from torchtitan_diloco.models.base import copy_shard
+from torchtitan_diloco.log import UserError, logger, no_run
+from torchtitan_diloco.models import build_model, vocabulary_rows
+from torchtitan_diloco.models.decoder import shape_of
+from torchtitan_diloco.models.interface import copy_shard
 
 PART_BYTES = 1 << 20
 """Part of each file that is read for its fingerprint."""
@@ -56,7 +57,7 @@ PART_BYTES = 1 << 20
 class SavedModel:
     config: Config
     """Settings that the checkpoint was saved with."""
-    model: LanguageModel
+    model: nn.Module
     tokenizer: Tokenizer
     step: int
     path: Path
@@ -107,11 +108,11 @@ def find_checkpoint(run: Path, step: int | None = None) -> Path:
         if not islands and (runs := _runs_in(path)):
             count = f"{len(runs)} run{'s' * (len(runs) > 1)}"
             raise UserError(f"{run} has {count} in it: name one, such as {run / runs[-1]}")
-        problem = "is a file" if path.is_file() else "does not exist"
-        problem = "has no complete checkpoint" if path.is_dir() else problem
+        if not (workers or islands):
+            raise no_run(path, f"worker-0, and no {MANIFEST} of a checkpoint")
         raise UserError(
-            f"{run} {problem}: name the folder of a run or of a checkpoint; a run saves if "
-            "checkpoint.every, checkpoint.every_minutes or checkpoint.at_end is set"
+            f"{run} has no complete checkpoint: a run saves if checkpoint.every, "
+            "checkpoint.every_minutes or checkpoint.at_end is set"
         )
     if step is not None and step not in found:
         steps = ", ".join(map(str, found))
@@ -133,9 +134,9 @@ def _runs_in(folder: Path) -> list[str]:
 class Layout:
     """How a program names, and orders, the parameters of a model."""
 
-    names: Callable[[LanguageModel], dict[str, dict[str, int]]]
+    names: Callable[[nn.Module], dict[str, dict[str, int]]]
     """Maps each parameter of ours to its parts there, with their numbers of rows."""
-    read: Callable[[LanguageModel, str, Tensor], Tensor] = lambda _model, _name, value: value
+    read: Callable[[nn.Module, str, Tensor], Tensor] = lambda _model, _name, value: value
     """Returns a part as ours has it."""
     unused: tuple[str, ...] = ()
     """Ends of names of what may be there and is not needed: a tied head, stored frequencies."""
@@ -147,7 +148,7 @@ TORCHTITAN = Layout(torchtitan_names, from_torchtitan, unused=(HEAD,))
 
 
 @torch.no_grad()
-def load_initial_weights(model: LanguageModel, path: str) -> None:
+def load_initial_weights(model: nn.Module, path: str) -> None:
     """Load this rank's shards of the initial parameters from `model.weights`.
 
     Reads one parameter at a time, so that no rank holds the whole model.
@@ -183,7 +184,7 @@ def _read(path: str, file: Any, name: str) -> Tensor:
     return value
 
 
-def check_weights(model: LanguageModel, path: str) -> Layout:
+def check_weights(model: nn.Module, path: str) -> Layout:
     """Return the layout of weights. Raise an error if they say that they are of another model, or
     if there are none."""
     weight_files(path)
@@ -206,7 +207,7 @@ def check_weights(model: LanguageModel, path: str) -> Layout:
     return layout
 
 
-def _differing_folder(model: LanguageModel, path: str, file: Path) -> dict[str, Any]:
+def _differing_folder(model: nn.Module, path: str, file: Path) -> dict[str, Any]:
     try:
         return differing_settings(model, json.loads(file.read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -215,9 +216,8 @@ def _differing_folder(model: LanguageModel, path: str, file: Path) -> dict[str, 
 
 
 def _differing_checkpoint(
-    model: LanguageModel, path: str, shapes: dict[str, list[int]]
+    model: nn.Module, path: str, shapes: dict[str, list[int]]
 ) -> dict[str, Any]:
-    assert isinstance(model, Decoder)
     try:
         there = settings_of_checkpoint(shapes, model)
     except UserError as error:
@@ -226,10 +226,9 @@ def _differing_checkpoint(
     return {key: value for key, value in there.items() if value != mine[key]}
 
 
-def _check_tied_head(model: LanguageModel, path: str, stored: Mapping[str, Any]) -> None:
+def _check_tied_head(model: nn.Module, path: str, stored: Mapping[str, Any]) -> None:
     """Raise an error if a checkpoint has a head of its own, and this model has none."""
-    assert isinstance(model, Decoder)
-    if not model.shape.tied_head or HEAD not in stored:
+    if not shape_of(model).tied_head or HEAD not in stored:
         return
     head, embedding = (_read(path, stored[name], name) for name in (HEAD, EMBEDDING))
     if not torch.equal(head, embedding):

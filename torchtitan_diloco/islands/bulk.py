@@ -17,10 +17,8 @@ from collections.abc import Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Literal, TypeAlias
 
-from torchtitan_diloco.diloco.link import BLOCK, measure
 from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.records import Chunk, digest
 from torchtitan_diloco.islands.session import (
@@ -308,40 +306,3 @@ class _Stream(threading.Thread):
                 return
             self._wait()
         self._streams.jobs.put(job.place)
-
-
-# --- how many streams the link needs --------------------------------------------------------------
-
-
-class Probe:
-    """A connection that sends messages without a receiver, to measure the link."""
-
-    def __init__(self, join: Join, address: str) -> None:
-        self._wire = Wire(join, address, "probe")
-        self.wait, self.close = self._wire.wait, self._wire.close
-        self._subject = subject_of(join.run, "probe")
-
-    def send(self, size: int) -> None:
-        for start in range(0, size, len(BLOCK)):
-            self._wire.publish(self._subject, BLOCK[: size - start])
-        self._wire.ask()
-
-
-def streams_to_server(join: Join) -> int:
-    """Measure the link to the server, log the result, and return the number of streams it needs."""
-    reasons = list[str]()
-    for address in join.addresses:
-        try:
-            speed = measure(partial(Probe, join, address))
-            break
-        except (OSError, ValueError) as error:
-            reasons.append(str(error))
-    else:
-        logger.warning(
-            f"the link to the server could not be measured ({'; '.join(reasons)}), "
-            "so 1 stream is used: set diloco.link.streams if the round trip is long"
-        )
-        return 1
-    plural = "s" * (speed.streams > 1)
-    logger.info(f"link to the server: {speed}, {speed.streams} stream{plural}")
-    return speed.streams

@@ -193,6 +193,10 @@ class Join:
             text += "." + base64.urlsafe_b64encode(self.certificate).decode().rstrip("=")
         return text
 
+    @property
+    def is_on_this_machine(self) -> bool:
+        return all(is_loopback(address.rpartition(":")[0]) for address in self.addresses)
+
     def context(self) -> ssl.SSLContext | None:
         """Return the TLS context for checking the server, or None without TLS."""
         if not self.tls:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from torchtitan_diloco.islands.bulk import Bulk, ClosedError, Streams, streams_to_server
+from torchtitan_diloco.islands.bulk import Bulk, ClosedError, Streams
 from torchtitan_diloco.islands.config import Join, LoginError, RefusedError, explain
 from torchtitan_diloco.islands.members import MOST_OF_SITE, Hint, Members
 from torchtitan_diloco.islands.records import (
@@ -114,7 +114,7 @@ class Connection:
         except BaseException:
             self.close()
             raise
-        self.streams.grow(self._count or streams_to_server(self._join))
+        self.streams.grow(1 if self._join.is_on_this_machine else self._count)
 
     def follow(self, after: int, newest: str = "") -> None:
         """Receive the records after record `after`, now and after each loss of the connection.

@@ -8,7 +8,14 @@ from typing import Annotated
 
 import msgspec
 
-from torchtitan_diloco.diloco.vitals import HUNG, NOTHING_SAID, STOPPED, Report, Vitals
+from torchtitan_diloco.diloco.vitals import (
+    HUNG,
+    NOTHING_SAID,
+    STOPPED,
+    Report,
+    Signs,
+    Vitals,
+)
 from torchtitan_diloco.islands.changes import SLOTS
 from torchtitan_diloco.islands.log import State
 from torchtitan_diloco.islands.records import Count, Name, Seconds, name_of
@@ -224,7 +231,7 @@ class Members:
         is_moving = self.is_moving(incarnation, now, member.hint.step_seconds)
         said = member.hint.numbers.vitals
         said = said if is_moving else Vitals(download=said.download)
-        return Report(said, absent=HUNG if self.hangs(incarnation, 1, now) else "")
+        return Report(said, absent=self._signs(incarnation, self._patience, now).absent)
 
     def is_moving(self, incarnation: str, now: float, step_seconds: float) -> bool:
         """Return whether an island with heartbeats has completed a step recently. `step_seconds`:
@@ -233,11 +240,20 @@ class Members:
 
     def hangs(self, incarnation: str, times: float, now: float) -> bool:
         """Return whether it completes no step for a multiple of the patience, with heartbeats."""
+        return self._signs(incarnation, times * self._patience, now).absent == HUNG
+
+    def _signs(self, incarnation: str, longest: float, now: float) -> Signs:
+        """`longest`: seconds after which a step hangs."""
         member = self.heard.get(incarnation)
-        if member is None or member.hint.leaving or not member.hint.step:  # it may be compiling
-            return False
-        still = now - member.moved >= times * self._patience
-        return still and not self.is_new(now) and not self.is_silent(incarnation, now)
+        if member is None or self.is_silent(incarnation, now):
+            return Signs(answers=False)
+        may_compile = not member.hint.step
+        return Signs(
+            answers=True,
+            still=now - member.moved,
+            longest=longest,
+            may_wait=member.hint.leaving or may_compile or self.is_new(now),
+        )
 
     def is_ready(self, incarnation: str, now: float, step_seconds: float) -> bool:
         """Return whether a round waits for it. `step_seconds`: time of this island's steps."""

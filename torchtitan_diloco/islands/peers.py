@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from functools import cache, partial
-from typing import Any
 
 import msgspec
 import torch
@@ -28,7 +27,7 @@ from torchtitan_diloco.diloco.meeting import broadcast_object, code_fingerprint
 from torchtitan_diloco.diloco.peers import Apply, Peers, Send, close, local_share
 from torchtitan_diloco.diloco.round import InFlight, Round
 from torchtitan_diloco.diloco.schedule import build_schedule
-from torchtitan_diloco.diloco.state_dict import SHARED, SLOTS, SavedState
+from torchtitan_diloco.diloco.state_dict import SHARED, SLOTS, FragmentFacts, OuterFacts, SavedState
 from torchtitan_diloco.diloco.transport import STILL_SECONDS
 from torchtitan_diloco.diloco.vitals import NOT_FINITE, OUTLIER, Action, Report
 from torchtitan_diloco.islands.changes import TOTAL_TOKENS, with_settings
@@ -360,7 +359,7 @@ class IslandPeers(Peers):
 
     # --- restart ----------------------------------------------------------------------------------
 
-    def save(self, facts: dict[str, Any], mesh: DeviceMesh | None) -> SavedState:
+    def save(self, facts: OuterFacts, mesh: DeviceMesh | None) -> SavedState:
         """Save the newest shared copies, between two records of the log.
 
         The work since the last part is not saved. After a restart, its samples are read again.
@@ -376,15 +375,13 @@ class IslandPeers(Peers):
         self.meter.waited(begun - asked)
         return state
 
-    def _save(self, facts: dict[str, Any], mesh: DeviceMesh | None) -> tuple[float, SavedState]:
+    def _save(self, facts: OuterFacts, mesh: DeviceMesh | None) -> tuple[float, SavedState]:
         """Also return the start time, because the reading thread may have waited for parts
         before."""
         begun, copies, tensors = time.perf_counter(), self._copies.fragments, dict[str, Tensor]()
-        facts["in_flight"] = []
-        own = {"weight": 0.0, "delta_norms": []}
-        facts["fragments"] = [own | {"outer_steps": copy.newest} for copy in copies]
+        facts.fragments = [FragmentFacts(outer_steps=copy.newest) for copy in copies]
         if self._leader is not None:
-            facts["island"] = self._leader.state.encode().decode()
+            facts.island = self._leader.state.encode().decode()
         for copy in copies:  # sgd has no slots
             for kind, buffer in zip((SHARED, *SLOTS), copy.buffers(), strict=False):
                 tensors |= saving.named(kind, copy.state, buffer.to("cpu", copy=True), mesh)
@@ -392,13 +389,13 @@ class IslandPeers(Peers):
 
     def load(self, saved: SavedState) -> list[str]:
         """Resume from a saved state, before `join`."""
-        if saved.facts["in_flight"]:  # of a run without islands; alpha follows its progress
-            alpha = self.config.overlap.mixing_at(saved.facts.get("progress", 0.0))
+        if saved.facts.in_flight:  # of a run without islands; alpha follows its progress
+            alpha = self.config.overlap.mixing_at(saved.facts.progress)
             saving.apply_early(self.states, saved, partial(local_share, alpha))
-            saved.facts["in_flight"] = []
+            saved.facts.in_flight = []
         *_, notes = saving.load(self.states, saved, self.config, partial(local_share, 0.0))
-        if "island" in saved.facts:
-            self._saved = State.decode(saved.facts["island"].encode())
+        if saved.facts.island:
+            self._saved = State.decode(saved.facts.island.encode())
         return notes
 
     def restart(self) -> None:

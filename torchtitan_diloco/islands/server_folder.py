@@ -18,7 +18,7 @@ from msgspec import Meta
 
 from torchtitan_diloco.diloco.fields import convert, setting_types
 from torchtitan_diloco.islands.config import HOST_PATTERN, NAME, RUN_PATTERN, Join
-from torchtitan_diloco.log import UserError, install_command
+from torchtitan_diloco.log import UserError, install_command, no_run
 
 ANY_IPV4, ANY_IPV6, LOOPBACK = "0.0.0.0", "::", "127.0.0.1"
 ISLAND, ADMIN = "island", "admin"
@@ -54,8 +54,7 @@ class Folder:
         try:
             with files_of(self.path):
                 if not path.exists():
-                    reason = "it contains no run; give the folder of `serve`"
-                    raise UserError(f"--folder {self.path}: {reason}")
+                    raise no_run(self.path, path.name, "give the --folder of `serve`")
                 return msgspec.json.decode(path.read_bytes(), type=Settings)
         except msgspec.DecodeError as error:
             raise UserError(

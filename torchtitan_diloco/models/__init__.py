@@ -1,33 +1,43 @@
 """Models that can be trained (docs/data-and-models.md)."""
 
+from collections.abc import Callable
+from difflib import get_close_matches
+
 import torch
+from torch import nn
 
 from torchtitan_diloco.config.schema import Model
 from torchtitan_diloco.log import UserError
-from torchtitan_diloco.models.base import LanguageModel
-from torchtitan_diloco.models.decoder import FLAVORS, Decoder
+from torchtitan_diloco.models.decoder import SHAPES, build_decoder
+from torchtitan_diloco.models.interface import check_model, separate_documents
 
-__all__ = ["MODELS", "Decoder", "LanguageModel", "build_model", "vocabulary_rows"]
+__all__ = ["FLAVORS", "Builder", "build_model", "vocabulary_rows"]
 
-MODELS: dict[str, type[LanguageModel]] = dict.fromkeys(FLAVORS, Decoder)
-"""The class of each value of `model.flavor`."""
+Builder = Callable[[Model, int, int], nn.Module]
+"""Builds a model from [model], the rows of the embedding and the length of a sequence."""
+FLAVORS: dict[str, Builder] = dict.fromkeys(SHAPES, build_decoder)
+"""Builder of each value of `model.flavor`. `FLAVORS["mine"] = Mine` adds a class of your own."""
 
 
 def build_model(
     config: Model, vocab_size: int, sequence_length: int, *, end_of_document: int | None = None
-) -> LanguageModel:
+) -> nn.Module:
     """Build a model on the meta device, where it takes no memory.
 
     `end_of_document`: the token at which attention stops with `model.document_mask`.
     """
+    if config.flavor not in FLAVORS:
+        similar = get_close_matches(config.flavor, FLAVORS, n=1)
+        hint = "".join(f"; did you mean {name}?" for name in similar)
+        raise UserError(
+            f'model.flavor = "{config.flavor}": there is no such flavor{hint}; there are '
+            f"{', '.join(FLAVORS)}"
+        )
     with torch.device("meta"):
-        model = MODELS[config.flavor](config, vocab_size, sequence_length)
+        model = FLAVORS[config.flavor](config, vocab_size, sequence_length)
+    check_model(model)
     if config.document_mask:
-        if not model.separates_documents:
-            name = f'{type(model).__name__}, the model of model.flavor = "{config.flavor}"'
-            reason = f"{name}, cannot separate documents: set it to false"
-            raise UserError(f"model.document_mask = true: {reason}")
-        model.end_of_document = end_of_document
+        separate_documents(model, end_of_document)
     return model
 
 

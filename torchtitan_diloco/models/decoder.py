@@ -12,9 +12,8 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 from torchtitan_diloco.config.schema import Model
 from torchtitan_diloco.log import UserError
-from torchtitan_diloco.models.base import Head, LanguageModel
+from torchtitan_diloco.models.interface import STD, Head, parameter_counts
 
-EMBEDDING_STD = 0.02
 SHORT_LENGTH, LOW, HIGH = 8192, 1.0, 4.0
 """Rotary scaling: the original length, and the numbers of turns within it below and above which a
 frequency is low and high."""
@@ -66,7 +65,7 @@ laws (2503.09799)."""
 LLAMA: dict[str, Any] = {"kv_heads": 8, "qk_norm": False, "norm_epsilon": 1e-5}
 LLAMA |= {"rotary_base": 500_000.0}
 
-FLAVORS: dict[str, Shape] = {
+SHAPES: dict[str, Shape] = {
     "debug": Shape(4, 96, 3, head_dim=32, feed_forward=256),
     # The three matrices of SwiGLU have as many parameters as the papers' two, rounded up.
     **{
@@ -86,11 +85,12 @@ FLAVORS: dict[str, Shape] = {
     "llama-3b": Shape(28, 3072, 24, 128, 8192, rotary_scaling=32.0, **LLAMA),
     "llama-8b": Shape(32, 4096, 32, 128, 14336, rotary_scaling=8.0, tied_head=False, **LLAMA),
 }
+"""Shape of each flavor."""
 
 
 def resolve_shape(model: Model) -> Shape:
     """Return the shape of the flavor, with the dimensions and options that the config overrides."""
-    flavor = FLAVORS[model.flavor]
+    flavor = SHAPES[model.flavor]
     chosen = {field.name: getattr(model, field.name) for field in fields(flavor)}
     shape = replace(flavor, **{key: one for key, one in chosen.items() if one is not None})
     if shape.head_dim % 2:
@@ -231,15 +231,14 @@ class Block(nn.Module):
         return out
 
 
-class Decoder(LanguageModel):
+class Decoder(nn.Module):
     """Embedding, blocks, norm and head. There are no biases and no buffers."""
 
-    shape: Shape
-    separates_documents = True
+    end_of_document: int | None = None
 
-    def __init__(self, config: Model, vocab_size: int, sequence_length: int) -> None:
-        super().__init__(config, vocab_size, sequence_length)
-        shape = self.shape = resolve_shape(config)
+    def __init__(self, shape: Shape, vocab_size: int) -> None:
+        super().__init__()
+        self.shape = shape
         # nn.Embedding(...) would import torch._dynamo (0.6 s) to draw values that are not used.
         values = torch.empty(vocab_size, shape.width)
         self.embedding = nn.Embedding.from_pretrained(values, freeze=False)
@@ -258,20 +257,35 @@ class Decoder(LanguageModel):
         output = self.embedding if self.head is None else self.head
         return head(self.norm(x), output.weight)
 
+    def extra_repr(self) -> str:
+        return str(self.shape)
+
     def initial_std(self, name: str, parameter: Tensor) -> float:
         if name.startswith(("embedding", "head")):
-            return EMBEDDING_STD
+            return STD
         std = 1 / math.sqrt(parameter.shape[1])
         adds_to_residual = name.endswith(("attention.out.weight", "feed_forward.down.weight"))
         return std / math.sqrt(2 * self.shape.layers) if adds_to_residual else std
 
-    def parameter_counts(self) -> dict[str, int]:
-        total = sum(parameter.numel() for parameter in self.parameters())
-        matrices = 1 if self.shape.tied_head else 2
-        return {"total": total, "embedding": matrices * self.embedding.weight.numel()}
-
     def flops_per_token(self, length: int) -> int:
-        shape, weights = self.shape, self.parameter_counts()["total"]
+        shape = self.shape
+        weights = parameter_counts(self)["total"]
         if not shape.tied_head:
             weights -= self.embedding.weight.numel()  # a lookup
         return 6 * weights + 12 * shape.layers * shape.heads * shape.head_dim * length
+
+
+def build_decoder(config: Model, vocab_size: int, _sequence_length: int) -> Decoder:
+    """Build the decoder of a flavor. Any number of tokens fits, as positions are rotary."""
+    return Decoder(resolve_shape(config), vocab_size)
+
+
+def shape_of(model: nn.Module) -> Shape:
+    """Return the shape of a decoder. Raise a UserError for another model."""
+    shape = getattr(model, "shape", None)
+    if not isinstance(shape, Shape):
+        raise UserError(
+            f"{type(model).__name__} is not the decoder that other programs know: export it with "
+            "--format safetensors, and start from such an export"
+        )
+    return shape

@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import (
@@ -15,7 +16,7 @@ from torch.utils.checkpoint import (
 )
 
 from torchtitan_diloco.config.schema import ActivationCheckpoint, Compile, Parallel
-from torchtitan_diloco.models.base import LanguageModel
+from torchtitan_diloco.models.interface import blocks_of, init_weights
 
 PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.linear.default}
 """A product with a matrix of parameters, as autograd or a compiler sees it."""
@@ -24,7 +25,7 @@ ATTENTION = "scaled_dot_product", "flex_attention"
 
 
 def parallelize(
-    model: LanguageModel,
+    model: nn.Module,
     mesh: DeviceMesh | None,
     *,
     parallel: Parallel,
@@ -38,7 +39,7 @@ def parallelize(
     process.
     """
     reshard = parallel.reshard_after_forward
-    for index, block in enumerate(model.blocks):
+    for index, block in enumerate(blocks_of(model)):
         block.forward = checkpointed(block.forward, index, activation_checkpoint)
         if compile.enable:
             # Equal blocks share one compilation. Compiling only `forward` keeps FSDP's hooks
@@ -53,7 +54,7 @@ def parallelize(
         # Hidden states already have the compute dtype, and rotary angles must stay fp32.
         cast_forward_inputs=False,
     )
-    for block in model.blocks:
+    for block in blocks_of(model):
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_blocks)
     # The root has the embedding, final norm and tied head. The backward pass needs them first.
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
@@ -93,7 +94,7 @@ def selective_contexts(every: int) -> Any:
     return create_selective_checkpoint_contexts(policy)
 
 
-def materialize(model: LanguageModel, device: torch.device, seed: int) -> None:
+def materialize(model: nn.Module, device: torch.device, seed: int) -> None:
     """Move the model from the meta device to `device` and initialize it."""
     model.to_empty(device=device)
-    model.init_weights(seed)
+    init_weights(model, seed)

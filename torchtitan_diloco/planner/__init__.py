@@ -2,6 +2,5 @@
 docs/report-and-plan.md.
 
 `ladder` tries settings one after the other, `prediction` simulates a run with them, and `paper` is
-the paper's own model, which prints its table. `failures` predicts goodput, with what `absence`
-measures on the rules of the islands.
+the paper's own model, which prints its table. `failures` predicts goodput in closed form.
 """

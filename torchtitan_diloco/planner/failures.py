@@ -1,38 +1,26 @@
 """Predict kept time, or goodput: the share of the chips' time that makes steps whose work is kept.
 
-Chips fail independently. A failure stops a job. After a pause it goes on from its last checkpoint
-(`job_goodput`, exact for failures at random times). Elastic data parallelism goes on from the state
-of the surviving replicas. An island is a job of its own, whose work is kept by the log. What its
-absence costs comes from the rules of the islands (`absence.py`).
+Chips fail independently, at random times. Every way to train has the same closed form (`kept_time`)
+and differs in what it puts in: how often the same chips stop, for how long, and which work is lost.
 
 Not in the model: failures that need no restart or hit several chips, and those of a site, the
 server or the network; a lack of spare chips; and what more islands cost in loss and traffic.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
-from matplotlib import rc_context
-from matplotlib.figure import Figure
-
 from torchtitan_diloco.log import UserError, clock, markdown_table
-from torchtitan_diloco.planner.absence import Absence, Rules, absence
-from torchtitan_diloco.report.charts import LIGHT, STYLE, series_colour, short_number
 
-YEAR = 365.0 * 86_400
-SAVING = 0.001
-"""Share of the time for checkpoints that keep no work, but only serve a disaster."""
+RARE = 999
+"""Checkpoints that only serve a disaster: training takes so many times the time of a save, so that
+saves take a thousandth of all time."""
 ENOUGH = 0.001
 """The fewest islands within this of the best goodput are enough."""
-MOST_SIMULATED = 3
-"""Islands in the simulation of an absence. With more, it costs each of the others the same."""
-LONGEST_SIMULATED = 30.0
-"""Seconds. A longer absence costs the others no more."""
+SILENT = 5.0
+"""Seconds of silence after which rounds do not wait for an island."""
 
 
 @dataclass(frozen=True)
@@ -60,100 +48,117 @@ class Fleet:
             )
 
     @property
-    def rate(self) -> float:
-        """Failures of all chips in a second."""
-        return self.chips / self.mtbf
+    def every(self) -> float:
+        """Mean seconds between two failures of any chip."""
+        return self.mtbf / self.chips
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Settings of the islands of a run."""
+
+    islands: int
+    sync_every: int
+    delay: int
+    step_seconds: float
+    quorum: int = 1
+    grace_seconds: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.islands < 2:
+            raise UserError(f"--islands {self.islands}: give 2 or more")
+        if not 1 <= self.quorum <= self.islands:
+            raise UserError(f"--quorum {self.quorum}: give 1 to {self.islands} islands")
+        if self.step_seconds <= 0:
+            raise UserError(f"--step-time {self.step_seconds:g}s: give a time above 0")
+        if not 0 < self.grace_seconds <= 3600:
+            raise UserError(f"--grace {self.grace_seconds:g}s: give more than 0, up to 1h")
 
 
 class Outlook(NamedTuple):
-    """Prediction for a way to train. Times are in seconds."""
+    """What a way to train puts into the formula. Times are in seconds."""
 
     name: str
-    goodput: float
-    rate: float
-    """Failures in a second that stop the same chips together."""
+    every: float
+    """Mean time of training between two failures that stop the same chips."""
     pause: float
-    """For which they stop then, without repeated work."""
+    """For which these stop then."""
+    lost: float
+    """Mean time of training whose work is lost then."""
     interval: float
     """From one checkpoint to the next."""
+    save: float = 0.0
+    waiting: float | None = None
+    """Share of its time for which an island waits for others that are absent."""
+    quorate: float | None = None
+    """Share of the time in which as many islands as a quorum train."""
+
+    @property
+    def goodput(self) -> float:
+        """Of segments of 2 x lost seconds, 1 / (e^y - 1) end between two failures (J. T. Daly,
+        2006). Failures during a pause are handled in it."""
+        y = 2 * self.lost / self.every
+        if y > 500:
+            return 0.0
+        saved = self.interval / (self.interval + self.save) if self.save else 1.0
+        repeats = y / math.expm1(y) if y else 1.0
+        return saved * repeats / (1 + self.pause / self.every) * (1 - (self.waiting or 0.0))
 
 
-def job_goodput(rate: float, pause: float, interval: float, save: float = 0.0) -> float:
-    """Return the goodput of a job that repeats its work since the last checkpoint.
-
-    Args:
-        rate: failures in a second. Those during a pause are handled in it.
-        pause: seconds from a failure until the job trains.
-        interval: seconds of training between two checkpoints. 0: no work is repeated.
-        save: seconds for which a checkpoint stops training.
-    """
-    segment = interval + save
-    if rate * segment > 500:
-        return 0.0
-    # In a time between failures of mean 1 / rate, 1 / (exp(rate * segment) - 1) segments end.
-    kept = interval / segment if segment else 1.0
-    lost_in = math.expm1(rate * segment) / (rate * segment) if rate * segment else 1.0
-    return kept / lost_in / (1 + rate * pause)
-
-
-def best_interval(rate: float, save: float) -> float:
-    """Return the interval with the best goodput: about sqrt(2 save / rate) (Young, Daly)."""
-    if not save:
-        return 0.0
-    interval = math.sqrt(2 * save / rate)
-    for _ in range(50):  # Newton's method, for rate * interval = 1 - exp(-rate * segment)
-        survives = math.exp(-rate * (interval + save))
-        interval -= (rate * interval - 1 + survives) / (rate * (1 - survives))
-    return interval
+def best_interval(every: float, save: float) -> float:
+    """Return the interval with the best goodput: that of Young, with the terms of Daly."""
+    if save >= 2 * every:
+        return every
+    share = save / (2 * every)
+    return math.sqrt(2 * save * every) * (1 + math.sqrt(share) / 3 + share / 9) - save
 
 
 def one_job(fleet: Fleet, interval: float | None = None) -> Outlook:
     """Data parallelism that is not elastic, and workers that are one job, fail alike."""
-    rate, pause = fleet.rate, fleet.detect + fleet.restart
-    interval = best_interval(rate, fleet.save) if interval is None else interval
-    goodput = job_goodput(rate, pause, interval, fleet.save)
-    return Outlook("one job", goodput, rate, pause, interval)
+    if interval is None:
+        interval = best_interval(fleet.every, fleet.save)
+    pause = fleet.detect + fleet.restart
+    lost = (interval + fleet.save) / 2
+    return Outlook("one job", fleet.every, pause, lost, interval, fleet.save)
 
 
 def elastic(fleet: Fleet, interval: float | None = None) -> Outlook:
     """Data parallelism whose survivors have all state, and go on while chips are replaced."""
-    pause, interval = fleet.detect + fleet.rejoin, _rare(fleet, interval)
-    goodput = _saved(fleet, interval) * job_goodput(fleet.rate, pause, 0)
-    return Outlook("elastic data parallelism", goodput, fleet.rate, pause, interval)
+    if interval is None:
+        interval = RARE * fleet.save
+    pause = fleet.detect + fleet.rejoin
+    return Outlook("elastic data parallelism", fleet.every, pause, 0.0, interval, fleet.save)
 
 
-def islands(
-    fleet: Fleet, rules: Rules, interval: float | None = None, *, are_elastic: bool = False
-) -> Outlook:
-    """Islands of equal size. `are_elastic`: each is elastic inside, as in Decoupled DiLoCo."""
-    count, rate = rules.islands, fleet.rate / rules.islands
-    cost = absence_cost(fleet, rules, are_elastic=are_elastic)
-    pause = fleet.detect + max(fleet.rejoin, cost.rejoins)
-    pause += 0.0 if are_elastic else fleet.restart
-    # Its parts are like checkpoints, as its work since the last one is lost.
-    own = job_goodput(rate, pause, 2 * cost.lost_steps * rules.step_seconds)
-    absences = (count - 1) / (1 / rate + pause)  # of others in a second
-    waiting = min(1.0, absences * cost.others_wait)
-    interval = _rare(fleet, interval)
-    goodput = _saved(fleet, interval) * own * (1 - waiting)
-    return Outlook(f"{count} islands", goodput, rate, pause, interval)
+def islands(fleet: Fleet, rules: Rules, interval: float | None = None) -> Outlook:
+    """Islands of equal size. One that failed loses the work since its last part was stored."""
+    if interval is None:
+        interval = RARE * fleet.save
+    every = fleet.every * rules.islands
+    pause = fleet.detect + fleet.restart + fleet.rejoin
+    lost = (rules.sync_every + rules.delay) / 2 * rules.step_seconds
+    waits = rules.grace_seconds > rules.delay * rules.step_seconds
+    absences = (rules.islands - 1) / (every + pause)  # of others in a second
+    waiting = min(1.0, absences * min(pause, SILENT)) if waits else 0.0
+    there = quorate(rules.islands, rules.quorum, every / (every + pause))
+    name = f"{rules.islands} islands"
+    return Outlook(name, every, pause, lost, interval, fleet.save, waiting, there)
 
 
-def absence_cost(fleet: Fleet, rules: Rules, *, are_elastic: bool = False) -> Absence:
-    """Return what an absence costs by the rules, as simulated with few islands."""
-    few = min(rules.islands, MOST_SIMULATED)
-    quorum = max(1, rules.quorum - (rules.islands - few))
-    seconds = fleet.detect + fleet.rejoin + (0.0 if are_elastic else fleet.restart)
-    few_rules = replace(rules, islands=few, quorum=quorum)
-    return absence(few_rules, min(seconds, LONGEST_SIMULATED), dies=not are_elastic)
-
-
-def _rare(fleet: Fleet, interval: float | None) -> float:
-    return fleet.save * (1 / SAVING - 1) if interval is None else interval
-
-
-def _saved(fleet: Fleet, interval: float) -> float:
-    return interval / (interval + fleet.save) if fleet.save else 1.0
+def quorate(count: int, quorum: int, available: float) -> float:
+    """Return how probable it is that of `count` islands, each `available`, a quorum is there."""
+    if available == 1:
+        return 1.0
+    return math.fsum(
+        math.exp(
+            math.lgamma(count + 1)
+            - math.lgamma(there + 1)
+            - math.lgamma(count - there + 1)
+            + there * math.log(available)
+            + (count - there) * math.log(1 - available)
+        )
+        for there in range(quorum, count + 1)
+    )
 
 
 def outlooks(
@@ -161,58 +166,49 @@ def outlooks(
 ) -> tuple[list[Outlook], Outlook]:
     """Return one job, elastic data parallelism, and the islands of each of these rules. Of these,
     return also the fewest that are almost as good as the best."""
-    for one in rules:
-        if not 2 <= one.islands <= fleet.chips:
-            raise UserError(f"--islands {one.islands}: give 2 or more, up to {fleet.chips} chips")
-        if not 1 <= one.quorum <= one.islands:
-            raise UserError(f"--quorum {one.quorum}: give 1 to {one.islands} islands")
+    most = max(each.islands for each in rules)
+    if most > fleet.chips:
+        raise UserError(f"--islands {most}: give 2 or more, up to {fleet.chips} chips")
     if interval is not None and not 0 < interval < math.inf:
         raise UserError(f"--checkpoint {interval:g}s: give a time above 0")
-    several = [islands(fleet, one, interval) for one in sorted(rules, key=lambda it: it.islands)]
-    best = max(one.goodput for one in several)
-    chosen = next(one for one in several if one.goodput >= best - ENOUGH)
+    several = [islands(fleet, each, interval) for each in sorted(rules, key=lambda it: it.islands)]
+    best = max(outlook.goodput for outlook in several)
+    chosen = next(outlook for outlook in several if outlook.goodput >= best - ENOUGH)
     return [one_job(fleet, interval), elastic(fleet, interval), *several], chosen
 
 
+FORMULAS = f"""\
+* are the fewest islands within 0.1 points of the best. T is "checkpoint every", S is --save:
+
+kept time = T / (T + S) x y / (e^y - 1) / (1 + for / every) x (1 - waiting), y = 2 x lost / every
+every     = MTBF / chips, of islands x their number M
+for       = one job: detect + restart; elastic: detect + rejoin; islands: all three
+lost      = one job: (T + S) / 2; elastic: 0; islands: (H + tau) / 2 steps
+T         = one job: sqrt(2 S every) x (1 + sqrt(s) / 3 + s / 9) - S, s = S / (2 every)
+            (Young, Daly; every, if S is twice as long); others: {RARE} x S; or --checkpoint
+waiting   = islands: (M - 1) / (every + for) x {SILENT:g} s (or for, if shorter),
+            0 if tau steps take as long as the grace
+quorum    = probability that a quorum of M islands trains, each with every / (every + for)"""
+
+
 def outlooks_text(found: Sequence[Outlook], chosen: Outlook) -> str:
-    """Return a table, with the chosen islands marked."""
+    """Return a table, with the chosen islands marked, and the formulas of its numbers."""
     rows = [
         [
-            f"* {one.name}" if one is chosen else one.name,
-            f"{100 * one.goodput:.2f} %",
-            clock(1 / one.rate),
-            clock(one.pause),
-            clock(one.interval) if one.interval else "any time",
+            f"* {outlook.name}" if outlook is chosen else outlook.name,
+            f"{100 * outlook.goodput:.2f} %",
+            _time(outlook.every),
+            _time(outlook.pause),
+            _time(outlook.lost),
+            _time(outlook.interval) if outlook.interval else "any time",
+            "-" if outlook.waiting is None else f"{100 * outlook.waiting:.2f} %",
+            "-" if outlook.quorate is None else f"{100 * outlook.quorate:.2f} %",
         ]
-        for one in found
+        for outlook in found
     ]
-    columns = ["training as", "kept time", "stops every", "for", "checkpoint every"]
-    return markdown_table(columns, rows)
+    columns = "training as, kept time, every, for, lost, checkpoint every, waiting, quorum"
+    return f"{markdown_table(columns.split(', '), rows)}\n\n{FORMULAS}"
 
 
-def write_plot(path: Path, fleet: Fleet, rules: Sequence[Rules]) -> None:
-    """Draw what is lost over the interval of checkpoints, with the best one of one job."""
-    best = one_job(fleet)
-    intervals = np.geomspace(60, max(86_400, 10 * best.interval), 100)
-    ways: list[Callable[..., Outlook]] = [one_job, elastic]
-    ways += [partial(islands, rules=one) for one in rules]
-    with rc_context(STYLE | {"svg.fonttype": "none", "svg.hashsalt": "failures"}):
-        figure = Figure((7, 4), layout="constrained")
-        label = "minutes between checkpoints"
-        axes = figure.add_subplot(xscale="log", yscale="log", xlabel=label)
-        axes.set_title("chips' time that is lost, %", loc="left")
-        for number, way in enumerate(ways):
-            found = [way(fleet, interval=interval) for interval in intervals]
-            lost = [100 * (1 - one.goodput) for one in found]
-            colour = LIGHT[series_colour(number)]
-            axes.plot(intervals / 60, lost, color=colour, label=found[0].name)
-        axes.plot(best.interval / 60, 100 * (1 - best.goodput), "o", color=LIGHT["series-1"])
-        for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_formatter(short_number)
-        axes.grid(axis="y")
-        axes.legend(frameon=False)
-        try:
-            figure.savefig(path)
-        except (OSError, ValueError) as error:  # no such folder, or an unknown format
-            reason = f"{error}".splitlines()[0]
-            raise UserError(f"--plot {path}: {reason}: give a new .svg or .png file") from error
+def _time(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds < 60 else clock(seconds)

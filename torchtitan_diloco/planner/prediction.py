@@ -18,22 +18,29 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import nn
 
 from torchtitan_diloco.components.metrics import all_reduce_bytes
 from torchtitan_diloco.components.run_plan import RunPlan, plan_run
 from torchtitan_diloco.config.loader import load_config, shipped_configs
 from torchtitan_diloco.config.schema import Config
 from torchtitan_diloco.diloco.codecs import build_codec
-from torchtitan_diloco.diloco.config import Beginning, DiLoCoConfig, Fragments, Quantization
+from torchtitan_diloco.diloco.config import (
+    STREAM_BYTES,
+    Beginning,
+    DiLoCoConfig,
+    Fragments,
+    Quantization,
+)
 from torchtitan_diloco.diloco.exchange import bytes_from_each, chunk_and_window, slice_owners
 from torchtitan_diloco.diloco.fragments import build_fragments
-from torchtitan_diloco.diloco.link import STREAM_BYTES, streams_needed
 from torchtitan_diloco.diloco.outer_state import state_bytes
 from torchtitan_diloco.diloco.schedule import build_schedule
 from torchtitan_diloco.diloco.transport import header_bytes
 from torchtitan_diloco.hardware import GIB, PEAK_BF16_FLOPS
 from torchtitan_diloco.log import UserError, clock, markdown_table
-from torchtitan_diloco.models import LanguageModel, build_model
+from torchtitan_diloco.models import build_model
+from torchtitan_diloco.models.interface import flops_per_token, parameter_counts
 
 STEADY_ROUNDS = 30
 """Simulated rounds of every fragment in the steady state."""
@@ -87,10 +94,6 @@ class Conditions:
         rate = self.bits_per_second / 8 / max(1, self.workers - 1)
         return rate * 2 * self.latency_seconds if self.latency_seconds else 0.0
 
-    def streams(self, given: int, ranks: int) -> int:
-        """Return the TCP streams from each rank to each other worker: as given, or as needed."""
-        return given or math.ceil(streams_needed(8 * self.bytes_in_flight, 1.0) / ranks)
-
 
 class Prediction(NamedTuple):
     """Means over workers."""
@@ -124,7 +127,7 @@ def predict(
     """
     beginning = Beginning() if steps is None else diloco.beginning.in_steps(steps)
     schedule = build_schedule(replace(diloco, beginning=beginning), len(fragments))
-    streams = conditions.streams(diloco.link.streams, ranks)
+    streams = math.ceil(diloco.link.streams / ranks)
     exchanges = [
         predict_exchange(values, max(fragments), diloco.quantization, conditions, ranks, streams)
         for values in fragments
@@ -244,7 +247,7 @@ def predict_data_parallel(buckets: Sequence[int], conditions: Conditions) -> Pre
 class Workload:
     """Model and length of a run, for which any settings of the outer loop can be predicted."""
 
-    model: LanguageModel
+    model: nn.Module
     """On the meta device."""
     plan: RunPlan
     workers: int
@@ -255,7 +258,7 @@ class Workload:
     def of(config: Config, vocabulary: int) -> "Workload":
         workers, ranks = config.diloco.workers, max(1, config.parallel.fsdp)
         model = build_model(config.model, vocabulary, config.training.sequence_length)
-        counts = model.parameter_counts()
+        counts = parameter_counts(model)
         plan = plan_run(config.training, workers * ranks, counts["total"], counts["embedding"])
         return Workload(model, plan, workers, ranks)
 
@@ -298,7 +301,7 @@ def presets_table(gpus: int, mfu: float) -> str:
         plan, workers = load.plan, load.workers
         each = plan.inner_bytes + state_bytes(config.diloco)
         tokens = plan.total_steps * plan.tokens_per_step
-        flops = load.model.flops_per_token(config.training.sequence_length) * tokens
+        flops = flops_per_token(load.model, config.training.sequence_length) * tokens
         seconds = flops / (workers * gpus * PEAK_BF16_FLOPS[GPU] * mfu)
         sent = load.predict(config.diloco, Conditions(math.inf, (1.0,) * workers))
         cells = [

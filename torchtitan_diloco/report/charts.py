@@ -1,13 +1,12 @@
-"""Line charts, heat maps, the timeline of workers, and what they share, drawn by matplotlib.
+"""Line charts, drawn by matplotlib, the timeline of workers, and what they share.
 
-On a page they are SVG with text as text and CSS variables as colours, so that they follow the
-reader's fonts and light or dark colour scheme. Tooltips are SVG titles: no script is needed.
+All have the same width, and are scaled by the page. Tooltips of the timeline are SVG titles: no
+script is needed.
 """
 
 import io
 import itertools
 import math
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -18,54 +17,52 @@ import numpy as np
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
 from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from torchtitan_diloco.components.records import NAN, RoundRecord
 from torchtitan_diloco.log import brief
 from torchtitan_diloco.report.run_records import Array
 
-COLOURS = {  # name: on a light and on a dark background
-    "surface": ("#ffffff", "#15181d"),
-    "text": ("#1a1d21", "#e8eaed"),
-    "muted": ("#565f6b", "#a8b0bb"),
-    "grid": ("#e4e7eb", "#2b3038"),
-    "axis": ("#9aa3ad", "#636c78"),
-    "band": ("#dde4ec", "#2a313a"),
-    # Readers with a colour vision deficiency can tell most of these apart as well.
-    "series-1": ("#0b62b0", "#6cb2ff"),
-    "series-2": ("#c24a17", "#ff9a66"),
-    "series-3": ("#1b7f53", "#5cd1a0"),
-    "series-4": ("#8d4fa8", "#cda0ea"),
-    "series-5": ("#936500", "#ecc04f"),
-    "series-6": ("#0f7796", "#63cfe8"),
-    "series-7": ("#bd3470", "#ff8fb9"),
-    "series-8": ("#66707c", "#a6adb8"),
-}
-LIGHT = {name: light for name, (light, _) in COLOURS.items()}
+SURFACE = "#ffffff"
+TEXT = "#1a1d21"
+MUTED = "#565f6b"
+GRID = "#e4e7eb"
+AXIS = "#9aa3ad"
+BAND = "#dde4ec"
+BLUE = "#0b62b0"
+ORANGE = "#c24a17"
+GREEN = "#1b7f53"
+PURPLE = "#8d4fa8"
+OCHRE = "#936500"
+TEAL = "#0f7796"
+PINK = "#bd3470"
+GREY = "#66707c"
+SERIES = (BLUE, ORANGE, GREEN, PURPLE, OCHRE, TEAL, PINK, GREY)
+"""Readers with a colour vision deficiency can tell most of these apart as well."""
 STYLE: Any = {
-    "axes.edgecolor": LIGHT["axis"],
-    "axes.labelcolor": LIGHT["muted"],
+    "axes.edgecolor": AXIS,
+    "axes.labelcolor": MUTED,
     "axes.spines.left": False,
     "axes.spines.right": False,
     "axes.spines.top": False,
     "axes.xmargin": 0.02,
     "figure.dpi": 72,  # a unit of the SVG is a point
     "font.size": 12.5,
-    "grid.color": LIGHT["grid"],
-    "text.color": LIGHT["text"],
+    "grid.color": GRID,
+    "text.color": TEXT,
     "xaxis.labellocation": "right",
-    "xtick.color": LIGHT["axis"],
-    "xtick.labelcolor": LIGHT["muted"],
-    "ytick.labelcolor": LIGHT["muted"],
+    "xtick.color": AXIS,
+    "xtick.labelcolor": MUTED,
+    "ytick.labelcolor": MUTED,
     "ytick.major.size": 0,
     "ytick.minor.size": 0,
 }
 """matplotlib's settings for all figures."""
-SERIES = 8
-FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Noto Sans', 'Liberation Sans', sans-serif"
-LINE_CHART_SIZE = (430.0, 226.0)
-"""Small, so that texts are readable on a telephone."""
+SVG: Any = {"svg.fonttype": "none", "svg.hashsalt": "torchtitan_diloco"}
+"""For texts in the fonts of the reader, and the same file from the same records."""
+WIDTH = 430.0
+"""Of a chart, in points. It is small, so that texts are readable on a telephone."""
+HEIGHT = 226.0
 MAX_DOTS = 80
 LABEL_SHARE = 0.22
 """Share of the width of a chart that the name of a mark takes, at most."""
@@ -94,24 +91,11 @@ class Mark(NamedTuple):
 
 
 def series_colour(series: int) -> str:
-    return f"series-{series % SERIES + 1}"
+    return SERIES[series % len(SERIES)]
 
 
-def css_variables() -> str:
-    """Return the style sheet of charts."""
-    light, dark = (
-        "".join(f"--{name}:{pair[scheme]};" for name, pair in COLOURS.items()) for scheme in (0, 1)
-    )
-    return (
-        f":root{{color-scheme:light dark;{light}}}"
-        f"@media (prefers-color-scheme:dark){{:root{{{dark}}}}}"
-        f".chart text{{font-family:{FONT}!important;pointer-events:none}}"
-    )
-
-
-@rc_context(STYLE)
+@rc_context(STYLE | SVG)
 def line_chart(
-    title: str,
     curves: Sequence[Curve],
     *,
     x_label: str,
@@ -120,8 +104,7 @@ def line_chart(
     marks: Sequence[Mark] = (),
 ) -> str:
     """Return curves as SVG, without title and legend. `top` is the end of the y axis."""
-    width, height = LINE_CHART_SIZE
-    figure = Figure((width / 72, height / 72), layout="constrained")
+    figure = Figure((WIDTH / 72, HEIGHT / 72), layout="constrained")
     axes = figure.add_subplot(xlabel=x_label, yscale="log" if log else "linear")
     for curve in curves:
         _plot(axes, curve, log)
@@ -137,7 +120,10 @@ def line_chart(
         axis.set_major_formatter(short_number)
     axes.grid(axis="y")
     _mark(axes, marks)
-    return svg(figure, title)
+    buffer = io.StringIO()
+    metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    figure.savefig(buffer, format="svg", metadata=metadata)
+    return buffer.getvalue()
 
 
 def _mark(axes: Axes, marks: Sequence[Mark]) -> None:
@@ -145,11 +131,11 @@ def _mark(axes: Axes, marks: Sequence[Mark]) -> None:
     low, high = axes.get_xlim()
     latest = -math.inf
     for mark in sorted(marks):
-        axes.axvline(mark.x, color=LIGHT[mark.colour], linewidth=1, zorder=2)
+        axes.axvline(mark.x, color=mark.colour, linewidth=1, zorder=2)
         if mark.name and mark.x - latest > LABEL_SHARE * (high - low):
             latest = mark.x
             place: Any = {"xycoords": ("data", "axes fraction"), "ha": "center", "va": "bottom"}
-            axes.annotate(mark.name, (mark.x, 1.02), color=LIGHT["muted"], **place)
+            axes.annotate(mark.name, (mark.x, 1.02), color=MUTED, **place)
     axes.set_xlim(low, high)
 
 
@@ -162,7 +148,7 @@ def _plot(axes: Axes, curve: Curve, log: bool) -> None:
     axes.plot(
         curve.x,
         np.where(shown, curve.y, np.nan),
-        color=LIGHT[series_colour(curve.series)],
+        color=series_colour(curve.series),
         linestyle="--" if curve.dashed else "-",
         linewidth=1.2 if curve.faint else 2.0,
         alpha=0.45 if curve.faint else None,
@@ -173,49 +159,6 @@ def _plot(axes: Axes, curve: Curve, log: bool) -> None:
     )
 
 
-def heat_map(title: str, values: Array, names: Sequence[str]) -> str:
-    """Draw a square of values, whose rows wait for the columns. NaN is left empty."""
-    with rc_context(STYLE):
-        figure = Figure((LINE_CHART_SIZE[0] / 72, 0.5 + 0.42 * len(names)), layout="constrained")
-        axes = figure.subplots()
-        largest, places = np.nanmax(values) or 1.0, range(len(names))
-        axes.set(xlim=(-0.5, len(names) - 0.5), ylim=(len(names) - 0.5, -0.5))
-        for row, column in zip(*np.nonzero(np.isfinite(values)), strict=True):
-            value, corner = values[row, column], (column - 0.47, row - 0.45)
-            shade = max(0.08, 0.75 * value / largest)
-            colour = LIGHT["series-2"]
-            axes.add_patch(Rectangle(corner, 0.94, 0.9, color=colour, alpha=shade))
-            axes.text(column, row, f"{value:.3g}", ha="center", va="center")
-        axes.set_xticks(places, [f"for {name}" for name in names])
-        axes.set_yticks(places, names)
-        axes.tick_params(length=0)
-        axes.spines["bottom"].set_visible(False)
-        return svg(figure, title)
-
-
-def svg(figure: Figure, title: str, tooltips: Sequence[str] = ()) -> str:
-    """Return a figure as SVG for a page."""
-    buffer = io.StringIO()
-    width, height = figure.get_size_inches() * 72
-    options: Any = {"svg.fonttype": "none", "svg.hashsalt": f"{title} {width}"}
-    with rc_context(options):  # the salt makes ids unique on a page and the same in every run
-        metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        figure.savefig(buffer, format="svg", transparent=True, metadata=metadata)
-    body = buffer.getvalue().partition("</defs>")[2]
-
-    for number, tooltip in enumerate(tooltips):
-        body = body.replace(f'<g id="tip-{number}">', f"<g><title>{escape(tooltip)}</title>")
-    body = re.sub(r'(?<=<g) id="[^"]*"|; font-family:[^;"]*|<!--.*?-->', "", body)
-    body = re.sub(r" transform=\"rotate\(-0 [^\"]*\"|(?<=\.\d\d)\d{4}(?=[ \"\n])", "", body)
-    for name, colour in LIGHT.items():
-        body = body.replace(colour, f"var(--{name})")
-    opening = (
-        f'<svg class="chart" role="img" aria-label="{escape(title)}" '
-        f'viewBox="0 0 {width:g} {height:g}" xmlns:xlink="http://www.w3.org/1999/xlink"'
-    )
-    return f"{opening}>{body}"
-
-
 def short_number(value: float, _: object = None) -> str:
     """Return a number as an axis shows it: `1.5M`, `35k`, `0.25`."""
     return EngFormatter(sep="")(value) if abs(value) >= 1000 else f"{value:.6g}"
@@ -223,22 +166,25 @@ def short_number(value: float, _: object = None) -> str:
 
 # --- timeline -------------------------------------------------------------------------------------
 
-TIMELINE_WIDTH, MARGINS = 980.0, 98.0
-LANE, LANE_STEP, WORKER_STEP = 17.0, 20.0, 52.0
+LANE = 17.0
+LANE_STEP = 20.0
+WORKER_STEP = 62.0
+NAME_HEIGHT = 18.0
+AXIS_HEIGHT = 22.0
 MAX_WORKERS = 8
 LANES = ("training", "exchange")
 """The training thread, and the thread that exchanges in the background."""
 PHASES = {
-    "taking": ("training", "due", "taken", "series-5"),
-    "waiting": ("training", "asked", "arrived", "series-2"),
-    "merging": ("training", "arrived", "applied", "series-4"),
-    "encoding": ("exchange", "begun", "encoded", "series-1"),
-    "waiting for others": ("exchange", "encoded", "heard", "series-8"),
-    "transfer": ("exchange", "heard", "received", "series-3"),
-    "outer step": ("exchange", "received", "ready", "series-6"),
+    "taking": ("training", "due", "taken", OCHRE),
+    "waiting": ("training", "asked", "arrived", ORANGE),
+    "merging": ("training", "arrived", "applied", PURPLE),
+    "encoding": ("exchange", "begun", "encoded", BLUE),
+    "waiting for others": ("exchange", "encoded", "heard", GREY),
+    "transfer": ("exchange", "heard", "received", GREEN),
+    "outer step": ("exchange", "received", "ready", TEAL),
 }
 """Lane, start and end among the moments, and colour."""
-PHASE_COLOURS = {"computing": "band"} | {name: phase[-1] for name, phase in PHASES.items()}
+PHASE_COLOURS = {"computing": BAND} | {name: phase[-1] for name, phase in PHASES.items()}
 Exchange = Sequence[RoundRecord | None]
 """One exchange of one fragment: the records of all workers, None where there is none."""
 
@@ -289,46 +235,62 @@ def _phases_of_round(worker: int, record: RoundRecord, shift: float) -> Iterator
             yield Phase(worker, lane, start, end, name, record)
 
 
-@rc_context(STYLE)
-def timeline_svg(
-    title: str, found: Sequence[Phase], names: Sequence[str], width: float = TIMELINE_WIDTH
-) -> str:
+def timeline_span(found: Sequence[Phase], names: Sequence[str]) -> str:
+    """Return what the x axis of a timeline is."""
+    began = datetime.fromtimestamp(min(phase.start_seconds for phase in found), tz=UTC)
+    hidden = len({phase.worker for phase in found}) - MAX_WORKERS
+    more = f"; {hidden} more workers are not shown" if hidden > 0 else ""
+    return f"seconds, from {began:%H:%M:%S} UTC on the clock of {names[0]}{more}"
+
+
+def timeline_svg(title: str, found: Sequence[Phase], names: Sequence[str]) -> str:
     """Return two lanes for each worker as SVG, without title and legend. At least one phase must
     have a length."""
-    found = [phase for phase in found if phase.seconds > 0]
-    workers = sorted({phase.worker for phase in found})
     start = min(phase.start_seconds for phase in found)
     length = max(phase.end_seconds for phase in found) - start
-    tops = {worker: row * WORKER_STEP for row, worker in enumerate(workers[:MAX_WORKERS])}
-    found = [phase for phase in found if phase.worker in tops]
-    hidden = len(workers) - len(tops)
-    more = f"; {hidden} more workers are not shown" if hidden else ""
-    height = WORKER_STEP * len(tops)
-    figure = Figure((width / 72, (height + 54) / 72), layout="constrained")
-    began = datetime.fromtimestamp(start, tz=UTC)
-    x_label = f"seconds, from {began:%H:%M:%S} UTC on the clock of {names[0]}{more}"
-    axes = figure.add_subplot(xlabel=x_label, xlim=(0, length), ylim=(height, 0))
-    axes.xaxis.set_major_formatter(short_number)
-    axes.xaxis.set_major_locator(MaxNLocator(8 if width > 600 else 4, steps=[1, 2, 5, 10]))
-    for top in tops.values():
-        axes.add_patch(Rectangle((0, top), length, LANE, color=LIGHT["band"], linewidth=0))
-        axes.axhline(top + LANE_STEP + LANE / 2, color=LIGHT["grid"], linewidth=1, zorder=0)
-    rows = [text for worker in tops for text in (names[worker], "exchange")]
-    ticks = [top + lane + LANE / 2 for top in tops.values() for lane in (0, LANE_STEP)]
-    axes.set_yticks(ticks, rows)
-    for label in axes.get_yticklabels()[::2]:
-        label.set(color=LIGHT["text"], weight="bold")
-    seconds_per_point = length / (width - MARGINS)
-    for place, phase in enumerate(found):
-        left, extent = phase.start_seconds - start, max(phase.seconds, seconds_per_point)
+    workers = sorted({phase.worker for phase in found})[:MAX_WORKERS]
+    tops = {worker: NAME_HEIGHT + row * WORKER_STEP for row, worker in enumerate(workers)}
+    bottom = WORKER_STEP * len(tops)
+    drawn = list[str]()
+    for worker, top in tops.items():
+        drawn.append(_text(0, top - 5, names[worker], TEXT, "start"))
+        drawn.append(_box(0, top, WIDTH, LANE, BAND))
+        drawn.append(_box(0, top + LANE_STEP + LANE / 2, WIDTH, 1, GRID))
+    for phase in found:
+        if phase.worker not in tops or phase.seconds <= 0:
+            continue
+        left = WIDTH * (phase.start_seconds - start) / length
+        extent = max(1.0, WIDTH * phase.seconds / length)
         top = tops[phase.worker] + LANE_STEP * LANES.index(phase.lane)
-        style: Any = {"facecolor": LIGHT[PHASE_COLOURS[phase.name]], "gid": f"tip-{place}"}
-        axes.add_patch(Rectangle((left, top), extent, LANE, linewidth=0, **style))
+        colour = PHASE_COLOURS[phase.name]
+        drawn.append(_box(left, top, extent, LANE, colour, _tooltip(phase, names)))
         fragment = str(phase.round.fragment)
-        if extent / seconds_per_point > 8 * len(fragment) + 4:  # there is room
-            text = axes.text(left + extent / 2, top + LANE / 2, fragment, color=LIGHT["surface"])
-            text.set(ha="center", va="center_baseline")
-    return svg(figure, title, [_tooltip(phase, names) for phase in found])
+        if extent > 8 * len(fragment) + 4:  # there is room
+            drawn.append(_text(left + extent / 2, top + 13, fragment, SURFACE, "middle"))
+    drawn.append(_box(0, bottom, WIDTH, 1, AXIS))
+    for tick in MaxNLocator(6, steps=[1, 2, 5, 10]).tick_values(0, length):
+        place = WIDTH * tick / length
+        anchor = "start" if tick == 0 else "middle" if place < WIDTH - 20 else "end"
+        if place <= WIDTH:
+            drawn.append(_box(min(place, WIDTH - 1), bottom, 1, 4, AXIS))
+            drawn.append(_text(place, bottom + 17, short_number(tick), MUTED, anchor))
+    return (
+        f'<svg class="chart" role="img" aria-label="{escape(title)}" font-size="12.5" '
+        f'viewBox="0 0 {WIDTH:g} {bottom + AXIS_HEIGHT:g}">{"".join(drawn)}</svg>'
+    )
+
+
+def _box(
+    left: float, top: float, width: float, height: float, colour: str, tooltip: str = ""
+) -> str:
+    place = f'x="{left:.2f}" y="{top:g}" width="{width:.2f}" height="{height:g}"'
+    about = f"<title>{escape(tooltip)}</title>" if tooltip else ""
+    return f'<rect {place} fill="{colour}">{about}</rect>'
+
+
+def _text(left: float, bottom: float, text: str, colour: str, anchor: str) -> str:
+    place = f'x="{left:.2f}" y="{bottom:g}" text-anchor="{anchor}"'
+    return f'<text {place} fill="{colour}">{escape(text)}</text>'
 
 
 def _tooltip(phase: Phase, names: Sequence[str]) -> str:

@@ -1,6 +1,7 @@
 """The figures of a page with their captions."""
 
 import math
+from base64 import b64encode
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -13,15 +14,20 @@ from torchtitan_diloco.components.records import number
 from torchtitan_diloco.islands.overview import GAP_FACTOR, LEAST_GAP, Stay
 from torchtitan_diloco.islands.page import Lanes, lanes_of
 from torchtitan_diloco.report.charts import (
+    AXIS,
+    BLUE,
+    GREEN,
+    GREY,
+    ORANGE,
     PHASE_COLOURS,
     SERIES,
     Curve,
     Exchange,
     Mark,
-    heat_map,
     line_chart,
     phases,
     series_colour,
+    timeline_span,
     timeline_svg,
 )
 from torchtitan_diloco.report.run_records import (
@@ -35,13 +41,13 @@ from torchtitan_diloco.report.run_records import (
 
 TOKENS = "train/tokens"
 SHARE_COLOURS = {
-    "compute": "series-1",
-    "data": "series-3",
-    "exposed communication": "series-2",
-    "other": "series-8",
+    "compute": BLUE,
+    "data": GREEN,
+    "exposed communication": ORANGE,
+    "other": GREY,
 }
 MAX_FRAGMENTS = 16
-NARROW = 430.0
+SHOWN_EXCHANGES = 5
 TIMELINE_CAPTION = (
     "Upper lane: a worker's training thread, which computes where it does not take, wait or merge. "
     "Lower lane: its exchanges in the background. Numbers are fragments. The workers' clocks are "
@@ -88,20 +94,25 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class Figure:
-    """An SVG or stacked bars, with the text around them."""
+    """A chart, a timeline, lanes or stacked bars, with the text around them."""
 
     title: str
     caption: str
     legend: Sequence[Key]
     unit: str = ""
-    """Label of the y axis."""
-    svg: str = ""
+    """Label of the y axis of a chart, or of the x axis of a timeline."""
+    chart: str = ""
+    """SVG, shown as an image."""
+    timeline: str = ""
+    """SVG, shown as a part of the page, as it has tooltips."""
     lanes: Lanes | None = None
-    """Replaces `svg`."""
-    narrow_svg: str = ""
-    """Replaces a wide `svg` on a narrow page."""
     bars: dict[str, dict[str, float]] = field(default_factory=dict)
     """Percentages of the legend's entries by run."""
+
+    @property
+    def image(self) -> str:
+        """Address of the chart, which contains it."""
+        return f"data:image/svg+xml;base64,{b64encode(self.chart.encode()).decode()}"
 
 
 def figures(runs: Sequence[Run]) -> list[Figure]:
@@ -123,7 +134,6 @@ def figures(runs: Sequence[Run]) -> list[Figure]:
     if len(runs) == 1:
         title = "Cosine of a worker's update to the mean"
         found += [
-            _delays(runs[0]),
             _rounds(runs[0], title, "cosine", COSINE_CAPTION, COSINE),
             _rounds(runs[0], "Drift of the workers", DRIFT_UNIT, DRIFT_CAPTION, DRIFT),
         ]
@@ -153,8 +163,8 @@ def _line_figure(
             name, kind = runs[curve.series].name, "line"
             curves[place] = replace(curve, name=f"{name}, {curve.name}")
         legend.setdefault(name, Key(name, series_colour(curve.series), kind))
-    svg = line_chart(title, curves, marks=marks, **axes)
-    return Figure(title, caption, list(legend.values()), unit, svg)
+    chart = line_chart(curves, marks=marks, **axes)
+    return Figure(title, caption, list(legend.values()), unit, chart)
 
 
 def _marks(runs: Sequence[Run], x: Axis | None = None) -> list[Mark]:
@@ -167,7 +177,7 @@ def _marks(runs: Sequence[Run], x: Axis | None = None) -> list[Mark]:
         places = steps if x is None else x.places(run, steps)
         for place, (name, _) in zip(places.tolist(), later, strict=False):  # none if not known
             several = len(runs) > 1
-            colour = series_colour(series) if several else "axis"
+            colour = series_colour(series) if several else AXIS
             marks.append(Mark(place, "" if several else name, colour))
     return marks
 
@@ -247,25 +257,6 @@ def _verdicts(run: Run) -> Figure | None:
     return Figure(f"Verdicts of {run.name}", caption, [], lanes=lanes._replace(rows=lanes.rows[1:]))
 
 
-def _delays(run: Run) -> Figure | None:
-    """Draw how long each worker waits for each other one."""
-    names = run.worker_names
-    waits = np.full((len(names), len(names)), np.nan)
-    for waiting, worker in enumerate(run.workers):
-        heard = [one.heard_after_seconds for one in worker.rounds]
-        for late in range(len(names)):
-            known = np.array([one[late] for one in heard if late in one])
-            waits[waiting, late] = of_known(np.median, np.maximum(known, 0.0))
-    if len(names) < 3 or not np.isfinite(waits).any():
-        return None
-    title = "Delays by pair"
-    caption = (
-        "Median time from sending an own header to receiving that of the other. Dark columns are "
-        "workers that come late, dark rows those that wait."
-    )
-    return Figure(title, caption, [], "seconds", heat_map(title, waits, names))
-
-
 def _top_of_axis(losses: Array) -> float | None:
     """Return an end of the axis that cuts off the first losses and spikes, if any."""
     losses = losses[np.isfinite(losses)]
@@ -313,12 +304,12 @@ def _timelines(runs: Sequence[Run]) -> list[Figure]:
     found = []
     for run in runs:
         title = "The last exchanges" + (f", {run.name}" if len(runs) > 1 else "")
-        shown, fewer = (phases(latest(run, count)) for count in (8, 3))
-        if any(phase.seconds > 0 for phase in fewer):
+        shown = [phase for phase in phases(latest(run, SHOWN_EXCHANGES)) if phase.seconds > 0]
+        if shown:
             legend = [Key(*entry) for entry in PHASE_COLOURS.items()]
+            unit = timeline_span(shown, run.worker_names)
             svg = timeline_svg(title, shown, run.worker_names)
-            narrow_svg = timeline_svg(title, fewer, run.worker_names, NARROW)
-            found.append(Figure(title, TIMELINE_CAPTION, legend, svg=svg, narrow_svg=narrow_svg))
+            found.append(Figure(title, TIMELINE_CAPTION, legend, unit, timeline=svg))
     return found
 
 
@@ -353,7 +344,7 @@ def _rounds(run: Run, title: str, unit: str, caption: str, field: str) -> Figure
     curves = []
     for place, fragment in enumerate(sorted(points)[:MAX_FRAGMENTS]):
         steps, means = np.array(points[fragment]).T
-        name, dashed = f"{fragment}: {names[fragment]}", place >= SERIES
+        name, dashed = f"{fragment}: {names[fragment]}", place >= len(SERIES)
         curves.append(Curve(name, steps, means, place, dashed=dashed))
     axes: Any = {"x_label": "step", "marks": _marks([run])}
     return _line_figure([run], title, f"{caption} Mean over workers.", unit, curves, **axes)

@@ -22,7 +22,7 @@ from torchtitan_diloco.config.schema import format_value
 from torchtitan_diloco.islands.overview import LEAST_GAP
 from torchtitan_diloco.islands.page import TEMPLATES, time_text
 from torchtitan_diloco.log import Parser, UserError, brief, clock, command_line, counted
-from torchtitan_diloco.report.charts import Exchange, css_variables
+from torchtitan_diloco.report.charts import Exchange
 from torchtitan_diloco.report.figures import figures
 from torchtitan_diloco.report.run_records import Run, Worker, of_known, open_runs
 
@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def html_page(runs: Sequence[Run]) -> str:
-    """Return a self-contained page for wide and narrow screens, light and dark."""
+    """Return a self-contained page for wide and narrow screens."""
     environment = Environment(
         loader=FileSystemLoader([Path(__file__).parent, TEMPLATES]),
         autoescape=True,
@@ -90,7 +90,6 @@ def html_page(runs: Sequence[Run]) -> str:
     )
     return environment.get_template("page.html.jinja").render(
         title=runs[0].name if len(runs) == 1 else f"{len(runs)} runs side by side",
-        css_variables=css_variables(),
         runs=runs,
         describe=describe,
         facts=facts_table(runs),

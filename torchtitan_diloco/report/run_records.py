@@ -34,7 +34,7 @@ from torchtitan_diloco.config.schema import flatten
 from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.overview import History, Stay, headline
 from torchtitan_diloco.islands.reader import LISTEN_SECONDS, open_reader
-from torchtitan_diloco.log import UserError
+from torchtitan_diloco.log import RUN_REMEDY, UserError, no_run
 
 Array = NDArray[np.float64]
 ELAPSED_SECONDS = "worker/elapsed_seconds"
@@ -318,10 +318,8 @@ def _read_log(join_file: Path) -> IslandsLog:
     try:
         join = Join.parse(str(join_file))
     except UserError as error:
-        raise UserError(
-            f"RUN = {join_file} holds no join string: give the folder of a run "
-            "(outputs/NAME-DATE), or the file that `islands serve` wrote"
-        ) from error
+        remedy = f"{RUN_REMEDY}, or the join file that `islands serve` wrote"
+        raise no_run(join_file, "join string", remedy) from error
     with open_reader(join, whole=True) as reader:
         reader.read(LISTEN_SECONDS)  # to hear the loss
         found = reader.overview()
@@ -333,8 +331,7 @@ def _read_run(folder: Path) -> Run:
     files = sorted(folder.glob(f"worker-*/{METRICS_FILE}"), key=lambda one: (len(str(one)), one))
     files = files or sorted(folder.glob(f"*/worker-0/{METRICS_FILE}"))
     if not files:
-        problem = f"has no worker-0/{METRICS_FILE}" if folder.is_dir() else "is not a folder"
-        raise UserError(f"RUN = {folder} {problem}: give the folder of a run (outputs/NAME-DATE)")
+        raise no_run(folder, f"worker-0/{METRICS_FILE}")
     settings = _read_settings(files[0].parents[1])
     workers = []
     for file in files:

@@ -1,9 +1,5 @@
 """Round trip and rate of a link, and how many TCP streams it needs.
 
-A stream has at most its window in flight, which Linux limits to about 3 MB by default. On a long
-link, several streams carry what one cannot. Socket buffers are never set by hand, as this would
-switch off the kernel's own tuning of the window.
-
 To measure the link between two machines, `listen` on one, and call `measure(partial(Sender, host,
 port))` on the other.
 """
@@ -20,9 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import NamedTuple, Protocol
 
-STREAM_BYTES = 3_000_000
-"""Bytes that a stream carries in a round trip."""
-MOST_STREAMS = 32
+from torchtitan_diloco.diloco.config import MOST_STREAMS, STREAM_BYTES
+
 SHORT_SECONDS = 1e-3
 """Round trips below this need one stream, up to 24 Gbit/s."""
 PINGS, PATIENCE = 4, 5.0

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtitan_diloco.diloco import link
-from torchtitan_diloco.diloco.link import MOST_STREAMS, STREAM_BYTES, Speed, streams_needed
+from torchtitan_diloco import link
+from torchtitan_diloco.diloco.config import MOST_STREAMS, STREAM_BYTES
+from torchtitan_diloco.link import Speed, streams_needed
 
 
 @given(st.floats(0, 1e13), st.floats(0, 10))

@@ -1,0 +1,35 @@
+"""Trace of a few steps for chrome://tracing and Perfetto."""
+
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile, schedule
+
+from torchtitan_diloco.config.schema import Profiling
+from torchtitan_diloco.distributed.world import World
+from torchtitan_diloco.log import logger
+
+
+def build_profiler(
+    config: Profiling, folder: Path, world: World
+) -> AbstractContextManager[profile | None]:
+    """Return a profiler that writes a trace into folder/traces, or a context that yields None."""
+    if config.start == 0 or world.rank_in_worker:
+        return nullcontext()
+    traces = folder / "traces"
+    traces.mkdir(parents=True, exist_ok=True)
+
+    def save(profiler: profile) -> None:
+        path = traces / f"rank{world.rank}-step{profiler.step_num}.json.gz"
+        profiler.export_chrome_trace(str(path))
+        logger.info(f"profile of {config.steps} steps: {path}")
+
+    gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+    skip, steps = config.start - 1, config.steps
+    return profile(
+        activities=[ProfilerActivity.CPU, *gpu],
+        schedule=schedule(skip_first=skip, wait=0, warmup=1, active=steps, repeat=1),
+        on_trace_ready=save,
+        record_shapes=True,
+    )
