@@ -238,7 +238,7 @@ def _accept(nodes: Nodes, patience: float, say: Say) -> socket.socket:
 
 
 def measure_link(pair: Pair, counts: Iterable[int], say: Say) -> list[LinkSpeed]:
-    """Return the speed of the way from each machine to the other, with each number of TCP streams.
+    """Return the speed from each machine to the other, with each number of TCP streams.
 
     Raise an error if one machine cannot reach the other, as two workers must.
     """

@@ -44,8 +44,8 @@ class GlooPeers(Peers):
         seed: int = 0,
         streams: int = 1,
     ) -> None:
-        """`streams`: TCP connections that the group has to each other worker. The other arguments
-        are those of `StreamingDiLoCo`."""
+        """`streams`: number of TCP connections of the group to each other worker. The other
+        arguments are those of `StreamingDiLoCo`."""
         self._group, self._shard_group, self._liveness = group, shard_group, liveness
         self._streams = streams
         self._total_steps, self._seed = total_steps, seed
