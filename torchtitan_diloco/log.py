@@ -182,7 +182,7 @@ def command_line(name: str) -> str:
 
 
 def installed(program: str) -> str:
-    """Return the path at which pip installs a program for this Python."""
+    """Return the path at which pip puts a program for this Python."""
     return str(Path(sysconfig.get_path("scripts"), program))
 
 
