@@ -169,7 +169,7 @@ def _arithmetic() -> str:
                 f"{difference}: use another machine, or another version of torch or Triton"
             )
     kinds = " and ".join(device.type for device in devices)
-    return f"{kinds}: the same bits as on other machines ({arithmetic.IDENTITY})"
+    return f"the same bits on {kinds} as on other machines ({arithmetic.IDENTITY})"
 
 
 # --- a corpus -------------------------------------------------------------------------------------
