@@ -280,7 +280,7 @@ def _rates(connect: Callable[[], Stream], streams: int) -> str:
     )
     needed = speeds[streams].streams
     if needed >= streams and streams < MOST_STREAMS:
-        return f"{text}; more may carry more: try --streams {min(2 * streams, MOST_STREAMS)}"
+        return f"{text}; more streams may be faster: try --streams {min(2 * streams, MOST_STREAMS)}"
     if needed > Link().streams:
         return f"{text}; set diloco.link.streams = {needed}"
     return text
@@ -304,7 +304,7 @@ def _listen(endpoint: tuple[str, int] | None) -> int:
 
 
 class Probe:
-    """A connection with messages to nobody, with which to measure the link."""
+    """A connection that sends messages without a receiver, to measure the link."""
 
     def __init__(self, join: Join, address: str) -> None:
         self._wire = Wire(join, address, "probe")

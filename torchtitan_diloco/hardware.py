@@ -160,7 +160,7 @@ def queued_seconds() -> float:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a name or an address is that of this machine for itself."""
+    """Return whether a name or an address is the loopback of this machine."""
     return host.strip("[]") in ("localhost", "::1") or host.startswith("127.")
 
 

@@ -48,7 +48,7 @@ PRINT_CONFIG = (
     "Print the settings that the run would use, its warnings, and what is missing to start it."
 )
 MANY = 5
-"""Choices of a setting from which on the short help lists them in its text."""
+"""Number of choices of a setting from which on the short help lists them in its text."""
 WIDTH = "108"
 """Columns if there is no terminal: as wide as the docstrings of the settings."""
 
@@ -127,7 +127,7 @@ def _print_all() -> None:
     def phases(
         info: tyro.constructors.PrimitiveTypeInfo,
     ) -> tyro.constructors.PrimitiveConstructorSpec[Any] | None:
-        """Show a list of tables as one value, which tyro would leave out."""
+        """Show a list of tables as one value, which tyro would omit."""
         if info.type != TYPES["data.phases"]:
             return None
         return tyro.constructors.PrimitiveConstructorSpec(

@@ -63,7 +63,7 @@ class Stream(Protocol):
     """A connection to the other end of a link."""
 
     def send(self, size: int) -> None:
-        """Send `count` bytes."""
+        """Send `size` bytes."""
 
     def wait(self) -> None:
         """Wait until the bytes of the earliest pending send have arrived."""

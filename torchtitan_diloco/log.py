@@ -1,4 +1,4 @@
-"""What a process tells its user: log lines, errors, exit codes, and commands to type."""
+"""Messages of a process to its user: log lines, errors, exit codes, and commands to run."""
 
 import argparse
 import gc
@@ -20,9 +20,9 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 USER_ERROR = 2
 """Exit code for a mistake in the configuration or the data."""
 OUTPUT_LOST = 120
-"""Exit code of Python if what was printed could not be written."""
+"""Exit code of Python if its output could not be written."""
 FENCED = 4
-"""Exit code of an island whose slot another one has taken: it must not be started again."""
+"""Exit code of an island whose slot another one has taken: it must not be restarted."""
 WORKER_LOST = 3
 """Exit code if another worker died or did not answer in time."""
 SAME_SIGNAL_SECONDS = 0.5
@@ -49,7 +49,7 @@ RUN_REMEDY = "give the folder of a run, such as outputs/NAME-DATE"
 
 
 def no_run(folder: Path, lacking: str, remedy: str = RUN_REMEDY) -> UserError:
-    """Return the error of a command that finds no run in a folder, as that has no `lacking`."""
+    """Return the error of a command that finds no run in a folder, which has no `lacking`."""
     reason = "it does not exist"
     if folder.is_dir():
         reason = f"it has no {lacking}"
@@ -59,7 +59,7 @@ def no_run(folder: Path, lacking: str, remedy: str = RUN_REMEDY) -> UserError:
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser of options that says in one line what is wrong with them."""
+    """A parser of options that reports their mistakes in one line."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(USER_ERROR, f"error: {message}; `{self.prog} --help` lists the options\n")
@@ -152,7 +152,8 @@ def install_command(extra: str) -> str:
 
 
 def command_line(name: str) -> str:
-    """Return how to start a command, such as `train` or `report`, as this process was started."""
+    """Return the shell command for a command such as `train`, in the way this process was
+    started."""
     program, own = os.environ.get(STARTED_BY), f"-m torchtitan_diloco {name}"
     if program and Path(program).name == "run_train.sh":
         if name == "train":
@@ -166,7 +167,7 @@ def command_line(name: str) -> str:
 
 
 def installed(program: str) -> str:
-    """Return where pip puts a program for this Python."""
+    """Return the path at which pip puts a program for this Python."""
     return str(Path(sysconfig.get_path("scripts"), program))
 
 

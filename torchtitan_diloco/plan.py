@@ -194,7 +194,7 @@ def _workload(config: Config) -> "Workload":
 
 
 def _plan(options: argparse.Namespace, config: Config) -> None:
-    """Print the ladder, and write the chosen settings if wanted."""
+    """Print the ladder, and write the chosen settings on request."""
     from torchtitan_diloco.models.interface import blocks_of  # imports torch
     from torchtitan_diloco.planner.ladder import climb, ladder_text
 
@@ -243,7 +243,8 @@ def streams_text(conditions: "Conditions", given: int, ranks: int) -> str:
 
 
 def server_text(parameters: int, diloco: "DiLoCoConfig", step_seconds: float) -> str:
-    """Describe the traffic of a server if the workers are islands: each reads all others' parts."""
+    """Describe the traffic of a server if the workers are islands, each of which reads all
+    parts."""
     from torchtitan_diloco.diloco.codecs import build_codec
 
     part, workers = build_codec(diloco.quantization).wire_bytes(parameters), diloco.workers
@@ -259,7 +260,7 @@ def server_text(parameters: int, diloco: "DiLoCoConfig", step_seconds: float) ->
 
 
 def _conditions(options: argparse.Namespace, workers: int) -> "Conditions":
-    """Return the given conditions, and measured ones where none are given."""
+    """Return the given conditions, and measured ones for those that are not given."""
     from torchtitan_diloco.planner.observed import observed_conditions
     from torchtitan_diloco.planner.prediction import Conditions
 

@@ -34,7 +34,7 @@ def check_inputs(config: Config) -> None:
 
 def early_warnings(config: Config) -> list[str]:
     """Return the warnings about the settings, or none if the model has a mistake, which
-    `check_inputs` names."""
+    `check_inputs` reports."""
     from torchtitan_diloco.planner.prediction import Workload
 
     try:

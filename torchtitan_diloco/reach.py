@@ -11,7 +11,7 @@ from torchtitan_diloco.link import PATIENCE
 from torchtitan_diloco.log import UserError, command_line
 
 PROBE = struct.pack("!Q", 1) + b"."
-"""What a doctor that listens answers with `DOCTOR`, and a store of torchrun not at all."""
+"""Message that `doctor` answers with `DOCTOR`, and a store of torchrun not at all."""
 DOCTOR = b"."
 
 
@@ -35,7 +35,7 @@ def resolve(host: str, port: int) -> list[str]:
 
 
 def route(host: str, port: int) -> str:
-    """Return the own address, and its interface, from which packets go there."""
+    """Return the address of this machine, and its interface, from which packets go there."""
     family, *_, at = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     try:
         with closing(socket.socket(family, socket.SOCK_DGRAM)) as asking:
@@ -66,7 +66,8 @@ def dial(host: str, port: int) -> float:
 
 
 def is_doctor(host: str, port: int, patience: float = PATIENCE) -> bool:
-    """Return whether a doctor listens, not a store of torchrun. Raise for any other program."""
+    """Return whether `doctor` listens, and not a store of torchrun. Raise an error for any other
+    program."""
     answer = b""
     with socket.create_connection((host, port), patience) as other:
         other.sendall(PROBE)

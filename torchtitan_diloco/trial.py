@@ -1,8 +1,8 @@
-"""A trial: the training of a config on this machine alone, only to see how long its steps take.
+"""A trial: training with a config on this machine alone, to measure the time of its steps.
 
-It is the program that trains later, started by the same launcher with the same settings, but for
-the text, of which every machine has some, and whatever is not a step: validations, checkpoints,
-boards. It trains until it is stopped.
+It is the same program that trains later, started by the same launcher with the same settings,
+except for the text, which every machine has, and everything that is not a step: validations,
+checkpoints, boards. It trains until it is stopped.
 """
 
 import os
@@ -22,15 +22,15 @@ from torchtitan_diloco.hardware import end_with_parent
 from torchtitan_diloco.log import UserError
 
 WARM_UP_STEPS = 2
-"""First steps, which are slower, and are not measured."""
+"""Number of first steps, which are slower and are not measured."""
 LEAST_STEPS = 3
-"""Steps to measure after them, at least."""
+"""Minimum number of steps to measure after them."""
 MOST_STEPS = 10**9
-"""A trial ends when it is stopped, and not by itself."""
+"""Number of steps of a trial, so large that it only ends when it is stopped."""
 STOP_SECONDS = 15.0
-"""For which a trial may end its step, before it is killed."""
+"""Seconds in which a trial may complete its step before it is killed."""
 OF_A_RUN = ("NNODES", "NODE_RANK", "RDZV_ENDPOINT", "RANK", "LOCAL_RANK", "WORLD_SIZE")
-"""Environment variables that would make the trial a part of another run."""
+"""Environment variables that would make the trial part of another run."""
 
 
 class Trial:
@@ -39,8 +39,8 @@ class Trial:
     def __init__(
         self, words: Sequence[str], config: Config, *, workers: int, processes: int, vocabulary: int
     ) -> None:
-        """`words`: the arguments of a training of `config`. `workers`: those that will share a
-        batch. `vocabulary`: rows of the embedding."""
+        """`words`: the arguments of a training with `config`. `workers`: number of workers that
+        will share a batch. `vocabulary`: rows of the embedding."""
         self._folder = TemporaryDirectory(prefix="torchtitan-diloco-compare-")
         self._log = Path(self._folder.name, "log.txt")
         self._records = Path(self._folder.name, "run", "worker-0", METRICS_FILE)
@@ -103,14 +103,15 @@ class Trial:
         self._folder.cleanup()
 
     def check(self) -> None:
-        """Raise if the trial has ended, which it does not do by itself."""
+        """Raise an error if the trial has ended, which it should not do."""
         if (code := self._process.poll()) is None:
             return
         reason = what_it_said(self._log.read_text(errors="replace"))
         raise UserError(f"a trial of this config ended with exit code {code}: {reason}")
 
     def seconds_of_steps(self, since: float = 0.0) -> list[float]:
-        """Return the wall time of each step that ended after a moment, but for the first ones."""
+        """Return the wall time of each step that ended after a given time, except the first
+        ones."""
         steps = read_json_lines(self._records)[0] if self._records.exists() else []
         return [
             one["worker/wall_seconds"]
@@ -121,9 +122,10 @@ class Trial:
     def wait_for_steps(
         self, seconds: float, since: float, meanwhile: Callable[[list[float]], None]
     ) -> None:
-        """Wait until steps of so many seconds, and some at least, have ended after a moment.
+        """Wait until steps of this many seconds, and a minimum number, have ended after a given
+        time.
 
-        `meanwhile` is called again and again with the steps so far.
+        `meanwhile` is called repeatedly with the steps so far.
         """
         while True:
             measured = self.seconds_of_steps(since)
@@ -135,7 +137,7 @@ class Trial:
 
 
 def what_it_said(printed: str) -> str:
-    """Return the first error, with its indented lines, as one line; without one the last line."""
+    """Return the first error, with its indented lines, as one line, or else the last line."""
     _, error, text = printed.partition("error: ")
     if not error:
         return (printed.splitlines() or ["it printed nothing"])[-1]

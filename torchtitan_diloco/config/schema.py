@@ -53,7 +53,7 @@ class Model:
     flavor: str = "debug"
     """Name of the model: debug, SIZE or paper-SIZE (35m, 100m, 200m, 300m, 500m, 1b, 2.4b, 4b,
     10b), diloco-SIZE (60m, 150m, 400m), llama-SIZE (1b, 3b, 8b), or one that you add. `35m` to
-    `10b`: SwiGLU and normalised queries and keys, as in Qwen3. `paper-...`, `diloco-...`: as in
+    `10b`: SwiGLU and normalized queries and keys, as in Qwen3. `paper-...`, `diloco-...`: as in
     Streaming DiLoCo, its scaling laws, and DiLoCo, with GELU. `llama-...`: Llama 3.2 and 3.1 as
     published."""
     weights: str = ""

@@ -43,8 +43,8 @@ class GlooPeers(Peers):
         seed: int = 0,
         streams: int = 1,
     ) -> None:
-        """`streams`: TCP connections that the group has to each other worker. The other arguments
-        are those of `StreamingDiLoCo`."""
+        """`streams`: number of TCP connections of the group to each other worker. The other
+        arguments are those of `StreamingDiLoCo`."""
         self._group, self._shard_group, self._liveness = group, shard_group, liveness
         self._streams = streams
         self._total_steps, self._seed = total_steps, seed
@@ -204,7 +204,7 @@ class GlooPeers(Peers):
             if why:
                 answer = answers.get(worker)
                 step = said.vitals.step or self.vitals().step
-                # Without an answer its process or its machine has stopped, or all of its link.
+                # Without an answer, its process or machine has stopped, or its link is down.
                 signs = Signs(answers=False)
                 if answer is not None:
                     signs = answer.signs(step, is_stuck=why == STUCK)

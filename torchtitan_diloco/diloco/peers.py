@@ -200,7 +200,8 @@ class Peers(ABC):
 
     @abstractmethod
     def save(self, facts: OuterFacts, mesh: DeviceMesh | None) -> SavedState:
-        """Return the buffers and what a restart needs besides. Wait for exchanges in flight."""
+        """Return the buffers and everything else that a restart needs. Wait for exchanges in
+        flight."""
 
     @abstractmethod
     def load(self, saved: SavedState) -> list[str]:

@@ -51,38 +51,39 @@ def resume_settings(config: DiLoCoConfig) -> dict[str, Any]:
 
 @dataclass
 class FragmentFacts:
-    """What is saved of a fragment beside its tensors."""
+    """Saved facts of a fragment, in addition to its tensors."""
 
     outer_steps: int
-    """Steps of its outer optimizer."""
+    """Number of steps of its outer optimizer."""
     weight: float = 0.0
-    """Of the inner steps whose delta was not sent yet."""
+    """Weight of the inner steps whose delta was not sent yet."""
     delta_norms: list[float] = field(default_factory=list)
     sent_step: int = 0
-    """This and the next ones are of the round in flight, if it is in flight."""
+    """This and the following fields describe the round in flight, if there is one."""
     participants: int = 0
     flags: int = 0
 
 
 @dataclass
 class OuterFacts:
-    """What is saved of the outer loop of a worker beside its tensors. Fit for JSON."""
+    """Saved facts of the outer loop of a worker, in addition to its tensors. Can be stored as
+    JSON."""
 
     step: int
     """Inner steps so far."""
     progress: float
     """Completed share of the run, 0 if its length is unknown."""
     settings: dict[str, Any]
-    """Those that the state depends on."""
+    """Settings on which the state depends."""
     layout: list[list[str]]
     """Names of the parameters of each fragment."""
     fragments: list[FragmentFacts] = field(default_factory=list)
     in_flight: list[int] = field(default_factory=list)
     """Indices of fragments, in the order in which they were sent."""
     healed: int = 0
-    """Fragments that were reset to the shared parameters so far."""
+    """Number of fragments that were reset to the shared parameters so far."""
     island: str = ""
-    """Where the log of the islands was, for an island."""
+    """State of the log of the islands, for an island."""
 
     def for_new_worker(self) -> "OuterFacts":
         """Return the facts for a worker that the saved run did not have, with nothing to send."""
@@ -101,18 +102,18 @@ class SavedState:
     """State of the outer loop to resume from, beside the model and the inner optimizer."""
 
     facts: OuterFacts
-    """Of this worker."""
+    """Facts of this worker."""
     tensors: Named
     """Equal on all workers: outer/NAME, next/NAME (fragments in flight), momentum/NAME,
     second_moment/NAME. This worker's: sent/NAME (of a sparse codec, in flight)."""
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> "SavedState":
-        """Return the state that `to_dict` has made a dictionary of."""
+        """Return the state from a dictionary that `to_dict` has returned."""
         return cls(msgspec.convert(state["facts"], OuterFacts), state["tensors"])
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a dictionary of tensors and JSON values, which any checkpoint can hold."""
+        """Return a dictionary of tensors and JSON values, which any checkpoint can contain."""
         return {"facts": asdict(self.facts), "tensors": self.tensors}
 
     @staticmethod

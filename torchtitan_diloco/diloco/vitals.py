@@ -40,22 +40,22 @@ step; or only its payload does not arrive."""
 
 
 class Signs(NamedTuple):
-    """Signs of life of a worker that others wait for, on the clock of who looks."""
+    """Signs of life of a worker for which others wait, on the clock of the observer."""
 
     answers: bool
-    """Whether it answers, or has heartbeats."""
+    """Whether it answers, or sends heartbeats."""
     still: float = 0.0
     """Seconds since its last step."""
     longest: float = math.inf
     """Seconds after which a step hangs."""
     may_wait: bool = False
-    """Whether there may be a reason to make no step, as it waits for others itself."""
+    """Whether it may have a reason to complete no step, such as waiting for others."""
     is_stuck: bool = False
-    """Whether only its payload does not come."""
+    """Whether only its payload does not arrive."""
 
     @property
     def absent(self) -> str:
-        """Why it takes no part in rounds, empty if it does."""
+        """Why the worker does not take part in rounds, or empty if it does."""
         if not self.answers:
             return STOPPED
         if self.still >= self.longest and not self.may_wait:

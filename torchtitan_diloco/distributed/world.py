@@ -49,8 +49,8 @@ class World:
     saving: dist.ProcessGroup | None = None
     """All ranks, on the CPU, only for the thread that writes checkpoints."""
     host_mesh: DeviceMesh | None = None
-    """1-d, the ranks of this worker on the CPU, which says how saved tensors are sharded. It sends
-    nothing."""
+    """1-d, the ranks of this worker on the CPU, which describes how saved tensors are sharded. It
+    is not used for communication."""
     streams: int = 1
     """TCP streams of the group between workers, from this rank to each other worker."""
 
@@ -248,11 +248,11 @@ def leave_world(world: World) -> None:
 
 @dataclass(frozen=True)
 class _Attachment:
-    """How a rank is attached to the network between workers."""
+    """Connection of a rank to the network between workers."""
 
     streams: int
     ranks_here: int
-    """Ranks of its worker on its machine, which share the streams."""
+    """Number of ranks of its worker on its machine, which share the streams."""
     is_loopback: bool = False
     problem: str = ""
 
@@ -281,7 +281,7 @@ def pick_streams(link: Link, rank: int, ranks_per_worker: int) -> tuple[int, str
     if problem:
         if rank == 0 and link.streams > 1:
             logger.warning(
-                f"the network interface between workers is not known ({problem}): each rank uses 1 "
+                f"the network interface between workers is unknown ({problem}): each rank uses 1 "
                 "TCP stream instead of diloco.link.streams; set diloco.link.interface"
             )
         return 1, ""

@@ -1,4 +1,4 @@
-"""Server and state of a run of islands.
+"""Serve, watch and change a run of islands.
 
 .venv/bin/torchtitan-diloco islands serve --folder DIR
 .venv/bin/torchtitan-diloco islands site NAME --folder DIR

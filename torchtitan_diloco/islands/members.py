@@ -241,7 +241,7 @@ class Members:
         return now - self.heard[incarnation].moved < max(self.expiry, 3 * step_seconds)
 
     def hangs(self, incarnation: str, times: float, now: float) -> bool:
-        """Return whether its steps stand still for a multiple of the patience, with heartbeats."""
+        """Return whether it completes no step for a multiple of the patience, with heartbeats."""
         return self._signs(incarnation, times * self._patience, now).absent == HUNG
 
     def _signs(self, incarnation: str, longest: float, now: float) -> Signs:

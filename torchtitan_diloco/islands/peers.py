@@ -377,7 +377,8 @@ class IslandPeers(Peers):
         return state
 
     def _save(self, facts: OuterFacts, mesh: DeviceMesh | None) -> tuple[float, SavedState]:
-        """Return also when it began, as the reading thread may have waited for parts before."""
+        """Also return the start time, because the reading thread may have waited for parts
+        before."""
         begun, copies, tensors = time.perf_counter(), self._copies.fragments, dict[str, Tensor]()
         facts.fragments = [FragmentFacts(outer_steps=copy.newest) for copy in copies]
         if self._leader is not None:

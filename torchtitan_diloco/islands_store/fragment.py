@@ -88,7 +88,7 @@ class OwnFragment:
     updates: dict[int, Object] = field(default_factory=dict)
     """Updates by version, downloaded but not applied."""
     copy: Object | None = None
-    """Copies, likewise."""
+    """Copy, downloaded but not applied."""
     sent: Part | None = None
     """Part that is not decided or not applied yet."""
     sent_step: int = -1
@@ -99,7 +99,7 @@ class OwnFragment:
     turn: int = 0
     """Step of this island at which it sends next."""
     lost_to: int = 0
-    """First sample whose work theta contains."""
+    """Sample before which theta does not contain the work."""
     counted: int = 0
     """Tokens of this island when the work that is in no part began."""
     opened_at: float | None = None

@@ -24,7 +24,7 @@ class Writer:
     def __init__(self, decision: Decision | None, newest: int, now: float) -> None:
         """`newest`: number of the newest decision, if it is not this one."""
         self.number = newest
-        """Values of the last decision that counts."""
+        """Number of the last decision that counts."""
         self.is_writing = False
         self._names, self._owners = set[str](), set[str]()
         self._next = self._names, self._owners
