@@ -36,7 +36,7 @@ if [ -n "${SLURM_CPUS_PER_TASK:-}" ]; then export SRUN_CPUS_PER_TASK="$SLURM_CPU
 # A job that is queued again goes on in this folder. Settings of the command line come later, and count.
 set -- --run.folder "outputs/slurm-$SLURM_JOB_ID" "$@"
 
-# Set up once, not on all nodes at the same time. A mistake in the config ends the job here.
+# Set up once, not on all nodes at the same time. A mistake in the config, or a missing file, ends the job here.
 "$REPOSITORY/run_train.sh" "$@" --print-config
 
 # shellcheck disable=SC2016 # each node expands its own variable

@@ -58,6 +58,8 @@ NUMBERS = {"NPROC": 1, "OMP_NUM_THREADS": 1, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": 0
 
 def main(arguments: list[str], module: str = "torchtitan_diloco.train") -> int:
     """Run `module` with `arguments` in every process of this machine and return the exit code."""
+    level = os.environ.setdefault("LOGLEVEL", "ERROR")  # torch reads it when imported
+    logging.getLogger("torch.distributed.elastic").setLevel(level)
     try:
         if print_help(arguments):
             return 0
@@ -174,8 +176,6 @@ def processes_of_node(config: Config, nodes: int) -> int:
 
 def prepare(config: Config, nodes: Nodes, arguments: list[str]) -> tuple["LaunchConfig", list[str]]:
     """Return torchrun's configuration and the arguments of the ranks."""
-    level = os.environ.setdefault("LOGLEVEL", "ERROR")  # read at the import, by some modules
-    logging.getLogger("torch.distributed.elastic").setLevel(level)
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig
 

@@ -11,6 +11,7 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -19,8 +20,6 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that stop a run after the current step."""
 USER_ERROR = 2
 """Exit code for a mistake in the configuration or the data."""
-OUTPUT_LOST = 120
-"""Exit code of Python if its output could not be written."""
 FENCED = 4
 """Exit code of an island whose slot another one has taken: it must not be restarted."""
 WORKER_LOST = 3
@@ -84,12 +83,8 @@ def run_and_exit(main: Callable[[list[str]], int], arguments: list[str]) -> NoRe
         traceback.print_exc()
         code = 1
     for stream in filter(None, (sys.stdout, sys.stderr)):  # None: closed before the start
-        try:
+        with suppress(OSError, ValueError):  # nobody reads it any more
             stream.flush()
-        except BrokenPipeError:
-            pass
-        except (OSError, ValueError):  # as Python itself
-            code = code or OUTPUT_LOST
     os._exit(code)
 
 

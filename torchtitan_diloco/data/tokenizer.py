@@ -187,7 +187,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except UserError as error:
         parser.exit(2, f"error: {error}\n")
     except OSError as error:
-        parser.exit(2, f"error: --out {options.out} cannot be written: {error}\n")
+        reason = f"cannot be written ({error.strerror}): give the path of a new file"
+        parser.exit(2, f"error: --out {options.out} {reason}\n")
     print(f"wrote {options.out}: {size:,} tokens")
 
 
