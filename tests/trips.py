@@ -1,12 +1,13 @@
 """Follow the calls of a run, and list the files that a batch, a delta, ... pass through.
 
-    .venv/bin/python -m tests.trips
+    .venv/bin/python -m tests.trips [--write]
 
-docs/own-loop.md prints these lists, and tests/test_trips.py compares them.
+docs/own-loop.md prints these lists, tests/test_trips.py compares them, and --write renews them.
 """
 
 import sys
 import tempfile
+import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,6 +29,8 @@ from torchtitan_diloco.diloco.streaming import StreamingDiLoCo
 from torchtitan_diloco.trainer import Trainer
 
 PACKAGE = REPOSITORY / "torchtitan_diloco"
+PAGE = REPOSITORY / "docs/own-loop.md"
+BEGIN, END = "<!-- trips: .venv/bin/python -m tests.trips --write -->\n", "\n<!-- end of trips -->"
 EVERYWHERE = {"log.py", "hardware.py", "__init__.py"}
 """Files that all others use. They are no stop of a trip."""
 SMALL = {
@@ -73,7 +76,7 @@ def trips() -> dict[str, Trip]:
         ),
         "A delta": Trip((StreamingDiLoCo.step, GlooPeers._exchange)),
         "A checkpoint": Trip((Checkpointer.save, Checkpointer._write)),
-        "back": Trip((resume.find_start, resume.restore)),
+        "A checkpoint that is loaded": Trip((resume.find_start, resume.restore)),
         "A setting": Trip((load_config,)),
         "A metric": Trip(
             (Telemetry.measure, Telemetry.open, Telemetry.publish, log_summary),
@@ -167,6 +170,24 @@ def follow() -> dict[str, list[str]]:
     return result
 
 
+def printed(name: str, files: list[str]) -> str:
+    """Return the item of a list in Markdown."""
+    return f"- **{name}** ({len(files)}): {', '.join(f'`{file}`' for file in files)}"
+
+
+def main() -> None:
+    lines = [printed(name, files) for name, files in follow().items()]
+    print("\n".join(lines))
+    if "--write" in sys.argv[1:]:
+        text = PAGE.read_text()
+        before, _, after = text.partition(BEGIN)
+        _, _, after = after.partition(END)
+        PAGE.write_text("\n".join([before + BEGIN, *map(_wrapped, lines), END + after]))
+
+
+def _wrapped(line: str) -> str:
+    return textwrap.fill(line, 150, subsequent_indent="  ", break_on_hyphens=False)
+
+
 if __name__ == "__main__":
-    for name, files in follow().items():
-        print(f"{name} ({len(files)}): {', '.join(files)}")
+    main()
