@@ -1,8 +1,10 @@
 """Checkpoints: their folder, when they are saved, and what a failure leaves."""
 
+import math
 import os
 import re
 import shutil
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -14,6 +16,8 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from tests.components.test_resume import STEPS, chosen, last, run
@@ -29,6 +33,7 @@ from torchtitan_diloco.components.checkpoint import (
     checkpoint_path,
     complete,
     complete_checkpoints,
+    fingerprint,
     folder_of_worker,
     incomplete,
     prune,
@@ -91,6 +96,34 @@ def test_only_complete_folders_are_checkpoints_and_the_latest_and_every_nth_are_
     assert saved_steps(tmp_path) == [10, 14, 16]
     others = {one.name.removeprefix("step-000000") for one in tmp_path.glob("*.*")}
     assert others == {"16.aside", "16.aside-2", "18.bak", "20.incomplete"}
+
+
+@given(
+    st.dictionaries(
+        st.text("abc/", min_size=1, max_size=3),
+        st.tuples(
+            st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool]),
+            st.lists(st.integers(0, 3), max_size=3),
+        ),
+        min_size=1,
+        max_size=5,
+    )
+)
+def test_the_checksum_of_a_save_is_that_of_its_file(
+    shapes: dict[str, tuple[torch.dtype, list[int]]],
+) -> None:
+    """It is made of what is in memory, and not of what the disk says."""
+    rows = {
+        name: torch.arange(math.prod(shape)).reshape(shape).to(dtype)
+        for name, (dtype, shape) in shapes.items()
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        ((name, known),) = write_tensors(Path(folder), rows, rank=0).items()
+        file = Path(folder) / name
+        assert fingerprint(file) == known
+        flip_a_bit(file)
+        if any(value.numel() for value in rows.values()):
+            assert fingerprint(file) != known
 
 
 class StoppedError(BaseException):
