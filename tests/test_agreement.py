@@ -12,7 +12,7 @@ from tests.test_trainer import join, settings
 from torchtitan_diloco import trainer
 from torchtitan_diloco.config import load_config
 from torchtitan_diloco.config.schema import Model
-from torchtitan_diloco.diloco import meeting
+from torchtitan_diloco.diloco import agreement
 from torchtitan_diloco.log import UserError
 from torchtitan_diloco.models import FLAVORS
 from torchtitan_diloco.models.decoder import Decoder, resolve_shape
@@ -46,7 +46,7 @@ def _start(chosen: dict[str, str], copies: dict[str, Path]) -> dict[str, str]:
         with pytest.MonkeyPatch.context() as patched:
             if world.rank == 1:
                 patched.setattr(trainer, "PACKAGE", copy)
-                patched.setattr(meeting, "PACKAGE", copy / "diloco")
+                patched.setattr(agreement, "PACKAGE", copy / "diloco")
             if changed == "mine.py":
                 patched.setitem(FLAVORS, "debug", build_mine)
                 patched.setattr(sys.modules[__name__], "__file__", f"{copy}/{world.rank}/mine.py")

@@ -211,7 +211,7 @@ def _agree(
         return ["this machine"]
     import torch
 
-    from torchtitan_diloco.diloco.meeting import code_fingerprint, find_differences
+    from torchtitan_diloco.diloco.agreement import code_fingerprint, find_differences
     from torchtitan_diloco.trainer import OWN_SETTINGS, PACKAGE
 
     settings = flat_settings(config).items()

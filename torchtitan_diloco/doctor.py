@@ -30,8 +30,8 @@ import torch.distributed as dist
 from torchtitan_diloco import __version__
 from torchtitan_diloco.data.shards import find_damage
 from torchtitan_diloco.diloco import arithmetic
+from torchtitan_diloco.diloco.agreement import find_differences
 from torchtitan_diloco.diloco.config import MOST_STREAMS, Link
-from torchtitan_diloco.diloco.meeting import find_differences
 from torchtitan_diloco.hardware import (
     GIB,
     available_cores,

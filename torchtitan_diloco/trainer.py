@@ -54,8 +54,8 @@ from torchtitan_diloco.data.batch import Batch
 from torchtitan_diloco.data.tokenizer import build_tokenizer
 from torchtitan_diloco.diagnosis.watch import Diagnosis, Stacks
 from torchtitan_diloco.diloco import StreamingDiLoCo
+from torchtitan_diloco.diloco.agreement import agree, code_facts
 from torchtitan_diloco.diloco.config import MAY_DIFFER
-from torchtitan_diloco.diloco.meeting import agree, code_facts
 from torchtitan_diloco.diloco.streaming import DataParallel, OuterLoop
 from torchtitan_diloco.distributed.collectives import (
     Requests,

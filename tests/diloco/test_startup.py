@@ -30,8 +30,8 @@ from torchtitan_diloco.diloco import (
 from torchtitan_diloco.diloco.codecs import base
 from torchtitan_diloco.diloco.fragments import build_fragments
 from torchtitan_diloco.diloco.gloo_peers import GlooPeers
-from torchtitan_diloco.diloco.meeting import store_of_attempt
 from torchtitan_diloco.diloco.outer_state import pick_state_device
+from torchtitan_diloco.diloco.rendezvous import store_of_attempt
 from torchtitan_diloco.distributed.world import WORKER
 from torchtitan_diloco.hardware import describe_machine
 from torchtitan_diloco.log import logger

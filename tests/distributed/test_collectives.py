@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from tests.distributed.test_world import join
 from tests.processes import DIED, ProcessPool
-from torchtitan_diloco.diloco.meeting import agree
+from torchtitan_diloco.diloco.agreement import agree
 from torchtitan_diloco.distributed import collectives
 from torchtitan_diloco.distributed.collectives import (
     PendingSum,

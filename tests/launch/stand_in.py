@@ -68,7 +68,7 @@ def meet() -> None:
     import torch
     import torch.distributed as dist
 
-    from torchtitan_diloco.diloco.meeting import store_of_attempt, store_of_job
+    from torchtitan_diloco.diloco.rendezvous import store_of_attempt, store_of_job
 
     patience = timedelta(seconds=100)
     store = store_of_attempt(store_of_job(patience), RANK, SIZE, patience)

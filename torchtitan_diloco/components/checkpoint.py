@@ -42,7 +42,7 @@ from torchtitan_diloco.config.schema import Checkpoint
 from torchtitan_diloco.diloco.background import BackgroundThread
 from torchtitan_diloco.diloco.fragments import local_of
 from torchtitan_diloco.diloco.healing import is_finite
-from torchtitan_diloco.diloco.meeting import gather_objects
+from torchtitan_diloco.diloco.messages import gather_objects
 from torchtitan_diloco.diloco.state_dict import OuterFacts, SavedState, copy_to_host
 from torchtitan_diloco.diloco.streaming import OuterLoop
 from torchtitan_diloco.distributed.collectives import naming_lost_ranks, on_all_ranks

@@ -26,7 +26,7 @@ from torchtitan_diloco.components.resume import Start
 from torchtitan_diloco.config import Config
 from torchtitan_diloco.config.schema import Checkpoint
 from torchtitan_diloco.diloco.background import BackgroundThread
-from torchtitan_diloco.diloco.meeting import broadcast_object, gather_objects
+from torchtitan_diloco.diloco.messages import broadcast_object, gather_objects
 from torchtitan_diloco.distributed.collectives import on_all_ranks
 from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.log import UserError, brief, logger

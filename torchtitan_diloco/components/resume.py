@@ -40,7 +40,7 @@ from torchtitan_diloco.components.checkpoint import (
 )
 from torchtitan_diloco.config.schema import flatten
 from torchtitan_diloco.diloco.fragments import local_of, shard_rows
-from torchtitan_diloco.diloco.meeting import gather_objects
+from torchtitan_diloco.diloco.messages import gather_objects
 from torchtitan_diloco.diloco.state_dict import (
     SENT,
     SavedState,

@@ -16,7 +16,7 @@ from torchtitan_diloco.data.loader import Stream, TrainLoader
 from torchtitan_diloco.data.mixture import Mixture, Segment, check_fingerprints, plan_segments
 from torchtitan_diloco.data.shards import INDEX_NAME
 from torchtitan_diloco.data.tokenizer import Tokenizer
-from torchtitan_diloco.diloco.meeting import gather_objects
+from torchtitan_diloco.diloco.messages import gather_objects
 from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.log import UserError
 

@@ -15,7 +15,7 @@ from torchtitan_diloco.diloco.config import (
 
 if TYPE_CHECKING:
     from torchtitan_diloco.diloco.gloo_peers import GlooPeers
-    from torchtitan_diloco.diloco.meeting import join_workers
+    from torchtitan_diloco.diloco.rendezvous import join_workers
     from torchtitan_diloco.diloco.streaming import StreamingDiLoCo
     from torchtitan_diloco.diloco.transport import WorkerLostError
 
@@ -37,7 +37,7 @@ _NEED_TORCH = {
     "GlooPeers": "gloo_peers",
     "StreamingDiLoCo": "streaming",
     "WorkerLostError": "transport",
-    "join_workers": "meeting",
+    "join_workers": "rendezvous",
 }
 
 

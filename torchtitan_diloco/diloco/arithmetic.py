@@ -20,9 +20,9 @@ from typing import get_args, get_type_hints
 import torch
 from torch import Tensor
 
+from torchtitan_diloco.diloco.agreement import find_differences
 from torchtitan_diloco.diloco.codecs import CODECS, UNIT, build_codec
 from torchtitan_diloco.diloco.config import CodecName, OuterOptimizer, Quantization
-from torchtitan_diloco.diloco.meeting import find_differences
 from torchtitan_diloco.log import UserError
 
 BLOCK = 65_536

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from torchtitan_diloco.config.schema import Run
 from torchtitan_diloco.diloco.config import DiLoCoConfig
-from torchtitan_diloco.diloco.meeting import gather_objects
+from torchtitan_diloco.diloco.messages import gather_objects
 from torchtitan_diloco.diloco.transport import WorkerLostError
 from torchtitan_diloco.distributed.notices import Notice, NoticeWatch
 from torchtitan_diloco.distributed.world import World

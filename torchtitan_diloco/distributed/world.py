@@ -16,7 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchtitan_diloco.config.schema import Distributed
 from torchtitan_diloco.diloco.config import Link
 from torchtitan_diloco.diloco.liveness import Liveness
-from torchtitan_diloco.diloco.meeting import gather_objects, store_of_attempt, store_of_job
+from torchtitan_diloco.diloco.messages import gather_objects
+from torchtitan_diloco.diloco.rendezvous import store_of_attempt, store_of_job
 from torchtitan_diloco.hardware import GLOO_INTERFACE, check_device, interfaces, is_loopback
 from torchtitan_diloco.log import UserError, logger
 

@@ -27,7 +27,7 @@ from torchtitan_diloco.diloco.config import DiLoCoConfig
 from torchtitan_diloco.diloco.exchange import GPU_CHUNK, PIECE
 from torchtitan_diloco.diloco.fields import flat_settings
 from torchtitan_diloco.diloco.fragments import describe_layout
-from torchtitan_diloco.diloco.meeting import broadcast_object
+from torchtitan_diloco.diloco.messages import broadcast_object
 from torchtitan_diloco.diloco.outer_state import OuterState
 from torchtitan_diloco.islands.changes import SPARSE
 from torchtitan_diloco.islands.shards import Layout, Ranks, collect

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 import msgspec
 
+from torchtitan_diloco.diloco.agreement import find_differences
 from torchtitan_diloco.diloco.background import BackgroundThread
-from torchtitan_diloco.diloco.meeting import find_differences
 from torchtitan_diloco.islands.bulk import ChunkError
 from torchtitan_diloco.islands.changes import CHANGEABLE, settings_of
 from torchtitan_diloco.islands.connection import Connection

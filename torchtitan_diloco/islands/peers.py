@@ -18,12 +18,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_diloco.diloco import healing
 from torchtitan_diloco.diloco import state_dict as saving
+from torchtitan_diloco.diloco.agreement import agree, code_fingerprint
 from torchtitan_diloco.diloco.background import BackgroundThread
 from torchtitan_diloco.diloco.config import DiLoCoConfig
 from torchtitan_diloco.diloco.fields import check_class
 from torchtitan_diloco.diloco.fragments import drop_gathered
 from torchtitan_diloco.diloco.liveness import LATE_SECONDS, Liveness
-from torchtitan_diloco.diloco.meeting import agree, broadcast_object, code_fingerprint
+from torchtitan_diloco.diloco.messages import broadcast_object
 from torchtitan_diloco.diloco.peers import Apply, Peers, Send, close, local_share
 from torchtitan_diloco.diloco.round import InFlight, Round
 from torchtitan_diloco.diloco.schedule import build_schedule

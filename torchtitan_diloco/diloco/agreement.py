@@ -1,91 +1,22 @@
-"""How ranks meet, even after torchrun has restarted them, exchange values, and agree."""
+"""What all ranks must have in common before they train: groups, settings, code and arithmetic."""
 
 import hashlib
-import os
-import secrets
-import time
 from collections.abc import Mapping
-from datetime import timedelta
 from functools import cache
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
-from torch.distributed.constants import default_pg_timeout
-from torch.distributed.rendezvous import rendezvous
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from torchtitan_diloco.diloco.messages import gather_objects
 from torchtitan_diloco.hardware import describe_machine
 from torchtitan_diloco.log import UserError, logger
 
-HIDDEN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK")
-POLL_SECONDS = 0.05
 PACKAGE = Path(__file__).parent
-Value = TypeVar("Value")
-
-
-def store_of_job(timeout: timedelta) -> Store:
-    """Return torchrun's store, which outlives the ranks."""
-    store: Store = next(rendezvous("env://", timeout=timeout))[0]
-    store.set_timeout(timeout)
-    return store
-
-
-def store_of_attempt(store: Store, rank: int, size: int, timeout: timedelta) -> Store:
-    """Return the store under a prefix that only the ranks of this attempt use. Collective.
-
-    Otherwise, gloo would find the addresses of the previous attempt. Nodes may count their restarts
-    differently (TORCHELASTIC_RESTART_COUNT), so ranks agree on a prefix: each writes a new token,
-    and waits until all have read the same ones.
-    """
-    kinds = "torchtitan_diloco/token", "torchtitan_diloco/read"
-    tokens, read = ([f"{kind}/{one}" for one in range(size)] for kind in kinds)
-    store.set(tokens[rank], secrets.token_hex(8))
-    deadline = time.monotonic() + timeout.total_seconds()
-    while time.monotonic() < deadline:
-        prefix = hashlib.sha256(b"".join(store.multi_get(tokens))).hexdigest()
-        store.set(read[rank], prefix)
-        if set(store.multi_get(read)) == {prefix.encode()}:
-            return PrefixStore(prefix, store)
-        time.sleep(POLL_SECONDS)
-    raise RuntimeError("ranks of an earlier attempt did not restart")
-
-
-def join_workers() -> dist.ProcessGroup:
-    """Connect the processes of torchrun, each of which is a worker, and return their group.
-
-    This hides the other processes and their GPUs from a framework, which would otherwise average
-    gradients over all of them. Call it before CUDA is used.
-    """
-    if "LOCAL_RANK" not in os.environ:
-        raise UserError("join_workers() needs the environment of torchrun: start it with torchrun")
-    if torch.cuda.is_initialized():
-        raise UserError("join_workers() picks this process's GPU: call it before CUDA is used")
-    local = int(os.environ["LOCAL_RANK"])
-    gpus = torch.cuda.device_count()
-    if 0 < gpus <= local:
-        raise UserError(
-            f"there is no GPU for local rank {local} among {gpus} GPUs: start one process per GPU"
-        )
-    rank, size, timeout = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), default_pg_timeout
-    store = store_of_attempt(store_of_job(timeout), rank, size, timeout)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-    if gpus:
-        chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-        visible = chosen.split(",") if chosen else list(map(str, range(gpus)))
-        os.environ["CUDA_VISIBLE_DEVICES"] = visible[local]
-    for name in list(os.environ):
-        if name in HIDDEN or name.startswith("TORCHELASTIC_"):
-            del os.environ[name]
-    group = dist.group.WORLD
-    assert group is not None
-    return group
-
 
 # --- groups and models that cannot work -----------------------------------------------------------
 
@@ -136,51 +67,7 @@ def _check_ranks(workers: set[int], ranks: list[int], what: str) -> None:
         )
 
 
-# --- small values ---------------------------------------------------------------------------------
-#
-# They are encoded as MessagePack. Unlike the pickles of `torch.distributed.all_gather_object`, it
-# cannot run code when it is decoded.
-
-
-def gather_objects(value: Value, group: dist.ProcessGroup | None) -> list[Value]:
-    """Return the values of all ranks on every rank. All values must have the same type."""
-    if group is None:
-        return [value]
-    content = _encode(value)
-    size = torch.tensor([content.numel()])
-    sizes = [torch.zeros_like(size) for _ in range(group.size())]
-    dist.all_gather(sizes, size, group=group)
-    longest = int(torch.cat(sizes).max())
-    padded = content.new_zeros(longest)
-    padded[: content.numel()] = content
-    contents = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(contents, padded, group=group)
-    kind = type(value)
-    return [_decode(one[: int(size)], kind) for one, size in zip(contents, sizes, strict=True)]
-
-
-def broadcast_object(
-    value: Value | None, kind: type[Value], group: dist.ProcessGroup | None
-) -> Value:
-    """Return the value of the group's first rank, of type `kind`."""
-    content = _encode(value)
-    if group is not None:
-        size = torch.tensor([content.numel()])
-        dist.broadcast(size, group_src=0, group=group)
-        content = content.new_zeros(int(size)) if group.rank() else content
-        dist.broadcast(content, group_src=0, group=group)
-    return _decode(content, kind)
-
-
-def _encode(value: object) -> Tensor:
-    return torch.frombuffer(bytearray(msgspec.msgpack.encode(value)), dtype=torch.uint8)
-
-
-def _decode(content: Tensor, kind: type[Value]) -> Value:
-    return msgspec.msgpack.decode(content.numpy().tobytes(), type=kind)
-
-
-# --- agreement ------------------------------------------------------------------------------------
+# --- facts ----------------------------------------------------------------------------------------
 
 
 class Started(msgspec.Struct):

@@ -1,0 +1,51 @@
+"""Small values that ranks exchange, encoded as MessagePack.
+
+Unlike the pickles of `torch.distributed.all_gather_object`, it cannot run code when it is decoded.
+"""
+
+from typing import TypeVar
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Value = TypeVar("Value")
+
+
+def gather_objects(value: Value, group: dist.ProcessGroup | None) -> list[Value]:
+    """Return the values of all ranks on every rank. All values must have the same type."""
+    if group is None:
+        return [value]
+    content = _encode(value)
+    size = torch.tensor([content.numel()])
+    sizes = [torch.zeros_like(size) for _ in range(group.size())]
+    dist.all_gather(sizes, size, group=group)
+    longest = int(torch.cat(sizes).max())
+    padded = content.new_zeros(longest)
+    padded[: content.numel()] = content
+    contents = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(contents, padded, group=group)
+    kind = type(value)
+    return [_decode(one[: int(size)], kind) for one, size in zip(contents, sizes, strict=True)]
+
+
+def broadcast_object(
+    value: Value | None, kind: type[Value], group: dist.ProcessGroup | None
+) -> Value:
+    """Return the value of the group's first rank, of type `kind`."""
+    content = _encode(value)
+    if group is not None:
+        size = torch.tensor([content.numel()])
+        dist.broadcast(size, group_src=0, group=group)
+        content = content.new_zeros(int(size)) if group.rank() else content
+        dist.broadcast(content, group_src=0, group=group)
+    return _decode(content, kind)
+
+
+def _encode(value: object) -> Tensor:
+    return torch.frombuffer(bytearray(msgspec.msgpack.encode(value)), dtype=torch.uint8)
+
+
+def _decode(content: Tensor, kind: type[Value]) -> Value:
+    return msgspec.msgpack.decode(content.numpy().tobytes(), type=kind)

@@ -1,0 +1,76 @@
+"""How the processes of torchrun meet, even after it has restarted them."""
+
+import hashlib
+import os
+import secrets
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed.constants import default_pg_timeout
+from torch.distributed.rendezvous import rendezvous
+
+from torchtitan_diloco.log import UserError
+
+HIDDEN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK")
+POLL_SECONDS = 0.05
+
+
+def store_of_job(timeout: timedelta) -> Store:
+    """Return torchrun's store, which outlives the ranks."""
+    store: Store = next(rendezvous("env://", timeout=timeout))[0]
+    store.set_timeout(timeout)
+    return store
+
+
+def store_of_attempt(store: Store, rank: int, size: int, timeout: timedelta) -> Store:
+    """Return the store under a prefix that only the ranks of this attempt use. Collective.
+
+    Otherwise, gloo would find the addresses of the previous attempt. Nodes may count their restarts
+    differently (TORCHELASTIC_RESTART_COUNT), so ranks agree on a prefix: each writes a new token,
+    and waits until all have read the same ones.
+    """
+    kinds = "torchtitan_diloco/token", "torchtitan_diloco/read"
+    tokens, read = ([f"{kind}/{one}" for one in range(size)] for kind in kinds)
+    store.set(tokens[rank], secrets.token_hex(8))
+    deadline = time.monotonic() + timeout.total_seconds()
+    while time.monotonic() < deadline:
+        prefix = hashlib.sha256(b"".join(store.multi_get(tokens))).hexdigest()
+        store.set(read[rank], prefix)
+        if set(store.multi_get(read)) == {prefix.encode()}:
+            return PrefixStore(prefix, store)
+        time.sleep(POLL_SECONDS)
+    raise RuntimeError("ranks of an earlier attempt did not restart")
+
+
+def join_workers() -> dist.ProcessGroup:
+    """Connect the processes of torchrun, each of which is a worker, and return their group.
+
+    This hides the other processes and their GPUs from a framework, which would otherwise average
+    gradients over all of them. Call it before CUDA is used.
+    """
+    if "LOCAL_RANK" not in os.environ:
+        raise UserError("join_workers() needs the environment of torchrun: start it with torchrun")
+    if torch.cuda.is_initialized():
+        raise UserError("join_workers() picks this process's GPU: call it before CUDA is used")
+    local = int(os.environ["LOCAL_RANK"])
+    gpus = torch.cuda.device_count()
+    if 0 < gpus <= local:
+        raise UserError(
+            f"there is no GPU for local rank {local} among {gpus} GPUs: start one process per GPU"
+        )
+    rank, size, timeout = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), default_pg_timeout
+    store = store_of_attempt(store_of_job(timeout), rank, size, timeout)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    if gpus:
+        chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+        visible = chosen.split(",") if chosen else list(map(str, range(gpus)))
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible[local]
+    for name in list(os.environ):
+        if name in HIDDEN or name.startswith("TORCHELASTIC_"):
+            del os.environ[name]
+    group = dist.group.WORLD
+    assert group is not None
+    return group
