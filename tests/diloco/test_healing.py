@@ -12,8 +12,14 @@ from torch import nn
 from tests.diloco.toy import config, full, inner_step, join, loss, parameters, sharded, start
 from tests.processes import ProcessPool
 from torchtitan_diloco.diloco import DiLoCoConfig, Quantization, StreamingDiLoCo
+from torchtitan_diloco.diloco.delta_norms import (
+    FEWEST,
+    LATEST,
+    DeltaNorms,
+    LeftOut,
+    settle_weights,
+)
 from torchtitan_diloco.diloco.fragments import local_of
-from torchtitan_diloco.diloco.healing import FEWEST, LATEST, DeltaNorms, Watch, settle_weights
 from torchtitan_diloco.diloco.transport import Header
 from torchtitan_diloco.diloco.vitals import DROPPED, NOT_FINITE, OUTLIER
 from torchtitan_diloco.distributed.world import FSDP, WORKER
@@ -56,7 +62,7 @@ def test_flags_take_the_weight_unless_all_have_an_outlier() -> None:
 def test_rounds_that_are_not_finite_are_counted_by_fragment(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    watch, good, bad = Watch(workers=3, fragments=2), header(), header(NOT_FINITE)
+    watch, good, bad = LeftOut(workers=3, fragments=2), header(), header(NOT_FINITE)
     elsewhere = [header(fragment=1)] * 3
     for sent in [[good, bad, bad]] * 3 + [[good] * 3] + [[good, good, bad]] * 3 + [elsewhere] * 3:
         watch.note(sent, norm_limit=20.0)

@@ -26,7 +26,7 @@ from torch import Tensor
 from torchtitan_diloco.diloco.arithmetic import BLOCK
 from torchtitan_diloco.diloco.codecs import UNIT, Codec
 from torchtitan_diloco.diloco.config import STREAM_BYTES
-from torchtitan_diloco.diloco.healing import settle_weights
+from torchtitan_diloco.diloco.delta_norms import settle_weights
 from torchtitan_diloco.diloco.round import Traffic
 from torchtitan_diloco.diloco.transport import (
     Bytes,

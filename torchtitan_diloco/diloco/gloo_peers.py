@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan_diloco.diloco import arithmetic, healing
+from torchtitan_diloco.diloco import arithmetic, delta_norms
 from torchtitan_diloco.diloco import state_dict as saving
 from torchtitan_diloco.diloco.agreement import agree, check_group, check_model
 from torchtitan_diloco.diloco.codecs import build_codec
@@ -119,7 +119,7 @@ class GlooPeers(Peers):
         link, codec = self.config.link, build_codec(self.config.quantization)
         watching = self._liveness or Liveness.between(self._group)
         own, self._watching = self._liveness is None, watching
-        self._watch = healing.Watch(self.workers, len(self.states))
+        self._left_out = delta_norms.LeftOut(self.workers, len(self.states))
         self._weights, self._last = [0.0] * len(self.states), Traffic()
         self._reports = dict[str, Report]()
         sizes = [state.values for state in self.states]
@@ -238,8 +238,10 @@ class GlooPeers(Peers):
         dropped = is_dropped(self.config.link.drop_probability, self._seed, self.worker, *turn)
         with state.background():
             round_.delta_square = state.finish_delta()
-            whole = healing.sum_over_ranks(round_.delta_square, self._shard_group, self.worker)
-            norms = healing.DeltaNorms() if average else state.norms  # other lengths: not judged
+            whole = delta_norms.sum_over_ranks(round_.delta_square, self._shard_group, self.worker)
+            norms = (
+                delta_norms.DeltaNorms() if average else state.norms
+            )  # other lengths: not judged
             flags = dropped * DROPPED | norms.judge(whole, self.config.delta_norm_limit)
             transfers = self._last.transfers(self.workers, self._bytes_from_each)
             header = Header(
@@ -253,7 +255,7 @@ class GlooPeers(Peers):
                 self.vitals()._replace(transfers=transfers),
             )
             if self._exchanger is None:
-                headers = healing.settle_weights([header])
+                headers = delta_norms.settle_weights([header])
             else:
                 headers, round_.traffic = self._exchanger.average(
                     state.delta, header, measured=measured
@@ -270,7 +272,7 @@ class GlooPeers(Peers):
             else:
                 state.keep()
         round_.ready = time.perf_counter()
-        self._watch.note(headers, self.config.delta_norm_limit)
+        self._left_out.note(headers, self.config.delta_norm_limit)
 
     # --- restart ----------------------------------------------------------------------------------
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from torchtitan_diloco.diloco.arithmetic import AVERAGE, BLOCK, outer_step, slot_count
 from torchtitan_diloco.diloco.codecs import build_codec
 from torchtitan_diloco.diloco.config import DiLoCoConfig, OuterOptimizer
+from torchtitan_diloco.diloco.delta_norms import DeltaNorms
 from torchtitan_diloco.diloco.fragments import Fragment
-from torchtitan_diloco.diloco.healing import DeltaNorms
 
 GPU_SHARE = 0.2
 """Share of a GPU's memory up to which `outer_state = "auto"` means "device"."""

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan_diloco.diloco import healing
+from torchtitan_diloco.diloco import delta_norms
 from torchtitan_diloco.diloco import state_dict as saving
 from torchtitan_diloco.diloco.agreement import agree, code_fingerprint
 from torchtitan_diloco.diloco.background import BackgroundThread
@@ -347,7 +347,7 @@ class IslandPeers(Peers):
         group = self._ranks.uploads
         with state.background():
             round_.delta_square = state.finish_delta()
-            whole = healing.sum_over_ranks(round_.delta_square, group, 0)
+            whole = delta_norms.sum_over_ranks(round_.delta_square, group, 0)
             round_.flags = 0 if math.isfinite(whole) else NOT_FINITE
             payload = self._encode(self._codec(part.codec), state.delta)
         round_.traffic.encoded = time.perf_counter()

@@ -12,7 +12,7 @@ BIAS = 127
 LOWEST = BIAS - 100
 """Smallest scale byte, even for blocks of smaller values. It keeps intermediate results from being
 subnormal, because processors are slow with subnormal numbers or flush them to zero."""
-NOT_FINITE = 255
+NOT_FINITE_SCALE = 255
 """Scale byte of a block with a NaN or infinity. All its values are decoded as NaN."""
 
 

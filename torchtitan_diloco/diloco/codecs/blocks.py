@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchtitan_diloco.diloco.codecs.base import BIAS, LOWEST, NOT_FINITE, UNIT, Codec
+from torchtitan_diloco.diloco.codecs.base import BIAS, LOWEST, NOT_FINITE_SCALE, UNIT, Codec
 from torchtitan_diloco.diloco.config import BLOCK_SIZES
 from torchtitan_diloco.log import logger
 
@@ -119,7 +119,7 @@ class BlockCodec(Codec):
         exponents = torch.arange(256, dtype=torch.int32) + self.unit_exponent
         self._steps = (exponents << 23).view(torch.float32)
         """Step by scale byte."""
-        self._steps[NOT_FINITE] = torch.nan
+        self._steps[NOT_FINITE_SCALE] = torch.nan
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._workspaces: dict[int, Workspace] = {}
 
@@ -201,7 +201,7 @@ class BlockCodec(Codec):
         room.blocks.mul_(room.step_column)
         if not room.largest.max().item() <= self._largest:
             broken = ~room.largest.isfinite()
-            room.scales.masked_fill_(broken, NOT_FINITE)
+            room.scales.masked_fill_(broken, NOT_FINITE_SCALE)
             room.blocks.masked_fill_(broken[:, None], 0.0)
             room.magnitudes.clamp_(max=self.format.most_steps)
         self._pack(values, room, codes)

@@ -20,8 +20,8 @@ import triton.language as tl
 import torchtitan_diloco.diloco.codecs.base as base
 import torchtitan_diloco.diloco.codecs.topk as topk
 
-UNIT, BIAS, LOWEST, NOT_FINITE = (
-    tl.constexpr(number) for number in (base.UNIT, base.BIAS, base.LOWEST, base.NOT_FINITE)
+UNIT, BIAS, LOWEST, NOT_FINITE_SCALE = (
+    tl.constexpr(number) for number in (base.UNIT, base.BIAS, base.LOWEST, base.NOT_FINITE_SCALE)
 )
 PLACE_BITS, ENTRY_BITS, ORDER, SCALE, CUT = (
     tl.constexpr(number)
@@ -80,7 +80,7 @@ def encode_units(values, payload, n, size, FORM: tl.constexpr):
     scale = tl.minimum(tl.maximum((largest + FORM.carry) >> 23, LOWEST), FORM.highest)
     inverse = ((-scale + (2 * BIAS - FORM.unit_exponent)) << 23).to(tl.float32, bitcast=True)
     broken = largest >= INFINITY
-    scale = tl.where(broken, NOT_FINITE, scale)
+    scale = tl.where(broken, NOT_FINITE_SCALE, scale)
     magnitude = (word & MAGNITUDE).to(tl.float32, bitcast=True) * inverse[:, None]
     magnitude = tl.where(broken[:, None], 0.0, tl.minimum(magnitude, FORM.most_steps))
     code = _whole_code(magnitude, word) if FORM.mantissa < 0 else _float_code(magnitude, word, FORM)
@@ -155,7 +155,7 @@ def _decoded(payload, n, size, FORM: tl.constexpr):
 @triton.jit
 def _step(scale, FORM: tl.constexpr):
     step = ((scale + FORM.unit_exponent) << 23).to(tl.float32, bitcast=True)
-    return tl.where(scale == NOT_FINITE, float("nan"), step)
+    return tl.where(scale == NOT_FINITE_SCALE, float("nan"), step)
 
 
 @triton.jit
