@@ -118,7 +118,7 @@ def test_two_machines_with_a_slow_link_and_the_line_that_starts_them(tmp_path: P
         assert [one.wait(280) for one in programs] == [0, 0], programs[0].printed()
         printed = [one.printed() for one in programs]
         check_answer(*printed)
-        assert "bit/s with 2 TCP streams on the slower way" in printed[0]
+        assert "bit/s with 2 TCP streams in the slower direction" in printed[0]
         rows = rows_of(printed[0])
         assert [*rows][:2] == ["10.0.0.1 alone", "10.0.0.2 alone"]
         assert rows["data parallelism"] < rows["streaming, 4 bits, H 10, tau 1"]

@@ -94,7 +94,7 @@ def _parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add(
         "--bandwidth",
         type=parse_bandwidth,
-        help=("rate of the link, if there is no second machine, such as 1Gbit"),
+        help="rate of the link, if there is no second machine, such as 1Gbit",
     )
     add(
         "--latency",
@@ -110,6 +110,14 @@ def _parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     add("--write", type=Path, help="TOML to write (outputs/CONFIG-two-machines.toml)")
     options, settings = parser.parse_known_args(words)
+    _check_options(options)
+    if options.write is None:
+        options.write = Path("outputs", f"{Path(options.config).stem}-two-machines.toml")
+    return options, settings
+
+
+def _check_options(options: argparse.Namespace) -> None:
+    """Raise a UserError for options that are missing or contradict each other."""
     if options.config is None:
         raise UserError("give a model with --config, such as 100m")
     if options.seconds == 0:
@@ -135,9 +143,6 @@ def _parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
         raise UserError(f"{problem}: give --bandwidth, such as 1Gbit, without --listen")
     if options.endpoint is not None:
         split_address(options.endpoint)
-    if options.write is None:
-        options.write = Path("outputs", f"{Path(options.config).stem}-two-machines.toml")
-    return options, settings
 
 
 def _compare(options: argparse.Namespace, config: Config, training: list[str]) -> None:
