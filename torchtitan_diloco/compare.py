@@ -94,7 +94,7 @@ def _parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add(
         "--bandwidth",
         type=parse_bandwidth,
-        help=("rate of the link, if there is no second machine, such as 1Gbit"),
+        help="rate of the link, if there is no second machine, such as 1Gbit",
     )
     add(
         "--latency",
@@ -117,6 +117,7 @@ def _parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def _check_options(options: argparse.Namespace) -> None:
+    """Raise a UserError for options that are missing or contradict each other."""
     if options.config is None:
         raise UserError("give a model with --config, such as 100m")
     if options.seconds == 0:
