@@ -6,7 +6,7 @@ workers of one job, and `IslandPeers`, jobs of their own that meet in a log.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +23,8 @@ from torchtitan_diloco.diloco.outer_state import OuterState, pick_state_device
 from torchtitan_diloco.diloco.round import Meter, Round
 from torchtitan_diloco.diloco.schedule import Schedule, build_schedule
 from torchtitan_diloco.diloco.state_dict import OuterFacts, SavedState
-from torchtitan_diloco.diloco.vitals import DROPPED, WENT_WRONG, Action, Report, Vitals
+from torchtitan_diloco.diloco.vitals import DROPPED, WENT_WRONG
+from torchtitan_diloco.diloco.witness import Witness
 from torchtitan_diloco.hardware import GIB
 from torchtitan_diloco.log import counted
 
@@ -70,10 +71,6 @@ class Peers(ABC):
     """Buffers of each fragment."""
     meter: Meter
     background: BackgroundThread
-    vitals: Callable[[], Vitals] = Vitals
-    """Returns what this worker says of itself. Whoever measures the steps sets it."""
-    miss: Callable[[Mapping[str, Report]], object] = dict
-    """Called with the reports of workers for which training waits long. Whoever judges sets it."""
 
     # --- start and end ----------------------------------------------------------------------------
 
@@ -140,16 +137,10 @@ class Peers(ABC):
     def progress(self) -> float:
         """Completed share of the run, 0 if its length is unknown."""
 
-    def reports(self) -> Mapping[str, Report]:
-        """Return what all workers have said of themselves in the last round, by name."""
-        return {}
-
-    def say(self, verdicts: Sequence[str]) -> None:  # noqa: B027 - one job has one judge
-        """Tell the others what this worker finds wrong."""
-
-    def take_actions(self) -> list[Action]:
-        """Return what is done about other workers, or no more, since the last call."""
-        return []
+    @property
+    @abstractmethod
+    def witness(self) -> Witness:
+        """Answers who is late, and what the workers have said of themselves."""
 
     def advise(self, settings: Mapping[str, object]) -> str:
         """Return how users change settings."""

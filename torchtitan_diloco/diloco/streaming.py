@@ -26,11 +26,11 @@ from torchtitan_diloco.diloco import state_dict as saving
 from torchtitan_diloco.diloco.config import DiLoCoConfig
 from torchtitan_diloco.diloco.fragments import Fragment, check_identity, drop_gathered
 from torchtitan_diloco.diloco.gloo_peers import GlooPeers
-from torchtitan_diloco.diloco.liveness import Liveness
 from torchtitan_diloco.diloco.peers import Apply, Peers, Send
 from torchtitan_diloco.diloco.round import Round
 from torchtitan_diloco.diloco.schedule import is_measured
 from torchtitan_diloco.diloco.state_dict import OuterFacts, SavedState
+from torchtitan_diloco.diloco.witness import GlooWitness
 from torchtitan_diloco.log import logger
 
 
@@ -43,7 +43,7 @@ class StreamingDiLoCo:
         *,
         optimizer: torch.optim.Optimizer | None = None,
         shard_group: dist.ProcessGroup | None = None,
-        liveness: Liveness | None = None,
+        witness: GlooWitness | None = None,
         total_steps: int = 0,
         seed: int = 0,
     ) -> None:
@@ -59,7 +59,8 @@ class StreamingDiLoCo:
                 shared parameters.
             shard_group: a gloo group of this worker's ranks, if it has several, that nothing else
                 uses. They sum the norm of a delta over it.
-            liveness: watches all workers. Default: a new one with a gloo group of its own.
+            witness: with the liveness of all workers. Default: a new one with a gloo group of its
+                own.
             total_steps: length of the run, for `overlap.mixing_end` and shares of it.
             seed: for the rounds that `link.drop_probability` drops.
         """
@@ -67,12 +68,12 @@ class StreamingDiLoCo:
             group = GlooPeers(
                 group,
                 shard_group=shard_group,
-                liveness=liveness,
+                witness=witness,
                 total_steps=total_steps,
                 seed=seed,
             )
-        elif shard_group or liveness or total_steps or seed:
-            raise TypeError("shard_group, liveness, total_steps and seed are for a gloo group only")
+        elif shard_group or witness or total_steps or seed:
+            raise TypeError("shard_group, witness, total_steps and seed are for a gloo group only")
         self.peers = peers = group
         peers.start(model, config)
         self.config, self.fragments, self._states = peers.config, peers.fragments, peers.states

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -17,6 +16,7 @@ from torchtitan_diloco.config.schema import Distributed
 from torchtitan_diloco.diloco.config import Link
 from torchtitan_diloco.diloco.liveness import Liveness
 from torchtitan_diloco.diloco.meeting import gather_objects, store_of_attempt, store_of_job
+from torchtitan_diloco.diloco.witness import GlooWitness
 from torchtitan_diloco.hardware import GLOO_INTERFACE, check_device, interfaces, is_loopback
 from torchtitan_diloco.log import UserError, logger
 
@@ -41,8 +41,8 @@ class World:
     """2-d (worker, fsdp): row m is worker m, whose ranks shard one copy of the model."""
     control: dist.ProcessGroup | None = None
     """All ranks, on the CPU: bookkeeping must not queue behind the collectives of training."""
-    liveness: Liveness = field(default_factory=partial(Liveness, None))
-    """Watches the ranks of this worker, and this rank's counterparts in the other workers."""
+    witness: GlooWitness = field(default_factory=lambda: GlooWitness(Liveness(None)))
+    """Says for whom this rank waits."""
     shards: dist.ProcessGroup | None = None
     """The ranks of this worker, on the CPU, only for the outer loop's background thread."""
     saving: dist.ProcessGroup | None = None
@@ -52,6 +52,11 @@ class World:
     nothing."""
     streams: int = 1
     """TCP streams of the group between workers, from this rank to each other worker."""
+
+    @property
+    def liveness(self) -> Liveness:
+        """Watches the ranks of this worker, and this rank's counterparts in the other workers."""
+        return self.witness.liveness
 
     @property
     def ranks_per_worker(self) -> int:
@@ -169,7 +174,7 @@ def join_world(
             [across, inside], chosen.type, mesh=grid, mesh_dim_names=(WORKER, FSDP)
         ),
         control=control,
-        liveness=liveness,
+        witness=GlooWitness(liveness),
         shards=shards if ranks_per_worker > 1 else None,
         saving=saving,
         host_mesh=DeviceMesh.from_group(shards, "cpu", mesh=row, mesh_dim_names=(FSDP,)),
