@@ -27,7 +27,7 @@ from torchtitan_diloco.diloco.exchange import Exchange
 from torchtitan_diloco.diloco.liveness import Answer, Liveness
 from torchtitan_diloco.diloco.transport import Header, check_headers
 from torchtitan_diloco.diloco.vitals import HUNG, STOPPED, STUCK, Signs
-from torchtitan_diloco.diloco.witness import signs_of
+from torchtitan_diloco.diloco.witness import GlooWitness, signs_of
 from torchtitan_diloco.distributed.collectives import PendingSum
 from torchtitan_diloco.distributed.world import WORKER
 from torchtitan_diloco.log import UserError, logger
@@ -351,3 +351,8 @@ def test_a_wait_elsewhere_says_whom_an_exchange_waits_for(processes: ProcessPool
         r"its header has not come for \d+ s, and it answers: its last step, \d+, was \d+ s ago"
     )
     assert re.fullmatch(rf"waiting since \d+ s for worker 1: {expected}", lines[0])
+
+
+def test_a_worker_that_is_alone_waits_for_its_ranks(caplog: pytest.LogCaptureFixture) -> None:
+    GlooWitness(Liveness(None)).waiting(10.0)
+    assert caplog.messages == ["waiting since 10 s for a rank of this worker"]

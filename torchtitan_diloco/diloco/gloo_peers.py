@@ -201,7 +201,7 @@ class GlooPeers(Peers):
         name = self.states[index].fragment.name
         where = f"in the exchange of fragment {index} ({name}), sent after step {step}"
         where = f"seen by worker {self.worker} {where}"
-        self._watching.wait(exchanged, step, where, self._witness)
+        self._watching.wait(exchanged, step, where=where, onlooker=self._witness)
 
     def forget(self, fragment: int) -> None:
         self._weights[fragment] = 0.0

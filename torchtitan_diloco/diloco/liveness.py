@@ -165,7 +165,7 @@ class Liveness:
         `step`: the step that the task follows. `where` is appended to the reason.
         """
         try:
-            self.wait_for(result, step, onlooker)
+            self.wait_for(result, step, onlooker=onlooker)
             return result.result()
         except WorkerLostError as error:
             self.lost_ranks(step)

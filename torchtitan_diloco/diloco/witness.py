@@ -33,12 +33,12 @@ class Watcher(Protocol):
         """
 
 
-class Witness(Protocol):
-    """What peers answer about the workers."""
+class Witness:
+    """What peers answer about the workers. This one knows nothing."""
 
-    vitals: Vitals
+    vitals = Vitals()
     """What this worker says of itself. Whoever measures its steps sets it after each of them."""
-    watcher: Watcher | None
+    watcher: Watcher | None = None
     """Is told who is missing while training waits long."""
 
     def late(self) -> Mapping[str, Report]:
@@ -46,24 +46,25 @@ class Witness(Protocol):
 
         Those that are not absent may just be slow.
         """
+        return {}
 
     def reports(self) -> Mapping[str, Report]:
         """Return what all workers have said of themselves in the last round, by name."""
+        return {}
 
     def say(self, verdicts: Sequence[str]) -> None:
-        """Tell the others what this worker finds wrong."""
+        """Tell the others what this worker finds wrong, unless one worker judges for all."""
 
     def take_actions(self) -> list[Action]:
         """Return what is done about other workers, or no more, since the last call."""
+        return []
 
 
-class GlooWitness:
+class GlooWitness(Witness):
     """The witness of the workers of one job. It looks on when `Liveness` waits."""
 
     def __init__(self, liveness: Liveness) -> None:
         self.liveness = liveness
-        self.vitals = Vitals()
-        self.watcher: Watcher | None = None
         self._transport: Transport | None = None
         self._cycle_bytes = 0.0
         self._reports = dict[str, Report]()
@@ -96,13 +97,6 @@ class GlooWitness:
     def reports(self) -> Mapping[str, Report]:
         return self._reports
 
-    def say(self, verdicts: Sequence[str]) -> None:
-        """Say nothing: a job has one judge."""
-
-    def take_actions(self) -> list[Action]:
-        """Return nothing: a job waits for all its workers."""
-        return []
-
     def waiting(self, seconds: float) -> None:
         """Log for whom training waits, on one rank of each worker."""
         if not self.liveness.speaks:
@@ -111,9 +105,12 @@ class GlooWitness:
         if self.watcher is not None:
             absent = {name: report for name, report in late.items() if report.absent}
             self.watcher.missing(absent)
-        described = [_describe(name, report) for name, report in late.items()]
-        others = f"worker {' or '.join(map(str, self.liveness.others))}"
-        logger.warning(f"waiting since {seconds:.0f} s for {' and for '.join(described) or others}")
+        whom = " and for ".join(_describe(name, report) for name, report in late.items())
+        logger.warning(f"waiting since {seconds:.0f} s for {whom or self._others()}")
+
+    def _others(self) -> str:
+        others = self.liveness.others
+        return f"worker {' or '.join(map(str, others))}" if others else "a rank of this worker"
 
     def late(self) -> dict[str, Report]:
         seen = self._not_come()

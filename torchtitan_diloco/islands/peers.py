@@ -28,8 +28,8 @@ from torchtitan_diloco.diloco.peers import Apply, Peers, Send, close, local_shar
 from torchtitan_diloco.diloco.round import InFlight, Round
 from torchtitan_diloco.diloco.schedule import build_schedule
 from torchtitan_diloco.diloco.state_dict import SHARED, SLOTS, FragmentFacts, OuterFacts, SavedState
-from torchtitan_diloco.diloco.vitals import NOT_FINITE, OUTLIER, Action, Report, Vitals
-from torchtitan_diloco.diloco.witness import STILL_SECONDS, Watcher, Witness
+from torchtitan_diloco.diloco.vitals import NOT_FINITE, OUTLIER, Action, Report
+from torchtitan_diloco.diloco.witness import STILL_SECONDS, Witness
 from torchtitan_diloco.islands.changes import TOTAL_TOKENS, with_settings
 from torchtitan_diloco.islands.config import (
     Islands,
@@ -53,14 +53,11 @@ from torchtitan_diloco.log import UserError, logger
 LOOK = 0.05  # seconds between two looks at the log at the end of the run
 
 
-class IslandPeers(Peers):
-    """The other islands of a run, and the witness of them. docs/islands-reference.md has a training
-    loop with them."""
+class IslandPeers(Peers, Witness):
+    """The other islands of a run. docs/islands-reference.md has a training loop with them."""
 
     seat: Seat
     """Slot of this island and its first sample, after `join`."""
-    vitals = Vitals()
-    watcher: Watcher | None = None
 
     def __init__(
         self,
