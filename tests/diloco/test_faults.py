@@ -18,12 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.diloco.toy import AVERAGE_EVERY_STEP, config, inner_step, join, start, train
+from tests.diloco.toy import AVERAGE_EVERY_STEP, Net, config, inner_step, join, sgd, start, train
 from tests.processes import ProcessPool
 from torchtitan_diloco.diloco import Link, StreamingDiLoCo, WorkerLostError
 from torchtitan_diloco.diloco import liveness as liveness_module
 from torchtitan_diloco.diloco import witness as witness_module
 from torchtitan_diloco.diloco.exchange import Exchange
+from torchtitan_diloco.diloco.gloo_peers import GlooPeers
 from torchtitan_diloco.diloco.liveness import Answer, Liveness
 from torchtitan_diloco.diloco.transport import Header, check_headers
 from torchtitan_diloco.diloco.vitals import HUNG, STOPPED, STUCK, Signs
@@ -327,8 +328,11 @@ def _waits_elsewhere() -> list[str]:
     world, lines = join(2), Lines()
     said = dist.new_group(backend="gloo")
     chosen = replace(config(0, delay=4), link=PATIENT)
-    outer, model, optimizer = start(chosen, world=world, witness=world.witness)
-    sent = next(step for step in range(1, 99) if outer.peers.schedule.sent_at(step))
+    model = Net()
+    optimizer = sgd(model)
+    peers = GlooPeers(world.group(WORKER), witness=world.witness)
+    outer = StreamingDiLoCo(model, peers, chosen)
+    sent = next(step for step in range(1, 99) if peers.schedule.sent_at(step))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(liveness_module, "LATE_SECONDS", 0.5)
         patch.setattr(liveness_module, "ANSWER_SECONDS", 60.0)

@@ -223,11 +223,14 @@ def test_threads_end_with_their_owner_and_leave_torchs_threads_alone() -> None:
 def _drop_a_loop() -> None:
     world = join(2)
     before = set(threading.enumerate())
-    outer, model, optimizer = start(config(), world=world, witness=world.witness)
+    model = Net()
+    optimizer = sgd(model)
+    peers = GlooPeers(world.group(WORKER), witness=world.witness)
+    outer = StreamingDiLoCo(model, peers, config())
     train(outer, model, optimizer, range(1, 20))
     outer.drain()
     assert set(threading.enumerate()) > before
-    del outer
+    del outer, peers
     gc.collect()
     wait_until(lambda: set(threading.enumerate()) <= before, "the end of its threads")
 

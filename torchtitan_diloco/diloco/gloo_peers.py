@@ -45,8 +45,13 @@ class GlooPeers(Peers):
         seed: int = 0,
         streams: int = 1,
     ) -> None:
-        """`streams`: TCP connections that the group has to each other worker. The other arguments
-        are those of `StreamingDiLoCo`."""
+        """
+        Args:
+            group, shard_group, total_steps, seed: as in `StreamingDiLoCo`.
+            witness: with the liveness of all workers. Default: a new one, whose liveness has a gloo
+                group of its own.
+            streams: TCP connections that the group has to each other worker.
+        """
         self._group, self._shard_group, self._given_witness = group, shard_group, witness
         self._streams = streams
         self._total_steps, self._seed = total_steps, seed

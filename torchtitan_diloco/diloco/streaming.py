@@ -30,7 +30,6 @@ from torchtitan_diloco.diloco.peers import Apply, Peers, Send
 from torchtitan_diloco.diloco.round import Round
 from torchtitan_diloco.diloco.schedule import is_measured
 from torchtitan_diloco.diloco.state_dict import OuterFacts, SavedState
-from torchtitan_diloco.diloco.witness import GlooWitness
 from torchtitan_diloco.log import logger
 
 
@@ -43,7 +42,6 @@ class StreamingDiLoCo:
         *,
         optimizer: torch.optim.Optimizer | None = None,
         shard_group: dist.ProcessGroup | None = None,
-        witness: GlooWitness | None = None,
         total_steps: int = 0,
         seed: int = 0,
     ) -> None:
@@ -53,14 +51,12 @@ class StreamingDiLoCo:
 
         Args:
             group: a gloo group of this rank and its peers on the other workers. None: one worker.
-                Or other peers, such as `IslandPeers`, to which the last four arguments do not
+                Or other peers, such as `IslandPeers`, to which the last three arguments do not
                 apply.
             optimizer: the inner optimizer. Its state is dropped for fragments that are reset to the
                 shared parameters.
             shard_group: a gloo group of this worker's ranks, if it has several, that nothing else
                 uses. They sum the norm of a delta over it.
-            witness: with the liveness of all workers. Default: a new one with a gloo group of its
-                own.
             total_steps: length of the run, for `overlap.mixing_end` and shares of it.
             seed: for the rounds that `link.drop_probability` drops.
         """
@@ -68,12 +64,11 @@ class StreamingDiLoCo:
             group = GlooPeers(
                 group,
                 shard_group=shard_group,
-                witness=witness,
                 total_steps=total_steps,
                 seed=seed,
             )
-        elif shard_group or witness or total_steps or seed:
-            raise TypeError("shard_group, witness, total_steps and seed are for a gloo group only")
+        elif shard_group or total_steps or seed:
+            raise TypeError("shard_group, total_steps and seed are for a gloo group only")
         self.peers = peers = group
         peers.start(model, config)
         self.config, self.fragments, self._states = peers.config, peers.fragments, peers.states
