@@ -91,7 +91,7 @@ class JobCourse:
         return GlooPeers(
             world.group(WORKER),
             shard_group=world.shards,
-            liveness=world.liveness,
+            witness=world.witness,
             total_steps=self._plan.total_steps,
             seed=self._config.run.seed,
             streams=world.streams,

@@ -27,7 +27,7 @@ from torchtitan_diloco.config import load_config
 from torchtitan_diloco.diagnosis import verdicts, watch
 from torchtitan_diloco.diagnosis.kinds import WORDS, Kind
 from torchtitan_diloco.diagnosis.watch import Stacks
-from torchtitan_diloco.diloco import Link, liveness
+from torchtitan_diloco.diloco import Link, liveness, witness
 from torchtitan_diloco.diloco.streaming import StreamingDiLoCo
 from torchtitan_diloco.diloco.transport import WorkerLostError
 from torchtitan_diloco.diloco.vitals import (
@@ -63,6 +63,7 @@ def _train(chosen: Mapping[str, str]) -> Path:
 
     with (
         patch.object(liveness, "LATE_SECONDS", 1.0),
+        patch.object(witness, "LATE_SECONDS", 1.0),
         patch.dict(verdicts.SETTLED, clear=True),  # rounds are short
         patch.object(Telemetry, "vitals", vitals),
         patch.object(trainer, "train_step", train_step),
@@ -105,7 +106,7 @@ def test_an_upload_that_stands_still_is_named_by_its_island_and_then_by_all(
         return store(one, *payload)
 
     def seen(by: Island) -> Report:
-        return dict(by.peers.reports()).get("b", Report())
+        return dict(by.peers.witness.reports()).get("b", Report())
 
     monkeypatch.setattr(Connection, "store", store_later)
     with started(a, b):
@@ -114,26 +115,24 @@ def test_an_upload_that_stands_still_is_named_by_its_island_and_then_by_all(
             wait_until(lambda: seen(b).absent == "hung in communication", "its own report")
             assert "its upload has made no progress for" in seen(b).evidence
             assert not seen(a).absent
-            b.peers.say([f"b: {seen(b).absent}"])
+            b.peers.witness.say([f"b: {seen(b).absent}"])
             wait_until(lambda: seen(a).absent == "hung in communication", "the other's report")
         finally:
             goes_on.set()
         wait_until(lambda: not seen(b).absent, "the end of it")
 
 
-def test_islands_say_how_they_are_and_who_is_gone(
-    server: Join, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_islands_say_how_they_are_and_who_is_gone(server: Join) -> None:
     need_server()
     first, second = (Island(server, name, steps=300, grace=0.2) for name in "ab")
     for number, island in enumerate((first, second)):
         island.step_seconds = 0.02
-        monkeypatch.setattr(island.peers, "vitals", lambda n=number: Vitals(compute=n + 1.0))
+        island.peers.witness.vitals = Vitals(compute=number + 1.0)
     second.each_step = at(60, die)
     first.each_step = hold(100, lambda: False)
 
     def seen() -> dict[str, Report]:
-        return dict(first.peers.reports())
+        return dict(first.peers.witness.reports())
 
     with started(first, second):
         wait_until(lambda: seen().get("b", Report()).vitals.compute == 2.0, "the vitals of b")
@@ -158,10 +157,11 @@ def test_an_error_says_who_was_slow(capsys: pytest.CaptureFixture[str]) -> None:
     """So the log of a restart does, too."""
     outer, diagnosis, _ = watching()
     said = {"worker 0": Report(Vitals(0.25)), "worker 1": Report(flags=NOT_FINITE)}
-    with patch.object(outer.peers, "reports", lambda: said):
+    with patch.object(outer.peers.witness, "reports", lambda: said):
         for step in range(3):
             diagnosis.after_step(step)
-    outer.peers.miss({"worker 2": Report(absent=STUCK, evidence="of its payload nothing for 12 s")})
+    stuck = Report(absent=STUCK, evidence="of its payload nothing for 12 s")
+    diagnosis.missing({"worker 2": stuck})
     with pytest.raises(WorkerLostError) as error, diagnosis:
         raise WorkerLostError([1], "connection closed")
     rank_module._print_error(error.value)
@@ -175,8 +175,8 @@ def test_an_error_says_who_was_slow(capsys: pytest.CaptureFixture[str]) -> None:
 def test_other_workers_name_the_first_one_if_it_is_missing(
     absent: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    outer, _, _ = watching(is_first=False)
-    outer.peers.miss({"worker 0": Report(absent=absent, evidence="nothing came for 12 s")})
+    _, diagnosis, _ = watching(is_first=False)
+    diagnosis.missing({"worker 0": Report(absent=absent, evidence="nothing came for 12 s")})
     has = WORDS[Kind(absent)].has
     assert caplog.messages[0].startswith(f"worker 0 has {has} since step 0: nothing came for 12 s")
 
@@ -184,7 +184,7 @@ def test_other_workers_name_the_first_one_if_it_is_missing(
 def test_actions_are_recorded_like_verdicts() -> None:
     outer, diagnosis, telemetry = watching()
     actions = [[Action("b", "not waited for", "late")], [Action("b", "not waited for", "", True)]]
-    with patch.object(outer.peers, "take_actions", lambda: actions.pop(0)):
+    with patch.object(outer.peers.witness, "take_actions", lambda: actions.pop(0)):
         diagnosis.after_step(4)
         diagnosis.after_step(9)
     first, last = (call.args[0] for call in telemetry.files.write.call_args_list)
@@ -201,7 +201,7 @@ def test_transfers_that_take_longer_than_a_cycle_are_named_once(
     (tmp_path / "config.toml").write_text("training.steps = 9\ndiloco.sync_every = 8\n")
     outer, diagnosis, _ = watching(tmp_path)
     said = {"worker 0": Report(Vitals(0.25, transfers=(0.0, transfer)))}
-    with patch.object(outer.peers, "reports", lambda: said):
+    with patch.object(outer.peers.witness, "reports", lambda: said):
         for step in range(3):
             diagnosis.after_step(step)
     assert outer.config.sync_every == 8  # of 2 s
@@ -220,7 +220,7 @@ def test_transfers_that_take_longer_than_a_cycle_are_named_once(
         assert (found.diloco.quantization.codec, found.diloco.sync_every) == ("int8", 8)
         assert found.run.folder == str(tmp_path), "the same run goes on"
     outer.peers.config = replace(outer.peers.config, sync_every=4)  # islands change
-    with patch.object(outer.peers, "reports", lambda: said):
+    with patch.object(outer.peers.witness, "reports", lambda: said):
         for step in range(3, 20):
             diagnosis.after_step(step)
     texts = [one for one in caplog.messages if "training has to wait" in one]
@@ -237,7 +237,7 @@ def test_on_a_busy_machine_the_cores_are_named_once_and_no_settings_are_proposed
     outer, diagnosis, telemetry = watching(tmp_path)
     transfers = (0.0, 4.0)
     busy = {"worker 0": Report(Vitals(0.25, queued=0.2, transfers=transfers))}
-    with patch.object(outer.peers, "reports", lambda: busy):
+    with patch.object(outer.peers.witness, "reports", lambda: busy):
         for step in range(60):
             diagnosis.after_step(step)
     (line,) = caplog.messages
@@ -245,7 +245,7 @@ def test_on_a_busy_machine_the_cores_are_named_once_and_no_settings_are_proposed
     assert [path.name for path in tmp_path.iterdir()] == ["config.toml"]
     assert [call.args[0].what for call in telemetry.files.write.call_args_list] == [Kind.LOAD]
     calm = {"worker 0": Report(Vitals(0.25, queued=0.01, transfers=transfers))}
-    with patch.object(outer.peers, "reports", lambda: calm):
+    with patch.object(outer.peers.witness, "reports", lambda: calm):
         for step in range(60, 120):
             diagnosis.after_step(step)
     assert "training has to wait" in caplog.messages[1]
@@ -267,7 +267,7 @@ def test_links_are_judged_unless_workers_meet_on_the_loopback(
     outer, diagnosis, _ = watching(link=Link(interface=chosen))
     both = [(0.0, 0.5), (4.0, 0.0)]
     said = {f"worker {one}": Report(Vitals(0.25, transfers=both[one])) for one in range(2)}
-    with patch.object(outer.peers, "reports", lambda: said):
+    with patch.object(outer.peers.witness, "reports", lambda: said):
         for step in range(8):
             diagnosis.after_step(step)
     assert any("the link worker 0 -> worker 1 has been slow" in one for one in caplog.messages) == (

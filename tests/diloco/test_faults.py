@@ -11,20 +11,25 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.diloco.toy import AVERAGE_EVERY_STEP, config, inner_step, join, start, train
+from tests.diloco.toy import AVERAGE_EVERY_STEP, Net, config, inner_step, join, sgd, start, train
 from tests.processes import ProcessPool
-from torchtitan_diloco.diloco import Link, StreamingDiLoCo, WorkerLostError, transport
+from torchtitan_diloco.diloco import Link, StreamingDiLoCo, WorkerLostError
 from torchtitan_diloco.diloco import liveness as liveness_module
+from torchtitan_diloco.diloco import witness as witness_module
 from torchtitan_diloco.diloco.exchange import Exchange
+from torchtitan_diloco.diloco.gloo_peers import GlooPeers
 from torchtitan_diloco.diloco.liveness import Answer, Liveness
 from torchtitan_diloco.diloco.transport import Header, check_headers
 from torchtitan_diloco.diloco.vitals import HUNG, STOPPED, STUCK, Signs
+from torchtitan_diloco.diloco.witness import GlooWitness, signs_of
+from torchtitan_diloco.distributed.collectives import PendingSum
 from torchtitan_diloco.distributed.world import WORKER
 from torchtitan_diloco.log import UserError, logger
 
@@ -208,7 +213,9 @@ def _waits(of_worker: dict[int, str], stops: str, values: int) -> tuple[list[str
     world, lines, missing = join(3), Lines(), dict[str, str]()
     model = nn.ParameterDict({"weight": nn.Parameter(torch.ones(values))})
     outer = StreamingDiLoCo(model, world.group(WORKER), replace(AVERAGE_EVERY_STEP, link=PATIENT))
-    outer.peers.miss = lambda found: missing.update({who: one.absent for who, one in found.items()})
+    outer.peers.witness.watcher = Mock(
+        missing=lambda reports: missing.update({who: one.absent for who, one in reports.items()})
+    )
     owner: type = StreamingDiLoCo if stops in ("step", "all") else Exchange
     method = "step" if stops == "all" else stops
     stopped = getattr(owner, method)
@@ -219,9 +226,9 @@ def _waits(of_worker: dict[int, str], stops: str, values: int) -> tuple[list[str
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(liveness_module, "LATE_SECONDS", 0.5)
-        patch.setattr(liveness_module, "HANG_SECONDS", 0.5)
+        patch.setattr(witness_module, "HANG_SECONDS", 0.5)
         patch.setattr(liveness_module, "ANSWER_SECONDS", 0.5 if stops == "all" else 60.0)
-        patch.setattr(transport, "STILL_SECONDS", 0.2)
+        patch.setattr(witness_module, "STILL_SECONDS", 0.2)
         outer.step()
         if world.worker != 1:
             text = of_worker[world.worker]
@@ -270,21 +277,19 @@ def _asks_while_a_line_is_written() -> list[bool]:
     world = join(2)
     watching, result = Liveness(dist.new_group(backend="gloo")), Future[None]()
 
-    def write() -> str:
+    def write(_: float) -> None:
         dist.barrier(group=world.control)
         dist.barrier(group=world.control)
         result.set_result(None)
         dist.barrier(group=world.control)
         dist.barrier(group=world.control)
-        return "worker 1"
 
     waits = list[bool]()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(liveness_module, "LATE_SECONDS", 0.1)
         patch.setattr(liveness_module, "ANSWER_SECONDS", 30.0)
         if world.worker == 0:
-            watching.describe_late = write
-            watching.wait_for(result)
+            watching.wait_for(result, onlooker=Mock(waiting=write))
         else:
             for _ in range(2):
                 dist.barrier(group=world.control)
@@ -300,7 +305,7 @@ def test_a_worker_answers_while_a_line_about_others_is_written(processes: Proces
 
 def test_a_step_that_may_compile_does_not_hang() -> None:
     def absent(answer: Answer, usual: float) -> str:
-        return answer.signs(usual, is_stuck=False).absent
+        return signs_of(answer, usual, is_stuck=False).absent
 
     assert not absent(Answer(5, 100.0, waits=True), 0.1)
     for seconds, usual, hangs in (11, 0.1, True), (11, 2.0, False), (21, 2.0, True):
@@ -318,13 +323,41 @@ def test_why_a_worker_is_absent() -> None:
     assert Signs(answers=True, still=7.0, longest=8.0).absent == ""
 
 
-def test_a_wait_elsewhere_says_whom_an_exchange_waits_for(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def _waits_elsewhere() -> list[str]:
+    """Worker 0 waits for a sum over all ranks while worker 1 holds up an exchange."""
+    world, lines = join(2), Lines()
+    said = dist.new_group(backend="gloo")
+    chosen = replace(config(0, delay=4), link=PATIENT)
+    model = Net()
+    optimizer = sgd(model)
+    peers = GlooPeers(world.group(WORKER), witness=world.witness)
+    outer = StreamingDiLoCo(model, peers, chosen)
+    sent = next(step for step in range(1, 99) if peers.schedule.sent_at(step))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(liveness_module, "LATE_SECONDS", 0.5)
+        patch.setattr(liveness_module, "ANSWER_SECONDS", 60.0)
+        train(outer, model, optimizer, range(1, sent))
+        if world.worker == 0:
+            threading.Thread(target=_until_said, args=(lines, "waiting since", said)).start()
+        else:
+            dist.barrier(group=said)
+        train(outer, model, optimizer, [sent])
+        PendingSum(world, [1.0], "in the test").result()
+    outer.drain()
+    outer.close()
+    return lines.texts
+
+
+def test_a_wait_elsewhere_says_whom_an_exchange_waits_for(processes: ProcessPool) -> None:
     """As that for the loss of all workers, which every rank needs."""
-    monkeypatch.setattr(liveness_module, "LATE_SECONDS", 0.05)
-    watching, result = Liveness(None), Future[None]()
-    watching.describe_late = lambda: "worker 1: its header has not arrived"
-    threading.Timer(0.2, result.set_result, [None]).start()
-    watching.wait_for(result)
-    assert caplog.messages[0] == "waiting since 0 s for worker 1: its header has not arrived"
+    lines, _ = processes.run(_waits_elsewhere, 2)
+    expected = (
+        r"its header has not arrived for \d+ s, and it answers "
+        r"\(its last step, \d+, was \d+ s ago\)"
+    )
+    assert re.fullmatch(rf"waiting since \d+ s for worker 1: {expected}", lines[0])
+
+
+def test_a_worker_that_is_alone_waits_for_its_ranks(caplog: pytest.LogCaptureFixture) -> None:
+    GlooWitness(Liveness(None)).waiting(10.0)
+    assert caplog.messages == ["waiting since 10 s for a rank of this worker"]

@@ -109,7 +109,7 @@ def _transfers(codec: CodecName) -> list[tuple[tuple[float, ...], float, list[fl
         outer.step()
         (round_,) = outer.rounds()
         if step:
-            vitals = outer.peers.reports()[f"worker {outer.worker}"].vitals
+            vitals = outer.peers.witness.reports()[f"worker {outer.worker}"].vitals
             rates = [before.rate(other) for other in range(3) if other != outer.worker]
             found.append((vitals.transfers, before.bytes_received, rates))
         before = round_.traffic

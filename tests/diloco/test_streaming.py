@@ -26,6 +26,7 @@ from tests.diloco.toy import (
     start,
     train,
 )
+from tests.islands.servers import wait_until
 from tests.processes import ProcessPool
 from torchtitan_diloco.diloco import OuterOptimizer, Quantization, StreamingDiLoCo
 from torchtitan_diloco.diloco.background import ENCODING_THREADS
@@ -217,6 +218,26 @@ def test_threads_end_with_their_owner_and_leave_torchs_threads_alone() -> None:
     with ThreadPoolExecutor() as later:
         assert later.submit(torch.get_num_threads).result() == threads
     assert torch.get_num_threads() == threads
+
+
+def _drop_a_loop() -> None:
+    world = join(2)
+    before = set(threading.enumerate())
+    model = Net()
+    optimizer = sgd(model)
+    peers = GlooPeers(world.group(WORKER), witness=world.witness)
+    outer = StreamingDiLoCo(model, peers, config())
+    train(outer, model, optimizer, range(1, 20))
+    outer.drain()
+    assert set(threading.enumerate()) > before
+    del outer, peers
+    gc.collect()
+    wait_until(lambda: set(threading.enumerate()) <= before, "the end of its threads")
+
+
+def test_threads_between_workers_end_with_their_owner(processes: ProcessPool) -> None:
+    """The liveness of the workers, which goes on, does not keep them."""
+    processes.run(_drop_a_loop, 2)
 
 
 def _many_syncs() -> tuple[int, int]:

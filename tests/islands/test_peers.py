@@ -10,6 +10,7 @@ from dataclasses import replace
 from hashlib import sha256
 from itertools import count
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -269,7 +270,8 @@ def test_a_save_that_waits_for_parts_counts_this_as_waiting_and_says_so(
             monkeypatch.setattr(leader._parts, "payload", late_payload)
         elif island.step == 12:
             assert fetches.wait(PATIENCE)
-            island.peers.miss = lambda _: released.set()  # says who is missing, only in this wait
+            # Told who is missing only in this wait.
+            island.peers.watcher = Mock(missing=lambda _: released.set())
             before = island.outer.exposed_seconds
             island.outer.state_dict()
             waited.append(island.outer.exposed_seconds - before)

@@ -20,6 +20,7 @@ from torchtitan_diloco.diloco.gloo_peers import GlooPeers
 from torchtitan_diloco.diloco.peers import Peers
 from torchtitan_diloco.diloco.streaming import OuterLoop, StreamingDiLoCo
 from torchtitan_diloco.diloco.vitals import Report
+from torchtitan_diloco.diloco.witness import Witness
 from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.hardware import GLOO_INTERFACE, write_whole
 from torchtitan_diloco.log import logger
@@ -54,48 +55,51 @@ class Diagnosis:
         self._config: DiLoCoConfig | None = None
         self._rounds, self._fits = 0, True
         if self._peers is not None:
-            self._peers.vitals = telemetry.vitals
-            self._peers.miss = self._miss
+            self._peers.witness.watcher = self
 
     def after_step(self, step: int) -> None:
         rank, peers = self._world.rank_in_worker, self._peers
-        if peers is None or (rank and self._world.worker):
+        if peers is None:
+            return
+        witness = peers.witness
+        witness.vitals = self._telemetry.vitals()
+        if rank and self._world.worker:
             return
         now, has_round = time.monotonic(), bool(self._telemetry.applied)
         if not has_round and now < self._judged + QUIET_SECONDS:
             return
         suffix = f", rank {rank}" if rank else ""
-        reports = {name + suffix: report for name, report in peers.reports().items()}
+        reports = {name + suffix: report for name, report in witness.reports().items()}
         if has_round:
             self._judged = now
             if self._world.is_first and self._has_links:
                 self._check_that_it_fits(reports, peers)
-            cycle = peers.schedule.sync_every * self._telemetry.vitals().step
+            cycle = peers.schedule.sync_every * witness.vitals.step
             observed = Observation(reports, step, now, cycle)
         else:  # of islands, some may be the reason
             observed = Observation(reports, step, now)
         for verdict in self._judge.hear(observed):
             if not rank or verdict.cause.kind in OF_RANKS:
                 self._say(verdict, step)
-        for one in peers.take_actions():
+        for one in witness.take_actions():
             self._record(step, step, one.what, one.culprit, one.evidence, over=one.over)
-        standing = [] if rank else self._tell_others(peers)
+        standing = [] if rank else self._tell_others(witness)
         if standing and time.monotonic() > self._said + REPEAT_SECONDS:
             for verdict in standing:
                 if verdict.cause.kind is not Kind.LOAD:  # once is enough
                     self._say(verdict)
 
-    def _miss(self, missing: Mapping[str, Report]) -> None:
-        """Say for whom training waits long."""
+    def missing(self, reports: Mapping[str, Report]) -> None:
+        """Say for whom training waits long (`Watcher`)."""
         assert self._peers is not None
-        observed = Observation(missing, self._peers.step, time.monotonic())
+        observed = Observation(reports, self._peers.step, time.monotonic())
         for verdict in self._judge.hear(observed):
             self._say(verdict, observed.step)
-        self._tell_others(self._peers)
+        self._tell_others(self._peers.witness)
 
-    def _tell_others(self, peers: Peers) -> list[Verdict]:
+    def _tell_others(self, witness: Witness) -> list[Verdict]:
         standing = list(self._judge.verdicts.values())
-        peers.say([f"{one.cause.culprit}: {one.cause.kind}" for one in standing])
+        witness.say([f"{one.cause.culprit}: {one.cause.kind}" for one in standing])
         return standing
 
     def __enter__(self) -> Self:

@@ -125,10 +125,10 @@ class Exchange:
         """`largest`: values of the largest fragment. `device`: where to encode deltas, which may be
         in host memory. `streams`: those between two workers, for each of which the group has a
         connection."""
-        self._transport = Transport(group, timeout_seconds)
-        self.workers, self.me = self._transport.workers, self._transport.me
-        self.late, self.close = self._transport.late, self._transport.close
-        self._others = self._transport.others
+        self.transport = Transport(group, timeout_seconds)
+        self.workers, self.me = self.transport.workers, self.transport.me
+        self.close = self.transport.close
+        self._others = self.transport.others
         assert self.workers > 1
         self._failure: Exception | None = None
         self._codec, self._device, on_gpu = codec, device, device.type != "cpu"
@@ -165,7 +165,7 @@ class Exchange:
         """
         if self._failure is not None:
             raise self._failure
-        self._transport.start(Traffic())
+        self.transport.start(Traffic())
         self._is_measured = measured
         self._dot.zero_()
         try:
@@ -179,7 +179,7 @@ class Exchange:
 
     @property
     def _traffic(self) -> Traffic:
-        return self._transport.traffic
+        return self.transport.traffic
 
     def _run(self, header: Header, delta: Tensor) -> list[Header]:
         """Exchange the chunks, in the same order on every worker, with up to `window` in flight."""
@@ -187,8 +187,8 @@ class Exchange:
         content = header.pack().ljust(header_bytes(self.workers), b"\0")  # nothing may be known
         mine = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         self._traffic.header_sent = time.perf_counter()
-        greeting = self._transport.receive(self._headers.items())
-        self._transport.send(greeting, [(one, mine) for one in self._others], watched=True)
+        greeting = self.transport.receive(self._headers.items())
+        self.transport.send(greeting, [(one, mine) for one in self._others], watched=True)
         headers, weights = list[Header](), list[float]()
         starts = range(0, max(1, delta.numel()), self._chunk)
         chunks = [self._chunk_at(start, delta) for start in starts]
@@ -205,7 +205,7 @@ class Exchange:
                 if not headers:
                     headers = self._read_headers(greeting, mine)
                     weights = [one.weight for one in headers]
-                moments = self._transport.wait(chunk.first_hop)
+                moments = self.transport.wait(chunk.first_hop)
                 if number <= lead:  # later ones also wait for this worker
                     self._traffic.note_arrivals(chunk.first_hop.sizes, moments)
                 if self._owners == 1:
@@ -215,7 +215,7 @@ class Exchange:
                 for following in chunks[number + self._window :][:1]:  # reuses the buffers
                     self._receive(following)
             if self._owners > 1 and 0 <= (number := step - last) < count:
-                self._transport.wait(chunks[number].second_hop, are_means=True)
+                self.transport.wait(chunks[number].second_hop, are_means=True)
                 self._collect_means(chunks[number])
                 for following in chunks[number + self._window :][:1]:
                     self._receive_means(following)
@@ -229,7 +229,7 @@ class Exchange:
         return first[start:] + first[:start]
 
     def _read_headers(self, greeting: Messages, mine: Tensor) -> list[Header]:
-        self._traffic.heard = self._transport.wait(greeting)
+        self._traffic.heard = self.transport.wait(greeting)
         received = {self.me: mine, **self._headers}
         content = [received[worker].numpy().tobytes() for worker in range(self.workers)]
         headers = list(map(Header.unpack, content))
@@ -325,12 +325,12 @@ class Exchange:
 
     def _receive(self, chunk: Chunk) -> None:
         rooms = [(worker, buffer.host) for worker, buffer in chunk.incoming.items()]
-        chunk.first_hop = self._transport.receive(rooms, self._tag(chunk, 0))
+        chunk.first_hop = self.transport.receive(rooms, self._tag(chunk, 0))
 
     def _send(self, chunk: Chunk) -> None:
         self._encode(chunk)
         parts = [(worker, chunk.outgoing[worker].host) for worker in self._others]
-        self._transport.send(chunk.first_hop, parts, self._tag(chunk, 0))
+        self.transport.send(chunk.first_hop, parts, self._tag(chunk, 0))
 
     def _encode(self, chunk: Chunk) -> None:
         with self._counted("encoding_seconds"):
@@ -361,12 +361,12 @@ class Exchange:
     def _receive_means(self, chunk: Chunk) -> None:
         if self._owners > 1:
             rooms = [(worker, chunk.means[worker].host) for worker in self._others]
-            chunk.second_hop = self._transport.receive(rooms, self._tag(chunk, 1))
+            chunk.second_hop = self.transport.receive(rooms, self._tag(chunk, 1))
 
     def _send_mean(self, chunk: Chunk, weights: list[float]) -> None:
         self._encode_mean(chunk, weights)
         parts = [(worker, chunk.means[self.me].host) for worker in self._others]
-        self._transport.send(chunk.second_hop, parts, self._tag(chunk, 1))
+        self.transport.send(chunk.second_hop, parts, self._tag(chunk, 1))
 
     def _encode_mean(self, chunk: Chunk, weights: list[float]) -> None:
         mean, encoded = self._mean[: chunk.slices[self.me].numel()], chunk.means[self.me]

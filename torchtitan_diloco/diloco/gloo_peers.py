@@ -5,7 +5,7 @@ import math
 import secrets
 import time
 import weakref
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -25,11 +25,12 @@ from torchtitan_diloco.diloco.fragments import describe_layout, local_of
 from torchtitan_diloco.diloco.liveness import Liveness
 from torchtitan_diloco.diloco.messages import broadcast_object
 from torchtitan_diloco.diloco.peers import Apply, Peers, Send, close, local_share
-from torchtitan_diloco.diloco.round import InFlight, Round, Traffic
+from torchtitan_diloco.diloco.round import InFlight, Round
 from torchtitan_diloco.diloco.schedule import is_dropped, is_measured
 from torchtitan_diloco.diloco.state_dict import OuterFacts, SavedState
 from torchtitan_diloco.diloco.transport import Header
-from torchtitan_diloco.diloco.vitals import DROPPED, STUCK, WENT_WRONG, Report, Signs
+from torchtitan_diloco.diloco.vitals import DROPPED, WENT_WRONG
+from torchtitan_diloco.diloco.witness import GlooWitness
 from torchtitan_diloco.log import UserError
 
 
@@ -39,14 +40,19 @@ class GlooPeers(Peers):
         group: dist.ProcessGroup | None,
         *,
         shard_group: dist.ProcessGroup | None = None,
-        liveness: Liveness | None = None,
+        witness: GlooWitness | None = None,
         total_steps: int = 0,
         seed: int = 0,
         streams: int = 1,
     ) -> None:
-        """`streams`: number of TCP connections of the group to each other worker. The other
-        arguments are those of `StreamingDiLoCo`."""
-        self._group, self._shard_group, self._liveness = group, shard_group, liveness
+        """
+        Args:
+            group, shard_group, total_steps, seed: as in `StreamingDiLoCo`.
+            witness: with the liveness of all workers. Default: a new one, whose liveness has a gloo
+                group of its own.
+            streams: TCP connections that the group has to each other worker.
+        """
+        self._group, self._shard_group, self._given_witness = group, shard_group, witness
         self._streams = streams
         self._total_steps, self._seed = total_steps, seed
         self.in_flight: dict[int, InFlight] = {}
@@ -117,13 +123,11 @@ class GlooPeers(Peers):
 
     def open(self) -> None:
         link, codec = self.config.link, build_codec(self.config.quantization)
-        watching = self._liveness or Liveness.between(self._group)
-        own, self._watching = self._liveness is None, watching
+        self._witness = self._given_witness or GlooWitness(Liveness.between(self._group))
+        self._watching = self._witness.liveness
         self._left_out = delta_norms.LeftOut(self.workers, len(self.states))
-        self._weights, self._last = [0.0] * len(self.states), Traffic()
-        self._reports = dict[str, Report]()
+        self._weights = [0.0] * len(self.states)
         sizes = [state.values for state in self.states]
-        self._bytes_from_each = bytes_from_each(sum(sizes), self.workers, codec)
         self._exchanger: Exchange | None = None
         if self._group is not None and self.workers > 1:
             self._exchanger = Exchange(
@@ -136,13 +140,25 @@ class GlooPeers(Peers):
             )
             if self._coder.type == "cuda":
                 self._exchanger.warm_up(sizes)
-            watching.describe_late = self._describe_late
+            self._witness.look_at(
+                self._exchanger.transport,
+                cycle_bytes=bytes_from_each(sum(sizes), self.workers, codec),
+            )
         self._finalizer = weakref.finalize(
-            self, close, self.background, self._exchanger, watching, own
+            self,
+            close,
+            self.background,
+            self._exchanger,
+            self._watching,
+            self._given_witness is None,
         )
 
     def close(self) -> None:
         self._finalizer()
+
+    @property
+    def witness(self) -> GlooWitness:
+        return self._witness
 
     # --- training thread --------------------------------------------------------------------------
 
@@ -192,36 +208,11 @@ class GlooPeers(Peers):
         index, step = round_.fragment, round_.sent_step
         name = self.states[index].fragment.name
         where = f"in the exchange of fragment {index} ({name}), sent after step {step}"
-        self._watching.wait(exchanged, step, f"seen by worker {self.worker} {where}")
-
-    def _describe_late(self) -> str:
-        """Describe the workers that this one waits for, with their latest reports."""
-        late, lines = self._exchanger.late() if self._exchanger else {}, list[str]()
-        answers = self._watching.ask([worker for worker, (why, _) in late.items() if why])
-        missing = dict[str, Report]()
-        for worker, (why, what) in late.items():
-            said = self._reports.get(f"worker {worker}", Report())
-            usual = f", whose steps took {said.vitals.step:.3g} s" if said.vitals.step else ""
-            if why:
-                answer = answers.get(worker)
-                step = said.vitals.step or self.vitals().step
-                # Without an answer, its process or machine has stopped, or its link is down.
-                signs = Signs(answers=False)
-                if answer is not None:
-                    signs = answer.signs(step, is_stuck=why == STUCK)
-                why = signs.absent
-                what += f", and {answer or 'it does not answer'}"
-            lines.append(f"worker {worker}{usual}: {what}")
-            if why:
-                missing[f"worker {worker}"] = said._replace(absent=why, evidence=what)
-        self.miss(missing)
-        return " and for ".join(lines)
+        where = f"seen by worker {self.worker} {where}"
+        self._watching.wait(exchanged, step, where=where, onlooker=self._witness)
 
     def forget(self, fragment: int) -> None:
         self._weights[fragment] = 0.0
-
-    def reports(self) -> Mapping[str, Report]:
-        return self._reports
 
     @property
     def progress(self) -> float:
@@ -243,7 +234,6 @@ class GlooPeers(Peers):
                 delta_norms.DeltaNorms() if average else state.norms
             )  # other lengths: not judged
             flags = dropped * DROPPED | norms.judge(whole, self.config.delta_norm_limit)
-            transfers = self._last.transfers(self.workers, self._bytes_from_each)
             header = Header(
                 flags,
                 self._run,
@@ -252,7 +242,7 @@ class GlooPeers(Peers):
                 round_.sent_step,
                 round_.weight,
                 state.checksum,
-                self.vitals()._replace(transfers=transfers),
+                self._witness.measured_vitals(),
             )
             if self._exchanger is None:
                 headers = delta_norms.settle_weights([header])
@@ -260,10 +250,7 @@ class GlooPeers(Peers):
                 headers, round_.traffic = self._exchanger.average(
                     state.delta, header, measured=measured
                 )
-        self._last = round_.traffic
-        self._reports = {
-            f"worker {worker}": Report(one.vitals, one.flags) for worker, one in enumerate(headers)
-        }
+        self._witness.note_round(headers, round_.traffic)
         round_.weight, round_.flags = headers[self.worker].weight, headers[self.worker].flags
         round_.participants = sum(one.weight > 0 for one in headers)
         with state.background():
@@ -302,6 +289,6 @@ class GlooPeers(Peers):
         return notes
 
     def restart(self) -> None:
-        self._watching.wait(self.background.submit(lambda: None))
+        self._watching.wait(self.background.submit(lambda: None), onlooker=self._witness)
         self.in_flight.clear()
         self._weights = [0.0] * len(self.states)

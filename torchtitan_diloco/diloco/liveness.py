@@ -8,18 +8,17 @@ messages without payloads. A daemon thread answers there even if training hangs.
 import atexit
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
 from enum import IntEnum
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from torchtitan_diloco.diloco.transport import WorkerLostError
-from torchtitan_diloco.diloco.vitals import Signs
 from torchtitan_diloco.log import cause_of, logger
 
 Result = TypeVar("Result")
@@ -33,9 +32,6 @@ LAST_SECONDS = 1.0
 """Seconds for which a rank that leaves waits for the others' goodbyes."""
 ANSWER_SECONDS = 2.0
 """Seconds to wait for an answer."""
-HANG_STEPS, HANG_SECONDS = 10, 60.0
-"""A step hangs if it takes this multiple of the usual time and `LATE_SECONDS`. The first step, and
-any step while the usual time is unknown, hangs if it takes these seconds."""
 
 
 class Message(IntEnum):
@@ -53,23 +49,17 @@ class Answer(NamedTuple):
     seconds: float
     """Since the last step."""
     waits: bool
+    """Whether the rank waits for others itself."""
 
-    def signs(self, usual: float, *, is_stuck: bool) -> Signs:
-        """`usual`: seconds of a step, 0 if unknown. `is_stuck`: only its payload does not come."""
-        is_known = self.steps and usual  # its first step may compile
-        longest = max(LATE_SECONDS, HANG_STEPS * usual) if is_known else HANG_SECONDS
-        return Signs(
-            answers=True,
-            still=self.seconds,
-            longest=longest,
-            may_wait=self.waits,
-            is_stuck=is_stuck,
-        )
 
-    def __str__(self) -> str:
-        if self.waits:
-            return "it answers (it is waiting for others)"
-        return f"it answers (its last step, {self.steps}, was {self.seconds:.0f} s ago)"
+class Onlooker(Protocol):
+    """Looks on while this rank waits for others."""
+
+    def waiting(self, seconds: float) -> None:
+        """Take note that a wait has taken so long.
+
+        The thread that waits calls this, without a lock: peers are answered even if it hangs.
+        """
 
 
 class Liveness:
@@ -92,12 +82,12 @@ class Liveness:
         size, rank = (1, 0) if group is None else (group.size(), group.rank())
         self._group, self._workers = group, list(workers) or list(range(size))
         self._peers = sorted(peers) or [one for one in range(size) if one != rank]
-        self._speaks = self._workers.index(self._workers[rank]) == rank
-        self._others = sorted({self._workers[one] for one in self._peers} - {self._workers[rank]})
+        self.speaks = self._workers.index(self._workers[rank]) == rank
+        """Whether this rank is the first one of its worker, which logs what all of them see."""
+        self.others = sorted({self._workers[one] for one in self._peers} - {self._workers[rank]})
+        """Other workers with ranks to watch."""
         self._steps, self._stepped = 0, time.perf_counter()  # of this rank, for messages
         self._awaited: Future[Any] | torch.futures.Future[Any] | None = None
-        self.describe_late: Callable[[], str] = str
-        """Describes the workers that the current exchange waits for, if they are known."""
         self._lost: dict[int, str] = {}  # the rank that was lost first, with the reason
         self._ended: dict[int, int] = {}  # steps of the ranks that have said goodbye
         self._answers: dict[int, Answer] = {}
@@ -164,20 +154,31 @@ class Liveness:
             self._changed.wait_for(lambda: self._gone(step), SETTLE_SECONDS)
         return self._lost
 
-    def wait(self, result: "Future[Result]", step: int = 0, where: str = "") -> Result:
+    def wait(
+        self,
+        result: "Future[Result]",
+        step: int = 0,
+        where: str = "",
+        onlooker: Onlooker | None = None,
+    ) -> Result:
         """Return the result of a task of all workers, or raise WorkerLostError.
 
         `step`: the step that the task follows. `where` is appended to the reason.
         """
         try:
-            self.wait_for(result, step)
+            self.wait_for(result, step, onlooker=onlooker)
             return result.result()
         except WorkerLostError as error:
             self.lost_ranks(step)
             first = self._gone(step) or error
             raise WorkerLostError(first.workers, f"{first.reason}; {where}") from error
 
-    def wait_for(self, result: "Future[Any] | torch.futures.Future[Any]", step: int = 0) -> None:
+    def wait_for(
+        self,
+        result: "Future[Any] | torch.futures.Future[Any]",
+        step: int = 0,
+        onlooker: Onlooker | None = None,
+    ) -> None:
         """Wait for a future. Raise WorkerLostError if a worker is lost, or has left too early."""
 
         def notify(_: object) -> None:
@@ -189,11 +190,8 @@ class Liveness:
         self._awaited = result
         try:
             while not self._is_over(result, step, started + seconds):
-                # Without the lock. Peers are answered even if the console or a disk hangs.
-                if self._speaks:
-                    others = f"worker {' or '.join(map(str, self._others))}"
-                    late = self.describe_late() or others
-                    logger.warning(f"waiting since {seconds:.0f} s for {late}")
+                if onlooker is not None:
+                    onlooker.waiting(seconds)
                 seconds *= 2
         finally:
             self._awaited = None
@@ -243,7 +241,7 @@ class Liveness:
             with self._changed:
                 is_first, self._lost = not self._lost, self._lost or {rank: cause_of(error)}
                 self._changed.notify_all()
-            if is_first and self._speaks:  # now, as the training thread may be in a step or save
+            if is_first and self.speaks:  # now, as the training thread may be in a step or save
                 logger.warning(str(self._gone()))
 
     def _answer(self) -> Message:

@@ -6,7 +6,7 @@ workers of one job, and `IslandPeers`, separate jobs that share a log.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +23,8 @@ from torchtitan_diloco.diloco.outer_state import OuterState, pick_state_device
 from torchtitan_diloco.diloco.round import Meter, Round
 from torchtitan_diloco.diloco.schedule import Schedule, build_schedule
 from torchtitan_diloco.diloco.state_dict import OuterFacts, SavedState
-from torchtitan_diloco.diloco.vitals import DROPPED, WENT_WRONG, Action, Report, Vitals
+from torchtitan_diloco.diloco.vitals import DROPPED, WENT_WRONG
+from torchtitan_diloco.diloco.witness import Witness
 from torchtitan_diloco.hardware import GIB
 from torchtitan_diloco.log import counted
 
@@ -71,11 +72,6 @@ class Peers(ABC):
     """Buffers of each fragment."""
     meter: Meter
     background: BackgroundThread
-    vitals: Callable[[], Vitals] = Vitals
-    """Returns the vitals of this worker. Set by the code that measures the steps."""
-    miss: Callable[[Mapping[str, Report]], object] = dict
-    """Called with the reports of workers for which training waits long. Set by the code
-    that judges them."""
 
     # --- start and end ----------------------------------------------------------------------------
 
@@ -143,16 +139,10 @@ class Peers(ABC):
     def progress(self) -> float:
         """Completed share of the run, 0 if its length is unknown."""
 
-    def reports(self) -> Mapping[str, Report]:
-        """Return the reports of all workers in the last round, by name."""
-        return {}
-
-    def say(self, verdicts: Sequence[str]) -> None:  # noqa: B027 - one job has one judge
-        """Tell the other workers what this one has found wrong."""
-
-    def take_actions(self) -> list[Action]:
-        """Return the actions about other workers that began or ended since the last call."""
-        return []
+    @property
+    @abstractmethod
+    def witness(self) -> Witness:
+        """Answers who is late, and what the workers have said of themselves."""
 
     def advise(self, settings: Mapping[str, object]) -> str:
         """Return the command with which users change settings."""

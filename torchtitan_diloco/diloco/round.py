@@ -49,14 +49,6 @@ class Traffic:
         size = self.link_bytes.get(worker, 0)
         return size / seconds if size >= LEAST_LINK_BYTES and seconds > 0 else NEVER
 
-    def transfers(self, workers: int, cycle_bytes: float) -> tuple[float, ...]:
-        """Return the seconds of a cycle's transfers from each worker, 0 if they are not known.
-
-        `cycle_bytes`: from each other worker in a cycle.
-        """
-        rates = map(self.rate, range(workers))
-        return tuple(cycle_bytes / rate if math.isfinite(rate) else 0.0 for rate in rates)
-
 
 @dataclass
 class Round:

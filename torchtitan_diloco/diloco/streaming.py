@@ -26,7 +26,6 @@ from torchtitan_diloco.diloco import state_dict as saving
 from torchtitan_diloco.diloco.config import DiLoCoConfig
 from torchtitan_diloco.diloco.fragments import Fragment, check_identity, drop_gathered
 from torchtitan_diloco.diloco.gloo_peers import GlooPeers
-from torchtitan_diloco.diloco.liveness import Liveness
 from torchtitan_diloco.diloco.peers import Apply, Peers, Send
 from torchtitan_diloco.diloco.round import Round
 from torchtitan_diloco.diloco.schedule import is_measured
@@ -43,7 +42,6 @@ class StreamingDiLoCo:
         *,
         optimizer: torch.optim.Optimizer | None = None,
         shard_group: dist.ProcessGroup | None = None,
-        liveness: Liveness | None = None,
         total_steps: int = 0,
         seed: int = 0,
     ) -> None:
@@ -53,13 +51,12 @@ class StreamingDiLoCo:
 
         Args:
             group: a gloo group of this rank and its peers on the other workers. None: one worker.
-                Alternatively other peers, such as `IslandPeers`, to which the last four arguments
+                Alternatively other peers, such as `IslandPeers`, to which the last three arguments
                 do not apply.
             optimizer: the inner optimizer. Its state is dropped for fragments that are reset to the
                 shared parameters.
             shard_group: a gloo group of this worker's ranks, if it has several, that nothing else
                 uses, over which they sum the norm of a delta.
-            liveness: watches all workers. Default: a new one with a separate gloo group.
             total_steps: length of the run, for `overlap.mixing_end` and shares of it.
             seed: for the rounds that `link.drop_probability` drops.
         """
@@ -67,14 +64,11 @@ class StreamingDiLoCo:
             group = GlooPeers(
                 group,
                 shard_group=shard_group,
-                liveness=liveness,
                 total_steps=total_steps,
                 seed=seed,
             )
-        elif shard_group or liveness or total_steps or seed:
-            raise TypeError(
-                "shard_group, liveness, total_steps and seed can only be used with a gloo group"
-            )
+        elif shard_group or total_steps or seed:
+            raise TypeError("shard_group, total_steps and seed can only be used with a gloo group")
         self.peers = peers = group
         peers.start(model, config)
         self.config, self.fragments, self._states = peers.config, peers.fragments, peers.states

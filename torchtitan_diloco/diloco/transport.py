@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_diloco.diloco.background import BackgroundThread
-from torchtitan_diloco.diloco.round import LEAST_LINK_BYTES, Traffic
-from torchtitan_diloco.diloco.vitals import NOTHING_SAID, STOPPED, STUCK, Vitals
+from torchtitan_diloco.diloco.round import Traffic
+from torchtitan_diloco.diloco.vitals import NOTHING_SAID, Vitals
 from torchtitan_diloco.log import PeersLostError, UserError, cause_of
 
 
@@ -112,10 +112,6 @@ def check_headers(headers: list[Header], mine: int) -> None:
 
 # --- transfers ------------------------------------------------------------------------------------
 
-STILL_SECONDS, STILL_RATIO = 5.0, 10.0
-"""A payload is stuck if nothing arrives for these seconds, and for this multiple of the usual time
-of a message."""
-
 Parts = Iterable[tuple[int, Tensor]]
 """(other worker, buffer in host memory to send or to receive into)."""
 
@@ -158,6 +154,20 @@ class Messages:
     """Times of arrival, recorded if threads wait for them."""
 
 
+@dataclass
+class Arrivals:
+    """What has come in an exchange so far. Threads write it: copy it before a loop."""
+
+    sizes: dict[int, int] = field(default_factory=dict)
+    """Bytes of the messages that are waited for, by their sender."""
+    are_means: bool = False
+    """Whether they are those of the second hop."""
+    pending: dict[int, bool] = field(default_factory=dict)
+    """Workers that are waited for, and whether to receive from them."""
+    latest: dict[int, float] = field(default_factory=dict)
+    """When the latest message of each worker came."""
+
+
 class Transport:
     """Sends and receives over gloo, from one thread. Messages of one tag match in order.
 
@@ -170,17 +180,12 @@ class Transport:
         self.others = [worker for worker in range(self.workers) if worker != self.me]
         self._group, self._timeout = group, timedelta(seconds=timeout_seconds)
         self._waiters = {one: BackgroundThread(f"diloco-wait-{one}") for one in self.others}
-        self.traffic, self._rates = Traffic(), dict[int, float]()
-        self.start(self.traffic)
+        self.start(Traffic())
 
     def start(self, traffic: Traffic) -> None:
         """Begin an exchange, which is measured in `traffic`."""
-        rates = {worker: self.traffic.rate(worker) for worker in self.others}
-        self._rates |= {worker: rate for worker, rate in rates.items() if math.isfinite(rate)}
-        self.traffic, self._awaited, self._awaits_means = traffic, Messages(), False
-        self._late, self._arrived = dict[int, bool](), dict[int, float]()
-        """Workers that this one waits for, and whether to receive from them. Time of the latest
-        message of each worker."""
+        self.traffic = traffic
+        self.arrivals = Arrivals()
 
     def receive(self, parts: Parts, tag: int = 0) -> Messages:
         """Post receives into buffers, skipping empty ones."""
@@ -215,7 +220,8 @@ class Transport:
     def wait(self, messages: Messages, *, are_means: bool = False) -> dict[int, float]:
         """Wait for all messages and return their times of arrival, or raise WorkerLostError."""
         started = time.perf_counter()
-        self._awaited, self._awaits_means = messages, are_means
+        self.arrivals.sizes = messages.sizes
+        self.arrivals.are_means = are_means
         if messages.arrivals:
             for finished in as_completed(messages.arrivals.values()):
                 finished.result()
@@ -226,40 +232,6 @@ class Transport:
         self.traffic.waiting_seconds += self.traffic.received - started
         return moments
 
-    def late(self) -> dict[int, tuple[str, str]]:
-        """Return the workers that this one waits for: what is wrong (empty if unknown), and what
-        has not arrived."""
-        found, now = dict[int, tuple[str, str]](), time.perf_counter()
-        size, late = max(self._awaited.sizes.values(), default=0), self._late.copy()
-        # Who has sent its mean has all that it needs, so the last one may well be the culprit.
-        others_came = len(self._awaited.sizes) > 1 and len(late) == 1
-        for worker, receives in sorted(late.items()):
-            unknown = 0.0 if size >= LEAST_LINK_BYTES else math.inf
-            usual = size / rate if (rate := self._rates.get(worker, unknown)) else math.inf
-            if (arrived := self._arrived.get(worker)) is None:
-                waited = now - self.traffic.header_sent
-                found[worker] = STOPPED, f"its header has not arrived for {waited:.0f} s"
-            elif not receives:
-                found[worker] = "", "it has not received what was sent to it"
-            elif self._awaits_means and not others_came:
-                found[worker] = (
-                    "",
-                    ("its mean has not arrived, and it may be waiting for another worker"),
-                )
-            elif now - arrived < max(STILL_SECONDS, STILL_RATIO * usual):
-                what = (
-                    "its mean has not arrived yet"
-                    if self._awaits_means
-                    else "its payload has not arrived yet"
-                )
-                found[worker] = "", f"its header has arrived, but {what}"
-            else:
-                what = "its header has arrived, but none of its payload has"
-                if self._awaits_means:
-                    what = "the means of the others have arrived, but its mean has not"
-                found[worker] = STUCK, f"{what} for {now - arrived:.0f} s"
-        return found
-
     def close(self) -> None:
         for waiter in self._waiters.values():
             waiter.close(timeout=0.0)
@@ -267,16 +239,17 @@ class Transport:
     def _wait_for(self, worker: int, messages: Messages) -> float:
         """Wait for all messages of a worker and return when the first was complete."""
         first = math.nan
-        self._late[worker] = worker in messages.sizes
+        arrivals = self.arrivals
+        arrivals.pending[worker] = worker in messages.sizes
         for number, work in enumerate(messages.works.get(worker, [])):
             try:
                 work.wait(self._timeout)
             except RuntimeError as error:
                 raise WorkerLostError([worker], cause_of(error)) from error
             if number == 0:
-                first = self._arrived[worker] = time.perf_counter()
-                self._late[worker] = False
-        self._late.pop(worker, None)
+                first = arrivals.latest[worker] = time.perf_counter()
+                arrivals.pending[worker] = False
+        arrivals.pending.pop(worker, None)
         return first
 
     def _post(

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -18,6 +17,7 @@ from torchtitan_diloco.diloco.config import Link
 from torchtitan_diloco.diloco.liveness import Liveness
 from torchtitan_diloco.diloco.messages import gather_objects
 from torchtitan_diloco.diloco.rendezvous import store_of_attempt, store_of_job
+from torchtitan_diloco.diloco.witness import GlooWitness
 from torchtitan_diloco.hardware import GLOO_INTERFACE, check_device, interfaces, is_loopback
 from torchtitan_diloco.log import UserError, logger
 
@@ -43,8 +43,8 @@ class World:
     """2-d (worker, fsdp): row m is worker m, whose ranks shard one copy of the model."""
     control: dist.ProcessGroup | None = None
     """All ranks, on the CPU: bookkeeping must not queue behind the collectives of training."""
-    liveness: Liveness = field(default_factory=partial(Liveness, None))
-    """Watches the ranks of this worker, and this rank's counterparts in the other workers."""
+    witness: GlooWitness = field(default_factory=lambda: GlooWitness(Liveness(None)))
+    """Says for whom this rank waits."""
     shards: dist.ProcessGroup | None = None
     """The ranks of this worker, on the CPU, only for the outer loop's background thread."""
     saving: dist.ProcessGroup | None = None
@@ -54,6 +54,11 @@ class World:
     is not used for communication."""
     streams: int = 1
     """TCP streams of the group between workers, from this rank to each other worker."""
+
+    @property
+    def liveness(self) -> Liveness:
+        """Watches the ranks of this worker, and this rank's counterparts in the other workers."""
+        return self.witness.liveness
 
     @property
     def ranks_per_worker(self) -> int:
@@ -174,7 +179,7 @@ def join_world(
             [across, inside], chosen.type, mesh=grid, mesh_dim_names=(WORKER, FSDP)
         ),
         control=control,
-        liveness=liveness,
+        witness=GlooWitness(liveness),
         shards=shards if ranks_per_worker > 1 else None,
         saving=saving,
         host_mesh=DeviceMesh.from_group(shards, "cpu", mesh=row, mesh_dim_names=(FSDP,)),

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from torchtitan_diloco.diloco.background import ENCODING_THREADS
-from torchtitan_diloco.diloco.transport import STILL_RATIO, STILL_SECONDS
 from torchtitan_diloco.diloco.vitals import STUCK, Action, Report
+from torchtitan_diloco.diloco.witness import STILL_RATIO, STILL_SECONDS
 from torchtitan_diloco.islands.bulk import CHUNK_BYTES, UNDER_WAY, ClosedError
 from torchtitan_diloco.islands.connection import Connection, LogRecord
 from torchtitan_diloco.islands.copies import Copies

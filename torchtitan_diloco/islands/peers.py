@@ -29,8 +29,8 @@ from torchtitan_diloco.diloco.peers import Apply, Peers, Send, close, local_shar
 from torchtitan_diloco.diloco.round import InFlight, Round
 from torchtitan_diloco.diloco.schedule import build_schedule
 from torchtitan_diloco.diloco.state_dict import SHARED, SLOTS, FragmentFacts, OuterFacts, SavedState
-from torchtitan_diloco.diloco.transport import STILL_SECONDS
 from torchtitan_diloco.diloco.vitals import NOT_FINITE, OUTLIER, Action, Report
+from torchtitan_diloco.diloco.witness import STILL_SECONDS, Witness
 from torchtitan_diloco.islands.changes import TOTAL_TOKENS, with_settings
 from torchtitan_diloco.islands.config import (
     Islands,
@@ -54,7 +54,7 @@ from torchtitan_diloco.log import UserError, logger
 LOOK = 0.05  # seconds between two looks at the log at the end of the run
 
 
-class IslandPeers(Peers):
+class IslandPeers(Peers, Witness):
     """The other islands of a run. See docs/islands-reference.md for a training loop."""
 
     seat: Seat
@@ -201,6 +201,13 @@ class IslandPeers(Peers):
     def progress(self) -> float:
         return min(1.0, self.clock / self.total_tokens)
 
+    @property
+    def witness(self) -> Witness:
+        return self
+
+    def late(self) -> Mapping[str, Report]:
+        return {name: report for name, report in self.reports().items() if report.absent}
+
     def reports(self) -> Mapping[str, Report]:
         return {} if self._leader is None else self._leader.reports()
 
@@ -239,7 +246,7 @@ class IslandPeers(Peers):
             self._durations.append(time.perf_counter() - self._boundary_at)
         self.check()
         if self._leader is not None:
-            usual, self.gauges.vitals = statistics.median(self._durations or [0.0]), self.vitals()
+            usual, self.gauges.vitals = statistics.median(self._durations or [0.0]), self.vitals
             self._leader.finish_step(self._samples_per_step, int(weight), usual)
         yield from self._boundary()
         while self._last.may_train_on:
@@ -293,7 +300,8 @@ class IslandPeers(Peers):
         """Report which islands are missing, including this one, and then what training waits
         for."""
         if self._leader is not None and (waited := time.perf_counter() - since) > STILL_SECONDS:
-            self.miss({name: one for name, one in self.reports().items() if one.absent})
+            if self.watcher is not None:
+                self.watcher.missing(self.late())
             limit = 2 * self._said[1] if since == self._said[0] else LATE_SECONDS
             if waited >= limit:
                 self._said = since, limit

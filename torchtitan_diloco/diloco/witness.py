@@ -1,0 +1,200 @@
+"""Who is late and why, and what all workers have said of themselves.
+
+A witness looks at the liveness of the other ranks and at what has come over the transport, and
+answers when it is asked. It decides nothing: an exchange waits, fails or goes on without it.
+"""
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from torchtitan_diloco.diloco.liveness import LATE_SECONDS, Answer, Liveness
+from torchtitan_diloco.diloco.round import LEAST_LINK_BYTES, Traffic
+from torchtitan_diloco.diloco.transport import Header, Transport
+from torchtitan_diloco.diloco.vitals import STOPPED, STUCK, Action, Report, Signs, Vitals
+from torchtitan_diloco.log import logger
+
+HANG_STEPS, HANG_SECONDS = 10, 60.0
+"""A step hangs that takes this multiple of the usual time, and `LATE_SECONDS`. A first step, or one
+while the usual time is not known, hangs if it takes these seconds."""
+STILL_SECONDS, STILL_RATIO = 5.0, 10.0
+"""A payload stands still if nothing comes for so long, and for this multiple of the usual time of a
+message."""
+
+
+class Watcher(Protocol):
+    """Judges the workers of a run."""
+
+    def missing(self, reports: Mapping[str, Report]) -> None:
+        """Take note of the workers that are absent, by name, while training waits long.
+
+        The thread that waits calls this, without a lock. It waits until this returns.
+        """
+
+
+class Witness:
+    """What peers answer about the workers. This one knows nothing."""
+
+    vitals = Vitals()
+    """What this worker says of itself. Whoever measures its steps sets it after each of them."""
+    watcher: Watcher | None = None
+    """Is told who is missing while training waits long."""
+
+    def late(self) -> Mapping[str, Report]:
+        """Return the workers that training waits for, by name, with what has not come of them.
+
+        Those that are not absent may just be slow.
+        """
+        return {}
+
+    def reports(self) -> Mapping[str, Report]:
+        """Return what all workers have said of themselves in the last round, by name."""
+        return {}
+
+    def say(self, verdicts: Sequence[str]) -> None:
+        """Tell the others what this worker finds wrong, unless one worker judges for all."""
+
+    def take_actions(self) -> list[Action]:
+        """Return what is done about other workers, or no more, since the last call."""
+        return []
+
+
+class GlooWitness(Witness):
+    """The witness of the workers of one job. It looks on when `Liveness` waits."""
+
+    def __init__(self, liveness: Liveness) -> None:
+        self.liveness = liveness
+        self._transport: Transport | None = None
+        self._cycle_bytes = 0.0
+        self._reports = dict[str, Report]()
+        self._rates = dict[int, float]()
+        """Latest known bytes per second from each worker."""
+        self._transfers: tuple[float, ...] = ()
+
+    def look_at(self, transport: Transport, *, cycle_bytes: float) -> None:
+        """Look at a transport from now on. `cycle_bytes`: from each other worker in a cycle."""
+        self._transport = transport
+        self._cycle_bytes = cycle_bytes
+
+    def note_round(self, headers: Sequence[Header], traffic: Traffic) -> None:
+        """Take note of what all workers have said in a round, and how fast it came."""
+        self._reports = {
+            f"worker {worker}": Report(vitals=header.vitals, flags=header.flags)
+            for worker, header in enumerate(headers)
+        }
+        rates = {worker: traffic.rate(worker) for worker in range(len(headers))}
+        known = {worker: rate for worker, rate in rates.items() if math.isfinite(rate)}
+        self._transfers = tuple(
+            self._cycle_bytes / known[worker] if worker in known else 0.0 for worker in rates
+        )
+        self._rates |= known
+
+    def measured_vitals(self) -> Vitals:
+        """Return what this worker says of itself, with its transfers at the last round's rates."""
+        return self.vitals._replace(transfers=self._transfers)
+
+    def reports(self) -> Mapping[str, Report]:
+        return self._reports
+
+    def waiting(self, seconds: float) -> None:
+        """Log for whom training waits, on one rank of each worker."""
+        if not self.liveness.speaks:
+            return
+        late = self.late()
+        if self.watcher is not None:
+            absent = {name: report for name, report in late.items() if report.absent}
+            self.watcher.missing(absent)
+        whom = " and for ".join(_describe(name, report) for name, report in late.items())
+        logger.warning(f"waiting since {seconds:.0f} s for {whom or self._others()}")
+
+    def _others(self) -> str:
+        others = self.liveness.others
+        return f"worker {' or '.join(map(str, others))}" if others else "a rank of this worker"
+
+    def late(self) -> dict[str, Report]:
+        seen = self._not_come()
+        answers = self.liveness.ask([worker for worker, (why, _) in seen.items() if why])
+        late = dict[str, Report]()
+        for worker, (why, what) in seen.items():
+            name = f"worker {worker}"
+            said = self._reports.get(name, Report())
+            if why:
+                answer = answers.get(worker)
+                usual = said.vitals.step or self.vitals.step
+                why = signs_of(answer, usual, is_stuck=why == STUCK).absent
+                what += f", and {_describe_answer(answer)}"
+            late[name] = said._replace(absent=why, evidence=what)
+        return late
+
+    def _not_come(self) -> dict[int, tuple[str, str]]:
+        """Return the workers that an exchange waits for: what is wrong, empty if that is not known,
+        and what has not come."""
+        if self._transport is None:
+            return {}
+        arrivals = self._transport.arrivals
+        now = time.perf_counter()
+        size = max(arrivals.sizes.values(), default=0)
+        pending = arrivals.pending.copy()
+        # Who has sent its mean has all that it needs, so the last one may well be the culprit.
+        others_came = len(arrivals.sizes) > 1 and len(pending) == 1
+        seen = dict[int, tuple[str, str]]()
+        for worker, receives in sorted(pending.items()):
+            latest = arrivals.latest.get(worker)
+            if latest is None:
+                waited = now - self._transport.traffic.header_sent
+                seen[worker] = STOPPED, f"its header has not arrived for {waited:.0f} s"
+            elif not receives:
+                seen[worker] = "", "it has not received what was sent to it"
+            elif arrivals.are_means and not others_came:
+                seen[worker] = (
+                    "",
+                    "its mean has not arrived, and it may be waiting for another worker",
+                )
+            elif now - latest < self._still_seconds(worker, size):
+                what = "mean" if arrivals.are_means else "payload"
+                seen[worker] = "", f"its header has arrived, but its {what} has not arrived yet"
+            else:
+                what = "its header has arrived, but none of its payload has"
+                if arrivals.are_means:
+                    what = "the means of the others have arrived, but its mean has not"
+                seen[worker] = STUCK, f"{what} for {now - latest:.0f} s"
+        return seen
+
+    def _still_seconds(self, worker: int, size: int) -> float:
+        """Return the seconds without a message of this size after which a payload stands still."""
+        unknown = 0.0 if size >= LEAST_LINK_BYTES else math.inf
+        rate = self._rates.get(worker, unknown)
+        usual = size / rate if rate else math.inf
+        return max(STILL_SECONDS, STILL_RATIO * usual)
+
+
+def signs_of(answer: Answer | None, usual: float, *, is_stuck: bool) -> Signs:
+    """Return the signs of life of a worker that was asked.
+
+    `usual`: seconds of a step, 0 if unknown. `is_stuck`: only its payload does not come.
+    """
+    if answer is None:  # its process or its machine has stopped, or all of its link
+        return Signs(answers=False)
+    is_known = answer.steps and usual  # its first step may compile
+    return Signs(
+        answers=True,
+        still=answer.seconds,
+        longest=max(LATE_SECONDS, HANG_STEPS * usual) if is_known else HANG_SECONDS,
+        may_wait=answer.waits,
+        is_stuck=is_stuck,
+    )
+
+
+def _describe_answer(answer: Answer | None) -> str:
+    if answer is None:
+        return "it does not answer"
+    if answer.waits:
+        return "it answers (it is waiting for others)"
+    return f"it answers (its last step, {answer.steps}, was {answer.seconds:.0f} s ago)"
+
+
+def _describe(name: str, report: Report) -> str:
+    step = report.vitals.step
+    usual = f", whose steps took {step:.3g} s" if step else ""
+    return f"{name}{usual}: {report.evidence}"
