@@ -40,9 +40,10 @@ from torchtitan_diloco.data.shards import INDEX_NAME, read_index
 from torchtitan_diloco.data.tokenizer import Tokenizer
 from torchtitan_diloco.distributed.world import World, pick_device
 from torchtitan_diloco.export.weights import SavedModel, open_saved
+from torchtitan_diloco.formatting import markdown_table
 from torchtitan_diloco.hardware import describe_device
-from torchtitan_diloco.log import UserError, markdown_table
 from torchtitan_diloco.models.interface import parameter_counts
+from torchtitan_diloco.user import UserError
 
 STEPS, EXAMPLES_PER_STEP, LR = 300, 8, 1e-3
 """The fine-tuning of every model: AdamW, so many examples of each task a step, a constant rate."""

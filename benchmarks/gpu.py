@@ -36,12 +36,13 @@ from torchtitan_diloco.diloco.config import BLOCK_SIZES, Quantization
 from torchtitan_diloco.diloco.fragments import build_fragments
 from torchtitan_diloco.diloco.outer_state import OuterState, background_stream
 from torchtitan_diloco.distributed.world import FSDP, world_of_one
+from torchtitan_diloco.formatting import markdown_table
 from torchtitan_diloco.hardware import GIB
 from torchtitan_diloco.islands.server import local_server
 from torchtitan_diloco.islands.server_folder import find_server
-from torchtitan_diloco.log import REPOSITORY, UserError, markdown_table
 from torchtitan_diloco.models.decoder import SHAPES, Decoder
 from torchtitan_diloco.models.interface import init_weights
+from torchtitan_diloco.user import REPOSITORY, UserError
 
 RESERVED_SECONDS = 10.0
 """At the end, for a part that has to be stopped."""

@@ -22,7 +22,7 @@ import torch
 from benchmarks.core import Record
 from torchtitan_diloco.components.records import read_json_lines
 from torchtitan_diloco.hardware import describe_device
-from torchtitan_diloco.log import REPOSITORY
+from torchtitan_diloco.user import REPOSITORY
 
 RECORDS = REPOSITORY / "benchmarks" / "records"
 FILE_OPTIONS = "--out", "--work", "--records"

@@ -13,10 +13,10 @@ from torchtitan_diloco import trainer
 from torchtitan_diloco.config import load_config
 from torchtitan_diloco.config.schema import Model
 from torchtitan_diloco.diloco import agreement
-from torchtitan_diloco.log import UserError
 from torchtitan_diloco.models import FLAVORS
 from torchtitan_diloco.models.decoder import Decoder, resolve_shape
 from torchtitan_diloco.trainer import Trainer
+from torchtitan_diloco.user import UserError
 
 CHANGED = {
     "": "",

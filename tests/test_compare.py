@@ -21,8 +21,8 @@ from tests.network import network_of
 from torchtitan_diloco import compare, trial
 from torchtitan_diloco.components import run_plan
 from torchtitan_diloco.config import from_command_line
-from torchtitan_diloco.log import UserError
 from torchtitan_diloco.trial import Trial
+from torchtitan_diloco.user import UserError
 
 SMALL = shlex.split(
     "--config debug --run.device cpu --model.layers 2 --training.batch_size 2 "

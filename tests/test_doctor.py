@@ -33,7 +33,7 @@ from torchtitan_diloco.islands.copies import named
 from torchtitan_diloco.islands.log import State
 from torchtitan_diloco.islands.records import encode
 from torchtitan_diloco.islands.server_folder import find_server
-from torchtitan_diloco.log import UserError
+from torchtitan_diloco.user import UserError
 
 need_server()
 

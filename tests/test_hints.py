@@ -8,7 +8,7 @@ import pytest
 from tests.conftest import REPOSITORY
 from torchtitan_diloco import cli
 from torchtitan_diloco.cli import COMMANDS
-from torchtitan_diloco.log import STARTED_BY, command_line, installed
+from torchtitan_diloco.user import STARTED_BY, command_line, installed
 
 PYTHON = f"{sys.executable} -m"
 

@@ -11,11 +11,14 @@ from tests.conftest import REPOSITORY
 from torchtitan_diloco.trainer import COMPUTES
 
 PACKAGE = REPOSITORY / "torchtitan_diloco"
-BASE = {"log", "hardware"}
+BASE = {"log", "user", "process", "formatting", "hardware"}
 """Every module may import them."""
 MAY_IMPORT = {
     "log": set(),
-    "hardware": {"log"},
+    "user": set(),
+    "process": set(),
+    "formatting": set(),
+    "hardware": {"log", "user", "formatting"},
     "diloco": set(),
     "store": set(),
     "config": {"diloco.config", "diloco.fields", "islands.config"},
@@ -98,7 +101,7 @@ def test_no_imports_are_circular() -> None:
 
 def test_ranks_compare_all_code_that_computes() -> None:
     """All that the trainer imports, directly or not, is compared at the start or only looks on."""
-    looks_on = {"diagnosis", "hardware", "log", "planner"}
+    looks_on = {"diagnosis", "planner", *BASE}
     graph, found, following = import_graph(), set[str](), {"trainer"}
     while following:
         found |= following
@@ -113,7 +116,7 @@ PURE |= {"statistics", "typing", "zlib"}
 """Packages without I/O, clocks and chance."""
 
 
-ERRORS = {f"torchtitan_diloco.log.{name}" for name in ("UserError", "PeersLostError", "FENCED")}
+ERRORS = {f"torchtitan_diloco.user.{name}" for name in ("UserError", "PeersLostError", "FENCED")}
 
 
 def test_the_rules_of_islands_on_a_store_are_pure() -> None:
@@ -178,7 +181,7 @@ def is_private(name: str) -> bool:
         ("from torch import distributed as d\nd._make()", "torch.distributed._make"),
         ("from threading import _shutdown", "threading._shutdown"),
         ("import os\nos._exit(os.__name__)", None),
-        ("from torchtitan_diloco import log\nlog._relative", None),
+        ("from torchtitan_diloco import user\nuser._relative", None),
         ("class A:\n    def f(self):\n        self._a = 1", None),
     ],
 )

@@ -15,8 +15,8 @@ from tests.islands.servers import free_port
 from tests.processes import ProcessPool
 from tests.test_doctor import answering
 from torchtitan_diloco import nodes, pair
-from torchtitan_diloco.log import UserError
 from torchtitan_diloco.pair import Message, Pair, measure_all_reduce, measure_link, meet, slower
+from torchtitan_diloco.user import UserError
 
 
 @pytest.fixture(autouse=True)

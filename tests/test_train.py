@@ -27,15 +27,16 @@ from torchtitan_diloco.data.tokenizer import main as train_tokenizer
 from torchtitan_diloco.diloco.config import DiLoCoConfig, OuterOptimizer
 from torchtitan_diloco.distributed.collectives import RanksLostError
 from torchtitan_diloco.distributed.world import World
+from torchtitan_diloco.formatting import clock, few_digits
 from torchtitan_diloco.hardware import GIB, GLOO_INTERFACE
 from torchtitan_diloco.islands import IslandFencedError
 from torchtitan_diloco.launch import folder_of_run
 from torchtitan_diloco.launch import main as launch
-from torchtitan_diloco.log import FENCED, LOCAL_ISLANDS, UserError, clock, few_digits
 from torchtitan_diloco.preflight import check_inputs, missing
 from torchtitan_diloco.rank import join
 from torchtitan_diloco.train import main
 from torchtitan_diloco.trainer import Trainer
+from torchtitan_diloco.user import FENCED, LOCAL_ISLANDS, UserError
 
 
 def test_an_island_whose_slot_is_taken_has_an_exit_code_of_its_own(text: Path) -> None:

@@ -31,7 +31,7 @@ from torchtitan_diloco.trainer import Trainer
 PACKAGE = REPOSITORY / "torchtitan_diloco"
 PAGE = REPOSITORY / "docs/own-loop.md"
 BEGIN, END = "<!-- trips: .venv/bin/python -m tests.trips --write -->\n", "\n<!-- end of trips -->"
-EVERYWHERE = {"log.py", "hardware.py", "__init__.py"}
+EVERYWHERE = {"log.py", "user.py", "process.py", "formatting.py", "hardware.py", "__init__.py"}
 """Files that all others use. They are no stop of a trip."""
 SMALL = {
     "data.validation_fraction": "0.1",

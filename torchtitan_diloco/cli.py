@@ -8,7 +8,7 @@ from pathlib import Path
 from runpy import run_module
 
 from torchtitan_diloco import __version__
-from torchtitan_diloco.log import STARTED_BY, USER_ERROR, command_line
+from torchtitan_diloco.user import STARTED_BY, USER_ERROR, command_line
 
 COMMANDS = {
     "train": ("launch", "train, on one machine or several"),

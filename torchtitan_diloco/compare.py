@@ -23,10 +23,11 @@ import msgspec
 
 from torchtitan_diloco.config import Config, from_command_line
 from torchtitan_diloco.config.schema import flat_settings
+from torchtitan_diloco.formatting import brief, counted
 from torchtitan_diloco.hardware import GLOO_INTERFACE, interfaces, is_loopback
-from torchtitan_diloco.log import USER_ERROR, Parser, UserError, brief, command_line, counted
 from torchtitan_diloco.plan import parse_bandwidth, parse_duration, quantity, write_variant
 from torchtitan_diloco.reach import split_address
+from torchtitan_diloco.user import USER_ERROR, Parser, UserError, command_line
 
 if TYPE_CHECKING:
     from torchtitan_diloco.pair import Pair

@@ -32,6 +32,7 @@ from torchtitan_diloco.data.shards import find_damage
 from torchtitan_diloco.diloco import arithmetic
 from torchtitan_diloco.diloco.agreement import find_differences
 from torchtitan_diloco.diloco.config import MOST_STREAMS, Link
+from torchtitan_diloco.formatting import brief
 from torchtitan_diloco.hardware import (
     GIB,
     available_cores,
@@ -56,8 +57,8 @@ from torchtitan_diloco.link import (
     measure,
     ping,
 )
-from torchtitan_diloco.log import USER_ERROR, Parser, UserError, brief, command_line
 from torchtitan_diloco.reach import dial, is_doctor, resolve, route, split_address
+from torchtitan_diloco.user import USER_ERROR, Parser, UserError, command_line
 
 PACKET = 2**16
 MOST_APART = 60.0  # seconds between two clocks, which put the records of a run in one order

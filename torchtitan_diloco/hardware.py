@@ -14,7 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchtitan_diloco.log import UserError, counted
+from torchtitan_diloco.formatting import counted
+from torchtitan_diloco.user import UserError
 
 if TYPE_CHECKING:
     import torch

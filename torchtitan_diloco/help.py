@@ -14,7 +14,7 @@ from torchtitan_diloco.cli import COMMANDS
 from torchtitan_diloco.config import Config
 from torchtitan_diloco.config.loader import DEFAULT_CONFIG, TYPES, shipped_configs
 from torchtitan_diloco.config.schema import flat_settings
-from torchtitan_diloco.log import command_line
+from torchtitan_diloco.user import command_line
 
 MATTER_MOST = (
     "run.folder",

@@ -21,15 +21,6 @@ from torchtitan_diloco.hardware import (
     end_with_parent,
 )
 from torchtitan_diloco.help import print_help
-from torchtitan_diloco.log import (
-    FENCED,
-    STOP_SIGNALS,
-    USER_ERROR,
-    WORKER_LOST,
-    UserError,
-    cause_of,
-    run_and_exit,
-)
 from torchtitan_diloco.nodes import (
     Nodes,
     check_endpoint,
@@ -37,6 +28,8 @@ from torchtitan_diloco.nodes import (
     wait_for_first_node,
     whole_number,
 )
+from torchtitan_diloco.process import STOP_SIGNALS, run_and_exit
+from torchtitan_diloco.user import FENCED, USER_ERROR, WORKER_LOST, UserError, cause_of
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure

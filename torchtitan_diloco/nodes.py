@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from torchtitan_diloco.hardware import is_loopback
-from torchtitan_diloco.log import UserError
 from torchtitan_diloco.reach import dial, is_doctor, resolve, route
+from torchtitan_diloco.user import UserError
 
 DEFAULT_PORT = 29500
 DIAL_SECONDS = 1.0

@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torchtitan_diloco.components.metrics import all_reduce_bytes
 from torchtitan_diloco.distributed.world import gloo_over
 from torchtitan_diloco.link import PATIENCE, Sender, Speed, listen, measure
-from torchtitan_diloco.log import UserError, cause_of
 from torchtitan_diloco.nodes import TELL_SECONDS, Nodes, check_endpoint, wait_for_first_node
+from torchtitan_diloco.user import UserError, cause_of
 
 GREETING = b"torchtitan-diloco compare\n"
 POLL_SECONDS = 0.2

@@ -19,7 +19,8 @@ from torchtitan_diloco.config import Config, from_command_line, load_config
 from torchtitan_diloco.config.loader import CONFIGS_FOLDER, find_config
 from torchtitan_diloco.config.schema import flat_settings, format_value
 from torchtitan_diloco.diloco.config import MOST_STREAMS, STREAM_BYTES
-from torchtitan_diloco.log import Parser, UserError, command_line, counted
+from torchtitan_diloco.formatting import counted
+from torchtitan_diloco.user import Parser, UserError, command_line
 
 if TYPE_CHECKING:
     from torchtitan_diloco.diloco.config import DiLoCoConfig

@@ -13,8 +13,8 @@ from torchtitan_diloco.data.hub import HUGGING_FACE_PREFIX
 from torchtitan_diloco.data.tokenizer import USUAL, build_tokenizer
 from torchtitan_diloco.hardware import GLOO_INTERFACE, check_device, check_interfaces
 from torchtitan_diloco.islands.config import Join, local_names
-from torchtitan_diloco.log import UserError, command_line, install_command, installed
 from torchtitan_diloco.store.location import KINDS, is_bucket, unknown_kind
+from torchtitan_diloco.user import UserError, command_line, install_command, installed
 
 MLFLOW_SERVER = "MLFLOW_TRACKING_URI"
 PUBLISHED = {

@@ -17,17 +17,10 @@ from torchtitan_diloco.launch import (
     end_launcher,
     folder_of_run,
 )
-from torchtitan_diloco.log import (
-    USER_ERROR,
-    WORKER_LOST,
-    PeersLostError,
-    UserError,
-    cause_of,
-    logger,
-    start_logging,
-)
+from torchtitan_diloco.log import logger, start_logging
 from torchtitan_diloco.preflight import check_inputs
 from torchtitan_diloco.trainer import Trainer
+from torchtitan_diloco.user import USER_ERROR, WORKER_LOST, PeersLostError, UserError, cause_of
 
 
 def train(arguments: list[str]) -> int:

@@ -8,7 +8,7 @@ from ipaddress import ip_address
 
 from torchtitan_diloco.hardware import interfaces
 from torchtitan_diloco.link import PATIENCE
-from torchtitan_diloco.log import UserError, command_line
+from torchtitan_diloco.user import UserError, command_line
 
 PROBE = struct.pack("!Q", 1) + b"."
 """Message that `doctor` answers with `DOCTOR`, and a store of torchrun not at all."""

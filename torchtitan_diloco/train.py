@@ -3,7 +3,7 @@
 import sys
 
 from torchtitan_diloco.launch import follow_launcher
-from torchtitan_diloco.log import run_and_exit
+from torchtitan_diloco.process import run_and_exit
 
 
 def main(arguments: list[str]) -> int:

@@ -64,10 +64,11 @@ from torchtitan_diloco.distributed.collectives import (
     watch_notices,
 )
 from torchtitan_diloco.distributed.world import FSDP, World
-from torchtitan_diloco.log import UserError, logger
+from torchtitan_diloco.log import logger
 from torchtitan_diloco.models import build_model, vocabulary_rows
 from torchtitan_diloco.models.interface import describe, flops_per_token, parameter_counts
 from torchtitan_diloco.models.parallelize import materialize, parallelize
+from torchtitan_diloco.user import UserError
 
 OWN_SETTINGS = {"run.folder", "data.cache_folder", "checkpoint.mirror", *MAY_DIFFER} | {
     "run.preemption",

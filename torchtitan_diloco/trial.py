@@ -19,7 +19,7 @@ from torchtitan_diloco.components.records import METRICS_FILE, read_json_lines
 from torchtitan_diloco.config import Config
 from torchtitan_diloco.config.loader import RUN_LENGTH
 from torchtitan_diloco.hardware import end_with_parent
-from torchtitan_diloco.log import UserError
+from torchtitan_diloco.user import UserError
 
 WARM_UP_STEPS = 2
 """Number of first steps, which are slower and are not measured."""

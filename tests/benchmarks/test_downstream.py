@@ -32,8 +32,8 @@ from torchtitan_diloco.data.batch import IGNORE_INDEX
 from torchtitan_diloco.data.tokenizer import build_tokenizer
 from torchtitan_diloco.diloco.state_dict import shared_parameter_name
 from torchtitan_diloco.export.weights import SavedModel, open_saved
-from torchtitan_diloco.log import UserError
 from torchtitan_diloco.train import main as train
+from torchtitan_diloco.user import UserError
 
 TINY = (
     "--model.layers 1 --model.width 32 --model.heads 1 --model.feed_forward 32 --run.device cpu "

@@ -15,7 +15,7 @@ from tests.components.test_telemetry import SENT, telemetry, train
 from tests.islands.servers import wait_until
 from tests.test_trainer import LOSS
 from torchtitan_diloco.components.boards import Shown
-from torchtitan_diloco.log import UserError
+from torchtitan_diloco.user import UserError
 
 BOARDS = "torchtitan_diloco.components.boards"
 SERVER = "http://tracking.test"

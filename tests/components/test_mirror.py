@@ -39,10 +39,10 @@ from torchtitan_diloco.components.checkpoint import (
 )
 from torchtitan_diloco.components.copies import Copies, Copy, TakenOverError
 from torchtitan_diloco.config import ConfigError, load_config
-from torchtitan_diloco.log import UserError
 from torchtitan_diloco.preflight import missing
 from torchtitan_diloco.store import DamagedError, Store, StoreError, open_store
 from torchtitan_diloco.trainer import Trainer
+from torchtitan_diloco.user import UserError
 
 TOKEN = "this start"
 

@@ -18,8 +18,8 @@ from torchtitan_diloco.config.schema import Data
 from torchtitan_diloco.data.corpus import open_split
 from torchtitan_diloco.data.shards import FORMAT_VERSION, Index, TokenShards, write_index
 from torchtitan_diloco.data.tokenizer import build_tokenizer
-from torchtitan_diloco.log import command_line
 from torchtitan_diloco.preflight import check_inputs
+from torchtitan_diloco.user import command_line
 
 BYTES = build_tokenizer("bytes")
 

@@ -13,7 +13,7 @@ import pytest
 import torchtitan_diloco.data.hub as hub_module
 from torchtitan_diloco.data.pieces import BEGINNING, Corpus, Located, Place, split_into_pieces
 from torchtitan_diloco.data.text import open_corpus
-from torchtitan_diloco.log import UserError
+from torchtitan_diloco.user import UserError
 
 TYPED = """---
 dataset_info:

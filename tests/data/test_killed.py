@@ -28,7 +28,7 @@ from torchtitan_diloco.data.prepare import main, prepare
 from torchtitan_diloco.data.shards import ShardWriter
 from torchtitan_diloco.data.text import open_corpus
 from torchtitan_diloco.data.tokenizer import Ids, build_tokenizer
-from torchtitan_diloco.log import UserError
+from torchtitan_diloco.user import UserError
 
 OPTIONS = ["--shard-tokens", "9000", "--validation-fraction", "0.3"]
 KILLED = """

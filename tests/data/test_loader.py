@@ -23,7 +23,7 @@ from torchtitan_diloco.data.loader import (
 )
 from torchtitan_diloco.data.mixture import Indices, Segment
 from torchtitan_diloco.data.shards import SPLITS, TokenShards, _map_shard, find_damage
-from torchtitan_diloco.log import UserError
+from torchtitan_diloco.user import UserError
 
 LENGTH = 10  # 1000 tokens: 99 sequences, which no batch size below divides
 

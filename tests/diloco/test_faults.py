@@ -31,7 +31,8 @@ from torchtitan_diloco.diloco.vitals import HUNG, STOPPED, STUCK, Signs
 from torchtitan_diloco.diloco.witness import GlooWitness, signs_of
 from torchtitan_diloco.distributed.collectives import PendingSum
 from torchtitan_diloco.distributed.world import WORKER
-from torchtitan_diloco.log import UserError, logger
+from torchtitan_diloco.log import logger
+from torchtitan_diloco.user import UserError
 
 PATIENT, IMPATIENT = Link(timeout_seconds=600), Link(timeout_seconds=3)
 """The first is longer than a test may take: what ends in time was not ended by it."""

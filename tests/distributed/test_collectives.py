@@ -21,7 +21,8 @@ from torchtitan_diloco.distributed.collectives import (
     on_all_ranks,
 )
 from torchtitan_diloco.distributed.world import leave_world
-from torchtitan_diloco.log import STOP_SIGNALS, cause_of
+from torchtitan_diloco.process import STOP_SIGNALS
+from torchtitan_diloco.user import cause_of
 
 
 def _agree() -> tuple[Any, ...]:

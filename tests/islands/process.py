@@ -28,7 +28,7 @@ from torchtitan_diloco.islands.records import (
     digest,
 )
 from torchtitan_diloco.islands.rounds import Checked
-from torchtitan_diloco.log import UserError
+from torchtitan_diloco.user import UserError
 
 if TYPE_CHECKING:
     from tests.islands.simulation import World

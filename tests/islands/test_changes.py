@@ -20,7 +20,7 @@ from torchtitan_diloco.islands.changes import parse_change
 from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.connection import Connection
 from torchtitan_diloco.islands.reader import open_reader
-from torchtitan_diloco.log import USER_ERROR
+from torchtitan_diloco.user import USER_ERROR
 
 need_server()
 pytestmark = pytest.mark.usefixtures("soon_gone")

@@ -21,7 +21,7 @@ from torchtitan_diloco.diloco.outer_state import OuterState
 from torchtitan_diloco.islands.copies import Copies, encode_delta, fingerprints
 from torchtitan_diloco.islands.joining import check_facts
 from torchtitan_diloco.islands.shards import Layout, Ranks
-from torchtitan_diloco.log import UserError
+from torchtitan_diloco.user import UserError
 
 PIECE = UNIT
 """Values per piece: few, so that a fragment has several pieces."""

@@ -23,9 +23,9 @@ from torchtitan_diloco.islands.members import Hint, Numbers
 from torchtitan_diloco.islands.page import PageServer, html_page, page_address
 from torchtitan_diloco.islands.reader import open_reader
 from torchtitan_diloco.islands.server import Server
-from torchtitan_diloco.log import USER_ERROR, UserError
 from torchtitan_diloco.report.page import html_page as report_page
 from torchtitan_diloco.report.run_records import open_runs
+from torchtitan_diloco.user import USER_ERROR, UserError
 
 need_server()
 

@@ -31,7 +31,7 @@ from torchtitan_diloco.islands.members import Hint
 from torchtitan_diloco.islands.records import Give, encode
 from torchtitan_diloco.islands.server import make_streams, open_folder
 from torchtitan_diloco.islands.session import open_session
-from torchtitan_diloco.log import USER_ERROR, UserError
+from torchtitan_diloco.user import USER_ERROR, UserError
 
 need_server()
 

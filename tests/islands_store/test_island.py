@@ -12,7 +12,7 @@ from torchtitan_diloco.islands_store.fragment import Boundary, Mode
 from torchtitan_diloco.islands_store.island import REJOIN, WENT_BACK, Island
 from torchtitan_diloco.islands_store.names import COPY, VERSION, Object
 from torchtitan_diloco.islands_store.note import Founding, Note, decode_note
-from torchtitan_diloco.log import UserError
+from torchtitan_diloco.user import UserError
 
 
 class Hand:

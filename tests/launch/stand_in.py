@@ -14,7 +14,8 @@ from datetime import timedelta
 from pathlib import Path
 
 from torchtitan_diloco.launch import NOT_AGAIN, end_launcher, follow_launcher
-from torchtitan_diloco.log import STOP_SIGNALS, WORKER_LOST, run_and_exit
+from torchtitan_diloco.process import STOP_SIGNALS, run_and_exit
+from torchtitan_diloco.user import WORKER_LOST
 
 RANK, SIZE = (int(os.environ.get(name, "0")) for name in ("RANK", "WORLD_SIZE"))
 restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))

@@ -19,8 +19,8 @@ from tests.launch.running import launcher
 from torchtitan_diloco.config import Config, from_command_line, load_config, parse_config
 from torchtitan_diloco.hardware import available_cores
 from torchtitan_diloco.launch import NOT_AGAIN, describe_failures, main
-from torchtitan_diloco.log import USER_ERROR
 from torchtitan_diloco.nodes import read_nodes
+from torchtitan_diloco.user import USER_ERROR
 
 SECOND = {"NNODES": "2", "NODE_RANK": "1"}
 

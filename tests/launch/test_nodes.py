@@ -11,8 +11,8 @@ from tests.islands.servers import free_port
 from tests.test_doctor import answering
 from torchtitan_diloco import nodes as module
 from torchtitan_diloco.launch import main
-from torchtitan_diloco.log import UserError
 from torchtitan_diloco.nodes import Nodes, check_endpoint, wait_for_first_node
+from torchtitan_diloco.user import UserError
 
 
 @pytest.fixture(autouse=True)

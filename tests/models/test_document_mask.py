@@ -31,10 +31,10 @@ from torchtitan_diloco.data.tokenizer import build_tokenizer
 from torchtitan_diloco.export import __main__ as commands
 from torchtitan_diloco.export.__main__ import generate
 from torchtitan_diloco.export.weights import open_saved
-from torchtitan_diloco.log import UserError
 from torchtitan_diloco.models.decoder import Decoder, document_mask, resolve_shape
 from torchtitan_diloco.models.interface import init_weights
 from torchtitan_diloco.trainer import Trainer
+from torchtitan_diloco.user import UserError
 
 VOCABULARY, END = 50, 0
 MASKED = [replace(variant, document_mask=True) for variant in VARIANTS]

@@ -22,7 +22,6 @@ from torchtitan_diloco.config.schema import Model
 from torchtitan_diloco.diloco.config import Fragments
 from torchtitan_diloco.export import __main__ as commands
 from torchtitan_diloco.export.weights import load_initial_weights, open_saved
-from torchtitan_diloco.log import UserError
 from torchtitan_diloco.models import FLAVORS, build_model
 from torchtitan_diloco.models.interface import (
     describe,
@@ -31,6 +30,7 @@ from torchtitan_diloco.models.interface import (
     parameter_counts,
 )
 from torchtitan_diloco.planner.prediction import Workload
+from torchtitan_diloco.user import UserError
 
 PAGE = (REPOSITORY / "docs/data-and-models.md").read_text()
 NAME = "means"

@@ -48,7 +48,8 @@ from torchtitan_diloco.diloco.streaming import OuterLoop
 from torchtitan_diloco.distributed.collectives import naming_lost_ranks, on_all_ranks
 from torchtitan_diloco.distributed.world import FSDP, World
 from torchtitan_diloco.hardware import write_whole
-from torchtitan_diloco.log import UserError, logger
+from torchtitan_diloco.log import logger
+from torchtitan_diloco.user import UserError
 
 Files = dict[str, tuple[int, int]]
 VERSION = 9

@@ -28,8 +28,8 @@ from torchtitan_diloco.components.checkpoint import (
     read_manifest,
 )
 from torchtitan_diloco.hardware import write_whole
-from torchtitan_diloco.log import UserError
 from torchtitan_diloco.store import DamagedError, LargeObjects, Store
+from torchtitan_diloco.user import UserError
 
 PART_BYTES = 2**26
 """Bytes of a file that are in memory at a time."""

@@ -29,8 +29,10 @@ from torchtitan_diloco.diloco.background import BackgroundThread
 from torchtitan_diloco.diloco.messages import broadcast_object, gather_objects
 from torchtitan_diloco.distributed.collectives import on_all_ranks
 from torchtitan_diloco.distributed.world import World
-from torchtitan_diloco.log import UserError, brief, logger
+from torchtitan_diloco.formatting import brief
+from torchtitan_diloco.log import logger
 from torchtitan_diloco.store import StoreError, open_store
+from torchtitan_diloco.user import UserError
 
 PATIENCE_SECONDS = 60.0
 """Time for which each call of the store is tried again."""

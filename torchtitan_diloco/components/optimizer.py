@@ -15,8 +15,9 @@ from torchtitan_diloco.components.muon import Muon, initial_momentum
 from torchtitan_diloco.config.schema import LrSchedule, Optimizer
 from torchtitan_diloco.diloco.fields import steps_of
 from torchtitan_diloco.diloco.fragments import local_of
-from torchtitan_diloco.log import UserError, logger
+from torchtitan_diloco.log import logger
 from torchtitan_diloco.models.interface import blocks_of
+from torchtitan_diloco.user import UserError
 
 
 def compute_dtype(choice: str, device: torch.device) -> torch.dtype:

@@ -50,7 +50,8 @@ from torchtitan_diloco.diloco.state_dict import (
 from torchtitan_diloco.diloco.streaming import OuterLoop
 from torchtitan_diloco.distributed.collectives import on_all_ranks
 from torchtitan_diloco.distributed.world import WORKER, World
-from torchtitan_diloco.log import UserError, logger
+from torchtitan_diloco.log import logger
+from torchtitan_diloco.user import UserError
 
 Shapes = dict[str, tuple[int, ...]]
 NOT_COMPARED = ("run.folder", "run.name", "checkpoint.", "metrics.", "profiling.")

@@ -18,7 +18,7 @@ from torchtitan_diloco.data.shards import INDEX_NAME
 from torchtitan_diloco.data.tokenizer import Tokenizer
 from torchtitan_diloco.diloco.messages import gather_objects
 from torchtitan_diloco.distributed.world import World
-from torchtitan_diloco.log import UserError
+from torchtitan_diloco.user import UserError
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,9 @@ from torchtitan_diloco.components.metrics import (
     kept_time,
 )
 from torchtitan_diloco.components.telemetry import SENT, Telemetry
-from torchtitan_diloco.log import LOCAL_ISLANDS, clock, command_line, logger
+from torchtitan_diloco.formatting import clock
+from torchtitan_diloco.log import logger
+from torchtitan_diloco.user import LOCAL_ISLANDS, command_line
 
 
 def log_summary(

@@ -44,8 +44,9 @@ from torchtitan_diloco.diloco.streaming import OuterLoop
 from torchtitan_diloco.diloco.vitals import Vitals
 from torchtitan_diloco.distributed.collectives import PendingSum
 from torchtitan_diloco.distributed.world import World
+from torchtitan_diloco.formatting import clock
 from torchtitan_diloco.hardware import GIB, crowded, peak_flops, peak_memory_bytes, queued_seconds
-from torchtitan_diloco.log import clock, logger
+from torchtitan_diloco.log import logger
 
 SENT, IN_FLIGHT = "worker/sent_bytes", "worker/fragments_in_flight"
 RECENT = 16

@@ -27,7 +27,7 @@ from torchtitan_diloco.config.weights import MOST_TURNS, is_rounded, weight_mist
 from torchtitan_diloco.diloco.config import Mistakes, advice, diloco_mistakes
 from torchtitan_diloco.diloco.fields import convert, is_table, nearest, setting_types, steps_of
 from torchtitan_diloco.islands.config import Islands, islands_mistakes
-from torchtitan_diloco.log import UserError, command_line
+from torchtitan_diloco.user import UserError, command_line
 
 CONFIGS_FOLDER = Path(__file__).parents[1] / "train_configs"
 DEFAULT_CONFIG = "demo"

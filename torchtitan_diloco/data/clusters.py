@@ -23,7 +23,8 @@ from torchtitan_diloco.data.shards import (
     read_or_begin_index,
 )
 from torchtitan_diloco.data.tokenizer import Tokenizer
-from torchtitan_diloco.log import UserError, logger
+from torchtitan_diloco.log import logger
+from torchtitan_diloco.user import UserError
 
 _SAMPLE = 8192  # documents that decide where to split
 _ITERATIONS = 20

@@ -22,7 +22,7 @@ from torchtitan_diloco.data.shards import (
 )
 from torchtitan_diloco.data.text import STDLIB, open_corpus, text_kind
 from torchtitan_diloco.data.tokenizer import Tokenizer
-from torchtitan_diloco.log import UserError, command_line
+from torchtitan_diloco.user import UserError, command_line
 
 
 def open_corpora(

@@ -26,7 +26,7 @@ from torchtitan_diloco.data.pieces import (
     text_field,
     utf8_size,
 )
-from torchtitan_diloco.log import UserError, install_command
+from torchtitan_diloco.user import UserError, install_command
 
 HUGGING_FACE_PREFIX = "hf:"
 DATASETS = "hf:OWNER/DATASET[/SUBSET][:SPLIT] or hf:/FOLDER[:SPLIT]"

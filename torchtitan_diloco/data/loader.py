@@ -18,7 +18,7 @@ from torchdata.nodes import BaseNode, IterableWrapper, Mapper, Prefetcher
 from torchtitan_diloco.data.batch import IGNORE_INDEX, Batch
 from torchtitan_diloco.data.mixture import Indices, Mixture, Segment
 from torchtitan_diloco.data.shards import TokenShards
-from torchtitan_diloco.log import UserError
+from torchtitan_diloco.user import UserError
 
 _Words = npt.NDArray[np.uint64]
 

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchtitan_diloco.config.weights import Weights, turns_of
-from torchtitan_diloco.log import UserError
+from torchtitan_diloco.user import UserError
 
 Indices = npt.NDArray[np.int64]
 

@@ -15,7 +15,7 @@ import msgspec
 from tqdm import tqdm
 
 from torchtitan_diloco.data.progress import progress_options
-from torchtitan_diloco.log import UserError
+from torchtitan_diloco.user import UserError
 
 PIECE_CHARACTERS = 32 * 1024
 

@@ -36,8 +36,9 @@ from torchtitan_diloco.data.tokenising import (
     usual_processes,
 )
 from torchtitan_diloco.data.tokenizer import BEGINS, Ids, Tokenizer, build_tokenizer
+from torchtitan_diloco.formatting import counted
 from torchtitan_diloco.hardware import available_cores
-from torchtitan_diloco.log import Parser, UserError, command_line, counted
+from torchtitan_diloco.user import Parser, UserError, command_line
 
 DEFAULT_SHARD_TOKENS = 2**28  # half a gigabyte at two bytes a token
 _RECORD_TOKENS = 2**24

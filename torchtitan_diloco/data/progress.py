@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from torchtitan_diloco.log import clock, counted
+from torchtitan_diloco.formatting import clock, counted
 
 _FIRST_LINE, _LINE = 10.0, 30.0  # seconds
 _BAR = 0.2

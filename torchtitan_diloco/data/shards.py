@@ -26,7 +26,7 @@ from torchtitan_diloco.data.pieces import Position
 from torchtitan_diloco.data.progress import progress_options
 from torchtitan_diloco.data.tokenizer import Tokenizer
 from torchtitan_diloco.hardware import available_cores, write_whole
-from torchtitan_diloco.log import UserError, command_line
+from torchtitan_diloco.user import UserError, command_line
 
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, ...] = ("train", "validation")

@@ -29,7 +29,7 @@ from torchtitan_diloco.data.pieces import (
     text_field,
     utf8_size,
 )
-from torchtitan_diloco.log import UserError
+from torchtitan_diloco.user import UserError
 
 STDLIB = "stdlib"
 TEXT_FIELD = "text"

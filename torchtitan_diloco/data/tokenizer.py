@@ -17,7 +17,7 @@ import numpy.typing as npt
 import tiktoken
 
 from torchtitan_diloco.data.text import SOURCES, TEXT_FIELD, open_corpus, whole_number
-from torchtitan_diloco.log import Parser, UserError, command_line, installed
+from torchtitan_diloco.user import Parser, UserError, command_line, installed
 
 END_OF_DOCUMENT = "<|endoftext|>"
 ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "<|eot_id|>", "</s>", "<eos>", "<|im_end|>")

@@ -14,7 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchtitan_diloco.diloco.messages import gather_objects
 from torchtitan_diloco.hardware import describe_machine
-from torchtitan_diloco.log import UserError, logger
+from torchtitan_diloco.log import logger
+from torchtitan_diloco.user import UserError
 
 PACKAGE = Path(__file__).parent
 

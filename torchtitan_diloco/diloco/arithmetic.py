@@ -23,7 +23,7 @@ from torch import Tensor
 from torchtitan_diloco.diloco.agreement import find_differences
 from torchtitan_diloco.diloco.codecs import CODECS, UNIT, build_codec
 from torchtitan_diloco.diloco.config import CodecName, OuterOptimizer, Quantization
-from torchtitan_diloco.log import UserError
+from torchtitan_diloco.user import UserError
 
 BLOCK = 65_536
 """Values processed at once on a CPU, so that they stay in cache during a step."""

@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 from torchtitan_diloco.diloco.transport import Header, WorkerLostError
 from torchtitan_diloco.diloco.vitals import NOT_FINITE, OUTLIER, WENT_WRONG
-from torchtitan_diloco.log import UserError, cause_of, logger
+from torchtitan_diloco.log import logger
+from torchtitan_diloco.user import UserError, cause_of
 
 LATEST = 32  # norms in the median
 FEWEST = 5  # norms that are needed to find an outlier

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import msgspec
 from msgspec import Meta
 
-from torchtitan_diloco.log import UserError
+from torchtitan_diloco.user import UserError
 
 NAMES = {
     "`int`": "a whole number",

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_diloco.diloco.config import Fragments
 from torchtitan_diloco.diloco.fields import nearest
-from torchtitan_diloco.log import UserError
+from torchtitan_diloco.user import UserError
 
 REST = "embedding, head and norms"
 

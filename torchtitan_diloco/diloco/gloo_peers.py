@@ -31,7 +31,7 @@ from torchtitan_diloco.diloco.state_dict import OuterFacts, SavedState
 from torchtitan_diloco.diloco.transport import Header
 from torchtitan_diloco.diloco.vitals import DROPPED, WENT_WRONG
 from torchtitan_diloco.diloco.witness import GlooWitness
-from torchtitan_diloco.log import UserError
+from torchtitan_diloco.user import UserError
 
 
 class GlooPeers(Peers):

@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_diloco.diloco.transport import WorkerLostError
-from torchtitan_diloco.log import cause_of, logger
+from torchtitan_diloco.log import logger
+from torchtitan_diloco.user import cause_of
 
 Result = TypeVar("Result")
 FOREVER = timedelta(days=3650)

@@ -25,8 +25,8 @@ from torchtitan_diloco.diloco.schedule import Schedule, build_schedule
 from torchtitan_diloco.diloco.state_dict import OuterFacts, SavedState
 from torchtitan_diloco.diloco.vitals import DROPPED, WENT_WRONG
 from torchtitan_diloco.diloco.witness import Witness
+from torchtitan_diloco.formatting import counted
 from torchtitan_diloco.hardware import GIB
-from torchtitan_diloco.log import counted
 
 
 @dataclass(frozen=True)

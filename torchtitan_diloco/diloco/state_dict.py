@@ -21,7 +21,7 @@ from torchtitan_diloco.diloco.fragments import local_of, local_rows
 from torchtitan_diloco.diloco.outer_state import OuterState
 from torchtitan_diloco.diloco.round import Round
 from torchtitan_diloco.diloco.vitals import WENT_WRONG
-from torchtitan_diloco.log import UserError
+from torchtitan_diloco.user import UserError
 
 Named = dict[str, Tensor]
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torchtitan_diloco.diloco.background import BackgroundThread
 from torchtitan_diloco.diloco.round import Traffic
 from torchtitan_diloco.diloco.vitals import NOTHING_SAID, Vitals
-from torchtitan_diloco.log import PeersLostError, UserError, cause_of
+from torchtitan_diloco.user import PeersLostError, UserError, cause_of
 
 
 class WorkerLostError(PeersLostError):

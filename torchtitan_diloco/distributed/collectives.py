@@ -18,14 +18,9 @@ from torchtitan_diloco.diloco.messages import gather_objects
 from torchtitan_diloco.diloco.transport import WorkerLostError
 from torchtitan_diloco.distributed.notices import Notice, NoticeWatch
 from torchtitan_diloco.distributed.world import World
-from torchtitan_diloco.log import (
-    SAME_SIGNAL_SECONDS,
-    STOP_SIGNALS,
-    PeersLostError,
-    UserError,
-    cause_of,
-    logger,
-)
+from torchtitan_diloco.log import logger
+from torchtitan_diloco.process import SAME_SIGNAL_SECONDS, STOP_SIGNALS
+from torchtitan_diloco.user import PeersLostError, UserError, cause_of
 
 Value = TypeVar("Value")
 ASK_EVERY = 2

@@ -19,7 +19,8 @@ from torchtitan_diloco.diloco.messages import gather_objects
 from torchtitan_diloco.diloco.rendezvous import store_of_attempt, store_of_job
 from torchtitan_diloco.diloco.witness import GlooWitness
 from torchtitan_diloco.hardware import GLOO_INTERFACE, check_device, interfaces, is_loopback
-from torchtitan_diloco.log import UserError, logger
+from torchtitan_diloco.log import logger
+from torchtitan_diloco.user import UserError
 
 WORKER, FSDP = "worker", "fsdp"
 LONGER_THAN_LINK_SECONDS = 60

@@ -24,8 +24,8 @@ from torchtitan_diloco.distributed.world import pick_device
 from torchtitan_diloco.export.hugging_face import TOKENIZER_NAME, WEIGHTS_NAME, save_hugging_face
 from torchtitan_diloco.export.torchtitan import save_torchtitan
 from torchtitan_diloco.export.weights import SavedModel, open_saved
-from torchtitan_diloco.log import USER_ERROR, Parser, UserError, command_line
 from torchtitan_diloco.models.interface import parameter_counts
+from torchtitan_diloco.user import USER_ERROR, Parser, UserError, command_line
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

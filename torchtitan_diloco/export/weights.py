@@ -44,10 +44,11 @@ from torchtitan_diloco.export.torchtitan import (
     settings_of_checkpoint,
     torchtitan_names,
 )
-from torchtitan_diloco.log import UserError, logger, no_run
+from torchtitan_diloco.log import logger
 from torchtitan_diloco.models import build_model, vocabulary_rows
 from torchtitan_diloco.models.decoder import shape_of
 from torchtitan_diloco.models.interface import copy_shard
+from torchtitan_diloco.user import UserError, no_run
 
 PART_BYTES = 1 << 20
 """Part of each file that is read for its fingerprint."""

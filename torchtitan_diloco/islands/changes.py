@@ -14,7 +14,7 @@ from msgspec import Meta
 from torchtitan_diloco.diloco.config import CodecName, DiLoCoConfig, Fraction, Positive
 from torchtitan_diloco.diloco.fields import convert, nearest
 from torchtitan_diloco.islands.records import CODEC, MOST_SLOTS, Change, Facts, VoidError
-from torchtitan_diloco.log import UserError
+from torchtitan_diloco.user import UserError
 
 MOST_STEPS = 10**6
 SPARSE = "topk"

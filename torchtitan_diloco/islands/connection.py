@@ -40,7 +40,8 @@ from torchtitan_diloco.islands.session import (
     TrimmedError,
     subject_of,
 )
-from torchtitan_diloco.log import UserError, logger
+from torchtitan_diloco.log import logger
+from torchtitan_diloco.user import UserError
 
 T = TypeVar("T")
 RECORD_BYTES = 1_000_000  # by default, a server accepts messages of at most 1 MiB

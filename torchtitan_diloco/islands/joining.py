@@ -31,7 +31,8 @@ from torchtitan_diloco.islands.records import (
     encode,
     name_of,
 )
-from torchtitan_diloco.log import UserError, command_line, logger
+from torchtitan_diloco.log import logger
+from torchtitan_diloco.user import UserError, command_line
 
 STATE_EVERY = 1000
 """Number of records between two states that an island stores for readers of the log."""

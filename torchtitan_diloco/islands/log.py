@@ -33,7 +33,7 @@ from torchtitan_diloco.islands.records import (
     encode,
     name_of,
 )
-from torchtitan_diloco.log import UserError
+from torchtitan_diloco.user import UserError
 
 VERSIONS_LATE = 4
 """Number of entries that may leave a part out. If the next one does too, the part is dropped."""

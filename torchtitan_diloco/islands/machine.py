@@ -43,7 +43,7 @@ from torchtitan_diloco.islands.records import (
     name_of,
 )
 from torchtitan_diloco.islands.rounds import Checked, Rounds, Timing
-from torchtitan_diloco.log import UserError
+from torchtitan_diloco.user import UserError
 
 RETRY = 0.5
 """Seconds between attempts to append a record: only the log shows whether it is valid."""

@@ -19,7 +19,7 @@ from torchtitan_diloco.diloco.vitals import (
 from torchtitan_diloco.islands.changes import SLOTS
 from torchtitan_diloco.islands.log import State
 from torchtitan_diloco.islands.records import Count, Name, Seconds, name_of
-from torchtitan_diloco.log import FENCED, PeersLostError, UserError
+from torchtitan_diloco.user import FENCED, PeersLostError, UserError
 
 
 class IslandFencedError(UserError):

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torchtitan_diloco.diloco.vitals import STOPPED
+from torchtitan_diloco.formatting import brief, clock, markdown_table
 from torchtitan_diloco.islands.ledger import Outcome
 from torchtitan_diloco.islands.log import State
 from torchtitan_diloco.islands.members import Members, Numbers
@@ -25,7 +26,6 @@ from torchtitan_diloco.islands.records import (
     Take,
     name_of,
 )
-from torchtitan_diloco.log import brief, clock, markdown_table
 
 MOST_NEWS, MOST_POINTS, MOST_STAYS = 50, 1000, 200
 """Number of news, points of a curve, and ended incarnations to keep."""

@@ -20,7 +20,7 @@ from torchtitan_diloco.islands.overview import TABLES, History, Stay, headline, 
 from torchtitan_diloco.islands.reader import Reader, open_reader
 from torchtitan_diloco.islands.server import Server
 from torchtitan_diloco.islands.server_folder import LOOPBACK
-from torchtitan_diloco.log import UserError
+from torchtitan_diloco.user import UserError
 
 CACHE_SECONDS = 1.0
 RETRY_SECONDS = 5.0

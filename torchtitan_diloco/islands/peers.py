@@ -49,7 +49,8 @@ from torchtitan_diloco.islands.members import Gauges
 from torchtitan_diloco.islands.records import Facts, Part
 from torchtitan_diloco.islands.rounds import Timing
 from torchtitan_diloco.islands.shards import Ranks, collect
-from torchtitan_diloco.log import UserError, logger
+from torchtitan_diloco.log import logger
+from torchtitan_diloco.user import UserError
 
 LOOK = 0.05  # seconds between two looks at the log at the end of the run
 

@@ -40,7 +40,9 @@ from torchtitan_diloco.islands.session import (
     stream_of,
     subject_of,
 )
-from torchtitan_diloco.log import LOCAL_ISLANDS, STOP_SIGNALS, UserError, command_line, logger
+from torchtitan_diloco.log import logger
+from torchtitan_diloco.process import STOP_SIGNALS
+from torchtitan_diloco.user import LOCAL_ISLANDS, UserError, command_line
 
 ISLAND_MAY = {
     "publish": [

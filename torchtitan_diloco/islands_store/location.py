@@ -3,7 +3,7 @@
 from torchtitan_diloco.islands_store.checkpoint import Saved
 from torchtitan_diloco.islands_store.decision import Decision
 from torchtitan_diloco.islands_store.note import Founding
-from torchtitan_diloco.log import UserError
+from torchtitan_diloco.user import UserError
 
 
 def check_empty(founds: Founding | None, saved: Saved | None) -> None:

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from torchtitan_diloco.config.schema import Model
-from torchtitan_diloco.log import UserError
 from torchtitan_diloco.models.decoder import SHAPES, build_decoder
 from torchtitan_diloco.models.interface import check_model, separate_documents
+from torchtitan_diloco.user import UserError
 
 __all__ = ["FLAVORS", "Builder", "build_model", "vocabulary_rows"]
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from torchtitan_diloco.config.schema import Model
-from torchtitan_diloco.log import UserError
 from torchtitan_diloco.models.interface import STD, Head, parameter_counts
+from torchtitan_diloco.user import UserError
 
 SHORT_LENGTH, LOW, HIGH = 8192, 1.0, 4.0
 """Rotary scaling: the original length, and the numbers of turns within it below and above which a

@@ -12,7 +12,7 @@ from statistics import fmean
 
 from torchtitan_diloco.diloco.codecs import bits_per_parameter, build_codec
 from torchtitan_diloco.diloco.config import DiLoCoConfig, Overlap, Quantization
-from torchtitan_diloco.log import markdown_table
+from torchtitan_diloco.formatting import markdown_table
 from torchtitan_diloco.planner.ladder import climb
 from torchtitan_diloco.planner.prediction import Conditions, Workload
 

@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from torchtitan_diloco.components.records import NAN, RoundRecord
-from torchtitan_diloco.log import brief
+from torchtitan_diloco.formatting import brief
 from torchtitan_diloco.report.run_records import Array
 
 SURFACE = "#ffffff"

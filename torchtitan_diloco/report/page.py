@@ -19,12 +19,13 @@ from matplotlib.ticker import EngFormatter
 from torchtitan_diloco.components.metrics import compute_percent, exposed_percent, hidden_percent
 from torchtitan_diloco.components.records import NAN
 from torchtitan_diloco.config.schema import format_value
+from torchtitan_diloco.formatting import brief, clock, counted
 from torchtitan_diloco.islands.overview import LEAST_GAP
 from torchtitan_diloco.islands.page import TEMPLATES, time_text
-from torchtitan_diloco.log import Parser, UserError, brief, clock, command_line, counted
 from torchtitan_diloco.report.charts import Exchange
 from torchtitan_diloco.report.figures import figures
 from torchtitan_diloco.report.run_records import Run, Worker, of_known, open_runs
+from torchtitan_diloco.user import Parser, UserError, command_line
 
 METHODS = {"streaming": "Streaming DiLoCo", "none": "data parallelism"}
 ABSENT = "–"  # noqa: RUF001 - a dash for an empty cell

@@ -34,7 +34,7 @@ from torchtitan_diloco.config.schema import flatten
 from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.overview import History, Stay, headline
 from torchtitan_diloco.islands.reader import LISTEN_SECONDS, open_reader
-from torchtitan_diloco.log import RUN_REMEDY, UserError, no_run
+from torchtitan_diloco.user import RUN_REMEDY, UserError, no_run
 
 Array = NDArray[np.float64]
 ELAPSED_SECONDS = "worker/elapsed_seconds"

@@ -14,7 +14,8 @@ from mlflow.entities import Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
 
 from torchtitan_diloco.components.boards.base import Board, Shown
-from torchtitan_diloco.log import UserError, logger
+from torchtitan_diloco.log import logger
+from torchtitan_diloco.user import UserError
 
 GROUP = "torchtitan_diloco.run"
 """Tag that the islands of a run have in common."""

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import wandb
 
 from torchtitan_diloco.components.boards.base import Board, Shown
-from torchtitan_diloco.log import UserError
+from torchtitan_diloco.user import UserError
 
 
 class WeightsAndBiases(Board):

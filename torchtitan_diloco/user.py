@@ -1,0 +1,102 @@
+"""What users get to read beside the log: errors, exit codes, and commands to type."""
+
+import argparse
+import os
+import re
+import shlex
+import sys
+import sysconfig
+from pathlib import Path
+from typing import NoReturn
+
+USER_ERROR = 2
+"""Exit code for a mistake in the configuration or the data."""
+FENCED = 4
+"""Exit code of an island whose slot another one has taken: it must not be restarted."""
+WORKER_LOST = 3
+"""Exit code if another worker died or did not answer in time."""
+LOCAL_ISLANDS = "TORCHTITAN_DILOCO_LOCAL_ISLANDS"
+"""Environment variable: the folder of a run of `islands.local`, whose islands are below it."""
+STARTED_BY = "TORCHTITAN_DILOCO_STARTED_BY"
+"""Environment variable: the program that the user started, run_train.sh or torchtitan-diloco."""
+REPOSITORY = Path(__file__).parents[1]
+
+
+class UserError(ValueError):
+    """A mistake of the user. The message has the value, its key and the remedy, and needs no
+    traceback. Any other ValueError, such as one of torch, is a bug."""
+
+    exit_code = USER_ERROR
+
+
+class PeersLostError(RuntimeError):
+    """Others that this process needs are lost. The message names them, and needs no traceback."""
+
+
+RUN_REMEDY = "give the folder of a run, such as outputs/NAME-DATE"
+
+
+def no_run(folder: Path, lacking: str, remedy: str = RUN_REMEDY) -> UserError:
+    """Return the error of a command that finds no run in a folder, which has no `lacking`."""
+    reason = "it does not exist"
+    if folder.is_dir():
+        reason = f"it has no {lacking}"
+    elif folder.exists():
+        reason = "it is a file"
+    return UserError(f"there is no run in {folder}: {reason}; {remedy}")
+
+
+GLOO_LOCATION = re.compile(r"^\[[^]]*:\d+\]\s*")
+
+
+def cause_of(error: Exception) -> str:
+    """Return the first line of an error, without gloo's source location."""
+    line = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    text, found = GLOO_LOCATION.subn("", line)
+    return text.partition(". ")[0] if found else line
+
+
+# --- commands -------------------------------------------------------------------------------------
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser of options that reports their mistakes in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(USER_ERROR, f"error: {message}; `{self.prog} --help` lists the options\n")
+
+
+def install_command(extra: str) -> str:
+    """Return the command that installs an extra of this package."""
+    checkout = (REPOSITORY / "pyproject.toml").exists()
+    folder = "." if Path.cwd() == REPOSITORY else REPOSITORY
+    package = f"-e '{folder}[{extra}]'" if checkout else f"'torchtitan_diloco[{extra}]'"
+    return f"{_relative(sys.executable)} -m pip install {package}"
+
+
+def command_line(name: str) -> str:
+    """Return the shell command for a command such as `train`, in the way this process was
+    started."""
+    program, own = os.environ.get(STARTED_BY), f"-m torchtitan_diloco {name}"
+    if program and Path(program).name == "run_train.sh":
+        if name == "train":
+            return _relative(program)
+        program = installed("torchtitan-diloco")
+        if not Path(program).exists():  # a Python of the user, without this package
+            return f"PYTHONPATH={shlex.quote(str(REPOSITORY))} {_relative(sys.executable)} {own}"
+    if program:
+        return f"{_relative(program)} {name}"
+    return f"{_relative(sys.executable)} {own}"
+
+
+def installed(program: str) -> str:
+    """Return the path at which pip puts a program for this Python."""
+    return str(Path(sysconfig.get_path("scripts"), program))
+
+
+def _relative(program: str) -> str:
+    """Return the path of a program, relative to the current folder if it is inside."""
+    if Path(program).is_relative_to(Path.cwd()):
+        program = str(Path(program).relative_to(Path.cwd()))
+        program = program if "/" in program else f"./{program}"
+    return shlex.quote(program)
