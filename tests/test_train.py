@@ -91,7 +91,7 @@ def test_a_process_that_others_do_not_reach_says_over_which_interface(
 def test_a_process_ends_without_clean_up(body: str, code: int, said: str) -> None:
     """Exit handlers would tell the other ranks that a rank which fails has ended in order."""
     program = (
-        "import atexit\nfrom torchtitan_diloco.log import run_and_exit\n"
+        "import atexit\nfrom torchtitan_diloco.process import run_and_exit\n"
         f"atexit.register(print, 'goodbye')\ndef main(_):\n    print('kept')\n    {body}\n"
         "run_and_exit(main, [])"
     )
