@@ -205,7 +205,7 @@ def test_two_doctors_measure_the_link(examine: Examine) -> None:
             arithmetic.compute.cache_clear()
             failure = examine(ENDPOINT, "--endpoint", f"127.0.0.1:{port}")
             arithmetic.compute.cache_clear()
-        assert "arithmetic of both: the machines compute other bits" in failure
+        assert "arithmetic of both: the machines compute different bits" in failure
         usual = arithmetic.compute("int8")["average of int8"]
         assert f"average of int8: {usual} there ({describe_machine()}), " in failure
         other.send_signal(signal.SIGINT)

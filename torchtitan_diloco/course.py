@@ -1,7 +1,7 @@
-"""Where a run is: the step of its schedules, its tokens, what a worker reads, and when it is over.
+"""Position of a run: the step of its schedules, its tokens, the data of a worker, and the end.
 
-A job counts its own steps (`JobCourse`). Islands count the tokens of all of them together
-(`IslandCourse`, island_course.py). The trainer asks its course and does not know which it has.
+A job counts its own steps (`JobCourse`). Islands count the tokens of all islands together
+(`IslandCourse`, island_course.py). The trainer uses its course without knowing its kind.
 """
 
 from typing import NamedTuple, Protocol
@@ -18,14 +18,14 @@ from torchtitan_diloco.distributed.world import WORKER, World
 
 
 class Place(NamedTuple):
-    """Where a worker begins to read."""
+    """Position at which a worker starts to read."""
 
     first_sample: int
-    """Of its stream."""
+    """Position in its stream."""
     planned_from: Position
     """Position from which the segments of the mixture are planned."""
     stream: Stream | None
-    """The stream that the ranks of this worker divide. None: all ranks divide the only one."""
+    """The stream that the ranks of this worker share. None: all ranks share the only one."""
 
 
 class Course(Protocol):
@@ -38,14 +38,14 @@ class Course(Protocol):
         """Return the other side of the outer loop."""
 
     def join(self, position: Position, /) -> Place:
-        """Join the run, and return where this worker begins to read.
+        """Join the run, and return the position at which this worker starts to read.
 
-        `position`: where its checkpoint has stopped.
+        `position`: position in its checkpoint.
         """
 
     @property
     def scheduled_step(self) -> float:
-        """Step of the run that is trained now, for the schedule of the learning rate."""
+        """Current step of the run, for the learning-rate schedule."""
 
     @property
     def tokens(self) -> int:
@@ -53,7 +53,7 @@ class Course(Protocol):
 
     @property
     def progress(self) -> RunProgress | None:
-        """Progress of the run, unless the steps of this worker say all."""
+        """Progress of the run, unless it equals the steps of this worker."""
 
     @property
     def finished(self) -> bool:
@@ -64,13 +64,13 @@ class Course(Protocol):
         """Whether this worker leaves the run before its end, or has left it."""
 
     def note(self, loss: float | None, validated: tuple[int, float, float] | None) -> None:
-        """Take note of the training loss, and of step, loss and bits of the last validation."""
+        """Record the training loss, and step, loss and bits of the last validation."""
 
     def close(self) -> bool:
-        """End the course. Return whether it ended here before the end of the run."""
+        """End the course. Return whether this worker ended before the end of the run."""
 
     def describe_stop(self, reason: str, /) -> str:
-        """Say where this worker has stopped. `reason`: what asked for it."""
+        """Describe where this worker has stopped. `reason`: why it was asked to stop."""
 
 
 class JobCourse:
@@ -124,9 +124,9 @@ class JobCourse:
 
 
 def counted_before(config: Config, manifest: Manifest | None) -> tuple[int, int]:
-    """Return the steps and the tokens of a run up to its checkpoint, which its plan goes on from.
+    """Return the steps and the tokens of a run up to its checkpoint, from which its plan continues.
 
-    Those of islands are counted in their log.
+    Islands count theirs in their log.
     """
     if manifest is None or config.islands.join:
         return 0, 0

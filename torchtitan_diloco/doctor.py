@@ -90,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         if options.streams < 1:
-            raise UserError(f"--streams {options.streams}: give 1 or more")
+            raise UserError(f"--streams {options.streams}: give a number of at least 1")
         endpoint = split_address(options.endpoint) if options.endpoint else None
         if options.listen:
             return _listen(endpoint)
@@ -172,32 +172,35 @@ def _arithmetic() -> str:
     if torch.cuda.is_available():
         arithmetic.check_device(torch.device("cuda"))
         digest += ", on CPU and GPU"
-    return f"{digest}; machines that train together have the same digest"
+    return f"{digest}, which must be the same on machines that train together"
 
 
 def _message() -> bytes:
-    """Return what another doctor compares with its own machine."""
+    """Return the facts that the other machine compares with its own."""
     return msgspec.msgpack.encode((describe_machine(), arithmetic.compute_all()))
 
 
 def _compare_arithmetic(host: str, port: int) -> str:
-    """Compare the arithmetic of this machine with that of another one, whose doctor listens."""
+    """Compare the arithmetic of this machine with that of another one, on which doctor listens."""
     try:
         message = msgspec.msgpack.decode(ask(host, port), type=tuple[str, arithmetic.Results])
     except msgspec.DecodeError as error:
-        raise UserError("the other doctor is of another version: install the same one") from error
+        raise UserError(
+            "the other machine has a different version: install the same version on both"
+        ) from error
     machine, theirs = message
     check_arithmetic(arithmetic.compute_all(), theirs, machine)
     return f"{arithmetic.short_digest(theirs)} here and on {machine}"
 
 
 def check_arithmetic(mine: arithmetic.Results, theirs: arithmetic.Results, there: str) -> None:
-    """Raise a UserError that names the operations of which the results differ."""
+    """Raise a UserError that names the operations whose results differ."""
     both = {f"there ({there})": theirs, f"here ({describe_machine()})": mine}
     if differences := find_differences(both):
         raise UserError(
-            "the machines compute other bits, so their shared copies would differ; use another "
-            f"machine, or another torch (here {torch.__version__}): {'; '.join(differences)}"
+            "the machines compute different bits, so their shared copies would "
+            "differ; use another machine, or another version of torch (here "
+            f"{torch.__version__}): {'; '.join(differences)}"
         )
 
 
@@ -368,7 +371,7 @@ def _run(join: Join) -> str:
     facts = state.facts.fingerprints
     theirs = {key: value for key, value in facts.items() if key.startswith(ARITHMETIC)}
     if not theirs:
-        raise UserError("its islands are of another version: install the same one")
+        raise UserError("its islands have a different version: install the same version")
     results = named(arithmetic.compute_all())
     mine = {key: value for key, value in results.items() if key in theirs}
     check_arithmetic(mine, theirs, "its islands")

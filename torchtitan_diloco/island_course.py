@@ -1,4 +1,4 @@
-"""Course of a worker that is an island: the run is where the tokens of all islands are."""
+"""Course of a worker that is an island, given by the tokens of all islands."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -41,7 +41,7 @@ class IslandCourse:
         return self._peers
 
     def join(self, _: Position, /) -> Place:
-        """Take a slot. Where it begins is in the log of the run, and not in a checkpoint."""
+        """Take a slot. Its start is in the log of the run, not in a checkpoint."""
         seat = self._peers.join()
         block = seat.block if self._shard_by == "none" else 0
         return Place(seat.position, Position(), Stream(seat.slot, seat.streams, block))

@@ -145,7 +145,7 @@ def test_workers_that_compute_other_bits_are_refused(processes: ProcessPool) -> 
     line = rf"  average of int8: (\w{{8}}) {first}, (?!\1)\w{{8}} {second}"
     for message in processes.run(_other_arithmetic, 2):
         headline, named = message.split("\n")
-        assert headline.startswith("workers compute other bits")
+        assert headline.startswith("workers compute different bits")
         assert re.fullmatch(line, named)
 
 

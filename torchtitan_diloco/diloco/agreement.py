@@ -1,4 +1,4 @@
-"""What all ranks must have in common before they train: groups, settings, code and arithmetic."""
+"""Agreement of all ranks before they train: groups, settings, code and arithmetic."""
 
 import hashlib
 from collections.abc import Mapping
@@ -72,11 +72,11 @@ def _check_ranks(workers: set[int], ranks: list[int], what: str) -> None:
 
 
 class Started(msgspec.Struct):
-    """How a rank was started."""
+    """Facts about how a rank was started."""
 
     facts: dict[str, str]
     results: dict[str, str]
-    """Digests of what it computes, by operation."""
+    """Digests of its results, by operation."""
     machine: str
 
 
@@ -87,12 +87,13 @@ def agree(
     *,
     results: Mapping[str, str] | None = None,
 ) -> None:
-    """Raise on every rank of `group` if a fact, torch or this package's code differ from the first
-    rank's. Callers add `code_facts` of the code that they compute with.
+    """Raise an error on every rank of `group` if a fact, the torch version or the code of this
+    package differs from the first rank. Callers add `code_facts` for the code with which they
+    compute.
 
     Args:
-        member: what the message calls a rank of the group, such as "worker".
-        results: digests of what this rank computes, by operation.
+        member: name of a rank of the group in the message, such as "worker".
+        results: digests of the results of this rank, by operation.
     """
     mine = Started(
         {**facts, **code_facts(PACKAGE), "torch version": str(torch.__version__)},
@@ -108,8 +109,8 @@ def agree(
     machines = {f"on {member} {n} ({rank.machine})": rank.results for n, rank in ranks}
     if differences := find_differences(machines):
         raise UserError(
-            f"{member}s compute other bits, so their shared copies would differ; use machines that "
-            "compute the same:\n  " + "\n  ".join(differences)
+            f"{member}s compute different bits, so their shared copies would differ; use machines "
+            "that compute the same:\n  " + "\n  ".join(differences)
         )
 
 

@@ -1,4 +1,4 @@
-"""Outer step, and a digest of all arithmetic that must give the same bits on every machine.
+"""Outer step, and digests of the arithmetic that must give the same bits on all machines.
 
 The shared copies come from encoding, decoding, averaging and outer steps. Sums and products are
 separate calls: `alpha=` and `lerp` round once with a fused multiply-add, and twice without.
@@ -6,8 +6,8 @@ Divisions are rounded correctly everywhere. Square roots in fp32 are not: torch 
 whose last bit depends on the processor. Those of fp64 are exact enough to round correctly to fp32.
 
 Workers compare the digests of their results on fixed numbers when they start, so machines of any
-kind can train together if they compute the same. What only one worker uses may differ: mixing,
-healing, norms and the inner optimizer.
+kind can train together if they compute the same. Values that only one worker uses may differ:
+mixing, healing, norms and the inner optimizer.
 """
 
 import math
@@ -55,10 +55,10 @@ def outer_step(
 ) -> None:
     """Replace the mean delta with the next shared parameters, and update the optimizer state.
 
-    The delta, theta_outer - theta_local, serves as gradient. It is overwritten as `theta` is needed
-    until the fragment is applied. `count`: steps with this state, with this one. The momentum is
-    stored already decayed, which saves a pass over memory. The moments of Adam are kept without
-    bias: a first step replaces them.
+    The delta, theta_outer - theta_local, serves as gradient. The result overwrites it, because
+    `theta` is needed until the fragment is applied. `count`: number of steps with this state,
+    including this one. The momentum is stored already decayed, which saves a pass over memory. The
+    moments of Adam are kept without bias: a first step replaces them.
     """
     decay = _constant(config.momentum)
     match config.name:
@@ -79,7 +79,7 @@ def outer_step(
 # --- what a machine computes ----------------------------------------------------------------------
 
 VALUES = 8 * UNIT + 7
-"""Enough for several programs of a GPU kernel, and for vectors with a rest."""
+"""Enough values for several programs of a GPU kernel, and for vectors with a remainder."""
 CPU = torch.device("cpu")
 OPTIMIZERS: tuple[str, ...] = get_args(get_type_hints(OuterOptimizer)["name"])
 ALL: tuple[str, ...] = (*CODECS, *OPTIMIZERS)
@@ -87,7 +87,7 @@ ALL: tuple[str, ...] = (*CODECS, *OPTIMIZERS)
 CODEC_PARTS = "encode", "decode", "average"
 STEP_PARTS = "next copy", "momentum", "second moment"
 Results = dict[str, str]
-"""Digest of what each operation makes, such as "encode of int8"."""
+"""Digest of the result of each operation, such as "encode of int8"."""
 
 
 @cache
@@ -133,7 +133,7 @@ def run_step(name: str, device: torch.device) -> list[Tensor]:
 @cache
 @torch.no_grad()
 def compute(name: str, device: torch.device = CPU) -> Results:
-    """Return digests of what a format or an outer optimizer computes."""
+    """Return digests of the results of a format or an outer optimizer."""
     if name in OPTIMIZERS:
         parts = zip(STEP_PARTS, run_step(name, device), strict=False)
     else:
@@ -145,7 +145,7 @@ def compute(name: str, device: torch.device = CPU) -> Results:
 
 
 def compute_all(names: Sequence[str] = ALL, device: torch.device = CPU) -> Results:
-    """Return digests of what these formats and outer optimizers compute."""
+    """Return digests of the results of these formats and outer optimizers."""
     results = Results()
     for name in names:
         results |= compute(name, device)
@@ -153,17 +153,18 @@ def compute_all(names: Sequence[str] = ALL, device: torch.device = CPU) -> Resul
 
 
 def short_digest(results: Results) -> str:
-    """Return one digest of all results, which two people can compare."""
+    """Return a single short digest of all results, for comparison by eye."""
     return f"{zlib.crc32(repr(sorted(results.items())).encode()):08x}"
 
 
 def check_device(device: torch.device, names: Sequence[str] = ALL) -> None:
-    """Raise a UserError if a GPU computes other bits than the CPU of this machine."""
+    """Raise a UserError if a GPU computes different bits than the CPU of this machine."""
     if device.type == "cpu":
         return
     both = {"on the CPU": compute_all(names), "on the GPU": compute_all(names, device)}
     if differences := find_differences(both):
         raise UserError(
-            "the GPU of this machine computes other bits than its CPU, so its shared copies would "
-            "differ: use another GPU, torch or Triton:\n  " + "\n  ".join(differences)
+            "the GPU of this machine computes different bits than its CPU, so its "
+            "shared copies would differ: use another GPU, or another version of "
+            "torch or Triton:\n  " + "\n  ".join(differences)
         )

@@ -48,18 +48,18 @@ class Message(IntEnum):
 class Answer(NamedTuple):
     steps: int
     seconds: float
-    """Since the last step."""
+    """Seconds since the last step."""
     waits: bool
-    """Whether the rank waits for others itself."""
+    """Whether the rank is itself waiting for others."""
 
 
 class Onlooker(Protocol):
-    """Looks on while this rank waits for others."""
+    """Observes while this rank waits for others."""
 
     def waiting(self, seconds: float) -> None:
-        """Take note that a wait has taken so long.
+        """Process a wait that has taken this long.
 
-        The thread that waits calls this, without a lock: peers are answered even if it hangs.
+        The waiting thread calls this without a lock: peers are answered even if it hangs.
         """
 
 

@@ -156,16 +156,17 @@ class Messages:
 
 @dataclass
 class Arrivals:
-    """What has come in an exchange so far. Threads write it: copy it before a loop."""
+    """Messages that have arrived in an exchange so far. Threads write this: copy it before a
+    loop."""
 
     sizes: dict[int, int] = field(default_factory=dict)
-    """Bytes of the messages that are waited for, by their sender."""
+    """Bytes of the awaited messages, by sender."""
     are_means: bool = False
-    """Whether they are those of the second hop."""
+    """Whether these are the messages of the second hop."""
     pending: dict[int, bool] = field(default_factory=dict)
-    """Workers that are waited for, and whether to receive from them."""
+    """Workers for which the exchange waits, and whether to receive from them."""
     latest: dict[int, float] = field(default_factory=dict)
-    """When the latest message of each worker came."""
+    """Time of arrival of the latest message of each worker."""
 
 
 class Transport:

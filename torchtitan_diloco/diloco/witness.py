@@ -1,7 +1,7 @@
-"""Who is late and why, and what all workers have said of themselves.
+"""Which workers are late and why, and the reports of all workers about themselves.
 
-A witness looks at the liveness of the other ranks and at what has come over the transport, and
-answers when it is asked. It decides nothing: an exchange waits, fails or goes on without it.
+A witness observes the liveness of the other ranks and the messages that arrived over the transport,
+and answers queries. It makes no decisions: an exchange waits, fails or continues without it.
 """
 
 import math
@@ -16,52 +16,53 @@ from torchtitan_diloco.diloco.vitals import STOPPED, STUCK, Action, Report, Sign
 from torchtitan_diloco.log import logger
 
 HANG_STEPS, HANG_SECONDS = 10, 60.0
-"""A step hangs that takes this multiple of the usual time, and `LATE_SECONDS`. A first step, or one
-while the usual time is not known, hangs if it takes these seconds."""
+"""A step hangs if it takes this multiple of the usual time and `LATE_SECONDS`. The first step, and
+any step while the usual time is unknown, hangs if it takes these seconds."""
 STILL_SECONDS, STILL_RATIO = 5.0, 10.0
-"""A payload stands still if nothing comes for so long, and for this multiple of the usual time of a
-message."""
+"""A payload is stuck if nothing arrives for these seconds, and for this multiple of the usual time
+of a message."""
 
 
 class Watcher(Protocol):
     """Judges the workers of a run."""
 
     def missing(self, reports: Mapping[str, Report]) -> None:
-        """Take note of the workers that are absent, by name, while training waits long.
+        """Process the reports of absent workers, by name, while training waits long.
 
-        The thread that waits calls this, without a lock. It waits until this returns.
+        The waiting thread calls this without a lock, and waits until it returns.
         """
 
 
 class Witness:
-    """What peers answer about the workers. This one knows nothing."""
+    """Interface for queries about the workers. This base class knows nothing."""
 
     vitals = Vitals()
-    """What this worker says of itself. Whoever measures its steps sets it after each of them."""
+    """Vitals of this worker. Set after each step by the code that measures the steps."""
     watcher: Watcher | None = None
-    """Is told who is missing while training waits long."""
+    """Receives the missing workers while training waits long."""
 
     def late(self) -> Mapping[str, Report]:
-        """Return the workers that training waits for, by name, with what has not come of them.
+        """Return the workers for which training waits, by name, with what has not arrived from
+        them.
 
-        Those that are not absent may just be slow.
+        Workers that are not absent may only be slow.
         """
         return {}
 
     def reports(self) -> Mapping[str, Report]:
-        """Return what all workers have said of themselves in the last round, by name."""
+        """Return the reports of all workers in the last round, by name."""
         return {}
 
     def say(self, verdicts: Sequence[str]) -> None:
-        """Tell the others what this worker finds wrong, unless one worker judges for all."""
+        """Tell the others what this worker has found wrong, unless one worker judges for all."""
 
     def take_actions(self) -> list[Action]:
-        """Return what is done about other workers, or no more, since the last call."""
+        """Return the actions about other workers that began or ended since the last call."""
         return []
 
 
 class GlooWitness(Witness):
-    """The witness of the workers of one job. It looks on when `Liveness` waits."""
+    """The witness of the workers of one job. It observes while `Liveness` waits."""
 
     def __init__(self, liveness: Liveness) -> None:
         self.liveness = liveness
@@ -73,12 +74,13 @@ class GlooWitness(Witness):
         self._transfers: tuple[float, ...] = ()
 
     def look_at(self, transport: Transport, *, cycle_bytes: float) -> None:
-        """Look at a transport from now on. `cycle_bytes`: from each other worker in a cycle."""
+        """Observe a transport from now on. `cycle_bytes`: bytes from each other worker in a
+        cycle."""
         self._transport = transport
         self._cycle_bytes = cycle_bytes
 
     def note_round(self, headers: Sequence[Header], traffic: Traffic) -> None:
-        """Take note of what all workers have said in a round, and how fast it came."""
+        """Record the reports of all workers in a round, and the rates of the transfers."""
         self._reports = {
             f"worker {worker}": Report(vitals=header.vitals, flags=header.flags)
             for worker, header in enumerate(headers)
@@ -91,14 +93,14 @@ class GlooWitness(Witness):
         self._rates |= known
 
     def measured_vitals(self) -> Vitals:
-        """Return what this worker says of itself, with its transfers at the last round's rates."""
+        """Return the vitals of this worker, with its transfers at the rates of the last round."""
         return self.vitals._replace(transfers=self._transfers)
 
     def reports(self) -> Mapping[str, Report]:
         return self._reports
 
     def waiting(self, seconds: float) -> None:
-        """Log for whom training waits, on one rank of each worker."""
+        """Log the workers for which training waits, on one rank of each worker."""
         if not self.liveness.speaks:
             return
         late = self.late()
@@ -128,8 +130,8 @@ class GlooWitness(Witness):
         return late
 
     def _not_come(self) -> dict[int, tuple[str, str]]:
-        """Return the workers that an exchange waits for: what is wrong, empty if that is not known,
-        and what has not come."""
+        """Return the workers for which an exchange waits: what is wrong (empty if unknown), and
+        what has not arrived."""
         if self._transport is None:
             return {}
         arrivals = self._transport.arrivals
@@ -162,7 +164,7 @@ class GlooWitness(Witness):
         return seen
 
     def _still_seconds(self, worker: int, size: int) -> float:
-        """Return the seconds without a message of this size after which a payload stands still."""
+        """Return the seconds without a message of this size after which a payload is stuck."""
         unknown = 0.0 if size >= LEAST_LINK_BYTES else math.inf
         rate = self._rates.get(worker, unknown)
         usual = size / rate if rate else math.inf
@@ -172,7 +174,7 @@ class GlooWitness(Witness):
 def signs_of(answer: Answer | None, usual: float, *, is_stuck: bool) -> Signs:
     """Return the signs of life of a worker that was asked.
 
-    `usual`: seconds of a step, 0 if unknown. `is_stuck`: only its payload does not come.
+    `usual`: usual seconds of a step, 0 if unknown. `is_stuck`: whether only its payload is missing.
     """
     if answer is None:  # its process or its machine has stopped, or all of its link
         return Signs(answers=False)
