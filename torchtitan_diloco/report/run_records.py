@@ -24,7 +24,7 @@ from torchtitan_diloco.components.records import (
     METRICS_FILE,
     PhaseRecord,
     RoundRecord,
-    Start,
+    StartRecord,
     VerdictRecord,
     from_record,
     number,
@@ -46,7 +46,7 @@ class Worker:
 
     name: str
     """`worker 0`, or the name of the island."""
-    starts: Sequence[Start]
+    starts: Sequence[StartRecord]
     steps: Sequence[Record]
     """One record for each step, in order, with the validation after the step."""
     rounds: Sequence[RoundRecord]
@@ -342,14 +342,14 @@ def _read_run(folder: Path) -> Run:
 
 def _read_worker(file: Path, name: str) -> Worker:
     steps: dict[int, dict[str, Any]] = {}
-    rounds, starts, verdicts = list[RoundRecord](), list[Start](), list[VerdictRecord]()
+    rounds, starts, verdicts = list[RoundRecord](), list[StartRecord](), list[VerdictRecord]()
     phases = list[PhaseRecord]()
     records, unreadable = read_records(file)
     for record in records:
         try:
             match record:
                 case {"kind": "start"}:
-                    starts.append(from_record(Start, record))
+                    starts.append(from_record(StartRecord, record))
                 case {"kind": "round"}:
                     rounds.append(from_record(RoundRecord, record))
                 case {"kind": "phase"}:
