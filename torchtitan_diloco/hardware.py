@@ -105,7 +105,8 @@ def describe_device(device: "torch.device") -> str:
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
         return f"{torch.cuda.get_device_name(device)}, {total / GIB:.0f} GiB"
-    cores, threads = available_cores(), torch.get_num_threads()
+    cores = available_cores()
+    threads = torch.get_num_threads()
     return f"CPU, {counted(cores, 'core')}, {counted(threads, 'thread')} a process"
 
 
@@ -145,7 +146,8 @@ def available_cores() -> int:
 
 def crowded(threads: int) -> str:
     """Return a warning if this machine has much more work than cores, or an empty string."""
-    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    load = os.getloadavg()[0]
+    cores = os.cpu_count() or 1
     text = f"load {load:.1f} on {cores} cores, {threads} threads in this process: if other programs"
     text += " compute on the same cores, OMP_NUM_THREADS=1 can make all of them many times faster"
     return text if threads > 1 and load > 1.5 * cores else ""

@@ -91,7 +91,9 @@ def measure(
 
     def flood(_: int) -> float:
         """Return the bytes per second of a stream."""
-        arrived, sent, size = list[tuple[float, int]](), deque[tuple[float, int]](), FIRST_BYTES
+        arrived = list[tuple[float, int]]()
+        sent = deque[tuple[float, int]]()
+        size = FIRST_BYTES
         try:
             with closing(connect()) as stream:
                 together.wait()
@@ -168,7 +170,8 @@ class _Answer(socketserver.BaseRequestHandler):
 
 
 class Listener(socketserver.ThreadingTCPServer):
-    daemon_threads, request_queue_size = True, 512
+    daemon_threads = True
+    request_queue_size = 512
     text = b""
 
     def handle_error(self, *_: object) -> None:

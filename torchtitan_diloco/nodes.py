@@ -42,7 +42,8 @@ class Nodes(NamedTuple):
 
 def read_nodes(environment: Mapping[str, str]) -> Nodes:
     """Return the number of nodes, the number of this one, and their rendezvous endpoint."""
-    count, rank = whole_number(environment, "NNODES"), whole_number(environment, "NODE_RANK", 0)
+    count = whole_number(environment, "NNODES")
+    rank = whole_number(environment, "NODE_RANK", 0)
     endpoint = environment.get("RDZV_ENDPOINT", "")
     if count == 1 or not (count or endpoint or rank):
         return Nodes()

@@ -248,7 +248,8 @@ def server_text(parameters: int, diloco: "DiLoCoConfig", step_seconds: float) ->
     parts."""
     from torchtitan_diloco.diloco.codecs import build_codec
 
-    part, workers = build_codec(diloco.quantization).wire_bytes(parameters), diloco.workers
+    part = build_codec(diloco.quantization).wire_bytes(parameters)
+    workers = diloco.workers
     seconds = diloco.sync_every * step_seconds
     sizes = {"receives": workers * part, "sends": workers * (workers - 1) * part}
     rates = (

@@ -89,7 +89,8 @@ def _check_folder(config: Config) -> None:
 
 
 def _missing_files(config: Config) -> Iterator[str]:
-    data, weights = config.data, Path(config.model.weights).expanduser()
+    data = config.data
+    weights = Path(config.model.weights).expanduser()
     absent = config.model.weights and not weights.exists() and not _goes_on(config)
     if absent:
         remedy = "give the folder of an export, or of a Llama or Qwen3 written by another program"
@@ -136,7 +137,8 @@ def _goes_on(config: Config) -> bool:
 
 
 def _check_tokenizer(config: Config) -> None:
-    data, path = config.data, Path(config.data.tokenizer).expanduser()
+    data = config.data
+    path = Path(config.data.tokenizer).expanduser()
     if path.suffix == ".json" and not path.exists() and data.source:
         size = config.model.vocab_size or USUAL
         words = f"--source {data.source} --vocab-size {size} --out {path}"

@@ -51,7 +51,8 @@ def route(host: str, port: int) -> str:
 
 def dial(host: str, port: int) -> float:
     """Return the seconds until a connection is open."""
-    started, listening = time.perf_counter(), f"--endpoint :{port} --listen"
+    started = time.perf_counter()
+    listening = f"--endpoint :{port} --listen"
     try:
         socket.create_connection((host, port), PATIENCE).close()
     except ConnectionRefusedError as error:

@@ -77,7 +77,8 @@ def install_command(extra: str) -> str:
 def command_line(name: str) -> str:
     """Return the shell command for a command such as `train`, in the way this process was
     started."""
-    program, own = os.environ.get(STARTED_BY), f"-m torchtitan_diloco {name}"
+    program = os.environ.get(STARTED_BY)
+    own = f"-m torchtitan_diloco {name}"
     if program and Path(program).name == "run_train.sh":
         if name == "train":
             return _relative(program)

@@ -164,8 +164,10 @@ def _split(features: _Numbers, lengths: _Indices, clusters: int) -> Callable[[_N
         middles = lengths[order].cumsum() - lengths[order] / 2
         place = int(np.searchsorted(middles, lengths.sum() * half / clusters))
         place = min(max(place, half), len(order) - (clusters - half))
-        below, above = order[:place], order[place:]
-        chosen, threshold = direction, scores[[below[-1], above[0]]].mean()
+        below = order[:place]
+        above = order[place:]
+        chosen = direction
+        threshold = scores[[below[-1], above[0]]].mean()
         direction = np.rint(features[above].mean(axis=0) - features[below].mean(axis=0))
     first = _split(features[below], lengths[below], half)
     second = _split(features[above], lengths[above], clusters - half)

@@ -101,10 +101,12 @@ def _unprepared(data: Data, key: str, spec: str, options: Callable[[], list[str]
         return UserError(f"{named} {begun}")
     source = data.source if key == "data.corpus" else ""
     if spec.startswith(HUGGING_FACE_PREFIX):
-        source, out = spec, f"corpora/{_slug(spec)}"
+        source = spec
+        out = f"corpora/{_slug(spec)}"
         problem = f'is read from token shards only: set it to "{out}" after'
     else:
-        out, reason = spec, what_is_missing(Path(spec).expanduser())
+        out = spec
+        reason = what_is_missing(Path(spec).expanduser())
         problem = f"{reason}: correct the path, set it to text, such as stdlib, or prepare it:"
         if source.startswith(HUGGING_FACE_PREFIX):
             Dataset.parse(source)

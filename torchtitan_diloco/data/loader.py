@@ -55,7 +55,9 @@ class SequenceReader:
     def __init__(
         self, tokens: TokenShards, sequence_length: int, part: int = 0, parts: int = 1
     ) -> None:
-        self._tokens, self._length, self._parts = tokens, sequence_length, parts
+        self._tokens = tokens
+        self._length = sequence_length
+        self._parts = parts
         self._all = (len(tokens) - 1) // sequence_length
         self.sequences = self._all // parts
         self._first = part * self.sequences
@@ -146,10 +148,14 @@ class TrainLoader:
         self.names = list(corpora)
         self.mixture = Mixture(self.names, segments)
         self._order = partial(sequence_indices, seed=seed, shuffle=shuffle)
-        self._rank, self._ranks = rank, ranks
-        self._batch_size, self._accumulation = batch_size, accumulation
-        self._prefetch, self._pin_memory = prefetch, pin_memory
-        self._start, self._taken = start, 0  # micro-batches since the start
+        self._rank = rank
+        self._ranks = ranks
+        self._batch_size = batch_size
+        self._accumulation = accumulation
+        self._prefetch = prefetch
+        self._pin_memory = pin_memory
+        self._start = start
+        self._taken = 0  # micro-batches since the start
 
     @property
     def position(self) -> int:
@@ -213,7 +219,9 @@ class ValidationBatches:
         sequences: int,
     ) -> None:
         self._reader = SequenceReader(tokens, sequence_length)
-        self._batch_size, self._rank, self._ranks = batch_size, rank, ranks
+        self._batch_size = batch_size
+        self._rank = rank
+        self._ranks = ranks
         self.sequences = min(sequences, self._reader.sequences)
         """Sequences over all ranks."""
 

@@ -95,7 +95,8 @@ class Corpus:
 
     def pieces(self) -> Iterator[Piece]:
         """Yield all pieces in order, with a progress bar. A corpus without any is an error."""
-        reading, piece = self.read(BEGINNING), None
+        reading = self.read(BEGINNING)
+        piece = None
         with tqdm(total=reading.bytes, **progress_options(f"read {self.spec}")) as bar:
             for piece, after in reading.pieces:
                 yield piece

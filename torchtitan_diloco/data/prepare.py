@@ -88,7 +88,8 @@ def prepare(
         writing.write(Encoding(tokenizer, begin_token), processes)
         writing.finish()
     seconds = time.monotonic() - start
-    train, held_out = index.splits["train"], index.splits["validation"]
+    train = index.splits["train"]
+    held_out = index.splits["validation"]
     print(
         f"data: tokenised {corpus.spec} with {tokenizer.name} in {seconds:.1f} s "
         f"({writing.new_tokens / seconds / 1e6:.2f} M tokens/s): {train.tokens:,} tokens in "

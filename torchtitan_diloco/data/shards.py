@@ -133,9 +133,11 @@ def read_or_begin_index(folder: Path, settings: dict[str, Any]) -> Index:
         return index
     index = read_index(paths[0])
     if changes := _changes(index.settings, settings):
-        state, use = "was prepared", "use the same ones"
+        state = "was prepared"
+        use = "use the same ones"
         if paths[0].name == STARTED_NAME:
-            state, use = "was begun", "continue it with the same ones"
+            state = "was begun"
+            use = "continue it with the same ones"
         raise UserError(
             f"{folder} {state} with other settings ({'; '.join(changes)}): {use}, or use another "
             "folder"
@@ -202,8 +204,11 @@ class ShardWriter:
     """
 
     def __init__(self, folder: Path, split: Split, index: Index, shard_tokens: int) -> None:
-        self._folder, self._split, self._shard_tokens = folder, split, shard_tokens
-        self._index, self._done = index, index.splits[split]
+        self._folder = folder
+        self._split = split
+        self._shard_tokens = shard_tokens
+        self._index = index
+        self._done = index.splits[split]
         self._dtype = token_type(index.settings["vocab_size"])
         self._file: BinaryIO | None = None
         self._tokens = self._documents = self._checksum = 0
@@ -277,7 +282,10 @@ class ShardWriter:
         self._done.tokens += self._tokens
         self._done.documents += self._documents
         write_index(self._folder / STARTED_NAME, self._index)
-        self._file, self._tokens, self._documents, self._checksum = None, 0, 0, 0
+        self._file = None
+        self._tokens = 0
+        self._documents = 0
+        self._checksum = 0
 
 
 class TokenShards:
@@ -288,14 +296,17 @@ class TokenShards:
     """
 
     def __init__(self, folder: Path, split: Split, tokenizer: Tokenizer | None = None) -> None:
-        self.folder, self.name = folder, f"the {split} split of {folder}"
+        self.folder = folder
+        self.name = f"the {split} split of {folder}"
         index = read_index(self.folder / INDEX_NAME)
-        self._shards, settings = index.splits[split].shards, index.settings
+        self._shards = index.splits[split].shards
+        settings = index.settings
         self.documents = index.splits[split].documents
         """Number of documents that end in the split."""
         self._vocab_size = settings["vocab_size"]
         if not self._shards:
-            corpus, share = settings["source"], settings["validation_fraction"]
+            corpus = settings["source"]
+            share = settings["validation_fraction"]
             change = "raise" if split == "validation" else "lower"
             without = ", or train without validation (validation.every = 0)"
             raise UserError(
@@ -303,7 +314,8 @@ class TokenShards:
                 f"data.validation_fraction (of `prepare`: --validation-fraction), which is "
                 f"{share:g}, or set data.validation_corpus{without * (split == 'validation')}"
             )
-        self.tokenizer, made_with = settings["tokenizer"], settings["tokenizer_fingerprint"]
+        self.tokenizer = settings["tokenizer"]
+        made_with = settings["tokenizer_fingerprint"]
         if tokenizer and tokenizer.fingerprint != made_with:
             raise UserError(
                 f'data.tokenizer = "{tokenizer.name}" ({tokenizer.fingerprint}), but {folder} was '
@@ -381,7 +393,8 @@ def _damage(folder: Path, shard: Shard, vocab_size: int) -> str:
     """Read a whole shard. Return what is wrong with it, or ""."""
     if damage := _wrong_size(folder, shard, vocab_size):
         return damage
-    checksum, largest = 0, 0
+    checksum = 0
+    largest = 0
     try:
         with (folder / shard.file).open("rb") as file:
             while content := file.read(_READ_BYTES):
@@ -395,7 +408,8 @@ def _damage(folder: Path, shard: Shard, vocab_size: int) -> str:
 
 
 def _wrong_size(folder: Path, shard: Shard, vocab_size: int) -> str:
-    path, expected = folder / shard.file, shard.tokens * token_type(vocab_size).itemsize
+    path = folder / shard.file
+    expected = shard.tokens * token_type(vocab_size).itemsize
     size = path.stat().st_size if path.exists() else 0
     return "" if size == expected else f"{path.name}: it has {size} bytes instead of {expected}"
 

@@ -170,7 +170,8 @@ def _read_text(content: BinaryIO, start: Place) -> Iterator[Located]:
 
 
 def _read_lines(content: BinaryIO, field: str, start: Place, path: Path) -> Iterator[Located]:
-    offset, done = start.offset, start.pieces
+    offset = start.offset
+    done = start.pieces
     for row, line in enumerate(content, start=start.row):
         text = line.decode()
         if text.strip():

@@ -92,8 +92,11 @@ def read_batches(
     def split_of(number: int) -> Split:
         return "validation" if is_held_out(number, fraction) else "train"
 
-    texts, characters = list[Text](), 0
-    number, documents, begins = start.pieces, start.documents, start.begins_document
+    texts = list[Text]()
+    characters = 0
+    number = start.pieces
+    documents = start.documents
+    begins = start.begins_document
     place = start.place
     for (text, ends), place in located:
         split = split_of(number)
@@ -103,10 +106,13 @@ def read_batches(
             ends_here = ends or split != split_of(number + 1)
             texts.append(Text(number, split, text, begins_here, ends_here))
         characters += len(text)
-        number, documents, begins = number + 1, documents + ends, ends
+        number += 1
+        documents += ends
+        begins = ends
         if characters >= _BATCH_CHARACTERS or len(texts) >= _BATCH_PIECES:
             yield Batch(texts, Position(place, number, documents, begins))
-            texts, characters = [], 0
+            texts = []
+            characters = 0
     yield Batch(texts, Position(place, number, documents, begins))
 
 

@@ -386,7 +386,8 @@ def _slow_sides(seconds: Mapping[Path, float], cycle: float) -> Iterator[tuple[C
 
     The slowest comes first, and its transfers say nothing about the other ends.
     """
-    left, named = dict(seconds), dict[str, float]()
+    left = dict(seconds)
+    named = dict[str, float]()
     while left:
         slow = dict[Cause, tuple[float, float]]()
         # Next to a slow side, the other links are not shared as they were.
@@ -398,7 +399,8 @@ def _slow_sides(seconds: Mapping[Path, float], cycle: float) -> Iterator[tuple[C
                 its = [took for path, took in left.items() if path[end] == name]
                 others = [took for path, took in left.items() if name not in path]
                 if len(its) > 1 and others:
-                    took, usual = statistics.fmean(its), max(least, statistics.median(others))
+                    took = statistics.fmean(its)
+                    usual = max(least, statistics.median(others))
                     is_most = statistics.median_low(its) > MOST_RATIO * usual
                     if is_most and _is_slow(took, usual, cycle, ratio):
                         slow[Cause(kind, name)] = took, usual

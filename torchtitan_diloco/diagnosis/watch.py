@@ -48,24 +48,30 @@ class Diagnosis:
     def __init__(self, outer: OuterLoop, world: World, telemetry: Telemetry, folder: Path) -> None:
         """`folder`: of the run."""
         self._peers = outer.peers if isinstance(outer, StreamingDiLoCo) else None
-        self._telemetry, self._world, self._folder = telemetry, world, folder
+        self._telemetry = telemetry
+        self._world = world
+        self._folder = folder
         self._has_links = not _is_on_loopback(self._peers)
-        self._judge, self._said = Judge(has_links=self._has_links), 0.0
+        self._judge = Judge(has_links=self._has_links)
+        self._said = 0.0
         self._judged = time.monotonic()
         self._config: DiLoCoConfig | None = None
-        self._rounds, self._fits = 0, True
+        self._rounds = 0
+        self._fits = True
         if self._peers is not None:
             self._peers.witness.watcher = self
 
     def after_step(self, step: int) -> None:
-        rank, peers = self._world.rank_in_worker, self._peers
+        rank = self._world.rank_in_worker
+        peers = self._peers
         if peers is None:
             return
         witness = peers.witness
         witness.vitals = self._telemetry.vitals()
         if rank and self._world.worker:
             return
-        now, has_round = time.monotonic(), bool(self._telemetry.applied)
+        now = time.monotonic()
+        has_round = bool(self._telemetry.applied)
         if not has_round and now < self._judged + QUIET_SECONDS:
             return
         suffix = f", rank {rank}" if rank else ""
@@ -115,9 +121,11 @@ class Diagnosis:
         """Warn if the transfers of a cycle take longer than its steps: at once at the start, and
         again after a change of the settings. What workers that are short of cores have measured
         says nothing about the links."""
-        config, fragments = peers.config, len(peers.fragments)
+        config = peers.config
+        fragments = len(peers.fragments)
         if config != self._config:  # what was measured is of the settings before, for two cycles
-            self._rounds, self._fits = 0 if self._config else 2 * fragments, True
+            self._rounds = 0 if self._config else 2 * fragments
+            self._fits = True
             self._config = config
         self._rounds += 1
         known = {name: one.vitals for name, one in reports.items() if one.vitals.step > 0}
@@ -127,7 +135,8 @@ class Diagnosis:
         name = max(over, key=over.__getitem__, default="")
         if self._rounds <= 2 * fragments or not self._fits or over.get(name, 0.0) <= 1:
             return
-        self._fits, step = False, said[name].step
+        self._fits = False
+        step = said[name].step
         fitting = settings_that_fit(config, fragments, seconds[name], step)
         logger.warning(
             f"{name} needs {seconds[name]:.3g} s to exchange all fragments once, but has only "
@@ -140,7 +149,8 @@ class Diagnosis:
     def _write_settings(self, settings: Mapping[str, object]) -> None:
         """Write a config with which this run goes on with other settings."""
         folder = self._folder.resolve()
-        path, resumed = folder / "settings-that-fit.toml", folder.glob("config-from-step-*.toml")
+        path = folder / "settings-that-fit.toml"
+        resumed = folder.glob("config-from-step-*.toml")
         with suppress(OSError):  # a full disk
             latest = max([folder / "config.toml", *resumed], key=lambda one: one.stat().st_mtime)
             changes = {"extends": latest.name, "run.folder": str(folder), **settings}

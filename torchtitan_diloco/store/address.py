@@ -31,7 +31,8 @@ class Address:
     def parse(cls, line: str) -> "Address":
         try:
             parts = urlsplit(line.strip())
-            host, port = parts.hostname or "", parts.port or HTTPS_PORT
+            host = parts.hostname or ""
+            port = parts.port or HTTPS_PORT
         except ValueError as error:
             raise _error(line, str(error)) from None
         if parts.scheme != "https" or not host or parts.query:

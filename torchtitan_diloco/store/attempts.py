@@ -37,7 +37,9 @@ class Attempts:
     def run(self, verb: str, name: str, call: Callable[[float], T]) -> T:
         """Return the result of `call`, which takes the seconds that an attempt waits for an
         answer."""
-        end, number, pause = time.monotonic() + self._patience, 0, PAUSE
+        end = time.monotonic() + self._patience
+        number = 0
+        pause = PAUSE
         while True:
             if self._closed.is_set():
                 raise ClosedError(f"{self._location} was closed")
@@ -52,7 +54,8 @@ class Attempts:
                         "be reached from here"
                     ) from error
                 self._closed.wait(pause * random.uniform(1.0, 1.5))
-                number, pause = number + 1, min(2 * pause, LONGEST_PAUSE)
+                number += 1
+                pause = min(2 * pause, LONGEST_PAUSE)
             else:
                 self._note_success(verb)
                 return result

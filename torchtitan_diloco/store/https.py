@@ -155,7 +155,8 @@ class Https(Backend):
     def _read(
         self, reply: urllib3.BaseHTTPResponse, route: str, seconds: float, most: int
     ) -> bytes:
-        end, size = time.monotonic() + seconds + most / SLOWEST, 0
+        end = time.monotonic() + seconds + most / SLOWEST
+        size = 0
         pieces = list[bytes]()
         for piece in reply.stream(READ_BYTES, decode_content=False):
             pieces.append(piece)

@@ -49,7 +49,8 @@ class LargeObjects:
     def __init__(self, store: Store, streams: int, chunk_bytes: int = CHUNK_BYTES) -> None:
         """`streams`: number of chunks in flight at a time, each over a separate connection."""
         assert 0 < chunk_bytes <= CHUNK_BYTES
-        self._store, self._chunk_bytes = store, chunk_bytes
+        self._store = store
+        self._chunk_bytes = chunk_bytes
         self._pool = ThreadPoolExecutor(streams, thread_name_prefix="store")
 
     def create(
@@ -105,7 +106,8 @@ class LargeObjects:
                 f"but at most {most} are expected"
             )
         content = bytearray(head.size)
-        names, checksums = head.names(name), [b""] * len(head.names(name))
+        names = head.names(name)
+        checksums = [b""] * len(names)
 
         def fetch_chunk(number: int) -> None:
             found = self._store.get(names[number])
@@ -115,7 +117,8 @@ class LargeObjects:
             room = memoryview(content)[number * head.chunk_bytes :][: head.chunk_bytes]
             if len(found.content) != len(room):
                 raise DamagedError(f"{place} has {len(found.content)} bytes, not {len(room)}")
-            room[:], checksums[number] = found.content, found.checksum
+            room[:] = found.content
+            checksums[number] = found.checksum
 
         try:
             self._map(fetch_chunk, range(len(names)))

@@ -39,7 +39,8 @@ class Quotas:
     """
 
     def __init__(self, folder: Folder, quota: Quota) -> None:
-        self._folder, self._quota = folder, quota
+        self._folder = folder
+        self._quota = quota
         self._lock = threading.Lock()
         self._used: dict[str, _Used] = {}
 

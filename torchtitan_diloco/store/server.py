@@ -91,10 +91,12 @@ class Server:
         routes: Iterable[web.RouteDef] = (),
     ) -> None:
         """`port`: 0 for a free one. `routes`: additional pages, which need no login."""
-        self.folder, self.logins = Folder(folder), Logins(folder)
+        self.folder = Folder(folder)
+        self.logins = Logins(folder)
         Store(self.folder).self_test("")
         self._quotas = Quotas(self.folder, quota or Quota())
-        self._host, self.port = host, port
+        self._host = host
+        self.port = port
         self._watches = Watches(self.folder)
         self._disk = ThreadPoolExecutor(DISK_THREADS, thread_name_prefix="disk")
         self._app = web.Application(client_max_size=MOST_RAW_BYTES, middlewares=[self._answer])
@@ -205,7 +207,8 @@ class Server:
         return web.Response(body=found.content, headers={MODIFIED: f"{found.modified:.6f}"})
 
     async def _create(self, request: web.Request) -> web.StreamResponse:
-        caller, name = self._caller(request), _name_in(request)
+        caller = self._caller(request)
+        name = _name_in(request)
         self._check_right(
             may_create(name, caller.name, owner=caller.login.owner), caller, name, "create"
         )
@@ -214,14 +217,16 @@ class Server:
         return web.Response(status=201 if made else 409)
 
     async def _replace(self, request: web.Request) -> web.StreamResponse:
-        caller, name = self._caller(request), _name_in(request)
+        caller = self._caller(request)
+        name = _name_in(request)
         self._check_right(may_replace(name, caller.name), caller, name, "replace")
         content = await self._body(request, caller, name)
         await self._on_disk(lambda: self.folder.replace(name, content, FOLDER_SECONDS))
         return web.Response(status=201)
 
     async def _delete(self, request: web.Request) -> web.StreamResponse:
-        caller, name = self._caller(request), _name_in(request)
+        caller = self._caller(request)
+        name = _name_in(request)
         self._check_right(
             may_create(name, caller.name, owner=caller.login.owner), caller, name, "delete"
         )

@@ -172,7 +172,8 @@ class Store:
 
         `prefix`: where this login may write.
         """
-        name, nonce = f"{prefix}test-{secrets.token_hex(8)}", secrets.token_bytes(8)
+        name = f"{prefix}test-{secrets.token_hex(8)}"
+        nonce = secrets.token_bytes(8)
         first = self.create(name, nonce)
         try:
             second = self.create(name, nonce + b"another")
