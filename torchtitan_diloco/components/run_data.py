@@ -210,7 +210,7 @@ class RunData:
             prefetch=config.data.prefetch,
             start=first_sample,
             stream=stream,
-            own=self.own,
+            own_corpora=self.own,
             pin_memory=world.device.type == "cuda",
         )
 

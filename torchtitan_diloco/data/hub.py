@@ -57,11 +57,11 @@ def open_dataset(spec: str, field: str) -> Corpus:
     dataset = Dataset.parse(spec)
     files = list[Path]()
     if dataset.is_folder:
-        found = Path(dataset.arguments[0]).rglob("*")
-        files = sorted(path for path in found if path.is_file())
+        paths = Path(dataset.arguments[0]).rglob("*")
+        files = sorted(path for path in paths if path.is_file())
 
     def read(place: Place) -> Reading:
-        return _DatasetReader(spec, dataset, field, place).open()
+        return _DatasetReader(spec, dataset, field=field, place=place).read()
 
     # A dataset on the hub has no files here: a place holds its revision.
     return Corpus(spec, corpus_fingerprint(f"{spec}\0{dataset.split}\0{field}", files), read)
@@ -86,7 +86,8 @@ class _DatasetReader:
         self._place = place
         self._revision = place.revision
 
-    def open(self) -> Reading:
+    def read(self) -> Reading:
+        """Open the stream, and return its pieces from the place on."""
         stream = self._load()
         rows = self._rows(stream, 0)
         how = ""

@@ -110,8 +110,8 @@ class TrainLoader:
     the micro-batches that were handed out, and not those that are read ahead. torchdata's own state
     counts items of one rank, so it could not continue a run with other ranks or batch sizes.
 
-    `corpora`: by the names that the weights of `segments` have. `own`: those of a stream alone.
-    `prefetch`: micro-batches that a thread reads ahead.
+    `corpora`: by the names that the weights of `segments` have. `own_corpora`: names of those that
+    only this stream reads. `prefetch`: micro-batches that a thread reads ahead.
     """
 
     def __init__(
@@ -129,22 +129,20 @@ class TrainLoader:
         prefetch: int,
         start: int = 0,
         stream: Stream | None = None,
-        own: Container[str] = (),
+        own_corpora: Container[str] = (),
         pin_memory: bool = False,
     ) -> None:
         """Start at position `start`. With a stream, `rank`, `ranks` and `start` refer to it."""
         stream = self._stream = stream or Stream(0, 1, block=1)
-        part = stream.number % stream.streams, stream.streams
-        self._reader = MixedReader(
-            [
-                SequenceReader(
-                    tokens,
-                    sequence_length,
-                    *((0, 1) if stream.block or name in own else part),
-                )
-                for name, tokens in corpora.items()
-            ]
-        )
+        readers = list[SequenceReader]()
+        for name, tokens in corpora.items():
+            part = 0
+            parts = 1
+            if not stream.block and name not in own_corpora:
+                part = stream.number % stream.streams
+                parts = stream.streams
+            readers.append(SequenceReader(tokens, sequence_length, part=part, parts=parts))
+        self._reader = MixedReader(readers)
         self.names = list(corpora)
         self.mixture = Mixture(self.names, segments)
         self._order = partial(sequence_indices, seed=seed, shuffle=shuffle)
@@ -270,6 +268,8 @@ def _round_keys(epochs: _Words, seed: int) -> _Words:
 
 
 def _feistel(values: _Words, keys: _Words, bits: int) -> _Words:
+    """Permute the numbers of `bits` bits. Each round can be undone: it changes one half by a
+    function of the other half, which stays."""
     left_bits = bits // 2
     right_bits = bits - left_bits
     left = values >> np.uint64(right_bits)

@@ -109,7 +109,8 @@ class _Writing:
         self._shard_tokens = index.settings["shard_tokens"]
         self._max_tokens = index.settings["max_tokens"]
         self._writers = {
-            split: ShardWriter(folder, split, index, self._shard_tokens) for split in SPLITS
+            split: ShardWriter(folder, split, index, shard_tokens=self._shard_tokens)
+            for split in SPLITS
         }
         self._position = Position() if index.position is msgspec.UNSET else index.position
         self._recorded = self._first_tokens = self._tokens
@@ -132,7 +133,9 @@ class _Writing:
             print(f"data: continue {self._folder} after {there}{how}", flush=True)
         done = {split: writer.last_piece for split, writer in self._writers.items()}
         fraction = self._index.settings["validation_fraction"]
-        batches = read_batches(reading.pieces, self._position, done, fraction)
+        batches = read_batches(
+            reading.pieces, start=self._position, done=done, held_out_fraction=fraction
+        )
         progress = Progress(f"tokenise {self._corpus.spec}", self._amount(), self._share(reading))
         try:
             for batch, tokens in tokenise(batches, encoding, processes):

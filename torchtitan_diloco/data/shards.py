@@ -267,7 +267,12 @@ class ShardWriter:
             return
         self._file.flush()
         os.fsync(self._file.fileno())
-        self._done.partial = Partial(self._tokens, self._documents, self._checksum, self.last_piece)
+        self._done.partial = Partial(
+            tokens=self._tokens,
+            documents=self._documents,
+            checksum=self._checksum,
+            last_piece=self.last_piece,
+        )
 
     def finish_shard(self) -> None:
         """Close the shard that is being written, if any."""
@@ -276,7 +281,12 @@ class ShardWriter:
         with self._file as file:
             file.flush()
             os.fsync(file.fileno())
-        shard = Shard(self._path.name, self._tokens, self._checksum, self.last_piece)
+        shard = Shard(
+            file=self._path.name,
+            tokens=self._tokens,
+            checksum=self._checksum,
+            last_piece=self.last_piece,
+        )
         self._done.shards.append(shard)
         self._done.partial = msgspec.UNSET
         self._done.tokens += self._tokens
@@ -307,12 +317,15 @@ class TokenShards:
         if not self._shards:
             corpus = settings["source"]
             share = settings["validation_fraction"]
-            change = "raise" if split == "validation" else "lower"
-            without = ", or train without validation (validation.every = 0)"
+            change = "lower"
+            without = ""
+            if split == "validation":
+                change = "raise"
+                without = ", or train without validation (validation.every = 0)"
             raise UserError(
                 f"the {split} split of {corpus} ({folder}) has no tokens: {change} "
                 f"data.validation_fraction (of `prepare`: --validation-fraction), which is "
-                f"{share:g}, or set data.validation_corpus{without * (split == 'validation')}"
+                f"{share:g}, or set data.validation_corpus{without}"
             )
         self.tokenizer = settings["tokenizer"]
         made_with = settings["tokenizer_fingerprint"]
@@ -338,12 +351,12 @@ class TokenShards:
         """Return tokens start to stop - 1, also across pieces. The result may be read-only."""
         assert 0 <= start < stop <= len(self), f"{start}:{stop} of {len(self)} tokens"
         first, last = np.searchsorted(self._ends, [start, stop - 1], side="right").tolist()
-        found = []
+        parts = []
         for number in range(first, last + 1):
             begin = int(self._ends[number - 1]) if number else 0
             end = min(stop, int(self._ends[number]))
-            found.append(self._read_piece(number, max(start, begin) - begin, end - begin))
-        return found[0] if len(found) == 1 else np.concatenate(found)
+            parts.append(self._read_piece(number, max(start, begin) - begin, end - begin))
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def _read_piece(self, number: int, start: int, stop: int) -> Tokens:
         shard = self._shards[number]
@@ -377,16 +390,16 @@ def find_damage(folder: Path) -> tuple[str, list[str]]:
     vocab_size = index.settings["vocab_size"]
     token_bytes = token_type(vocab_size).itemsize
     total = token_bytes * sum(shard.tokens for shard in shards)
-    found = []
+    damages = []
     with (
         ThreadPoolExecutor(available_cores()) as pool,  # computing a checksum releases the GIL
         tqdm(total=total, **progress_options(f"check {folder}")) as bar,
     ):
         results = pool.map(lambda shard: _damage(folder, shard, vocab_size), shards)
         for shard, damage in zip(shards, results, strict=True):
-            found.append(damage)
+            damages.append(damage)
             bar.update(token_bytes * shard.tokens)
-    return f"{len(found)} files, {total / 1e9:,.2f} GB", [*filter(None, found)]
+    return f"{len(damages)} files, {total / 1e9:,.2f} GB", [*filter(None, damages)]
 
 
 def _damage(folder: Path, shard: Shard, vocab_size: int) -> str:
