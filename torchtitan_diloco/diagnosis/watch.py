@@ -26,9 +26,12 @@ from torchtitan_diloco.hardware import GLOO_INTERFACE, write_whole
 from torchtitan_diloco.log import logger
 from torchtitan_diloco.planner.ladder import settings_that_fit
 
-REPEAT_SECONDS, QUIET_SECONDS = 60.0, 10.0
-"""Between two lines about a verdict, and without a round until it is asked who is missing."""
-HANG_SECONDS, HANG_STEPS = 60.0, 20
+REPEAT_SECONDS = 60.0
+"""Seconds between two lines about a verdict."""
+QUIET_SECONDS = 10.0
+"""Seconds without a round after which it is asked who is missing."""
+HANG_SECONDS = 60.0
+HANG_STEPS = 20
 """A step that takes so long, and so many times the usual time, has its stacks written down."""
 MISSING = {Kind.STOPPED, Kind.HUNG, Kind.STUCK}
 """Every worker logs them, as the first one may be the culprit."""
@@ -87,8 +90,15 @@ class Diagnosis:
         for verdict in self._judge.hear(observed):
             if not rank or verdict.cause.kind in OF_RANKS:
                 self._say(verdict, step)
-        for one in witness.take_actions():
-            self._record(step, step, one.what, one.culprit, one.evidence, over=one.over)
+        for action in witness.take_actions():
+            self._record(
+                step,
+                since=step,
+                what=action.what,
+                culprit=action.culprit,
+                evidence=action.evidence,
+                over=action.over,
+            )
         standing = [] if rank else self._tell_others(witness)
         if standing and time.monotonic() > self._said + REPEAT_SECONDS:
             for verdict in standing:
@@ -105,7 +115,7 @@ class Diagnosis:
 
     def _tell_others(self, witness: Witness) -> list[Verdict]:
         standing = list(self._judge.verdicts.values())
-        witness.say([f"{one.cause.culprit}: {one.cause.kind}" for one in standing])
+        witness.say([f"{verdict.cause.culprit}: {verdict.cause.kind}" for verdict in standing])
         return standing
 
     def __enter__(self) -> Self:
@@ -128,15 +138,18 @@ class Diagnosis:
             self._fits = True
             self._config = config
         self._rounds += 1
-        known = {name: one.vitals for name, one in reports.items() if one.vitals.step > 0}
-        said = without_short_of_cores(list(reports), known)
-        seconds = {name: one.longest_transfer for name, one in said.items()}
-        over = {name: took / config.sync_every / said[name].step for name, took in seconds.items()}
-        name = max(over, key=over.__getitem__, default="")
-        if self._rounds <= 2 * fragments or not self._fits or over.get(name, 0.0) <= 1:
+        known = {name: report.vitals for name, report in reports.items() if report.vitals.step > 0}
+        judged = without_short_of_cores(list(reports), known)
+        seconds = {name: vitals.longest_transfer for name, vitals in judged.items()}
+        # Seconds of the transfers of a cycle, as a share of the seconds of its steps.
+        shares = {
+            name: took / config.sync_every / judged[name].step for name, took in seconds.items()
+        }
+        name = max(shares, key=shares.__getitem__, default="")
+        if self._rounds <= 2 * fragments or not self._fits or shares.get(name, 0.0) <= 1:
             return
         self._fits = False
-        step = said[name].step
+        step = judged[name].step
         fitting = settings_that_fit(config, fragments, seconds[name], step)
         logger.warning(
             f"{name} needs {seconds[name]:.3g} s to exchange all fragments once, but has only "
@@ -152,7 +165,7 @@ class Diagnosis:
         path = folder / "settings-that-fit.toml"
         resumed = folder.glob("config-from-step-*.toml")
         with suppress(OSError):  # a full disk
-            latest = max([folder / "config.toml", *resumed], key=lambda one: one.stat().st_mtime)
+            latest = max([folder / "config.toml", *resumed], key=lambda file: file.stat().st_mtime)
             changes = {"extends": latest.name, "run.folder": str(folder), **settings}
             lines = [f"{key} = {format_value(value)}\n" for key, value in changes.items()]
             write_whole(path, "".join(lines).encode())
@@ -168,12 +181,27 @@ class Diagnosis:
             (logger.info if verdict.over else logger.warning)(str(verdict))
         if step is not None:
             kind, culprit = verdict.cause
-            self._record(step, verdict.since, kind, culprit, verdict.evidence, over=verdict.over)
+            self._record(
+                step,
+                since=verdict.since,
+                what=kind,
+                culprit=culprit,
+                evidence=verdict.evidence,
+                over=verdict.over,
+            )
 
     def _record(
-        self, step: int, since: int, what: str, culprit: str, evidence: str, *, over: bool
+        self, step: int, *, since: int, what: str, culprit: str, evidence: str, over: bool
     ) -> None:
-        record = VerdictRecord(step, time.time(), what, culprit, since, evidence, over)
+        record = VerdictRecord(
+            step,
+            time=time.time(),
+            what=what,
+            culprit=culprit,
+            since=since,
+            evidence=evidence,
+            over=over,
+        )
         self._telemetry.files.write(record)
 
 

@@ -53,9 +53,11 @@ class Address:
     @property
     def line(self) -> str:
         """Content of a join file."""
-        login = f"{quote(self.login, safe='')}:{quote(self.password, safe='')}@"
+        login = ""
+        if self.login:
+            login = f"{quote(self.login, safe='')}:{quote(self.password, safe='')}@"
         fingerprint = f"#{self.fingerprint}" if self.fingerprint else ""
-        return f"https://{login if self.login else ''}{self.place}/{fingerprint}"
+        return f"https://{login}{self.place}/{fingerprint}"
 
     @property
     def place(self) -> str:

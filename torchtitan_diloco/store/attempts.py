@@ -14,8 +14,10 @@ T = TypeVar("T")
 ATTEMPT_SECONDS = (3.0, 6.0, 12.0, 24.0)
 """Seconds without an answer after which an attempt fails: a new connection is often faster than one
 whose packets were lost. Later attempts wait longer, because a link may be slow."""
-PAUSE, LONGEST_PAUSE = 0.1, 2.0
+PAUSE = 0.1
 """Seconds between two attempts, which double after each, plus up to half of them at random."""
+LONGEST_PAUSE = 2.0
+"""Longest of these pauses, in seconds."""
 QUIET_SECONDS = 10.0
 """Minimum seconds between two log lines about the same verb."""
 

@@ -156,8 +156,8 @@ class Logins:
 
     def _state(self) -> tuple[int, int, int]:
         """Return a value that changes whenever the list is written."""
-        found = self._path.stat()
-        return found.st_mtime_ns, found.st_ino, found.st_size
+        status = self._path.stat()
+        return status.st_mtime_ns, status.st_ino, status.st_size
 
     def _save(self, file: _File) -> None:
         with self._files():

@@ -13,9 +13,9 @@ def checksum(content: bytes | memoryview) -> bytes:
     return hashlib.sha256(content).digest()[:_CHECKSUM_BYTES]
 
 
-def seal(content: bytes | memoryview, found: bytes) -> bytes:
-    """Return a content with its checksum `found` at the end."""
-    return b"".join((content, found, _MARK))
+def seal(content: bytes | memoryview, digest: bytes) -> bytes:
+    """Return a content with its checksum `digest` at the end."""
+    return b"".join((content, digest, _MARK))
 
 
 def unseal(place: str, raw: bytes) -> tuple[bytes, bytes]:
