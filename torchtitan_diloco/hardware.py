@@ -20,7 +20,8 @@ from torchtitan_diloco.user import UserError
 if TYPE_CHECKING:
     import torch
 
-PR_SET_PDEATHSIG, SIOCGIFADDR = 1, 0x8915
+PR_SET_PDEATHSIG = 1
+SIOCGIFADDR = 0x8915
 GIB = 2**30
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 """Environment variable with the network interfaces of gloo, separated by commas."""
@@ -122,13 +123,14 @@ def peak_memory_bytes(device: "torch.device") -> int:
 
 def available_memory_bytes() -> float:
     """Return the memory that is available to the machine or container, infinity if not known."""
-    found = [math.inf]
+    limits = [math.inf]
     with suppress(OSError):
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        found += [1024.0 * int(one.split()[1]) for one in lines if one.startswith("MemAvailable:")]
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                limits.append(1024.0 * int(line.split()[1]))
     with suppress(OSError, ValueError):  # "max" is no limit
-        found.append(float((CGROUP / "memory.max").read_text()))
-    return min(found)
+        limits.append(float((CGROUP / "memory.max").read_text()))
+    return min(limits)
 
 
 def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
@@ -169,13 +171,13 @@ def is_loopback(host: str) -> bool:
 
 def interfaces() -> dict[str, str]:
     """Return the IPv4 address of each network interface that has one. Only on Linux."""
-    found = {}
+    addresses = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         for _, name in socket.if_nameindex():
             with suppress(OSError):
                 answer = fcntl.ioctl(asking, SIOCGIFADDR, struct.pack("256s", name.encode()))
-                found[name] = socket.inet_ntoa(answer[20:24])
-    return found
+                addresses[name] = socket.inet_ntoa(answer[20:24])
+    return addresses
 
 
 def raise_open_files_limit() -> None:

@@ -86,7 +86,9 @@ def _short_help() -> str:
         metavar = _metavar(TYPES[key])
         text = _first_sentence(key)
         if metavar.count(",") >= MANY:
-            metavar, text = "NAME", f"{text} One of {metavar.strip('{}').replace(',', ', ')}."
+            choices = metavar.strip("{}").replace(",", ", ")
+            text = f"{text} One of {choices}."
+            metavar = "NAME"
         default = "not set" if defaults[key] in (None, "") else defaults[key]
         text = f"{text} (default: {default})".replace("%", "%%")
         settings.add_argument(f"--{key}", metavar=metavar, help=text)
