@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -130,9 +131,10 @@ def _all_reduce(endpoint: str) -> list[float]:
     rank = int(os.environ["RANK"])
     pair.RATE_SECONDS = 0.05
     with meet(endpoint, rank, 60, lambda _: None) as own:
-        rates = [measure_all_reduce(own, size, 1e9, "", lambda _: None) for size in (1, 10**6)]
+        measure = partial(measure_all_reduce, own, bits_per_second=1e9, say=lambda _: None)
+        rates = [measure(parameters=size, interface="") for size in (1, 10**6)]
         with pytest.raises(UserError, match="gloo cannot connect the two machines over nothing0"):
-            measure_all_reduce(own, 1, 1e9, "nothing0", lambda _: None)
+            measure(parameters=1, interface="nothing0")
     return rates
 
 

@@ -136,11 +136,9 @@ def _check_options(options: argparse.Namespace) -> None:
     if options.bandwidth is None and options.latency is not None:
         raise UserError("--latency: with --endpoint, it is measured: remove it")
     if options.bandwidth is not None and (options.listen or not options.bandwidth > 0):
-        problem = (
-            "--listen is only used with --endpoint"
-            if options.listen
-            else "--bandwidth must be above 0"
-        )
+        problem = "--bandwidth must be above 0"
+        if options.listen:
+            problem = "--listen is only used with --endpoint"
         raise UserError(f"{problem}: give --bandwidth, such as 1Gbit, without --listen")
     if options.endpoint is not None:
         split_address(options.endpoint)
@@ -167,14 +165,16 @@ def _compare(options: argparse.Namespace, config: Config, training: list[str]) -
         "for large models"
     )
     rank = 0 if options.listen or options.bandwidth is not None else 1
-    pair = meet(options.endpoint, rank, options.wait, say) if options.endpoint else None
+    pair = None
+    if options.endpoint:
+        pair = meet(options.endpoint, rank=rank, patience=options.wait, say=say)
     with pair or nullcontext():
         names = _agree(pair, config, options, processes)
         size = {"workers": MACHINES, "processes": processes, "vocabulary": rows}
         with Trial(training, config, **size) as trial:
             times = _measure_steps(trial, pair, options.seconds, config)
         link = _measured_link(pair, config, load) if pair else _given_link(options)
-    _answer(options, config, load, (names, times), link, rank)
+    _answer(options, config, load, machines=(names, times), link=link, rank=rank)
 
 
 def _check(config: Config, write: Path) -> None:
@@ -247,15 +247,15 @@ def _measure_steps(
     def look(seconds_of_steps: list[float]) -> None:
         if pair is not None:
             pair.check()
-        watch(seconds_of_steps)
+        report(seconds_of_steps)
 
-    watch = _watch(seconds)
-    trial.wait_for_steps(0.0, 0.0, look)  # its first steps
+    report = _progress_report(seconds)
+    trial.wait_for_steps(0.0, since=0.0, meanwhile=look)  # its first steps
     if pair is not None:
         say(f"this machine is ready; waiting for {pair.other}")
         pair.exchange("ready", trial.check)
     begun = time.time()
-    trial.wait_for_steps(seconds, begun, look)
+    trial.wait_for_steps(seconds, since=begun, meanwhile=look)
     if pair is not None:
         pair.exchange("measured", trial.check)  # it trains until the other has measured, too
     mine = _step_times(trial.seconds_of_steps(begun), config)
@@ -263,11 +263,11 @@ def _measure_steps(
     return [mine] if pair is None else pair.exchange(mine)
 
 
-def _watch(seconds: float) -> Callable[[list[float]], None]:
+def _progress_report(seconds: float) -> Callable[[list[float]], None]:
     """Return a function that reports the progress of the measurement from time to time."""
     told_at = time.monotonic()
 
-    def watch(seconds_of_steps: list[float]) -> None:
+    def report(seconds_of_steps: list[float]) -> None:
         nonlocal told_at
         if time.monotonic() > told_at + SAY_SECONDS:
             told_at = time.monotonic()
@@ -275,7 +275,7 @@ def _watch(seconds: float) -> Callable[[list[float]], None]:
             steps = counted(len(seconds_of_steps), "step")
             say(f"{steps} so far, {last}{sum(seconds_of_steps):.0f} of {seconds:.0f} s")
 
-    return watch
+    return report
 
 
 def _step_times(seconds: Sequence[float], config: Config) -> StepTimes:
@@ -284,9 +284,12 @@ def _step_times(seconds: Sequence[float], config: Config) -> StepTimes:
     from torchtitan_diloco.hardware import describe_device
 
     device = torch.device("cuda" if _on_gpu(config) else "cpu")
-    mean = statistics.fmean(seconds)
-    deviation = statistics.pstdev(seconds)
-    return StepTimes(describe_device(device), mean, deviation, len(seconds))
+    return StepTimes(
+        device=describe_device(device),
+        mean_seconds=statistics.fmean(seconds),
+        deviation=statistics.pstdev(seconds),
+        count=len(seconds),
+    )
 
 
 class Link(msgspec.Struct):
@@ -302,7 +305,7 @@ def _given_link(options: argparse.Namespace) -> Link:
     latency = options.latency or 0.0
     rate = quantity(options.bandwidth, "bit/s")
     text = f"{rate}, latency {quantity(latency, 's')} one way, as given"
-    return Link(options.bandwidth, latency, text)
+    return Link(options.bandwidth, latency_seconds=latency, description=text)
 
 
 def _measured_link(pair: "Pair", config: Config, load: "Workload") -> Link:
@@ -318,7 +321,11 @@ def _measured_link(pair: "Pair", config: Config, load: "Workload") -> Link:
     size = max(load.buckets())
     rate = slower(ways, used)
     all_reduce = measure_all_reduce(
-        pair, size, rate, interface or config.diloco.link.interface, say
+        pair,
+        parameters=size,
+        bits_per_second=rate,
+        interface=interface or config.diloco.link.interface,
+        say=say,
     )
     rates = (
         f"{quantity(slower(ways, count), 'bit/s')} with {counted(count, 'TCP stream')}"
@@ -328,7 +335,13 @@ def _measured_link(pair: "Pair", config: Config, load: "Workload") -> Link:
         f"round trip {quantity(round_trip, 's')}; {', '.join(rates)} in the "
         f"slower direction; {quantity(all_reduce, 'bit/s')} in an all-reduce"
     )
-    return Link(rate, round_trip / 2, text, all_reduce, interface)
+    return Link(
+        rate,
+        latency_seconds=round_trip / 2,
+        description=text,
+        all_reduce_bits_per_second=all_reduce,
+        interface=interface,
+    )
 
 
 # --- the answer -----------------------------------------------------------------------------------
@@ -338,10 +351,12 @@ def _answer(
     options: argparse.Namespace,
     config: Config,
     load: "Workload",
+    *,
     machines: tuple[list[str], list[StepTimes]],
     link: Link,
     rank: int,
 ) -> None:
+    """Print the comparison, write the settings of its best row, and print how to start them."""
     from torchtitan_diloco.planner.comparison import best_of, compare, table, verdict
 
     names, times = machines
@@ -356,9 +371,9 @@ def _answer(
         f"{counted(sequences, 'sequence')} x {counted(training.sequence_length, 'token')}, half of "
         "them on each machine"
     )
-    for name, one in zip(names, times, strict=True):
-        each = f"a step in {brief(one.mean_seconds)} +- {brief(one.deviation)}"
-        print(f"{name}: {one.device}; {each} ({counted(one.count, 'step')})")
+    for name, steps in zip(names, times, strict=True):
+        each = f"a step in {brief(steps.mean_seconds)} +- {brief(steps.deviation)}"
+        print(f"{name}: {steps.device}; {each} ({counted(steps.count, 'step')})")
     print(f"link: {link.description}\n\n{table(load, rows, best)}\n\n{verdict(rows, best)}")
     _write(options, config, best, link)
     how = _how_to_start(options, best, link, rank)
@@ -369,10 +384,10 @@ def _conditions(times: Sequence[StepTimes], link: Link, config: Config) -> "Cond
     from torchtitan_diloco.planner.prediction import Conditions
 
     on_gpu = _on_gpu(config)
-    shares = [one.deviation / one.mean_seconds for one in times]
+    shares = [steps.deviation / steps.mean_seconds for steps in times]
     return Conditions(
         link.bits_per_second,
-        tuple(one.mean_seconds for one in times),
+        tuple(steps.mean_seconds for steps in times),
         latency_seconds=link.latency_seconds,
         jitter=min(1.0, math.fsum(shares) / len(shares)),
         backward_waits=not on_gpu,
@@ -385,7 +400,7 @@ def _write(options: argparse.Namespace, config: Config, best: "Row", link: Link)
     path: Path = options.write
     comment = f"{MARK.removeprefix('# ')}{best.name}; {link.description}"
     wanted = replace(config, diloco=best.diloco)
-    write_variant(path, options.config, wanted, comment, overwrite=True)
+    write_variant(path, options.config, wanted=wanted, comment=comment, overwrite=True)
 
 
 def _how_to_start(options: argparse.Namespace, best: "Row", link: Link, rank: int) -> str:
@@ -409,7 +424,11 @@ def _other_interface(address: str) -> str:
     """Return the network interface that has this address, if gloo would choose another one."""
     from torchtitan_diloco.distributed.world import interface_and_address
 
-    leads = next((name for name, own in interfaces().items() if own == address), "")
+    leads = ""
+    for name, interface_address in interfaces().items():
+        if interface_address == address:
+            leads = name
+            break
     try:
         chosen = interface_and_address("")[0]
     except OSError:

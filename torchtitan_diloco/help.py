@@ -80,11 +80,15 @@ def _short_help() -> str:
     parser.add_argument(
         "--help", metavar="all", nargs="?", help="Print this text, or all settings."
     )
-    settings, defaults = parser.add_argument_group("settings"), flat_settings(Config())
+    settings = parser.add_argument_group("settings")
+    defaults = flat_settings(Config())
     for key in MATTER_MOST:
-        metavar, text = _metavar(TYPES[key]), _first_sentence(key)
+        metavar = _metavar(TYPES[key])
+        text = _first_sentence(key)
         if metavar.count(",") >= MANY:
-            metavar, text = "NAME", f"{text} One of {metavar.strip('{}').replace(',', ', ')}."
+            choices = metavar.strip("{}").replace(",", ", ")
+            text = f"{text} One of {choices}."
+            metavar = "NAME"
         default = "not set" if defaults[key] in (None, "") else defaults[key]
         text = f"{text} (default: {default})".replace("%", "%%")
         settings.add_argument(f"--{key}", metavar=metavar, help=text)

@@ -20,13 +20,20 @@ from torchtitan_diloco.diloco.config import MOST_STREAMS, STREAM_BYTES
 
 SHORT_SECONDS = 1e-3
 """Round trips below this need one stream, up to 24 Gbit/s."""
-PINGS, PATIENCE = 4, 5.0
-ROUND_TRIPS, LEAST_SECONDS, MOST_SECONDS = 12, 0.3, 1.5
-"""Time in which a rate is measured: a new stream doubles its rate with every round trip."""
+PINGS = 4
+PATIENCE = 5.0
+"""Seconds in which a connection must open, and the other end answer."""
+ROUND_TRIPS = 12
+"""Round trips for which a rate is measured: a new stream doubles its rate with every round trip."""
+LEAST_SECONDS = 0.3
+MOST_SECONDS = 1.5
+"""Minimum and maximum of the seconds that these round trips take."""
 SETTLED = 0.5
 """Share of this time after which bytes are counted."""
-FIRST_BYTES, MOST_BYTES = 2**14, 2**22
-"""Bytes that a stream sends at a time; they double after a prompt answer."""
+FIRST_BYTES = 2**14
+"""Bytes that a stream sends at a time. They double after a prompt answer."""
+MOST_BYTES = 2**22
+"""Maximum of these bytes."""
 PROMPT_SECONDS = 0.02
 """Seconds within which an answer is prompt, even if the round trip is shorter: a busy machine needs
 milliseconds for each answer."""
@@ -47,7 +54,9 @@ class Speed(NamedTuple):
         return streams_needed(self.bits_per_second, self.round_trip)
 
     def __str__(self) -> str:
-        milliseconds = f"{1e3 * self.round_trip:{'.0f' if self.round_trip >= 0.01 else '.2g'}} ms"
+        milliseconds = f"{1e3 * self.round_trip:.2g} ms"
+        if self.round_trip >= 0.01:
+            milliseconds = f"{1e3 * self.round_trip:.0f} ms"
         if math.isnan(self.bits_per_second):
             return milliseconds
         return f"{milliseconds}, {self.bits_per_second / 1e9:.2g} Gbit/s"
@@ -91,7 +100,9 @@ def measure(
 
     def flood(_: int) -> float:
         """Return the bytes per second of a stream."""
-        arrived, sent, size = list[tuple[float, int]](), deque[tuple[float, int]](), FIRST_BYTES
+        arrived = list[tuple[float, int]]()
+        sent = deque[tuple[float, int]]()
+        size = FIRST_BYTES
         try:
             with closing(connect()) as stream:
                 together.wait()
@@ -119,8 +130,13 @@ def measure(
 
 def _rate(arrived: list[tuple[float, int]], since: float) -> float:
     """Return the bytes per second between the first and the last arrival after a given time."""
-    (first, _), *later = [one for one in arrived if one[0] > since] or [(since, 0)]
-    return sum(count for _, count in later) / (later[-1][0] - first) if later else 0.0
+    counted = [(moment, count) for moment, count in arrived if moment > since]
+    if len(counted) < 2:
+        return 0.0
+    first = counted[0][0]
+    last = counted[-1][0]
+    # The bytes of the first arrival were sent before it, so they do not count.
+    return sum(count for _, count in counted[1:]) / (last - first)
 
 
 def ping(stream: Stream, size: int = 1) -> float:
@@ -168,7 +184,8 @@ class _Answer(socketserver.BaseRequestHandler):
 
 
 class Listener(socketserver.ThreadingTCPServer):
-    daemon_threads, request_queue_size = True, 512
+    daemon_threads = True
+    request_queue_size = 512
     text = b""
 
     def handle_error(self, *_: object) -> None:

@@ -49,7 +49,7 @@ def read_nodes(environment: Mapping[str, str]) -> Nodes:
         return Nodes()
     if not (count and endpoint) or rank is None:
         given = {"NNODES": count, "NODE_RANK": rank, "RDZV_ENDPOINT": endpoint}
-        now = {key: "not set" if one in (None, "") else one for key, one in given.items()}
+        now = {key: "not set" if value in (None, "") else value for key, value in given.items()}
         raise UserError(
             f"several nodes need NNODES (now {now['NNODES']}), NODE_RANK (now {now['NODE_RANK']}), "
             f"this node's number from 0, and RDZV_ENDPOINT (now {now['RDZV_ENDPOINT']}), host:port "
@@ -65,7 +65,7 @@ def read_nodes(environment: Mapping[str, str]) -> Nodes:
     port = endpoint.rpartition(":")[2]
     if not port.isdecimal() or int(port) > 65535:
         raise UserError(f"RDZV_ENDPOINT={endpoint} must be host:port, with a port up to 65535")
-    return Nodes(count, rank, endpoint)
+    return Nodes(total=count, rank=rank, endpoint=endpoint)
 
 
 def read_whole_number(environment: Mapping[str, str], key: str, minimum: int = 1) -> int | None:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from torchtitan_diloco.components.metrics import all_reduce_bytes
 from torchtitan_diloco.distributed.world import gloo_over
+from torchtitan_diloco.formatting import counted
 from torchtitan_diloco.link import PATIENCE, Sender, Speed, listen, measure
 from torchtitan_diloco.nodes import TELL_SECONDS, Nodes, check_endpoint, wait_for_first_node
 from torchtitan_diloco.user import UserError, cause_of
@@ -151,7 +152,8 @@ def meet(endpoint: str, rank: int, patience: float, say: Say) -> Pair:
     """Wait up to `patience` seconds for the other machine, and return the connection to it."""
     nodes = Nodes(2, rank, endpoint, setting="--endpoint ")
     check_endpoint(nodes)
-    return Pair(_dial(nodes, patience, say) if rank else _accept(nodes, patience, say), rank)
+    connection = _dial(nodes, patience, say) if rank else _accept(nodes, patience, say)
+    return Pair(connection, rank)
 
 
 def _dial(nodes: Nodes, patience: float, say: Say) -> socket.socket:
@@ -249,7 +251,7 @@ def measure_link(pair: Pair, counts: Iterable[int], say: Say) -> list[LinkSpeed]
         connect = partial(Sender, there, port)
         speeds = dict[int, Speed]()
         for count in counts:
-            say(f"measuring the link with {count} TCP stream{'s' * (count > 1)}")
+            say(f"measuring the link with {counted(count, 'TCP stream')}")
             pair.exchange(count)  # both begin at the same time
             speeds[count] = measure(connect, count, RATE_SECONDS)
     except OSError as error:
@@ -261,7 +263,8 @@ def measure_link(pair: Pair, counts: Iterable[int], say: Say) -> list[LinkSpeed]
         ) from error
     else:
         rates = {count: speed.bits_per_second for count, speed in speeds.items()}
-        return pair.exchange(LinkSpeed(min(one.round_trip for one in speeds.values()), rates))
+        round_trip = min(speed.round_trip for speed in speeds.values())
+        return pair.exchange(LinkSpeed(round_trip, rates))
     finally:
         listener.shutdown()
         listener.server_close()
@@ -269,11 +272,11 @@ def measure_link(pair: Pair, counts: Iterable[int], say: Say) -> list[LinkSpeed]
 
 def slower(ways: list[LinkSpeed], streams: int) -> float:
     """Return the bits per second in the slower direction."""
-    return min((one.bits_per_second[streams] for one in ways), default=math.inf)
+    return min((way.bits_per_second[streams] for way in ways), default=math.inf)
 
 
 def measure_all_reduce(
-    pair: Pair, parameters: int, bits_per_second: float, interface: str, say: Say
+    pair: Pair, *, parameters: int, bits_per_second: float, interface: str, say: Say
 ) -> float:
     """Return the bits per second that each machine sends in an all-reduce of gloo, as in data
     parallelism on a CPU: a ring whose steps wait for each other does not fill a link.

@@ -168,13 +168,13 @@ def _plan_failures(options: argparse.Namespace, config: Config) -> None:
         )
         for count in options.islands
     ]
-    found, chosen = outlooks(fleet, rules, options.checkpoint)
+    predicted, chosen = outlooks(fleet, rules, options.checkpoint)
     print(
         f"{fleet.chips:,} chips, MTBF {fleet.mtbf / _SECONDS['y']:.3g} years; H {diloco.sync_every}"
         f", tau {diloco.overlap.delay}, steps of {options.step_time:g} s, grace {grace:g} s, "
         f"quorum {quorum}\n"
     )
-    print(outlooks_text(found, chosen))
+    print(outlooks_text(predicted, chosen))
     if options.plot is not None:
         from torchtitan_diloco.planner.failures_plot import write_plot  # imports matplotlib
 
@@ -217,7 +217,9 @@ def _plan(options: argparse.Namespace, config: Config) -> None:
     print(f"\n{server_text(load.plan.parameters, best, max(conditions.step_seconds))}")
     if options.write is not None:
         comment = f"Utilisation of {tried[best].utilisation:.1%} predicted for {link}"
-        write_variant(options.write, options.config, replace(config, diloco=best), comment)
+        write_variant(
+            options.write, options.config, wanted=replace(config, diloco=best), comment=comment
+        )
         written = shlex.quote(str(options.write))
         print(f"\nwrote {written}: start it with {command_line('train')} --config {written}")
 
@@ -248,7 +250,8 @@ def server_text(parameters: int, diloco: "DiLoCoConfig", step_seconds: float) ->
     parts."""
     from torchtitan_diloco.diloco.codecs import build_codec
 
-    part, workers = build_codec(diloco.quantization).wire_bytes(parameters), diloco.workers
+    part = build_codec(diloco.quantization).wire_bytes(parameters)
+    workers = diloco.workers
     seconds = diloco.sync_every * step_seconds
     sizes = {"receives": workers * part, "sends": workers * (workers - 1) * part}
     rates = (
@@ -280,7 +283,7 @@ def _conditions(options: argparse.Namespace, workers: int) -> "Conditions":
 
 
 def write_variant(
-    path: Path, config_name: str, wanted: Config, comment: str, *, overwrite: bool = False
+    path: Path, config_name: str, *, wanted: Config, comment: str, overwrite: bool = False
 ) -> None:
     """Write a TOML that extends a config and sets what differs in `wanted`."""
     parent = find_config(config_name)

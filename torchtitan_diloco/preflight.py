@@ -11,6 +11,7 @@ from torchtitan_diloco.config.schema import WORKER_FIELD
 from torchtitan_diloco.data.corpus import corpus_key, find_corpus, own_name
 from torchtitan_diloco.data.hub import HUGGING_FACE_PREFIX
 from torchtitan_diloco.data.tokenizer import USUAL, build_tokenizer
+from torchtitan_diloco.formatting import counted
 from torchtitan_diloco.hardware import GLOO_INTERFACE, check_device, check_interfaces
 from torchtitan_diloco.islands.config import Join, local_names
 from torchtitan_diloco.store.location import KINDS, is_bucket, unknown_kind
@@ -27,9 +28,9 @@ PUBLISHED = {
 
 def check_inputs(config: Config) -> None:
     """Raise an error that lists everything that is missing or inconsistent."""
-    if found := [*missing(config)] or [*_tried(_check_model, config)]:
-        count = "1 thing" if len(found) == 1 else f"{len(found)} things"
-        raise UserError("\n  ".join([f"{count} to do before this run can start:", *found]))
+    if problems := [*missing(config)] or [*_tried(_check_model, config)]:
+        count = counted(len(problems), "thing")
+        raise UserError("\n  ".join([f"{count} to do before this run can start:", *problems]))
 
 
 def early_warnings(config: Config) -> list[str]:
@@ -51,7 +52,7 @@ def missing(config: Config) -> Iterator[str]:
         "wandb": ("wandb", config.metrics.wandb),
         "obstore": ("bucket", is_bucket(config.checkpoint.mirror)),
         "mlflow": ("mlflow", config.metrics.mlflow),
-        "datasets": ("c4", any(f"--source {HUGGING_FACE_PREFIX}" in one for one in files)),
+        "datasets": ("c4", any(f"--source {HUGGING_FACE_PREFIX}" in problem for problem in files)),
     }
     for package, (extra, needed) in packages.items():
         if needed and find_spec(package) is None:
@@ -82,14 +83,16 @@ def _missing_interfaces(config: Config) -> Iterator[str]:
 
 def _check_folder(config: Config) -> None:
     folder = Path(config.run.folder).expanduser()
-    there = next(one for one in (folder, *folder.parents) if os.path.exists(one))  # noqa: PTH110
+    above = (folder, *folder.parents)
+    there = next(path for path in above if os.path.exists(path))  # noqa: PTH110
     if config.run.folder and not (there.is_dir() and os.access(there, os.W_OK)):
         reason = f"{there} is not a writable folder: choose another"
         raise UserError(f'run.folder = "{config.run.folder}": {reason}')
 
 
 def _missing_files(config: Config) -> Iterator[str]:
-    data, weights = config.data, Path(config.model.weights).expanduser()
+    data = config.data
+    weights = Path(config.model.weights).expanduser()
     absent = config.model.weights and not weights.exists() and not _goes_on(config)
     if absent:
         remedy = "give the folder of an export, or of a Llama or Qwen3 written by another program"
@@ -100,7 +103,8 @@ def _missing_files(config: Config) -> Iterator[str]:
     if not (absent and tokenizer.is_relative_to(weights)):  # else it comes with the weights
         yield from _tried(_check_tokenizer, config)
     named = [(corpus_key(data), name) for name in data.corpora]
-    named += [("data.validation_corpus", data.validation_corpus)] * bool(data.validation_corpus)
+    if data.validation_corpus:
+        named.append(("data.validation_corpus", data.validation_corpus))
     for key, name in named:
         for spec in _own_names(config, name):
             yield from _tried(find_corpus, data, key, spec, lambda: _prepare_options(config))
@@ -116,8 +120,9 @@ def _own_names(config: Config, name: str) -> list[str]:
     elif config.islands.join:
         workers = [config.islands.name]
     else:
-        is_only = os.environ.get("NNODES", "1") in ("", "1")
-        workers = [str(worker) for worker in range(config.diloco.workers * is_only)]
+        is_only_node = os.environ.get("NNODES", "1") in ("", "1")
+        count = config.diloco.workers if is_only_node else 0
+        workers = [str(worker) for worker in range(count)]
     return [own_name(name, worker) for worker in workers]
 
 
@@ -136,7 +141,8 @@ def _goes_on(config: Config) -> bool:
 
 
 def _check_tokenizer(config: Config) -> None:
-    data, path = config.data, Path(config.data.tokenizer).expanduser()
+    data = config.data
+    path = Path(config.data.tokenizer).expanduser()
     if path.suffix == ".json" and not path.exists() and data.source:
         size = config.model.vocab_size or USUAL
         words = f"--source {data.source} --vocab-size {size} --out {path}"

@@ -26,38 +26,38 @@ def split_address(address: str) -> tuple[str, int]:
 def resolve(host: str, port: int) -> list[str]:
     """Return the addresses that a name has."""
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        answers = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:
         raise UserError(
             f"{error.strerror}: give the IP address, or add the name to /etc/hosts"
         ) from error
-    return [*dict.fromkeys(str(at[0]) for *_, at in found)]
+    return [*dict.fromkeys(str(address[0]) for *_, address in answers)]
 
 
 def route(host: str, port: int) -> str:
     """Return the address of this machine, and its interface, from which packets go there."""
-    family, *_, at = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    family, *_, there = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     try:
         with closing(socket.socket(family, socket.SOCK_DGRAM)) as asking:
-            asking.connect(at)  # sends nothing
-            own = str(asking.getsockname()[0])
+            asking.connect(there)  # sends nothing
+            here = str(asking.getsockname()[0])
     except OSError as error:
-        raise UserError(f"{error.strerror}: start the VPN, or add a route to {at[0]}") from error
-    names = [name for name, address in interfaces().items() if address == own]
+        raise UserError(f"{error.strerror}: start the VPN, or add a route to {there[0]}") from error
+    names = [name for name, address in interfaces().items() if address == here]
     if not names:
-        names = ["loopback" if ip_address(own.partition("%")[0]).is_loopback else "IPv6"]
-    return f"{own} ({', '.join(names)})"
+        names = ["loopback" if ip_address(here.partition("%")[0]).is_loopback else "IPv6"]
+    return f"{here} ({', '.join(names)})"
 
 
 def dial(host: str, port: int) -> float:
     """Return the seconds until a connection is open."""
-    started, listening = time.perf_counter(), f"--endpoint :{port} --listen"
+    started = time.perf_counter()
     try:
         socket.create_connection((host, port), PATIENCE).close()
     except ConnectionRefusedError as error:
         raise UserError(
             "nothing listens there: start the server or the first node, or run "
-            f"`{command_line('doctor')} {listening}` there to test the connection"
+            f"`{command_line('doctor')} --endpoint :{port} --listen` there to test the connection"
         ) from error
     except OSError as error:
         reason = error.strerror or "no answer"

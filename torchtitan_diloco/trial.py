@@ -77,8 +77,8 @@ class Trial:
         }
         given = [word for key, value in settings.items() for word in (f"--{key}", value)]
         self._command = [sys.executable, "-m", "torchtitan_diloco.launch", *words, *given]
-        usual = {key: one for key, one in os.environ.items() if key not in OF_A_RUN}
-        self._environment = usual | {"NPROC": str(processes)}
+        kept = {key: value for key, value in os.environ.items() if key not in OF_A_RUN}
+        self._environment = kept | {"NPROC": str(processes)}
 
     def __enter__(self) -> Self:
         with self._log.open("wb") as output:
@@ -112,11 +112,13 @@ class Trial:
     def seconds_of_steps(self, since: float = 0.0) -> list[float]:
         """Return the wall time of each step that ended after a given time, except the first
         ones."""
-        steps = read_json_lines(self._records)[0] if self._records.exists() else []
+        records = read_json_lines(self._records)[0] if self._records.exists() else []
         return [
-            one["worker/wall_seconds"]
-            for one in steps
-            if one.get("worker/steps") and one["step"] > WARM_UP_STEPS and one["time"] > since
+            record["worker/wall_seconds"]
+            for record in records
+            if record.get("worker/steps")
+            and record["step"] > WARM_UP_STEPS
+            and record["time"] > since
         ]
 
     def wait_for_steps(
@@ -142,4 +144,5 @@ def what_it_said(printed: str) -> str:
     if not error:
         return (printed.splitlines() or ["it printed nothing"])[-1]
     first, *others = text.splitlines()
-    return " ".join([first, *map(str.strip, takewhile(lambda line: line[:2] == "  ", others))])
+    indented = takewhile(lambda line: line[:2] == "  ", others)
+    return " ".join([first, *map(str.strip, indented)])

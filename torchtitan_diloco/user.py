@@ -52,8 +52,8 @@ GLOO_LOCATION = re.compile(r"^\[[^]]*:\d+\]\s*")
 def cause_of(error: Exception) -> str:
     """Return the first line of an error, without gloo's source location."""
     line = next(iter(str(error).strip().splitlines()), type(error).__name__)
-    text, found = GLOO_LOCATION.subn("", line)
-    return text.partition(". ")[0] if found else line
+    text, locations = GLOO_LOCATION.subn("", line)
+    return text.partition(". ")[0] if locations else line
 
 
 # --- commands -------------------------------------------------------------------------------------
@@ -77,16 +77,17 @@ def install_command(extra: str) -> str:
 def command_line(name: str) -> str:
     """Return the shell command for a command such as `train`, in the way this process was
     started."""
-    program, own = os.environ.get(STARTED_BY), f"-m torchtitan_diloco {name}"
+    program = os.environ.get(STARTED_BY)
+    module = f"-m torchtitan_diloco {name}"
     if program and Path(program).name == "run_train.sh":
         if name == "train":
             return _relative(program)
         program = installed("torchtitan-diloco")
         if not Path(program).exists():  # a Python of the user, without this package
-            return f"PYTHONPATH={shlex.quote(str(REPOSITORY))} {_relative(sys.executable)} {own}"
+            return f"PYTHONPATH={shlex.quote(str(REPOSITORY))} {_relative(sys.executable)} {module}"
     if program:
         return f"{_relative(program)} {name}"
-    return f"{_relative(sys.executable)} {own}"
+    return f"{_relative(sys.executable)} {module}"
 
 
 def installed(program: str) -> str:

@@ -212,7 +212,7 @@ class RunData:
             prefetch=config.data.prefetch,
             start=first_sample,
             stream=stream,
-            own=self.own_corpora,
+            own_corpora=self.own_corpora,
             pin_memory=world.device.type == "cuda",
         )
 

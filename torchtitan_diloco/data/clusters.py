@@ -29,8 +29,10 @@ from torchtitan_diloco.user import UserError
 _SAMPLE = 8192  # documents that decide where to split
 _ITERATIONS = 20
 _BUCKET_BITS = 10
-_HASH, _HASH_BEFORE = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD1B54A32D192ED03)
-_TOKENS_AT_ONCE, _DOCUMENTS_AT_ONCE = 2**22, 64
+_HASH = np.uint64(0x9E3779B97F4A7C15)
+_HASH_BEFORE = np.uint64(0xD1B54A32D192ED03)
+_TOKENS_AT_ONCE = 2**22
+_DOCUMENTS_AT_ONCE = 64
 
 _Numbers = npt.NDArray[np.float64]  # whole
 _Indices = npt.NDArray[np.int64]
@@ -51,8 +53,8 @@ def write_clusters(folder: Path, tokenizer: Tokenizer, count: int) -> bool:
         for number in range(count)
     ]
     if all((target / INDEX_NAME).exists() for target in targets):
-        for target, each in zip(targets, settings, strict=True):
-            read_or_begin_index(target, each)  # raises if they are of another corpus or number
+        for target, wanted in zip(targets, settings, strict=True):
+            read_or_begin_index(target, wanted)  # raises if they are of another corpus or number
         return False
     train = _Documents(tokens, tokenizer)
     assign = _learn(train, count)
@@ -60,8 +62,8 @@ def write_clusters(folder: Path, tokenizer: Tokenizer, count: int) -> bool:
         for target in targets:
             stack.enter_context(only_writer(target, wait=False))
         indices = [
-            read_or_begin_index(target, each)
-            for target, each in zip(targets, settings, strict=True)
+            read_or_begin_index(target, wanted)
+            for target, wanted in zip(targets, settings, strict=True)
         ]
         for split in SPLITS:
             if not index.splits[split].tokens:
@@ -70,11 +72,13 @@ def write_clusters(folder: Path, tokenizer: Tokenizer, count: int) -> bool:
             if split != "train":
                 documents = _Documents(TokenShards(folder, split, tokenizer), tokenizer)
             writers = [
-                ShardWriter(target, split, each, index.settings["shard_tokens"])
-                for target, each in zip(targets, indices, strict=True)
+                ShardWriter(
+                    target, split, target_index, shard_tokens=index.settings["shard_tokens"]
+                )
+                for target, target_index in zip(targets, indices, strict=True)
             ]
             _write(documents, assign, writers)
-        sizes = [each.splits["train"].tokens for each in indices]
+        sizes = [target_index.splits["train"].tokens for target_index in indices]
         if not all(sizes):
             raise UserError(
                 f"{folder} has too few different documents ({len(train)} in all) for {count} "
@@ -97,8 +101,8 @@ class _Documents:
         self.tokens = tokens
         ends = list[_Indices]()
         for start in range(0, len(tokens), _TOKENS_AT_ONCE):
-            some = tokens.read(start, min(start + _TOKENS_AT_ONCE, len(tokens)))
-            ends.append(np.flatnonzero(some == tokenizer.end_of_document) + (start + 1))
+            part = tokens.read(start, min(start + _TOKENS_AT_ONCE, len(tokens)))
+            ends.append(np.flatnonzero(part == tokenizer.end_of_document) + (start + 1))
         self.ends = np.union1d(np.concatenate(ends), [len(tokens)])  # the last may be cut off
         self.lengths = np.diff(self.ends, prepend=0)
 
@@ -118,7 +122,8 @@ def _learn(documents: _Documents, count: int) -> Callable[[_Numbers], _Indices]:
     """Return a function from features to clusters, learned from some of the documents."""
     chosen = np.unique(np.linspace(0, len(documents) - 1, _SAMPLE).astype(np.int64))
     sample = np.concatenate([documents.features(number, 1) for number in chosen.tolist()])
-    return _split(sample, documents.lengths[chosen], count if len(chosen) >= count else 1)
+    clusters = count if len(chosen) >= count else 1  # with too few documents, the caller raises
+    return _split(sample, documents.lengths[chosen], clusters)
 
 
 def _write(
@@ -161,11 +166,15 @@ def _split(features: _Numbers, lengths: _Indices, clusters: int) -> Callable[[_N
     for _ in range(_ITERATIONS):
         scores = features @ direction
         order = scores.argsort(kind="stable")
+        # Cut the documents, in the order of their scores, where the first half has its share of
+        # all tokens. Each half keeps at least one document for each of its clusters.
         middles = lengths[order].cumsum() - lengths[order] / 2
         place = int(np.searchsorted(middles, lengths.sum() * half / clusters))
         place = min(max(place, half), len(order) - (clusters - half))
-        below, above = order[:place], order[place:]
-        chosen, threshold = direction, scores[[below[-1], above[0]]].mean()
+        below = order[:place]
+        above = order[place:]
+        chosen = direction
+        threshold = scores[[below[-1], above[0]]].mean()
         direction = np.rint(features[above].mean(axis=0) - features[below].mean(axis=0))
     first = _split(features[below], lengths[below], half)
     second = _split(features[above], lengths[above], clusters - half)

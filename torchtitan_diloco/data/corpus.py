@@ -44,19 +44,20 @@ def open_split(
 ) -> TokenShards:
     """Open the tokens of one split of a corpus, by default of the first of the run."""
     name = name or data.corpora[0]
-    own = data.validation_corpus
-    if split == "train" or not own:
+    validation_corpus = data.validation_corpus
+    if split == "train" or not validation_corpus:
         # With a corpus of its own for validation, all of this text is for training.
-        fraction = 0.0 if own else data.validation_fraction
-        folder = _folder(data, corpus_key(data), name, worker, tokenizer, fraction)
+        fraction = 0.0 if validation_corpus else data.validation_fraction
+        folder = _folder(data, corpus_key(data), own_name(name, worker), tokenizer, fraction)
         return TokenShards(folder, split, tokenizer)
-    is_trained_on = own in data.corpora
-    if is_trained_on and not _is_shard_folder(own_name(own, worker)):
+    spec = own_name(validation_corpus, worker)
+    is_trained_on = validation_corpus in data.corpora
+    if is_trained_on and not _is_shard_folder(spec):
         raise UserError(
-            f'data.validation_corpus = "{own}" is {corpus_key(data)}, which is trained on: leave '
-            "it empty to hold out data.validation_fraction of it"
+            f'data.validation_corpus = "{validation_corpus}" is {corpus_key(data)}, which is '
+            "trained on: leave it empty to hold out data.validation_fraction of it"
         )
-    folder = _folder(data, "data.validation_corpus", own, worker, tokenizer, fraction=0.0)
+    folder = _folder(data, "data.validation_corpus", spec, tokenizer, fraction=0.0)
     # Validate on the held-out split of the folder, or on all of it if that split is empty.
     held_out = read_index(folder / INDEX_NAME).splits["validation"].tokens
     return TokenShards(folder, "validation" if held_out or is_trained_on else "train", tokenizer)
@@ -101,10 +102,12 @@ def _unprepared(data: Data, key: str, spec: str, options: Callable[[], list[str]
         return UserError(f"{named} {begun}")
     source = data.source if key == "data.corpus" else ""
     if spec.startswith(HUGGING_FACE_PREFIX):
-        source, out = spec, f"corpora/{_slug(spec)}"
+        source = spec
+        out = f"corpora/{_slug(spec)}"
         problem = f'is read from token shards only: set it to "{out}" after'
     else:
-        out, reason = spec, what_is_missing(Path(spec).expanduser())
+        out = spec
+        reason = what_is_missing(Path(spec).expanduser())
         problem = f"{reason}: correct the path, set it to text, such as stdlib, or prepare it:"
         if source.startswith(HUGGING_FACE_PREFIX):
             Dataset.parse(source)
@@ -118,11 +121,9 @@ def _slug(spec: str) -> str:
     return re.sub(r"\W+", "-", spec.removeprefix(HUGGING_FACE_PREFIX)).strip("-")
 
 
-def _folder(
-    data: Data, key: str, name: str, worker: str, tokenizer: Tokenizer, fraction: float
-) -> Path:
+def _folder(data: Data, key: str, spec: str, tokenizer: Tokenizer, fraction: float) -> Path:
     """Return the shard folder of a corpus. Tokenise the corpus if it is text."""
-    corpus = find_corpus(data, key, own_name(name, worker))
+    corpus = find_corpus(data, key, spec)
     if isinstance(corpus, Path):
         return corpus
     made_of = f"{corpus.fingerprint[:8]}-{tokenizer.fingerprint[:8]}-{fraction:g}"

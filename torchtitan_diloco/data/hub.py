@@ -54,13 +54,14 @@ class Dataset(NamedTuple):
 
 
 def open_dataset(spec: str, field: str) -> Corpus:
-    dataset, files = Dataset.parse(spec), list[Path]()
+    dataset = Dataset.parse(spec)
+    files = list[Path]()
     if dataset.is_folder:
-        found = Path(dataset.arguments[0]).rglob("*")
-        files = sorted(path for path in found if path.is_file())
+        paths = Path(dataset.arguments[0]).rglob("*")
+        files = sorted(path for path in paths if path.is_file())
 
     def read(place: Place) -> Reading:
-        return _DatasetReader(spec, dataset, field, place).open()
+        return _DatasetReader(spec, dataset, field=field, place=place).read()
 
     # A dataset on the hub has no files here: a place holds its revision.
     return Corpus(spec, corpus_fingerprint(f"{spec}\0{dataset.split}\0{field}", files), read)
@@ -85,9 +86,11 @@ class _DatasetReader:
         self._place = place
         self._revision = place.revision
 
-    def open(self) -> Reading:
+    def read(self) -> Reading:
+        """Open the stream, and return its pieces from the place on."""
         stream = self._load()
-        rows, how = self._rows(stream, 0), ""
+        rows = self._rows(stream, 0)
+        how = ""
         if self._place != BEGINNING:
             rows, how = self._continued(stream)
         splits = stream.info.splits or {}
@@ -95,7 +98,8 @@ class _DatasetReader:
         return Reading(self._pieces(rows), documents=documents or None, how=how)
 
     def _pieces(self, rows: Iterator[_Row]) -> Iterator[Located]:
-        done, size = self._place.pieces, self._place.bytes
+        done = self._place.pieces
+        size = self._place.bytes
         for row in rows:
             at_row = Place(
                 row=row.number, state=row.state, checksum=row.checksum, revision=self._revision
@@ -134,7 +138,8 @@ class _DatasetReader:
 
     def _rows(self, stream: Any, number: int) -> Iterator[_Row]:
         """Yield the rows of a stream, whose first one has this number."""
-        rows, has_state = iter(stream), _has_state(stream)
+        rows = iter(stream)
+        has_state = _has_state(stream)
         loaded = self._place.state if number else None  # a stream has it only after its first row
         while True:
             try:
@@ -149,7 +154,8 @@ class _DatasetReader:
                 return
             where = f"the corpus {self._spec!r}, row {number}"
             yield _Row(number, text_field(row, self._field, where), state)
-            number, loaded = number + 1, None
+            number += 1
+            loaded = None
 
     def _load(self) -> Any:
         try:

@@ -55,7 +55,9 @@ class SequenceReader:
     def __init__(
         self, tokens: TokenShards, sequence_length: int, part: int = 0, parts: int = 1
     ) -> None:
-        self._tokens, self._length, self._parts = tokens, sequence_length, parts
+        self._tokens = tokens
+        self._length = sequence_length
+        self._parts = parts
         self._all = (len(tokens) - 1) // sequence_length
         self.sequences = self._all // parts
         self._first = part * self.sequences
@@ -108,8 +110,8 @@ class TrainLoader:
     the micro-batches that were handed out, and not those that are read ahead. torchdata's own state
     counts items of one rank, so it could not continue a run with other ranks or batch sizes.
 
-    `corpora`: by the names that the weights of `segments` have. `own`: those of a stream alone.
-    `prefetch`: micro-batches that a thread reads ahead.
+    `corpora`: by the names that the weights of `segments` have. `own_corpora`: names of those that
+    only this stream reads. `prefetch`: micro-batches that a thread reads ahead.
     """
 
     def __init__(
@@ -127,29 +129,31 @@ class TrainLoader:
         prefetch: int,
         start: int = 0,
         stream: Stream | None = None,
-        own: Container[str] = (),
+        own_corpora: Container[str] = (),
         pin_memory: bool = False,
     ) -> None:
         """Start at position `start`. With a stream, `rank`, `ranks` and `start` refer to it."""
         stream = self._stream = stream or Stream(0, 1, block=1)
-        part = stream.number % stream.streams, stream.streams
-        self._reader = MixedReader(
-            [
-                SequenceReader(
-                    tokens,
-                    sequence_length,
-                    *((0, 1) if stream.block or name in own else part),
-                )
-                for name, tokens in corpora.items()
-            ]
-        )
+        readers = list[SequenceReader]()
+        for name, tokens in corpora.items():
+            part = 0
+            parts = 1
+            if not stream.block and name not in own_corpora:
+                part = stream.number % stream.streams
+                parts = stream.streams
+            readers.append(SequenceReader(tokens, sequence_length, part=part, parts=parts))
+        self._reader = MixedReader(readers)
         self.names = list(corpora)
         self.mixture = Mixture(self.names, segments)
         self._order = partial(sequence_indices, seed=seed, shuffle=shuffle)
-        self._rank, self._ranks = rank, ranks
-        self._batch_size, self._accumulation = batch_size, accumulation
-        self._prefetch, self._pin_memory = prefetch, pin_memory
-        self._start, self._taken = start, 0  # micro-batches since the start
+        self._rank = rank
+        self._ranks = ranks
+        self._batch_size = batch_size
+        self._accumulation = accumulation
+        self._prefetch = prefetch
+        self._pin_memory = pin_memory
+        self._start = start
+        self._taken = 0  # micro-batches since the start
 
     @property
     def position(self) -> int:
@@ -213,7 +217,9 @@ class ValidationBatches:
         sequences: int,
     ) -> None:
         self._reader = SequenceReader(tokens, sequence_length)
-        self._batch_size, self._rank, self._ranks = batch_size, rank, ranks
+        self._batch_size = batch_size
+        self._rank = rank
+        self._ranks = ranks
         self.sequences = min(sequences, self._reader.sequences)
         """Sequences over all ranks."""
 
@@ -262,6 +268,8 @@ def _round_keys(epochs: _Words, seed: int) -> _Words:
 
 
 def _feistel(values: _Words, keys: _Words, bits: int) -> _Words:
+    """Permute the numbers of `bits` bits. Each round can be undone: it changes one half by a
+    function of the other half, which stays."""
     left_bits = bits // 2
     right_bits = bits - left_bits
     left = values >> np.uint64(right_bits)

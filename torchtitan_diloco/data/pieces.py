@@ -95,7 +95,8 @@ class Corpus:
 
     def pieces(self) -> Iterator[Piece]:
         """Yield all pieces in order, with a progress bar. A corpus without any is an error."""
-        reading, piece = self.read(BEGINNING), None
+        reading = self.read(BEGINNING)
+        piece = None
         with tqdm(total=reading.bytes, **progress_options(f"read {self.spec}")) as bar:
             for piece, after in reading.pieces:
                 yield piece
@@ -141,9 +142,9 @@ def text_field(record: Any, field: str, where: str) -> str:
     text = record.get(field) if isinstance(record, dict) else None
     if not isinstance(text, str):
         whole = text is not None or not isinstance(record, dict)
-        found = f"{record!r:.60}" if whole else sorted(record)
+        given = f"{record!r:.60}" if whole else sorted(record)
         raise UserError(
-            f'{where}: no field "{field}" with a string in {found}: prepare it with --text-field'
+            f'{where}: no field "{field}" with a string in {given}: prepare it with --text-field'
         )
     # A JSON escape may be half of a pair, which is no Unicode.
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

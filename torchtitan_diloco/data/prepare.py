@@ -88,7 +88,8 @@ def prepare(
         writing.write(Encoding(tokenizer, begin_token), processes)
         writing.finish()
     seconds = time.monotonic() - start
-    train, held_out = index.splits["train"], index.splits["validation"]
+    train = index.splits["train"]
+    held_out = index.splits["validation"]
     print(
         f"data: tokenised {corpus.spec} with {tokenizer.name} in {seconds:.1f} s "
         f"({writing.new_tokens / seconds / 1e6:.2f} M tokens/s): {train.tokens:,} tokens in "
@@ -108,7 +109,8 @@ class _Writing:
         self._shard_tokens = index.settings["shard_tokens"]
         self._max_tokens = index.settings["max_tokens"]
         self._writers = {
-            split: ShardWriter(folder, split, index, self._shard_tokens) for split in SPLITS
+            split: ShardWriter(folder, split, index, shard_tokens=self._shard_tokens)
+            for split in SPLITS
         }
         self._position = Position() if index.position is msgspec.UNSET else index.position
         self._recorded = self._first_tokens = self._tokens
@@ -131,7 +133,9 @@ class _Writing:
             print(f"data: continue {self._folder} after {there}{how}", flush=True)
         done = {split: writer.last_piece for split, writer in self._writers.items()}
         fraction = self._index.settings["validation_fraction"]
-        batches = read_batches(reading.pieces, self._position, done, fraction)
+        batches = read_batches(
+            reading.pieces, start=self._position, done=done, held_out_fraction=fraction
+        )
         progress = Progress(f"tokenise {self._corpus.spec}", self._amount(), self._share(reading))
         try:
             for batch, tokens in tokenise(batches, encoding, processes):

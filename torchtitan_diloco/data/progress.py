@@ -8,7 +8,9 @@ from tqdm import tqdm
 
 from torchtitan_diloco.formatting import clock, counted
 
-_FIRST_LINE, _LINE = 10.0, 30.0  # seconds
+# Seconds until the first line, between two lines, and between two changes of a bar.
+_FIRST_LINE = 10.0
+_LINE = 30.0
 _BAR = 0.2
 
 

@@ -133,9 +133,11 @@ def read_or_begin_index(folder: Path, settings: dict[str, Any]) -> Index:
         return index
     index = read_index(paths[0])
     if changes := _changes(index.settings, settings):
-        state, use = "was prepared", "use the same ones"
+        state = "was prepared"
+        use = "use the same ones"
         if paths[0].name == STARTED_NAME:
-            state, use = "was begun", "continue it with the same ones"
+            state = "was begun"
+            use = "continue it with the same ones"
         raise UserError(
             f"{folder} {state} with other settings ({'; '.join(changes)}): {use}, or use another "
             "folder"
@@ -202,8 +204,11 @@ class ShardWriter:
     """
 
     def __init__(self, folder: Path, split: Split, index: Index, shard_tokens: int) -> None:
-        self._folder, self._split, self._shard_tokens = folder, split, shard_tokens
-        self._index, self._done = index, index.splits[split]
+        self._folder = folder
+        self._split = split
+        self._shard_tokens = shard_tokens
+        self._index = index
+        self._done = index.splits[split]
         self._dtype = token_type(index.settings["vocab_size"])
         self._file: BinaryIO | None = None
         self._tokens = self._documents = self._checksum = 0
@@ -262,7 +267,12 @@ class ShardWriter:
             return
         self._file.flush()
         os.fsync(self._file.fileno())
-        self._done.partial = Partial(self._tokens, self._documents, self._checksum, self.last_piece)
+        self._done.partial = Partial(
+            tokens=self._tokens,
+            documents=self._documents,
+            checksum=self._checksum,
+            last_piece=self.last_piece,
+        )
 
     def finish_shard(self) -> None:
         """Close the shard that is being written, if any."""
@@ -271,13 +281,21 @@ class ShardWriter:
         with self._file as file:
             file.flush()
             os.fsync(file.fileno())
-        shard = Shard(self._path.name, self._tokens, self._checksum, self.last_piece)
+        shard = Shard(
+            file=self._path.name,
+            tokens=self._tokens,
+            checksum=self._checksum,
+            last_piece=self.last_piece,
+        )
         self._done.shards.append(shard)
         self._done.partial = msgspec.UNSET
         self._done.tokens += self._tokens
         self._done.documents += self._documents
         write_index(self._folder / STARTED_NAME, self._index)
-        self._file, self._tokens, self._documents, self._checksum = None, 0, 0, 0
+        self._file = None
+        self._tokens = 0
+        self._documents = 0
+        self._checksum = 0
 
 
 class TokenShards:
@@ -288,22 +306,29 @@ class TokenShards:
     """
 
     def __init__(self, folder: Path, split: Split, tokenizer: Tokenizer | None = None) -> None:
-        self.folder, self.name = folder, f"the {split} split of {folder}"
+        self.folder = folder
+        self.name = f"the {split} split of {folder}"
         index = read_index(self.folder / INDEX_NAME)
-        self._shards, settings = index.splits[split].shards, index.settings
+        self._shards = index.splits[split].shards
+        settings = index.settings
         self.documents = index.splits[split].documents
         """Number of documents that end in the split."""
         self._vocab_size = settings["vocab_size"]
         if not self._shards:
-            corpus, share = settings["source"], settings["validation_fraction"]
-            change = "raise" if split == "validation" else "lower"
-            without = ", or train without validation (validation.every = 0)"
+            corpus = settings["source"]
+            share = settings["validation_fraction"]
+            change = "lower"
+            without = ""
+            if split == "validation":
+                change = "raise"
+                without = ", or train without validation (validation.every = 0)"
             raise UserError(
                 f"the {split} split of {corpus} ({folder}) has no tokens: {change} "
                 f"data.validation_fraction (of `prepare`: --validation-fraction), which is "
-                f"{share:g}, or set data.validation_corpus{without * (split == 'validation')}"
+                f"{share:g}, or set data.validation_corpus{without}"
             )
-        self.tokenizer, made_with = settings["tokenizer"], settings["tokenizer_fingerprint"]
+        self.tokenizer = settings["tokenizer"]
+        made_with = settings["tokenizer_fingerprint"]
         if tokenizer and tokenizer.fingerprint != made_with:
             raise UserError(
                 f'data.tokenizer = "{tokenizer.name}" ({tokenizer.fingerprint}), but {folder} was '
@@ -326,12 +351,12 @@ class TokenShards:
         """Return tokens start to stop - 1, also across pieces. The result may be read-only."""
         assert 0 <= start < stop <= len(self), f"{start}:{stop} of {len(self)} tokens"
         first, last = np.searchsorted(self._ends, [start, stop - 1], side="right").tolist()
-        found = []
+        parts = []
         for number in range(first, last + 1):
             begin = int(self._ends[number - 1]) if number else 0
             end = min(stop, int(self._ends[number]))
-            found.append(self._read_piece(number, max(start, begin) - begin, end - begin))
-        return found[0] if len(found) == 1 else np.concatenate(found)
+            parts.append(self._read_piece(number, max(start, begin) - begin, end - begin))
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def _read_piece(self, number: int, start: int, stop: int) -> Tokens:
         shard = self._shards[number]
@@ -365,23 +390,24 @@ def find_damage(folder: Path) -> tuple[str, list[str]]:
     vocab_size = index.settings["vocab_size"]
     token_bytes = token_type(vocab_size).itemsize
     total = token_bytes * sum(shard.tokens for shard in shards)
-    found = []
+    damages = []
     with (
         ThreadPoolExecutor(available_cores()) as pool,  # computing a checksum releases the GIL
         tqdm(total=total, **progress_options(f"check {folder}")) as bar,
     ):
         results = pool.map(lambda shard: _damage(folder, shard, vocab_size), shards)
         for shard, damage in zip(shards, results, strict=True):
-            found.append(damage)
+            damages.append(damage)
             bar.update(token_bytes * shard.tokens)
-    return f"{len(found)} files, {total / 1e9:,.2f} GB", [*filter(None, found)]
+    return f"{len(damages)} files, {total / 1e9:,.2f} GB", [*filter(None, damages)]
 
 
 def _damage(folder: Path, shard: Shard, vocab_size: int) -> str:
     """Read a whole shard. Return what is wrong with it, or ""."""
     if damage := _wrong_size(folder, shard, vocab_size):
         return damage
-    checksum, largest = 0, 0
+    checksum = 0
+    largest = 0
     try:
         with (folder / shard.file).open("rb") as file:
             while content := file.read(_READ_BYTES):
@@ -395,7 +421,8 @@ def _damage(folder: Path, shard: Shard, vocab_size: int) -> str:
 
 
 def _wrong_size(folder: Path, shard: Shard, vocab_size: int) -> str:
-    path, expected = folder / shard.file, shard.tokens * token_type(vocab_size).itemsize
+    path = folder / shard.file
+    expected = shard.tokens * token_type(vocab_size).itemsize
     size = path.stat().st_size if path.exists() else 0
     return "" if size == expected else f"{path.name}: it has {size} bytes instead of {expected}"
 

@@ -55,7 +55,8 @@ def open_corpus(spec: str, field: str = TEXT_FIELD) -> Corpus:
     patterns = [pattern.strip() for pattern in spec.split(",") if pattern.strip()]
     if not patterns:
         raise UserError(f'the corpus "{spec}" names no file: give files, folders or globs')
-    return _corpus_of_files(spec, [path for each in patterns for path in _find_files(each)], field)
+    paths = [path for pattern in patterns for path in _find_files(pattern)]
+    return _corpus_of_files(spec, paths, field)
 
 
 def whole_number(text: str) -> int:
@@ -76,11 +77,11 @@ def whole_number(text: str) -> int:
 
 def standard_library(folder: Path) -> list[Path]:
     """Return the source files of the running Python, except tests and installed packages."""
-    found: list[Path] = []
+    files: list[Path] = []
     for inside, folders, names in os.walk(folder):
         folders[:] = {*folders} - _NOT_STDLIB  # not searched, as there may be many packages
-        found += (Path(inside, name) for name in names if name.endswith(".py"))
-    return sorted(found)
+        files += (Path(inside, name) for name in names if name.endswith(".py"))
+    return sorted(files)
 
 
 def text_kind(path: Path) -> str | None:
@@ -95,8 +96,8 @@ def _find_files(pattern: str) -> list[Path]:
         inside = (file for file in path.rglob("*") if text_kind(file) and file.is_file())
         files = sorted(file for file in inside if "/." not in f"/{file.relative_to(path)}")
     elif glob.has_magic(pattern) and not path.exists():
-        found = glob.glob(str(path), recursive=True)  # noqa: PTH207  (Path.glob: relative only)
-        files = sorted(Path(name) for name in found if not Path(name).is_dir())
+        names = glob.glob(str(path), recursive=True)  # noqa: PTH207  (Path.glob: relative only)
+        files = sorted(Path(name) for name in names if not Path(name).is_dir())
     else:
         files = [path]
     if not files:
@@ -133,11 +134,11 @@ def _read_files(files: Sequence[Path], field: str, place: Place) -> Iterator[Loc
     before = sum(path.stat().st_size for path in files[: place.file])
     for number, path in islice(enumerate(files), place.file, None):
         start = place if number == place.file else Place(file=number)
-        yield from _read_file(path, field, start, before)
+        yield from _read_file(path, field, start=start, bytes_before=before)
         before += path.stat().st_size
 
 
-def _read_file(path: Path, field: str, start: Place, before: int) -> Iterator[Located]:
+def _read_file(path: Path, field: str, *, start: Place, bytes_before: int) -> Iterator[Located]:
     """Yield the pieces of one file. Each line of `.jsonl` is a document, as is any other file."""
     try:
         with path.open("rb") as file:
@@ -149,7 +150,7 @@ def _read_file(path: Path, field: str, start: Place, before: int) -> Iterator[Lo
             else:
                 located = _read_text(content, start)
             for piece, after in located:
-                yield Located(piece, replace(after, bytes=before + file.tell()))
+                yield Located(piece, replace(after, bytes=bytes_before + file.tell()))
     except UnicodeDecodeError as error:
         remedy = "convert it, as with iconv, or leave it out if it is no text"
         raise UserError(f"{path} is not UTF-8 ({error}): {remedy}") from error
@@ -166,11 +167,14 @@ def _read_text(content: BinaryIO, start: Place) -> Iterator[Located]:
         for piece in split_into_pieces(iter(partial(text.read, _BLOCK_CHARACTERS), "")):
             offset += utf8_size(piece.text)
             after = Place(file=start.file, offset=offset)
-            yield Located(piece, Place(file=start.file + 1) if piece.ends_document else after)
+            if piece.ends_document:
+                after = Place(file=start.file + 1)
+            yield Located(piece, after)
 
 
 def _read_lines(content: BinaryIO, field: str, start: Place, path: Path) -> Iterator[Located]:
-    offset, done = start.offset, start.pieces
+    offset = start.offset
+    done = start.pieces
     for row, line in enumerate(content, start=start.row):
         text = line.decode()
         if text.strip():

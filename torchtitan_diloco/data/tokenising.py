@@ -26,7 +26,8 @@ from torchtitan_diloco.user import UserError
 
 MOST_PROCESSES = 8
 """By default: reading, which is done by one process, is often slower than more of them."""
-_BATCH_CHARACTERS, _BATCH_PIECES = 2**18, 512
+_BATCH_CHARACTERS = 2**18
+_BATCH_PIECES = 512
 _BATCHES_AHEAD = 4  # for each process; bounds memory
 
 
@@ -82,7 +83,11 @@ def usual_processes(tokenizer: Tokenizer) -> int:
 
 
 def read_batches(
-    located: Iterable[Located], start: Position, done: dict[Split, int], fraction: float
+    located: Iterable[Located],
+    *,
+    start: Position,
+    done: dict[Split, int],
+    held_out_fraction: float,
 ) -> Iterator[Batch]:
     """Yield all pieces after a position, except those that are done.
 
@@ -90,10 +95,13 @@ def read_batches(
     """
 
     def split_of(number: int) -> Split:
-        return "validation" if is_held_out(number, fraction) else "train"
+        return "validation" if is_held_out(number, held_out_fraction) else "train"
 
-    texts, characters = list[Text](), 0
-    number, documents, begins = start.pieces, start.documents, start.begins_document
+    texts = list[Text]()
+    characters = 0
+    number = start.pieces
+    documents = start.documents
+    begins = start.begins_document
     place = start.place
     for (text, ends), place in located:
         split = split_of(number)
@@ -101,13 +109,17 @@ def read_batches(
             # Where the next piece goes to the other split, the document ends for this one.
             begins_here = begins or split != split_of(number - 1)
             ends_here = ends or split != split_of(number + 1)
-            texts.append(Text(number, split, text, begins_here, ends_here))
+            texts.append(Text(number, split, text, begins=begins_here, ends=ends_here))
         characters += len(text)
-        number, documents, begins = number + 1, documents + ends, ends
+        number += 1
+        documents += ends
+        begins = ends
         if characters >= _BATCH_CHARACTERS or len(texts) >= _BATCH_PIECES:
-            yield Batch(texts, Position(place, number, documents, begins))
-            texts, characters = [], 0
-    yield Batch(texts, Position(place, number, documents, begins))
+            after = Position(place, number, documents, begins_document=begins)
+            yield Batch(texts, after)
+            texts = []
+            characters = 0
+    yield Batch(texts, Position(place, number, documents, begins_document=begins))
 
 
 def tokenise(
@@ -161,9 +173,13 @@ def _pool(workers: int, *, in_processes: bool) -> Iterator[Executor]:
 def _submit(pool: Executor, texts: list[Text], encoding: Encoding) -> Future[list[Ids]]:
     if isinstance(pool, ThreadPoolExecutor):
         return pool.submit(encoding.encode, texts)
-    tokenizer = encoding.tokenizer
-    arguments = tokenizer.name, tokenizer.fingerprint, encoding.begin_token
-    return pool.submit(_encode_here, texts, *arguments)
+    return pool.submit(
+        _encode_here,
+        texts,
+        name=encoding.tokenizer.name,
+        fingerprint=encoding.tokenizer.fingerprint,
+        begin_token=encoding.begin_token,
+    )
 
 
 # --- in a process of its own ----------------------------------------------------------------------

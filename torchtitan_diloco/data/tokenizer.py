@@ -22,8 +22,10 @@ from torchtitan_diloco.user import Parser, UserError, command_line, installed
 END_OF_DOCUMENT = "<|endoftext|>"
 ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "<|eot_id|>", "</s>", "<eos>", "<|im_end|>")
 BEGINS = ("<|begin_of_text|>", "<s>", "<bos>")
-FEWEST, USUAL = 257, 32_000
-"""Smallest vocabulary to train, and the one that is trained by default."""
+FEWEST = 257
+"""Smallest vocabulary that can be trained."""
+USUAL = 32_000
+"""Vocabulary that is trained by default."""
 
 Ids = npt.NDArray[np.uint32]
 
@@ -51,7 +53,7 @@ class Tokenizer:
         """Return the bytes of the text of some tokens. The begin and end of a document have none.
         A character that is cut at either end may count a byte or two too many."""
         marks = self.end_of_document, self.begin_of_document
-        return len(self.decode([one for one in ids if one not in marks]).encode())
+        return len(self.decode([token for token in ids if token not in marks]).encode())
 
 
 def build_tokenizer(spec: str) -> Tokenizer:
@@ -67,7 +69,8 @@ def _fingerprint(content: bytes) -> str:
 
 def _join(tokens: Iterable[bytes | None]) -> str:
     unknown = "\N{REPLACEMENT CHARACTER}".encode()
-    return b"".join(unknown if one is None else one for one in tokens).decode(errors="replace")
+    known = (unknown if token is None else token for token in tokens)
+    return b"".join(known).decode(errors="replace")
 
 
 def _bytes() -> Tokenizer:
@@ -145,8 +148,8 @@ def _from_file(spec: str) -> Tokenizer:
 
     def encode(text: str) -> Ids:
         # Unlike `encode`, this releases the GIL.
-        (found,) = tokenizer.encode_batch_fast([text], add_special_tokens=False)
-        return np.asarray(found.ids, np.uint32)
+        (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        return np.asarray(encoding.ids, np.uint32)
 
     return Tokenizer(
         name=spec,
@@ -154,7 +157,7 @@ def _from_file(spec: str) -> Tokenizer:
         vocab_size=max(vocabulary.values()) + 1,
         end_of_document=vocabulary[end],
         end_name=end,
-        begin_of_document=next((vocabulary[one] for one in BEGINS if one in vocabulary), None),
+        begin_of_document=next((vocabulary[name] for name in BEGINS if name in vocabulary), None),
         file=path,
         encode=encode,
         decode=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False)),

@@ -33,19 +33,24 @@ NOISE = 4.0
 """It also exceeds the usual deviation from the others by this factor."""
 LASTING = 16
 """Rounds for whose median half of that is enough, as noise hides what is a little slow."""
-LINK_RATIO, EVERYBODY_RATIO = 1.5, 1.3
-"""A transfer takes this multiple of the usual time, and all steps that of the time before."""
-PATH_RATIO, MOST_RATIO = 2.0, 1.25
-"""The same for one path of three workers or more, whose links are never shared evenly, and for most
-of the paths from or to a worker whose mean is slow."""
+LINK_RATIO = 1.5
+"""A slow transfer takes this multiple of the usual time."""
+EVERYBODY_RATIO = 1.3
+"""All steps are slow if they take this multiple of the time before."""
+PATH_RATIO = 2.0
+"""As `LINK_RATIO`, for one path of three workers or more, whose links are never shared evenly."""
+MOST_RATIO = 1.25
+"""As `LINK_RATIO`, for most of the paths from or to a worker whose mean is slow."""
 IN_A_ROW = 2
 """Rounds with a cause until a verdict begins, and rounds in a row without it until it ends."""
 MOST_DOUBLED = 6
 MEASURED = 4
 """Latest transfers of a worker. Their medians count, with a server the fastest: they share its
 link, and which of two shares a link first is chance."""
-HISTORY, FEWEST = 32, 8
-"""Rounds that are remembered, and that tell what is usual."""
+HISTORY = 32
+"""Rounds that are remembered."""
+FEWEST = 8
+"""Rounds after which it is known what is usual."""
 
 
 STEPS = {Kind.COMPUTE: "compute", Kind.DATA: "data", Kind.SAVE: "save"}
@@ -98,7 +103,11 @@ class Judge:
 
     @property
     def verdicts(self) -> dict[Cause, Verdict]:
-        return {cause: one.verdict for cause, one in self._suspicions.items() if one.stands}
+        return {
+            cause: suspicion.verdict
+            for cause, suspicion in self._suspicions.items()
+            if suspicion.stands
+        }
 
     def hear(self, observed: Observation) -> list[Verdict]:
         """Return verdicts that begin or end."""
@@ -199,12 +208,12 @@ class Usual:
         limit = 0.0
         if len(shares) >= FEWEST:
             middle = statistics.median(shares)
-            limit = NOISE * statistics.median(abs(one - middle) for one in shares)
+            limit = NOISE * statistics.median(abs(usual - middle) for usual in shares)
         lasts = len(latest) == LASTING and statistics.median(latest) > max(FLOOR, limit / 2)
-        found = share > (FLOOR if lasts else max(FLOOR, limit))
-        if not found:  # what stands out is no measure of the usual
+        is_unusual = share > (FLOOR if lasts else max(FLOOR, limit))
+        if not is_unusual:  # what stands out is no measure of the usual
             shares.append(share)
-        return found
+        return is_unusual
 
     def before(self, name: str, value: float) -> float:
         """Return the usual value of earlier rounds, 0 if it is not known, and note this one."""
@@ -222,7 +231,9 @@ class Usual:
             latest.append(measured)  # an island says the same until its next transfer
         if not latest:
             return now
-        known = ([took for took in some if took > 0] or [0.0] for some in zip(*latest, strict=True))
+        # A column has what was measured of one transfer in each of the latest rounds.
+        columns = zip(*latest, strict=True)
+        known = ([took for took in column if took > 0] or [0.0] for column in columns)
         uploads, downloads, *transfers = known
         return now._replace(
             # Of one that makes no steps, only what it says at present counts.
@@ -278,34 +289,35 @@ def without_short_of_cores(names: list[str], here: Mapping[str, Vitals]) -> dict
     short = {name for name, vitals in here.items() if is_short_of_cores(vitals)}
     if not short:
         return dict(here)
-    found = dict[str, Vitals]()
+    judged = dict[str, Vitals]()
     for receiver, vitals in here.items():
         if receiver not in short:
             transfers = [
                 0.0 if sender in short else took
                 for sender, took in zip(names, vitals.transfers, strict=False)
             ]
-            found[receiver] = vitals._replace(transfers=tuple(transfers))
-    return found
+            judged[receiver] = vitals._replace(transfers=tuple(transfers))
+    return judged
 
 
 def slow_steps(here: Mapping[str, Vitals], usual: Usual) -> Iterator[tuple[Cause, str]]:
-    known = {name: one for name, one in here.items() if one.step > 0}
+    known = {name: vitals for name, vitals in here.items() if vitals.step > 0}
     if len(known) < 2:
         return
-    for name, one in known.items():
+    for name, vitals in known.items():
         others = [other for key, other in known.items() if key != name]
         step = statistics.median(other.step for other in others)
         for kind, field in STEPS.items():
-            mine = getattr(one, field)
+            mine = getattr(vitals, field)
             others_take = statistics.median(getattr(other, field) for other in others)
             cause = Cause(kind, name)
             if usual.stands_out(cause, (mine - others_take) / step):
-                rest = "the other workers" if len(others) > 1 else "the other worker"
-                yield cause, f"{mine:.3g} s per step ({rest}: {others_take:.3g} s)"
-    step = statistics.median(one.step for one in known.values())
+                compared = "the other workers" if len(others) > 1 else "the other worker"
+                yield cause, f"{mine:.3g} s per step ({compared}: {others_take:.3g} s)"
+    steps = [vitals.step for vitals in known.values()]
+    step = statistics.median(steps)
     before = usual.before("step", step)
-    if before and min(one.step for one in known.values()) > EVERYBODY_RATIO * before:
+    if before and min(steps) > EVERYBODY_RATIO * before:
         text = f"{step:.3g} s per step (before: {before:.3g} s)"
         yield Cause(Kind.EVERYBODY, ALL), text
 
@@ -316,11 +328,15 @@ def slow_steps(here: Mapping[str, Vitals], usual: Usual) -> Iterator[tuple[Cause
 def slow_links(
     names: list[str], here: Mapping[str, Vitals], cycle: float, usual: Usual
 ) -> Iterator[tuple[Cause, str]]:
-    """`names`: of all workers, also of those that are absent."""
-    here = {name: usual.of_transfers(name, one) for name, one in here.items()}
+    """Yield the workers and the paths between them that are slow.
+
+    `names`: of all workers, also of those that are absent.
+    """
+    here = {name: usual.of_transfers(name, vitals) for name, vitals in here.items()}
     slow = dict[Cause, str]()
     for kind, field in (Kind.SENDING, "upload"), (Kind.RECEIVING, "download"):
-        known = {name: getattr(one, field) for name, one in here.items() if getattr(one, field)}
+        took = {name: getattr(vitals, field) for name, vitals in here.items()}
+        known = {name: seconds for name, seconds in took.items() if seconds}
         for name, seconds in known.items():
             others = [other for key, other in known.items() if key != name]
             others_take = statistics.median(others) if others else math.inf
@@ -355,8 +371,8 @@ def slow_transfers(
             text += "; of two workers, it cannot be told which side is slow"
         yield Cause(Kind.LINK, " -> ".join(path)), text
     both_ways = {*slow, *(path[::-1] for path in slow)}
-    rest = {path: took for path, took in seconds.items() if path not in both_ways}
-    sides = list(_slow_sides(rest, cycle))
+    other_paths = {path: took for path, took in seconds.items() if path not in both_ways}
+    sides = list(_slow_sides(other_paths, cycle))
     yield from sides
     if before and _is_slow(median, before, cycle) and not (slow or sides):
         culprit = " - ".join(here) if len(here) == 2 else ALL
@@ -369,10 +385,12 @@ def _slow_paths(seconds: Mapping[Path, float], usual: float, cycle: float) -> It
     ratio = PATH_RATIO if len(seconds) > 2 else LINK_RATIO
 
     def is_of_a_side(path: Path, end: int) -> bool:
-        others = [one for key, one in seconds.items() if key != path and key[end] == path[end]]
+        others = [took for key, took in seconds.items() if key != path and key[end] == path[end]]
         # Of three workers, most paths are slow if one of them is slow in both directions.
-        rest = [one for key, one in seconds.items() if path[end] not in key] or [usual]
-        return bool(others) and _is_slow(statistics.median(others), statistics.median(rest), cycle)
+        elsewhere = [took for key, took in seconds.items() if path[end] not in key] or [usual]
+        if not others:
+            return False
+        return _is_slow(statistics.median(others), statistics.median(elsewhere), cycle)
 
     for path, took in seconds.items():
         is_single = not (is_of_a_side(path, 0) or is_of_a_side(path, 1))
@@ -386,19 +404,22 @@ def _slow_sides(seconds: Mapping[Path, float], cycle: float) -> Iterator[tuple[C
 
     The slowest comes first, and its transfers say nothing about the other ends.
     """
-    left, named = dict(seconds), dict[str, float]()
+    left = dict(seconds)
+    named = dict[str, float]()
     while left:
         slow = dict[Cause, tuple[float, float]]()
-        # Next to a slow side, the other links are not shared as they were.
-        least, ratio = (
-            (statistics.median_low(left.values()), PATH_RATIO) if named else (0, LINK_RATIO)
-        )
+        least = 0.0
+        ratio = LINK_RATIO
+        if named:  # next to a slow side, the other links are not shared as they were
+            least = statistics.median_low(left.values())
+            ratio = PATH_RATIO
         for end, kind in enumerate((Kind.SENDING, Kind.RECEIVING)):
             for name in dict.fromkeys(path[end] for path in left):
                 its = [took for path, took in left.items() if path[end] == name]
                 others = [took for path, took in left.items() if name not in path]
                 if len(its) > 1 and others:
-                    took, usual = statistics.fmean(its), max(least, statistics.median(others))
+                    took = statistics.fmean(its)
+                    usual = max(least, statistics.median(others))
                     is_most = statistics.median_low(its) > MOST_RATIO * usual
                     if is_most and _is_slow(took, usual, cycle, ratio):
                         slow[Cause(kind, name)] = took, usual
@@ -407,7 +428,7 @@ def _slow_sides(seconds: Mapping[Path, float], cycle: float) -> Iterator[tuple[C
         worst = max(slow, key=slow.__getitem__)
         took, usual = slow[worst]
         end = 0 if worst.kind is Kind.SENDING else 1
-        left = {path: one for path, one in left.items() if path[end] != worst.culprit}
+        left = {path: transfer for path, transfer in left.items() if path[end] != worst.culprit}
         if not _waits_for(named.setdefault(worst.culprit, took), took):
             yield worst, f"{took:.3g} s for its transfers of a cycle (others: {usual:.3g} s)"
 

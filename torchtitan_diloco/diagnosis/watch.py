@@ -26,9 +26,12 @@ from torchtitan_diloco.hardware import GLOO_INTERFACE, write_whole
 from torchtitan_diloco.log import logger
 from torchtitan_diloco.planner.ladder import settings_that_fit
 
-REPEAT_SECONDS, QUIET_SECONDS = 60.0, 10.0
-"""Between two lines about a verdict, and without a round until it is asked who is missing."""
-HANG_SECONDS, HANG_STEPS = 60.0, 20
+REPEAT_SECONDS = 60.0
+"""Seconds between two lines about a verdict."""
+QUIET_SECONDS = 10.0
+"""Seconds without a round after which it is asked who is missing."""
+HANG_SECONDS = 60.0
+HANG_STEPS = 20
 """A step that takes so long, and so many times the usual time, has its stacks written down."""
 MISSING = {Kind.STOPPED, Kind.HUNG, Kind.STUCK}
 """Every worker logs them, as the first one may be the culprit."""
@@ -48,24 +51,30 @@ class Diagnosis:
     def __init__(self, outer: OuterLoop, world: World, telemetry: Telemetry, folder: Path) -> None:
         """`folder`: of the run."""
         self._peers = outer.peers if isinstance(outer, StreamingDiLoCo) else None
-        self._telemetry, self._world, self._folder = telemetry, world, folder
+        self._telemetry = telemetry
+        self._world = world
+        self._folder = folder
         self._has_links = not _is_on_loopback(self._peers)
-        self._judge, self._said = Judge(has_links=self._has_links), 0.0
+        self._judge = Judge(has_links=self._has_links)
+        self._said = 0.0
         self._judged = time.monotonic()
         self._config: DiLoCoConfig | None = None
-        self._rounds, self._fits = 0, True
+        self._rounds = 0
+        self._fits = True
         if self._peers is not None:
             self._peers.witness.watcher = self
 
     def after_step(self, step: int) -> None:
-        rank, peers = self._world.rank_in_worker, self._peers
+        rank = self._world.rank_in_worker
+        peers = self._peers
         if peers is None:
             return
         witness = peers.witness
         witness.vitals = self._telemetry.vitals()
         if rank and self._world.worker:
             return
-        now, has_round = time.monotonic(), bool(self._telemetry.applied)
+        now = time.monotonic()
+        has_round = bool(self._telemetry.applied)
         if not has_round and now < self._judged + QUIET_SECONDS:
             return
         suffix = f", rank {rank}" if rank else ""
@@ -81,8 +90,15 @@ class Diagnosis:
         for verdict in self._judge.hear(observed):
             if not rank or verdict.cause.kind in OF_RANKS:
                 self._say(verdict, step)
-        for one in witness.take_actions():
-            self._record(step, step, one.what, one.culprit, one.evidence, over=one.over)
+        for action in witness.take_actions():
+            self._record(
+                step,
+                since=step,
+                what=action.what,
+                culprit=action.culprit,
+                evidence=action.evidence,
+                over=action.over,
+            )
         standing = [] if rank else self._tell_others(witness)
         if standing and time.monotonic() > self._said + REPEAT_SECONDS:
             for verdict in standing:
@@ -99,7 +115,7 @@ class Diagnosis:
 
     def _tell_others(self, witness: Witness) -> list[Verdict]:
         standing = list(self._judge.verdicts.values())
-        witness.say([f"{one.cause.culprit}: {one.cause.kind}" for one in standing])
+        witness.say([f"{verdict.cause.culprit}: {verdict.cause.kind}" for verdict in standing])
         return standing
 
     def __enter__(self) -> Self:
@@ -115,19 +131,25 @@ class Diagnosis:
         """Warn if the transfers of a cycle take longer than its steps: at once at the start, and
         again after a change of the settings. What workers that are short of cores have measured
         says nothing about the links."""
-        config, fragments = peers.config, len(peers.fragments)
+        config = peers.config
+        fragments = len(peers.fragments)
         if config != self._config:  # what was measured is of the settings before, for two cycles
-            self._rounds, self._fits = 0 if self._config else 2 * fragments, True
+            self._rounds = 0 if self._config else 2 * fragments
+            self._fits = True
             self._config = config
         self._rounds += 1
-        known = {name: one.vitals for name, one in reports.items() if one.vitals.step > 0}
-        said = without_short_of_cores(list(reports), known)
-        seconds = {name: one.longest_transfer for name, one in said.items()}
-        over = {name: took / config.sync_every / said[name].step for name, took in seconds.items()}
-        name = max(over, key=over.__getitem__, default="")
-        if self._rounds <= 2 * fragments or not self._fits or over.get(name, 0.0) <= 1:
+        known = {name: report.vitals for name, report in reports.items() if report.vitals.step > 0}
+        judged = without_short_of_cores(list(reports), known)
+        seconds = {name: vitals.longest_transfer for name, vitals in judged.items()}
+        # Seconds of the transfers of a cycle, as a share of the seconds of its steps.
+        shares = {
+            name: took / config.sync_every / judged[name].step for name, took in seconds.items()
+        }
+        name = max(shares, key=shares.__getitem__, default="")
+        if self._rounds <= 2 * fragments or not self._fits or shares.get(name, 0.0) <= 1:
             return
-        self._fits, step = False, said[name].step
+        self._fits = False
+        step = judged[name].step
         fitting = settings_that_fit(config, fragments, seconds[name], step)
         logger.warning(
             f"{name} needs {seconds[name]:.3g} s to exchange all fragments once, but has only "
@@ -140,9 +162,10 @@ class Diagnosis:
     def _write_settings(self, settings: Mapping[str, object]) -> None:
         """Write a config with which this run goes on with other settings."""
         folder = self._folder.resolve()
-        path, resumed = folder / "settings-that-fit.toml", folder.glob("config-from-step-*.toml")
+        path = folder / "settings-that-fit.toml"
+        resumed = folder.glob("config-from-step-*.toml")
         with suppress(OSError):  # a full disk
-            latest = max([folder / "config.toml", *resumed], key=lambda one: one.stat().st_mtime)
+            latest = max([folder / "config.toml", *resumed], key=lambda file: file.stat().st_mtime)
             changes = {"extends": latest.name, "run.folder": str(folder), **settings}
             lines = [f"{key} = {format_value(value)}\n" for key, value in changes.items()]
             write_whole(path, "".join(lines).encode())
@@ -158,12 +181,27 @@ class Diagnosis:
             (logger.info if verdict.over else logger.warning)(str(verdict))
         if step is not None:
             kind, culprit = verdict.cause
-            self._record(step, verdict.since, kind, culprit, verdict.evidence, over=verdict.over)
+            self._record(
+                step,
+                since=verdict.since,
+                what=kind,
+                culprit=culprit,
+                evidence=verdict.evidence,
+                over=verdict.over,
+            )
 
     def _record(
-        self, step: int, since: int, what: str, culprit: str, evidence: str, *, over: bool
+        self, step: int, *, since: int, what: str, culprit: str, evidence: str, over: bool
     ) -> None:
-        record = VerdictRecord(step, time.time(), what, culprit, since, evidence, over)
+        record = VerdictRecord(
+            step,
+            time=time.time(),
+            what=what,
+            culprit=culprit,
+            since=since,
+            evidence=evidence,
+            over=over,
+        )
         self._telemetry.files.write(record)
 
 

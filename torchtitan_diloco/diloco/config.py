@@ -163,7 +163,8 @@ Mistakes = Iterator[tuple[str, str]]
 
 def diloco_mistakes(diloco: DiLoCoConfig, *, islands: bool = False) -> Mistakes:
     """Check settings that depend on each other. `islands`: whether workers are islands."""
-    every, first = diloco.sync_every, diloco.beginning
+    every = diloco.sync_every
+    first = diloco.beginning
     if diloco.overlap.delay >= every:
         reason = f"must be smaller than diloco.sync_every = {every}; 0 waits for each exchange"
         yield "diloco.overlap.delay", reason
@@ -210,7 +211,9 @@ def advice(config: DiLoCoConfig, total_steps: int) -> list[str]:
     """Return warnings about valid settings that train badly (benchmarks/records/loss.md)."""
     if config.method == "none":
         return []
-    found, outer, every = list[str](), config.outer_optimizer, config.sync_every
+    found = list[str]()
+    outer = config.outer_optimizer
+    every = config.sync_every
     rounds = total_steps // every
     beginning = steps_of(config.beginning.length, total_steps)
     several = config.workers > 1

@@ -78,7 +78,8 @@ class LeftOut:
             NOT_FINITE: "is not finite",
             OUTLIER: f"is more than diloco.delta_norm_limit = {norm_limit:g} times its usual norm",
         }
-        first, broken = headers[0], self._broken[headers[0].fragment]
+        first = headers[0]
+        broken = self._broken[headers[0].fragment]
         left_out = [worker for worker, one in enumerate(headers) if one.flags & WENT_WRONG]
         for flag, reason in reasons.items() if set(left_out) - self._left_out else ():
             if found := [str(worker) for worker in left_out if headers[worker].flags & flag]:

@@ -91,7 +91,8 @@ def build_fragments(model: nn.Module, config: Fragments) -> tuple[Fragment, ...]
         blocks, rest = _split_blocks(model, trained, config.blocks)
         _check_size(config.layers_per_fragment, len(blocks))
         count = -(-len(blocks) // config.layers_per_fragment)
-        size, strided = -(-len(blocks) // count), config.pattern == "strided"
+        size = -(-len(blocks) // count)
+        strided = config.pattern == "strided"
         chosen = [blocks[p::count] if strided else blocks[p * size :][:size] for p in range(count)]
         groups = [
             (", ".join(name for name, _ in one), [part for _, parts in one for part in parts])
@@ -139,7 +140,8 @@ def _split_blocks(
     model: nn.Module, trained: list[Part], blocks_name: str
 ) -> tuple[list[Group], list[Part]]:
     """Return the blocks with trainable parameters, and the parameters outside the blocks."""
-    container, modules = blocks_name or _longest_module_list(model), dict(model.named_modules())
+    container = blocks_name or _longest_module_list(model)
+    modules = dict(model.named_modules())
     if container not in modules:
         raise UserError(
             f'diloco.fragments.blocks = "{container}" is not a module of the model'

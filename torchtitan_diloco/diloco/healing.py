@@ -21,7 +21,8 @@ def find_broken(
     group: dist.ProcessGroup | None,
 ) -> list[int]:
     """Return the fragments whose values or inner moments are not finite on any rank of a group."""
-    states, finite = {} if optimizer is None else optimizer.state, list[Tensor]()
+    states = {} if optimizer is None else optimizer.state
+    finite = list[Tensor]()
     for fragment in fragments:
         tensors = [part.local() for part in fragment.parts]
         for part in fragment.parts:

@@ -27,7 +27,8 @@ def state_bytes(config: DiLoCoConfig) -> int:
 def pick_state_device(fragments: Sequence[Fragment], config: DiLoCoConfig) -> torch.device:
     """Return the device of the outer state."""
     locals_ = [part.local() for fragment in fragments for part in fragment.parts]
-    device, choice = locals_[0].device, config.link.outer_state
+    device = locals_[0].device
+    choice = config.link.outer_state
     if device.type == "cpu" or choice == "cpu":
         return torch.device("cpu")
     needed = state_bytes(config) * sum(local.numel() for local in locals_)
@@ -77,7 +78,8 @@ class OuterState:
         self.outer, self.delta, *self.slots = self._buffers
         # The delta that was sent in part, as the mean replaces the other one.
         self.sent = self.slots.pop() if is_sparse else None
-        self.norms, self.outer_steps = DeltaNorms(), 0
+        self.norms = DeltaNorms()
+        self.outer_steps = 0
         self.checksum = 0
         self._block_norms: list[Tensor] = []
         self._staging: Tensor | None = None
@@ -116,14 +118,17 @@ class OuterState:
         """Start over from the model, with zero optimizer state."""
         for buffer in self._buffers:
             buffer.zero_()
-        self.norms, self._staging, self.outer_steps = DeltaNorms(), None, 0
+        self.norms = DeltaNorms()
+        self._staging = None
+        self.outer_steps = 0
         self.read_model()
 
     def resume(self, delta_norms: list[float], outer_steps: int, *, in_flight: bool) -> None:
         """Continue from loaded buffers, whose optimizer state results from this number of outer
         steps.
         `in_flight`: `delta` holds the next shared copy."""
-        self.norms, self.outer_steps = DeltaNorms(delta_norms), outer_steps
+        self.norms = DeltaNorms(delta_norms)
+        self.outer_steps = outer_steps
         self.checksum = checksum(self.delta if in_flight else self.outer)
         self._staging = self.delta.to(self.model_device) if in_flight and self._on_host else None
 
@@ -158,10 +163,12 @@ class OuterState:
     def _replace(self, copy: Tensor) -> tuple[Tensor, Tensor | None]:
         """Take the next shared copy. Return the previous one, and the next one on the model's
         device if it was staged there."""
-        before, self.outer = self.outer, copy
+        before = self.outer
+        self.outer = copy
         if copy is self.delta:
             self.delta = before
-        staged, self._staging = self._staging, None
+        staged = self._staging
+        self._staging = None
         return before, staged
 
     @torch.no_grad()
@@ -252,7 +259,8 @@ class OuterState:
         """
         config = AVERAGE if average else self._config
         self.outer_steps += not average
-        rows, mean_square = list[Tensor](), 0.0 if measured else math.nan
+        rows = list[Tensor]()
+        mean_square = 0.0 if measured else math.nan
         buffers = (self.outer, self.delta, *self.slots)
         for theta, delta, *slots in zip(*(one.split(self._block) for one in buffers), strict=True):
             if measured:

@@ -61,7 +61,9 @@ def join_workers() -> dist.ProcessGroup:
         raise UserError(
             f"there is no GPU for local rank {local} among {gpus} GPUs: start one process per GPU"
         )
-    rank, size, timeout = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), default_pg_timeout
+    rank = int(os.environ["RANK"])
+    size = int(os.environ["WORLD_SIZE"])
+    timeout = default_pg_timeout
     store = store_of_attempt(store_of_job(timeout), rank, size, timeout)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     if gpus:

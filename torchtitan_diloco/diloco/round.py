@@ -99,7 +99,8 @@ class Round:
 
     def exchange_sums(self) -> dict[str, float]:
         """Return what the exchange adds to the totals, or nothing if another process did it."""
-        traffic, seconds = self.traffic, self.ready - self.begun
+        traffic = self.traffic
+        seconds = self.ready - self.begun
         if math.isnan(seconds):
             return {}
         return {
@@ -151,7 +152,8 @@ class Meter:
 
     def take(self) -> dict[str, float]:
         self._read_spans()
-        taken, self._sums = self._sums, dict.fromkeys(self.TOTALS, 0.0)
+        taken = self._sums
+        self._sums = dict.fromkeys(self.TOTALS, 0.0)
         return taken
 
     @property
@@ -181,7 +183,8 @@ class Meter:
             self._spans.append((begin, end))
 
     def _read_spans(self) -> None:
-        spans, self._spans = self._spans, []
+        spans = self._spans
+        self._spans = []
         for begin, end in spans:
             if end.query():
                 self.expose(begin.elapsed_time(end) / 1000)

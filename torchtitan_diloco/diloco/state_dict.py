@@ -122,7 +122,8 @@ class SavedState:
     ) -> "SavedState":
         """Return zeros in host memory for the names of a checkpoint, which are then filled in
         place."""
-        parameters, saved = dict(model.named_parameters()), SavedState(facts, {})
+        parameters = dict(model.named_parameters())
+        saved = SavedState(facts, {})
         for key in names:
             kind, _, name = key.partition("/")
             if kind in KINDS:
@@ -240,7 +241,8 @@ def load(
         in_flight = []
     values = {kind: saved.kind(kind) for kind in KINDS}
     if OPTIMIZER in changed:
-        old, new = before[OPTIMIZER], settings[OPTIMIZER]
+        old = before[OPTIMIZER]
+        new = settings[OPTIMIZER]
         notes.append(f"{OPTIMIZER} was {old} and is {new}: its state starts from zero")
         values |= {kind: {} for kind in SLOTS}
         fragments = [replace(fragment, outer_steps=0) for fragment in fragments]
@@ -307,7 +309,8 @@ def apply_early(
         went_wrong = bool(fragment.flags & WENT_WRONG)
         takes_back = facts.settings.get(SPARSE) and alpha < 1 and not went_wrong
         for name in facts.layout[index]:
-            local, following = locals_[name], local_rows(name, arrived[name])
+            local = locals_[name]
+            following = local_rows(name, arrived[name])
             before = local_rows(name, shared[name])
             mixed = alpha * local.float() + (1 - alpha) * following.to(local.device)
             if takes_back:  # a new worker has sent nothing

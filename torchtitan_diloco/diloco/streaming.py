@@ -71,9 +71,13 @@ class StreamingDiLoCo:
             raise TypeError("shard_group, total_steps and seed can only be used with a gloo group")
         self.peers = peers = group
         peers.start(model, config)
-        self.config, self.fragments, self._states = peers.config, peers.fragments, peers.states
-        self._meter, self._healed = peers.meter, 0
-        self._model, self._optimizer = model, optimizer
+        self.config = peers.config
+        self.fragments = peers.fragments
+        self._states = peers.states
+        self._meter = peers.meter
+        self._healed = 0
+        self._model = model
+        self._optimizer = optimizer
 
     @property
     def step_count(self) -> int:
@@ -131,7 +135,8 @@ class StreamingDiLoCo:
         self._meter.expose(round_.taken - round_.due, (begin, state.moment()))
 
     def _apply(self, task: Apply) -> None:
-        round_, state = task.round, self._states[task.round.fragment]
+        round_ = task.round
+        state = self._states[task.round.fragment]
         round_.applied_step = self.step_count
         measured = is_measured(round_.outer_round, self.config.measure_every)
         begin = state.moment()
@@ -300,7 +305,8 @@ class DataParallel:
     exposed_seconds = 0.0
 
     def __init__(self, model: nn.Module, workers: int = 1) -> None:
-        self._model, self._workers = model, workers
+        self._model = model
+        self._workers = workers
 
     def step(self, weight: float = 1.0) -> None: ...
     def drain(self) -> None: ...

@@ -31,7 +31,8 @@ class Address:
     def parse(cls, line: str) -> "Address":
         try:
             parts = urlsplit(line.strip())
-            host, port = parts.hostname or "", parts.port or HTTPS_PORT
+            host = parts.hostname or ""
+            port = parts.port or HTTPS_PORT
         except ValueError as error:
             raise _error(line, str(error)) from None
         if parts.scheme != "https" or not host or parts.query:
@@ -52,9 +53,11 @@ class Address:
     @property
     def line(self) -> str:
         """Content of a join file."""
-        login = f"{quote(self.login, safe='')}:{quote(self.password, safe='')}@"
+        login = ""
+        if self.login:
+            login = f"{quote(self.login, safe='')}:{quote(self.password, safe='')}@"
         fingerprint = f"#{self.fingerprint}" if self.fingerprint else ""
-        return f"https://{login if self.login else ''}{self.place}/{fingerprint}"
+        return f"https://{login}{self.place}/{fingerprint}"
 
     @property
     def place(self) -> str:

@@ -14,8 +14,10 @@ T = TypeVar("T")
 ATTEMPT_SECONDS = (3.0, 6.0, 12.0, 24.0)
 """Seconds without an answer after which an attempt fails: a new connection is often faster than one
 whose packets were lost. Later attempts wait longer, because a link may be slow."""
-PAUSE, LONGEST_PAUSE = 0.1, 2.0
+PAUSE = 0.1
 """Seconds between two attempts, which double after each, plus up to half of them at random."""
+LONGEST_PAUSE = 2.0
+"""Longest of these pauses, in seconds."""
 QUIET_SECONDS = 10.0
 """Minimum seconds between two log lines about the same verb."""
 
@@ -37,7 +39,9 @@ class Attempts:
     def run(self, verb: str, name: str, call: Callable[[float], T]) -> T:
         """Return the result of `call`, which takes the seconds that an attempt waits for an
         answer."""
-        end, number, pause = time.monotonic() + self._patience, 0, PAUSE
+        end = time.monotonic() + self._patience
+        number = 0
+        pause = PAUSE
         while True:
             if self._closed.is_set():
                 raise ClosedError(f"{self._location} was closed")
@@ -52,7 +56,8 @@ class Attempts:
                         "be reached from here"
                     ) from error
                 self._closed.wait(pause * random.uniform(1.0, 1.5))
-                number, pause = number + 1, min(2 * pause, LONGEST_PAUSE)
+                number += 1
+                pause = min(2 * pause, LONGEST_PAUSE)
             else:
                 self._note_success(verb)
                 return result

@@ -20,8 +20,10 @@ from torchtitan_diloco.store.store import MOST_RAW_BYTES, Backend, Listed, Raw
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
-ANSWER_SECONDS, CONNECT_SECONDS = 60, 5
-"""Seconds for an attempt, including its content, and to connect. They apply to all attempts."""
+ANSWER_SECONDS = 60
+"""Seconds for an attempt, including its content."""
+CONNECT_SECONDS = 5
+"""Seconds to connect."""
 ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT")
 NO_BUCKET = ("NoSuchBucket", "ContainerNotFound", "bucket does not exist")
 WRONG_CLOCK = ("RequestTimeTooSkewed", "date header too old", "iat and exp")
@@ -60,7 +62,7 @@ class Bucket(Backend):
                 client_options={
                     "timeout": f"{ANSWER_SECONDS}s",
                     "connect_timeout": f"{CONNECT_SECONDS}s",
-                    "allow_http": any(one.startswith("http://") for one in endpoints),
+                    "allow_http": any(endpoint.startswith("http://") for endpoint in endpoints),
                 },
                 retry_config={"max_retries": 0},  # attempts.py repeats, and says so
             )
@@ -72,10 +74,10 @@ class Bucket(Backend):
         try:
             obstore.put(self._store, name, content, mode="create")
         except AlreadyExistsError:
-            found = self.get(name, seconds)
-            if found is None:  # deleted meanwhile, or another writer is about to create it
+            stored = self.get(name, seconds)
+            if stored is None:  # deleted meanwhile, or another writer is about to create it
                 raise PassingError("another writer is writing it") from None
-            return found.content == content
+            return stored.content == content
         except NotImplementedError as error:
             raise self._without_conditions() from error
         except (BaseError, OSError) as error:
@@ -90,13 +92,13 @@ class Bucket(Backend):
 
     def get(self, name: str, seconds: float) -> Raw | None:  # noqa: ARG002
         try:
-            found = obstore.get(self._store, name)
-            if (size := found.meta["size"]) > MOST_RAW_BYTES:
+            answer = obstore.get(self._store, name)
+            if (size := answer.meta["size"]) > MOST_RAW_BYTES:
                 raise DamagedError(
                     f"{self.location}: {name} has {size} bytes, and objects of "
                     f"a store have at most {MOST_RAW_BYTES}; delete it"
                 )
-            return Raw(bytes(found.bytes()), found.meta["last_modified"].timestamp())
+            return Raw(bytes(answer.bytes()), answer.meta["last_modified"].timestamp())
         except FileNotFoundError as error:
             if _says(error, NO_BUCKET):
                 raise self._explained("get", name, error) from error
@@ -108,15 +110,15 @@ class Bucket(Backend):
         folder, _, start = prefix.rpartition("/")  # a bucket lists whole segments
         offset = max(after, prefix[:-1]) if start else after
         try:
-            found = obstore.list(
+            objects = obstore.list(
                 self._store, folder or None, offset=offset or None, chunk_size=1000
             ).collect()
         except (BaseError, OSError) as error:
             raise self._explained("list", prefix, error) from error
         return sorted(
-            Listed(one["path"], one["size"], one["last_modified"].timestamp())
-            for one in found
-            if one["path"].startswith(prefix) and one["path"] > after
+            Listed(meta["path"], meta["size"], meta["last_modified"].timestamp())
+            for meta in objects
+            if meta["path"].startswith(prefix) and meta["path"] > after
         )
 
     def delete(self, name: str, seconds: float) -> None:  # noqa: ARG002
@@ -132,8 +134,8 @@ class Bucket(Backend):
 
     def _explained(self, verb: str, name: str, error: Exception) -> Exception:
         text = str(error).partition("\n\nDebug source:")[0]
-        found = _STATUS.search(text)
-        status = int(found[1]) if found else 0
+        match = _STATUS.search(text)
+        status = int(match[1]) if match else 0
         said = ": ".join(_SAID.findall(text)) or text.rpartition(" - ")[2]
         said = " ".join(said.split())[:300]
         remedy = LOGIN_REMEDY[self._scheme]

@@ -8,8 +8,9 @@ from datetime import datetime
 from torchtitan_diloco.user import UserError, install_command
 
 NAME = "torchtitan-diloco"
-FIRST_DAY, LAST_DAY = datetime(2020, 1, 1), datetime(2120, 1, 1)
-"""Clients with a join file ignore these, because clocks of sites differ."""
+FIRST_DAY = datetime(2020, 1, 1)
+LAST_DAY = datetime(2120, 1, 1)
+"""Clients with a join file ignore both days, because clocks of sites differ."""
 
 
 def make_certificate(

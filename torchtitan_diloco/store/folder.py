@@ -69,11 +69,11 @@ class Folder(Backend):
                         continue  # another writer was faster
                 _flush_folder(path.parent)
                 return True
-            found = self.get(name, seconds)
-            if found is None:
+            stored = self.get(name, seconds)
+            if stored is None:
                 raise PassingError("it was deleted in the meantime")
             _flush_folder(path.parent)  # whoever has linked it may be dead
-            return found.content == content
+            return stored.content == content
 
     def replace(self, name: str, content: bytes, seconds: float) -> None:  # noqa: ARG002
         with self._explain():
@@ -86,10 +86,10 @@ class Folder(Backend):
         with self._explain():
             try:
                 with (self.path / name).open("rb", buffering=0) as file:
-                    found = os.fstat(file.fileno())
-                    if found.st_size > MOST_RAW_BYTES:
-                        raise _too_large(self.location, name, found.st_size)
-                    return Raw(file.read(), found.st_mtime)
+                    status = os.fstat(file.fileno())
+                    if status.st_size > MOST_RAW_BYTES:
+                        raise _too_large(self.location, name, status.st_size)
+                    return Raw(file.read(), status.st_mtime)
             except FileNotFoundError:
                 self._check_identity()
                 return None
@@ -98,8 +98,8 @@ class Folder(Backend):
         with self._explain():
             self._check_identity()
             return sorted(
-                Listed(name, found.st_size, found.st_mtime)
-                for name, found in self._files(prefix)
+                Listed(name, status.st_size, status.st_mtime)
+                for name, status in self._files(prefix)
                 if name > after
             )
 
@@ -115,9 +115,9 @@ class Folder(Backend):
     def wait(self, prefix: str, mark: str, seconds: float) -> str:
         end = time.monotonic() + seconds
         with self._explain(), watch(self._folders(prefix)) as sleep:
-            while (found := self._mark(prefix)) == mark and (left := end - time.monotonic()) > 0:
+            while (now := self._mark(prefix)) == mark and (left := end - time.monotonic()) > 0:
                 sleep(left)
-        return found
+        return now
 
     def tidy(self) -> None:
         """Delete temporary files that are old."""
@@ -140,9 +140,9 @@ class Folder(Backend):
         self._check_identity()
         try:
             with self._open(temporary) as file:
-                rest = memoryview(content)
-                while rest:
-                    rest = rest[file.write(rest) :]
+                unwritten = memoryview(content)
+                while unwritten:
+                    unwritten = unwritten[file.write(unwritten) :]
                 os.fsync(file.fileno())
             yield temporary
         finally:
@@ -195,19 +195,19 @@ class Folder(Backend):
                     continue
                 name = f"{folder}/{entry.name}".lstrip("/")
                 with suppress(FileNotFoundError):  # it was deleted meanwhile
-                    found = entry.stat(follow_symlinks=False)
-                    if stat.S_ISDIR(found.st_mode):
+                    status = entry.stat(follow_symlinks=False)
+                    if stat.S_ISDIR(status.st_mode):
                         folders.append(name)
-                    elif stat.S_ISREG(found.st_mode):
-                        yield name, found
+                    elif stat.S_ISREG(status.st_mode):
+                        yield name, status
             start = ""  # in the folders below
 
     def _mark(self, prefix: str) -> str:
         """Return a digest of the existing files. Each file that is written gets a new number."""
         self._check_identity()
         lines = sorted(
-            f"{name} {found.st_ino} {found.st_mtime_ns} {found.st_size}"
-            for name, found in self._files(prefix)
+            f"{name} {status.st_ino} {status.st_mtime_ns} {status.st_size}"
+            for name, status in self._files(prefix)
         )
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
@@ -217,7 +217,8 @@ class Folder(Backend):
         while not folder.is_dir() and folder != self.path:
             folder = folder.parent
         with suppress(FileNotFoundError):
-            return [folder, *(Path(one.path) for one in os.scandir(folder) if one.is_dir())]
+            below = [Path(entry.path) for entry in os.scandir(folder) if entry.is_dir()]
+            return [folder, *below]
         return []
 
     # --- what may fail ----------------------------------------------------------------------------
@@ -258,8 +259,8 @@ def _too_large(location: str, name: str, size: int) -> StoreError:
 
 
 def _identity(path: Path) -> tuple[int, int]:
-    found = path.stat()
-    return found.st_dev, found.st_ino
+    status = path.stat()
+    return status.st_dev, status.st_ino
 
 
 def _flush_folder(folder: Path) -> None:

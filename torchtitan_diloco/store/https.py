@@ -41,9 +41,11 @@ from torchtitan_diloco.store.store import MOST_RAW_BYTES, SLOWEST, Backend, List
 Answer = TypeVar("Answer")
 MOST_CONNECTIONS = 64
 """Number of connections that are kept for later calls."""
-UNCONFIRMED_SECONDS, KEEPALIVE_SECONDS = 10.0, 10
-"""Seconds within which the other end must acknowledge some bytes, and seconds without a packet
-after which one is sent. A slow link acknowledges some bytes, a dead one none."""
+UNCONFIRMED_SECONDS = 10.0
+"""Seconds within which the other end must acknowledge some bytes. A slow link acknowledges some
+bytes, a dead one none."""
+KEEPALIVE_SECONDS = 10
+"""Seconds without a packet after which one is sent."""
 PIECE_BYTES = 2**14
 """Size of a TLS record. Each record that is sent has its own timeout."""
 READ_BYTES = 2**18
@@ -92,16 +94,17 @@ class Https(Backend):
         return Raw(reply.content, self._modified(reply, float(reply.headers[MODIFIED])))
 
     def list(self, prefix: str, after: str, seconds: float) -> list[Listed]:
-        found = list[Listed]()
+        objects = list[Listed]()
         while True:
             question = urlencode({"prefix": prefix, "after": after})
             reply = self._ask("GET", f"{LIST_ROUTE}?{question}", seconds, most=MOST_REPLY_BYTES)
             self._expect(reply, 200)
             page = self._decode(reply, Listing)
-            for one in page.objects:
-                found.append(one._replace(modified=self._modified(reply, one.modified)))
+            for listed in page.objects:
+                modified = self._modified(reply, listed.modified)
+                objects.append(listed._replace(modified=modified))
             if not page.objects or not page.more:
-                return found
+                return objects
             after = page.objects[-1].name
 
     def delete(self, name: str, seconds: float) -> None:
@@ -144,7 +147,7 @@ class Https(Backend):
                 preload_content=False,
                 redirect=False,
             )
-            raw = self._read(reply, route, seconds, most)
+            raw = self._read(reply, route, seconds=seconds, most=most)
         except (HTTPError, OSError) as error:
             if reply is not None:
                 reply.close()  # not to be used again
@@ -153,9 +156,11 @@ class Https(Backend):
         return _Reply(reply.status, reply.headers, raw)
 
     def _read(
-        self, reply: urllib3.BaseHTTPResponse, route: str, seconds: float, most: int
+        self, reply: urllib3.BaseHTTPResponse, route: str, *, seconds: float, most: int
     ) -> bytes:
-        end, size = time.monotonic() + seconds + most / SLOWEST, 0
+        """Return the content of a reply. Raise an error if it has more than `most` bytes."""
+        end = time.monotonic() + seconds + most / SLOWEST
+        size = 0
         pieces = list[bytes]()
         for piece in reply.stream(READ_BYTES, decode_content=False):
             pieces.append(piece)

@@ -21,8 +21,10 @@ from torchtitan_diloco.store.store import MOST_BYTES, Entry, Store
 
 T = TypeVar("T")
 Result = TypeVar("Result")
-_WHOLE, _CUT = b"\0", b"\1"
-"""First byte of an object: either the content follows, or the description of its chunks."""
+_WHOLE = b"\0"
+"""First byte of an object whose content follows."""
+_CUT = b"\1"
+"""First byte of an object that contains the description of its chunks."""
 CHUNK_BYTES = MOST_BYTES
 MOST_CHUNKS = 100_000
 """Maximum number of chunks, whose names a reader keeps in memory and which have five digits."""
@@ -49,7 +51,8 @@ class LargeObjects:
     def __init__(self, store: Store, streams: int, chunk_bytes: int = CHUNK_BYTES) -> None:
         """`streams`: number of chunks in flight at a time, each over a separate connection."""
         assert 0 < chunk_bytes <= CHUNK_BYTES
-        self._store, self._chunk_bytes = store, chunk_bytes
+        self._store = store
+        self._chunk_bytes = chunk_bytes
         self._pool = ThreadPoolExecutor(streams, thread_name_prefix="store")
 
     def create(
@@ -71,13 +74,15 @@ class LargeObjects:
         checksums = self._map(checksum, pieces)
         root = _root_of(checksums)
         names = chunk_names(name, root, len(pieces))
-        stored = {one.name: one.size for one in self._chunks(name, root)} if resume else {}
+        stored = dict[str, int]()
+        if resume:
+            stored = {chunk.name: chunk.size for chunk in self._chunks(name, root)}
 
         def store_chunk(number: int) -> None:
             piece = pieces[number]
-            if stored.get(names[number]) != len(piece) and not self._store.create(
-                names[number], piece, checksums[number]
-            ):
+            if stored.get(names[number]) == len(piece):
+                return
+            if not self._store.create(names[number], piece, known=checksums[number]):
                 raise DamagedError(
                     f"{self._store.location}: the bytes of {names[number]} do not "
                     "match the hash in its name; delete it"
@@ -105,17 +110,19 @@ class LargeObjects:
                 f"but at most {most} are expected"
             )
         content = bytearray(head.size)
-        names, checksums = head.names(name), [b""] * len(head.names(name))
+        names = head.names(name)
+        checksums = [b""] * len(names)
 
         def fetch_chunk(number: int) -> None:
-            found = self._store.get(names[number])
+            chunk = self._store.get(names[number])
             place = f"{self._store.location}: chunk {number + 1} of {len(names)} of {name}"
-            if found is None:
+            if chunk is None:
                 raise _MissingError(f"{place} is missing")
             room = memoryview(content)[number * head.chunk_bytes :][: head.chunk_bytes]
-            if len(found.content) != len(room):
-                raise DamagedError(f"{place} has {len(found.content)} bytes, not {len(room)}")
-            room[:], checksums[number] = found.content, found.checksum
+            if len(chunk.content) != len(room):
+                raise DamagedError(f"{place} has {len(chunk.content)} bytes, not {len(room)}")
+            room[:] = chunk.content
+            checksums[number] = chunk.checksum
 
         try:
             self._map(fetch_chunk, range(len(names)))
@@ -132,7 +139,7 @@ class LargeObjects:
     def delete(self, name: str) -> None:
         """Delete an object, and then its chunks, including those of an interrupted writer."""
         self._store.delete(name)
-        self._map(self._store.delete, [one.name for one in self._chunks(name)])
+        self._map(self._store.delete, [chunk.name for chunk in self._chunks(name)])
 
     def close(self) -> None:
         """Drop the chunks that wait for a connection. Chunks in flight end with the store."""
@@ -151,13 +158,13 @@ class LargeObjects:
 
     def _head(self, name: str) -> _Head | bytearray | None:
         """Return the description of the chunks, or the content itself."""
-        found = self._store.get(name)
-        if found is None:
+        stored = self._store.get(name)
+        if stored is None:
             return None
-        if found.content.startswith(_WHOLE):
-            return bytearray(memoryview(found.content)[1:])
+        if stored.content.startswith(_WHOLE):
+            return bytearray(memoryview(stored.content)[1:])
         try:
-            head = msgspec.json.decode(found.content[1:], type=_Head)
+            head = msgspec.json.decode(stored.content[1:], type=_Head)
             if not (
                 0 < head.chunk_bytes <= min(head.size, CHUNK_BYTES)
                 and head.size <= MOST_CHUNKS * head.chunk_bytes
@@ -171,8 +178,8 @@ class LargeObjects:
 
     def _chunks(self, name: str, root: str = "") -> list[Entry]:
         """Return the chunks of a name that are stored."""
-        found = self._store.list(f"{name}.{root}")
-        return [one for one in found if _CHUNK.fullmatch(one.name[len(name) :])]
+        entries = self._store.list(f"{name}.{root}")
+        return [entry for entry in entries if _CHUNK.fullmatch(entry.name[len(name) :])]
 
     def _map(self, function: Callable[[T], Result], values: Iterable[T]) -> list[Result]:
         """Call a function for each value, `streams` at a time. Raise the first error at once."""

@@ -53,8 +53,8 @@ def is_bucket(location: str) -> bool:
 
 
 def _backend(location: str, credentials: Mapping[str, str], *, make: bool) -> Backend:
-    scheme, found, rest = location.partition("://")
-    if found and scheme in BUCKETS:
+    scheme, separator, after = location.partition("://")
+    if separator and scheme in BUCKETS:
         try:
             from torchtitan_diloco.store.bucket import Bucket
         except ImportError:
@@ -62,10 +62,10 @@ def _backend(location: str, credentials: Mapping[str, str], *, make: bool) -> Ba
         return Bucket(location, credentials)
     if credentials:
         raise RefusedError(f"{location[:80]}: only buckets take credentials; remove them")
-    if found and scheme == "https":
+    if separator and scheme == "https":
         return _https(Address.parse(location))
-    if found:
-        place = f"{scheme[:20]}://{rest.rpartition('@')[2][:80]}"
+    if separator:
+        place = f"{scheme[:20]}://{after.rpartition('@')[2][:80]}"
         raise RefusedError(f"{place}: there is no such kind of store; give {KINDS}")
     if not location:
         raise RefusedError(f"the location of a store is empty; give {KINDS}")

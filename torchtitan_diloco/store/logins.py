@@ -42,7 +42,8 @@ class Logins:
     def __init__(self, folder: Path) -> None:
         """Create the certificate and the list if they do not exist."""
         self._folder = folder / OWN_FOLDER
-        self.certificate, self.key = self._folder / "certificate.pem", self._folder / "key.pem"
+        self.certificate = self._folder / "certificate.pem"
+        self.key = self._folder / "key.pem"
         self._path = self._folder / "logins.json"
         with self._files():
             self._folder.mkdir(mode=0o700, exist_ok=True)
@@ -69,7 +70,8 @@ class Logins:
     def set_address(self, address: str, port: int) -> None:
         """Set the address at which sites reach the server, and rewrite their join files."""
         with self._change() as file:
-            file.address, file.port = address, port
+            file.address = address
+            file.port = port
             for name in file.logins:
                 self._write_join_file(file, name)
 
@@ -154,8 +156,8 @@ class Logins:
 
     def _state(self) -> tuple[int, int, int]:
         """Return a value that changes whenever the list is written."""
-        found = self._path.stat()
-        return found.st_mtime_ns, found.st_ino, found.st_size
+        status = self._path.stat()
+        return status.st_mtime_ns, status.st_ino, status.st_size
 
     def _save(self, file: _File) -> None:
         with self._files():

@@ -4,7 +4,8 @@ import re
 
 from torchtitan_diloco.store.errors import StoreError
 
-MOST_SEGMENTS, MOST_CHARACTERS = 6, 300
+MOST_SEGMENTS = 6
+MOST_CHARACTERS = 300
 _SEGMENT = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,149}"
 _NAME = re.compile(rf"{_SEGMENT}(?:/{_SEGMENT})*")
 _PREFIX = re.compile(rf"(?:{_SEGMENT}/)*(?:{_SEGMENT})?")

@@ -18,8 +18,11 @@ import msgspec
 
 from torchtitan_diloco.store.store import Listed
 
-OBJECT_ROUTE, LIST_ROUTE, WAIT_ROUTE = "/store/object/", "/store/list", "/store/wait"
-NOW, MODIFIED = "Store-Now", "Store-Modified"
+OBJECT_ROUTE = "/store/object/"
+LIST_ROUTE = "/store/list"
+WAIT_ROUTE = "/store/wait"
+NOW = "Store-Now"
+MODIFIED = "Store-Modified"
 MOST_LISTED = 5000
 """Maximum number of objects in a reply."""
 MOST_REPLY_BYTES = 2**22

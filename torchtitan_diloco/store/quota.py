@@ -39,7 +39,8 @@ class Quotas:
     """
 
     def __init__(self, folder: Folder, quota: Quota) -> None:
-        self._folder, self._quota = folder, quota
+        self._folder = folder
+        self._quota = quota
         self._lock = threading.Lock()
         self._used: dict[str, _Used] = {}
 
@@ -81,9 +82,9 @@ class Quotas:
 
     def _count(self, login: str) -> _Used:
         sizes = [
-            one.size
+            listed.size
             for prefix in prefixes_of(login)
-            for one in self._folder.list(prefix, "", COUNT_SECONDS)
-            if may_create(one.name, login, owner=False)
+            for listed in self._folder.list(prefix, "", COUNT_SECONDS)
+            if may_create(listed.name, login, owner=False)
         ]
         return _Used(objects=len(sizes), bytes=sum(sizes), counted=time.monotonic())

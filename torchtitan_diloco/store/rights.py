@@ -20,8 +20,8 @@ def may_replace(name: str, login: str) -> bool:
 
     A note is named after the whole login: what follows the last "-" is of one start of an island.
     """
-    found = _NOTE.fullmatch(name)
-    return found is not None and found["login"] == login
+    note = _NOTE.fullmatch(name)
+    return note is not None and note["login"] == login
 
 
 def parts_of(login: str) -> str:

@@ -91,10 +91,12 @@ class Server:
         routes: Iterable[web.RouteDef] = (),
     ) -> None:
         """`port`: 0 for a free one. `routes`: additional pages, which need no login."""
-        self.folder, self.logins = Folder(folder), Logins(folder)
+        self.folder = Folder(folder)
+        self.logins = Logins(folder)
         Store(self.folder).self_test("")
         self._quotas = Quotas(self.folder, quota or Quota())
-        self._host, self.port = host, port
+        self._host = host
+        self.port = port
         self._watches = Watches(self.folder)
         self._disk = ThreadPoolExecutor(DISK_THREADS, thread_name_prefix="disk")
         self._app = web.Application(client_max_size=MOST_RAW_BYTES, middlewares=[self._answer])
@@ -199,32 +201,34 @@ class Server:
     async def _get(self, request: web.Request) -> web.StreamResponse:
         self._caller(request)
         name = _name_in(request)
-        found = await self._on_disk(lambda: self.folder.get(name, FOLDER_SECONDS))
-        if found is None:
+        stored = await self._on_disk(lambda: self.folder.get(name, FOLDER_SECONDS))
+        if stored is None:
             raise web.HTTPNotFound(text="there is none")
-        return web.Response(body=found.content, headers={MODIFIED: f"{found.modified:.6f}"})
+        return web.Response(body=stored.content, headers={MODIFIED: f"{stored.modified:.6f}"})
 
     async def _create(self, request: web.Request) -> web.StreamResponse:
-        caller, name = self._caller(request), _name_in(request)
-        self._check_right(
-            may_create(name, caller.name, owner=caller.login.owner), caller, name, "create"
-        )
+        caller = self._caller(request)
+        name = _name_in(request)
+        may = may_create(name, caller.name, owner=caller.login.owner)
+        self._check_right(may, caller=caller, name=name, verb="create")
         content = await self._body(request, caller, name)
         made = await self._on_disk(lambda: self.folder.create(name, content, FOLDER_SECONDS))
         return web.Response(status=201 if made else 409)
 
     async def _replace(self, request: web.Request) -> web.StreamResponse:
-        caller, name = self._caller(request), _name_in(request)
-        self._check_right(may_replace(name, caller.name), caller, name, "replace")
+        caller = self._caller(request)
+        name = _name_in(request)
+        may = may_replace(name, caller.name)
+        self._check_right(may, caller=caller, name=name, verb="replace")
         content = await self._body(request, caller, name)
         await self._on_disk(lambda: self.folder.replace(name, content, FOLDER_SECONDS))
         return web.Response(status=201)
 
     async def _delete(self, request: web.Request) -> web.StreamResponse:
-        caller, name = self._caller(request), _name_in(request)
-        self._check_right(
-            may_create(name, caller.name, owner=caller.login.owner), caller, name, "delete"
-        )
+        caller = self._caller(request)
+        name = _name_in(request)
+        may = may_create(name, caller.name, owner=caller.login.owner)
+        self._check_right(may, caller=caller, name=name, verb="delete")
         await self._on_disk(lambda: self.folder.delete(name, FOLDER_SECONDS))
         return web.Response(status=204)
 
@@ -232,8 +236,8 @@ class Server:
         self._caller(request)
         prefix = check_prefix(request.query.get("prefix", ""))
         after = check_prefix(request.query.get("after", ""))
-        found = await self._on_disk(lambda: self.folder.list(prefix, after, FOLDER_SECONDS))
-        page = Listing(objects=found[:MOST_LISTED], more=len(found) > MOST_LISTED)
+        objects = await self._on_disk(lambda: self.folder.list(prefix, after, FOLDER_SECONDS))
+        page = Listing(objects=objects[:MOST_LISTED], more=len(objects) > MOST_LISTED)
         return web.Response(body=msgspec.json.encode(page), content_type="application/json")
 
     async def _wait(self, request: web.Request) -> web.StreamResponse:
@@ -246,7 +250,7 @@ class Server:
         mark = await self._watches.wait(prefix, request.query.get("mark", ""), seconds)
         return web.Response(body=msgspec.json.encode(Mark(mark)), content_type="application/json")
 
-    def _check_right(self, may: bool, caller: Caller, name: str, verb: str) -> None:
+    def _check_right(self, may: bool, *, caller: Caller, name: str, verb: str) -> None:
         if not may:
             raise web.HTTPForbidden(
                 text=f"login {caller.name} has no permission to {verb} {name}: "

@@ -128,18 +128,23 @@ class Store:
         raw = self._attempts.run("get", name, lambda seconds: self.backend.get(name, seconds))
         if raw is None:
             return None
-        content, found = unseal(f"{self.location}: {name}", raw.content)
-        return Found(content, self._age(raw.modified), found)
+        content, digest = unseal(f"{self.location}: {name}", raw.content)
+        return Found(content, age=self._age(raw.modified), checksum=digest)
 
     def list(self, prefix: str, after: str = "") -> list[Entry]:
         """Return the sorted objects whose names start with `prefix` and follow `after`."""
         check_prefix(prefix)
         check_prefix(after)
-        found = self._attempts.run(
+        objects = self._attempts.run(
             "list", prefix, lambda seconds: self.backend.list(prefix, after, seconds)
         )
         return [
-            Entry(one.name, max(0, one.size - SEAL_BYTES), self._age(one.modified)) for one in found
+            Entry(
+                listed.name,
+                size=max(0, listed.size - SEAL_BYTES),
+                age=self._age(listed.modified),
+            )
+            for listed in objects
         ]
 
     def delete(self, name: str) -> None:
@@ -172,7 +177,8 @@ class Store:
 
         `prefix`: where this login may write.
         """
-        name, nonce = f"{prefix}test-{secrets.token_hex(8)}", secrets.token_bytes(8)
+        name = f"{prefix}test-{secrets.token_hex(8)}"
+        nonce = secrets.token_bytes(8)
         first = self.create(name, nonce)
         try:
             second = self.create(name, nonce + b"another")

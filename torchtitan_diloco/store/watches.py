@@ -44,7 +44,8 @@ class Watches:
 
     async def _keep(self, prefix: str) -> None:
         """Watch a prefix as long as a client waits."""
-        watch, loop = self._watches[prefix], asyncio.get_running_loop()
+        watch = self._watches[prefix]
+        loop = asyncio.get_running_loop()
         try:
             idle = 0
             while idle < 3:  # clients wait again and again
