@@ -14,8 +14,8 @@ from tests.launch.stand_in import is_alive
 
 START = """
 import functools, sys
-from torchtitan_diloco import launch, log
-log.run_and_exit(functools.partial(launch.main, module="stand_in"), sys.argv[1:])
+from torchtitan_diloco import launch, process
+process.run_and_exit(functools.partial(launch.main, module="stand_in"), sys.argv[1:])
 """
 PATIENCE_SECONDS = 200.0
 LAUNCHER_VARIABLES = re.compile(
