@@ -34,9 +34,13 @@ class Vitals(NamedTuple):
 
 
 NOTHING_SAID = Vitals()
-STOPPED, HUNG, STUCK = "stopped", "hung outside communication", "hung in communication"
-"""Why a worker is missing: it does not answer or sends no heartbeats; it does, but completes no
-step; or only its payload does not arrive."""
+# Why a worker is missing.
+STOPPED = "stopped"
+"""It does not answer, or sends no heartbeats."""
+HUNG = "hung outside communication"
+"""It answers, but completes no step."""
+STUCK = "hung in communication"
+"""Only its payload does not arrive."""
 
 
 class Signs(NamedTuple):
