@@ -76,7 +76,7 @@ class Fragment:
 
     @property
     def megabytes(self) -> float:
-        """Size in fp32."""
+        """Size in fp32, in megabytes."""
         return 4e-6 * self.parameters
 
 

@@ -18,11 +18,12 @@ class Schedule:
     """
 
     sync_every: int
-    """H."""
+    """Steps of a cycle (H)."""
     fragments: int
-    """P."""
+    """Number of fragments (P)."""
     delay: int
-    """tau < H. If it exceeds the distance of two sends, several fragments are in flight."""
+    """Steps from a send to its apply (tau < H). If they exceed the distance of two sends, several
+    fragments are in flight."""
     beginning_steps: int = 0
     """Number of steps with `beginning_every` as H and without delay."""
     beginning_every: int = 1

@@ -195,7 +195,7 @@ def save(
         if state.outer.is_cuda:
             torch.cuda.current_stream(state.outer.device).synchronize()
         for kind, copied in copies.items():
-            saved.tensors |= named(kind, state, copied, mesh)
+            saved.tensors |= named(kind, state, copied, mesh=mesh)
         saved.facts.fragments.append(fragment)
     return saved
 

@@ -80,7 +80,7 @@ class Report(NamedTuple):
 
     vitals: Vitals = Vitals()
     flags: int = 0
-    """Of its delta."""
+    """Flags of its delta."""
     absent: str = ""
     """Why the worker does not take part in rounds."""
     evidence: str = ""
