@@ -61,7 +61,7 @@ def process_groups() -> int:
         for node in TREES["distributed.world"].body
         if isinstance(node, ast.FunctionDef) and node.name == "join_world"
     )
-    creates = {"init_process_group", "_own_group", "_watch"}
+    creates = {"init_process_group", "_own_group", "_watch_peers"}
     calls = (node.func for node in ast.walk(join) if isinstance(node, ast.Call))
     return sum(ast.unparse(call).rpartition(".")[2] in creates for call in calls)
 

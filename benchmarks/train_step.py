@@ -83,7 +83,7 @@ def build_trainer_loop(config: Config) -> tuple[Trainer, Batches, Loop]:
         numbers = telemetry.numbers(agreement_seconds=0.0)
         if trainer.step % config.metrics.log_every == 0:
             sums = PendingSum(world, [0.0, 0.0, *numbers], "in a benchmark")
-            telemetry.open(trainer.step, trainer.lr, sums)
+            telemetry.open_record(trainer.step, trainer.lr, sums)
         telemetry.publish()
 
     return trainer, batches, step

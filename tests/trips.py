@@ -79,7 +79,7 @@ def trips() -> dict[str, Trip]:
         "A checkpoint that is loaded": Trip((resume.find_start, resume.restore)),
         "A setting": Trip((load_config,)),
         "A metric": Trip(
-            (Telemetry.measure, Telemetry.open, Telemetry.publish, log_summary),
+            (Telemetry.measure, Telemetry.open_record, Telemetry.publish, log_summary),
             (Trainer.train_step,),
         ),
     }

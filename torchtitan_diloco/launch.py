@@ -25,8 +25,8 @@ from torchtitan_diloco.nodes import (
     Nodes,
     check_endpoint,
     read_nodes,
+    read_whole_number,
     wait_for_first_node,
-    whole_number,
 )
 from torchtitan_diloco.process import STOP_SIGNALS, run_and_exit
 from torchtitan_diloco.user import FENCED, USER_ERROR, WORKER_LOST, UserError, cause_of
@@ -62,7 +62,7 @@ def main(arguments: list[str], module: str = "torchtitan_diloco.train") -> int:
         config = from_command_line(arguments)
         nodes = read_nodes(os.environ)
         for key, minimum in NUMBERS.items():
-            whole_number(os.environ, key, minimum)
+            read_whole_number(os.environ, key, minimum)
         if nodes.total > 1:
             check_endpoint(nodes)
         from torchtitan_diloco.preflight import check_inputs
@@ -70,7 +70,7 @@ def main(arguments: list[str], module: str = "torchtitan_diloco.train") -> int:
         check_inputs(config)
         if config.islands.local:
             return run_local_islands(config, arguments)
-        launch, arguments = prepare(config, nodes, arguments)
+        launch, arguments = configure_torchrun(config, nodes, arguments)
     except BrokenPipeError:  # `--help | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -84,7 +84,8 @@ def main(arguments: list[str], module: str = "torchtitan_diloco.train") -> int:
     try:
         if nodes.total > 1:
             wait_for_first_node(nodes, config.distributed.init_timeout_seconds, _say)
-        elastic_launch(launch, sys.executable)("-u", "-m", module, *arguments)
+        start_ranks = elastic_launch(launch, sys.executable)
+        start_ranks("-u", "-m", module, *arguments)
     except ChildFailedError as error:
         code, text = describe_failures(error.failures)
         return _fail(text, code)
@@ -161,18 +162,21 @@ def processes_of_node(config: Config, nodes: int) -> int:
     gpus = 0 if config.run.device == "cpu" else torch.cuda.device_count()
     wanted = config.workers_of_job * max(1, config.parallel.fsdp)
     by_settings = gpus if gpus and not config.parallel.fsdp else -(-wanted // nodes)
-    processes = whole_number(os.environ, "NPROC") or by_settings
+    processes = read_whole_number(os.environ, "NPROC") or by_settings
     split_world(processes * nodes, config.workers_of_job, config.parallel.fsdp)
     accumulation(config.training, processes * nodes)
     return processes
 
 
-def prepare(config: Config, nodes: Nodes, arguments: list[str]) -> tuple["LaunchConfig", list[str]]:
+def configure_torchrun(
+    config: Config, nodes: Nodes, arguments: list[str]
+) -> tuple["LaunchConfig", list[str]]:
     """Return torchrun's configuration and the arguments of the ranks."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig
 
-    count, is_local = nodes.total, nodes.is_local
+    count = nodes.total
+    is_local = nodes.is_local
     processes = processes_of_node(config, count)
     rendezvous: dict[str, Any] = {"timeout": config.distributed.init_timeout_seconds}
     if count > 1:
@@ -188,9 +192,9 @@ def prepare(config: Config, nodes: Nodes, arguments: list[str]) -> tuple["Launch
     # A variable, as LaunchConfig has it only from torch 2.12 on. Before, 30 s are fixed.
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_SECONDS))
     handled = [
-        one.name
-        for one in (*STOP_SIGNALS, *NOT_AGAIN.values())
-        if signal.getsignal(one) is not signal.SIG_IGN  # as under nohup
+        number.name
+        for number in (*STOP_SIGNALS, *NOT_AGAIN.values())
+        if signal.getsignal(number) is not signal.SIG_IGN  # as under nohup
     ]
     launch = LaunchConfig(
         min_nodes=count,
@@ -238,7 +242,7 @@ def describe_failures(failures: "Mapping[int, ProcessFailure]") -> tuple[int, st
     asked to stop nor lost another one, if there is one.
     """
     codes = {rank: failure.exitcode for rank, failure in failures.items()}
-    consequences = WORKER_LOST, -signal.SIGTERM
+    consequences = (WORKER_LOST, -signal.SIGTERM)
     causes = {rank: code for rank, code in codes.items() if code not in consequences}
     rank, code = next(iter((causes or codes).items()))
     if code > 0:

@@ -42,8 +42,8 @@ class Nodes(NamedTuple):
 
 def read_nodes(environment: Mapping[str, str]) -> Nodes:
     """Return the number of nodes, the number of this one, and their rendezvous endpoint."""
-    count = whole_number(environment, "NNODES")
-    rank = whole_number(environment, "NODE_RANK", 0)
+    count = read_whole_number(environment, "NNODES")
+    rank = read_whole_number(environment, "NODE_RANK", minimum=0)
     endpoint = environment.get("RDZV_ENDPOINT", "")
     if count == 1 or not (count or endpoint or rank):
         return Nodes()
@@ -68,7 +68,7 @@ def read_nodes(environment: Mapping[str, str]) -> Nodes:
     return Nodes(total=count, rank=rank, endpoint=endpoint)
 
 
-def whole_number(environment: Mapping[str, str], key: str, minimum: int = 1) -> int | None:
+def read_whole_number(environment: Mapping[str, str], key: str, minimum: int = 1) -> int | None:
     """Return a variable's value, or None if it is not set."""
     value = environment.get(key, "").strip()
     if value and (not value.isdecimal() or int(value) < minimum):

@@ -73,11 +73,13 @@ def join(config: Config) -> World:
     except torch.AcceleratorError:  # for example, a GPU that is in use
         raise
     except RuntimeError as error:
-        key, interface = "diloco.link.interface", config.diloco.link.interface
+        key = "diloco.link.interface"
+        interface = config.diloco.link.interface
         if not interface and (interface := os.environ.get(GLOO_INTERFACE, "")):
             key = GLOO_INTERFACE
+        interface = interface or "default"
         raise RanksLostError(
-            f"could not connect to all other processes over the {interface or 'default'} interface "
+            f"could not connect to all other processes over the {interface} interface "
             f"(failed after {time.monotonic() - started:.0f} s, distributed.init_timeout_seconds = "
             f"{config.distributed.init_timeout_seconds}): if no other console has an earlier "
             f"error, set {key} to one that leads to the other nodes, and open its "

@@ -150,7 +150,7 @@ class Trainer:
         config = self.config
         folder = Path(config.run.folder).expanduser()
         own_folder = folder_of_worker(folder, self.world.worker)
-        lock = claim_run_folder(self.world, folder, self.start, self.toml)
+        lock = claim_run_folder(self.world, folder, start=self.start, toml=self.toml)
         for line in (f"{'folder':<10} {folder}", *self.outer.describe()):
             logger.info(line)
         self._resume()
@@ -184,11 +184,13 @@ class Trainer:
                 if saves or telemetry.is_due(after):
                     sums = stop.ask(self.step, numbers)
                     progress = self.course.progress
-                    telemetry.open(self.step, self.lr, sums, progress, phase=self.data.phase)
+                    telemetry.open_record(
+                        self.step, lr=self.lr, sums=sums, run=progress, phase=self.data.phase
+                    )
                 # A resumed run does not repeat the steps before its checkpoint: write them now.
                 telemetry.publish(all=saves or validates or after.stops)
                 if validates:
-                    telemetry.pause(self.validator.validate(self.step, telemetry))
+                    telemetry.exclude_pause(self.validator.validate(self.step, telemetry))
                 self.course.note(telemetry.loss, self.validator.validated)
                 if saves:
                     paused = checkpointer.save(self.step, self.course.tokens)
@@ -231,16 +233,19 @@ class Trainer:
         epochs = self.data.epochs(self.plan, self.data.position, self.step)
         log_summary(
             telemetry,
-            folder,
-            self.step,
-            self.validator.validated,
+            folder=folder,
+            step=self.step,
+            validated=self.validator.validated,
             has_control=has_control,
             epochs=epochs_text(epochs) if is_alone else "",
         )
 
     def train_step(self, batches: Iterator[Batch]) -> StepResult:
         self.course.step += 1
-        config, plan, fsdp = self.config.training, self.plan, self.world.group(FSDP)
+        """Train this worker on the micro-batches of one step, then step the outer loop."""
+        config = self.config.training
+        plan = self.plan
+        fsdp = self.world.group(FSDP)
         factor = lr_factor(self.course.scheduled_step, plan.total_steps, self.config.lr_schedule)
         self.lr = self.config.optimizer.lr * factor
         set_lr(self.optimizer, factor)
@@ -274,16 +279,21 @@ class Trainer:
         place = self.course.join(self.data.position)
         for note in place.planned_from.notes:
             logger.info(f"  {note}")
-        self.data.begin(self.plan, place.first_sample, place.planned_from, place.stream)
+        self.data.begin(
+            self.plan,
+            first_sample=place.first_sample,
+            planned_from=place.planned_from,
+            stream=place.stream,
+        )
 
     def _open_telemetry(self, folder: Path) -> Telemetry:
         telemetry = Telemetry(
-            self.config.metrics,
-            self.world,
-            folder,
-            self.plan,
-            self.outer,
-            self.start.step,
+            config=self.config.metrics,
+            world=self.world,
+            folder=folder,
+            plan=self.plan,
+            outer=self.outer,
+            step=self.start.step,
             flops_per_token=self.flops_per_token,
             settings=flat_settings(portable(self.config)),
             run=self.course.run,
@@ -306,12 +316,12 @@ class Trainer:
             run=self.run_identity,
         )
         return Checkpointer(
-            self.config.checkpoint,
-            folder,
-            self.world,
-            self.model,
-            self.optimizer,
-            self.outer,
+            config=self.config.checkpoint,
+            folder=folder,
+            world=self.world,
+            model=self.model,
+            optimizer=self.optimizer,
+            outer=self.outer,
             about=about,
             parts={"data": self.data, "validator": self.validator, "telemetry": telemetry},
             mirror=self.mirror,
@@ -336,13 +346,16 @@ class Trainer:
     # --- parts ------------------------------------------------------------------------------------
 
     def _build_model(self) -> None:
-        config, device, counts = self.config, self.world.device, parameter_counts(self.model)
+        """Plan the run, and shard the model, allocate it and fill it with its first weights."""
+        config = self.config
+        device = self.world.device
+        counts = parameter_counts(self.model)
         start_step, start_tokens = counted_before(config, self.start.manifest)
         self.plan = plan_run(
             config.training,
-            self.ranks,
-            counts["total"],
-            counts["embedding"],
+            ranks=self.ranks,
+            parameters=counts["total"],
+            embedding_parameters=counts["embedding"],
             start_step=start_step,
             start_tokens=start_tokens,
             muon=config.optimizer.name == "muon",
@@ -350,7 +363,8 @@ class Trainer:
         model = f"{config.model.flavor}, {describe(self.model)}, vocabulary {self.vocab_size:,}"
         data = f"{self.data.description}, tokenizer {self.tokenizer.name}"
         epochs = self.data.epochs(self.plan, self.data.position, self.plan.total_steps)
-        log_plan(self.plan, config, self.world, model, data, epochs)  # before memory is allocated
+        # Before memory is allocated, as it raises if the run does not fit.
+        log_plan(self.plan, config, self.world, model=model, data=data, epochs=epochs)
         if config.model.document_mask and self.world.is_first:
             for warning in self.data.long_documents():
                 logger.warning(warning)
@@ -381,7 +395,9 @@ class Trainer:
         from torchtitan_diloco.island_course import IslandCourse  # a job needs nothing of islands
 
         identity = self.data.common_facts | {"tokenizer": self.tokenizer.fingerprint}
-        return IslandCourse(self.config, self.plan, self.world, self.start.step, identity)
+        return IslandCourse(
+            self.config, self.plan, self.world, step=self.start.step, identity=identity
+        )
 
     def _build_outer_loop(self) -> OuterLoop:
         config = self.config.diloco
@@ -400,9 +416,16 @@ class Trainer:
                 config, self.tokenizer, self.world, each_worker_has_its_own=is_own
             )
             held_out = [corpus.in_memory() for corpus in opened]
-        return Validator(config.validation.every, self.model, held_out, self.world, self.outer)
+        return Validator(
+            every=config.validation.every,
+            model=self.model,
+            held_out=held_out,
+            world=self.world,
+            outer=self.outer,
+        )
 
     def _agree(self) -> None:
+        """Raise unless all ranks have the same settings, data, weights and code."""
         settings = flat_settings(self.config).items()
         facts = {key: str(value) for key, value in settings if key not in OWN_SETTINGS}
         facts |= {key: str(fact) for key, fact in self.data.common_facts.items()}

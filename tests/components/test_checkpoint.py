@@ -43,7 +43,7 @@ from torchtitan_diloco.components.checkpoint import (
     write_tensors,
 )
 from torchtitan_diloco.components.resume import (
-    Answer,
+    CheckedStep,
     SavedTensors,
     Start,
     claim_run_folder,
@@ -333,28 +333,28 @@ def test_the_newest_checkpoint_that_is_not_damaged_is_taken(
         find_start(ALONE, "/nowhere", str(tmp_path / "other"))
 
 
-def saved(workers: int, save: int = 1) -> Answer:
-    return Answer(replace(EMPTY, workers=workers, save=save))
+def saved(workers: int, save: int = 1) -> CheckedStep:
+    return CheckedStep(replace(EMPTY, workers=workers, save=save))
 
 
 @pytest.mark.parametrize(
     ("answers", "holders", "problem"),
     [
         ([saved(2), saved(2)], [0, 1], ""),
-        ([saved(2), Answer()], [0], ""),  # worker 1 has lost its disk
-        ([Answer(), saved(2)], [1], ""),
+        ([saved(2), CheckedStep()], [0], ""),  # worker 1 has lost its disk
+        ([CheckedStep(), saved(2)], [1], ""),
         ([saved(3), saved(3)], [0, 1], ""),  # there is no worker 2 any more
-        ([saved(2), saved(2), Answer()], [0, 1], ""),  # worker 2 is new
-        ([saved(2), saved(2), Answer(problem="gone")], [0, 1], ""),  # or was there before
+        ([saved(2), saved(2), CheckedStep()], [0, 1], ""),  # worker 2 is new
+        ([saved(2), saved(2), CheckedStep(problem="gone")], [0, 1], ""),  # or was there before
         ([saved(2), saved(2, save=2)], [0, 1], "several saves"),
         ([saved(2), saved(2), saved(3, save=2)], [0, 1], ""),  # left of a run of three
-        ([saved(1), Answer(problem="behind")], [0], ""),  # after data parallelism
-        ([saved(2), Answer(problem="behind")], [0], "behind"),
-        ([Answer(problem="damaged"), Answer()], [], "damaged"),
+        ([saved(1), CheckedStep(problem="behind")], [0], ""),  # after data parallelism
+        ([saved(2), CheckedStep(problem="behind")], [0], "behind"),
+        ([CheckedStep(problem="damaged"), CheckedStep()], [], "damaged"),
     ],
 )
 def test_workers_that_have_saved_a_step_must_have_it(
-    answers: list[Answer], holders: list[int], problem: str
+    answers: list[CheckedStep], holders: list[int], problem: str
 ) -> None:
     found = judge(answers, ranks=1)
     assert found[0] == holders

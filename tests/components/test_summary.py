@@ -73,7 +73,7 @@ def train_workers(
             summed = [0.0, 0.0, *map(sum, zip(*each, strict=True))]
             for own in workers:
                 if step % 2 == 0:
-                    own.open(step, 0.1, PendingSum(own.world, summed, "in the test"))
+                    own.open_record(step, 0.1, PendingSum(own.world, summed, "in the test"))
                 own.publish(all=True)
         Clock.now += 3.0  # of the validation
         workers[0].write(steps[-1], {"loss/val": 1.5})

@@ -29,7 +29,7 @@ from torchtitan_diloco.components.metrics import METRICS, all_reduce_bytes, time
 from torchtitan_diloco.components.records import (
     RecordFiles,
     RoundRecord,
-    Start,
+    StartRecord,
     from_record,
     read_records,
     round_record,
@@ -116,7 +116,7 @@ def telemetry(
 
 def log(own: Telemetry, step: int, run: RunProgress | None = None) -> None:
     numbers = own.numbers(agreement_seconds=0.0)
-    own.open(step, 0.1, PendingSum(own.world, [0, 0, *numbers], "in the test"), run=run)
+    own.open_record(step, 0.1, PendingSum(own.world, [0, 0, *numbers], "in the test"), run=run)
 
 
 def train(own: Telemetry, steps: Sequence[int], result: StepResult = TRAINED) -> None:
@@ -208,7 +208,7 @@ def test_pauses_are_left_out_and_earlier_sessions_count(
     with telemetry(tmp_path, step=10) as own:
         own.load_state_dict(state)
         Clock.now += 7
-        own.pause(7)
+        own.exclude_pause(7)
         train(own, [11])
         Clock.now += 6  # between steps
         train(own, [12])
@@ -320,7 +320,7 @@ def test_readers_drop_what_a_later_start_repeats_and_what_is_damaged(
     with monkeypatch.context() as patch:
         if failing:
             patch.setattr(records_module, failing, full)
-        start = Start(2, 0.0, workers=1, parameters=1)
+        start = StartRecord(2, 0.0, workers=1, parameters=1)
         files = RecordFiles(Metrics(tensorboard=False), tmp_path, start, {}, workers=1, of_run=True)
     files.write({"step": 4})
     files.close()
@@ -342,7 +342,7 @@ def test_what_readers_keep_is_each_step_once(starts: list[tuple[int, int]]) -> N
     with tempfile.TemporaryDirectory() as name:
         for back, more in starts:
             first = max(0, reached - back)
-            start = Start(first, 0.0, workers=1, parameters=1)
+            start = StartRecord(first, 0.0, workers=1, parameters=1)
             files = RecordFiles(
                 Metrics(tensorboard=False), Path(name), start, {}, workers=1, of_run=True
             )

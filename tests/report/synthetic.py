@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_diloco.components.metrics import WORLD_TIMES
-from torchtitan_diloco.components.records import PhaseRecord, RoundRecord, Start, to_line
+from torchtitan_diloco.components.records import PhaseRecord, RoundRecord, StartRecord, to_line
 
 FRAGMENTS = {"blocks.0, blocks.2": 800_000, "blocks.1, blocks.3": 800_000, "embedding": 1_200_000}
 TOKENS_PER_STEP = 16_384
@@ -160,7 +160,9 @@ def write_run(
 ) -> Path:
     """Write the folder of a run as far as a report reads it. All workers have the same steps."""
     for worker, own in enumerate(rounds):
-        start = Start(0, 1e9, workers=len(rounds), parameters=sum(FRAGMENTS.values()), run=run)
+        start = StartRecord(
+            0, 1e9, workers=len(rounds), parameters=sum(FRAGMENTS.values()), run=run
+        )
         path = folder / f"worker-{worker}"
         path.mkdir(parents=True)
         lines = [to_line(start), *map(to_line, phases), *map(to_line, steps), *map(to_line, own)]

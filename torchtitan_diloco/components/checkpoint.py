@@ -24,7 +24,7 @@ from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -54,8 +54,10 @@ from torchtitan_diloco.user import UserError
 Files = dict[str, tuple[int, int]]
 VERSION = 9
 MANIFEST = "manifest.json"
-MODEL, OPTIMIZER, RANDOM = "model/", "optimizer/", "random/"
-"""Prefixes of tensors; all other names are the outer loop's."""
+MODEL = "model/"
+"""Prefix of the names of parameters. Names without one of these prefixes are the outer loop's."""
+OPTIMIZER = "optimizer/"
+RANDOM = "random/"
 SAVE_AFTER_ERROR_SECONDS = 20.0
 """Time for a save in progress when a run ends with an error."""
 
@@ -99,10 +101,12 @@ def crc_of(values: object) -> int:
 
 def fingerprint(path: Path) -> tuple[int, int]:
     """Return the size and the CRC-32 of a file."""
-    crc, size = 0, 0
+    size = 0
+    crc = 0
     with path.open("rb") as file:
         while piece := file.read(2**22):
-            crc, size = zlib.crc32(piece, crc), size + len(piece)
+            size += len(piece)
+            crc = zlib.crc32(piece, crc)
     return size, crc
 
 
@@ -131,21 +135,23 @@ def read_manifest(path: Path) -> Manifest:
 
 def _unreadable(file: Path, error: OSError) -> UserError:
     kind = UserError if isinstance(error, PermissionError) else DamagedError
-    missing = isinstance(error, FileNotFoundError)
-    return kind(f"{file} {'is missing' if missing else f'cannot be read ({error})'}")
+    if isinstance(error, FileNotFoundError):
+        return kind(f"{file} is missing")
+    return kind(f"{file} cannot be read ({error})")
 
 
 def check_files(path: Path, manifest: Manifest, names: Iterable[str]) -> None:
     """Raise DamagedError if one of the files is damaged."""
     for name in names:
-        (size, crc), file = manifest.files[name], path / name
+        file = path / name
+        saved_size, saved_crc = manifest.files[name]
         try:
-            found = fingerprint(file)
+            size, crc = fingerprint(file)
         except OSError as error:
             raise _unreadable(file, error) from error
-        if found[0] != size:
-            raise DamagedError(f"{file} has {found[0]:,} bytes instead of {size:,}")
-        if found[1] != crc:
+        if size != saved_size:
+            raise DamagedError(f"{file} has {size:,} bytes instead of {saved_size:,}")
+        if crc != saved_crc:
             raise DamagedError(f"{file} has different content than was saved (its CRC-32 differs)")
 
 
@@ -168,8 +174,8 @@ def step_of(path: Path) -> int:
 
 def complete_checkpoints(folder: Path) -> list[Path]:
     """Return the complete checkpoints of a worker, oldest first."""
-    found = [path for path in folder.glob("step-*") if re.fullmatch(r"step-\d+", path.name)]
-    return sorted(found, key=step_of)
+    complete = [path for path in folder.glob("step-*") if re.fullmatch(r"step-\d+", path.name)]
+    return sorted(complete, key=step_of)
 
 
 def incomplete(path: Path) -> Path:
@@ -208,7 +214,7 @@ def prune(folder: Path, keep_latest: int, keep_every: int, held: Set[Path] = fro
 
 def set_aside(path: Path) -> Path:
     """Rename a checkpoint, so that it is neither found nor deleted. Return its path."""
-    names = (f"{path}.aside{f'-{number}' if number > 1 else ''}" for number in count(1))
+    names = chain([f"{path}.aside"], (f"{path}.aside-{number}" for number in count(2)))
     return path.rename(next(name for name in names if not Path(name).exists()))
 
 
@@ -228,13 +234,13 @@ def inner_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
     """Return parameters and optimizer state by name, not copied. Create what does not exist yet."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     tensors = {f"{MODEL}{name}": parameter.detach() for parameter, name in names.items()}
-    pairs = [(group, one) for group in optimizer.param_groups for one in group["params"]]
-    for group, parameter in pairs:
-        state = optimizer.state[parameter]
-        if not state:
-            state.update(initial_state(group, parameter))
-        for key, value in state.items():
-            tensors[f"{OPTIMIZER}{key}/{names[parameter]}"] = value
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state = optimizer.state[parameter]
+            if not state:
+                state.update(initial_state(group, parameter))
+            for key, value in state.items():
+                tensors[f"{OPTIMIZER}{key}/{names[parameter]}"] = value
     return tensors
 
 
@@ -249,8 +255,11 @@ def random_states(device: torch.device, rank: int) -> dict[str, Tensor]:
 def rows_to_write(tensors: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
     """Return this rank's rows of sharded tensors, and on the first rank also the tensors that all
     ranks hold whole."""
-    sharded = ((name, value, isinstance(value, DTensor)) for name, value in tensors.items())
-    return {name: local_of(value) for name, value, is_own in sharded if is_own or rank == 0}
+    return {
+        name: local_of(value)
+        for name, value in tensors.items()
+        if isinstance(value, DTensor) or rank == 0
+    }
 
 
 def rank_file(rank: int) -> str:
@@ -293,6 +302,7 @@ def fingerprint_of_rows(file: Path, rows: Mapping[str, Tensor]) -> tuple[int, in
         for name, entry in json.loads(header).items()
         if name != "__metadata__"
     }
+    # A safetensors file is the length of the header, the header, and the bytes of all tensors.
     crc = zlib.crc32(length + header)
     for name in sorted(offsets, key=offsets.__getitem__):  # those of no bytes first
         crc = zlib.crc32(rows[name].reshape(-1).view(torch.uint8).numpy().data, crc)
@@ -367,9 +377,13 @@ class Checkpointer:
 
         The timer starts again at once, as all ranks agree on the save some steps later.
         """
-        minutes, now = self._config.every_minutes, time.monotonic()
-        waits = minutes == 0 or not self._world.is_first or now < self._timer_start + 60 * minutes
-        if waits or (self._saving is not None and not self._saving.done()):
+        minutes = self._config.every_minutes
+        if minutes == 0 or not self._world.is_first:
+            return False
+        now = time.monotonic()
+        if now < self._timer_start + 60 * minutes:
+            return False
+        if self._saving is not None and not self._saving.done():
             return False
         self._timer_start = now
         return True
@@ -380,7 +394,8 @@ class Checkpointer:
 
         `tokens`: of all workers together, up to this step.
         """
-        started, rank = time.perf_counter(), self._world.rank_in_worker
+        started = time.perf_counter()
+        rank = self._world.rank_in_worker
         waited = self._outer.exposed_seconds
         self.wait()
         self._timer_start = time.monotonic()
@@ -435,16 +450,20 @@ class Checkpointer:
 
     def _write(self, manifest: Manifest, rows: dict[str, Tensor]) -> str:
         """Write a checkpoint. Return on every rank why it failed, or an empty text."""
-        started, path = time.perf_counter(), checkpoint_path(self._folder, manifest.step)
-        world, what = self._world, f"checkpoint of step {manifest.step}"
+        started = time.perf_counter()
+        path = checkpoint_path(self._folder, manifest.step)
+        what = f"checkpoint of step {manifest.step}"
+        world = self._world
         on_all = partial(on_all_ranks, world.saving)
         try:
             on_all(lambda: begin(path) if self._is_first else None)
             mine = on_all(lambda: write_tensors(incomplete(path), rows, world.rank_in_worker))
             files = gather_objects(mine, world.saving)
-            own = files[world.rank - world.rank_in_worker :][: world.ranks_per_worker]
-            own_files = {name: known for part in own for name, known in part.items()}
-            text = replace(manifest, files=own_files, save=crc_of(files)).to_json()
+            first = world.rank - world.rank_in_worker
+            files_of_worker: Files = {}
+            for part in files[first : first + world.ranks_per_worker]:
+                files_of_worker |= part
+            text = replace(manifest, files=files_of_worker, save=crc_of(files)).to_json()
             on_all(lambda: complete(path, text) if self._is_first else None)
         except (ValueError, OSError) as error:
             if self._is_first:
@@ -456,7 +475,12 @@ class Checkpointer:
             self._mirror.offer(path)
         held = self._mirror.held if self._mirror is not None else frozenset[Path]()
         if self._is_first:  # now that all workers have this one
-            prune(self._folder, self._config.keep_latest, self._config.keep_every, held)
+            prune(
+                self._folder,
+                keep_latest=self._config.keep_latest,
+                keep_every=self._config.keep_every,
+                held=held,
+            )
         megabytes = sum(size for part in files for size, _ in part.values()) / 1e6
         seconds = time.perf_counter() - started
         logger.info(f"{what}: {megabytes:,.1f} MB in {seconds:.1f} s, {path}")

@@ -151,7 +151,8 @@ class Copies:
             return 0
         begun = bool(self._store.list(self._folder(copy, worker)))
         for file, expected in manifest.files.items():
-            if self._save_file(path / file, self._folder(copy, worker) + file, begun) != expected:
+            copied = self._save_file(path / file, self._folder(copy, worker) + file, begun=begun)
+            if copied != expected:
                 raise UserError(f"{path / file} has changed since it was saved")
         if not self.is_newest(token):
             raise TakenOverError(f"{self.location}: a later start of this run has taken it over")

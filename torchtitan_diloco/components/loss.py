@@ -37,7 +37,8 @@ def loss_head(
         objective, cross_entropy = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
             hidden.flatten(0, 1), weight, targets.flatten(), z_loss, chunk_tokens
         )
-        return LossSums(objective, cross_entropy, (targets != IGNORE_INDEX).sum())
+        tokens = (targets != IGNORE_INDEX).sum()
+        return LossSums(objective=objective, cross_entropy=cross_entropy, tokens=tokens)
 
     return head
 

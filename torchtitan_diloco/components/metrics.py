@@ -2,7 +2,7 @@
 
 A number has one name: in the records, on the boards, in a report and in the documentation
 (docs/report-and-plan.md, but for those under worker/ and world/). To add one, declare it here, and
-add it to the record in `Telemetry.open`, or to the outer loop's `metrics()`.
+add it to the record in `Telemetry.open_record`, or to the outer loop's `metrics()`.
 Those under worker/ and world/ are of the steps since the last record, and can be summed up.
 
 The shares that a log, a report and the boards show are computed here: `hidden_percent`,
@@ -17,8 +17,12 @@ from typing import Any, NamedTuple, TypeGuard
 Record = dict[str, Any]
 """Of a step: values by name, None if not known."""
 HOUR = 3600.0
-RUN, JOB, WORKER = "run", "job", "worker"
-"""Scopes: the run; all workers that were started together, an island being alone; one worker."""
+RUN = "run"
+"""Scope of a number that is of the whole run."""
+JOB = "job"
+"""Scope: all workers that were started together. An island is alone."""
+WORKER = "worker"
+"""Scope: one worker."""
 
 
 class Metric(NamedTuple):
@@ -86,8 +90,9 @@ def described(name: str, workers: int) -> str:
     if name not in METRICS:
         return ""
     unit, meaning, scope = METRICS[name]
-    whole = scope == RUN or (scope == JOB and workers > 1)
-    return f"{unit}, {meaning}; {'all workers' if whole else 'this worker'}"
+    is_of_all = scope == RUN or (scope == JOB and workers > 1)
+    whose = "all workers" if is_of_all else "this worker"
+    return f"{unit}, {meaning}; {whose}"
 
 
 # --- totals ---------------------------------------------------------------------------------------
@@ -160,7 +165,9 @@ def time_shares(totals: Mapping[str, float]) -> dict[str, float]:
         totals.get(f"world/{name}_seconds", math.nan) for name in names
     )
     communication = exposed + agreement
-    named = compute + data + (communication if _communication_is_known(totals) else 0.0)
+    named = compute + data
+    if _communication_is_known(totals):
+        named += communication
     return {
         "compute": percent(compute, wall),
         "data": percent(data, wall),
@@ -184,8 +191,7 @@ def kept_time(starts: Sequence[float], steps: Sequence[Record]) -> dict[str, flo
     Empty if the run was started once, and took less than an hour. `starts`: when its processes
     began. `steps`: the records of one worker, without those of the steps that were repeated.
     """
-    names = "time", "world/step_seconds"
-    pairs = [tuple(one.get(name) for name in names) for one in steps]
+    pairs = [(record.get("time"), record.get("world/step_seconds")) for record in steps]
     kept = [(at, took) for at, took in pairs if _is_number(at) and _is_number(took)]
     if not starts or not kept:
         return {}

@@ -43,8 +43,10 @@ class _Seen:
     """What a rank has found in the mirror."""
 
     run: str = ""
+    """Identity of the run whose copies are there."""
     location: str = ""
     problem: str = ""
+    """Why the mirror cannot be used, if so."""
     copies: list[Copy] = field(default_factory=list)
 
 
@@ -112,13 +114,16 @@ class Mirror:
         self.run = run
         group = world.saving
         adopts = not start.goes_on
+        # The first rank of the run looks first, and its answer names the run. Then the first ranks
+        # of the other workers look whether they see the copies of this run.
         answer = on_all_ranks(group, lambda: self._look(adopts) if world.is_first else _Seen())
         seen = gather_objects(answer, group)[0]
         self.run = seen.run
         self._location = seen.location
-        others = self._is_first and not world.is_first and not seen.problem
-        answer = on_all_ranks(group, lambda: self._look(adopts=False) if others else _Seen())
-        problems = [one.problem for one in gather_objects(answer, group) if one.problem]
+        looks = self._is_first and not world.is_first and not seen.problem
+        answer = on_all_ranks(group, lambda: self._look(adopts=False) if looks else _Seen())
+        of_others = gather_objects(answer, group)
+        problems = [other.problem for other in of_others if other.problem]
         if problem := seen.problem or next(iter(problems), ""):
             if not start.goes_on:
                 raise UserError(
@@ -165,7 +170,7 @@ class Mirror:
         tried = False
         mine = Copy.of(start.manifest) if start.goes_on and start.manifest else None
         for copy in sorted(copies, reverse=True):
-            workers = {*range(min(copy.workers, self._world.workers))}
+            workers = {*range(min(copy.workers, self._world.workers))}  # that lack this copy
             if copy == mine:
                 workers -= {*start.holders}
             if not workers or (mine is not None and copy != mine and copy.step <= mine.step):
@@ -225,7 +230,7 @@ class Mirror:
         If a worker is behind, none copies it: each copy gets complete.
         """
         self._offered = path
-        waits = any(one != self._begun for one in self.held)
+        waits = any(held != self._begun for held in self.held)
         if not any(gather_objects(waits, self._world.saving)):
             self._submit(path)
         else:
@@ -233,7 +238,7 @@ class Mirror:
 
     def _submit(self, path: Path) -> None:
         if self._is_first and not self._taken_over:
-            self._under_way = {one: self._under_way[one] for one in self.held}
+            self._under_way = {held: self._under_way[held] for held in self.held}
             self._under_way[path] = self._thread.submit(partial(self._copy, path))
 
     def _copy(self, path: Path) -> None:
@@ -248,7 +253,9 @@ class Mirror:
                 self._location = self._copies.location
             size = self._copies.save(path, worker, self._token)
             self._newest = step
-            self._copies.prune(worker, step, config.keep_latest, config.keep_every)
+            self._copies.prune(
+                worker, step, keep_latest=config.keep_latest, keep_every=config.keep_every
+            )
         except Exception as error:  # whatever it is, training goes on
             self._taken_over = isinstance(error, TakenOverError)
             self._failed += 1
@@ -283,8 +290,9 @@ class Mirror:
         if late:
             problem = f"the last checkpoint was not copied within {seconds:.0f} s"
         is_behind = self._is_first and last is not None and self._newest < step_of(last)
-        text = f"{problem or 'it is behind'}" if is_behind or problem else ""
-        reports = gather_objects(text, self._world.saving)
+        if is_behind and not problem:
+            problem = "it is behind"
+        reports = gather_objects(problem, self._world.saving)
         ranks = self._world.ranks_per_worker
         problems = {n // ranks: report for n, report in enumerate(reports) if report}
         if problems and self._world.is_first:
@@ -297,7 +305,12 @@ class Mirror:
             config = self._config
             worker = self._world.worker
             try:  # now that this copy is whole
-                self._copies.prune(worker, step_of(last), config.keep_latest, config.keep_every)
+                self._copies.prune(
+                    worker,
+                    step_of(last),
+                    keep_latest=config.keep_latest,
+                    keep_every=config.keep_every,
+                )
             except StoreError as error:
                 logger.warning(f"mirror: old copies were not deleted: {error}")
 

@@ -106,7 +106,9 @@ def orthogonalise(matrices: Sequence[Tensor], rows: Sequence[Tensor]) -> list[Te
     ]
     received = [sum(sizes_of_rank) for sizes_of_rank in sizes]
     arrived = packed.new_empty(sum(received))
-    dist.all_to_all_single(arrived, packed, received, sent, group)
+    dist.all_to_all_single(
+        arrived, packed, output_split_sizes=received, input_split_sizes=sent, group=group
+    )
 
     # The shards are views of `arrived`: the result is written to where the rows have come from.
     from_ranks = zip(arrived.split(received), sizes, strict=True)
@@ -117,7 +119,9 @@ def orthogonalise(matrices: Sequence[Tensor], rows: Sequence[Tensor]) -> list[Te
         parts = update.split([len(shard) for shard in shards])
         for shard, part in zip(shards, parts, strict=True):
             shard.copy_(part)
-    dist.all_to_all_single(packed, arrived, sent, received, group)
+    dist.all_to_all_single(
+        packed, arrived, output_split_sizes=sent, input_split_sizes=received, group=group
+    )
 
     returned = packed.split([rows[index].numel() for index in order])
     updates = dict(zip(order, returned, strict=True))

@@ -34,21 +34,24 @@ def build_optimizer(model: nn.Module, config: Optimizer, total_steps: int) -> to
 
     Weight decay applies to matrices, not to the gains of norms.
     """
-    blocks = blocks_of(model).parameters() if config.name == "muon" else ()
-    in_blocks = [one for one in blocks if one.requires_grad and one.dim() == 2]
-    for_muon = set(in_blocks)
-    others = [one for one in model.parameters() if one.requires_grad and one not in for_muon]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    in_blocks = blocks_of(model).parameters() if config.name == "muon" else ()
+    for_muon = [matrix for matrix in in_blocks if matrix.requires_grad and matrix.dim() == 2]
+    with_muon = set(for_muon)
+    others = [parameter for parameter in trained if parameter not in with_muon]
     decay = 1 / total_steps if isinstance(config.weight_decay, str) else config.weight_decay
+    matrices = [parameter for parameter in others if parameter.dim() > 1]
+    gains = [parameter for parameter in others if parameter.dim() <= 1]
     groups = [
-        {"params": [one for one in others if one.dim() > 1], "weight_decay": decay},
-        {"params": [one for one in others if one.dim() <= 1], "weight_decay": 0.0},
+        {"params": matrices, "weight_decay": decay},
+        {"params": gains, "weight_decay": 0.0},
     ]
-    betas = config.beta1, config.beta2
+    betas = (config.beta1, config.beta2)
     optimizer: torch.optim.Optimizer
     optimizer = adamw = AdamW(groups, lr=config.lr, betas=betas, eps=config.epsilon, fused=True)
-    if in_blocks:
+    if for_muon:
         lr = config.matrix_lr or config.lr
-        optimizer = Muon(in_blocks, adamw, lr=lr, momentum=config.momentum, weight_decay=decay)
+        optimizer = Muon(for_muon, adamw, lr=lr, momentum=config.momentum, weight_decay=decay)
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]
     return optimizer
@@ -97,6 +100,7 @@ def clipped_step(optimizer: torch.optim.Optimizer, norm: Tensor, max_norm: float
     As with GradScaler, the kernels of the optimizer do both, so that the host does not wait for the
     norm.
     """
+    # Gradients are divided by grad_scale: by norm / max_norm if the norm is above, else by 1.
     optimizer.found_inf = (~norm.isfinite()).to(norm.dtype)  # type: ignore[attr-defined]
     optimizer.grad_scale = (norm / (max_norm or math.inf)).clamp(min=1)  # type: ignore[attr-defined]
     optimizer.step()
@@ -107,13 +111,14 @@ def read_later(values: Tensor) -> Callable[[], list[float]]:
     for kernels that are queued later."""
     if not values.is_cuda:
         return values.tolist
-    host, copied = values.to("cpu", non_blocking=True), torch.cuda.Event()
+    host = values.to("cpu", non_blocking=True)
+    copied = torch.cuda.Event()
     copied.record()
 
     def read() -> list[float]:
         copied.synchronize()
-        found: list[float] = host.tolist()
-        return found
+        numbers: list[float] = host.tolist()
+        return numbers
 
     return read
 

@@ -26,10 +26,10 @@ def build_profiler(
         logger.info(f"profile of {config.steps} steps: {path}")
 
     gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
-    skip, steps = config.start - 1, config.steps
+    skip = config.start - 1
     return profile(
         activities=[ProfilerActivity.CPU, *gpu],
-        schedule=schedule(skip_first=skip, wait=0, warmup=1, active=steps, repeat=1),
+        schedule=schedule(skip_first=skip, wait=0, warmup=1, active=config.steps, repeat=1),
         on_trace_ready=save,
         record_shapes=True,
     )

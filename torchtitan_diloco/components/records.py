@@ -1,7 +1,7 @@
 """Records of a worker: RUN/worker-K/metrics.jsonl, which its first rank writes, and its boards.
 
-Each line is a JSON object: a `Start`, a `RoundRecord`, a `VerdictRecord`, or the numbers of a step
-(metrics.py), which has no `kind`. docs/report-and-plan.md describes them.
+Each line is a JSON object: a `StartRecord`, a `RoundRecord`, a `VerdictRecord`, a `PhaseRecord`, or
+the numbers of a step (metrics.py), which has no `kind`. docs/report-and-plan.md describes them.
 """
 
 import json
@@ -29,7 +29,7 @@ Kind = TypeVar("Kind", bound=msgspec.Struct)
 NAN = math.nan
 
 
-class Start(msgspec.Struct, tag_field="kind", tag="start"):
+class StartRecord(msgspec.Struct, tag_field="kind", tag="start"):
     """The run began, or was resumed, after this step."""
 
     step: int
@@ -75,8 +75,8 @@ class RoundRecord(msgspec.Struct, tag_field="kind", tag="round"):
 
     def seconds(self, start: str, end: str) -> float:
         """Return the time between two moments, 0 if they are in the other order."""
-        found = self.at_seconds.get(end, NAN) - self.at_seconds.get(start, NAN)
-        return max(found, 0.0)  # NaN stays NaN
+        between = self.at_seconds.get(end, NAN) - self.at_seconds.get(start, NAN)
+        return max(between, 0.0)  # NaN stays NaN
 
     @property
     def waited_seconds(self) -> float:
@@ -121,42 +121,44 @@ class PhaseRecord(msgspec.Struct, tag_field="kind", tag="phase"):
     """Share of the run that was trained before it, from 0 to 1."""
 
 
-def round_record(found: "Round", fragment: "Fragment", clock: float) -> RoundRecord:
+def round_record(exchange: "Round", fragment: "Fragment", clock: float) -> RoundRecord:
     """Return the record of a round. `clock`: the wall clock less time.perf_counter."""
-    traffic = found.traffic
+    traffic = exchange.traffic
     moments = {
-        "due": found.due,
-        "taken": found.taken,
-        "begun": found.begun,
+        "due": exchange.due,
+        "taken": exchange.taken,
+        "begun": exchange.begun,
         "encoded": traffic.encoded,
         "heard": max(traffic.heard.values(), default=NAN),
         "received": traffic.received,
-        "ready": found.ready,
-        "asked": found.asked,
-        "arrived": found.fetched,
-        "applied": found.applied,
+        "ready": exchange.ready,
+        "asked": exchange.asked,
+        "arrived": exchange.fetched,
+        "applied": exchange.applied,
     }
-    norms = math.sqrt(found.delta_square * found.mean_square)
+    norms = math.sqrt(exchange.delta_square * exchange.mean_square)
     rates = {other: 8 * traffic.rate(other) for other in traffic.link_bytes}
     return RoundRecord(
-        step=found.applied_step,
-        fragment=found.fragment,
+        step=exchange.applied_step,
+        fragment=exchange.fragment,
         fragment_name=fragment.name,
-        outer_round=found.outer_round,
-        sent_step=found.sent_step,
+        outer_round=exchange.outer_round,
+        sent_step=exchange.sent_step,
         parameters=fragment.parameters,
-        values=found.values,
-        participants=found.participants,
-        left_out=[name for flag, name in FLAG_NAMES.items() if found.flags & flag],
+        values=exchange.values,
+        participants=exchange.participants,
+        left_out=[name for flag, name in FLAG_NAMES.items() if exchange.flags & flag],
         at_seconds={name: clock + at for name, at in moments.items() if math.isfinite(at)},
         encoding_seconds=traffic.encoding_seconds,
         decoding_seconds=traffic.decoding_seconds,
         sent_bytes=traffic.bytes_sent,
-        outer_gradient_norm=math.sqrt(found.delta_square),
-        drift_norm=float(found.drift),
+        outer_gradient_norm=math.sqrt(exchange.delta_square),
+        drift_norm=float(exchange.drift),
         cosine_to_mean=traffic.dot / norms if norms else NAN,
         heard_after_seconds={other: traffic.heard_after(other) for other in traffic.heard},
-        received_bits_per_second_from={one: rate for one, rate in rates.items() if rate == rate},
+        received_bits_per_second_from={
+            other: rate for other, rate in rates.items() if not math.isnan(rate)
+        },
     )
 
 
@@ -165,7 +167,8 @@ def to_line(record: msgspec.Struct | Record) -> str:
     as they mean something there, and in other records they are left out."""
     if isinstance(record, msgspec.Struct):
         fields = msgspec.to_builtins(record, str_keys=True).items()
-        return json.dumps({name: value for name, value in fields if value == value}) + "\n"
+        known = {name: value for name, value in fields if value == value}  # NaN is not itself
+        return json.dumps(known) + "\n"
     finite = {
         name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in record.items()
@@ -189,7 +192,7 @@ class RecordFiles:
         self,
         config: Metrics,
         folder: Path | None,
-        start: Start,
+        start: StartRecord,
         settings: Mapping[str, Any],
         *,
         workers: int,
@@ -209,7 +212,13 @@ class RecordFiles:
         if config.tensorboard or config.wandb or config.mlflow:
             from torchtitan_diloco.components.boards import Shown, open_boards
 
-            shown = Shown(folder, start.step, workers, settings, group=start.run)
+            shown = Shown(
+                folder=folder,
+                step=start.step,
+                workers=workers,
+                settings=settings,
+                group=start.run,
+            )
             self._boards = open_boards(config, shown, of_run=of_run)
 
     def _open(self, folder: Path) -> TextIO:
@@ -242,7 +251,9 @@ class RecordFiles:
                     board.add_text(record.step, "phases", record.mixture)
             elif isinstance(record, VerdictRecord):
                 state = "over" if record.over else record.evidence
-                text = f"{record.culprit}: {record.what}" + (f": {state}" if state else "")
+                text = f"{record.culprit}: {record.what}"
+                if state:
+                    text += f": {state}"
                 for board in self._boards:
                     board.add_text(record.step, "verdicts", text)
 
@@ -305,17 +316,18 @@ def read_json_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
     """
     text = path.read_text(encoding="utf-8", errors="replace")
     lines = [line for line in text.split("\n") if line.strip()]
-    found, unreadable = [], 0
+    records = []
+    unreadable = 0
     for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)
         except ValueError:
             record = None
         if isinstance(record, dict):
-            found.append(record)
-        else:
-            unreadable += number < len(lines) or text.endswith("\n")
-    return found, unreadable
+            records.append(record)
+        elif number < len(lines) or text.endswith("\n"):
+            unreadable += 1
+    return records, unreadable
 
 
 def number(value: object) -> float:

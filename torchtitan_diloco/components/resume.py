@@ -70,7 +70,9 @@ def check_tokenizer(manifest: Manifest | None, name: str, fingerprint: str) -> N
 class SavedTensors:
     """The tensors of a checkpoint, of any number of ranks, by name.
 
-    Reads only files in the manifest, whose checksums have been compared before.
+    Each rank has saved consecutive rows of a sharded tensor in a file of its own. This class joins
+    them: the rows of a file follow those of the file of the rank before. It reads only files in the
+    manifest, whose checksums have been compared before.
     """
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
@@ -85,24 +87,34 @@ class SavedTensors:
                 raise UserError(f"{file} does not hold tensors ({error})") from None
             for name in opened.keys():  # noqa: SIM118 - it is no dictionary
                 shape = tuple(opened.get_slice(name).get_shape())
-                before = self.shapes.get(name, (0,))[:1]
-                end = before[0] + shape[0] if shape else 1
-                self._parts.setdefault(name, []).append((before[0], end, opened))
-                self.shapes[name] = (end, *shape[1:]) if shape else ()
+                if not shape:  # a number, which one rank has saved
+                    self._parts[name] = [(0, 1, opened)]
+                    self.shapes[name] = ()
+                    continue
+                start = self.shapes[name][0] if name in self.shapes else 0
+                end = start + shape[0]
+                self._parts.setdefault(name, []).append((start, end, opened))
+                self.shapes[name] = (end, *shape[1:])
 
     def fill(self, template: Mapping[str, Tensor]) -> None:
         """Fill the tensors of the template, or this rank's rows of them if they are sharded."""
         for name, tensor in template.items():
             if self.shapes.get(name) != tuple(tensor.shape):
                 raise UserError(f"{self._path} has no {name} of shape {tuple(tensor.shape)}")
-            local, first = local_of(tensor), 0
+            local = local_of(tensor)
+            first = 0  # row of the whole tensor that is the first one here
             if isinstance(tensor, DTensor):
-                mesh, dim = tensor.device_mesh, tensor.device_mesh.ndim - 1
+                mesh = tensor.device_mesh
+                dim = mesh.ndim - 1
                 first = shard_rows(len(tensor), mesh.get_local_rank(dim), mesh.size(dim)).start
             for start, end, file in self._parts[name]:
                 if not tensor.dim():
                     local.copy_(file.get_tensor(name))
-                elif (low := max(start, first)) < (high := min(end, first + len(local))):
+                    continue
+                # This file has the rows from `low` to `high` of those that are needed here.
+                low = max(start, first)
+                high = min(end, first + len(local))
+                if low < high:
                     rows = file.get_slice(name)[low - start : high - start]
                     local[low - first : high - first].copy_(rows)
 
@@ -122,7 +134,7 @@ class Start:
     """Checkpoint of this worker, if it has one."""
     holders: list[int] = field(default_factory=list)
     """Workers that have the checkpoint."""
-    own: list[Path] = field(default_factory=list)
+    of_this_worker: list[Path] = field(default_factory=list)
     """All complete checkpoints of this worker in `run.folder`, in the order of their steps."""
 
     @property
@@ -136,7 +148,7 @@ class Start:
 
 
 @dataclass(frozen=True)
-class Answer:
+class CheckedStep:
     """Result of a rank's check of a step: the manifest, or what is wrong with it."""
 
     manifest: Manifest | None = None
@@ -150,35 +162,50 @@ def find_start(world: World, resume: str, run_folder: str) -> Start:
     step is the newest one that is undamaged and that all workers have which have any. A worker that
     has none is new, or has lost its disk: it gets a copy.
     """
-    group, ranks, run = world.control, world.ranks_per_worker, Path(run_folder).expanduser()
-    own = {one.name: one for one in complete_checkpoints(folder_of_worker(run, world.worker))}
-    goes_on = any(gather_objects(bool(own), group))
+    group = world.control
+    ranks = world.ranks_per_worker
+    run = Path(run_folder).expanduser()
+    of_this_worker = complete_checkpoints(folder_of_worker(run, world.worker))
+    goes_on = any(gather_objects(bool(of_this_worker), group))
     source = Path(resume).expanduser().resolve()
     if goes_on and resume != "auto" and source.parent.parent == run.resolve():
         reason = "is of the run in run.folder, which goes on from its newest: choose another folder"
         raise UserError(f'checkpoint.resume = "{resume}" {reason} for a new run')
-    found = own if goes_on or resume == "auto" else _checkpoints_of(world, resume)
-    listed, wrong = gather_objects(list(found), group), list[str]()
+    candidates = {path.name: path for path in of_this_worker}
+    if not goes_on and resume != "auto":
+        candidates = _checkpoints_of(world, resume)
+    listed = gather_objects(list(candidates), group)
     for rank, names in enumerate(listed):
         if names != listed[rank - rank % ranks]:
             reason = "does not see the checkpoints that its worker's first rank sees"
             raise UserError(f"rank {rank} {reason}: its nodes must share run.folder")
+    # From the newest step that any worker has, down to one that all ranks can use. All ranks judge
+    # the same answers, so they agree. Names are zero-padded: a longer one is of a later step.
     known = {name for names in listed for name in names}
+    problems = list[str]()
     for name in sorted(known, key=lambda name: (len(name), name), reverse=True):
-        answers = gather_objects(on_all_ranks(group, partial(_verify, world, found, name)), group)
-        holders, problem = judge(answers, ranks)
-        if not problem:
-            for newer in wrong if world.is_first else ():
+        checked = on_all_ranks(group, partial(_verify, world, candidates, name))
+        of_ranks = gather_objects(checked, group)
+        holders, problem = judge(of_ranks, ranks)
+        if problem:
+            problems.append(problem)
+            continue
+        if world.is_first:
+            for newer in problems:
                 logger.warning(f"{newer}: continuing from {name}")
-            here = world.worker in holders
-            manifest = answers[ranks * (world.worker if here else holders[0])].manifest
-            checkpoint = found[name] if here else None
-            return Start(goes_on, manifest, checkpoint, holders, [*own.values()])
-        wrong.append(problem)
-    if wrong:
+        is_here = world.worker in holders
+        source_worker = world.worker if is_here else holders[0]
+        return Start(
+            goes_on=goes_on,
+            manifest=of_ranks[ranks * source_worker].manifest,  # the worker's first rank has it
+            checkpoint=candidates[name] if is_here else None,
+            holders=holders,
+            of_this_worker=of_this_worker,
+        )
+    if problems:
         raise UserError(
-            f"no checkpoint can be resumed: {'; '.join(wrong)}. Remove a worker's checkpoints to "
-            "give it a copy of another one's, or start a new run in another run.folder"
+            f"no checkpoint can be resumed: {'; '.join(problems)}. Remove a worker's checkpoints "
+            "to give it a copy of another one's, or start a new run in another run.folder"
         )
     if resume != "auto":
         raise UserError(
@@ -192,41 +219,45 @@ def _checkpoints_of(world: World, resume: str) -> dict[str, Path]:
     """Return this worker's checkpoints by name: those of a run, or one."""
     source = Path.cwd() / Path(resume).expanduser()  # a link may lead to another disk
     if not source.name.startswith("step-"):
-        found = complete_checkpoints(folder_of_worker(source, world.worker))
-        return {path.name: path for path in found}
+        checkpoints = complete_checkpoints(folder_of_worker(source, world.worker))
+        return {path.name: path for path in checkpoints}
     beside = folder_of_worker(source.parent.parent, world.worker) / source.name
     is_only = world.workers == 1 or (world.worker == 0 and not beside.exists())
-    own = source if is_only else beside
-    return {own.name: own} if own.is_dir() else {}
+    checkpoint = source if is_only else beside
+    return {checkpoint.name: checkpoint} if checkpoint.is_dir() else {}
 
 
-def _verify(world: World, own: Mapping[str, Path], name: str) -> Answer:
+def _verify(world: World, candidates: Mapping[str, Path], name: str) -> CheckedStep:
     """Check this rank's share of the files of a step."""
-    if name not in own:
-        return Answer(problem=f"worker {world.worker} has no {name}" if own else "")
+    if name not in candidates:
+        # A worker without any checkpoint gets a copy, which is no problem.
+        return CheckedStep(problem=f"worker {world.worker} has no {name}" if candidates else "")
     try:
-        manifest = read_manifest(own[name])
+        manifest = read_manifest(candidates[name])
         names = sorted(manifest.files)[world.rank_in_worker :: world.ranks_per_worker]
-        check_files(own[name], manifest, names)
+        check_files(candidates[name], manifest, names)
     except DamagedError as error:
-        return Answer(problem=f"{error} (found by rank {world.rank})")
-    return Answer(manifest if world.rank_in_worker == 0 else None)
+        return CheckedStep(problem=f"{error} (found by rank {world.rank})")
+    return CheckedStep(manifest if world.rank_in_worker == 0 else None)
 
 
-def judge(answers: Sequence[Answer], ranks: int) -> tuple[list[int], str]:
+def judge(of_ranks: Sequence[CheckedStep], ranks: int) -> tuple[list[int], str]:
     """Return the workers that have a step, and why it cannot be resumed, if so.
 
     `ranks`: of each worker. The save of the first worker that has one counts: what is left of
     workers that it did not have is ignored.
     """
-    of_workers = {
-        rank // ranks: one.manifest for rank, one in enumerate(answers) if one.manifest is not None
+    manifests = {
+        rank // ranks: checked.manifest
+        for rank, checked in enumerate(of_ranks)
+        if checked.manifest is not None
     }
-    count = next((one.workers for one in of_workers.values()), len(answers))
-    problems = [one.problem for one in answers[: count * ranks] if one.problem]
-    holders = [worker for worker in of_workers if worker < count]
-    if not problems and len({of_workers[worker].save for worker in holders}) > 1:
-        problems = [f"workers {holders} have step {of_workers[holders[0]].step} of several saves"]
+    saved_workers = next((saved.workers for saved in manifests.values()), len(of_ranks))
+    of_saved = of_ranks[: saved_workers * ranks]
+    problems = [checked.problem for checked in of_saved if checked.problem]
+    holders = [worker for worker in manifests if worker < saved_workers]
+    if not problems and len({manifests[worker].save for worker in holders}) > 1:
+        problems = [f"workers {holders} have step {manifests[holders[0]].step} of several saves"]
     return holders, next(iter(problems), "")
 
 
@@ -258,11 +289,12 @@ def _explaining_errors(path: Path) -> Iterator[None]:
 
 
 def _claim(path: Path, worker: int, start: Start) -> TextIO:
-    own = folder_of_worker(path, worker)
+    """Create and lock the folder of a worker. Raise if it has other checkpoints than before."""
+    folder = folder_of_worker(path, worker)
     with _explaining_errors(path):
-        own.mkdir(parents=True, exist_ok=True)
-        lock = lock_folder(own)
-        if complete_checkpoints(own) != start.own:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = lock_folder(folder)
+        if complete_checkpoints(folder) != start.of_this_worker:
             raise UserError(f"run.folder = {path}: another run has just ended there: start again")
     return lock
 
@@ -271,9 +303,9 @@ def _begin(path: Path, start: Start, toml: str) -> None:
     """Set checkpoints aside that are not resumed, and write the configuration."""
     step = start.step if start.goes_on else 0
     with _explaining_errors(path):
-        for newer in start.own:
-            if step_of(newer) > step:
-                logger.warning(f"{newer} is kept as {set_aside(newer)}")
+        for checkpoint in start.of_this_worker:
+            if step_of(checkpoint) > step:
+                logger.warning(f"{checkpoint} is kept as {set_aside(checkpoint)}")
         config = f"config-from-step-{step}.toml" if step else "config.toml"
         (path / config).write_text(toml, encoding="utf-8")
 
@@ -313,22 +345,26 @@ def restore(
     Workers without one get a copy of the first that has it, with the shared parameters in their
     model. With data parallelism, or after it, all workers go on from one.
     """
-    manifest, streaming = start.manifest, bool(outer.fragments)
+    manifest = start.manifest
+    streaming = bool(outer.fragments)
     assert manifest is not None
     readers = start.holders if streaming else start.holders[:1]
     reads = world.worker in readers
     files = SavedTensors(start.checkpoint, manifest) if reads and start.checkpoint else None
+    # A worker that reads nothing learns from the first reader which tensors there are.
     shapes = {} if files is None else files.shapes
     of_first = gather_objects(shapes, world.control)[readers[0] * world.ranks_per_worker]
     shapes = shapes or {name: tuple(shape) for name, shape in of_first.items()}
     _check_model(start, shapes, model)
+    # Reading fills the tensors of model, optimizer and outer loop in place; those that only the
+    # outer loop has are first created like the saved ones. What is not in the checkpoint stays.
     inner = inner_tensors(model, optimizer)
     tensors = {name: tensor for name, tensor in inner.items() if name in shapes}
     saved = None
     if manifest.outer is not None:
         facts = manifest.outer if reads else manifest.outer.for_new_worker()
         names = [name for name in shapes if reads or not name.startswith(SENT)]
-        saved = SavedState.template(model, facts, names, world.host_mesh)
+        saved = SavedState.template(model, facts=facts, names=names, mesh=world.host_mesh)
         tensors |= saved.tensors
     if files is not None:
         files.fill(tensors)
@@ -340,21 +376,26 @@ def restore(
         notes.append(f"optimizer.name was another one: {new} tensors of its state start from zero")
     if saved is None:
         outer.restart_from_model(manifest.step)
-        text = "the saved run had no outer loop: the shared parameters start as its model"
-        return [*notes, f"{text}, outer momentum from zero"] if streaming else notes
+        if streaming:
+            text = "the saved run had no outer loop: the shared parameters start as its model"
+            notes.append(f"{text}, outer momentum from zero")
+        return notes
     if not reads:
         write_shared(model, saved)
     notes += outer.load_state_dict(saved)
-    return notes + _changed_workers(manifest.workers, world.workers, readers) * streaming
+    if streaming:
+        notes += _changed_workers(manifest.workers, now=world.workers, readers=readers)
+    return notes
 
 
 def _check_model(start: Start, shapes: Shapes, model: nn.Module) -> None:
-    theirs = {name.removeprefix(MODEL): shapes[name] for name in shapes if name.startswith(MODEL)}
+    """Raise if the checkpoint has parameters of other names or shapes than the model."""
+    saved = {name.removeprefix(MODEL): shapes[name] for name in shapes if name.startswith(MODEL)}
     mine = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    if found := differences(mine, theirs):
-        more = f", and {len(found) - 1} more differ" if len(found) > 1 else ""
+    if mistakes := differences(mine, saved):
+        more = f", and {len(mistakes) - 1} more differ" if len(mistakes) > 1 else ""
         raise UserError(
-            f"{start.checkpoint or 'the checkpoint'} is of another model: {found[0]}{more}. Set "
+            f"{start.checkpoint or 'the checkpoint'} is of another model: {mistakes[0]}{more}. Set "
             "the [model] section, the tokenizer and training.sequence_length as in the run's "
             "config.toml"
         )
@@ -364,8 +405,10 @@ def _load_random_states(files: SavedTensors, world: World) -> None:
     for name, state in random_states(world.device, world.rank_in_worker).items():
         if name in files.shapes:  # else the worker has more ranks than before
             files.fill({name: state})
-            on_gpu = name.startswith(f"{RANDOM}cuda")
-            (torch.cuda.set_rng_state if on_gpu else torch.set_rng_state)(state)
+            if name.startswith(f"{RANDOM}cuda"):
+                torch.cuda.set_rng_state(state)
+            else:
+                torch.set_rng_state(state)
 
 
 def _copy_to_others(tensors: Mapping[str, Tensor], world: World, readers: Sequence[int]) -> None:
@@ -382,10 +425,19 @@ def _copy_to_others(tensors: Mapping[str, Tensor], world: World, readers: Sequen
 
 
 def _changed_workers(before: int, now: int, readers: Sequence[int]) -> list[str]:
-    new = [worker for worker in range(now) if worker not in readers]
-    copied = f"workers {new} have no checkpoint: they get a copy from worker {readers[0]}, with the"
-    left = f"{before} workers are now {now}: what those from {now} on had not sent yet is left"
-    return [f"{left} behind"] * (before > now) + [f"{copied} shared parameters"] * bool(new)
+    """Return what a run loses or copies that has other workers than its checkpoint."""
+    notes = list[str]()
+    if before > now:
+        notes.append(
+            f"{before} workers are now {now}: what those from {now} on had not sent yet is left "
+            "behind"
+        )
+    if new := [worker for worker in range(now) if worker not in readers]:
+        notes.append(
+            f"workers {new} have no checkpoint: they get a copy from worker {readers[0]}, with the "
+            "shared parameters"
+        )
+    return notes
 
 
 def changed_settings(before: str, now: str) -> list[str]:

@@ -55,17 +55,18 @@ class RunData:
         self._world = world
         data = self._data = config.data
         self._length = config.training.sequence_length
-        self.corpora = open_corpora(data, tokenizer, "train", config.worker_name(world.worker))
+        worker = config.worker_name(world.worker)
+        self.corpora = open_corpora(data, tokenizer, "train", worker)
         self.fingerprints = {name: shards.fingerprint for name, shards in self.corpora.items()}
         check_fingerprints(self.fingerprints)
         if config.model.document_mask:
             self._check_documents()
         is_own = data.shard_by == "own"
-        self.own = [name for name in self.corpora if is_own and WORKER_FIELD in name]
+        self.own_corpora = [name for name in self.corpora if is_own and WORKER_FIELD in name]
         """Names of the corpora that this worker alone reads."""
         self.parts = config.islands.slots or config.workers
         """Parts of the corpora that are divided between streams."""
-        if data.shard_by == "none" or len(self.own) == len(self.corpora):
+        if data.shard_by == "none" or len(self.own_corpora) == len(self.corpora):
             self.parts = 1
         self.streams = 1 if data.shard_by == "none" else config.workers
         self._order = {
@@ -107,7 +108,7 @@ class RunData:
     def _compare(self, world: World) -> float:
         """Compare the corpora of the ranks of each worker, and return the share of this worker."""
         tokens = sum(
-            len(shards) / (1 if name in self.own else self.parts)
+            len(shards) / (1 if name in self.own_corpora else self.parts)
             for name, shards in self.corpora.items()
         )
         of_all_ranks = gather_objects(self.fingerprints, world.control)
@@ -116,7 +117,7 @@ class RunData:
             if fingerprints != of_all_ranks[first]:
                 raise UserError(
                     f"ranks {first} and {rank} are of one worker and have other tokens in "
-                    f"{', '.join(self.own)}: copy its corpora to all of its nodes"
+                    f"{', '.join(self.own_corpora)}: copy its corpora to all of its nodes"
                 )
         of_ranks = gather_objects(tokens, world.control)
         return tokens / sum(of_ranks[:: world.ranks_per_worker])
@@ -155,7 +156,7 @@ class RunData:
         corpora = [
             f"{fingerprint} x {weights.get(name, 0)}" if len(weights) > 1 else fingerprint
             for name, fingerprint in self.fingerprints.items()
-            if name not in self.own
+            if name not in self.own_corpora
         ]
         return {**self._order, "corpus": ", ".join(corpora)}
 
@@ -170,7 +171,8 @@ class RunData:
         old: dict[str, str] = saved.identity["corpora"]
         if old == self.fingerprints:
             return Position(position, segment)
-        # The tokens say which corpus it is; a folder may have been moved.
+        # The tokens say which corpus it is; a folder may have been moved. So a corpus that was read
+        # under an old name goes on under its new one, from as many samples.
         names = {fingerprint: name for name, fingerprint in self.fingerprints.items()}
         read_before = Mixture(list(old), [segment]).read_before(position)
         read = {
@@ -210,7 +212,7 @@ class RunData:
             prefetch=config.data.prefetch,
             start=first_sample,
             stream=stream,
-            own_corpora=self.own,
+            own_corpora=self.own_corpora,
             pin_memory=world.device.type == "cuda",
         )
 
@@ -238,7 +240,7 @@ class RunData:
         read = Mixture(list(self.corpora), self.segments(plan, at)).read_before(end)
         epochs_of = {}
         for name, shards in self.corpora.items():
-            divided = 1 if name in self.own or self.streams == 1 else self.streams
+            divided = 1 if name in self.own_corpora else self.streams
             epochs_of[name] = read.get(name, 0) * self._length * divided / len(shards)
         return epochs_of
 
@@ -252,6 +254,7 @@ class RunData:
     @property
     def _phase_number(self) -> int:
         segments = self.loader.mixture.segments
+        # The last segment is the last phase; a resumed run may have none of the first ones.
         later = len(segments) - 1 - segments.index(self.loader.segment)
         return len(self._data.phases) - later
 

@@ -72,9 +72,20 @@ def plan_run(
             f"the run has {total_steps} steps by [training], and its checkpoint is of step "
             f"{start_step}: make the run longer, or choose another run.folder"
         )
-    sizes = parameters, embedding_parameters, micro_batches, tokens_per_step, total_steps
-    inner_bytes = 16 - 4 * muon * (1 - embedding_parameters / parameters)
-    return RunPlan(*sizes, start_step, start_tokens, ranks, inner_bytes)
+    inner_bytes = 16.0
+    if muon:
+        inner_bytes -= 4 * (1 - embedding_parameters / parameters)
+    return RunPlan(
+        parameters=parameters,
+        embedding_parameters=embedding_parameters,
+        accumulation=micro_batches,
+        tokens_per_step=tokens_per_step,
+        total_steps=total_steps,
+        start_step=start_step,
+        start_tokens=start_tokens,
+        ranks=ranks,
+        inner_bytes=inner_bytes,
+    )
 
 
 def accumulation(training: Training, ranks: int) -> int:
@@ -115,13 +126,17 @@ def log_plan(
 ) -> None:
     """Log how the numbers of the run are derived, one line each, and warnings. Raise if it does not
     fit into memory. `epochs`: times that the run reads each corpus."""
-    training, ranks, start = config.training, world.ranks_per_worker, plan.start_step
+    training = config.training
+    ranks = world.ranks_per_worker
+    start = plan.start_step
     workers = plan.ranks // ranks
     here = f", of which {counted(world.size, 'rank')} here" if plan.ranks > world.size else ""
     gib = plan.inner_bytes * plan.parameters / ranks / GIB
-    total_tokens, each = plan.tokens_at(plan.total_steps), f"{plan.tokens_per_step:,}"
-    resumed = f"({plan.start_tokens:,} tokens up to step {start:,}, then {each} a step)"
-    steps = resumed if start else f"x {each} tokens"
+    total_tokens = plan.tokens_at(plan.total_steps)
+    each = f"{plan.tokens_per_step:,}"
+    steps = f"x {each} tokens"
+    if start:
+        steps = f"({plan.start_tokens:,} tokens up to step {start:,}, then {each} a step)"
     lines = {
         "version": f"torchtitan_diloco {__version__}, torch {torch.__version__}, "
         f"{describe_device(world.device)}",
@@ -142,9 +157,12 @@ def log_plan(
         logger.info(f"{name:<10} {text}")
     check_memory(plan, world, config.diloco)
     if world.is_first:
-        untested = [note] if (note := untested_torch(str(torch.__version__))) else []
-        warnings = [*untested, *run_warnings(config, plan.total_steps)]
-        for warning in [*warnings, *_repetition(plan, config, epochs)]:
+        warnings = [
+            untested_torch(str(torch.__version__)),
+            *run_warnings(config, plan.total_steps),
+            *_repetition(plan, config, epochs),
+        ]
+        for warning in filter(None, warnings):
             logger.warning(warning)
 
 

@@ -80,10 +80,12 @@ def _bytes_sent(telemetry: Telemetry, step: int) -> dict[str, str]:
 
 def _shares(telemetry: Telemetry) -> dict[str, str]:
     """Return what communication has cost."""
-    totals, rows = telemetry.totals, {}
+    totals = telemetry.totals
+    rows = {}
     scope = "all workers" if telemetry.world.workers > 1 else "this island"
     if math.isfinite(hidden := hidden_percent(totals)):
-        took, waited = totals["world/exchange_seconds"], totals["world/exposed_waiting_seconds"]
+        took = totals["world/exchange_seconds"]
+        waited = totals["world/exposed_waiting_seconds"]
         rows["hidden"] = (
             f"{hidden:.1f} % of the exchanges' time, {scope} (training waited for {waited:.2f} of "
             f"{took:.2f} s)"
@@ -94,9 +96,11 @@ def _shares(telemetry: Telemetry) -> dict[str, str]:
 
 
 def _kept_time(telemetry: Telemetry) -> dict[str, str]:
+    """Return the share of the wall time that went into steps that were kept, if it is known."""
     records = telemetry.files.read() if telemetry.world.is_first else []
-    starts = [one["time"] for one in records if one.get("kind") == "start"]
-    kept = kept_time(starts, [one for one in records if "kind" not in one])
+    starts = [record["time"] for record in records if record.get("kind") == "start"]
+    steps = [record for record in records if "kind" not in record]
+    kept = kept_time(starts, steps)
     if not kept:
         return {}
     return {

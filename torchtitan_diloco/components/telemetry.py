@@ -33,7 +33,7 @@ from torchtitan_diloco.components.records import (
     PhaseRecord,
     RecordFiles,
     RoundRecord,
-    Start,
+    StartRecord,
     round_record,
 )
 from torchtitan_diloco.components.run_plan import AfterStep, RunPlan
@@ -48,7 +48,8 @@ from torchtitan_diloco.formatting import clock
 from torchtitan_diloco.hardware import GIB, crowded, peak_flops, peak_memory_bytes, queued_seconds
 from torchtitan_diloco.log import logger
 
-SENT, IN_FLIGHT = "worker/sent_bytes", "worker/fragments_in_flight"
+SENT = "worker/sent_bytes"
+IN_FLIGHT = "worker/fragments_in_flight"
 RECENT = 16
 """Steps in which the usual times of a step are measured."""
 
@@ -99,7 +100,7 @@ class _LoggedStep(NamedTuple):
 
 
 class Telemetry:
-    """Call `measure` and `numbers` for every step, `open` after a step that is logged, and
+    """Call `measure` and `numbers` for every step, `open_record` after a step that is logged, and
     `publish` after every step.
 
     `folder`: of the run, None to write nothing. `step`: from which the run is resumed. `settings`:
@@ -136,10 +137,20 @@ class Telemetry:
         """Workers of the run: so many as have begun, or the most islands that shared a round."""
         if folder is not None:
             folder = None if world.rank_in_worker else folder_of_worker(folder, world.worker)
-        start = Start(step, time.time(), workers=self.workers, parameters=plan.parameters, run=run)
-        workers, of_run = world.workers, world.is_first
+        start = StartRecord(
+            step=step,
+            time=time.time(),
+            workers=self.workers,
+            parameters=plan.parameters,
+            run=run,
+        )
         self.files = RecordFiles(
-            config, folder, start, settings or {}, workers=workers, of_run=of_run
+            config=config,
+            folder=folder,
+            start=start,
+            settings=settings or {},
+            workers=world.workers,
+            of_run=world.is_first,
         )
         self.totals: Totals = {}
         """Sums over the records of this worker, including those before a resume. Those under world/
@@ -178,13 +189,18 @@ class Telemetry:
         usual = statistics.median(compute)
         # The share of all these steps, as the first of them that are slow should count.
         share = math.fsum(queued) / (math.fsum(compute) or 1.0)
-        return Vitals(usual, statistics.fmean(data), self._save_seconds, queued=share * usual)
+        return Vitals(
+            compute=usual,
+            data=statistics.fmean(data),
+            save=self._save_seconds,
+            queued=share * usual,
+        )
 
     def note_save(self, step: int, seconds: float) -> None:
         """Take note of a save after a step, for which training paused."""
         self._save_seconds = seconds / max(1, step - self._saved_step)
         self._saved_step = step
-        self.pause(seconds)
+        self.exclude_pause(seconds)
 
     @property
     def elapsed_seconds(self) -> float:
@@ -192,8 +208,10 @@ class Telemetry:
         return time.perf_counter() - self._started
 
     def _begin_interval(self) -> None:
-        self._counters, self._compute_squares = defaultdict[str, float](float), 0.0
-        self._sums, self._rounds = Sums(), list[Round]()
+        self._counters = defaultdict[str, float](float)
+        self._compute_squares = 0.0
+        self._sums = Sums()
+        self._rounds = list[Round]()
 
     # --- every step -------------------------------------------------------------------------------
 
@@ -206,12 +224,15 @@ class Telemetry:
             started = time.perf_counter()
 
     def measure(self, train_step: Callable[[], StepResult]) -> None:
-        started, waited, queued = time.perf_counter(), self._waited(), queued_seconds()
+        """Run a step of training, and count its times, tokens, loss and rounds."""
+        started = time.perf_counter()
+        waited = self._waited()
+        queued = queued_seconds()
         data = self._counters["worker/data_seconds"]
         self._last = train_step()
         seconds = time.perf_counter() - started
         compute = seconds - (self._waited() - waited)
-        counters, trained = self._counters, not self._last.skipped
+        counters = self._counters
         counters["worker/steps"] += 1
         counters["worker/skipped_steps"] += self._last.skipped
         counters["worker/step_seconds"] += seconds
@@ -220,15 +241,17 @@ class Telemetry:
         queued = queued_seconds() - queued
         self._steps.append((compute, counters["worker/data_seconds"] - data, queued))
         rounds = self.outer.rounds()  # at every step, as it keeps only the latest
-        self._rounds, self.applied = [*self._rounds, *rounds], rounds
-        self.workers = max([self.workers, *(one.participants for one in rounds)])
+        self._rounds = [*self._rounds, *rounds]
+        self.applied = rounds
+        self.workers = max([self.workers, *(exchange.participants for exchange in rounds)])
         for name, value in self.outer.metrics().items():
             counters[name] = value if name == IN_FLIGHT else counters[name] + value
-        before = self._sums
-        self._sums = before._replace(
-            cross_entropy=before.cross_entropy + (self._last.cross_entropy if trained else 0),
-            tokens=before.tokens + trained * self.plan.tokens_per_step / self.plan.ranks,
-        )
+        if not self._last.skipped:
+            before = self._sums
+            self._sums = before._replace(
+                cross_entropy=before.cross_entropy + self._last.cross_entropy,
+                tokens=before.tokens + self.plan.tokens_per_step / self.plan.ranks,
+            )
 
     def _waited(self) -> float:
         """Return seconds of waiting for data and communication, for differences within a step."""
@@ -242,20 +265,22 @@ class Telemetry:
         `agreement_seconds`: total time for which the training thread of this process has waited for
         other ranks.
         """
-        now, counters = time.perf_counter(), self._counters
+        now = time.perf_counter()
+        counters = self._counters
         counters["worker/wall_seconds"] += now - self._interval_started
         counters["worker/agreement_seconds"] += agreement_seconds - self._agreement_before
-        self._interval_started, self._agreement_before = now, agreement_seconds
+        self._interval_started = now
+        self._agreement_before = agreement_seconds
         sums = self._sums._replace(sent_bytes=counters.get(SENT, 0.0))
         return [*sums, *(counters.get(f"worker/{name}", 0.0) for name in WORLD_TIMES)]
 
-    def pause(self, seconds: float) -> None:
+    def exclude_pause(self, seconds: float) -> None:
         """Exclude time that was not spent on training, such as validation, from the rates."""
         self._interval_started += seconds
 
     # --- a logged step ----------------------------------------------------------------------------
 
-    def open(
+    def open_record(
         self,
         step: int,
         lr: float,
@@ -286,15 +311,23 @@ class Telemetry:
         if warning and self.world.device.type == "cpu":
             self._warned = True
             logger.warning(warning)
-        progress = self._progress(step, None if run is None else run.steps)
+        progress, steps_left = self._progress(step, None if run is None else run.steps)
         fragments = self.outer.fragments
-        rounds = [round_record(one, fragments[one.fragment], self._clock) for one in self._rounds]
-        self._in_flight.append(_LoggedStep(*progress, record, rounds, sums))
+        rounds = [
+            round_record(exchange, fragment=fragments[exchange.fragment], clock=self._clock)
+            for exchange in self._rounds
+        ]
+        self._in_flight.append(
+            _LoggedStep(
+                progress=progress, steps_left=steps_left, record=record, rounds=rounds, sums=sums
+            )
+        )
         self._begin_interval()
 
     def _rates(self, record: Record) -> Record:
-        """Return what follows from the counters."""
-        steps, wall = record["worker/steps"], record["worker/wall_seconds"]
+        """Return the numbers that follow from the counters."""
+        steps = record["worker/steps"]
+        wall = record["worker/wall_seconds"]
         compute = record["worker/compute_seconds"] / steps
         tokens = self.plan.tokens_per_step * self.world.size / self.plan.ranks * steps / wall
         rates: Record = {
@@ -309,46 +342,53 @@ class Telemetry:
 
     def _progress(self, step: int, done: float | None) -> tuple[str, float]:
         """Return the progress of the run, and the steps left to this island or run at its rate."""
-        whole, own = self.plan.total_steps, self._counters["worker/steps"]
+        whole = self.plan.total_steps
+        padded_step = f"{step:>{len(str(whole))}}"
         if done is None:
-            return f"{step:>{len(str(whole))}}/{whole}", whole - step
-        made = own if self._done is None else done - self._done
+            return f"{padded_step}/{whole}", whole - step
+        own_steps = self._counters["worker/steps"]
+        run_steps = own_steps if self._done is None else done - self._done
         self._done = done
-        # The share of a run becomes smaller when `islands change total_tokens` makes it longer.
-        left = max(0.0, whole - done) * (own / made if made > 0 else 1.0)
-        return f"{step:>{len(str(whole))}}  run {100 * min(1.0, done / whole):.0f} %", left
+        # This island makes `own_steps` while the run makes `run_steps`: what is left of the run is
+        # counted in steps of this island. The share of a run that is done becomes smaller when
+        # `islands change total_tokens` makes it longer, so `run_steps` may be negative.
+        own_share = own_steps / run_steps if run_steps > 0 else 1.0
+        left = max(0.0, whole - done) * own_share
+        return f"{padded_step}  run {100 * min(1.0, done / whole):.0f} %", left
 
     def publish(self, *, all: bool = False) -> None:
         """Write the logged steps whose sums are there, or wait for all."""
         while self._in_flight and (all or self._in_flight[0].sums.is_complete):
             progress, steps_left, record, rounds, sums = self._in_flight.popleft()
             started = time.perf_counter()
-            _, _, *found = sums.result()  # without the wishes to stop and to save
+            _, _, *numbers = sums.result()  # without the requests to stop and to save
             self._counters["worker/agreement_seconds"] += time.perf_counter() - started
-            record |= self._of_all_ranks(found, record)
+            record |= self._of_all_ranks(numbers, record)
             self.loss = record["loss/train"]
             add_totals(self.totals, record)
-            for one in rounds:
-                self.files.write(one)
+            for round_of_fragment in rounds:
+                self.files.write(round_of_fragment)
             self.files.write(record)
             logger.info(_console_line(record, progress, steps_left))
 
     def _of_all_ranks(self, summed: Sequence[float], record: Record) -> Record:
         """Return the numbers that all workers record alike, from the sums of `numbers`."""
-        sums, times = Sums(*summed[: len(Sums._fields)]), summed[len(Sums._fields) :]
-        found: Record = {"loss/train": sums.cross_entropy / (sums.tokens or math.nan)}
+        sums = Sums(*summed[: len(Sums._fields)])
+        times = summed[len(Sums._fields) :]
+        numbers: Record = {"loss/train": sums.cross_entropy / (sums.tokens or math.nan)}
         for name, seconds in zip(WORLD_TIMES, times, strict=True):
             if f"worker/{name}" in record:
-                found[f"world/{name}"] = seconds / self.world.size
+                numbers[f"world/{name}"] = seconds / self.world.size
         if SENT in record:
-            found[SENT] = sums.sent_bytes / self.world.workers
-            found["sync/mbit_per_second"] = 8e-6 * found[SENT] / record["worker/wall_seconds"]
+            sent = sums.sent_bytes / self.world.workers
+            numbers[SENT] = sent
+            numbers["sync/mbit_per_second"] = 8e-6 * sent / record["worker/wall_seconds"]
         shares = {
-            "speed/compute_percent": compute_percent(found),
-            "sync/exposed_percent": exposed_percent(found),
-            "sync/hidden_percent": hidden_percent(found),
+            "speed/compute_percent": compute_percent(numbers),
+            "sync/exposed_percent": exposed_percent(numbers),
+            "sync/hidden_percent": hidden_percent(numbers),
         }
-        return found | {name: share for name, share in shares.items() if math.isfinite(share)}
+        return numbers | {name: share for name, share in shares.items() if math.isfinite(share)}
 
     # --- other records ----------------------------------------------------------------------------
 
@@ -373,15 +413,17 @@ class Telemetry:
 
 def _console_line(record: Record, progress: str, steps_left: float) -> str:
     """Return the line of a logged step."""
-    mfu, hidden = record.get("speed/mfu_percent"), record.get("sync/hidden_percent")
+    mfu = record.get("speed/mfu_percent")
+    mfu_text = "" if mfu is None else f"  MFU {mfu:.1f} %"
+    hidden = record.get("sync/hidden_percent")
+    hidden_text = "" if hidden is None else f"  hidden {hidden:.0f} %"
     return (
         f"step {progress}"
         f"  loss {record['loss/train']:.4f}"
         f"  gradient norm {record['train/gradient_norm']:.3f}"
         f"  lr {record['train/lr']:.2e}"
         f"  {record['speed/tokens_per_second']:,.0f} tokens/s"
-        f"{'' if mfu is None else f'  MFU {mfu:.1f} %'}"
-        f"{'' if hidden is None else f'  hidden {hidden:.0f} %'}"
+        f"{mfu_text}{hidden_text}"
         f"  memory {record['train/memory_gib']:.2f} GiB"
         f"  ETA {clock(steps_left * record['speed/seconds_per_step'])}"
     )

@@ -113,7 +113,8 @@ class ValidationResult(NamedTuple):
 def validate(model: nn.Module, held_out: Sequence[HeldOut], world: World) -> ValidationResult:
     """Return the loss of the model. Every rank must have the same number of batches."""
     results = [
-        validate_corpus(model, corpus.batches, world, corpus.text_bytes) for corpus in held_out
+        validate_corpus(model, corpus.batches, world, text_bytes=corpus.text_bytes)
+        for corpus in held_out
     ]
     total = math.fsum(corpus.weight for corpus in held_out)
     shares = [corpus.weight / total for corpus in held_out]
@@ -136,14 +137,16 @@ def validate_corpus(
     model.eval()
     totals = torch.zeros(2, dtype=torch.float64)
     for inputs, targets in batches:
-        inputs, targets = inputs.to(world.device), targets.to(world.device)
-        sums = model(inputs, head=loss_head(targets, z_loss=0.0))
+        head = loss_head(targets.to(world.device), z_loss=0.0)
+        sums = model(inputs.to(world.device), head=head)
         totals += torch.stack([sums.cross_entropy.double(), sums.tokens.double()]).cpu()
     model.train(was_training)
     drop_gathered(model)
-    sums = PendingSum(world, [*totals.tolist(), float(text_bytes)], "in a validation")
-    cross_entropy, tokens, text = sums.result()
-    return CorpusLoss(cross_entropy / tokens, int(tokens), int(text))
+    of_all_ranks = PendingSum(world, [*totals.tolist(), float(text_bytes)], "in a validation")
+    cross_entropy, tokens, text_bytes_of_all = of_all_ranks.result()
+    return CorpusLoss(
+        loss=cross_entropy / tokens, tokens=int(tokens), text_bytes=int(text_bytes_of_all)
+    )
 
 
 # --- while a run trains ---------------------------------------------------------------------------

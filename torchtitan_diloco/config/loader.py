@@ -33,13 +33,14 @@ CONFIGS_FOLDER = Path(__file__).parents[1] / "train_configs"
 DEFAULT_CONFIG = "demo"
 COMMAND_LINE = "command line"
 TYPES = setting_types(Config)
-SECRETS = "islands.join", "checkpoint.mirror"
+SECRETS = ("islands.join", "checkpoint.mirror")
 """Settings that may contain a password. Errors do not show their values."""
 
 RUN_LENGTH = ("training.steps", "training.tokens", "training.tokens_per_parameter")
 """Exactly one of these settings is not 0."""
 
-TOKENIZER, VOCABULARY = "data.tokenizer", "model.vocab_size"
+TOKENIZER = "data.tokenizer"
+VOCABULARY = "model.vocab_size"
 CORPUS = "data.corpus"
 MIXTURE = "data.mixture"
 TABLES = [key for key, kind in TYPES.items() if is_table(kind)]
@@ -87,9 +88,11 @@ def parse_config(toml_text: str, origin: str) -> Config:
 
 def to_toml(config: Config) -> str:
     """Return all settings as TOML, including defaults, except those that are None."""
-    return tomli_w.dumps(
-        asdict(config, dict_factory=lambda pairs: {k: v for k, v in pairs if v is not None})
-    )
+
+    def without_none(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        return {key: value for key, value in pairs if value is not None}
+
+    return tomli_w.dumps(asdict(config, dict_factory=without_none))
 
 
 def _read_file(path: Path, children: tuple[Path, ...] = ()) -> dict[str, Mapping[str, Any]]:
@@ -100,43 +103,47 @@ def _read_file(path: Path, children: tuple[Path, ...] = ()) -> dict[str, Mapping
         raise ConfigError([f"{path}: cannot be read as a TOML file: {error}"]) from None
     if (parent := table.pop("extends", None)) is None:
         return {str(path): table}
-    found = find_config(parent, path) if isinstance(parent, str) else None
-    if found is None or found.resolve() == path.resolve() or found.resolve() in children:
+    extended = find_config(parent, path) if isinstance(parent, str) else None
+    extending = (*children, path.resolve())
+    if extended is None or extended.resolve() in extending:
         reason = "must be the name of one other TOML file, which does not extend this one"
         raise ConfigError([_mistake(str(path), "extends", parent, reason)])
-    return _read_file(found, (*children, path.resolve())) | {str(path): table}
+    return _read_file(extended, extending) | {str(path): table}
 
 
 def _merge(tables: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the values of settings, and the origin of each. Later tables, whose keys are their
     origins, override earlier ones."""
-    values, origins, mistakes = dict[str, Any](), dict[str, str](), list[str]()
+    values = dict[str, Any]()
+    origins = dict[str, str]()
+    mistakes = list[str]()
     for origin, table in tables.items():
-        found = {}
+        given = {}
         for key, value in flatten(table, whole=TABLES).items():
             try:
-                found[key] = _convert(key, value, is_word=origin == COMMAND_LINE)
+                given[key] = _convert(key, value, is_word=origin == COMMAND_LINE)
             except ValueError as error:
                 mistakes.append(_mistake(origin, key, value, str(error)))
-        if any(found.get(key) for key in RUN_LENGTH):  # so that `--training.steps 9` shortens any
+        if any(given.get(key) for key in RUN_LENGTH):  # so that `--training.steps 9` shortens any
             values |= dict.fromkeys(RUN_LENGTH, 0)
-        if found.get(CORPUS) and found.get(MIXTURE):
+        if given.get(CORPUS) and given.get(MIXTURE):
             reason = f"{CORPUS} already sets the corpus: set only one of them"
-            mistakes.append(_mistake(origin, MIXTURE, found[MIXTURE], reason))
-        if found.get(CORPUS):  # the one that was given last counts
+            mistakes.append(_mistake(origin, MIXTURE, given[MIXTURE], reason))
+        if given.get(CORPUS):  # the one that was given last counts
             values[MIXTURE] = {}
-        elif found.get(MIXTURE):
+        elif given.get(MIXTURE):
             values[CORPUS] = ""
-        if TOKENIZER in found:  # a vocabulary that was given before was that of another tokenizer
+        if TOKENIZER in given:  # a vocabulary that was given before was that of another tokenizer
             values.pop(VOCABULARY, None)
-        values |= found
-        origins |= dict.fromkeys(found, origin)
+        values |= given
+        origins |= dict.fromkeys(given, origin)
     if mistakes:
         raise ConfigError(mistakes)
     return values, origins
 
 
 def _build(values: Mapping[str, Any]) -> Config:
+    """Build a configuration from values by their keys, such as "training.steps"."""
     tables: dict[str, Any] = {}
     for key, value in values.items():
         *sections, name = key.split(".")
@@ -182,15 +189,16 @@ def _parse_pairs(text: str) -> dict[str, str]:
 
 def _hint(key: str) -> str:
     """Return a hint about an unknown key: a similar key of its section, or else all its keys."""
-    sections = {one.rpartition(".")[0] for one in TYPES}
+    sections = {known.rpartition(".")[0] for known in TYPES}
     given, _, name = (key, "", "") if key in sections else key.rpartition(".")
     for section in difflib.get_close_matches(given, sections, n=1, cutoff=0.8):
-        own = [one.removeprefix(f"{section}.") for one in TYPES if one.startswith(f"{section}.")]
-        if found := difflib.get_close_matches(name, own, n=1):
-            return f"; did you mean {section}.{found[0]}?"
-        others = [one.rpartition(".")[0] for one in TYPES if one.endswith(f".{name}")]
+        prefix = f"{section}."
+        in_section = [known.removeprefix(prefix) for known in TYPES if known.startswith(prefix)]
+        if similar := difflib.get_close_matches(name, in_section, n=1):
+            return f"; did you mean {section}.{similar[0]}?"
+        others = [known.rpartition(".")[0] for known in TYPES if known.endswith(f".{name}")]
         elsewhere = f"; {name} is a key of {', '.join(others)}" if others else ""
-        names = dict.fromkeys(one.partition(".")[0] for one in own)  # with nested sections
+        names = dict.fromkeys(known.partition(".")[0] for known in in_section)  # nested sections
         return f"{elsewhere}; {section} has {', '.join(names)}"
     return nearest(key, TYPES) or f"; `{command_line('train')} --help all` lists all keys"
 
@@ -199,7 +207,9 @@ def _mistake(origin: str, key: str, value: Any, reason: str) -> str:
     """Describe a mistake, with its value shortened to 80 characters. Hide tables."""
     hidden = value is None or isinstance(value, dict) or key in SECRETS
     shown = "" if hidden else f" = {format_value(value)}"
-    return f"{origin}: {key}{shown[:77] + '...' if len(shown) > 80 else shown}: {reason}"
+    if len(shown) > 80:
+        shown = f"{shown[:77]}..."
+    return f"{origin}: {key}{shown}: {reason}"
 
 
 def _parse_toml(text: str, origin: str) -> dict[str, Any]:
@@ -222,8 +232,8 @@ def find_config(name_or_path: str, child: Path | None = None) -> Path:
         if candidate.is_file():
             return candidate
     names = shipped_configs()
-    found = "is a folder: give a TOML file" if given.is_dir() else "no such file"
-    reason = f"{found}; train_configs/ has {', '.join(names)}{nearest(given.stem, names)}"
+    problem = "is a folder: give a TOML file" if given.is_dir() else "no such file"
+    reason = f"{problem}; train_configs/ has {', '.join(names)}{nearest(given.stem, names)}"
     origin, key = (COMMAND_LINE, "--config") if child is None else (str(child), "extends")
     raise ConfigError([_mistake(origin, key, name_or_path, reason)])
 
@@ -238,7 +248,8 @@ def shipped_configs() -> list[str]:
 
 def config_mistakes(config: Config) -> Mistakes:
     """Yield a (key, reason and remedy) pair for each contradiction between settings."""
-    training, is_island = config.training, bool(config.islands.join or config.islands.local)
+    training = config.training
+    is_island = bool(config.islands.join or config.islands.local)
     lengths = [key for key in RUN_LENGTH if getattr(training, key.removeprefix("training."))]
     if not lengths:
         yield RUN_LENGTH[0], f"the run has no length: set one of {', '.join(RUN_LENGTH)}"
@@ -314,8 +325,7 @@ def _mirror_mistakes(config: Config) -> Mistakes:
     folder = config.run.folder
     if "://" in mirror or not (mirror and folder):
         return
-    inside, outside = (Path(one).expanduser().resolve() for one in (mirror, folder))
-    if inside.is_relative_to(outside):
+    if Path(mirror).expanduser().resolve().is_relative_to(Path(folder).expanduser().resolve()):
         yield (
             "checkpoint.mirror",
             "is run.folder, or in it, and would be lost with it: give another location",
@@ -324,7 +334,8 @@ def _mirror_mistakes(config: Config) -> Mistakes:
 
 def unused_settings(config: Config) -> Iterator[str]:
     """Yield a line for each changed setting that has no effect."""
-    defaults, chosen = flat_settings(Config()), flat_settings(config)
+    defaults = flat_settings(Config())
+    chosen = flat_settings(config)
     for (decider, values), names in READ_WITH.items():
         section = decider.rpartition(".")[0]
         if section.startswith("diloco") and config.diloco.method == "none":
@@ -340,9 +351,9 @@ def unused_settings(config: Config) -> Iterator[str]:
 
 def run_warnings(config: Config, total_steps: int) -> list[str]:
     """Return warnings about valid settings that are unlikely to be intended."""
-    found = [*advice(config.diloco, total_steps), *unused_settings(config)]
+    warnings = [*advice(config.diloco, total_steps), *unused_settings(config)]
     if config.training.stop_after > total_steps and not config.islands.join:
-        found.append(
+        warnings.append(
             f"training.stop_after = {config.training.stop_after} is after the end of the run of "
             f"{total_steps} steps and has no effect: lower it"
         )
@@ -350,7 +361,7 @@ def run_warnings(config: Config, total_steps: int) -> list[str]:
     mixtures |= {
         f"data.phases[{number}]": phase.mixture for number, phase in enumerate(config.data.phases)
     }
-    found += [
+    warnings += [
         f"the weights of {key} are rounded to multiples of 1/{MOST_TURNS:,} of "
         "their sum, because their exact shares need more samples to repeat: give "
         "weights with fewer digits"
@@ -359,11 +370,11 @@ def run_warnings(config: Config, total_steps: int) -> list[str]:
     ]
     warmup_steps = steps_of(config.lr_schedule.warmup, total_steps)
     if warmup_steps > total_steps:
-        found.append(
+        warnings.append(
             f"lr_schedule.warmup = {warmup_steps} is longer than the run of {total_steps} "
             "steps, so the peak learning rate is never reached: shorten it"
         )
-    return found
+    return warnings
 
 
 # --- command line ---------------------------------------------------------------------------------
@@ -371,19 +382,19 @@ def run_warnings(config: Config, total_steps: int) -> list[str]:
 
 def from_command_line(words: list[str]) -> Config:
     """Load the configuration of a command line."""
-    found: dict[str, list[str]] = {}
+    words_of: dict[str, list[str]] = {}
     values: list[str] | None = None
     for word in words:
         key, equals, value = word.removeprefix("--").partition("=")
         if word.startswith("--"):
-            values = found[key] = [value] if equals else []
+            values = words_of[key] = [value] if equals else []
         elif values is None:
             raise ConfigError([f"{COMMAND_LINE}: {word}: give settings as --section.key VALUE"])
         else:
             values.append(word)
-    if lacking := [key for key in found if not found[key]]:
+    if lacking := [key for key, values in words_of.items() if not values]:
         raise ConfigError([f"{COMMAND_LINE}: --{key}: {_without_value(key)}" for key in lacking])
-    settings = {key: " ".join(found[key]) for key in found}
+    settings = {key: " ".join(values) for key, values in words_of.items()}
     return load_config(settings.pop("config", DEFAULT_CONFIG), settings)
 
 

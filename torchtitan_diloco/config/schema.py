@@ -370,9 +370,12 @@ class Config:
 
 def portable(config: Config) -> Config:
     """Return the settings that start the same run elsewhere, without its folders and passwords."""
-    run, islands = replace(config.run, folder=""), replace(config.islands, join="")
-    checkpoint = replace(config.checkpoint, mirror="")
-    return replace(config, run=run, islands=islands, checkpoint=checkpoint)
+    return replace(
+        config,
+        run=replace(config.run, folder=""),
+        islands=replace(config.islands, join=""),
+        checkpoint=replace(config.checkpoint, mirror=""),
+    )
 
 
 def format_value(value: Any) -> str:

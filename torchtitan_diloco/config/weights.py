@@ -40,9 +40,10 @@ def turns_of(weights: Weights) -> dict[str, int]:
     period = _period_of(shares)
     if period <= MOST_TURNS:
         return {name: int(share * period) for name, share in shares.items()}
+    # All shares are rounded down. The turns that are left over go to those that lost the most.
     turns = {name: int(share * MOST_TURNS) for name, share in shares.items()}
-    rest = sorted(shares, key=lambda name: turns[name] - shares[name] * MOST_TURNS)
-    for name in rest[: MOST_TURNS - sum(turns.values())]:
+    by_loss = sorted(shares, key=lambda name: turns[name] - shares[name] * MOST_TURNS)
+    for name in by_loss[: MOST_TURNS - sum(turns.values())]:
         turns[name] += 1
     return turns
 

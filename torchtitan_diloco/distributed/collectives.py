@@ -52,7 +52,9 @@ class PendingSum:
 
     def __init__(self, world: World, values: Sequence[float], where: str) -> None:
         self._values = torch.tensor(values, dtype=torch.float64)
-        self._world, self._where, self._work = world, where, None
+        self._world = world
+        self._where = where
+        self._work = None
         if world.control is not None and values:
             with naming_lost_ranks(world, where):
                 self._work = dist.all_reduce(self._values, group=world.control, async_op=True)
@@ -90,9 +92,9 @@ def naming_lost_ranks(world: World, where: str) -> Iterator[None]:
             f"rank {rank} (worker {rank // world.ranks_per_worker}: {reason})"
             for rank, reason in world.liveness.lost_ranks().items()
         ]
+        names = " and ".join(lost) or "some rank"
         raise RanksLostError(
-            f"{' and '.join(lost) or 'some rank'} left or did not answer in time {where} "
-            f"({cause_of(error)})"
+            f"{names} left or did not answer in time {where} ({cause_of(error)})"
         ) from error
 
 
@@ -127,17 +129,21 @@ class StopRequest:
     """
 
     def __init__(self, world: World, lag: int = 1) -> None:
-        self._world, self._lag = world, lag
+        self._world = world
+        self._lag = lag
         self._every = 1 if lag <= 1 else ASK_EVERY
         self.waited_seconds = 0.0  # of the training thread, for answers
-        self._save, self._announced = False, False
+        self._save = False  # asked for, and not yet passed on to the other ranks
+        self._announced = False  # whether the other ranks were told that this one wants to stop
         self._received: float | None = None  # time of the first signal
         self._noticed = False  # a signal after a notice is the first one
         self._end_of_machine = math.inf
         self._questions: deque[tuple[int, PendingSum]] = deque()  # open ones, by their step
         self._latest: tuple[int, PendingSum] | None = None
         # nohup and background jobs of scripts ignore some signals on purpose.
-        handled = [one for one in STOP_SIGNALS if signal.getsignal(one) is not signal.SIG_IGN]
+        handled = [
+            number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN
+        ]
         self._previous = {number: signal.signal(number, self._handle) for number in handled}
 
     def _handle(self, number: int, _frame: object) -> None:
@@ -176,12 +182,18 @@ class StopRequest:
         self._save |= save
         if step % self._every == 0:
             self.ask(step, numbers)
-        if not self._questions or self._questions[0][0] + self._lag > step:
+        # All ranks have the same questions open, and each reads the answer to one `lag` steps after
+        # it was asked. So all read the same answer after the same step.
+        if not self._questions:
             return Requests(stop=False, save=False)
+        asked_at, answer = self._questions[0]
+        if step < asked_at + self._lag:
+            return Requests(stop=False, save=False)
+        self._questions.popleft()
         started = time.perf_counter()
-        stop, saves, *_ = self._questions.popleft()[1].result()
+        stops, saves, *_ = answer.result()  # how many ranks ask for it
         self.waited_seconds += time.perf_counter() - started
-        return Requests(stop=stop > 0, save=saves > 0)
+        return Requests(stop=stops > 0, save=saves > 0)
 
     def ask(self, step: int, numbers: Sequence[float]) -> PendingSum:
         """Return the sum over all ranks of both requests and the numbers after this step, which may
@@ -189,12 +201,13 @@ class StopRequest:
         if self._latest is None or self._latest[0] != step:
             stop = self._noticed or self._received is not None
             values = [float(stop), float(self._save), *numbers]
-            self._latest = step, PendingSum(self._world, values, f"up to step {step}")
+            self._latest = (step, PendingSum(self._world, values, f"up to step {step}"))
             self._questions.append(self._latest)
             if stop and not self._announced and self._lag:
                 asked = "signal received" if self._received is not None else "noticed"
                 logger.info(f"{asked}: the run stops after step {step + self._lag}")
-            self._save, self._announced = False, stop
+            self._save = False
+            self._announced = stop
         return self._latest[1]
 
     def __enter__(self) -> Self:

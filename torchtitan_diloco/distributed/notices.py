@@ -45,7 +45,7 @@ class Notice(NamedTuple):
     """Whether the machine will be taken away. Otherwise it may be, and the run only saves."""
 
 
-class Answer(NamedTuple):
+class Reply(NamedTuple):
     status: int
     text: str
 
@@ -58,16 +58,16 @@ class Metadata:
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         self._token = ""
 
-    def ask(self, path: str, headers: Mapping[str, str], method: str = "GET") -> Answer:
+    def ask(self, path: str, headers: Mapping[str, str], method: str = "GET") -> Reply:
         request = urllib.request.Request(
             f"{self.address}{path}", headers=dict(headers), method=method
         )
         try:
             with self._opener.open(request, timeout=ANSWER_SECONDS) as reply:
-                return Answer(reply.status, reply.read(MOST_BYTES).decode(errors="replace").strip())
+                return Reply(reply.status, reply.read(MOST_BYTES).decode(errors="replace").strip())
         except HTTPError as error:
             with error:
-                return Answer(error.code, "")
+                return Reply(error.code, "")
 
     def ask_aws(self, path: str) -> str:
         """Return the answer of AWS, or an empty string if there is none."""
@@ -82,7 +82,7 @@ class Metadata:
         return "" if answer.status == 404 else _expected(answer)
 
 
-def _expected(answer: Answer) -> str:
+def _expected(answer: Reply) -> str:
     if answer.status != 200:
         raise ValueError(f"status {answer.status}")
     return answer.text
@@ -93,9 +93,9 @@ def _expected(answer: Answer) -> str:
 
 def ask_aws(server: Metadata) -> Notice | None:
     if text := server.ask_aws("/latest/meta-data/spot/instance-action"):
-        found = json.loads(text)
-        at = datetime.fromisoformat(found["time"].replace("Z", "+00:00"))
-        return Notice(f"AWS will {found['action']} this machine", _seconds_until(at))
+        planned = json.loads(text)
+        at = datetime.fromisoformat(planned["time"].replace("Z", "+00:00"))
+        return Notice(f"AWS will {planned['action']} this machine", _seconds_until(at))
     if server.ask_aws("/latest/meta-data/events/recommendations/rebalance"):
         return Notice("AWS may soon take this machine away (rebalance recommendation)", stops=False)
     return None
@@ -156,7 +156,7 @@ class NoticeWatch:
         self._tell = tell
         self._address = address or ADDRESSES.get(cloud, "")
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="notices", daemon=True)
+        self._thread = threading.Thread(target=self._poll_server, name="notices", daemon=True)
 
     def __enter__(self) -> Self:
         if self._cloud != "none":
@@ -171,7 +171,7 @@ class NoticeWatch:
     ) -> None:
         self._closed.set()
 
-    def _watch(self) -> None:
+    def _poll_server(self) -> None:
         server = Metadata(self._address)
         told = set[str]()
         failures = 0

@@ -22,7 +22,10 @@ from torchtitan_diloco.hardware import GLOO_INTERFACE, check_device, interfaces,
 from torchtitan_diloco.log import logger
 from torchtitan_diloco.user import UserError
 
-WORKER, FSDP = "worker", "fsdp"
+WORKER = "worker"
+"""Dimension of the grid: this rank and its counterparts in the other workers."""
+FSDP = "fsdp"
+"""Dimension of the grid: the ranks of this worker."""
 LONGER_THAN_LINK_SECONDS = 60
 """Seconds by which ranks of a worker wait longer for each other than for another worker. Otherwise,
 they would time out first, and the error would not name the lost worker."""
@@ -148,11 +151,14 @@ def join_world(
     limit = timedelta(seconds=distributed.init_timeout_seconds)
     on_gpu = chosen.type == "cuda"
     if size == 1:
-        return world_of_one(chosen, "nccl") if on_gpu else World(rank, size, workers, chosen)
+        if on_gpu:
+            return world_of_one(chosen, "nccl")
+        return World(rank=rank, size=size, workers=workers, device=chosen)
 
     grid = torch.arange(size).view(workers, ranks_per_worker)
-    inner_timeout, several = distributed.train_timeout_seconds, outer_loop and workers > 1
-    if several:
+    inner_timeout = distributed.train_timeout_seconds
+    exchanges = outer_loop and workers > 1
+    if exchanges:
         inner_timeout = max(inner_timeout, link.timeout_seconds + LONGER_THAN_LINK_SECONDS)
     inner_backend = "nccl" if on_gpu else "gloo"
     outer_backend = "gloo" if outer_loop else inner_backend
@@ -162,20 +168,20 @@ def join_world(
         # Eager communicators of NCCL are made below, and none for all ranks, over slow links.
         store = store_of_attempt(store_of_job(limit), rank, size, limit)
         dist.init_process_group("gloo", timeout=limit, store=store, rank=rank, world_size=size)
-        streams, names = pick_streams(link, rank, ranks_per_worker) if several else (1, "")
+        streams, names = pick_streams(link, rank, ranks_per_worker) if exchanges else (1, "")
         with gloo_over(names):
-            across = _own_group(grid.t(), outer_backend, link.timeout_seconds, chosen)
+            across = _own_group(grid.t(), outer_backend, link.timeout_seconds, device=chosen)
         control = _own_group(grid.view(1, size), "gloo", link.timeout_seconds)
         saving = _own_group(grid.view(1, size), "gloo", SAVING_TIMEOUT_SECONDS)
-        liveness = _watch(grid, rank)
-    inside = _own_group(grid, inner_backend, inner_timeout, chosen)
+        liveness = _watch_peers(grid, rank)
+    inside = _own_group(grid, inner_backend, inner_timeout, device=chosen)
     shards = _own_group(grid, "gloo", link.timeout_seconds)
     row = grid[rank // ranks_per_worker]
     return World(
-        rank,
-        size,
-        workers,
-        chosen,
+        rank=rank,
+        size=size,
+        workers=workers,
+        device=chosen,
         mesh=DeviceMesh.from_group(
             [across, inside], chosen.type, mesh=grid, mesh_dim_names=(WORKER, FSDP)
         ),
@@ -188,14 +194,14 @@ def join_world(
     )
 
 
-def _watch(grid: torch.Tensor, rank: int) -> Liveness:
+def _watch_peers(grid: torch.Tensor, rank: int) -> Liveness:
     """Watch a row and a column of the grid of workers and their ranks. Collective.
 
     A rank that loses another reports it to both groups, so that all ranks learn of it.
     """
     worker, column = divmod(rank, grid.shape[1])
     peers = {*grid[worker].tolist(), *grid[:, column].tolist()} - {rank}
-    worker_of = [one // grid.shape[1] for one in range(grid.numel())]
+    worker_of = [other // grid.shape[1] for other in range(grid.numel())]
     return Liveness(dist.new_group(backend="gloo"), workers=worker_of, peers=peers)
 
 
@@ -204,13 +210,13 @@ def world_of_one(device: torch.device, backend: str) -> World:
     store = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     grid = torch.zeros(1, 1, dtype=torch.int)
-    across, inside, host = (
-        _own_group(grid, name, SAVING_TIMEOUT_SECONDS, device) for name in ("gloo", backend, "gloo")
-    )
-    names = WORKER, FSDP
+    across = _own_group(grid, "gloo", SAVING_TIMEOUT_SECONDS)
+    inside = _own_group(grid, backend, SAVING_TIMEOUT_SECONDS, device=device)
+    host = _own_group(grid, "gloo", SAVING_TIMEOUT_SECONDS)
+    names = (WORKER, FSDP)
     mesh = DeviceMesh.from_group([across, inside], device.type, mesh=grid, mesh_dim_names=names)
     host_mesh = DeviceMesh.from_group(host, "cpu", mesh_dim_names=(FSDP,))
-    return World(0, 1, 1, device, mesh=mesh, host_mesh=host_mesh)
+    return World(rank=0, size=1, workers=1, device=device, mesh=mesh, host_mesh=host_mesh)
 
 
 @contextmanager
@@ -231,7 +237,7 @@ def _own_group(
     lines: torch.Tensor, backend: str, seconds: int, device: torch.device | None = None
 ) -> dist.ProcessGroup:
     """Create one process group for each row of `lines` and return the one of this rank."""
-    own: dist.ProcessGroup | None = None
+    group_of_rank: dist.ProcessGroup | None = None
     for ranks in lines.tolist():
         group = dist.new_group(
             ranks,
@@ -239,9 +245,10 @@ def _own_group(
             backend=backend,
             device_id=device if backend == "nccl" else None,  # NCCL connects at once then
         )
-        own = group if dist.get_rank() in ranks else own
-    assert own is not None
-    return own
+        if dist.get_rank() in ranks:
+            group_of_rank = group
+    assert group_of_rank is not None
+    return group_of_rank
 
 
 def leave_world(world: World) -> None:
@@ -293,20 +300,24 @@ def pick_streams(link: Link, rank: int, ranks_per_worker: int) -> tuple[int, str
             )
         return 1, ""
     streams = math.ceil(link.streams / min(place.ranks_here for place in all_ranks))
-    return streams, ",".join([name] * streams) if streams > 1 else ""
+    if streams == 1:
+        return 1, ""
+    return streams, ",".join([name] * streams)
 
 
 def interface_and_address(name: str) -> tuple[str, str]:
     """Return the network interface that gloo uses if its setting is `name`, and its address."""
-    found = interfaces()
+    addresses = interfaces()
     if name := name or os.environ.get(GLOO_INTERFACE, "").partition(",")[0]:
-        if name not in found:
+        if name not in addresses:
             raise OSError(f"{name} has no IPv4 address")
-        return name, found[name]
+        return name, addresses[name]
     address = "127.0.0.1"
     with suppress(OSError):
         address = socket.gethostbyname(socket.gethostname())
-    for one, own in found.items():
-        if own == address or own[:4] == address[:4] == LOOPBACK:
-            return one, address
+    # Some systems give the name of the machine an address such as 127.0.1.1, which is reached over
+    # loopback without being the address of that interface.
+    for interface, known in addresses.items():
+        if known == address or known[:4] == address[:4] == LOOPBACK:
+            return interface, address
     raise OSError(f"no network interface has the address {address} of this machine's name")

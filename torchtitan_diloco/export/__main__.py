@@ -88,7 +88,8 @@ def generate(
     Ids from `vocab_size` on only pad the embedding and are never drawn. `sequence_length` and
     `document_mask`: as in training.
     """
-    generator, device = torch.Generator().manual_seed(seed), next(model.parameters()).device
+    generator = torch.Generator().manual_seed(seed)
+    device = next(model.parameters()).device
     context = list(tokens)
     for _ in range(max_new_tokens):
         context = context[-sequence_length:]
@@ -118,8 +119,10 @@ def draw(logits: Tensor, temperature: float, generator: torch.Generator) -> int:
 
 
 def print_text(saved: SavedModel, options: argparse.Namespace) -> None:
-    tokenizer, model = saved.tokenizer, saved.model.to(pick_device(options.device, 0))
-    if not options.temperature >= 0:
+    """Print the text that a model writes after the prompt."""
+    tokenizer = saved.tokenizer
+    model = saved.model.to(pick_device(options.device, local_rank=0))
+    if not options.temperature >= 0:  # NaN, too
         raise UserError(f"--temperature {options.temperature}: give one from 0 up")
     prompt = tokenizer.encode(os.fsencode(options.prompt).decode(errors="replace")).tolist()
     tokens = generate(
@@ -142,6 +145,7 @@ def print_text(saved: SavedModel, options: argparse.Namespace) -> None:
 
 
 def export(saved: SavedModel, options: argparse.Namespace) -> None:
+    """Write the folder of a model in the chosen format."""
     folder = options.out.expanduser() if options.out else _default_folder(saved.path, options)
     dtype = DTYPES[options.dtype]
     try:
@@ -150,7 +154,13 @@ def export(saved: SavedModel, options: argparse.Namespace) -> None:
             raise UserError(f"{folder} is not empty; choose another folder, or delete this one")
         if options.format == "hf":
             length = saved.config.training.sequence_length
-            save_hugging_face(folder, saved.model, saved.tokenizer, dtype, sequence_length=length)
+            save_hugging_face(
+                folder,
+                model=saved.model,
+                tokenizer=saved.tokenizer,
+                dtype=dtype,
+                sequence_length=length,
+            )
         elif options.format == "torchtitan":
             save_torchtitan(folder, saved.model, dtype)
         else:
@@ -175,7 +185,8 @@ def _default_folder(checkpoint: Path, options: argparse.Namespace) -> Path:
 
 def save_for_another_run(folder: Path, saved: SavedModel, dtype: torch.dtype) -> None:
     """Write the weights under our names, with settings and tokenizer."""
-    config, tokenizer = saved.config, saved.tokenizer
+    tokenizer = saved.tokenizer
+    config = saved.config
     config = replace(  # reset the settings that are specific to a run
         config,
         run=replace(config.run, folder=""),

@@ -82,11 +82,10 @@ def save_hugging_face(
     assert tokenizer.vocab_size <= rows
     config |= special | {"torch_dtype": str(dtype).removeprefix("torch.")}
     # Nothing has trained the rows of the embedding that have no token.
-    unused = list(range(tokenizer.vocab_size, rows))
-    files = {
-        CONFIG_NAME: config,
-        "generation_config.json": special | ({"suppress_tokens": unused} if unused else {}),
-    }
+    generation: dict[str, Any] = {**special}
+    if unused := list(range(tokenizer.vocab_size, rows)):
+        generation["suppress_tokens"] = unused
+    files = {CONFIG_NAME: config, "generation_config.json": generation}
     weights: dict[str, Tensor] = {}
     for name, parts in transformers_names(model).items():
         values = model.get_parameter(name).detach().to(dtype).split(list(parts.values()))
@@ -174,15 +173,15 @@ def _byte_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
 def transformers_names(model: nn.Module) -> dict[str, dict[str, int]]:
     """Map each parameter to its parts in files of transformers: their names and numbers of rows."""
     shape = shape_of(model)
-    found = {}
+    names = {}
     kv_rows = (shape.kv_heads or shape.heads) * shape.head_dim
-    parts = {"q_proj": shape.heads * shape.head_dim, "k_proj": kv_rows, "v_proj": kv_rows}
+    rows_of = {"q_proj": shape.heads * shape.head_dim, "k_proj": kv_rows, "v_proj": kv_rows}
     for name, parameter in model.named_parameters():
         there = ".".join(MODULES.get(part, part) for part in name.split("."))
-        found[name] = {there: parameter.shape[0]}
+        names[name] = {there: parameter.shape[0]}
         if ".qkv." in there:
-            found[name] = {there.replace("qkv", part): rows for part, rows in parts.items()}
-    return found
+            names[name] = {there.replace("qkv", part): rows for part, rows in rows_of.items()}
+    return names
 
 
 def settings_of_model(model: nn.Module) -> dict[str, Any]:
@@ -206,17 +205,24 @@ def settings_of_config(config: Mapping[str, Any]) -> dict[str, Any]:
         raise UserError(f'model_type = "{family}" is neither "llama" nor "qwen3"')
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = rope.get("rope_type") or rope.get("type") or "default"
-    known = {**FIXED, **(SCALING if kind != "default" else {})}
-    found = {**FIXED, **config, **rope, "rope_type": kind}
-    if unknown := [f"{key} = {found.get(key)}" for key in known if found.get(key) != known[key]]:
-        raise UserError(f"its {', '.join(unknown)} cannot be set here")
-    heads, width = config["num_attention_heads"], config["hidden_size"]
-    absent = {"num_key_value_heads": heads, "head_dim": width // heads, "rms_norm_eps": 1e-6}
-    absent |= {"tie_word_embeddings": False}
-    given = absent | {key: value for key, value in config.items() if value is not None}
-    return {ours: given[theirs] for ours, theirs in KEYS.items()} | {
+    supported = FIXED if kind == "default" else FIXED | SCALING
+    theirs = {**FIXED, **config, **rope, "rope_type": kind}
+    differing = [
+        f"{key} = {theirs.get(key)}" for key, value in supported.items() if theirs.get(key) != value
+    ]
+    if differing:
+        raise UserError(f"its {', '.join(differing)} cannot be set here")
+    heads = config["num_attention_heads"]
+    defaults = {
+        "num_key_value_heads": heads,
+        "head_dim": config["hidden_size"] // heads,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+    }
+    given = defaults | {key: value for key, value in config.items() if value is not None}
+    return {setting: given[key] for setting, key in KEYS.items()} | {
         "activation": "swiglu",
         "qk_norm": family == "qwen3",
-        "rotary_base": found.get("rope_theta", 10_000.0),
+        "rotary_base": theirs.get("rope_theta", 10_000.0),
         "rotary_scaling": rope.get("factor", 1.0),
     }

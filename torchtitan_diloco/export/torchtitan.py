@@ -28,7 +28,7 @@ MODULES = {
     "down": "w2",
     "head": "lm_head",
 }
-PROJECTIONS = "qkv_linear.wq", "qkv_linear.wk", "qkv_linear.wv"
+PROJECTIONS = ("qkv_linear.wq", "qkv_linear.wk", "qkv_linear.wv")
 OF_MODEL = ("tok_embeddings.", "layers.", "norm.", "lm_head.")
 """Beginnings of the names of parameters. The rest is of the optimizer, the loader and the run."""
 
@@ -62,6 +62,11 @@ def to_torchtitan(model: nn.Module, name: str, value: Tensor) -> Tensor:
 
 
 def _reordered(model: nn.Module, name: str, value: Tensor, *, pairs_first: bool) -> Tensor:
+    """Reorder the rows of each head of a query or key projection of a Llama.
+
+    `pairs_first`: the rows are pairs of neighbours; they become first halves, then second ones.
+    Otherwise the reverse.
+    """
     shape = shape_of(model)
     rotated = name.endswith((f"{PROJECTIONS[0]}.weight", f"{PROJECTIONS[1]}.weight"))
     if shape.qk_norm or not rotated:

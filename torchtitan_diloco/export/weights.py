@@ -44,6 +44,7 @@ from torchtitan_diloco.export.torchtitan import (
     settings_of_checkpoint,
     torchtitan_names,
 )
+from torchtitan_diloco.formatting import counted
 from torchtitan_diloco.log import logger
 from torchtitan_diloco.models import build_model, vocabulary_rows
 from torchtitan_diloco.models.decoder import shape_of
@@ -78,6 +79,7 @@ def open_saved(run: Path, step: int | None = None) -> SavedModel:
 
 
 def _open(path: Path) -> SavedModel:
+    """Build the model of a checkpoint, and fill it with the shared parameters."""
     manifest = read_manifest(path)
     config = parse_config(manifest.config, str(path / MANIFEST))
     tokenizer = build_tokenizer(config.data.tokenizer)
@@ -92,22 +94,25 @@ def _open(path: Path) -> SavedModel:
         shared = shared_parameter_name(name)  # absent with data parallelism, or if it is frozen
         tensors[shared if shared in saved.shapes else MODEL + name] = parameter.detach()
     saved.fill(tensors)
-    return SavedModel(config, model, tokenizer, manifest.step, path)
+    return SavedModel(
+        config=config, model=model, tokenizer=tokenizer, step=manifest.step, path=path
+    )
 
 
 def find_checkpoint(run: Path, step: int | None = None) -> Path:
     """Return the folder of a checkpoint: `run` itself, or the one of its first worker at `step`."""
     path = run.expanduser().absolute()
     if (path / MANIFEST).exists():  # whatever the name of the folder is
-        found = {read_manifest(path).step: path}
+        checkpoints = {read_manifest(path).step: path}
     else:
-        workers = sorted(path.glob("worker-*"), key=lambda one: (len(one.name), one.name))
+        # By number, as worker-10 comes after worker-9. The first one that has any counts.
+        workers = sorted(path.glob("worker-*"), key=lambda folder: (len(folder.name), folder.name))
         islands = sorted(path.glob("island-*/worker-0"))  # of `islands.local`
         lists = (complete_checkpoints(folder) for folder in [path, *workers, *islands])
-        found = {step_of(one): one for one in next(filter(None, lists), [])}
-    if not found:
+        checkpoints = {step_of(folder): folder for folder in next(filter(None, lists), [])}
+    if not checkpoints:
         if not islands and (runs := _runs_in(path)):
-            count = f"{len(runs)} run{'s' * (len(runs) > 1)}"
+            count = counted(len(runs), "run")
             raise UserError(f"{run} has {count} in it: name one, such as {run / runs[-1]}")
         if not (workers or islands):
             raise no_run(path, f"worker-0, and no {MANIFEST} of a checkpoint")
@@ -115,17 +120,19 @@ def find_checkpoint(run: Path, step: int | None = None) -> Path:
             f"{run} has no complete checkpoint: a run saves if checkpoint.every, "
             "checkpoint.every_minutes or checkpoint.at_end is set"
         )
-    if step is not None and step not in found:
-        steps = ", ".join(map(str, found))
+    if step is None:
+        return checkpoints[max(checkpoints)]
+    if step not in checkpoints:
+        steps = ", ".join(map(str, checkpoints))
         raise UserError(f"--step {step}: {run} has no checkpoint of that step; it has {steps}")
-    return found[max(found) if step is None else step]
+    return checkpoints[step]
 
 
 def _runs_in(folder: Path) -> list[str]:
     """Return the names of the runs in a folder, such as `outputs`, the latest last."""
-    patterns = "*/worker-0", "*/island-*/worker-0"
-    found = {one.relative_to(folder).parts[0] for each in patterns for one in folder.glob(each)}
-    return sorted(found, key=lambda name: (folder / name).stat().st_mtime)
+    workers = [*folder.glob("*/worker-0"), *folder.glob("*/island-*/worker-0")]
+    names = {worker.relative_to(folder).parts[0] for worker in workers}
+    return sorted(names, key=lambda name: (folder / name).stat().st_mtime)
 
 
 # --- initial weights ------------------------------------------------------------------------------
@@ -143,9 +150,13 @@ class Layout:
     """Ends of names of what may be there and is not needed: a tied head, stored frequencies."""
 
 
-OWN = Layout(lambda model: {name: {name: len(one)} for name, one in model.named_parameters()})
+def _our_names(model: nn.Module) -> dict[str, dict[str, int]]:
+    return {name: {name: len(parameter)} for name, parameter in model.named_parameters()}
+
+
+OWN = Layout(_our_names)
 TRANSFORMERS = Layout(transformers_names, unused=(".inv_freq", "lm_head.weight"))
-TORCHTITAN = Layout(torchtitan_names, from_torchtitan, unused=(HEAD,))
+TORCHTITAN = Layout(torchtitan_names, read=from_torchtitan, unused=(HEAD,))
 
 
 @torch.no_grad()
@@ -164,15 +175,18 @@ def load_initial_weights(model: nn.Module, path: str) -> None:
             for name, names in parts.items()
             for part, rows in names.items()
         }
-        unused = {name for name in there.keys() - here.keys() if name.endswith(layout.unused)}
-        there = {name: there[name] for name in there.keys() - unused} if layout.unused else there
+        for name in there.keys() - here.keys():
+            if name.endswith(layout.unused):
+                del there[name]
         for name in {**here, **there}:
             if here.get(name) != there.get(name):
                 shapes = f"{there.get(name, 'absent')} there and {here.get(name, 'absent')} here"
                 raise UserError(f'model.weights = "{path}": {name} is {shapes}: set [model] to fit')
         for name, parameter in parameters.items():
-            values = [(part, _read(path, stored[part], part)) for part in parts[name]]
-            value = torch.cat([layout.read(model, part, one) for part, one in values])
+            values = [
+                layout.read(model, part, _read(path, stored[part], part)) for part in parts[name]
+            ]
+            value = torch.cat(values)
             copy_shard(parameter, value.to(parameter.device, parameter.dtype))
     logger.info(f"{'weights':<10} {path}: {len(parameters)} tensors")
 
@@ -194,7 +208,7 @@ def check_weights(model: nn.Module, path: str) -> Layout:
     if is_dcp(given):
         layout = TORCHTITAN
         with open_weights(path) as stored:
-            shapes = {name: one.get_shape() for name, one in stored.items()}
+            shapes = {name: tensor.get_shape() for name, tensor in stored.items()}
             differing = _differing_checkpoint(model, path, shapes)
             _check_tied_head(model, path, stored)
     elif file.is_file():
@@ -203,7 +217,9 @@ def check_weights(model: nn.Module, path: str) -> Layout:
     else:
         return OWN
     if differing:
-        settings = " ".join(f"--model.{key} {json.dumps(one)}" for key, one in differing.items())
+        settings = " ".join(
+            f"--model.{key} {json.dumps(value)}" for key, value in differing.items()
+        )
         raise UserError(f'model.weights = "{path}" is of another model: for it, set {settings}')
     return layout
 
@@ -231,7 +247,8 @@ def _check_tied_head(model: nn.Module, path: str, stored: Mapping[str, Any]) -> 
     """Raise an error if a checkpoint has a head of its own, and this model has none."""
     if not shape_of(model).tied_head or HEAD not in stored:
         return
-    head, embedding = (_read(path, stored[name], name) for name in (HEAD, EMBEDDING))
+    head = _read(path, stored[HEAD], HEAD)
+    embedding = _read(path, stored[EMBEDDING], EMBEDDING)
     if not torch.equal(head, embedding):
         reason = "is of another model, whose head is not its embedding: for it, set"
         raise UserError(f'model.weights = "{path}" {reason} --model.tied_head false')
@@ -252,12 +269,13 @@ def open_weights(path: str | Path) -> Iterator[dict[str, Any]]:
                 stored |= open_checkpoint(folder)
             except OSError as error:
                 raise _unreadable(path, folder, error) from error
-        for file in () if is_dcp(folder) else weight_files(path):
-            try:
-                opened = stack.enter_context(safe_open(file, framework="pt"))
-            except (SafetensorError, OSError) as error:
-                raise _unreadable(path, file, error) from error
-            stored |= dict.fromkeys(opened.keys(), opened)
+        else:
+            for file in weight_files(path):
+                try:
+                    opened = stack.enter_context(safe_open(file, framework="pt"))
+                except (SafetensorError, OSError) as error:
+                    raise _unreadable(path, file, error) from error
+                stored |= dict.fromkeys(opened.keys(), opened)
         yield stored
 
 
@@ -274,7 +292,8 @@ def weight_files(path: str | Path) -> list[Path]:
 def weights_fingerprint(path: str) -> str:
     """Return a hash of a part of each file, to detect different weights of the same model."""
     digest = hashlib.sha256()
-    for file in weight_files(path) if path else ():
+    files = weight_files(path) if path else []
+    for file in files:
         try:
             with file.open("rb") as opened:
                 opened.seek(file.stat().st_size // 2)

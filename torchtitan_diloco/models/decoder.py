@@ -14,9 +14,12 @@ from torchtitan_diloco.config.schema import Model
 from torchtitan_diloco.models.interface import STD, Head, parameter_counts
 from torchtitan_diloco.user import UserError
 
-SHORT_LENGTH, LOW, HIGH = 8192, 1.0, 4.0
-"""Rotary scaling: the original length, and the numbers of turns within it below and above which a
-frequency is low and high."""
+SHORT_LENGTH = 8192
+"""Original length of the texts, for rotary scaling."""
+LOW = 1.0
+"""Turns within the original length below which a rotary frequency is low."""
+HIGH = 4.0
+"""Turns above which it is high."""
 
 Rotary = tuple[Tensor, Tensor]
 Mask = BlockMask | Tensor | None
@@ -66,16 +69,19 @@ LLAMA: dict[str, Any] = {"kv_heads": 8, "qk_norm": False, "norm_epsilon": 1e-5}
 LLAMA |= {"rotary_base": 500_000.0}
 
 SHAPES: dict[str, Shape] = {
-    "debug": Shape(4, 96, 3, head_dim=32, feed_forward=256),
+    "debug": Shape(layers=4, width=96, heads=3, head_dim=32, feed_forward=256),
     # The three matrices of SwiGLU have as many parameters as the papers' two, rounded up.
     **{
-        name: Shape(layers, width, heads, 64, feed_forward=-(-width // 48) * 128)
+        name: Shape(layers, width, heads, head_dim=64, feed_forward=-(-width // 48) * 128)
         for name, (layers, width, heads) in SIZES.items()
     },
     **{
-        f"paper-{name}": Shape(layers, width, heads, 64, 4 * width, activation="gelu")
+        f"paper-{name}": Shape(
+            layers, width, heads, head_dim=64, feed_forward=4 * width, activation="gelu"
+        )
         for name, (layers, width, heads) in SIZES.items()
     },
+    # A table: layers, width, heads, head_dim, feed_forward.
     # DiLoCo (2311.08105)
     "diloco-60m": Shape(3, 896, 16, 64, 3584, activation="gelu"),
     "diloco-150m": Shape(12, 896, 16, 64, 3584, activation="gelu"),
@@ -91,8 +97,9 @@ SHAPES: dict[str, Shape] = {
 def resolve_shape(model: Model) -> Shape:
     """Return the shape of the flavor, with the dimensions and options that the config overrides."""
     flavor = SHAPES[model.flavor]
-    chosen = {field.name: getattr(model, field.name) for field in fields(flavor)}
-    shape = replace(flavor, **{key: one for key, one in chosen.items() if one is not None})
+    settings = {field.name: getattr(model, field.name) for field in fields(flavor)}
+    chosen = {name: value for name, value in settings.items() if value is not None}
+    shape = replace(flavor, **chosen)
     if shape.head_dim % 2:
         raise UserError(f"model.head_dim = {shape.head_dim} is odd: make it even")
     if shape.kv_heads and shape.heads % shape.kv_heads:
@@ -142,10 +149,13 @@ def document_mask(tokens: Tensor, end_of_document: int, *, blocks: bool) -> Bloc
         return (key <= query) & (documents[row, key] == documents[row, query])
 
     if blocks:
-        return create_block_mask(attends, batch, None, length, length, device=tokens.device)
+        return create_block_mask(
+            attends, B=batch, H=None, Q_LEN=length, KV_LEN=length, device=tokens.device
+        )
+    # Shapes that broadcast to [batch, 1, length, length].
     rows = torch.arange(batch, device=tokens.device).view(-1, 1, 1, 1)
     places = torch.arange(length, device=tokens.device)
-    return attends(rows, None, places.view(-1, 1), places)
+    return attends(rows, None, query=places.view(-1, 1), key=places)
 
 
 @cache
@@ -178,19 +188,22 @@ class Attention(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.head_dim = shape.head_dim
-        self.heads = [shape.heads, *2 * [shape.kv_heads or shape.heads]]
+        kv_heads = shape.kv_heads or shape.heads
+        self.heads = [shape.heads, kv_heads, kv_heads]
         self.qkv = nn.Linear(shape.width, sum(self.heads) * shape.head_dim, bias=False)
         self.out = nn.Linear(shape.heads * shape.head_dim, shape.width, bias=False)
-        self.q_norm, self.k_norm = (
-            nn.RMSNorm(shape.head_dim, eps=shape.norm_epsilon) if shape.qk_norm else nn.Identity()
-            for _ in range(2)
-        )
+        self.q_norm: nn.Module = nn.Identity()
+        self.k_norm: nn.Module = nn.Identity()
+        if shape.qk_norm:
+            self.q_norm = nn.RMSNorm(shape.head_dim, eps=shape.norm_epsilon)
+            self.k_norm = nn.RMSNorm(shape.head_dim, eps=shape.norm_epsilon)
 
     def forward(self, x: Tensor, rotary: Rotary, mask: Mask) -> Tensor:
         batch, length, _ = x.shape
         qkv = self.qkv(x).view(batch, length, -1, self.head_dim).transpose(1, 2)
         q, k, v = qkv.split(self.heads, dim=1)  # each [batch, heads, length, head_dim]
-        q, k = rotate(self.q_norm(q), rotary), rotate(self.k_norm(k), rotary)
+        q = rotate(self.q_norm(q), rotary)
+        k = rotate(self.k_norm(k), rotary)
         mixed = attend(q, k, v, mask)
         out: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, length, -1))
         return out
@@ -201,8 +214,10 @@ class FeedForward(nn.Module):
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        width, inner, gated = shape.width, shape.feed_forward, shape.activation == "swiglu"
-        self.gate = nn.Linear(width, inner, bias=False) if gated else None
+        width = shape.width
+        inner = shape.feed_forward
+        is_gated = shape.activation == "swiglu"
+        self.gate = nn.Linear(width, inner, bias=False) if is_gated else None
         self.up = nn.Linear(width, inner, bias=False)
         self.down = nn.Linear(inner, width, bias=False)
 
@@ -264,8 +279,10 @@ class Decoder(nn.Module):
         if name.startswith(("embedding", "head")):
             return STD
         std = 1 / math.sqrt(parameter.shape[1])
-        adds_to_residual = name.endswith(("attention.out.weight", "feed_forward.down.weight"))
-        return std / math.sqrt(2 * self.shape.layers) if adds_to_residual else std
+        if name.endswith(("attention.out.weight", "feed_forward.down.weight")):
+            # Two layers of each block are added up in the residual stream.
+            return std / math.sqrt(2 * self.shape.layers)
+        return std
 
     def flops_per_token(self, length: int) -> int:
         shape = self.shape

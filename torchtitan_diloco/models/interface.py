@@ -91,9 +91,8 @@ def init_weights(model: nn.Module, seed: int) -> None:
     and their sharding do not matter.
     """
     for name, parameter in model.named_parameters():
-        value = torch.full(
-            parameter.shape, float(not name.endswith("bias")), device=parameter.device
-        )
+        constant = 0.0 if name.endswith("bias") else 1.0
+        value = torch.full(parameter.shape, constant, device=parameter.device)
         if parameter.dim() > 1:
             digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
             generator = torch.Generator(parameter.device)
@@ -113,6 +112,7 @@ def initial_std(model: nn.Module, name: str, parameter: Tensor) -> float:
 def copy_shard(parameter: Tensor, value: Tensor) -> None:
     """Copy this rank's shard of a value that all ranks have in full, without communication."""
     if isinstance(parameter, DTensor):
-        mesh, placements = parameter.device_mesh, parameter.placements
-        value = distribute_tensor(value, mesh, placements, src_data_rank=None)
+        value = distribute_tensor(
+            value, parameter.device_mesh, parameter.placements, src_data_rank=None
+        )
     parameter.copy_(value)

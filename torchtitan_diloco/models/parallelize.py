@@ -20,7 +20,7 @@ from torchtitan_diloco.models.interface import blocks_of, init_weights
 
 PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.linear.default}
 """A product with a matrix of parameters, as autograd or a compiler sees it."""
-ATTENTION = "scaled_dot_product", "flex_attention"
+ATTENTION = ("scaled_dot_product", "flex_attention")
 """Parts of the names of attention, whichever kernel torch chooses."""
 
 

@@ -39,17 +39,24 @@ def compare(
     tokens = load.plan.tokens_per_step
     rows = [
         Row(
-            f"{name} alone",
-            replace(given, method="none", workers=1),
-            machine,
-            tokens / load.workers / conditions.step_seconds[machine],
+            name=f"{name} alone",
+            diloco=replace(given, method="none", workers=1),
+            machine=machine,
+            tokens_per_second=tokens / load.workers / conditions.step_seconds[machine],
         )
         for machine, name in enumerate(names)
     ]
     for name, diloco in methods(load, conditions, given).items():
         prediction = load.predict(diloco, conditions)
-        speed = tokens / prediction.step_seconds
-        rows.append(Row(name, diloco, None, speed, prediction.sent_bytes_per_step))
+        rows.append(
+            Row(
+                name=name,
+                diloco=diloco,
+                machine=None,
+                tokens_per_second=tokens / prediction.step_seconds,
+                sent_bytes_per_step=prediction.sent_bytes_per_step,
+            )
+        )
     return rows
 
 
@@ -69,7 +76,7 @@ def methods(load: Workload, conditions: Conditions, given: DiLoCoConfig) -> dict
     }
     # Machines of different speed never reach the utilisation of equal ones.
     evenness = fmean(conditions.step_seconds) / max(conditions.step_seconds)
-    tuned = climb(load, conditions, few, ALMOST * evenness)[1]
+    _, tuned = climb(load, conditions, given=few, wanted=ALMOST * evenness)
     by_name.setdefault(f"streaming, {bits(tuned.quantization):.1g} bits, {steps_of(tuned)}", tuned)
     return by_name
 
@@ -95,16 +102,19 @@ def table(load: Workload, rows: Sequence[Row], best: Row) -> str:
     """Return the table of all rows, in which the best is marked."""
     tokens = load.plan.total_steps * load.plan.tokens_per_step
     alone = max(row.tokens_per_second for row in rows if row.machine is not None)
-    cells = [
-        [
-            f"* {row.name}" if row is best else row.name,
-            f"{row.tokens_per_second:,.{0 if row.tokens_per_second >= 100 else 2}f}",
-            hours(tokens / row.tokens_per_second),
-            times(row.tokens_per_second / alone),
-            f"{row.sent_bytes_per_step / 1e6:,.2f}" if row.machine is None else "",
-        ]
-        for row in rows
-    ]
+    cells = []
+    for row in rows:
+        speed = row.tokens_per_second
+        digits = 0 if speed >= 100 else 2
+        cells.append(
+            [
+                f"* {row.name}" if row is best else row.name,
+                f"{speed:,.{digits}f}",
+                hours(tokens / speed),
+                times(speed / alone),
+                f"{row.sent_bytes_per_step / 1e6:,.2f}" if row.machine is None else "",
+            ]
+        )
     columns = ["", "tokens/s", "hours", "of one machine", "MB sent a step"]
     return markdown_table(columns, cells)
 
@@ -122,18 +132,16 @@ def times(factor: float) -> str:
 
 def verdict(rows: Sequence[Row], best: Row) -> str:
     """Say in a line what the machines should do."""
-    one = max(
-        (row for row in rows if row.machine is not None), key=lambda row: row.tokens_per_second
-    )
+    alone = [row for row in rows if row.machine is not None]
+    fastest_alone = max(alone, key=lambda row: row.tokens_per_second)
     if best.machine is not None:
         return f"* {best.name} is about as fast as both together: a second machine gains nothing"
     data_parallel = next(row for row in rows if row.machine is None)
     ways = {"the row with *": best}
     if best is not data_parallel:
         ways[data_parallel.name] = data_parallel
-    gains = (
-        f"{name} makes two machines {times(way.tokens_per_second / one.tokens_per_second)} as "
-        f"fast as {one.name}"
-        for name, way in ways.items()
-    )
+    gains = []
+    for name, way in ways.items():
+        gain = times(way.tokens_per_second / fastest_alone.tokens_per_second)
+        gains.append(f"{name} makes two machines {gain} as fast as {fastest_alone.name}")
     return "; ".join(gains)

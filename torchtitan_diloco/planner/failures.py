@@ -96,14 +96,18 @@ class Outlook(NamedTuple):
 
     @property
     def goodput(self) -> float:
-        """Of segments of 2 x lost seconds, 1 / (e^y - 1) end between two failures (J. T. Daly,
-        2006). Failures during a pause are handled in it."""
+        """Share of the time that makes steps whose work is kept.
+
+        Of segments of 2 x lost seconds, 1 / (e^y - 1) end between two failures (J. T. Daly, 2006).
+        Failures during a pause are handled in it.
+        """
         y = 2 * self.lost / self.every
         if y > 500:
             return 0.0
-        saved = self.interval / (self.interval + self.save) if self.save else 1.0
-        repeats = y / math.expm1(y) if y else 1.0
-        return saved * repeats / (1 + self.pause / self.every) * (1 - (self.waiting or 0.0))
+        without_saves = self.interval / (self.interval + self.save) if self.save else 1.0
+        without_repeats = y / math.expm1(y) if y else 1.0
+        without_waiting = 1 - (self.waiting or 0.0)
+        return without_saves * without_repeats / (1 + self.pause / self.every) * without_waiting
 
 
 def best_interval(every: float, save: float) -> float:
@@ -120,7 +124,14 @@ def one_job(fleet: Fleet, interval: float | None = None) -> Outlook:
         interval = best_interval(fleet.every, fleet.save)
     pause = fleet.detect + fleet.restart
     lost = (interval + fleet.save) / 2
-    return Outlook("one job", fleet.every, pause, lost, interval, fleet.save)
+    return Outlook(
+        name="one job",
+        every=fleet.every,
+        pause=pause,
+        lost=lost,
+        interval=interval,
+        save=fleet.save,
+    )
 
 
 def elastic(fleet: Fleet, interval: float | None = None) -> Outlook:
@@ -128,7 +139,14 @@ def elastic(fleet: Fleet, interval: float | None = None) -> Outlook:
     if interval is None:
         interval = RARE * fleet.save
     pause = fleet.detect + fleet.rejoin
-    return Outlook("elastic data parallelism", fleet.every, pause, 0.0, interval, fleet.save)
+    return Outlook(
+        name="elastic data parallelism",
+        every=fleet.every,
+        pause=pause,
+        lost=0.0,
+        interval=interval,
+        save=fleet.save,
+    )
 
 
 def islands(fleet: Fleet, rules: Rules, interval: float | None = None) -> Outlook:
@@ -141,15 +159,23 @@ def islands(fleet: Fleet, rules: Rules, interval: float | None = None) -> Outloo
     waits = rules.grace_seconds > rules.delay * rules.step_seconds
     absences = (rules.islands - 1) / (every + pause)  # of others in a second
     waiting = min(1.0, absences * min(pause, SILENT)) if waits else 0.0
-    there = quorate(rules.islands, rules.quorum, every / (every + pause))
-    name = f"{rules.islands} islands"
-    return Outlook(name, every, pause, lost, interval, fleet.save, waiting, there)
+    return Outlook(
+        name=f"{rules.islands} islands",
+        every=every,
+        pause=pause,
+        lost=lost,
+        interval=interval,
+        save=fleet.save,
+        waiting=waiting,
+        quorate=quorate(rules.islands, rules.quorum, available=every / (every + pause)),
+    )
 
 
 def quorate(count: int, quorum: int, available: float) -> float:
     """Return how probable it is that of `count` islands, each `available`, a quorum is there."""
     if available == 1:
         return 1.0
+    # The binomial distribution, by the logarithms of its factors, as their factorials are huge.
     return math.fsum(
         math.exp(
             math.lgamma(count + 1)
@@ -167,15 +193,16 @@ def outlooks(
 ) -> tuple[list[Outlook], Outlook]:
     """Return one job, elastic data parallelism, and the islands of each of these rules. Of these,
     return also the fewest that are almost as good as the best."""
-    most = max(each.islands for each in rules)
+    most = max(rule.islands for rule in rules)
     if most > fleet.chips:
         raise UserError(f"--islands {most}: give 2 or more, up to {fleet.chips} chips")
     if interval is not None and not 0 < interval < math.inf:
         raise UserError(f"--checkpoint {interval:g}s: give a time above 0")
-    several = [islands(fleet, each, interval) for each in sorted(rules, key=lambda it: it.islands)]
-    best = max(outlook.goodput for outlook in several)
-    chosen = next(outlook for outlook in several if outlook.goodput >= best - ENOUGH)
-    return [one_job(fleet, interval), elastic(fleet, interval), *several], chosen
+    by_number = sorted(rules, key=lambda rule: rule.islands)
+    of_islands = [islands(fleet, rule, interval) for rule in by_number]
+    best = max(outlook.goodput for outlook in of_islands)
+    chosen = next(outlook for outlook in of_islands if outlook.goodput >= best - ENOUGH)
+    return [one_job(fleet, interval), elastic(fleet, interval), *of_islands], chosen
 
 
 FORMULAS = f"""\
@@ -192,7 +219,7 @@ waiting   = islands: (M - 1) / (every + for) x {SILENT:g} s (or for, if shorter)
 quorum    = probability that a quorum of M islands trains, each with every / (every + for)"""
 
 
-def outlooks_text(found: Sequence[Outlook], chosen: Outlook) -> str:
+def outlooks_text(compared: Sequence[Outlook], chosen: Outlook) -> str:
     """Return a table, with the chosen islands marked, and the formulas of its numbers."""
     rows = [
         [
@@ -205,7 +232,7 @@ def outlooks_text(found: Sequence[Outlook], chosen: Outlook) -> str:
             "-" if outlook.waiting is None else f"{100 * outlook.waiting:.2f} %",
             "-" if outlook.quorate is None else f"{100 * outlook.quorate:.2f} %",
         ]
-        for outlook in found
+        for outlook in compared
     ]
     columns = "training as, kept time, every, for, lost, checkpoint every, waiting, quorum"
     return f"{markdown_table(columns.split(', '), rows)}\n\n{FORMULAS}"

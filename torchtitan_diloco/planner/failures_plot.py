@@ -18,17 +18,17 @@ def write_plot(path: Path, fleet: Fleet, rules: Sequence[Rules]) -> None:
     best = one_job(fleet)
     intervals = np.geomspace(60, max(86_400, 10 * best.interval), 100)
     ways: list[Callable[..., Outlook]] = [one_job, elastic]
-    ways += [partial(islands, rules=each) for each in rules]
+    ways += [partial(islands, rules=rule) for rule in rules]
     with rc_context(STYLE | SVG):
         figure = Figure((7, 4), layout="constrained")
         label = "minutes between checkpoints"
         axes = figure.add_subplot(xscale="log", yscale="log", xlabel=label)
         axes.set_title("chips' time that is lost, %", loc="left")
         for number, way in enumerate(ways):
-            found = [way(fleet, interval=interval) for interval in intervals.tolist()]
-            lost = [100 * (1 - outlook.goodput) for outlook in found]
+            outlooks = [way(fleet, interval=interval) for interval in intervals.tolist()]
+            lost = [100 * (1 - outlook.goodput) for outlook in outlooks]
             colour = series_colour(number)
-            axes.plot(intervals / 60, lost, color=colour, label=found[0].name)
+            axes.plot(intervals / 60, lost, color=colour, label=outlooks[0].name)
         axes.plot(best.interval / 60, 100 * (1 - best.goodput), "o", color=BLUE)
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_formatter(short_number)

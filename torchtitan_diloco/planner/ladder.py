@@ -57,21 +57,28 @@ def settings_that_fit(
         transfers: seconds of all transfers of a cycle, with these settings.
         step: seconds of a step.
     """
-    before = given.sync_every, given.overlap.delay, given.quantization.codec
-    found = before
-    for one in rungs(given, LARGEST_SYNC_EVERY * FEW_ROUNDS):
-        codec = one.quantization.codec
+    before = _settings(given.sync_every, given.overlap.delay, given.quantization.codec)
+    fitting = before
+    for rung in rungs(given, LARGEST_SYNC_EVERY * FEW_ROUNDS):
+        codec = rung.quantization.codec
         if given.quantization.codec == SPARSE != codec:
             continue
-        seconds = MARGIN * transfers * _bits(one.quantization) / _bits(given.quantization)
+        seconds = MARGIN * transfers * _bits(rung.quantization) / _bits(given.quantization)
         delay = max(given.overlap.delay, math.ceil(seconds / fragments / step))
         needed = max(math.ceil(seconds / step), delay + 1)
-        found = max(needed, one.sync_every), delay, codec
-        if needed <= one.sync_every:
+        fitting = _settings(max(needed, rung.sync_every), delay, codec)
+        if needed <= rung.sync_every:
             break
-    names = "diloco.sync_every", "diloco.overlap.delay", "diloco.quantization.codec"
-    changed = zip(names, before, found, strict=True)  # H first, as tau stays below it
-    return {name: value for name, old, value in changed if value != old}
+    return {name: value for name, value in fitting.items() if value != before[name]}
+
+
+def _settings(sync_every: int, delay: int, codec: str) -> dict[str, object]:
+    """Return settings by their keys: H first, as tau stays below it."""
+    return {
+        "diloco.sync_every": sync_every,
+        "diloco.overlap.delay": delay,
+        "diloco.quantization.codec": codec,
+    }
 
 
 def _bits(wire: Quantization) -> float:
@@ -87,7 +94,8 @@ def climb(
         tried[diloco] = load.predict(diloco, conditions)
         if tried[diloco].utilisation >= wanted:
             return tried, diloco
-    return tried, max(tried, key=lambda one: float(f"{tried[one].utilisation:.2g}"))
+    # To two digits, so that of rungs that are about equal the first is taken.
+    return tried, max(tried, key=lambda diloco: float(f"{tried[diloco].utilisation:.2g}"))
 
 
 def ladder_text(
@@ -95,10 +103,9 @@ def ladder_text(
 ) -> str:
     """Return a table of data parallelism and the rungs, and the result."""
     rows = [_cells("data parallelism", load.predict(replace(best, method="none"), conditions))]
-    for one, found in tried.items():
-        mark = "* " if one is best else ""
-        name = f"{mark}H {one.sync_every}, tau {one.overlap.delay}, {one.quantization.codec}"
-        rows.append(_cells(name, found))
+    for diloco, prediction in tried.items():
+        name = f"H {diloco.sync_every}, tau {diloco.overlap.delay}, {diloco.quantization.codec}"
+        rows.append(_cells(f"* {name}" if diloco is best else name, prediction))
     table = markdown_table(["settings", "utilisation", "ms a step", "MB sent a step"], rows)
     duration = clock(load.plan.total_steps * tried[best].step_seconds)
     result = f"* is the first to reach {100 * wanted:g} %"
@@ -107,7 +114,8 @@ def ladder_text(
     return f"{table}\n\n{result}; with it the run takes {duration}"
 
 
-def _cells(name: str, found: Prediction) -> list[str]:
-    utilisation = math.floor(1e3 * found.utilisation + 1e-8) / 10  # 94.99 % is not 95 %
-    sent = found.sent_bytes_per_step / 1e6
-    return [name, f"{utilisation:.1f} %", f"{1e3 * found.step_seconds:,.1f}", f"{sent:,.2f}"]
+def _cells(name: str, prediction: Prediction) -> list[str]:
+    utilisation = math.floor(1e3 * prediction.utilisation + 1e-8) / 10  # 94.99 % is not 95 %
+    milliseconds = 1e3 * prediction.step_seconds
+    sent = prediction.sent_bytes_per_step / 1e6
+    return [name, f"{utilisation:.1f} %", f"{milliseconds:,.1f}", f"{sent:,.2f}"]

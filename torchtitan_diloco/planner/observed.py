@@ -17,28 +17,32 @@ UNLIMITED = 1e12
 def observed_conditions(folder: Path, workers: int) -> Conditions:
     """Return what the workers of a run, which must be so many, measured."""
     (run,) = open_runs([folder])
-    rounds = [one for worker in run.workers for one in worker.rounds]
-    heard_after = [seconds for one in rounds for seconds in one.heard_after_seconds.values()]
+    rounds = [record for worker in run.workers for record in worker.rounds]
+    heard_after = [seconds for record in rounds for seconds in record.heard_after_seconds.values()]
     totals = [worker.totals for worker in run.workers]
     codec = run.settings.get("diloco.quantization.codec", "")
-    if not heard_after or not all(own.get("worker/compute_seconds") for own in totals):
+    has_computed = all(of_worker.get("worker/compute_seconds") for of_worker in totals)
+    if not heard_after or not has_computed:
         raise UserError(f"--run {folder} has measured no links: give a finished run of one job")
     if len(run.workers) != workers:
         raise UserError(
             f"--run {folder} has the records of {len(run.workers)} workers: give a run of "
             f"{workers}, with the folders of all"
         )
-    means = [own["worker/compute_seconds"] / own["worker/steps"] for own in totals]
+    means = [
+        of_worker["worker/compute_seconds"] / of_worker["worker/steps"] for of_worker in totals
+    ]
     spreads = [worker.compute_spread for worker in run.workers]
     shares = [spread / mean for spread, mean in zip(spreads, means, strict=True)]
-    coded = (
-        (coded_bytes(one.parameters, workers, codec), one.encoding_seconds + one.decoding_seconds)
-        for one in rounds
-    )
-    stepped = ((4 * one.parameters, one.seconds("received", "ready")) for one in rounds)
+    coded = []
+    stepped = []
+    for record in rounds:
+        coding_seconds = record.encoding_seconds + record.decoding_seconds
+        coded.append((coded_bytes(record.parameters, workers, codec), coding_seconds))
+        stepped.append((4 * record.parameters, record.seconds("received", "ready")))
     return Conditions(
-        _slowest_link(run),
-        tuple(means),
+        bits_per_second=_slowest_link(run),
+        step_seconds=tuple(means),
         latency_seconds=min(heard_after),
         jitter=min(1.0, statistics.fmean(shares)),
         coding_bytes_per_second=_median_rate(coded),
@@ -54,12 +58,12 @@ def _median_rate(measured: Iterable[tuple[float, float]]) -> float:
 
 def _slowest_link(run: Run) -> float:
     """Return the rate of the slowest worker: the sum of its simultaneous transfers, one way."""
-    largest = max(one.parameters for worker in run.workers for one in worker.rounds)
+    largest = max(record.parameters for worker in run.workers for record in worker.rounds)
     measured = defaultdict[tuple[int, int], list[float]](list)
     for receiver, worker in enumerate(run.workers):
-        for one in worker.rounds:
-            if 2 * one.parameters > largest:  # others are too short
-                for sender, rate in one.received_bits_per_second_from.items():
+        for record in worker.rounds:
+            if 2 * record.parameters > largest:  # others are too short
+                for sender, rate in record.received_bits_per_second_from.items():
                     measured[sender, receiver].append(rate)
     sums = defaultdict[tuple[str, int], float](float)
     for (sender, receiver), rates in measured.items():

@@ -91,8 +91,8 @@ def bandwidths(model: PaperModel, method: PaperMethod) -> list[float]:
     """Return the Gbit/s for each target as the paper prints them: the last point of the grid that
     is still below the target, rounded to two digits and then to one."""
     reached = utilisation(model, method, GRID * 1e9)
-    found = [float(GRID[reached < target].max(initial=GRID[0])) for target in TARGETS]
-    return [round(round(gbits, 2), 1) for gbits in found]
+    last_below = [float(GRID[reached < target].max(initial=GRID[0])) for target in TARGETS]
+    return [round(round(gbits, 2), 1) for gbits in last_below]
 
 
 def paper_table() -> str:

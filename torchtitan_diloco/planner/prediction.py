@@ -130,7 +130,14 @@ def predict(
     schedule = build_schedule(replace(diloco, beginning=beginning), len(fragments))
     streams = math.ceil(diloco.link.streams / ranks)
     exchanges = [
-        predict_exchange(values, max(fragments), diloco.quantization, conditions, ranks, streams)
+        predict_exchange(
+            values,
+            largest=max(fragments),
+            quantization=diloco.quantization,
+            conditions=conditions,
+            ranks=ranks,
+            streams=streams,
+        )
         for values in fragments
     ]
     if steps is None:
@@ -141,7 +148,8 @@ def predict(
         total_steps = last_send = last_step = steps
     computed = draw_steps(conditions, last_step).cumsum(axis=0)
     waited = np.zeros(conditions.workers)
-    thread_free, sent_bytes = 0.0, 0
+    thread_free = 0.0
+    sent_bytes = 0
     due = dict[int, float]()
     """Step -> when the last exchange that is applied after it is done."""
     for step in range(1, last_step + 1):
@@ -218,7 +226,9 @@ def coded_bytes(values: int, workers: int, codec: str) -> float:
     Otherwise each encodes its delta and the mean of its slice, and decodes all parts of that slice
     and all means.
     """
-    return 4 * values * (1 + workers if workers == 2 or codec == "topk" else 3 + 1 / workers)
+    if workers == 2 or codec == "topk":
+        return 4 * values * (1 + workers)
+    return 4 * values * (3 + 1 / workers)
 
 
 def predict_data_parallel(buckets: Sequence[int], conditions: Conditions) -> Prediction:
@@ -227,21 +237,26 @@ def predict_data_parallel(buckets: Sequence[int], conditions: Conditions) -> Pre
     The backward pass takes the last two thirds of the step and yields the buckets (in parameters)
     in this order, at equal intervals. The optimizer waits for all of them.
     """
-    workers, compute = conditions.workers, fmean(conditions.step_seconds)
+    workers = conditions.workers
+    compute = fmean(conditions.step_seconds)
     latency = 2 * (workers - 1) * conditions.latency_seconds
     rate = min(conditions.bits_per_second, conditions.all_reduce_bits_per_second)
     done = 0.0
     transfers = 0.0
     for number, parameters in enumerate(buckets, start=1):
         ready = compute * (1 / 3 + 2 / 3 * number / len(buckets))
-        sent = all_reduce_bytes(parameters, workers, GRADIENT_BYTES)
+        sent = all_reduce_bytes(parameters, workers, each=GRADIENT_BYTES)
         transfer = 8 * sent / rate + latency
         transfers += transfer
         done = max(done, ready) + transfer
     slowest = draw_steps(conditions, JITTERED_STEPS).max(axis=1).mean()
     waits = transfers if conditions.backward_waits else max(0.0, done - compute)
     exposed = max(0.0, float(slowest) - compute) + waits
-    return Prediction(compute, exposed, all_reduce_bytes(sum(buckets), workers, GRADIENT_BYTES))
+    return Prediction(
+        compute_seconds_per_step=compute,
+        exposed_seconds_per_step=exposed,
+        sent_bytes_per_step=all_reduce_bytes(sum(buckets), workers, each=GRADIENT_BYTES),
+    )
 
 
 @dataclass(frozen=True)
@@ -257,11 +272,18 @@ class Workload:
 
     @staticmethod
     def of(config: Config, vocabulary: int) -> "Workload":
-        workers, ranks = config.diloco.workers, max(1, config.parallel.fsdp)
+        """Return the workload of a configuration. `vocabulary`: rows of the embedding."""
+        workers = config.diloco.workers
+        ranks = max(1, config.parallel.fsdp)
         model = build_model(config.model, vocabulary, config.training.sequence_length)
         counts = parameter_counts(model)
-        plan = plan_run(config.training, workers * ranks, counts["total"], counts["embedding"])
-        return Workload(model, plan, workers, ranks)
+        plan = plan_run(
+            config.training,
+            ranks=workers * ranks,
+            parameters=counts["total"],
+            embedding_parameters=counts["embedding"],
+        )
+        return Workload(model=model, plan=plan, workers=workers, ranks=ranks)
 
     def fragments(self, config: Fragments) -> tuple[int, ...]:
         """Return the parameters of each fragment, in the order in which fragments are sent."""
@@ -270,8 +292,8 @@ class Workload:
     def buckets(self) -> tuple[int, ...]:
         """Return the parameters of each all-reduce of data parallelism, in the order in which the
         backward pass yields them."""
-        *blocks, rest = self.fragments(Fragments("sequential", layers_per_fragment=1))
-        return (*reversed(blocks), rest)
+        *blocks, outside = self.fragments(Fragments("sequential", layers_per_fragment=1))
+        return (*reversed(blocks), outside)
 
     def predict(self, diloco: DiLoCoConfig, conditions: Conditions) -> Prediction:
         """Predict the steady state, or the whole run if it has a beginning."""
@@ -299,21 +321,24 @@ def presets_table(gpus: int, mfu: float) -> str:
             continue
         vocabulary = config.model.vocab_size or 0
         load = Workload.of(config, vocabulary)
-        plan, workers = load.plan, load.workers
-        each = plan.inner_bytes + state_bytes(config.diloco)
+        plan = load.plan
+        workers = load.workers
+        bytes_each = plan.inner_bytes + state_bytes(config.diloco)
         tokens = plan.total_steps * plan.tokens_per_step
+        shard_bytes = tokens * (2 if vocabulary <= SMALL_TOKENS else 4)
         flops = flops_per_token(load.model, config.training.sequence_length) * tokens
         seconds = flops / (workers * gpus * PEAK_BF16_FLOPS[GPU] * mfu)
-        sent = load.predict(config.diloco, Conditions(math.inf, (1.0,) * workers))
+        conditions = Conditions(bits_per_second=math.inf, step_seconds=(1.0,) * workers)
+        sent_bytes = load.predict(config.diloco, conditions).sent_bytes_per_step * plan.total_steps
         cells = [
             name,
             f"{plan.parameters / 1e6:,.0f}M",
             f"{tokens / 1e9:,.1f}B",
             f"{workers} x {gpus}",
-            f"{each * plan.parameters / gpus / GIB:.1f}",
+            f"{bytes_each * plan.parameters / gpus / GIB:.1f}",
             clock(seconds),
-            f"{tokens * (2 if vocabulary <= SMALL_TOKENS else 4) / 1e9:,.1f}",
-            f"{sent.sent_bytes_per_step * plan.total_steps / 1e9:,.0f}",
+            f"{shard_bytes / 1e9:,.1f}",
+            f"{sent_bytes / 1e9:,.0f}",
         ]
         rows.append((plan.parameters, cells))
     columns = "preset, parameters, tokens, GPUs, GiB a GPU, time, GB on disk, GB sent by a worker"

@@ -209,17 +209,21 @@ def phases(exchanges: Iterable[Exchange]) -> list[Phase]:
     Moments are on the clock of the first worker. Where two phases of a thread would overlap, the
     later one starts where the earlier one ends.
     """
-    found, shifts = list[Phase](), dict[int, float]()
+    recorded = list[Phase]()
+    shifts = dict[int, float]()  # by worker, from its clock to that of the first
     for exchange in exchanges:
-        heard = [NAN if one is None else one.at_seconds.get("heard", NAN) for one in exchange]
-        for worker, one in enumerate(exchange):
+        # All workers have heard the last header at about the same moment.
+        heard = [
+            NAN if record is None else record.at_seconds.get("heard", NAN) for record in exchange
+        ]
+        for worker, record in enumerate(exchange):
             if math.isfinite(shift := heard[0] - heard[worker]):
                 shifts[worker] = shift  # else, use that of the exchange before
-            if one is not None:
-                found += _phases_of_round(worker, one, shifts.get(worker, 0.0))
-    found.sort(key=lambda p: (p.worker, LANES.index(p.lane), p.start_seconds, p.end_seconds))
+            if record is not None:
+                recorded += _phases_of_round(worker, record, shift=shifts.get(worker, 0.0))
+    recorded.sort(key=lambda p: (p.worker, LANES.index(p.lane), p.start_seconds, p.end_seconds))
     ordered = []
-    for _, lane in itertools.groupby(found, key=lambda phase: (phase.worker, phase.lane)):
+    for _, lane in itertools.groupby(recorded, key=lambda phase: (phase.worker, phase.lane)):
         latest = -math.inf
         for phase in lane:
             start = max(phase.start_seconds, latest)
@@ -229,74 +233,95 @@ def phases(exchanges: Iterable[Exchange]) -> list[Phase]:
 
 
 def _phases_of_round(worker: int, record: RoundRecord, shift: float) -> Iterator[Phase]:
-    for name, (lane, *moments, _) in PHASES.items():
-        start, end = (record.at_seconds.get(moment, NAN) + shift for moment in moments)
+    for name, (lane, start_moment, end_moment, _) in PHASES.items():
+        start = record.at_seconds.get(start_moment, NAN) + shift
+        end = record.at_seconds.get(end_moment, NAN) + shift
         if -math.inf < start <= end < math.inf:
-            yield Phase(worker, lane, start, end, name, record)
+            yield Phase(
+                worker=worker,
+                lane=lane,
+                start_seconds=start,
+                end_seconds=end,
+                name=name,
+                round=record,
+            )
 
 
-def timeline_span(found: Sequence[Phase], names: Sequence[str]) -> str:
+def timeline_span(drawn: Sequence[Phase], names: Sequence[str]) -> str:
     """Return what the x axis of a timeline is."""
-    began = datetime.fromtimestamp(min(phase.start_seconds for phase in found), tz=UTC)
-    hidden = len({phase.worker for phase in found}) - MAX_WORKERS
+    began = datetime.fromtimestamp(min(phase.start_seconds for phase in drawn), tz=UTC)
+    hidden = len({phase.worker for phase in drawn}) - MAX_WORKERS
     more = f"; {hidden} more workers are not shown" if hidden > 0 else ""
     return f"seconds, from {began:%H:%M:%S} UTC on the clock of {names[0]}{more}"
 
 
-def timeline_svg(title: str, found: Sequence[Phase], names: Sequence[str]) -> str:
+def timeline_svg(title: str, drawn: Sequence[Phase], names: Sequence[str]) -> str:
     """Return two lanes for each worker as SVG, without title and legend. At least one phase must
     have a length."""
-    start = min(phase.start_seconds for phase in found)
-    length = max(phase.end_seconds for phase in found) - start
-    workers = sorted({phase.worker for phase in found})[:MAX_WORKERS]
+    start = min(phase.start_seconds for phase in drawn)
+    length = max(phase.end_seconds for phase in drawn) - start
+    workers = sorted({phase.worker for phase in drawn})[:MAX_WORKERS]
     tops = {worker: NAME_HEIGHT + row * WORKER_STEP for row, worker in enumerate(workers)}
     bottom = WORKER_STEP * len(tops)
-    drawn = list[str]()
+    parts = list[str]()
     for worker, top in tops.items():
-        drawn.append(_text(0, top - 5, names[worker], TEXT, "start"))
-        drawn.append(_box(0, top, WIDTH, LANE, BAND))
-        drawn.append(_box(0, top + LANE_STEP + LANE / 2, WIDTH, 1, GRID))
-    for phase in found:
+        middle = top + LANE_STEP + LANE / 2  # of the lower lane
+        parts.append(_text(0, top - 5, names[worker], colour=TEXT, anchor="start"))
+        parts.append(_box(0, top, width=WIDTH, height=LANE, colour=BAND))
+        parts.append(_box(0, middle, width=WIDTH, height=1, colour=GRID))
+    for phase in drawn:
         if phase.worker not in tops or phase.seconds <= 0:
             continue
         left = WIDTH * (phase.start_seconds - start) / length
         extent = max(1.0, WIDTH * phase.seconds / length)
         top = tops[phase.worker] + LANE_STEP * LANES.index(phase.lane)
         colour = PHASE_COLOURS[phase.name]
-        drawn.append(_box(left, top, extent, LANE, colour, _tooltip(phase, names)))
+        tooltip = _tooltip(phase, names)
+        parts.append(_box(left, top, width=extent, height=LANE, colour=colour, tooltip=tooltip))
         fragment = str(phase.round.fragment)
         if extent > 8 * len(fragment) + 4:  # there is room
-            drawn.append(_text(left + extent / 2, top + 13, fragment, SURFACE, "middle"))
-    drawn.append(_box(0, bottom, WIDTH, 1, AXIS))
-    for tick in MaxNLocator(6, steps=[1, 2, 5, 10]).tick_values(0, length):
-        place = WIDTH * tick / length
-        anchor = "start" if tick == 0 else "middle" if place < WIDTH - 20 else "end"
-        if place <= WIDTH:
-            drawn.append(_box(min(place, WIDTH - 1), bottom, 1, 4, AXIS))
-            drawn.append(_text(place, bottom + 17, short_number(tick), MUTED, anchor))
+            centre = left + extent / 2
+            parts.append(_text(centre, top + 13, fragment, colour=SURFACE, anchor="middle"))
+    parts += _time_axis(length, bottom)
     return (
         f'<svg class="chart" role="img" aria-label="{escape(title)}" font-size="12.5" '
-        f'viewBox="0 0 {WIDTH:g} {bottom + AXIS_HEIGHT:g}">{"".join(drawn)}</svg>'
+        f'viewBox="0 0 {WIDTH:g} {bottom + AXIS_HEIGHT:g}">{"".join(parts)}</svg>'
     )
 
 
+def _time_axis(length: float, bottom: float) -> Iterator[str]:
+    """Yield the axis of a timeline of `length` seconds, with its ticks."""
+    yield _box(0, bottom, width=WIDTH, height=1, colour=AXIS)
+    for tick in MaxNLocator(6, steps=[1, 2, 5, 10]).tick_values(0, length):
+        place = WIDTH * tick / length
+        if place > WIDTH:
+            continue
+        anchor = "middle"
+        if tick == 0:
+            anchor = "start"
+        elif place >= WIDTH - 20:
+            anchor = "end"
+        yield _box(min(place, WIDTH - 1), bottom, width=1, height=4, colour=AXIS)
+        yield _text(place, bottom + 17, short_number(tick), colour=MUTED, anchor=anchor)
+
+
 def _box(
-    left: float, top: float, width: float, height: float, colour: str, tooltip: str = ""
+    left: float, top: float, *, width: float, height: float, colour: str, tooltip: str = ""
 ) -> str:
     place = f'x="{left:.2f}" y="{top:g}" width="{width:.2f}" height="{height:g}"'
     about = f"<title>{escape(tooltip)}</title>" if tooltip else ""
     return f'<rect {place} fill="{colour}">{about}</rect>'
 
 
-def _text(left: float, bottom: float, text: str, colour: str, anchor: str) -> str:
+def _text(left: float, bottom: float, text: str, *, colour: str, anchor: str) -> str:
     place = f'x="{left:.2f}" y="{bottom:g}" text-anchor="{anchor}"'
     return f'<text {place} fill="{colour}">{escape(text)}</text>'
 
 
 def _tooltip(phase: Phase, names: Sequence[str]) -> str:
-    found = phase.round
-    sent = f", {short_number(found.sent_bytes)}B sent" if np.isfinite(found.sent_bytes) else ""
+    record = phase.round
+    sent = f", {short_number(record.sent_bytes)}B sent" if np.isfinite(record.sent_bytes) else ""
     return (
         f"{names[phase.worker]}: {phase.name} {brief(phase.seconds)}\n"
-        f"fragment {found.fragment} ({found.fragment_name}), round {found.outer_round}{sent}"
+        f"fragment {record.fragment} ({record.fragment_name}), round {record.outer_round}{sent}"
     )

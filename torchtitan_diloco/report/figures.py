@@ -58,7 +58,8 @@ DRIFT_CAPTION = "Distance of a worker from the new shared parameters before it m
 MARK_CAPTION = "Vertical line: a mixture of corpora begins."
 CORPUS_LOSS = "loss/val/"
 DRIFT_UNIT = "root mean square over parameters"
-COSINE, DRIFT = "cosine_to_mean", "drift_norm"
+COSINE = "cosine_to_mean"
+DRIFT = "drift_norm"
 
 
 class Axis(NamedTuple):
@@ -116,11 +117,15 @@ class Figure:
 
 
 def figures(runs: Sequence[Run]) -> list[Figure]:
+    """Return all figures for which there are records."""
     longest = np.nanmax([0.0, *(run.last(ELAPSED_SECONDS)[1] for run in runs)])
-    units = (("hours", 3600.0, 3 * 3600), ("minutes", 60.0, 600), ("seconds", 1.0, 0))
-    time = next(Axis(ELAPSED_SECONDS, *unit[:2]) for unit in units if longest >= unit[2])
+    time = Axis(ELAPSED_SECONDS, "seconds")
+    if longest >= 3 * 3600:
+        time = Axis(ELAPSED_SECONDS, "hours", size=3600.0)
+    elif longest >= 600:
+        time = Axis(ELAPSED_SECONDS, "minutes", size=60.0)
     tokens = Axis(TOKENS, "tokens of the run")
-    found = [
+    candidates = [
         *map(_lanes, runs),
         _loss(runs, "Loss over tokens", tokens),
         _loss(runs, "Loss over time", time),
@@ -133,19 +138,26 @@ def figures(runs: Sequence[Run]) -> list[Figure]:
     ]
     if len(runs) == 1:
         title = "Cosine of a worker's update to the mean"
-        found += [
-            _rounds(runs[0], title, "cosine", COSINE_CAPTION, COSINE),
-            _rounds(runs[0], "Drift of the workers", DRIFT_UNIT, DRIFT_CAPTION, DRIFT),
+        candidates += [
+            _rounds(runs[0], COSINE, title=title, unit="cosine", caption=COSINE_CAPTION),
+            _rounds(
+                runs[0],
+                DRIFT,
+                title="Drift of the workers",
+                unit=DRIFT_UNIT,
+                caption=DRIFT_CAPTION,
+            ),
         ]
-    return [figure for figure in found if figure is not None]
+    return [figure for figure in candidates if figure is not None]
 
 
 def _line_figure(
     runs: Sequence[Run],
+    curves: Sequence[Curve],
+    *,
     title: str,
     caption: str,
     unit: str,
-    curves: Sequence[Curve],
     marks: Sequence[Mark] = (),
     **axes: Any,
 ) -> Figure | None:
@@ -157,14 +169,18 @@ def _line_figure(
         caption = f"{caption} {MARK_CAPTION}".strip()
     legend: dict[str, Key] = {}
     for place, curve in enumerate(curves):
-        kind = "dashed" if curve.dashed else "faint" if curve.faint else "line"
         name = curve.name
+        kind = "line"
         if len(runs) > 1:
-            name, kind = runs[curve.series].name, "line"
+            name = runs[curve.series].name
             curves[place] = replace(curve, name=f"{name}, {curve.name}")
+        elif curve.dashed:
+            kind = "dashed"
+        elif curve.faint:
+            kind = "faint"
         legend.setdefault(name, Key(name, series_colour(curve.series), kind))
     chart = line_chart(curves, marks=marks, **axes)
-    return Figure(title, caption, list(legend.values()), unit, chart)
+    return Figure(title, caption, legend=list(legend.values()), unit=unit, chart=chart)
 
 
 def _marks(runs: Sequence[Run], x: Axis | None = None) -> list[Mark]:
@@ -183,15 +199,21 @@ def _marks(runs: Sequence[Run], x: Axis | None = None) -> list[Mark]:
 
 
 def _loss(runs: Sequence[Run], title: str, x: Axis) -> Figure | None:
+    """Draw the training loss, of a single run of islands that of each, and the validations."""
     curves: list[Curve] = []
     for series, run in enumerate(runs):
-        shared = Curve("shared model", *x.curve(run, "loss/val"), series, dots=True)
-        faint = bool(shared.y.size)
-        own: list[tuple[Worker | None, str, int]] = [(None, "training", series)]
+        places, losses = x.curve(run, "loss/val")
+        shared = Curve("shared model", places, losses, series=series, dots=True)
+        sources: list[tuple[Worker | None, str, int]] = [(None, "training", series)]
         if run.is_of_islands and len(runs) == 1:
-            own = [(one, f"training, {one.name}", place) for place, one in enumerate(run.workers)]
-        for worker, name, place in own:
-            curves.append(Curve(name, *x.curve(run, "loss/train", worker), place, faint=faint))
+            sources = [
+                (worker, f"training, {worker.name}", number)
+                for number, worker in enumerate(run.workers)
+            ]
+        for source, name, colour in sources:
+            places, losses = x.curve(run, "loss/train", source)
+            is_faint = bool(shared.y.size)
+            curves.append(Curve(name, places, losses, series=colour, faint=is_faint))
         curves.append(shared)
     whose = "each island" if any(run.is_of_islands for run in runs) else "all workers"
     caption = f"Training loss of {whose}."
@@ -205,32 +227,56 @@ def _loss(runs: Sequence[Run], title: str, x: Axis) -> Figure | None:
     top = _top_of_axis(np.concatenate([curve.y for curve in curves]))
     if top is not None:
         caption += " The highest losses, at most 1 in 10, are above the chart."
-    axes: Any = {"x_label": x.label, "top": top, "marks": _marks(runs, x)}
-    return _line_figure(runs, title, caption, "nats per token", curves, **axes)
+    return _line_figure(
+        runs,
+        curves,
+        title=title,
+        caption=caption,
+        unit="nats per token",
+        marks=_marks(runs, x),
+        x_label=x.label,
+        top=top,
+    )
 
 
 def _loss_of_corpora(run: Run, x: Axis) -> Figure | None:
     """Draw the loss on the held-out text of each corpus of a mixture."""
-    keys = dict.fromkeys(key for one in run.source.steps for key in one if CORPUS_LOSS in key)
-    curves = [
-        Curve(key.removeprefix(CORPUS_LOSS), *x.curve(run, key), series, dots=True)
-        for series, key in enumerate(keys)
-    ]
-    caption = "Loss of the shared model on the held-out text of each corpus."
-    axes: Any = {"x_label": x.label, "marks": _marks([run], x)}
-    return _line_figure([run], "Loss by corpus", caption, "nats per token", curves, **axes)
+    names = (key for record in run.source.steps for key in record)
+    keys = dict.fromkeys(key for key in names if CORPUS_LOSS in key)
+    curves = []
+    for series, key in enumerate(keys):
+        places, losses = x.curve(run, key)
+        name = key.removeprefix(CORPUS_LOSS)
+        curves.append(Curve(name, places, losses, series=series, dots=True))
+    return _line_figure(
+        [run],
+        curves,
+        title="Loss by corpus",
+        caption="Loss of the shared model on the held-out text of each corpus.",
+        unit="nats per token",
+        marks=_marks([run], x),
+        x_label=x.label,
+    )
 
 
 def _learning_rate(runs: Sequence[Run], x: Axis) -> Figure | None:
-    curves = [
-        Curve("learning rate", *x.curve(run, "train/lr"), series) for series, run in enumerate(runs)
-    ]
-    axes: Any = {"x_label": x.label, "marks": _marks(runs, x)}
-    caption = "Of the inner optimizer."
-    return _line_figure(runs, "Learning rate", caption, "rate", curves, **axes)
+    curves = []
+    for series, run in enumerate(runs):
+        places, rates = x.curve(run, "train/lr")
+        curves.append(Curve("learning rate", places, rates, series=series))
+    return _line_figure(
+        runs,
+        curves,
+        title="Learning rate",
+        caption="Of the inner optimizer.",
+        unit="rate",
+        marks=_marks(runs, x),
+        x_label=x.label,
+    )
 
 
 def _lanes(run: Run) -> Figure | None:
+    """Show when each island was there."""
     if not run.stays:
         return None
     source = "the server's clock" if run.log else "the islands' clocks"
@@ -245,10 +291,14 @@ def _verdicts(run: Run) -> Figure | None:
     """Show when somebody was slow, and who."""
     if not run.verdicts:
         return None
-    stays = [Stay(f"{one.culprit}: {one.what}", [[one.time, end]]) for one, end in run.verdicts]
+    stays = [
+        Stay(f"{verdict.culprit}: {verdict.what}", [[verdict.time, end]])
+        for verdict, end in run.verdicts
+    ]
     first = min(start.time for worker in run.workers for start in worker.starts)
-    times = (number(one.get("time")) for worker in run.workers for one in worker.steps)
+    times = (number(record.get("time")) for worker in run.workers for record in worker.steps)
     last = max(filter(math.isfinite, times), default=first)
+    # The lane of the run makes the others begin and end with it. It is not shown.
     lanes = lanes_of([Stay("run", [[first, max(first, last)]]), *stays])
     caption = (
         "Bar: from when a verdict was made until it was over, or the process that made it ended. "
@@ -262,7 +312,8 @@ def _top_of_axis(losses: Array) -> float | None:
     losses = losses[np.isfinite(losses)]
     if losses.size < 10:
         return None
-    low, usual = float(losses.min()), float(np.quantile(losses, 0.9, method="lower"))
+    low = float(losses.min())
+    usual = float(np.quantile(losses, 0.9, method="lower"))
     top = usual + 0.1 * (usual - low)
     return top if low < usual and top < losses.max() else None
 
@@ -272,18 +323,27 @@ def _sent(runs: Sequence[Run], x: Axis) -> Figure | None:
     for series, run in enumerate(runs):
         times, sent = x.curve(run, "worker/sent_bytes")
         if np.nansum(sent):
-            counted = [one for one in run.source.steps if one.get("worker/sent_bytes") is not None]
-            steps = np.cumsum([number(one.get("worker/steps")) for one in counted])
+            counted = [
+                record for record in run.source.steps if record.get("worker/sent_bytes") is not None
+            ]
+            steps = np.cumsum([number(record.get("worker/steps")) for record in counted])
             expected = run.data_parallel_bytes(steps)
-            curves.append(Curve("sent", times, np.nancumsum(sent), series))
-            dashed = Curve("data parallelism would send", times, expected, series, dashed=True)
-            curves.append(dashed)
+            curves.append(Curve("sent", times, np.nancumsum(sent), series=series))
+            name = "data parallelism would send"
+            curves.append(Curve(name, times, expected, series=series, dashed=True))
     caption = (
         "Bytes that one worker has sent so far, counted in the buffers, mean over workers. Dashed: "
         "what data parallelism sends in as many steps (bf16 gradients, ring). Logarithmic axis."
     )
-    title, label = "Bytes sent by each worker", "bytes since the start"
-    return _line_figure(runs, title, caption, label, curves, x_label=x.label, log=True)
+    return _line_figure(
+        runs,
+        curves,
+        title="Bytes sent by each worker",
+        caption=caption,
+        unit="bytes since the start",
+        x_label=x.label,
+        log=True,
+    )
 
 
 def _time_shares(runs: Sequence[Run]) -> Figure | None:
@@ -301,16 +361,18 @@ def _time_shares(runs: Sequence[Run]) -> Figure | None:
 
 
 def _timelines(runs: Sequence[Run]) -> list[Figure]:
-    found = []
+    timelines = []
     for run in runs:
-        title = "The last exchanges" + (f", {run.name}" if len(runs) > 1 else "")
+        title = "The last exchanges"
+        if len(runs) > 1:
+            title += f", {run.name}"
         shown = [phase for phase in phases(latest(run, SHOWN_EXCHANGES)) if phase.seconds > 0]
         if shown:
             legend = [Key(*entry) for entry in PHASE_COLOURS.items()]
             unit = timeline_span(shown, run.worker_names)
             svg = timeline_svg(title, shown, run.worker_names)
-            found.append(Figure(title, TIMELINE_CAPTION, legend, unit, timeline=svg))
-    return found
+            timelines.append(Figure(title, TIMELINE_CAPTION, legend, unit=unit, timeline=svg))
+    return timelines
 
 
 def latest(run: Run, count: int) -> list[Exchange]:
@@ -318,33 +380,44 @@ def latest(run: Run, count: int) -> list[Exchange]:
 
     Of an exchange that one island made up for long after the others, its part is left.
     """
-    chosen = [one for one in run.exchanges[-count:] if math.isfinite(ended_at(one))]
-    ends = np.array([ended_at(one) for one in chosen])
+    chosen = [exchange for exchange in run.exchanges[-count:] if math.isfinite(ended_at(exchange))]
+    ends = np.array([ended_at(exchange) for exchange in chosen])
     gaps = np.diff(ends)
     longest = max(LEAST_GAP, GAP_FACTOR * np.median(gaps)) if gaps.size else math.inf
     (pauses,) = np.nonzero(gaps > longest)
     first = pauses[-1] + 1 if pauses.size else 0
     apart = longest if run.is_of_islands else math.inf  # clocks of a job's workers may differ
     return [
-        [None if one is None or one.ended < end - apart else one for one in exchange]
+        [None if record is None or record.ended < end - apart else record for record in exchange]
         for exchange, end in zip(chosen[first:], ends[first:], strict=True)
     ]
 
 
-def _rounds(run: Run, title: str, unit: str, caption: str, field: str) -> Figure | None:
+def _rounds(run: Run, field: str, *, title: str, unit: str, caption: str) -> Figure | None:
     """Draw the mean of a field over the workers, by fragment."""
-    names, points = dict[int, str](), defaultdict[int, list[tuple[int, float]]](list)
+    names = dict[int, str]()
+    points = defaultdict[int, list[tuple[int, float]]](list)
     for exchange in run.exchanges:
-        known = [one for one in exchange if one is not None]
-        first, values = known[0], np.array([getattr(one, field) for one in known])
+        known = [record for record in exchange if record is not None]
+        first = known[0]
         names[first.fragment] = first.fragment_name
+        values = np.array([getattr(record, field) for record in known])
         if math.isfinite(mean := of_known(np.mean, values)):
+            step = max(record.step for record in known)
             size = math.sqrt(first.values) if field == DRIFT else 1.0
-            points[first.fragment].append((max(one.step for one in known), mean / size))
+            points[first.fragment].append((step, mean / size))
     curves = []
     for place, fragment in enumerate(sorted(points)[:MAX_FRAGMENTS]):
         steps, means = np.array(points[fragment]).T
-        name, dashed = f"{fragment}: {names[fragment]}", place >= len(SERIES)
-        curves.append(Curve(name, steps, means, place, dashed=dashed))
-    axes: Any = {"x_label": "step", "marks": _marks([run])}
-    return _line_figure([run], title, f"{caption} Mean over workers.", unit, curves, **axes)
+        name = f"{fragment}: {names[fragment]}"
+        repeats_colour = place >= len(SERIES)
+        curves.append(Curve(name, steps, means, series=place, dashed=repeats_colour))
+    return _line_figure(
+        [run],
+        curves,
+        title=title,
+        caption=f"{caption} Mean over workers.",
+        unit=unit,
+        marks=_marks([run]),
+        x_label="step",
+    )

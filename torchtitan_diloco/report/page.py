@@ -35,8 +35,11 @@ NAMING_SETTINGS = ("run.folder", "run.name", "run.description")
 MIXTURE_SETTING = "data.mixture."
 """Before the name of each corpus."""
 MAX_LINKS = 12
-_loss, _count, _percent = "{:.4f}".format, "{:,.0f}".format, "{:.1f} %".format
-_bytes, _bits = EngFormatter("B", places=1), EngFormatter("bit/s", places=1)
+_loss = "{:.4f}".format
+_count = "{:,.0f}".format
+_percent = "{:.1f} %".format
+_bytes = EngFormatter("B", places=1)
+_bits = EngFormatter("bit/s", places=1)
 
 
 class Cell(NamedTuple):
@@ -53,6 +56,7 @@ class Table(NamedTuple):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Write the page, print its path, and return the exit status."""
     about = "Write a report about one or several runs, finished or still running."
     parser = Parser(prog=command_line("report"), description=about)
     run_help = "folder of a run or of an island, or join file of a run of islands"
@@ -102,6 +106,7 @@ def html_page(runs: Sequence[Run]) -> str:
 
 
 def describe(run: Run) -> str:
+    """Describe a run in a line: what it is for, its data, its workers and its method."""
     workers = counted(run.size, "worker") if run.size else ""
     if run.log is not None:
         workers = f"{len({stay.name for stay in run.stays})} islands"
@@ -109,9 +114,9 @@ def describe(run: Run) -> str:
         workers = f"{len(run.workers)} of {run.size} islands"
     method = METHODS.get(run.settings.get("diloco.method", ""), "")
     setup = ", ".join(filter(None, (workers, method)))
-    corpus, tokenizer = (run.settings.get(f"data.{key}", "") for key in ("corpus", "tokenizer"))
     mixture = (key.partition(MIXTURE_SETTING)[2] for key in run.settings)
-    corpus = corpus or ", ".join(filter(None, mixture))
+    corpus = run.settings.get("data.corpus", "") or ", ".join(filter(None, mixture))
+    tokenizer = run.settings.get("data.tokenizer", "")
     data = f"text {corpus}, tokenizer {tokenizer}" if corpus else ""
     return "; ".join(filter(None, (str(run.settings.get("run.description", "")), data, setup)))
 
@@ -133,8 +138,8 @@ def detail_tables(runs: Sequence[Run]) -> list[Table]:
     tables = []
     for run in runs:
         name = f", {run.name}" if len(runs) > 1 else ""
-        own = _islands_table(run) if run.is_of_islands else _workers_table(run)
-        for table in (_mixtures_table(run), _verdicts_table(run), own, _links_table(run)):
+        members = _islands_table(run) if run.is_of_islands else _workers_table(run)
+        for table in (_mixtures_table(run), _verdicts_table(run), members, _links_table(run)):
             tables.append(table._replace(heading=table.heading + name))
     return [table for table in (*tables, _differences_table(runs)) if table.rows]
 
@@ -164,16 +169,26 @@ def _facts(run: Run) -> dict[str, Cell]:
     validated, shared_loss = run.last("loss/val")
     trained, loss = run.last("loss/train")
     names = [worker.name for worker in run.workers]
-    owner = f"own of {names[0]}" if run.is_of_islands else "all workers"
-    steps_of = f" of {names[0]}" if run.is_of_islands else ""
-    scope = f"{len(names)} of {run.size} islands" if run.is_of_islands else "all workers"
-    whose = f", mean of {len(names)} islands" if len(names) > 1 else f", {owner}"
-    whose = whose if run.is_of_islands else ", all workers"
+    # What a number is of: `owner` the loss, `steps_of` the steps, `scope` the speed, `whose` the
+    # shares, `sender` the bytes.
+    owner = "all workers"
+    steps_of = ""
+    scope = "all workers"
+    whose = ", all workers"
+    sender = ", mean over workers"
+    if run.is_of_islands:
+        owner = f"own of {names[0]}"
+        steps_of = f" of {names[0]}"
+        scope = f"{len(names)} of {run.size} islands"
+        whose = f", mean of {len(names)} islands" if len(names) > 1 else f", {owner}"
+        sender = whose
     validation_note = f"nats per held-out token, step {validated:,}"
     byte_note = "of the same text, comparable between tokenizers"
-    tokens, elapsed = run.last("train/tokens")[1], run.last("worker/elapsed_seconds")[1]
+    tokens = run.last("train/tokens")[1]
+    elapsed = run.last("worker/elapsed_seconds")[1]
     days = "days, " if elapsed >= 86_400 else ""
-    totals, kept = run.totals, run.kept_time
+    totals = run.totals
+    kept = run.kept_time
     headline = run.log.headline if run.log else {}
     return {
         "loss of the shared model": _cell(shared_loss, _loss, validation_note),
@@ -183,7 +198,7 @@ def _facts(run: Run) -> dict[str, Cell]:
         **{name: Cell(text, "by its log") for name, text in headline.items()},
         "time": _cell(elapsed, clock, f"{days}h:mm:ss, up to the last logged step"),
         "tokens/s": _cell(run.tokens_per_second, _count, f"{scope}, median"),
-        **_sent_bytes(run, whose if run.is_of_islands else ", mean over workers"),
+        **_sent_bytes(run, sender),
         "hidden": _cell(hidden_percent(totals), _percent, f"of the exchanges' time{whose}"),
         "compute share": _cell(compute_percent(totals), _percent, f"of the training time{whose}"),
         "exposed communication": _cell(
@@ -203,8 +218,10 @@ def _sent_bytes(run: Run, whose: str) -> dict[str, Cell]:
     counted = _cell(sent, _bytes, f"counted in the buffers{whose}")
     if run.settings.get("diloco.method") == "none":
         counted = _cell(expected, _bytes, "bf16 gradients, every step; computed, not counted")
-    rounds = (one for worker in run.workers for one in worker.rounds)
-    applied = sum({one.fragment: one.parameters for one in rounds}.values())
+    parameters_of = {
+        record.fragment: record.parameters for worker in run.workers for record in worker.rounds
+    }
+    applied = sum(parameters_of.values())
     is_cycle = sent > 0 and applied >= (run.parameters or 0)  # all fragments have taken a turn
     times = f"{expected / sent:,.1f} times as much; " if is_cycle else ""
     compared = _cell(expected, _bytes, f"{times}bf16 gradients, every step")
@@ -218,7 +235,7 @@ def last_to_arrive(exchange: Exchange) -> tuple[int | None, float]:
 
     This needs no common clock: the last worker waits the shortest time for the others' headers.
     """
-    waited = [NAN if one is None else one.waited_for_headers for one in exchange]
+    waited = [NAN if record is None else record.waited_for_headers for record in exchange]
     if len(shortest := sorted(filter(math.isfinite, waited))) < 2:
         return None, NAN
     return waited.index(shortest[0]), shortest[1] - shortest[0]
@@ -247,27 +264,28 @@ def _workers_table(run: Run) -> Table:
 
 
 def _mean_wait(worker: Worker) -> float:
-    return of_known(np.mean, np.array([one.waited_seconds for one in worker.rounds]))
+    return of_known(np.mean, np.array([record.waited_seconds for record in worker.rounds]))
 
 
 def _islands_table(run: Run) -> Table:
     """Return when each island was there, and its own numbers if there are records of it."""
-    workers, rows = {worker.name: worker for worker in run.workers}, []
+    workers = {worker.name: worker for worker in run.workers}
+    rows = []
     end = max((stay.spans[-1][1] for stay in run.stays), default=0.0)
     for name in dict.fromkeys(stay.name for stay in run.stays):
-        own = [stay for stay in run.stays if stay.name == name]
-        spans = [*(span for stay in own for span in stay.spans), [end, end]]
-        gaps = [(one[1], two[0] - one[1]) for one, two in pairwise(spans)]
+        stays = [stay for stay in run.stays if stay.name == name]
+        spans = [*(span for stay in stays for span in stay.spans), [end, end]]
+        gaps = [(left, came - left) for (_, left), (came, _) in pairwise(spans)]
         away = [f"{time_text(at)} for {clock(gap)}" for at, gap in gaps if gap > LEAST_GAP]
-        worker = workers.get(name, Worker(name, [], [], [], 0))
+        worker = workers.get(name, Worker(name))
         loss = run.curve("loss/train", worker)[1]
         rows.append(
             [
                 Cell(name),
-                Cell(time_text(own[0].spans[0][0]), "UTC"),
-                Cell("; ".join(away) or "never", own[-1].ended),
-                Cell(f"{sum(stay.parts for stay in own):,}", "merged"),
-                Cell(f"{sum(len(stay.late) for stay in own):,}", "one or more versions late"),
+                Cell(time_text(stays[0].spans[0][0]), "UTC"),
+                Cell("; ".join(away) or "never", stays[-1].ended),
+                Cell(f"{sum(stay.parts for stay in stays):,}", "merged"),
+                Cell(f"{sum(len(stay.late) for stay in stays):,}", "one or more versions late"),
                 _cell(_mean_wait(worker), brief, "own, for an exchange, mean"),
                 _cell(float(loss[-1]) if loss.size else NAN, _loss, "own, last"),
             ]
@@ -292,12 +310,12 @@ def _mixtures_table(run: Run) -> Table:
 def _verdicts_table(run: Run) -> Table:
     rows = [
         [
-            Cell(f"{one.culprit}: {one.what}"),
-            Cell(f"{one.since:,}", f"{time_text(one.time)} UTC"),
-            Cell(clock(end - one.time)),
-            Cell(one.evidence),
+            Cell(f"{verdict.culprit}: {verdict.what}"),
+            Cell(f"{verdict.since:,}", f"{time_text(verdict.time)} UTC"),
+            Cell(clock(end - verdict.time)),
+            Cell(verdict.evidence),
         ]
-        for one, end in run.verdicts
+        for verdict, end in run.verdicts
     ]
     return Table("Verdicts", ["who, what", "since step", "for", "evidence"], rows)
 

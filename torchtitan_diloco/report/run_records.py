@@ -24,7 +24,7 @@ from torchtitan_diloco.components.records import (
     METRICS_FILE,
     PhaseRecord,
     RoundRecord,
-    Start,
+    StartRecord,
     VerdictRecord,
     from_record,
     number,
@@ -46,11 +46,11 @@ class Worker:
 
     name: str
     """`worker 0`, or the name of the island."""
-    starts: Sequence[Start]
-    steps: Sequence[Record]
+    starts: Sequence[StartRecord] = ()
+    steps: Sequence[Record] = ()
     """One record for each step, in order, with the validation after the step."""
-    rounds: Sequence[RoundRecord]
-    unreadable: int
+    rounds: Sequence[RoundRecord] = ()
+    unreadable: int = 0
     """Number of lines that are not a record, without an incomplete last line."""
     verdicts: Sequence[VerdictRecord] = ()
     """Begins and ends of verdicts, in order."""
@@ -64,37 +64,40 @@ class Worker:
     @property
     def stay(self) -> Stay:
         """Its signs of life and late parts, as an island that has begun."""
-        found = [start.time for start in self.starts]
-        found += [number(one.get("time")) for one in self.steps]
-        found += [one.at_seconds.get("applied", np.nan) for one in self.rounds]
-        times = sorted(filter(math.isfinite, found)) or [0.0]
-        stay, missed = Stay(self.name, [times[:1] * 2]), defaultdict[int, int](int)
+        signs = [start.time for start in self.starts]
+        signs += [number(record.get("time")) for record in self.steps]
+        signs += [record.at_seconds.get("applied", np.nan) for record in self.rounds]
+        times = sorted(filter(math.isfinite, signs)) or [0.0]
+        stay = Stay(self.name, [[times[0], times[0]]])
         for at in times:
             stay.see(at)
-        for one in self.rounds:  # an entry without a part of it has nothing that was encoded
-            if "encoded" not in one.at_seconds:
-                missed[one.fragment] = one.step
+        # A part was late if an entry of its fragment was applied without it after it was sent. An
+        # entry without a part of this island has nothing that was encoded.
+        missed = defaultdict[int, int](int)
+        for record in self.rounds:
+            if "encoded" not in record.at_seconds:
+                missed[record.fragment] = record.step
                 continue
             stay.parts += 1
-            at = one.at_seconds.get("applied", np.nan)
-            if missed[one.fragment] > one.sent_step and math.isfinite(at):
+            at = record.at_seconds.get("applied", np.nan)
+            if missed[record.fragment] > record.sent_step and math.isfinite(at):
                 stay.late.append(at)
         return stay
 
     @property
     def begun_verdicts(self) -> Iterator[VerdictRecord]:
-        return (one for one in self.verdicts if not one.over)
+        return (verdict for verdict in self.verdicts if not verdict.over)
 
     def end_of(self, verdict: VerdictRecord) -> float:
         """Return when a verdict was over, or the last sign of life of the process that made it: the
         next one begins without verdicts."""
         restarts = (start.time for start in self.starts if start.time > verdict.time)
         end = min(restarts, default=math.inf)
-        for one in self.verdicts:
-            same = (one.what, one.culprit) == (verdict.what, verdict.culprit)
-            if one.over and same and verdict.time <= one.time < end:
-                return one.time
-        signs = (number(one.get("time")) for one in self.steps)
+        for later in self.verdicts:
+            is_same = (later.what, later.culprit) == (verdict.what, verdict.culprit)
+            if later.over and is_same and verdict.time <= later.time < end:
+                return later.time
+        signs = (number(record.get("time")) for record in self.steps)
         return max((at for at in signs if verdict.time <= at < end), default=verdict.time)
 
     @cached_property
@@ -106,8 +109,10 @@ class Worker:
     @property
     def compute_spread(self) -> float:
         """Standard deviation of the compute of a step within the intervals."""
-        names = ("worker/steps", "worker/compute_spread")
-        rows = [[number(record.get(name)) for name in names] for record in self.steps]
+        rows = [
+            (number(record.get("worker/steps")), number(record.get("worker/compute_spread")))
+            for record in self.steps
+        ]
         counts, spreads = np.array([row for row in rows if np.isfinite(row).all()]).T
         return float(np.sqrt(np.average(spreads**2, weights=counts)))
 
@@ -145,15 +150,18 @@ class Run:
         """Return the steps that have a value of this key, and the values. Default: of the run."""
         records = (source or self.source).steps
         known = [record for record in records if record.get(key) is not None]
-        steps, values = ([number(record[name]) for record in known] for name in ("step", key))
+        steps = [number(record["step"]) for record in known]
+        values = [number(record[key]) for record in known]
         return np.array(steps, dtype=float), np.array(values, dtype=float)
 
     def came_after(self, worker: Worker) -> float:
         """Return the seconds from the start of the run to that of a worker's kept records."""
-        names = "time", ELAPSED_SECONDS
-        found = (number(one.get(names[0])) - number(one.get(names[1])) for one in worker.steps)
-        begin = next(filter(math.isfinite, found), 0.0)
-        starts = [start.time for one in self.workers for start in one.starts]
+        begins = (
+            number(record.get("time")) - number(record.get(ELAPSED_SECONDS))
+            for record in worker.steps
+        )
+        begin = next(filter(math.isfinite, begins), 0.0)
+        starts = [start.time for member in self.workers for start in member.starts]
         return max(0.0, begin - min(starts, default=np.inf))
 
     def last(self, key: str) -> tuple[int, float]:
@@ -167,27 +175,30 @@ class Run:
         their totals, for the steps of the first: others may begin later."""
         if not self.is_of_islands:
             return self.source.totals
-        each = [worker.totals for worker in self.workers]
-        steps = [own.get("worker/steps") or 1.0 for own in each]
-        each = [
-            {name: value * steps[0] / count for name, value in own.items()}
-            for own, count in zip(each, steps, strict=True)
+        of_islands = [worker.totals for worker in self.workers]
+        steps = [totals.get("worker/steps") or 1.0 for totals in of_islands]
+        scaled = [
+            {name: value * steps[0] / count for name, value in totals.items()}
+            for totals, count in zip(of_islands, steps, strict=True)
         ]
-        known = {name: np.array([own.get(name, np.nan) for own in each]) for name in each[0]}
-        return {name: of_known(np.mean, values) for name, values in known.items()}
+        means: Totals = {}
+        for name in scaled[0]:
+            values = np.array([totals.get(name, np.nan) for totals in scaled])
+            means[name] = of_known(np.mean, values)
+        return means
 
     @cached_property
     def exchanges(self) -> list[list[RoundRecord | None]]:
         """The rounds of all workers, in the order of time. Those whose time is not known come
         first."""
-        found = defaultdict[tuple[int, int], list[RoundRecord | None]](
+        exchanges = defaultdict[tuple[int, int], list[RoundRecord | None]](
             lambda: [None] * len(self.workers)
         )
         for place, worker in enumerate(self.workers):
             for record in worker.rounds:
                 turn = record.outer_round if self.is_of_islands else record.sent_step
-                found[turn, record.fragment][place] = record
-        return sorted(found.values(), key=ended_at)
+                exchanges[turn, record.fragment][place] = record
+        return sorted(exchanges.values(), key=ended_at)
 
     @property
     def worker_names(self) -> list[str]:
@@ -219,22 +230,26 @@ class Run:
         The workers of one job say the same, islands each what they find.
         """
         judging = self.workers if self.is_of_islands else self.workers[:1]
-        found = [(one, worker.end_of(one)) for worker in judging for one in worker.begun_verdicts]
-        return sorted(found, key=lambda pair: pair[0].time)
+        verdicts = [
+            (verdict, worker.end_of(verdict))
+            for worker in judging
+            for verdict in worker.begun_verdicts
+        ]
+        return sorted(verdicts, key=lambda pair: pair[0].time)
 
     @cached_property
     def mixtures(self) -> list[tuple[str, PhaseRecord]]:
         """The mixtures of corpora that were read one after the other, and what began each."""
-        found = list[tuple[str, PhaseRecord]]()
+        mixtures = list[tuple[str, PhaseRecord]]()
         for record in self.source.phases:
-            before = found[-1][1] if found else None
+            before = mixtures[-1][1] if mixtures else None
             if before is not None and before.mixture == record.mixture:
                 continue  # an island began again
             name = f"phase {record.number}" if record.number else "data.mixture"
             if before is not None and before.number == record.number:
                 name = "changed"
-            found.append((name, record))
-        return found
+            mixtures.append((name, record))
+        return mixtures
 
     @property
     def kept_time(self) -> dict[str, float]:
@@ -249,17 +264,18 @@ class Run:
         """Median of all workers together, which each has in its records, or sum of islands."""
         medians = []
         for worker in self.workers if self.is_of_islands else self.workers[:1]:
-            rates = (number(one.get("speed/tokens_per_second")) for one in worker.steps)
-            medians.append(of_known(np.median, np.array([*rates])))
+            rates = [number(record.get("speed/tokens_per_second")) for record in worker.steps]
+            medians.append(of_known(np.median, np.array(rates)))
         return sum(medians)
 
     @property
     def size(self) -> int:
         """Number of workers of the run, 0 if not known. Of islands, the most that shared a round,
         or so many as begin together."""
-        began = [start.workers for start in self.workers[0].starts[-1:]]
-        shared = [one.participants for worker in self.workers for one in worker.rounds]
-        return max([*began, *(shared if self.is_of_islands else [])], default=0)
+        sizes = [start.workers for start in self.workers[0].starts[-1:]]
+        if self.is_of_islands:
+            sizes += [record.participants for worker in self.workers for record in worker.rounds]
+        return max(sizes, default=0)
 
     @property
     def parameters(self) -> int | None:
@@ -274,7 +290,7 @@ class Run:
 
 def ended_at(exchange: Iterable[RoundRecord | None]) -> float:
     """Return the latest moment of an exchange, on the clock of its worker, else -inf."""
-    ends = (one.ended for one in exchange if one is not None)
+    ends = (record.ended for record in exchange if record is not None)
     return max(filter(math.isfinite, ends), default=-math.inf)
 
 
@@ -293,10 +309,11 @@ def open_runs(paths: Sequence[Path]) -> list[Run]:
     runs = _join_islands([_read_run(path) for path in paths if not path.is_file()])
     for path in filter(Path.is_file, paths):
         log = _read_log(path)
-        mine = [run for run in runs if run.workers[0].run_id == log.run]
-        worker = Worker(log.run, [], [], [], 0)
-        for run in mine or [Run(log.run, Path.cwd(), [worker], {})]:
-            runs = [other for other in runs if other is not run] + [replace(run, log=log)]
+        recorded = [run for run in runs if run.workers[0].run_id == log.run]
+        without_records = Run(log.run, Path.cwd(), workers=[Worker(log.run)], settings={})
+        for run in recorded or [without_records]:
+            others = [other for other in runs if other is not run]
+            runs = [*others, replace(run, log=log)]
     names = [run.name for run in runs]
     return [  # with the path as the name, if several folders have the same name
         run if names.count(run.name) == 1 else replace(run, name=str(run.folder)) for run in runs
@@ -305,16 +322,17 @@ def open_runs(paths: Sequence[Path]) -> list[Run]:
 
 def _join_islands(runs: Sequence[Run]) -> list[Run]:
     """Make one run of the islands that were in the same one."""
-    found = dict[str, Run]()
+    joined = dict[str, Run]()
     for run in runs:
         key = (run.is_of_islands and run.workers[0].run_id) or str(run.folder)
-        before = found.get(key)
-        workers = [*before.workers, *run.workers] if before else []
-        found[key] = replace(before, name=key, workers=workers) if before else run
-    return list(found.values())
+        if before := joined.get(key):
+            run = replace(before, name=key, workers=[*before.workers, *run.workers])
+        joined[key] = run
+    return list(joined.values())
 
 
 def _read_log(join_file: Path) -> IslandsLog:
+    """Read the log of a run of islands from its store."""
     try:
         join = Join.parse(str(join_file))
     except UserError as error:
@@ -322,13 +340,14 @@ def _read_log(join_file: Path) -> IslandsLog:
         raise no_run(join_file, "join string", remedy) from error
     with open_reader(join, whole=True) as reader:
         reader.read(LISTEN_SECONDS)  # to hear the loss
-        found = reader.overview()
-        return IslandsLog(found["run"], headline(found), reader.history)
+        overview = reader.overview()
+        return IslandsLog(run=overview["run"], headline=headline(overview), history=reader.history)
 
 
 def _read_run(folder: Path) -> Run:
     """Read a folder of workers, or of islands, each of which is a worker of its own."""
-    files = sorted(folder.glob(f"worker-*/{METRICS_FILE}"), key=lambda one: (len(str(one)), one))
+    files = list(folder.glob(f"worker-*/{METRICS_FILE}"))
+    files.sort(key=lambda file: (len(str(file)), file))  # worker-10 comes after worker-9
     files = files or sorted(folder.glob(f"*/worker-0/{METRICS_FILE}"))
     if not files:
         raise no_run(folder, f"worker-0/{METRICS_FILE}")
@@ -337,19 +356,22 @@ def _read_run(folder: Path) -> Run:
     for file in files:
         name = _read_settings(file.parents[1]).get("islands.name")
         workers.append(_read_worker(file, name or file.parent.name.replace("-", " ")))
-    return Run(folder.name, folder, workers, settings)
+    return Run(folder.name, folder, workers=workers, settings=settings)
 
 
 def _read_worker(file: Path, name: str) -> Worker:
+    """Read the records of a worker. Those of a step and of its validation become one."""
     steps: dict[int, dict[str, Any]] = {}
-    rounds, starts, verdicts = list[RoundRecord](), list[Start](), list[VerdictRecord]()
+    starts = list[StartRecord]()
+    rounds = list[RoundRecord]()
+    verdicts = list[VerdictRecord]()
     phases = list[PhaseRecord]()
     records, unreadable = read_records(file)
     for record in records:
         try:
             match record:
                 case {"kind": "start"}:
-                    starts.append(from_record(Start, record))
+                    starts.append(from_record(StartRecord, record))
                 case {"kind": "round"}:
                     rounds.append(from_record(RoundRecord, record))
                 case {"kind": "phase"}:
@@ -366,8 +388,15 @@ def _read_worker(file: Path, name: str) -> Worker:
             unreadable += 1
     if unreadable and not (steps or rounds or starts):
         raise UserError(f"RUN = {file} has no line that is a record of a run: give a run's folder")
-    kept = [steps[step] for step in sorted(steps)]
-    return Worker(name, starts, kept, rounds, unreadable, verdicts, phases)
+    return Worker(
+        name=name,
+        starts=starts,
+        steps=[steps[step] for step in sorted(steps)],
+        rounds=rounds,
+        unreadable=unreadable,
+        verdicts=verdicts,
+        phases=phases,
+    )
 
 
 def _read_settings(folder: Path) -> dict[str, Any]:

@@ -73,7 +73,9 @@ class MLflow(Board):
     def add(self, step: int, values: Mapping[str, float]) -> None:
         now = round(1000 * time.time())
         known = {name: value for name, value in values.items() if is_known(value)}
-        metrics = [Metric(name, value, now, step) for name, value in known.items()]
+        metrics = [
+            Metric(key=name, value=value, timestamp=now, step=step) for name, value in known.items()
+        ]
         self._later(partial(self._client.log_batch, self._run, metrics=metrics))
 
     def add_text(self, step: int, name: str, text: str) -> None:
