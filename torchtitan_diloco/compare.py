@@ -376,7 +376,7 @@ def _answer(
         print(f"{name}: {steps.device}; {each} ({counted(steps.count, 'step')})")
     print(f"link: {link.description}\n\n{table(load, rows, best)}\n\n{verdict(rows, best)}")
     _write(options, config, best, link)
-    how = _how_to_start(options, best, link, rank)
+    how = _how_to_start(options, best, link=link, rank=rank)
     print(f"\nwrote {shlex.quote(str(options.write))}, with the settings of the row with *\n{how}")
 
 

@@ -331,7 +331,10 @@ class Probe:
 
 
 def examine_server(join: Join, streams: int) -> bool:
-    """`join`: with one address."""
+    """Check the way to the server of a run of islands, and the run.
+
+    `join`: has one address.
+    """
     way = address_hops(*split_address(join.addresses[0]))
     connect = partial(Probe, join, join.addresses[0])
     return run_hops([*way, ("TLS and password", lambda: _login(join))]) and run_each(

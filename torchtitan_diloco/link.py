@@ -39,13 +39,13 @@ PROMPT_SECONDS = 0.02
 milliseconds for each answer."""
 BLOCK = memoryview(bytes(2**19))
 QUESTION = 2**64 - 1
-"""In place of a number of bytes: asks for the text."""
+"""Asks for the text, in place of a number of bytes."""
 MOST_TEXT = 2**16
 
 
 class Speed(NamedTuple):
     round_trip: float
-    """Seconds."""
+    """Seconds of a round trip."""
     bits_per_second: float = math.nan
     """Rate of all streams together. NaN: not measured, because one stream is enough."""
 

@@ -48,7 +48,8 @@ def open_split(
     if split == "train" or not validation_corpus:
         # With a corpus of its own for validation, all of this text is for training.
         fraction = 0.0 if validation_corpus else data.validation_fraction
-        folder = _folder(data, corpus_key(data), own_name(name, worker), tokenizer, fraction)
+        spec = own_name(name, worker)
+        folder = _folder(data, corpus_key(data), spec, tokenizer, fraction=fraction)
         return TokenShards(folder, split, tokenizer)
     spec = own_name(validation_corpus, worker)
     is_trained_on = validation_corpus in data.corpora
@@ -121,7 +122,7 @@ def _slug(spec: str) -> str:
     return re.sub(r"\W+", "-", spec.removeprefix(HUGGING_FACE_PREFIX)).strip("-")
 
 
-def _folder(data: Data, key: str, spec: str, tokenizer: Tokenizer, fraction: float) -> Path:
+def _folder(data: Data, key: str, spec: str, tokenizer: Tokenizer, *, fraction: float) -> Path:
     """Return the shard folder of a corpus. Tokenise the corpus if it is text."""
     corpus = find_corpus(data, key, spec)
     if isinstance(corpus, Path):

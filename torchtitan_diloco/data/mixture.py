@@ -68,7 +68,7 @@ class Mixture:
     """Turns of corpora in a stream that consists of segments, in the order of their starts."""
 
     def __init__(self, corpora: Sequence[str], segments: Sequence[Segment]) -> None:
-        """`corpora`: their names, in the order in which `locate` numbers them.
+        """`corpora`: names of the corpora, in the order in which `locate` numbers them.
 
         The first segment says how much was read before it; for the others it is computed.
         """

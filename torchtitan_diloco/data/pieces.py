@@ -31,7 +31,7 @@ class Place(msgspec.Struct, frozen=True):
     """Where to continue reading a corpus: of files, or of a dataset."""
 
     bytes: int = 0
-    """Size of what comes before: of files as they are on the disk, of a dataset its text."""
+    """Bytes that come before: of files as they are on the disk, or of the text of a dataset."""
     file: int = 0
     """Number of the file."""
     offset: int = 0
@@ -41,11 +41,11 @@ class Place(msgspec.Struct, frozen=True):
     pieces: int = 0
     """Pieces of the line, or of the row, that come before."""
     state: dict[str, Any] | None = None
-    """Of the stream before the row, None if it has none that can be written down."""
+    """State of the stream before the row. None if it has none that can be written down."""
     checksum: int | None = None
     """CRC-32 of the text of the row, to find it again."""
     revision: str | None = None
-    """Of a dataset on the hub."""
+    """Revision of a dataset on the hub."""
 
 
 BEGINNING = Place()
@@ -78,7 +78,7 @@ class Reading:
     bytes: int | None = None
     """Size of the whole corpus, None if unknown."""
     documents: int | None = None
-    """Of the whole corpus, None if unknown."""
+    """Documents of the whole corpus, None if unknown."""
     how: str = ""
     """How it comes to its place, if that is not the beginning."""
 

@@ -34,7 +34,7 @@ Tokens = npt.NDArray[np.unsignedinteger[Any]]  # uint16 or uint32
 
 INDEX_NAME = "corpus.json"
 STARTED_NAME = "prepare.json"
-"""Index of a folder that is not finished: of its finished shards."""
+"""Index of a folder that is not finished. It lists the finished shards."""
 FORMAT_VERSION = 3
 _READ_BYTES = 2**24
 
@@ -62,7 +62,7 @@ class SplitIndex(msgspec.Struct):
     documents: int = 0
     shards: list[Shard] = []
     partial: Partial | msgspec.UnsetType = msgspec.UNSET
-    """Of the next shard. Not in a finished corpus."""
+    """What is on the disk of the next shard. A finished corpus has none."""
 
 
 class Index(msgspec.Struct):

@@ -146,7 +146,7 @@ def _read_file(path: Path, field: str, *, start: Place, bytes_before: int) -> It
             content = cast(BinaryIO, gzip.GzipFile(fileobj=file)) if packed else file
             content.seek(start.offset)
             if text_kind(path) == ".jsonl":
-                located = _read_lines(content, field, start, path)
+                located = _read_lines(content, field, start=start, path=path)
             else:
                 located = _read_text(content, start)
             for piece, after in located:

@@ -194,7 +194,7 @@ class Usual:
         self._shares: dict[Cause, deque[float]] = {}
         """Latest deviations from the others, as shares of a step."""
         self._latest: dict[Cause, deque[float]] = {}
-        """The same of the last rounds, whether they stand out or not."""
+        """Deviations in the last rounds, whether they stand out or not."""
         self._medians: dict[str, deque[float]] = {}
         """Latest medians over workers of what all should notice."""
         self.transfers: dict[str, deque[tuple[float, ...]]] = {}
@@ -253,7 +253,10 @@ def absences(reports: Mapping[str, Report]) -> Iterator[tuple[Cause, str]]:
 
 
 def wrong_numbers(reports: Mapping[str, Report]) -> Iterator[tuple[Cause, str]]:
-    """`reports`: of workers that take part, as what others have sent last is over."""
+    """Yield the workers whose deltas are left out.
+
+    `reports`: those of workers that take part. What others have sent last is over.
+    """
     for name, report in reports.items():
         if report.flags & NOT_FINITE:
             yield Cause(Kind.NUMBERS, name), "its delta is not finite"
@@ -284,7 +287,7 @@ def without_short_of_cores(names: list[str], here: Mapping[str, Vitals]) -> dict
     """Return the vitals of the workers that have enough cores, without the times of transfers from
     the others.
 
-    `names`: of all workers, as transfers are in their order.
+    `names`: those of all workers, as transfers are in their order.
     """
     short = {name for name, vitals in here.items() if is_short_of_cores(vitals)}
     if not short:
@@ -330,7 +333,7 @@ def slow_links(
 ) -> Iterator[tuple[Cause, str]]:
     """Yield the workers and the paths between them that are slow.
 
-    `names`: of all workers, also of those that are absent.
+    `names`: those of all workers, also of absent ones.
     """
     here = {name: usual.of_transfers(name, vitals) for name, vitals in here.items()}
     slow = dict[Cause, str]()

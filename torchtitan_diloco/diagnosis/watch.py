@@ -49,7 +49,7 @@ class Diagnosis:
     """
 
     def __init__(self, outer: OuterLoop, world: World, telemetry: Telemetry, folder: Path) -> None:
-        """`folder`: of the run."""
+        """`folder`: the folder of the run."""
         self._peers = outer.peers if isinstance(outer, StreamingDiLoCo) else None
         self._telemetry = telemetry
         self._world = world
@@ -84,9 +84,9 @@ class Diagnosis:
             if self._world.is_first and self._has_links:
                 self._check_that_it_fits(reports, peers)
             cycle = peers.schedule.sync_every * witness.vitals.step
-            observed = Observation(reports, step, now, cycle)
+            observed = Observation(reports, step=step, now=now, cycle=cycle)
         else:  # of islands, some may be the reason
-            observed = Observation(reports, step, now)
+            observed = Observation(reports, step=step, now=now)
         for verdict in self._judge.hear(observed):
             if not rank or verdict.cause.kind in OF_RANKS:
                 self._say(verdict, step)
@@ -108,7 +108,7 @@ class Diagnosis:
     def missing(self, reports: Mapping[str, Report]) -> None:
         """Say for whom training waits long (`Watcher`)."""
         assert self._peers is not None
-        observed = Observation(reports, self._peers.step, time.monotonic())
+        observed = Observation(reports, step=self._peers.step, now=time.monotonic())
         for verdict in self._judge.hear(observed):
             self._say(verdict, observed.step)
         self._tell_others(self._peers.witness)
@@ -218,7 +218,7 @@ class Stacks:
     """Writes the stacks of all threads to a file of this rank if a step hangs, and on SIGUSR1."""
 
     def __init__(self, folder: Path, rank: int) -> None:
-        """`folder`, `rank`: of and in the worker."""
+        """`folder`: the folder of the worker. `rank`: the number of this rank in it."""
         self.path = folder / f"stacks-{rank}.txt"
         self._file: IO[str] | None = None
         with suppress(OSError):  # a full disk

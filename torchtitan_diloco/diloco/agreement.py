@@ -96,9 +96,9 @@ def agree(
         results: digests of the results of this rank, by operation.
     """
     mine = Started(
-        {**facts, **code_facts(PACKAGE), "torch version": str(torch.__version__)},
-        dict(results or {}),
-        describe_machine(),
+        facts={**facts, **code_facts(PACKAGE), "torch version": str(torch.__version__)},
+        results=dict(results or {}),
+        machine=describe_machine(),
     )
     ranks = [*enumerate(gather_objects(mine, group))]
     if differences := find_differences({f"on {member} {n}": rank.facts for n, rank in ranks}):
@@ -142,9 +142,12 @@ def find_differences(gathered: Mapping[str, Mapping[str, str]]) -> list[str]:
         for key in sorted({*reference, *theirs})
         if theirs.get(key) != reference.get(key)
     ]
-    more = [f"and {len(differences) - 8} more"] if len(differences) > 8 else []
-    return differences[:8] + more
+    if len(differences) > 8:
+        return [*differences[:8], f"and {len(differences) - 8} more"]
+    return differences
 
 
 def _shorten(value: str | None) -> str:
-    return "nothing" if value is None else value if len(value) <= 60 else value[:57] + "..."
+    if value is None:
+        return "nothing"
+    return value if len(value) <= 60 else f"{value[:57]}..."

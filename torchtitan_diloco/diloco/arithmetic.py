@@ -126,7 +126,7 @@ def run_step(name: str, device: torch.device) -> list[Tensor]:
         numbers(VALUES, seed).to(device, copy=True) for seed in range(4)
     )
     slots = [momentum, second.square_()][: slot_count(config)]
-    outer_step(config, theta, delta, slots, 3)
+    outer_step(config, theta, delta, slots, count=3)
     return [delta, *slots]
 
 

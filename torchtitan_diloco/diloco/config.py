@@ -186,14 +186,15 @@ def diloco_mistakes(diloco: DiLoCoConfig, *, islands: bool = False) -> Mistakes:
         "diloco.link.drop_probability": diloco.link.drop_probability,
         "diloco.link.outer_state": diloco.link.outer_state == "cpu",
     }
-    for key in (key for key, is_set in refused.items() if is_set and islands):
-        yield key, "does not work with islands: remove it"
+    for key, is_set in refused.items():
+        if is_set and islands:
+            yield key, "does not work with islands: remove it"
 
 
 def _quantization_mistakes(chosen: Quantization) -> Mistakes:
     size = chosen.block_size
     if size not in BLOCK_SIZES:
-        nearest = min(BLOCK_SIZES, key=lambda one: abs(one - size))
+        nearest = min(BLOCK_SIZES, key=lambda allowed: abs(allowed - size))
         reason = f"must be one of {', '.join(map(str, BLOCK_SIZES))}: use {nearest}"
         yield "diloco.quantization.block_size", reason
     elif size != Quantization.block_size and chosen.codec in ("fp32", "bf16", "topk"):
@@ -211,35 +212,37 @@ def advice(config: DiLoCoConfig, total_steps: int) -> list[str]:
     """Return warnings about valid settings that train badly (benchmarks/records/loss.md)."""
     if config.method == "none":
         return []
-    found = list[str]()
+    warnings = list[str]()
     outer = config.outer_optimizer
     every = config.sync_every
     rounds = total_steps // every
     beginning = steps_of(config.beginning.length, total_steps)
     several = config.workers > 1
     if 0 < total_steps <= beginning:
-        found.append(
+        warnings.append(
             f"diloco.beginning has {beginning} steps, at least as many as the run "
             f"with {total_steps}, so the outer optimizer and the overlap are never "
             "used: shorten it"
         )
     elif several and rounds == 0 and not beginning:
-        found.append(
+        warnings.append(
             f"diloco.sync_every = {every} is longer than the run of {total_steps} "
             "steps, so the workers never exchange anything: lower it"
         )
     elif several and rounds < FEW_ROUNDS:
-        found.append(
+        warnings.append(
             f"the run has {rounds} outer rounds ({total_steps} steps / "
             f"diloco.sync_every = {every}); with fewer than about {FEW_ROUNDS}, "
             "the loss stays behind data parallelism: lower diloco.sync_every, or "
             "train longer"
         )
-    step_size = outer.lr / (1 - outer.momentum * (outer.name in ("nesterov", "momentum")))
+    step_size = outer.lr
+    if outer.name in ("nesterov", "momentum"):  # these apply a constant mean so many times
+        step_size = outer.lr / (1 - outer.momentum)
     if every <= 10 and config.overlap.mixing < 0.25 and step_size > 5:
-        found.append(
+        warnings.append(
             f"diloco.outer_optimizer.lr = {outer.lr:g} with momentum {outer.momentum:g}, "
             f"diloco.sync_every = {every} and diloco.overlap.mixing = {config.overlap.mixing:g} "
             "is known to be unstable: set mixing to 0.5, or lower the outer lr"
         )
-    return found
+    return warnings

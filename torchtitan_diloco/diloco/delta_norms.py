@@ -79,18 +79,20 @@ class LeftOut:
             OUTLIER: f"is more than diloco.delta_norm_limit = {norm_limit:g} times its usual norm",
         }
         first = headers[0]
-        broken = self._broken[headers[0].fragment]
-        left_out = [worker for worker, one in enumerate(headers) if one.flags & WENT_WRONG]
-        for flag, reason in reasons.items() if set(left_out) - self._left_out else ():
-            if found := [str(worker) for worker in left_out if headers[worker].flags & flag]:
+        broken = self._broken[first.fragment]
+        left_out = [worker for worker, header in enumerate(headers) if header.flags & WENT_WRONG]
+        is_new = bool(set(left_out) - self._left_out)
+        for flag, reason in reasons.items():
+            culprits = [str(worker) for worker in left_out if headers[worker].flags & flag]
+            if is_new and culprits:
                 logger.warning(
                     f"fragment {first.fragment}, outer round {first.outer_round}: the delta of "
-                    f"worker {' and of '.join(found)} after step {first.step} {reason}; it is left "
-                    "out of this round, and its worker takes the shared parameters"
+                    f"worker {' and of '.join(culprits)} after step {first.step} {reason}; it is "
+                    "left out of this round, and its worker takes the shared parameters"
                 )
         self._left_out = set(left_out)
         for worker, header in enumerate(headers):
-            broken[worker] = (broken[worker] + 1) * bool(header.flags & NOT_FINITE)
+            broken[worker] = broken[worker] + 1 if header.flags & NOT_FINITE else 0
             if broken[worker] > ROUNDS:
                 raise UserError(
                     f"worker {worker} has not sent a finite delta of fragment "

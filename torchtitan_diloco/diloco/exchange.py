@@ -37,10 +37,14 @@ from torchtitan_diloco.diloco.transport import (
     header_bytes,
 )
 
-CHUNK, IN_FLIGHT = 8 * BLOCK, 2**23
-"""Values per message (2 MB in fp32), and bytes in flight, unless several streams carry more."""
-GPU_CHUNK, GPU_IN_FLIGHT = 2**24, 2**28
-"""The same on a GPU, where a kernel for 2 MB takes less time than its launch."""
+CHUNK = 8 * BLOCK
+"""Values per message: 2 MB in fp32."""
+IN_FLIGHT = 2**23
+"""Bytes in flight, unless several streams carry more."""
+GPU_CHUNK = 2**24
+"""Values per message on a GPU, where a kernel for 2 MB takes less time than its launch."""
+GPU_IN_FLIGHT = 2**28
+"""Bytes in flight on a GPU."""
 PIECE = 2 * BLOCK
 """Values processed at once on a CPU, in a dozen passes: larger pieces do not fit into the cache,
 and smaller ones need more calls."""
@@ -52,15 +56,18 @@ def chunk_and_window(
     largest: int, codec: Codec, *, on_gpu: bool = False, streams: int = 1, owners: int = 1
 ) -> tuple[int, int]:
     """Return values per chunk and chunks in flight. `largest`: values of the largest fragment."""
-    chunk, in_flight = (GPU_CHUNK, GPU_IN_FLIGHT) if on_gpu else (CHUNK, IN_FLIGHT)
+    chunk = GPU_CHUNK if on_gpu else CHUNK
+    in_flight = GPU_IN_FLIGHT if on_gpu else IN_FLIGHT
     if streams > 1:
+        # Smaller chunks, as each travels in a single stream.
         chunk = max(min(CHUNK, chunk), chunk // 2 ** math.ceil(math.log2(streams)))
         # Of a chunk, a worker gets a slice in each of two hops. Twice what streams carry in a round
         # trip, as gloo sends nothing before the receiver has announced its buffer.
         slices = 1 if owners == 1 else 2 * owners
         in_flight = max(in_flight, 2 * streams * STREAM_BYTES * slices)
     chunk = min(chunk, max(1, largest))
-    return chunk, max(1, min(-(-largest // chunk), in_flight // codec.wire_bytes(chunk)))
+    chunks = -(-largest // chunk)
+    return chunk, max(1, min(chunks, in_flight // codec.wire_bytes(chunk)))
 
 
 def slice_owners(workers: int, codec: Codec) -> int:
@@ -126,13 +133,17 @@ class Exchange:
         in host memory. `streams`: those between two workers, for each of which the group has a
         connection."""
         self.transport = Transport(group, timeout_seconds)
-        self.workers, self.me = self.transport.workers, self.transport.me
+        self.workers = self.transport.workers
+        self.me = self.transport.me
         self.close = self.transport.close
         self._others = self.transport.others
         assert self.workers > 1
         self._failure: Exception | None = None
-        self._codec, self._device, on_gpu = codec, device, device.type != "cpu"
-        self._streams, self._owners = streams, slice_owners(self.workers, codec)
+        self._codec = codec
+        self._device = device
+        self._streams = streams
+        self._owners = slice_owners(self.workers, codec)
+        on_gpu = device.type != "cpu"
         self._chunk, self._window = chunk_and_window(
             largest, codec, on_gpu=on_gpu, streams=streams, owners=self._owners
         )
@@ -141,11 +152,12 @@ class Exchange:
         averaging = range(self.workers if self._owners > 1 else 0)
 
         def buffers(workers: Iterable[int], size: int) -> dict[int, Bytes]:
-            return {one: room(size, device) for one in workers}
+            return {worker: room(size, device) for worker in workers}
 
-        window, whole = range(self._window), codec.wire_bytes(self._chunk)
+        window = range(self._window)
+        whole = codec.wire_bytes(self._chunk)
         size = header_bytes(self.workers)
-        self._headers = {one: torch.zeros(size, dtype=torch.uint8) for one in self._others}
+        self._headers = {worker: torch.zeros(size, dtype=torch.uint8) for worker in self._others}
         self._incoming = [buffers(self._others, codec.wire_bytes(part)) for _ in window]
         self._means = [buffers(averaging, codec.wire_bytes(part)) for _ in window]
         self._outgoing = [room(whole, device, is_read_in_place=codec.is_fp32) for _ in window]
@@ -182,20 +194,28 @@ class Exchange:
         return self.transport.traffic
 
     def _run(self, header: Header, delta: Tensor) -> list[Header]:
-        """Exchange the chunks, in the same order on every worker, with up to `window` in flight."""
+        """Exchange the chunks, in the same order on every worker, with up to `window` in flight.
+
+        In step i, chunk i is sent, chunk i - lead is averaged, and with a second hop the means of
+        chunk i - last are collected. A chunk that is done gives its buffers to the one `window`
+        later, whose receive is then posted.
+        """
         self._others = self._in_turn(header.outer_round)
         content = header.pack().ljust(header_bytes(self.workers), b"\0")  # nothing may be known
         mine = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         self._traffic.header_sent = time.perf_counter()
         greeting = self.transport.receive(self._headers.items())
-        self.transport.send(greeting, [(one, mine) for one in self._others], watched=True)
-        headers, weights = list[Header](), list[float]()
+        self.transport.send(greeting, [(worker, mine) for worker in self._others], watched=True)
+        headers = list[Header]()
+        weights = list[float]()
         starts = range(0, max(1, delta.numel()), self._chunk)
         chunks = [self._chunk_at(start, delta) for start in starts]
         for chunk in chunks[: self._window]:
             self._receive(chunk)
             self._receive_means(chunk)
-        last, count = self._window - 1, len(chunks)
+        count = len(chunks)
+        last = self._window - 1
+        # With a second hop, half of the window is for the deltas and half for the means.
         lead = last if self._owners == 1 else self._window // 2
         for step in range(count + last):
             if step < count:
@@ -204,29 +224,29 @@ class Exchange:
                 chunk = chunks[number]
                 if not headers:
                     headers = self._read_headers(greeting, mine)
-                    weights = [one.weight for one in headers]
+                    weights = [settled.weight for settled in headers]
                 moments = self.transport.wait(chunk.first_hop)
-                if number <= lead:  # later ones also wait for this worker
+                if number <= lead:  # the senders of later ones also wait for this worker
                     self._traffic.note_arrivals(chunk.first_hop.sizes, moments)
                 if self._owners == 1:
                     self._average(chunk, weights, out=chunk.values)
                 else:
                     self._send_mean(chunk, weights)
-                for following in chunks[number + self._window :][:1]:  # reuses the buffers
-                    self._receive(following)
+                if number + self._window < count:
+                    self._receive(chunks[number + self._window])  # into the same buffers
             if self._owners > 1 and 0 <= (number := step - last) < count:
                 self.transport.wait(chunks[number].second_hop, are_means=True)
                 self._collect_means(chunks[number])
-                for following in chunks[number + self._window :][:1]:
-                    self._receive_means(following)
+                if number + self._window < count:
+                    self._receive_means(chunks[number + self._window])
         return headers
 
     def _in_turn(self, number: int) -> list[int]:
         """Return the other workers in the order of sends. It differs between workers and rounds, so
         that no path is always the first or the last on a shared link."""
-        first = [(self.me + one) % self.workers for one in range(1, self.workers)]
-        start = number % len(first)
-        return first[start:] + first[:start]
+        others = [(self.me + distance) % self.workers for distance in range(1, self.workers)]
+        start = number % len(others)
+        return others[start:] + others[:start]
 
     def _read_headers(self, greeting: Messages, mine: Tensor) -> list[Header]:
         self._traffic.heard = self.transport.wait(greeting)
@@ -239,9 +259,11 @@ class Exchange:
     def warm_up(self, sizes: Iterable[int]) -> None:
         """Compile the GPU kernels for the full and the last chunk of deltas of these sizes, which
         the first exchange would do while training keeps the GPU busy."""
-        starts = {min(size, self._chunk) for size in sizes} | {one % self._chunk for one in sizes}
+        lengths = set[int]()
+        for size in sizes:
+            lengths |= {min(size, self._chunk), size % self._chunk}
         weights = [1.0] * self.workers
-        for size in starts - {0}:
+        for size in lengths - {0}:
             values = torch.zeros(size, device=self._device)
             chunk = self._chunk_at(0, values)
             self._encode(chunk)
@@ -264,25 +286,30 @@ class Exchange:
     # --- chunks and pieces ------------------------------------------------------------------------
 
     def _chunk_at(self, start: int, delta: Tensor) -> Chunk:
-        number, values = start // self._chunk, delta[start : start + self._chunk]
+        number = start // self._chunk
+        values = delta[start : start + self._chunk]
         slot = number % self._window
-        workers, size = range(self.workers), self._codec.wire_bytes
+        workers = range(self.workers)
+        size = self._codec.wire_bytes
         payload = self._outgoing[slot].part(0, size(values.numel()))
         if self._codec.is_fp32:
             payload.local = values.view(torch.uint8)
         bounds = [slice_bounds(values.numel(), self._owners, worker) for worker in workers]
         slices = [values[first:last] for first, last in bounds]
-        own = size(slices[self.me].numel())
+        incoming_bytes = size(slices[self.me].numel())
         return Chunk(
             number,
             values,
-            payload,
-            slices,
-            [payload.part(size(first), size(last)) for first, last in bounds],
-            {worker: buffer.part(0, own) for worker, buffer in self._incoming[slot].items()},
-            [
-                buffer.part(0, size(slices[one].numel()))
-                for one, buffer in self._means[slot].items()
+            payload=payload,
+            slices=slices,
+            outgoing=[payload.part(size(first), size(last)) for first, last in bounds],
+            incoming={
+                worker: buffer.part(0, incoming_bytes)
+                for worker, buffer in self._incoming[slot].items()
+            },
+            means=[
+                buffer.part(0, size(slices[worker].numel()))
+                for worker, buffer in self._means[slot].items()
             ],
         )
 
@@ -369,7 +396,8 @@ class Exchange:
         self.transport.send(chunk.second_hop, parts, self._tag(chunk, 1))
 
     def _encode_mean(self, chunk: Chunk, weights: list[float]) -> None:
-        mean, encoded = self._mean[: chunk.slices[self.me].numel()], chunk.means[self.me]
+        mean = self._mean[: chunk.slices[self.me].numel()]
+        encoded = chunk.means[self.me]
         self._average(chunk, weights, out=mean)
         with self._counted("encoding_seconds"):
             for values, payload in self._pieces(mean, encoded):

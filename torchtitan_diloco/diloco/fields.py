@@ -57,11 +57,13 @@ def _types(section: type) -> dict[str, Any]:
 
 def setting_types(section: type, prefix: str = "") -> dict[str, Any]:
     """Return the type of each setting of a dataclass by dotted key, nested sections included."""
-    found: dict[str, Any] = {}
+    kinds: dict[str, Any] = {}
     for name, kind in _types(section).items():
-        is_section = isinstance(kind, type) and is_dataclass(kind)
-        found |= setting_types(kind, f"{prefix}{name}.") if is_section else {prefix + name: kind}
-    return found
+        if isinstance(kind, type) and is_dataclass(kind):
+            kinds |= setting_types(kind, f"{prefix}{name}.")
+        else:
+            kinds[prefix + name] = kind
+    return kinds
 
 
 def flat_settings(section: Any, prefix: str = "") -> dict[str, Any]:
@@ -79,14 +81,14 @@ def flatten(
     table: Mapping[str, Any], prefix: str = "", *, whole: Sequence[str] = ()
 ) -> dict[str, Any]:
     """Return the values of nested tables by dotted key. `whole`: keys of tables that are values."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name, value in table.items():
         key = prefix + name
         if isinstance(value, dict) and key not in whole:
-            found |= flatten(value, f"{key}.", whole=whole)
+            values |= flatten(value, f"{key}.", whole=whole)
         else:
-            found[key] = value
-    return found
+            values[key] = value
+    return values
 
 
 def convert(value: Any, kind: Any, *, is_word: bool = False) -> Any:
@@ -97,12 +99,12 @@ def convert(value: Any, kind: Any, *, is_word: bool = False) -> Any:
     if kind == Length:
         return _convert_length(value, is_word=is_word)
     try:  # without `strict`, msgspec converts text and whole floats
-        found = msgspec.convert(value, kind, strict=not (is_word or isinstance(value, float)))
+        converted = msgspec.convert(value, kind, strict=not (is_word or isinstance(value, float)))
     except msgspec.ValidationError as error:
         if "out of range" in str(error):
             raise UserError(TOO_LARGE) from None
-        parts = [one for one in (kind, *get_args(kind)) if get_origin(one) is Literal]
-        choices = [choice for one in parts for choice in get_args(one)]
+        parts = [part for part in (kind, *get_args(kind)) if get_origin(part) is Literal]
+        choices = [choice for part in parts for choice in get_args(part)]
         if not choices:
             expected = str(error).partition(", got")[0].removeprefix("Expected ")
             words = NAMES | {"`object`": f"{getattr(kind, '__name__', '')}(...)"}
@@ -112,9 +114,9 @@ def convert(value: Any, kind: Any, *, is_word: bool = False) -> Any:
         number = "" if kind in parts else "a number, or "  # 0.1 | "1/steps"
         hint = nearest(str(value), choices)
         raise UserError(f"expected {number}one of {', '.join(choices)}{hint}") from None
-    if isinstance(found, int | float) and not abs(found) < 2**63:
+    if isinstance(converted, int | float) and not abs(converted) < 2**63:
         raise UserError(TOO_LARGE)
-    return found
+    return converted
 
 
 def _convert_length(value: Any, *, is_word: bool) -> int | float:
@@ -130,10 +132,11 @@ def _convert_length(value: Any, *, is_word: bool) -> int | float:
 def nearest(key: str, known: Iterable[str]) -> str:
     """Return a hint that names the known key most similar to an unknown one, or an empty string."""
     known = list(known)
-    same_name = [one for one in known if one.rpartition(".")[2] == key.rpartition(".")[2]]
+    last_word = key.rpartition(".")[2]
+    same_name = [other for other in known if other.rpartition(".")[2] == last_word]
     for candidates, cutoff in ((known, 0.8), (same_name, 0.0), (known, 0.67)):
-        if found := difflib.get_close_matches(key, candidates, n=1, cutoff=cutoff):
-            return f"; did you mean {found[0]}?"
+        if matches := difflib.get_close_matches(key, candidates, n=1, cutoff=cutoff):
+            return f"; did you mean {matches[0]}?"
     return ""
 
 

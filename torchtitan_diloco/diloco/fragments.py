@@ -76,31 +76,47 @@ class Fragment:
 
     @property
     def megabytes(self) -> float:
-        """Size in fp32."""
+        """Size in fp32, in megabytes."""
         return 4e-6 * self.parameters
+
+
+Group = tuple[str, list[Part]]
+"""Name and parts of a fragment or block."""
 
 
 def build_fragments(model: nn.Module, config: Fragments) -> tuple[Fragment, ...]:
     """Put every trainable parameter into exactly one fragment."""
-    trained = [Part(name, one) for name, one in model.named_parameters() if one.requires_grad]
+    trained = [
+        Part(name, parameter)
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    ]
     if not trained:
         raise UserError("the model has no trainable parameter: there is nothing to exchange")
     if config.layers_per_fragment == 0:
         groups = [("whole model", trained)]
     else:
-        blocks, rest = _split_blocks(model, trained, config.blocks)
+        blocks, outside = _split_blocks(model, trained, config.blocks)
         _check_size(config.layers_per_fragment, len(blocks))
-        count = -(-len(blocks) // config.layers_per_fragment)
-        size = -(-len(blocks) // count)
-        strided = config.pattern == "strided"
-        chosen = [blocks[p::count] if strided else blocks[p * size :][:size] for p in range(count)]
-        groups = [
-            (", ".join(name for name, _ in one), [part for _, parts in one for part in parts])
-            for one in chosen
-            if one
-        ]
-        groups += [(REST, rest)] if rest else []
+        groups = _groups_of_blocks(blocks, config)
+        if outside:
+            groups.append((REST, outside))
     return tuple(Fragment(index, name, tuple(parts)) for index, (name, parts) in enumerate(groups))
+
+
+def _groups_of_blocks(blocks: list[Group], config: Fragments) -> list[Group]:
+    """Combine the blocks to as few groups as possible, whose sizes differ as little as possible."""
+    count = -(-len(blocks) // config.layers_per_fragment)
+    size = -(-len(blocks) // count)
+    groups = list[Group]()
+    for number in range(count):
+        chosen = blocks[number * size :][:size]
+        if config.pattern == "strided":
+            chosen = blocks[number::count]
+        if chosen:  # the last of consecutive groups may be empty
+            name = ", ".join(name for name, _ in chosen)
+            groups.append((name, [part for _, parts in chosen for part in parts]))
+    return groups
 
 
 def _check_size(layers: int, blocks: int) -> None:
@@ -121,10 +137,6 @@ def check_identity(model: nn.Module, fragment: Fragment) -> None:
                 f"parameter {part.name} was replaced after StreamingDiLoCo was built: build it "
                 "when the model is final (load weights with assign=False)"
             )
-
-
-Group = tuple[str, list[Part]]
-"""Name and parts of a fragment or block."""
 
 
 def describe_layout(fragments: Iterable[Fragment]) -> list[str]:

@@ -52,9 +52,12 @@ class GlooPeers(Peers):
                 group of its own.
             streams: TCP connections that the group has to each other worker.
         """
-        self._group, self._shard_group, self._given_witness = group, shard_group, witness
+        self._group = group
+        self._shard_group = shard_group
+        self._given_witness = witness
         self._streams = streams
-        self._total_steps, self._seed = total_steps, seed
+        self._total_steps = total_steps
+        self._seed = seed
         self.in_flight: dict[int, InFlight] = {}
         """Exchanges in flight by fragment, in the order of their sends."""
 
@@ -65,7 +68,8 @@ class GlooPeers(Peers):
         check_group(group)
         check_class(config, "diloco", DiLoCoConfig)
         if group is not None:
-            self.workers, self.worker = group.size(), group.rank()
+            self.workers = group.size()
+            self.worker = group.rank()
         mistakes = list(diloco_mistakes(config))
         if config.method == "none":
             mistakes.append(("diloco.method", '"none" needs no StreamingDiLoCo: do not build one'))
@@ -90,8 +94,10 @@ class GlooPeers(Peers):
         return replace(config, beginning=config.beginning.in_steps(self._total_steps))
 
     def agree(self, device: torch.device) -> None:
-        config, parts = self.config, [part for one in self.fragments for part in one.parts]
-        codec, optimizer = config.quantization.codec, config.outer_optimizer.name
+        config = self.config
+        parts = [part for fragment in self.fragments for part in fragment.parts]
+        codec = config.quantization.codec
+        optimizer = config.outer_optimizer.name
         # Where the model is, as a CPU is slow; but fp32 is sent as it is.
         self._coder = device if codec == "fp32" else parts[0].local().device
         layout = describe_layout(self.fragments) + [str(part.local().numel()) for part in parts]
@@ -122,9 +128,10 @@ class GlooPeers(Peers):
                     local.copy_(sent)
 
     def open(self) -> None:
-        link, codec = self.config.link, build_codec(self.config.quantization)
+        link = self.config.link
+        codec = build_codec(self.config.quantization)
         self._witness = self._given_witness or GlooWitness(Liveness.between(self._group))
-        self._watching = self._witness.liveness
+        self._liveness = self._witness.liveness
         self._left_out = delta_norms.LeftOut(self.workers, len(self.states))
         self._weights = [0.0] * len(self.states)
         sizes = [state.values for state in self.states]
@@ -149,8 +156,8 @@ class GlooPeers(Peers):
             close,
             self.background,
             self._exchanger,
-            self._watching,
-            self._given_witness is None,
+            self._liveness,
+            owns_liveness=self._given_witness is None,
         )
 
     def close(self) -> None:
@@ -166,15 +173,20 @@ class GlooPeers(Peers):
         if not 0 <= weight < math.inf:
             raise UserError(f"the weight of a step is {weight}: pass a number of at least 0")
         self.step += 1
-        self._watching.finish_step(self.step)
+        self._liveness.finish_step(self.step)
         self._weights = [before + weight for before in self._weights]
         self.check()
         applied = self.schedule.applied_at(self.step)
         yield from self._arrived(applied)
         for index in self.schedule.sent_at(self.step):
-            number, values = self.schedule.outer_round(index, self.step), self.states[index].values
-            now = time.perf_counter()
-            round_ = Round(index, number, self.step, values, weight=self._weights[index], due=now)
+            round_ = Round(
+                index,
+                outer_round=self.schedule.outer_round(index, self.step),
+                sent_step=self.step,
+                values=self.states[index].values,
+                weight=self._weights[index],
+                due=time.perf_counter(),
+            )
             yield Send(round_)
             self._weights[index] = 0.0
             exchanged = self.background.submit(partial(self._exchange, round_))
@@ -186,7 +198,7 @@ class GlooPeers(Peers):
 
     def _arrived(self, fragments: Collection[int]) -> Iterator[Apply]:
         """Wait for these fragments if they are in flight, in the order of their sends."""
-        for index in [one for one in self.in_flight if one in fragments]:
+        for index in [sent for sent in self.in_flight if sent in fragments]:
             round_, exchanged = self.in_flight[index]
             round_.asked = time.perf_counter()
             self._wait(round_, exchanged)
@@ -195,21 +207,23 @@ class GlooPeers(Peers):
             average = self.schedule.is_average(round_.sent_step)
             usual = 0.0 if average else self.config.overlap.mixing_at(self.progress)
             share = local_share(usual, round_.flags, round_.participants)
-            copy, resets = self.states[index].delta, bool(round_.flags & WENT_WRONG)
+            copy = self.states[index].delta
+            resets = bool(round_.flags & WENT_WRONG)
             yield Apply(round_, copy, share=share, resets=resets)
 
     def check(self) -> None:
-        self._watching.check(f"seen by worker {self.worker} after its step {self.step}")
+        self._liveness.check(f"seen by worker {self.worker} after its step {self.step}")
         for round_, exchanged in self.in_flight.values():
             if exchanged.done() and exchanged.exception() is not None:
                 self._wait(round_, exchanged)
 
     def _wait(self, round_: Round, exchanged: "Future[None]") -> None:
-        index, step = round_.fragment, round_.sent_step
+        index = round_.fragment
+        step = round_.sent_step
         name = self.states[index].fragment.name
         where = f"in the exchange of fragment {index} ({name}), sent after step {step}"
         where = f"seen by worker {self.worker} {where}"
-        self._watching.wait(exchanged, step, where=where, onlooker=self._witness)
+        self._liveness.wait(exchanged, step, where=where, onlooker=self._witness)
 
     def forget(self, fragment: int) -> None:
         self._weights[fragment] = 0.0
@@ -222,27 +236,34 @@ class GlooPeers(Peers):
 
     def _exchange(self, round_: Round) -> None:
         """Turn this worker's delta into the next shared copy."""
-        round_.begun, state = time.perf_counter(), self.states[round_.fragment]
-        turn, step = (round_.fragment, round_.outer_round), round_.sent_step
+        round_.begun = time.perf_counter()
+        state = self.states[round_.fragment]
         measured = is_measured(round_.outer_round, self.config.measure_every)
-        average = self.schedule.is_average(step)
-        dropped = is_dropped(self.config.link.drop_probability, self._seed, self.worker, *turn)
+        average = self.schedule.is_average(round_.sent_step)
+        dropped = is_dropped(
+            self.config.link.drop_probability,
+            seed=self._seed,
+            worker=self.worker,
+            fragment=round_.fragment,
+            outer_round=round_.outer_round,
+        )
         with state.background():
             round_.delta_square = state.finish_delta()
             whole = delta_norms.sum_over_ranks(round_.delta_square, self._shard_group, self.worker)
-            norms = (
-                delta_norms.DeltaNorms() if average else state.norms
-            )  # other lengths: not judged
-            flags = dropped * DROPPED | norms.judge(whole, self.config.delta_norm_limit)
+            # In the beginning, rounds have another length, so their norms are not comparable.
+            norms = delta_norms.DeltaNorms() if average else state.norms
+            flags = norms.judge(whole, self.config.delta_norm_limit)
+            if dropped:
+                flags |= DROPPED
             header = Header(
-                flags,
-                self._run,
-                round_.fragment,
-                round_.outer_round,
-                round_.sent_step,
-                round_.weight,
-                state.checksum,
-                self._witness.measured_vitals(),
+                flags=flags,
+                run=self._run,
+                fragment=round_.fragment,
+                outer_round=round_.outer_round,
+                step=round_.sent_step,
+                weight=round_.weight,
+                checksum=state.checksum,
+                vitals=self._witness.measured_vitals(),
             )
             if self._exchanger is None:
                 headers = delta_norms.settle_weights([header])
@@ -251,8 +272,9 @@ class GlooPeers(Peers):
                     state.delta, header, measured=measured
                 )
         self._witness.note_round(headers, round_.traffic)
-        round_.weight, round_.flags = headers[self.worker].weight, headers[self.worker].flags
-        round_.participants = sum(one.weight > 0 for one in headers)
+        round_.weight = headers[self.worker].weight
+        round_.flags = headers[self.worker].flags
+        round_.participants = sum(header.weight > 0 for header in headers)
         with state.background():
             if round_.participants:
                 round_.mean_square = state.advance(average=average, measured=measured)
@@ -269,11 +291,11 @@ class GlooPeers(Peers):
             self._wait(round_, exchanged)
         self.meter.waited(time.perf_counter() - started)
         rounds = {index: round_ for index, (round_, _) in self.in_flight.items()}
-        return saving.save(self.states, self._weights, rounds, facts, mesh)
+        return saving.save(self.states, self._weights, in_flight=rounds, facts=facts, mesh=mesh)
 
     def load(self, saved: SavedState) -> list[str]:
         share = partial(local_share, self.config.overlap.mixing_at(self.progress))
-        facts, in_flight, notes = saving.load(self.states, saved, self.config, share)
+        facts, in_flight, notes = saving.load(self.states, saved, self.config, mixing=share)
         self._weights = [fragment.weight for fragment in facts]
         for index in in_flight:
             fragment = facts[index]
@@ -289,6 +311,6 @@ class GlooPeers(Peers):
         return notes
 
     def restart(self) -> None:
-        self._watching.wait(self.background.submit(lambda: None), onlooker=self._witness)
+        self._liveness.wait(self.background.submit(lambda: None), onlooker=self._witness)
         self.in_flight.clear()
         self._weights = [0.0] * len(self.states)

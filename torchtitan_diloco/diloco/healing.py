@@ -11,7 +11,7 @@ from torchtitan_diloco.diloco.fragments import Fragment, local_rows
 
 def is_finite(tensors: Iterable[Tensor]) -> Tensor:
     """Return whether all values and the sums of their squares are finite, as a tensor."""
-    norms = [torch.linalg.vector_norm(one, dtype=torch.float32) for one in tensors]
+    norms = [torch.linalg.vector_norm(tensor, dtype=torch.float32) for tensor in tensors]
     return torch.stack([norm.to(norms[0].device) for norm in norms]).isfinite().all()
 
 
@@ -27,8 +27,9 @@ def find_broken(
         tensors = [part.local() for part in fragment.parts]
         for part in fragment.parts:
             state = states.get(part.parameter, {}).values()
-            moments = [value for value in state if isinstance(value, Tensor)]
-            tensors += [local_rows(part.name, one) for one in moments if one.is_floating_point()]
+            for value in state:
+                if isinstance(value, Tensor) and value.is_floating_point():
+                    tensors.append(local_rows(part.name, value))
         finite.append(is_finite(tensors))
     broken = (~torch.stack(finite)).to(torch.int32)
     if group is not None and group.size() > 1:

@@ -80,14 +80,17 @@ class Liveness:
             workers: the worker of each rank of the group. Default: each rank is a worker.
             peers: ranks of the group to watch, which also watch this one. Default: all others.
         """
-        size, rank = (1, 0) if group is None else (group.size(), group.rank())
-        self._group, self._workers = group, list(workers) or list(range(size))
-        self._peers = sorted(peers) or [one for one in range(size) if one != rank]
+        size = 1 if group is None else group.size()
+        rank = 0 if group is None else group.rank()
+        self._group = group
+        self._workers = list(workers) or list(range(size))
+        self._peers = sorted(peers) or [peer for peer in range(size) if peer != rank]
         self.speaks = self._workers.index(self._workers[rank]) == rank
         """Whether this rank is the first one of its worker, which logs what all of them see."""
-        self.others = sorted({self._workers[one] for one in self._peers} - {self._workers[rank]})
+        self.others = sorted({self._workers[peer] for peer in self._peers} - {self._workers[rank]})
         """Other workers with ranks to watch."""
-        self._steps, self._stepped = 0, time.perf_counter()  # of this rank, for messages
+        self._steps = 0  # of this rank, for messages
+        self._stepped = time.perf_counter()  # the time of the last of them
         self._awaited: Future[Any] | torch.futures.Future[Any] | None = None
         self._lost: dict[int, str] = {}  # the rank that was lost first, with the reason
         self._ended: dict[int, int] = {}  # steps of the ranks that have said goodbye
@@ -96,7 +99,7 @@ class Liveness:
         self._sent: list[object] = []  # as gloo needs the messages until they are read
         self._changed = threading.Condition()
         self._threads = [
-            threading.Thread(target=self._listen, args=(one,), daemon=True) for one in self._peers
+            threading.Thread(target=self._listen, args=(peer,), daemon=True) for peer in self._peers
         ]
         for thread in self._threads:
             thread.start()
@@ -122,8 +125,9 @@ class Liveness:
             thread.join(max(0.0, deadline - time.perf_counter()))
 
     def finish_step(self, steps: int) -> None:
-        """`steps`: number of steps that this rank has completed."""
-        self._steps, self._stepped = steps, time.perf_counter()
+        """Note that this rank has completed so many steps in all."""
+        self._steps = steps
+        self._stepped = time.perf_counter()
 
     def ask(self, workers: Collection[int]) -> dict[int, Answer]:
         """Ask the ranks of these workers for their steps. Ranks that do not answer are omitted."""
@@ -187,7 +191,8 @@ class Liveness:
                 self._changed.notify_all()
 
         result.add_done_callback(notify)
-        started, seconds = time.perf_counter(), LATE_SECONDS
+        started = time.perf_counter()
+        seconds = LATE_SECONDS
         self._awaited = result
         try:
             while not self._is_over(result, step, started + seconds):
@@ -227,7 +232,8 @@ class Liveness:
             while rank not in self._ended:
                 received = torch.zeros(3, dtype=torch.int64)
                 self._group.recv([received], rank, 0).wait(FOREVER)
-                kind, (steps, milliseconds) = Message(int(received[0])), received[1:].tolist()
+                kind = Message(int(received[0]))
+                steps, milliseconds = received[1:].tolist()
                 with self._changed:
                     if kind is Message.GOODBYE:
                         self._ended[rank] = steps
@@ -240,7 +246,9 @@ class Liveness:
                     self._changed.notify_all()
         except RuntimeError as error:
             with self._changed:
-                is_first, self._lost = not self._lost, self._lost or {rank: cause_of(error)}
+                is_first = not self._lost
+                if is_first:
+                    self._lost = {rank: cause_of(error)}
                 self._changed.notify_all()
             if is_first and self.speaks:  # now, as the training thread may be in a step or save
                 logger.warning(str(self._gone()))

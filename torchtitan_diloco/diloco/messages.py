@@ -27,7 +27,9 @@ def gather_objects(value: Value, group: dist.ProcessGroup | None) -> list[Value]
     contents = [torch.empty_like(padded) for _ in sizes]
     dist.all_gather(contents, padded, group=group)
     kind = type(value)
-    return [_decode(one[: int(size)], kind) for one, size in zip(contents, sizes, strict=True)]
+    return [
+        _decode(content[: int(size)], kind) for content, size in zip(contents, sizes, strict=True)
+    ]
 
 
 def broadcast_object(

@@ -126,7 +126,9 @@ class OuterState:
     def resume(self, delta_norms: list[float], outer_steps: int, *, in_flight: bool) -> None:
         """Continue from loaded buffers, whose optimizer state results from this number of outer
         steps.
-        `in_flight`: `delta` holds the next shared copy."""
+
+        `in_flight`: `delta` holds the next shared copy.
+        """
         self.norms = DeltaNorms(delta_norms)
         self.outer_steps = outer_steps
         self.checksum = checksum(self.delta if in_flight else self.outer)
@@ -178,7 +180,13 @@ class OuterState:
         If measured, return the distance between the two before mixing, else NaN, as a tensor.
         """
         before, staged = self._replace(copy)
-        source, free = (copy, before) if staged is None else (staged, staged)
+        # Where the copy is on the model's device, and memory there that may be overwritten: the
+        # previous copy, or the staged values themselves once they are read.
+        source = copy
+        free = before
+        if staged is not None:
+            source = staged
+            free = staged
         apart = []
         views = zip(self._locals(), self.views(source), self.views(free), strict=True)
         for local, shared, room in views:
@@ -204,13 +212,16 @@ class OuterState:
         before, staged = self._replace(copy)
         change = torch.sub(copy, before)
         if takes_back and self.sent is not None:
+            # sent = outer - local, as of the send. So local + change + sent, below, is the next
+            # copy plus what this worker has learned since the send.
             change = torch.where(change == 0, 0.0, change.add_(self.sent))
-        changes = self.views(change if staged is None else staged.copy_(change))
-        for local, change in zip(self._locals(), changes, strict=True):
+        if staged is not None:
+            change = staged.copy_(change)
+        for local, added in zip(self._locals(), self.views(change), strict=True):
             if local.dtype == torch.float32:
-                local.add_(change)
+                local.add_(added)
             else:  # add in fp32 and round once
-                local.copy_(change.add_(local))
+                local.copy_(added.add_(local))
 
     def moment(self) -> torch.cuda.Event | None:
         """Record an event on the current stream of the GPU; None on a CPU."""
@@ -258,14 +269,17 @@ class OuterState:
         norm of the mean, otherwise NaN.
         """
         config = AVERAGE if average else self._config
-        self.outer_steps += not average
+        if not average:
+            self.outer_steps += 1
         rows = list[Tensor]()
         mean_square = 0.0 if measured else math.nan
+        # All buffers advance block by block, so that a block is in cache for its whole step.
         buffers = (self.outer, self.delta, *self.slots)
-        for theta, delta, *slots in zip(*(one.split(self._block) for one in buffers), strict=True):
+        blocks = (buffer.split(self._block) for buffer in buffers)
+        for theta, delta, *slots in zip(*blocks, strict=True):
             if measured:
                 mean_square += float(torch.linalg.vector_norm(delta)) ** 2
-            outer_step(config, theta, delta, slots, self.outer_steps)
+            outer_step(config, theta, delta, slots, count=self.outer_steps)
             rows.append(row_sums(delta))
         self.checksum = checksum_of(rows)
         self._stage()
@@ -293,8 +307,8 @@ def row_sums(block: Tensor) -> Tensor:
     sums = block[:whole].view(torch.int64).view(-1, ROW // 2).sum(dim=1)
     if whole == block.numel():
         return sums
-    rest = block[whole:].view(torch.int32).sum(dim=0, keepdim=True, dtype=torch.int64)
-    return torch.cat([sums, rest])
+    remaining = block[whole:].view(torch.int32).sum(dim=0, keepdim=True, dtype=torch.int64)
+    return torch.cat([sums, remaining])
 
 
 def checksum_of(rows: list[Tensor]) -> int:
@@ -305,6 +319,8 @@ def checksum_of(rows: list[Tensor]) -> int:
     """
     sums = torch.cat(rows)
     weights = torch.arange(1, len(sums) + 1, device=sums.device)
+    # Integer sums overflow alike everywhere, in any order. The factor is odd, so no bit of the
+    # first sum is lost modulo 2**64.
     return (int(sums.sum()) * 0x9E3779B97F4A7C15 + int((sums * weights).sum())) % 2**64
 
 

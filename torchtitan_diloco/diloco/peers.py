@@ -58,8 +58,10 @@ class Peers(ABC):
     `StreamingDiLoCo` as its group.
     """
 
-    workers, worker = 1, 0
-    """Number of workers in each exchange, and the index of this one."""
+    workers = 1
+    """Number of workers in each exchange."""
+    worker = 0
+    """Index of this worker."""
     step = 0
     """Inner steps so far."""
     in_flight: Mapping[int, object] = {}
@@ -79,14 +81,15 @@ class Peers(ABC):
         """Check the settings, agree with the other workers, and allocate the buffers."""
         if hasattr(self, "states"):
             raise RuntimeError("these peers already belong to an outer loop: create new ones")
-        self.model, self.meter = model, Meter()
+        self.model = model
+        self.meter = Meter()
         self.config = config = self.check_settings(config)
         drop_gathered(model)
         self.fragments = build_fragments(model, config.fragments)
         self.schedule = build_schedule(config, len(self.fragments))
-        device, wire = pick_state_device(self.fragments, config), config.quantization
+        device = pick_state_device(self.fragments, config)
         self.agree(device)
-        is_sparse = build_codec(wire).is_sparse
+        is_sparse = build_codec(config.quantization).is_sparse
         self.states = [
             OuterState(fragment, config.outer_optimizer, device, is_sparse=is_sparse)
             for fragment in self.fragments
@@ -155,13 +158,18 @@ class Peers(ABC):
 
     def describe(self) -> list[str]:
         """Describe settings, wire format, memory and fragments for the start of a run."""
-        config, states = self.config, self.states
-        overlap, outer, first = config.overlap, config.outer_optimizer, config.beginning
-        weight, end = f"{overlap.mixing:g}", overlap.mixing_end
+        config = self.config
+        states = self.states
+        overlap = config.overlap
+        outer = config.outer_optimizer
+        first = config.beginning
+        weight = f"{overlap.mixing:g}"
+        end = overlap.mixing_end
         if end is not None and end != overlap.mixing:
-            weight = f"{'falls' if end < overlap.mixing else 'rises'} from {weight} to {end:g}"
+            verb = "falls" if end < overlap.mixing else "rises"
+            weight = f"{verb} from {weight} to {end:g}"
         every = "step" if config.sync_every == 1 else f"{config.sync_every:,} steps"
-        momentum = f" momentum {outer.momentum:g}" * bool(states[0].slots)
+        momentum = f" momentum {outer.momentum:g}" if states[0].slots else ""
         beginning = (
             f"{'':<10} in the first {counted(int(first.length), 'step')} every "
             f"{counted(first.sync_every, 'step')}, averaged and waited for"
@@ -203,13 +211,13 @@ class Peers(ABC):
 
 
 def close(
-    background: BackgroundThread, exchange: Exchange | None, liveness: Liveness, own: bool
+    background: BackgroundThread, exchange: Exchange | None, liveness: Liveness, owns_liveness: bool
 ) -> None:
-    """End the threads of an outer loop. `own`: whether it created `liveness` itself."""
+    """End the threads of an outer loop. `owns_liveness`: whether it created `liveness` itself."""
     background.close(timeout=0.0 if liveness.is_lost else 5.0)
     if exchange is not None:
         exchange.close()
-    if own:
+    if owns_liveness:
         liveness.close()
 
 

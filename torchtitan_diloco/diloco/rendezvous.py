@@ -32,8 +32,8 @@ def store_of_attempt(store: Store, rank: int, size: int, timeout: timedelta) -> 
     differently (TORCHELASTIC_RESTART_COUNT), so ranks agree on a prefix: each writes a new token,
     and waits until all have read the same ones.
     """
-    kinds = "torchtitan_diloco/token", "torchtitan_diloco/read"
-    tokens, read = ([f"{kind}/{one}" for one in range(size)] for kind in kinds)
+    tokens = [f"torchtitan_diloco/token/{number}" for number in range(size)]
+    read = [f"torchtitan_diloco/read/{number}" for number in range(size)]
     store.set(tokens[rank], secrets.token_hex(8))
     deadline = time.monotonic() + timeout.total_seconds()
     while time.monotonic() < deadline:
@@ -64,7 +64,7 @@ def join_workers() -> dist.ProcessGroup:
     rank = int(os.environ["RANK"])
     size = int(os.environ["WORLD_SIZE"])
     timeout = default_pg_timeout
-    store = store_of_attempt(store_of_job(timeout), rank, size, timeout)
+    store = store_of_attempt(store_of_job(timeout), rank=rank, size=size, timeout=timeout)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     if gpus:
         chosen = os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -94,7 +94,12 @@ class Round:
         round_ = Round(fragment, outer_round, sent_step, values, weight=NEVER)
         round_.participants = participants
         round_.flags = flags
-        round_.traffic = Traffic(NEVER, NEVER, NEVER, NEVER)
+        round_.traffic = Traffic(
+            bytes_sent=NEVER,
+            bytes_received=NEVER,
+            encoding_seconds=NEVER,
+            decoding_seconds=NEVER,
+        )
         return round_
 
     def exchange_sums(self) -> dict[str, float]:
@@ -158,7 +163,7 @@ class Meter:
 
     @property
     def exposed_seconds(self) -> float:
-        """Since the start of the process."""
+        """Seconds of the training thread since the start of the process."""
         self._read_spans()
         return self._exposed_seconds
 

@@ -18,11 +18,12 @@ class Schedule:
     """
 
     sync_every: int
-    """H."""
+    """Steps of a cycle (H)."""
     fragments: int
-    """P."""
+    """Number of fragments (P)."""
     delay: int
-    """tau < H. If it exceeds the distance of two sends, several fragments are in flight."""
+    """Steps from a send to its apply (tau < H). If they exceed the distance of two sends, several
+    fragments are in flight."""
     beginning_steps: int = 0
     """Number of steps with `beginning_every` as H and without delay."""
     beginning_every: int = 1
@@ -30,6 +31,8 @@ class Schedule:
     def offset(self, fragment: int, every: int = 0) -> int:
         """Return t_p, the step of a cycle after which the fragment is sent. `every`: default H."""
         every = every or self.sync_every
+        # Fragments take turns at equal distances. If there are more than steps in a cycle, the
+        # modulo lets several have the same turn.
         return fragment * max(1, every // self.fragments) % every
 
     def first_send(self, fragment: int) -> int:
@@ -44,8 +47,12 @@ class Schedule:
     def sent_at(self, step: int) -> list[int]:
         """Return the fragments to send after this step: several if there are more than H."""
         every = self.beginning_every if step <= self.beginning_steps else self.sync_every
-        since = [step - self.offset(fragment, every) for fragment in range(self.fragments)]
-        return [p for p, steps in enumerate(since) if steps >= every and steps % every == 0]
+        due = list[int]()
+        for fragment in range(self.fragments):
+            steps = step - self.offset(fragment, every)
+            if steps >= every and steps % every == 0:  # the first time after a whole cycle
+                due.append(fragment)
+        return due
 
     def applied_at(self, step: int) -> list[int]:
         if self.is_average(step):
@@ -55,10 +62,12 @@ class Schedule:
 
     def outer_round(self, fragment: int, step: int) -> int:
         """Return how often the fragment was sent by the end of this step."""
+        # Up to the end of the beginning, count the turns of its cycle. From there on, count those
+        # of the usual cycle, which has been running since the first step.
         early = min(step, self.beginning_steps)
-        after = self._turns(fragment, self.sync_every, step)
-        after -= self._turns(fragment, self.sync_every, early)
-        return self._turns(fragment, self.beginning_every, early) + after
+        in_beginning = self._turns(fragment, self.beginning_every, early)
+        by_now = self._turns(fragment, self.sync_every, step)
+        return in_beginning + by_now - self._turns(fragment, self.sync_every, early)
 
     def _turns(self, fragment: int, every: int, step: int) -> int:
         """Return how often the fragment is sent by the end of a step if H is constant."""

@@ -25,11 +25,14 @@ from torchtitan_diloco.user import UserError
 
 Named = dict[str, Tensor]
 
-SHARED, NEXT, SENT = "outer", "next", "sent"
-SLOTS = "momentum", "second_moment"
-KINDS = SHARED, NEXT, *SLOTS, SENT
-"""Kinds of tensors; their names are KIND/PARAMETER."""
-OPTIMIZER, SPARSE = "diloco.outer_optimizer.name", "sparse"
+SHARED = "outer"
+NEXT = "next"
+SENT = "sent"
+SLOTS = ("momentum", "second_moment")
+KINDS = (SHARED, NEXT, *SLOTS, SENT)
+"""Kinds of tensors. Their names are KIND/PARAMETER."""
+OPTIMIZER = "diloco.outer_optimizer.name"
+SPARSE = "sparse"
 
 
 def shared_parameter_name(name: str) -> str:
@@ -134,8 +137,12 @@ class SavedState:
 
     def kind(self, kind: str) -> Named:
         """Return the tensors of one kind by the name of their parameter."""
-        split = ((key.partition("/"), value) for key, value in self.tensors.items())
-        return {name: value for (found, _, name), value in split if found == kind}
+        prefix = f"{kind}/"
+        return {
+            key.removeprefix(prefix): value
+            for key, value in self.tensors.items()
+            if key.startswith(prefix)
+        }
 
 
 def shaped_like(parameter: Tensor, flat: Tensor, mesh: DeviceMesh | None) -> Tensor:
@@ -188,17 +195,19 @@ def save(
         if state.outer.is_cuda:
             torch.cuda.current_stream(state.outer.device).synchronize()
         for kind, copied in copies.items():
-            saved.tensors |= named(kind, state, copied, mesh)
+            saved.tensors |= named(kind, state, copied, mesh=mesh)
         saved.facts.fragments.append(fragment)
     return saved
 
 
 def buffers_of(state: OuterState, *, in_flight: bool) -> Named:
     """Return the buffers of a fragment that are saved, by their kind."""
-    known = [(SHARED, state.outer), *zip(SLOTS, state.slots, strict=False)]
+    buffers = {SHARED: state.outer, **dict(zip(SLOTS, state.slots, strict=False))}
     if in_flight:
-        known += [(NEXT, state.delta), *([] if state.sent is None else [(SENT, state.sent)])]
-    return dict(known)
+        buffers[NEXT] = state.delta
+    if in_flight and state.sent is not None:
+        buffers[SENT] = state.sent
+    return buffers
 
 
 def named(kind: str, state: OuterState, buffer: Tensor, mesh: DeviceMesh | None = None) -> Named:
@@ -230,10 +239,14 @@ def load(
     changed = {key for key in settings if settings[key] != before.get(key)}
     layout = layout_of(states)
     has_new_layout = facts.layout != layout
-    if has_new_layout:  # take the facts, but no norms, of the one that had the first parameter
+    if has_new_layout:
+        # A new fragment takes the facts of the saved one that had its first parameter. The norms
+        # are those of other parameters, so they start anew.
         pairs = zip(facts.layout, fragments, strict=True)
         holders = {name: fragment for names, fragment in pairs for name in names}
         fragments = [replace(holders[names[0]], delta_norms=[]) for names in layout]
+    # What is in flight is due by the saved schedule, for the saved layout and codec. The outer
+    # optimizer has already taken its step, so a change of it does not matter.
     if in_flight and (has_new_layout or changed - {OPTIMIZER}):
         what = "turns have" if has_new_layout or changed - {OPTIMIZER, SPARSE} else "the codec has"
         notes.append(f"{len(in_flight)} fragments in flight are applied now: {what} changed")
@@ -265,10 +278,10 @@ def check_same_model(states: Sequence[OuterState], saved: SavedState) -> None:
     parts = [part for state in states for part in state.fragment.parts]
     mine = {part.name: tuple(part.parameter.shape) for part in parts}
     theirs = {name: tuple(value.shape) for name, value in saved.kind(SHARED).items()}
-    if found := differences(mine, theirs):
+    if differing := differences(mine, theirs):
         raise UserError(
-            f"the saved outer state belongs to another model ({len(found)} parameters differ): "
-            + "; ".join(found[:3])
+            f"the saved outer state belongs to another model ({len(differing)} parameters differ): "
+            + "; ".join(differing[:3])
         )
 
 
@@ -313,9 +326,9 @@ def apply_early(
             following = local_rows(name, arrived[name])
             before = local_rows(name, shared[name])
             mixed = alpha * local.float() + (1 - alpha) * following.to(local.device)
-            if takes_back:  # a new worker has sent nothing
-                own = local_rows(name, sent[name]) if name in sent else 0.0
-                change = torch.where(following == before, 0.0, following - before + own)
+            if takes_back:  # as in `OuterState.add_change`; a new worker has sent nothing
+                delta = local_rows(name, sent[name]) if name in sent else 0.0
+                change = torch.where(following == before, 0.0, following - before + delta)
                 mixed = local.float() + change.to(local.device)
             local.copy_(mixed)
             before.copy_(following)

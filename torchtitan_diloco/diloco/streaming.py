@@ -136,7 +136,7 @@ class StreamingDiLoCo:
 
     def _apply(self, task: Apply) -> None:
         round_ = task.round
-        state = self._states[task.round.fragment]
+        state = self._states[round_.fragment]
         round_.applied_step = self.step_count
         measured = is_measured(round_.outer_round, self.config.measure_every)
         begin = state.moment()
@@ -197,11 +197,13 @@ class StreamingDiLoCo:
                 mesh = part.parameter.device_mesh if isinstance(part.parameter, DTensor) else None
                 shared[part.parameter] = saving.shaped_like(part.parameter, view.clone(), mesh)
         parameters = dict(self._model.named_parameters(remove_duplicate=False))
-        found = {name: shared[one] for name, one in parameters.items() if one in shared}
-        values = self._model.state_dict().items()
-        return {
-            name: found[name] if name in found else value.detach().clone() for name, value in values
-        }
+        state_dict = dict[str, Tensor]()
+        for name, value in self._model.state_dict().items():
+            if name in parameters and parameters[name] in shared:
+                state_dict[name] = shared[parameters[name]]
+            else:
+                state_dict[name] = value.detach().clone()
+        return state_dict
 
     @contextmanager
     def global_parameters(self) -> Iterator[None]:
@@ -287,10 +289,9 @@ class StreamingDiLoCo:
     def table(self) -> str:
         """Return a table of the fragments and their slots in the cycle."""
         lines = [f"{'fragment':>8}  {'slot':>5}  {'parameters':>13}  {'MB (fp32)':>9}  modules"]
-        lines += [
-            f"{one.index:>8}  {slot:>5}  {one.parameters:>13,}  {one.megabytes:>9,.2f}  {one.name}"
-            for one, slot in zip(self.fragments, self.peers.offsets, strict=True)
-        ]
+        for fragment, slot in zip(self.fragments, self.peers.offsets, strict=True):
+            sizes = f"{fragment.parameters:>13,}  {fragment.megabytes:>9,.2f}"
+            lines.append(f"{fragment.index:>8}  {slot:>5}  {sizes}  {fragment.name}")
         return "\n".join(lines)
 
     def describe(self) -> list[str]:

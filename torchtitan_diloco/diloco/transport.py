@@ -25,7 +25,8 @@ class WorkerLostError(PeersLostError):
     """One of these workers left or timed out."""
 
     def __init__(self, workers: list[int], reason: str) -> None:
-        self.workers, self.reason = workers, reason
+        self.workers = workers
+        self.reason = reason
         names = " or ".join(map(str, workers))
         super().__init__(f"worker {names} left or did not answer in time ({reason})")
 
@@ -58,8 +59,10 @@ class Header:
     def pack(self) -> bytes:
         *fields, vitals = (getattr(self, field.name) for field in dataclasses.fields(self))
         *times, transfers = vitals
-        own, links = ([min(one, MOST_SECONDS) for one in some] for some in (times, transfers))
-        return _LAYOUT.pack(MAGIC, VERSION, *fields, *own) + struct.pack(f"<{len(links)}e", *links)
+        times = [min(seconds, MOST_SECONDS) for seconds in times]
+        links = [min(seconds, MOST_SECONDS) for seconds in transfers]
+        head = _LAYOUT.pack(MAGIC, VERSION, *fields, *times)
+        return head + struct.pack(f"<{len(links)}e", *links)
 
     @staticmethod
     def unpack(data: bytes) -> "Header":
@@ -78,35 +81,35 @@ class Header:
 
 def check_headers(headers: list[Header], mine: int) -> None:
     """Raise if workers differ in run, fragment, round or shared copy."""
-    own = headers[mine]
-    expected = own.fragment, own.outer_round, own.step
+    header = headers[mine]
+    expected = header.fragment, header.outer_round, header.step
     for worker, other in enumerate(headers):
-        if other.run != own.run:
+        if other.run != header.run:
             raise UserError(
                 f"worker {worker} belongs to a different run ({other.run:016x}) "
-                f"than worker {mine} ({own.run:016x}): start all workers with the "
+                f"than worker {mine} ({header.run:016x}): start all workers with the "
                 "same settings, and give each run its own group"
             )
         if (other.fragment, other.outer_round, other.step) != expected:
             raise UserError(
                 f"worker {worker} sent fragment {other.fragment} of outer round "
                 f"{other.outer_round} (its step {other.step}) while worker {mine} sent fragment "
-                f"{own.fragment} of outer round {own.outer_round} (its step {own.step}): the "
-                "workers' schedules differ"
+                f"{header.fragment} of outer round {header.outer_round} (its step {header.step}): "
+                "the workers' schedules differ"
             )
-    checksums = [header.checksum for header in headers]
+    checksums = [other.checksum for other in headers]
     [(usual, count), *others] = Counter(checksums).most_common()
     if not others:
         return
-    odd = [f"worker {worker}" for worker, found in enumerate(checksums) if found != usual]
+    odd = [f"worker {worker}" for worker, checksum in enumerate(checksums) if checksum != usual]
     culprit = f"{' and '.join(odd)} differs from the {count} others"
     if 2 * count <= len(headers):
         culprit = "it is unknown which worker is right"
-    each = ", ".join(f"{found:016x} on worker {worker}" for worker, found in enumerate(checksums))
+    each = [f"{checksum:016x} on worker {worker}" for worker, checksum in enumerate(checksums)]
     raise UserError(
-        f"fragment {own.fragment} has different bits on some workers before outer round "
-        f"{own.outer_round}: {culprit} (checksums: {each}); test the memory there, and restart "
-        "from the last checkpoint"
+        f"fragment {header.fragment} has different bits on some workers before outer round "
+        f"{header.outer_round}: {culprit} (checksums: {', '.join(each)}); test the memory there, "
+        "and restart from the last checkpoint"
     )
 
 
@@ -177,10 +180,14 @@ class Transport:
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout_seconds: float) -> None:
-        self.workers, self.me = group.size(), group.rank()
+        self.workers = group.size()
+        self.me = group.rank()
         self.others = [worker for worker in range(self.workers) if worker != self.me]
-        self._group, self._timeout = group, timedelta(seconds=timeout_seconds)
-        self._waiters = {one: BackgroundThread(f"diloco-wait-{one}") for one in self.others}
+        self._group = group
+        self._timeout = timedelta(seconds=timeout_seconds)
+        self._waiters = {
+            worker: BackgroundThread(f"diloco-wait-{worker}") for worker in self.others
+        }
         self.start(Traffic())
 
     def start(self, traffic: Traffic) -> None:
@@ -198,7 +205,8 @@ class Transport:
                 # aborts the process if a message does not fit, before headers can be checked.
                 assert buffer.storage_offset() == 0, "the message would be written elsewhere"
                 whole = buffer.as_strided((buffer.untyped_storage().nbytes(),), (1,), 0)
-                self._post(messages, worker, partial(dist.irecv, whole, group_src=worker), tag)
+                start = partial(dist.irecv, whole, group_src=worker)
+                self._post(messages, worker, start=start, tag=tag)
         return messages
 
     def send(
@@ -211,7 +219,8 @@ class Transport:
         """
         for worker, buffer in parts:
             if buffer.numel():
-                self._post(messages, worker, partial(dist.isend, buffer, group_dst=worker), tag)
+                start = partial(dist.isend, buffer, group_dst=worker)
+                self._post(messages, worker, start=start, tag=tag)
                 self.traffic.bytes_sent += buffer.numel()
         self.traffic.bytes_received += sum(messages.sizes.values())
         if watched or self.workers > 2:
@@ -228,7 +237,7 @@ class Transport:
                 finished.result()
             moments = {worker: arrival.result() for worker, arrival in messages.arrivals.items()}
         else:
-            moments = {one: self._wait_for(one, messages) for one in self.others}
+            moments = {worker: self._wait_for(worker, messages) for worker in self.others}
         self.traffic.received = time.perf_counter()
         self.traffic.waiting_seconds += self.traffic.received - started
         return moments
@@ -254,8 +263,9 @@ class Transport:
         return first
 
     def _post(
-        self, messages: Messages, worker: int, start: Callable[..., dist.Work | None], tag: int
+        self, messages: Messages, worker: int, *, start: Callable[..., dist.Work | None], tag: int
     ) -> None:
+        """Start a transfer, and add it to the messages of a worker."""
         try:
             work = start(group=self._group, tag=tag)
         except RuntimeError as error:

@@ -34,9 +34,13 @@ class Vitals(NamedTuple):
 
 
 NOTHING_SAID = Vitals()
-STOPPED, HUNG, STUCK = "stopped", "hung outside communication", "hung in communication"
-"""Why a worker is missing: it does not answer or sends no heartbeats; it does, but completes no
-step; or only its payload does not arrive."""
+# Why a worker is missing.
+STOPPED = "stopped"
+"""It does not answer, or sends no heartbeats."""
+HUNG = "hung outside communication"
+"""It answers, but completes no step."""
+STUCK = "hung in communication"
+"""Only its payload does not arrive."""
 
 
 class Signs(NamedTuple):
@@ -76,7 +80,7 @@ class Report(NamedTuple):
 
     vitals: Vitals = Vitals()
     flags: int = 0
-    """Of its delta."""
+    """Flags of its delta."""
     absent: str = ""
     """Why the worker does not take part in rounds."""
     evidence: str = ""

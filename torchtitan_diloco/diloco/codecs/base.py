@@ -98,7 +98,8 @@ class Fp32Codec(Codec):
 
     def average(self, payloads: list[Tensor], weights: list[float], out: Tensor) -> None:
         # Payloads are read in place. `out` is written last, as it may be the memory of one.
-        mean, total = payloads[0].view(torch.float32), weights[0]
+        mean = payloads[0].view(torch.float32)
+        total = weights[0]
         for payload, weight in zip(payloads[1:], weights[1:], strict=True):
             total += weight
             change = self._scratch("change", out.numel(), out.dtype, out.device)

@@ -57,12 +57,15 @@ class Workspace:
     """Views of one buffer, for encoding and decoding a number of whole units."""
 
     def __init__(self, buffer: Tensor, values: int, form: Format) -> None:
-        units, blocks = values // UNIT, values // form.block
+        units = values // UNIT
+        blocks = values // form.block
         sizes = [4 * values, 4 * values, values, 4 * blocks, 4 * blocks, 4 * blocks]
         parts = buffer[: sum(sizes)].split(sizes)
-        self.magnitudes, self.signs = parts[0].view(torch.float32), parts[0].view(torch.int32)
+        self.magnitudes = parts[0].view(torch.float32)
+        self.signs = parts[0].view(torch.int32)
         self.blocks = self.magnitudes.view(blocks, -1)
-        self.moved, self.word = parts[1].view(torch.float32), parts[1].view(torch.int32)
+        self.moved = parts[1].view(torch.float32)
+        self.word = parts[1].view(torch.int32)
         self.moved_blocks = self.moved.view(blocks, -1)
         self.codes = parts[2]
         # The codes of one byte as a word: they are merged in its lowest byte.
@@ -72,11 +75,18 @@ class Workspace:
         # Packed bytes as indices of the decoding table.
         self.bytes = self.signs[: self.words.numel()]
         self.byte_rows = self.bytes.view(units, -1)
-        self.largest, self.largest_bits = parts[3].view(torch.float32), parts[3].view(torch.int32)
+        self.largest = parts[3].view(torch.float32)
+        self.largest_bits = parts[3].view(torch.int32)
         self.scales = parts[4].view(torch.int32)
         self.scale_rows = self.scales.view(units, -1)
-        self.steps, self.steps_bits = parts[5].view(torch.float32), parts[5].view(torch.int32)
+        self.steps = parts[5].view(torch.float32)
+        self.steps_bits = parts[5].view(torch.int32)
         self.step_column = self.steps[:, None]
+
+
+def _word(number: int) -> Tensor:
+    """Return an integer modulo 2**32 as a tensor of 32 bits."""
+    return torch.tensor(number).to(torch.int32)
 
 
 class BlockCodec(Codec):
@@ -112,10 +122,9 @@ class BlockCodec(Codec):
         )
         self._unit_sizes = self._sizes(UNIT)
         self._largest = self.top * 2.0 ** (self.format.highest - BIAS)
-        self._carry, self._shift, self._inverse = (
-            torch.tensor(number).to(torch.int32)  # modulo 2**32
-            for number in (self.format.carry, 23, (2 * BIAS - self.unit_exponent) << 23)
-        )
+        self._carry = _word(self.format.carry)
+        self._shift = _word(23)
+        self._inverse = _word((2 * BIAS - self.unit_exponent) << 23)
         exponents = torch.arange(256, dtype=torch.int32) + self.unit_exponent
         self._steps = (exponents << 23).view(torch.float32)
         """Step by scale byte."""
@@ -137,7 +146,8 @@ class BlockCodec(Codec):
             full[:rest].copy_(values[whole:])
             self._encode_units(full, unit)
             torch.cat(sent, out=payload[self.wire_bytes(whole) :])
-            values, payload = values[:whole], payload[: self.wire_bytes(whole)]
+            values = values[:whole]
+            payload = payload[: self.wire_bytes(whole)]
         if values.numel():
             self._encode_units(values, payload)
 
@@ -153,7 +163,8 @@ class BlockCodec(Codec):
                 part.copy_(source)
             self._decode_units(unit, full)
             values[whole:].copy_(full[:rest])
-            values, payload = values[:whole], payload[: self.wire_bytes(whole)]
+            values = values[:whole]
+            payload = payload[: self.wire_bytes(whole)]
         if values.numel():
             self._decode_units(payload, values)
 
@@ -191,15 +202,17 @@ class BlockCodec(Codec):
         return codes, scales
 
     def _encode_units(self, values: Tensor, payload: Tensor) -> None:
-        room, (codes, scales) = self._workspace(values), self._rows(payload)
+        room = self._workspace(values)
+        codes, scales = self._rows(payload)
         torch.abs(values, out=room.magnitudes)
         torch.amax(room.blocks, dim=1, out=room.largest)
+        # The exponent of a block's largest value, after the carry, is its scale.
         torch.add(room.largest_bits, self._carry, out=room.scales)
         room.scales.bitwise_right_shift_(self._shift).clamp_(LOWEST, self.format.highest)
         # The inverse of a power of two has the negated exponent.
         torch.add(self._inverse, room.scales, alpha=-(2**23), out=room.steps_bits)
         room.blocks.mul_(room.step_column)
-        if not room.largest.max().item() <= self._largest:
+        if not room.largest.max().item() <= self._largest:  # one is too large, infinite or NaN
             broken = ~room.largest.isfinite()
             room.scales.masked_fill_(broken, NOT_FINITE_SCALE)
             room.blocks.masked_fill_(broken[:, None], 0.0)
@@ -208,7 +221,8 @@ class BlockCodec(Codec):
         scales.copy_(room.scale_rows)
 
     def _decode_units(self, payload: Tensor, values: Tensor) -> None:
-        room, (codes, scales) = self._workspace(values), self._rows(payload)
+        room = self._workspace(values)
+        codes, scales = self._rows(payload)
         room.scale_rows.copy_(scales)
         torch.index_select(self._steps.to(values.device), 0, room.scales, out=room.steps)
         self._unpack(codes, room, values.view(-1, self.block_size))
@@ -226,7 +240,9 @@ class BlockCodec(Codec):
 class Int8Codec(BlockCodec):
     """Integers from -127 to 127, times the scale of the block."""
 
-    bits, unit_exponent, top = 8, 0, 127.0
+    bits = 8
+    unit_exponent = 0
+    top = 127.0
 
     def _pack(self, values: Tensor, room: Workspace, codes: Tensor) -> None:
         room.magnitudes.round_()  # ties to even
@@ -255,7 +271,9 @@ class MiniFloatCodec(BlockCodec):
         top: float,
     ) -> None:
         """`exponent`, `mantissa`: numbers of bits. `top`: the largest value that is used."""
-        self.bits, self.mantissa, self.top = 1 + exponent + mantissa, mantissa, top
+        self.bits = 1 + exponent + mantissa
+        self.mantissa = mantissa
+        self.top = top
         self.unit_exponent = 1 - bias - mantissa
         super().__init__(name, block_size)
         self._half_of_normal = torch.tensor(2.0 ** (mantissa - 1))
@@ -278,7 +296,8 @@ class MiniFloatCodec(BlockCodec):
     def _grid(self) -> Tensor:
         """Return the value of each code in steps, fp32 [2 ** bits]."""
         codes = torch.arange(2 ** (self.bits - 1))
-        exponents, mantissas = codes >> self.mantissa, codes % 2**self.mantissa
+        exponents = codes >> self.mantissa
+        mantissas = codes % 2**self.mantissa
         normal = (mantissas + 2**self.mantissa) << (exponents - 1).clamp(min=0)
         steps = torch.where(exponents == 0, mantissas, normal).float()
         return torch.cat((steps, -steps))

@@ -14,9 +14,12 @@ ORDER = 0x7FFFFFFF & -UNIT
 """Bits of a magnitude that are compared. Of equal ones, the first are sent."""
 SCALE = 0x7FFF0000
 """Bits of a magnitude that are kept in a scale: those of bf16."""
-CUT, LEVELS = 15 / 32, (3 / 16, 3 / 4)
-"""Values are sent as one of two levels between the smallest and the largest magnitude that is sent.
-They suit an exponential tail, where most values are near the smallest."""
+CUT = 15 / 32
+"""Place between the smallest and the largest magnitude that is sent, above which a value is sent as
+the upper level."""
+LEVELS = (3 / 16, 3 / 4)
+"""Places of the two levels. They suit an exponential tail, where most values are near the
+smallest."""
 
 assert 2**PLACE_BITS == UNIT
 
@@ -42,12 +45,15 @@ class TopKCodec(Codec):
             if missing := -values.numel() % UNIT:
                 values = functional.pad(values, (0, missing))
             words = values.view(-1, UNIT).view(torch.int32)
+            # The lowest bits of a magnitude are replaced by its place, counted from the end. So all
+            # numbers of a unit differ, the first of equal magnitudes is the largest, and the sorted
+            # numbers contain the places.
             reverse = torch.arange(UNIT, dtype=torch.int32, device=values.device).flip(0)
-            order = words.bitwise_and(ORDER).bitwise_or_(reverse)  # all different
+            order = words.bitwise_and(ORDER).bitwise_or_(reverse)
             places = UNIT - 1 - order.topk(self.top_values).values.bitwise_and_(UNIT - 1)
             sent = words.gather(1, places.long())
             magnitudes = sent.bitwise_and(0x7FFFFFFF).view(torch.float32)
-            scales = sent[:, [-1, 0]].bitwise_and_(SCALE)
+            scales = sent[:, [-1, 0]].bitwise_and_(SCALE)  # of the smallest and the largest
             low, high = scales.view(torch.float32).split(1, dim=1)
             is_upper = magnitudes > low + (high - low) * CUT
             entries = places | is_upper.int() << PLACE_BITS | (sent < 0).int() << PLACE_BITS + 1
@@ -74,6 +80,7 @@ class TopKCodec(Codec):
             is_sent = values != 0
             added = is_sent.float().mul_(weight)
             totals = total.gather(1, places).add_(added)
+            # With share = weight / total so far, a running mean of those that send the value.
             share = torch.where(is_sent, added / totals, 0.0)
             # Places of a unit are all different, so the order of writes does not matter.
             total.scatter_(1, places, totals)

@@ -38,7 +38,8 @@ def encode(values, payload, form):
 
 def average(payloads, weights, out, form):
     """Write the weighted mean of the payloads to `out`. One payload is simply decoded."""
-    total, shares = 0.0, []
+    total = 0.0
+    shares = []
     for weight in weights:
         total += weight
         shares.append(weight / total)
@@ -193,7 +194,8 @@ def _in_steps(code, FORM: tl.constexpr):
 def encode_largest_of_units(values, payload, n, TOP: tl.constexpr):
     """Compute TopKCodec.encode(). Two entries of 12 bits are stored in 3 bytes."""
     unit = tl.program_id(0).to(tl.int64)
-    here, rank = values + unit * UNIT, tl.arange(0, UNIT)
+    here = values + unit * UNIT
+    rank = tl.arange(0, UNIT)
     word = tl.load(here + rank, mask=unit * UNIT + rank < n, other=0.0).to(tl.int32, bitcast=True)
     order = tl.sort((word & ORDER) | (UNIT - 1 - rank), descending=True)
     place = UNIT - 1 - (order & (UNIT - 1))
@@ -201,7 +203,8 @@ def encode_largest_of_units(values, payload, n, TOP: tl.constexpr):
     sent = tl.load(here + place, mask=real, other=0.0).to(tl.int32, bitcast=True)
     high = tl.max(sent & SCALE)
     low = tl.max(tl.where(rank == TOP - 1, sent & SCALE, 0))
-    least, greatest = low.to(tl.float32, bitcast=True), high.to(tl.float32, bitcast=True)
+    least = low.to(tl.float32, bitcast=True)
+    greatest = high.to(tl.float32, bitcast=True)
     magnitude = (sent & MAGNITUDE).to(tl.float32, bitcast=True)
     is_upper = magnitude > least + (greatest - least) * CUT
     entry = place | is_upper.to(tl.int32) << PLACE_BITS
@@ -211,7 +214,8 @@ def encode_largest_of_units(values, payload, n, TOP: tl.constexpr):
     start = payload + unit * (TOP // 2 * pair_bytes + 4)
     shifts = tl.arange(0, 2) * ENTRY_BITS
     pair = tl.sum(tl.reshape(entry, (UNIT // 2, 2)) << shifts[None, :], axis=1)
-    number, byte = tl.arange(0, UNIT // 2), tl.arange(0, 4)
+    number = tl.arange(0, UNIT // 2)
+    byte = tl.arange(0, 4)
     addresses = start + number[:, None] * pair_bytes + byte[None, :]
     stored = (number[:, None] < TOP // 2) & (byte[None, :] < pair_bytes)
     tl.store(addresses, (pair[:, None] >> 8 * byte[None, :]).to(tl.uint8), mask=stored)
