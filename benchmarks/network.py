@@ -178,8 +178,9 @@ class Network:
         words += ["--address", self.address(worker)]
         log = folder.with_name(f"{folder.name}-{time.time():.1f}.txt")
         server = self.launch(worker, [sys.executable, *words], log)
-        wait_until(lambda: "nats+tls://" in server.printed(), "the server", log)
-        return server, server.printed().splitlines()[0]
+        join = folder / "join.txt"
+        wait_until(lambda: join.exists() and join.read_text() != "", "the server", log)
+        return server, join.read_text().strip()
 
     def address(self, worker: int) -> str:
         return f"10.0.0.{worker + 1}"

@@ -7,6 +7,9 @@ round trip, in ms), and limits each connection to 200 Mbit/s and all together, i
 800. All connections of a network namespace are redirected to it, so no program knows
 of it. It takes nftables and the rights of root in the namespace.
 
+With --rates inf,1000,100,13 it measures short links instead, of these rates in Mbit/s, without the
+proxy: whether several streams are slower than one where one is enough.
+
 gloo: two workers exchange a delta in fp32. Islands: one stores chunks at the server, and fetches
 them.
 """
@@ -14,10 +17,12 @@ them.
 import argparse
 import asyncio
 import contextlib
+import json
 import multiprocessing
 import os
 import socket
 import struct
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -29,7 +34,7 @@ from typing import Any
 import torch
 
 from benchmarks import core
-from benchmarks.network import INTERFACE, enter_own_network, require, run_command
+from benchmarks.network import INTERFACE, Network, enter_own_network, require, run_command
 from tests.processes import ProcessPool
 from torchtitan_diloco.config.schema import Distributed
 from torchtitan_diloco.diloco.codecs import build_codec
@@ -50,6 +55,8 @@ SO_ORIGINAL_DST = 80
 PIECE, AHEAD, BURST = 2**17, 2e-3, 1e-2
 STREAM_RATE, RATE = 200 / 8e-6, 800 / 8e-6
 """Bytes per second of a connection, and of all of them in a direction."""
+REPEATS = 3
+"""Of a short link with each number of streams."""
 HEADER = "wire | round trip, ms | streams | Mbit/s | n"
 
 
@@ -178,10 +185,12 @@ def redirect() -> None:
 # --- the wires ------------------------------------------------------------------------------------
 
 
-def exchange(streams: int, megabytes: float, rounds: int) -> tuple[int, list[float]]:
+def exchange(
+    streams: int, megabytes: float, rounds: int, interface: str = ""
+) -> tuple[int, list[float]]:
     """Return the number of streams, and the bytes per second of each round."""
     start_logging()
-    link = Link(interface=INTERFACES[int(os.environ["RANK"])], streams=streams)
+    link = Link(interface=interface or INTERFACES[int(os.environ["RANK"])], streams=streams)
     world = join_world(Distributed(), link, device="cpu", workers=2, fsdp=1, outer_loop=True)
     group = world.group(WORKER)
     assert group is not None
@@ -244,6 +253,35 @@ def measure(options: argparse.Namespace, latency: float) -> list[list[str]]:
     ]
 
 
+def measure_short(options: argparse.Namespace, rate: float) -> list[list[str]]:
+    """Return the rows of a link of so many Mbit/s without a delay, with the streams in turns."""
+    rates: dict[int, list[float]] = {streams: [] for streams in options.streams}
+    # A round takes at most a second or two.
+    megabytes = min(options.megabytes, rate / 8)
+    for _ in range(REPEATS):
+        for streams in options.streams:
+            with tempfile.TemporaryDirectory() as folder, Network(2, up=rate, down=rate) as network:
+                words = ["--as-worker", "--streams", str(streams)]
+                words += ["--megabytes", str(megabytes), "--rounds", str(options.rounds)]
+                command = [sys.executable, "-m", "benchmarks.streams", *words]
+                logs = [Path(folder) / f"{worker}.txt" for worker in range(2)]
+                programs = [network.launch(n, command, log) for n, log in enumerate(logs)]
+                for program in programs:
+                    program.wait(300)
+                printed = programs[0].line("^rates: ")
+                rates[streams] += json.loads(printed.removeprefix("rates: "))
+    return [
+        [
+            "gloo, each way",
+            "0",
+            str(streams),
+            core.summary(measured, ",.0f", 8e-6),
+            str(len(measured)),
+        ]
+        for streams, measured in rates.items()
+    ]
+
+
 def main() -> None:
     parser = core.build_parser(__doc__)
     add, numbers = parser.add_argument, core.list_of(float)
@@ -251,7 +289,18 @@ def main() -> None:
     add("--streams", type=core.list_of(int), default=[1, 2, 4, 8])
     add("--megabytes", type=float, default=64.0)
     add("--rounds", type=core.positive, default=5)
+    add("--rates", type=numbers, default=[], help="rates of short links, in Mbit/s")
+    add("--as-worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.as_worker:
+        _, measured = exchange(options.streams[0], options.megabytes, options.rounds, INTERFACE)
+        print(f"rates: {json.dumps(measured)}", flush=True)
+        return
+    for rate in options.rates:
+        title = f"short link of {rate:g} Mbit/s; torch {torch.__version__}"
+        core.print_table(title, HEADER, measure_short(options, rate))
+    if options.rates:
+        return
     enter_own_network("benchmarks.streams")
     redirect()
     start_logging()
