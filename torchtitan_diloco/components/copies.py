@@ -57,12 +57,15 @@ class Copy(NamedTuple):
 
     @classmethod
     def of(cls, manifest: Manifest) -> "Copy":
-        return cls(manifest.step, manifest.save, manifest.workers)
+        return cls(step=manifest.step, save=manifest.save, workers=manifest.workers)
 
     @classmethod
     def parse(cls, name: str) -> "Copy | None":
         match = _COPY.fullmatch(name)
-        return cls(int(match[1]), int(match[2], 16), int(match[3])) if match else None
+        if match is None:
+            return None
+        step, save, workers = match.groups()
+        return cls(step=int(step), save=int(save, 16), workers=int(workers))
 
     @property
     def name(self) -> str:

@@ -65,13 +65,13 @@ def build_mirror(config: Config, world: World) -> "Mirror | None":
         )
     if not config.checkpoint.mirror:
         return None
-    own_loop = bool(config.islands.join) or config.diloco.method != "none"
+    each_worker_saves = bool(config.islands.join) or config.diloco.method != "none"
     return Mirror(
-        config.checkpoint,
-        world,
-        folder_of_worker(Path(config.run.folder).expanduser(), world.worker),
+        config=config.checkpoint,
+        world=world,
+        folder=folder_of_worker(Path(config.run.folder).expanduser(), world.worker),
         island=config.islands.name if config.islands.join else "",
-        writes=own_loop or world.worker == 0,
+        writes=each_worker_saves or world.worker == 0,
     )
 
 

@@ -171,11 +171,12 @@ def to_line(record: msgspec.Struct | Record) -> str:
         fields = msgspec.to_builtins(record, str_keys=True).items()
         known = {name: value for name, value in fields if value == value}  # NaN is not itself
         return json.dumps(known) + "\n"
-    finite = {
-        name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
+    as_text = {
+        name: str(value)
         for name, value in record.items()
+        if isinstance(value, float) and not math.isfinite(value)
     }
-    return json.dumps(finite) + "\n"
+    return json.dumps(record | as_text) + "\n"
 
 
 def from_record(kind: type[Kind], record: Record) -> Kind:

@@ -106,7 +106,8 @@ class SavedTensors:
             if isinstance(tensor, DTensor):
                 mesh = tensor.device_mesh
                 dim = mesh.ndim - 1
-                first = shard_rows(len(tensor), mesh.get_local_rank(dim), mesh.size(dim)).start
+                rank = mesh.get_local_rank(dim)
+                first = shard_rows(len(tensor), rank, mesh.size(dim)).start
             for start, end, file in self._parts[name]:
                 if not tensor.dim():
                     local.copy_(file.get_tensor(name))

@@ -186,7 +186,7 @@ class RunData:
         notes = [f"{name} is new, or has changed: it is read from its beginning" for name in new]
         notes += [f"{name} is no longer read" for name in left if name not in new]
         # Without weights, so that those of this run begin here.
-        return Position(position, Segment(position, {}, read), notes)
+        return Position(position, Segment(position, weights={}, read=read), notes)
 
     # --- the stream -------------------------------------------------------------------------------
 

@@ -168,7 +168,11 @@ class Telemetry:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the totals up to the last logged step."""
-        saved = SavedTelemetry(self.elapsed_seconds, self.totals, bool(self.outer.fragments))
+        saved = SavedTelemetry(
+            elapsed_seconds=self.elapsed_seconds,
+            totals=self.totals,
+            has_outer_loop=bool(self.outer.fragments),
+        )
         return asdict(saved)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -108,7 +108,9 @@ def ask_gcp(server: Metadata) -> Notice | None:
     answer = _expected(server.ask(path, headers))
     if answer not in ("TRUE", "FALSE"):
         raise ValueError(f"{answer[:40]!r} is neither TRUE nor FALSE")
-    return Notice("GCP will preempt this machine", GCP_SECONDS) if answer == "TRUE" else None
+    if answer == "FALSE":
+        return None
+    return Notice("GCP will preempt this machine", GCP_SECONDS)
 
 
 def ask_azure(server: Metadata) -> Notice | None:

@@ -89,7 +89,9 @@ class World:
         if self.mesh is None or (all_workers and self.workers > 1):
             return self.mesh
         # Also on a single GPU, so that there is only one kind of mixed precision.
-        return self.mesh[FSDP] if self.ranks_per_worker > 1 or self.device.type == "cuda" else None
+        if self.ranks_per_worker > 1 or self.device.type == "cuda":
+            return self.mesh[FSDP]
+        return None
 
 
 def split_world(size: int, workers: int, fsdp: int) -> int:
@@ -166,7 +168,7 @@ def join_world(
         os.environ["NCCL_SOCKET_IFNAME"] = link.interface
     with gloo_over(link.interface):
         # Eager communicators of NCCL are made below, and none for all ranks, over slow links.
-        store = store_of_attempt(store_of_job(limit), rank, size, limit)
+        store = store_of_attempt(store_of_job(limit), rank=rank, size=size, timeout=limit)
         dist.init_process_group("gloo", timeout=limit, store=store, rank=rank, world_size=size)
         streams, names = pick_streams(link, rank, ranks_per_worker) if exchanges else (1, "")
         with gloo_over(names):

@@ -109,11 +109,12 @@ def line_chart(
     for curve in curves:
         _plot(axes, curve, log)
     axes.set_ylim(top=top)
-    low, high = axes.get_ylim()
-    few = (1, 2, 5) if high < 1000 * low else (1,)
-    axes.yaxis.set_major_locator(
-        LogLocator(subs=few) if log else MaxNLocator(5, steps=[1, 2, 5, 10])
-    )
+    if log:
+        low, high = axes.get_ylim()
+        few = (1, 2, 5) if high < 1000 * low else (1,)
+        axes.yaxis.set_major_locator(LogLocator(subs=few))
+    else:
+        axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
     for axis in (axes.xaxis, axes.yaxis):

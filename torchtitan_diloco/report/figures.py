@@ -394,10 +394,13 @@ def latest(run: Run, count: int) -> list[Exchange]:
     (pauses,) = np.nonzero(gaps > longest)
     first = pauses[-1] + 1 if pauses.size else 0
     apart = longest if run.is_of_islands else math.inf  # clocks of a job's workers may differ
-    return [
-        [None if record is None or record.ended < end - apart else record for record in exchange]
-        for exchange, end in zip(chosen[first:], ends[first:], strict=True)
-    ]
+    shown = list[Exchange]()
+    for exchange, end in zip(chosen[first:], ends[first:], strict=True):
+        earliest = end - apart
+        shown.append(
+            [None if record is None or record.ended < earliest else record for record in exchange]
+        )
+    return shown
 
 
 def _rounds(run: Run, field: str, *, title: str, unit: str, caption: str) -> Figure | None:
