@@ -168,7 +168,7 @@ def join_world(
         os.environ["NCCL_SOCKET_IFNAME"] = link.interface
     with gloo_over(link.interface):
         # Eager communicators of NCCL are made below, and none for all ranks, over slow links.
-        store = store_of_attempt(store_of_job(limit), rank=rank, size=size, timeout=limit)
+        store = store_of_attempt(store_of_job(limit), rank, size, limit)
         dist.init_process_group("gloo", timeout=limit, store=store, rank=rank, world_size=size)
         streams, names = pick_streams(link, rank, ranks_per_worker) if exchanges else (1, "")
         with gloo_over(names):
