@@ -136,7 +136,8 @@ def folder_of_run(config: Config) -> str:
     same on all ranks and nodes, and after restarts, which resume from the folder."""
     if config.run.folder:
         return config.run.folder
-    run_id = os.environ.get("TORCHELASTIC_RUN_ID") if "RANK" in os.environ else new_run_id()
+    is_rank = "RANK" in os.environ
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID") if is_rank else new_run_id()
     if run_id in (None, "", NO_RUN_ID):
         raise UserError(
             "run.folder is not set, and the run has no id that names a folder on all its nodes: "

@@ -128,7 +128,9 @@ class Trainer:
         """Find what the run starts from, here or in its mirror."""
         config = self.config
         world = self.world
-        find = partial(find_start, world, config.checkpoint.resume, config.run.folder)
+        find = partial(
+            find_start, world, resume=config.checkpoint.resume, run_folder=config.run.folder
+        )
         self.start = find()
         self.mirror = build_mirror(config, world)
         manifest = self.start.manifest
@@ -164,7 +166,7 @@ class Trainer:
             build_profiler(config.profiling, folder, self.world) as profiler,
             closing(self._build_checkpointer(own_folder, telemetry)) as checkpointer,
             Stacks(own_folder, self.world.rank_in_worker) as stacks,
-            Diagnosis(self.outer, self.world, telemetry, folder) as diagnosis,
+            Diagnosis(self.outer, self.world, telemetry=telemetry, folder=folder) as diagnosis,
         ):
             batches = telemetry.timed(self.data.loader)
             while not (self.course.finished or self._is_paused):
@@ -225,9 +227,10 @@ class Trainer:
         )
 
     def _log_end(self, folder: Path, telemetry: Telemetry) -> None:
+        """Close the course, and log where the run has ended and its summary."""
         config = self.config
         if self.course.close():
-            log_early_end(config, folder, self.step, self.course.describe_stop)
+            log_early_end(config, folder=folder, step=self.step, describe=self.course.describe_stop)
         is_alone = not self.course.run  # what islands read is in their log
         has_control = is_alone and config.data.shard_by == "none" and self.start.manifest is None
         epochs = self.data.epochs(self.plan, self.data.position, self.step)
@@ -272,7 +275,7 @@ class Trainer:
         self.outer.step(weight=0 if skipped else self.data.weight(plan))
         if self.course.finished:
             self.outer.drain()
-        return StepResult(loss, norm, skipped)
+        return StepResult(cross_entropy=loss, gradient_norm=norm, skipped=skipped)
 
     def begin(self) -> None:
         """Join the run, and open the data where this worker begins to read."""
@@ -287,6 +290,7 @@ class Trainer:
         )
 
     def _open_telemetry(self, folder: Path) -> Telemetry:
+        """Open the telemetry, and restore its totals if this worker goes on."""
         telemetry = Telemetry(
             config=self.config.metrics,
             world=self.world,
@@ -332,7 +336,13 @@ class Trainer:
         manifest = self.start.manifest
         if manifest is None:
             return
-        notes = restore(self.start, self.world, self.model, self.optimizer, self.outer)
+        notes = restore(
+            self.start,
+            world=self.world,
+            model=self.model,
+            optimizer=self.optimizer,
+            outer=self.outer,
+        )
         if self.config.model.weights:
             notes.append("model.weights is for new runs: the checkpoint's weights are used")
         if self.start.goes_on and self.config.checkpoint.resume != "auto":

@@ -57,12 +57,15 @@ class Copy(NamedTuple):
 
     @classmethod
     def of(cls, manifest: Manifest) -> "Copy":
-        return cls(manifest.step, manifest.save, manifest.workers)
+        return cls(step=manifest.step, save=manifest.save, workers=manifest.workers)
 
     @classmethod
     def parse(cls, name: str) -> "Copy | None":
         match = _COPY.fullmatch(name)
-        return cls(int(match[1]), int(match[2], 16), int(match[3])) if match else None
+        if match is None:
+            return None
+        step, save, workers = match.groups()
+        return cls(step=int(step), save=int(save, 16), workers=int(workers))
 
     @property
     def name(self) -> str:
@@ -201,6 +204,7 @@ class Copies:
                 raise DamagedError(f"{self.location}: {name} is written by another process, too")
 
     def _fetch_file(self, name: str, file: Path, size: int) -> None:
+        """Join the parts of a file of `size` bytes."""
         left = size
         number = 0
         with file.open("wb") as sink:

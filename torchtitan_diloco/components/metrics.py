@@ -199,7 +199,8 @@ def kept_time(starts: Sequence[float], steps: Sequence[Record]) -> dict[str, flo
     spans = {"run": end - starts[0], "last hour": min(HOUR, end - starts[0])}
     if len(starts) == 1 and spans["run"] < HOUR:
         return {}
-    return {
-        name: percent(sum(took for at, took in kept if at > end - seconds), seconds)
-        for name, seconds in spans.items()
-    }
+    shares = {}
+    for name, seconds in spans.items():
+        in_span = sum(took for at, took in kept if at > end - seconds)
+        shares[name] = percent(in_span, seconds)
+    return shares

@@ -65,13 +65,13 @@ def build_mirror(config: Config, world: World) -> "Mirror | None":
         )
     if not config.checkpoint.mirror:
         return None
-    own_loop = bool(config.islands.join) or config.diloco.method != "none"
+    each_worker_saves = bool(config.islands.join) or config.diloco.method != "none"
     return Mirror(
-        config.checkpoint,
-        world,
-        folder_of_worker(Path(config.run.folder).expanduser(), world.worker),
+        config=config.checkpoint,
+        world=world,
+        folder=folder_of_worker(Path(config.run.folder).expanduser(), world.worker),
         island=config.islands.name if config.islands.join else "",
-        writes=own_loop or world.worker == 0,
+        writes=each_worker_saves or world.worker == 0,
     )
 
 
@@ -147,6 +147,8 @@ class Mirror:
             return _Seen(self.run, problem=str(error))
 
     def _open(self, adopts: bool = False) -> Copies:
+        """Open the store, and let this start be the one that writes there. Raise if the copies of
+        another run are there."""
         store = open_store(self._config.mirror, patience=PATIENCE_SECONDS, quiet=True)
         copies = Copies(store, self._below)
         try:
@@ -242,6 +244,7 @@ class Mirror:
             self._under_way[path] = self._thread.submit(partial(self._copy, path))
 
     def _copy(self, path: Path) -> None:
+        """Copy a checkpoint, in the thread of the mirror. Log a failure instead of raising it."""
         self._begun = path
         started = time.monotonic()
         step = step_of(path)

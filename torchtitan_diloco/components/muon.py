@@ -146,6 +146,8 @@ def newton_schulz(matrix: Tensor) -> Tensor:
     wide = matrix.T if is_tall else matrix
     wide = wide / wide.norm().clamp(min=EPSILON)
     for _ in range(ITERATIONS):
+        # X becomes a X + (b A + c A A) X with A = X X^T: a polynomial of its singular values.
         gram = wide @ wide.T
-        wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
+        polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)
+        wide = torch.addmm(wide, polynomial, wide, beta=a)
     return wide.T if is_tall else wide

@@ -106,7 +106,8 @@ class SavedTensors:
             if isinstance(tensor, DTensor):
                 mesh = tensor.device_mesh
                 dim = mesh.ndim - 1
-                first = shard_rows(len(tensor), mesh.get_local_rank(dim), mesh.size(dim)).start
+                rank = mesh.get_local_rank(dim)
+                first = shard_rows(len(tensor), rank, mesh.size(dim)).start
             for start, end, file in self._parts[name]:
                 if not tensor.dim():
                     local.copy_(file.get_tensor(name))
@@ -402,6 +403,7 @@ def _check_model(start: Start, shapes: Shapes, model: nn.Module) -> None:
 
 
 def _load_random_states(files: SavedTensors, world: World) -> None:
+    """Set the random states of this rank, if they were saved."""
     for name, state in random_states(world.device, world.rank_in_worker).items():
         if name in files.shapes:  # else the worker has more ranks than before
             files.fill({name: state})

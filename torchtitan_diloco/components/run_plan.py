@@ -194,7 +194,7 @@ def check_memory(plan: RunPlan, world: World, diloco: DiLoCoConfig) -> None:
     would kill them. A GPU raises an error itself."""
     if world.device.type == "cpu":
         here = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) / world.ranks_per_worker
-        on_all_ranks(world.control, lambda: check_host_memory(plan, diloco, here))
+        on_all_ranks(world.control, lambda: check_host_memory(plan, diloco, workers=here))
 
 
 def check_host_memory(plan: RunPlan, diloco: DiLoCoConfig, workers: float = 1.0) -> None:

@@ -356,7 +356,9 @@ class Config:
     @property
     def workers(self) -> int:
         """Workers that train together from the start, including those of other islands."""
-        return (self.islands.begin if self.islands.join else 0) or self.diloco.workers
+        if self.islands.join and self.islands.begin:
+            return self.islands.begin
+        return self.diloco.workers
 
     def worker_name(self, worker: int) -> str:
         """Return the value of `{worker}` in the names of corpora: the name of an island, or the
@@ -365,6 +367,7 @@ class Config:
 
     @property
     def workers_of_job(self) -> int:
+        """Workers that are started together, as one job."""
         return 1 if self.islands.join else self.diloco.workers
 
 

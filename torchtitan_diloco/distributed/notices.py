@@ -59,6 +59,7 @@ class Metadata:
         self._token = ""
 
     def ask(self, path: str, headers: Mapping[str, str], method: str = "GET") -> Reply:
+        """Return the reply of the server, also to a request that it refuses."""
         request = urllib.request.Request(
             f"{self.address}{path}", headers=dict(headers), method=method
         )
@@ -107,7 +108,9 @@ def ask_gcp(server: Metadata) -> Notice | None:
     answer = _expected(server.ask(path, headers))
     if answer not in ("TRUE", "FALSE"):
         raise ValueError(f"{answer[:40]!r} is neither TRUE nor FALSE")
-    return Notice("GCP will preempt this machine", GCP_SECONDS) if answer == "TRUE" else None
+    if answer == "FALSE":
+        return None
+    return Notice("GCP will preempt this machine", GCP_SECONDS)
 
 
 def ask_azure(server: Metadata) -> Notice | None:
@@ -172,6 +175,7 @@ class NoticeWatch:
         self._closed.set()
 
     def _poll_server(self) -> None:
+        """Query the server until the watch is closed or a notice stops the run."""
         server = Metadata(self._address)
         told = set[str]()
         failures = 0

@@ -89,7 +89,9 @@ class World:
         if self.mesh is None or (all_workers and self.workers > 1):
             return self.mesh
         # Also on a single GPU, so that there is only one kind of mixed precision.
-        return self.mesh[FSDP] if self.ranks_per_worker > 1 or self.device.type == "cuda" else None
+        if self.ranks_per_worker > 1 or self.device.type == "cuda":
+            return self.mesh[FSDP]
+        return None
 
 
 def split_world(size: int, workers: int, fsdp: int) -> int:

@@ -80,7 +80,9 @@ def utilisation(model: PaperModel, method: PaperMethod, rates: Array) -> Array:
             now = now + node
         for layer in reversed(range(model.layers)):
             now = now + (node if layer == 0 else 2 * node)
-            if (step - layer % fragments * turn) % method.sync_every == 0:
+            # Fragments are strided, and take their turns one after the other.
+            fragment = layer % fragments
+            if (step - fragment * turn) % method.sync_every == 0:
                 link_free = np.maximum(link_free, now) + reduction
                 arrivals[step + 1 + method.delay, layer] = link_free
     computed = STEPS * (3 * model.layers - 1) * node

@@ -61,7 +61,7 @@ STYLE: Any = {
 SVG: Any = {"svg.fonttype": "none", "svg.hashsalt": "torchtitan_diloco"}
 """For texts in the fonts of the reader, and the same file from the same records."""
 WIDTH = 430.0
-"""Of a chart, in points. It is small, so that texts are readable on a telephone."""
+"""Width of a chart, in points. It is small, so that texts are readable on a telephone."""
 HEIGHT = 226.0
 MAX_DOTS = 80
 LABEL_SHARE = 0.22
@@ -109,11 +109,12 @@ def line_chart(
     for curve in curves:
         _plot(axes, curve, log)
     axes.set_ylim(top=top)
-    low, high = axes.get_ylim()
-    few = (1, 2, 5) if high < 1000 * low else (1,)
-    axes.yaxis.set_major_locator(
-        LogLocator(subs=few) if log else MaxNLocator(5, steps=[1, 2, 5, 10])
-    )
+    if log:
+        low, high = axes.get_ylim()
+        few = (1, 2, 5) if high < 1000 * low else (1,)
+        axes.yaxis.set_major_locator(LogLocator(subs=few))
+    else:
+        axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
     for axis in (axes.xaxis, axes.yaxis):

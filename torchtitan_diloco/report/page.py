@@ -127,10 +127,13 @@ def describe(run: Run) -> str:
 def facts_table(runs: Sequence[Run]) -> Table:
     """Return the facts of all runs. Leave out rows that are empty for all of them."""
     facts = [_facts(run) for run in runs]
-    names = dict.fromkeys(name for fact in facts for name in fact)
-    rows = [[Cell(name), *(fact.get(name, Cell()) for fact in facts)] for name in names]
-    known = [row for row in rows if set(row[1:]) != {Cell()}]
-    return Table("", ["", *(run.name for run in runs)], known)
+    names = dict.fromkeys(name for of_run in facts for name in of_run)
+    rows = []
+    for name in names:
+        cells = [of_run.get(name, Cell()) for of_run in facts]
+        if set(cells) != {Cell()}:
+            rows.append([Cell(name), *cells])
+    return Table("", ["", *(run.name for run in runs)], rows)
 
 
 def detail_tables(runs: Sequence[Run]) -> list[Table]:
@@ -166,6 +169,7 @@ def notes(runs: Sequence[Run]) -> Iterator[str]:
 
 
 def _facts(run: Run) -> dict[str, Cell]:
+    """Return the facts of a run by their names in the table. Unknown ones are empty."""
     validated, shared_loss = run.last("loss/val")
     trained, loss = run.last("loss/train")
     names = [worker.name for worker in run.workers]
@@ -213,6 +217,7 @@ def _facts(run: Run) -> dict[str, Cell]:
 
 
 def _sent_bytes(run: Run, whose: str) -> dict[str, Cell]:
+    """Return what each worker has sent, and what data parallelism would send."""
     sent = run.totals.get("worker/sent_bytes", math.nan)
     expected = float(run.data_parallel_bytes(run.totals.get("worker/steps", math.nan)))
     counted = _cell(sent, _bytes, f"counted in the buffers{whose}")
@@ -248,17 +253,19 @@ def _workers_table(run: Run) -> Table:
     late = np.array([by for _, by in arrivals])
     known = np.isfinite(last).sum()
     workers = sorted(range(len(run.workers)), key=lambda worker: -(last == worker).sum())
-    rows = [
-        [
-            Cell(run.workers[worker].name),
-            Cell(f"{(last == worker).sum():,} of {known:,}", "rounds") if known else Cell(),
-            _cell(of_known(np.median, late[last == worker]), brief, "median, where it was last"),
-            _cell(of_known(np.max, late[last == worker]), brief, "maximum"),
-            # The median would mostly be zero.
-            _cell(_mean_wait(run.workers[worker]), brief, "for an exchange, mean"),
-        ]
-        for worker in workers
-    ]
+    rows = []
+    for worker in workers:
+        was_last = last == worker
+        rows.append(
+            [
+                Cell(run.workers[worker].name),
+                Cell(f"{was_last.sum():,} of {known:,}", "rounds") if known else Cell(),
+                _cell(of_known(np.median, late[was_last]), brief, "median, where it was last"),
+                _cell(of_known(np.max, late[was_last]), brief, "maximum"),
+                # The median would mostly be zero.
+                _cell(_mean_wait(run.workers[worker]), brief, "for an exchange, mean"),
+            ]
+        )
     columns = ["worker", "last to arrive", "late by", "at most", "training waited"]
     return Table("Workers", columns, rows if arrivals else [])
 
@@ -308,6 +315,7 @@ def _mixtures_table(run: Run) -> Table:
 
 
 def _verdicts_table(run: Run) -> Table:
+    """Return the verdicts about the workers, with their evidence."""
     rows = [
         [
             Cell(f"{verdict.culprit}: {verdict.what}"),

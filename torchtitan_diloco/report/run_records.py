@@ -175,12 +175,13 @@ class Run:
         their totals, for the steps of the first: others may begin later."""
         if not self.is_of_islands:
             return self.source.totals
-        of_islands = [worker.totals for worker in self.workers]
-        steps = [totals.get("worker/steps") or 1.0 for totals in of_islands]
-        scaled = [
-            {name: value * steps[0] / count for name, value in totals.items()}
-            for totals, count in zip(of_islands, steps, strict=True)
-        ]
+        steps_of_first = self.workers[0].totals.get("worker/steps") or 1.0
+        scaled = list[Totals]()
+        for worker in self.workers:
+            steps = worker.totals.get("worker/steps") or 1.0
+            scaled.append(
+                {name: value * steps_of_first / steps for name, value in worker.totals.items()}
+            )
         means: Totals = {}
         for name in scaled[0]:
             values = np.array([totals.get(name, np.nan) for totals in scaled])
