@@ -413,7 +413,7 @@ def test_a_slow_copy_is_waited_for_at_the_end_for_a_bounded_time(
     monkeypatch.setattr(Copies, "save", slow)
     few = {"checkpoint.every": 3, "checkpoint.keep_latest": 1, "checkpoint.mirror_wait_seconds": 0}
     run(mirrored(text, tmp_path / "run", tmp_path / "mirror", **few))
-    assert "waiting up to 0 s until the last checkpoint is in the mirror" in caplog.text
+    assert "waiting up to 0 s for the last checkpoint to reach the mirror" in caplog.text
     assert "the last checkpoint was not copied within 0 s" in caplog.text
     assert saved_steps(tmp_path / "run/worker-0") == [3, 6, 16], "none that is to be copied"
     assert steps_in(tmp_path / "mirror") == []

@@ -128,7 +128,7 @@ class Mirror:
             if not start.goes_on:
                 raise UserError(
                     f"checkpoint.mirror cannot be used: {problem}. run.folder has no checkpoint "
-                    "either: make the mirror reachable, or leave it out"
+                    "either: make the mirror reachable, or remove the setting"
                 )
             self._note_failure(problem, says=world.is_first)
             return start
@@ -284,7 +284,8 @@ class Mirror:
             self._submit(last)
         left = [self._under_way[path] for path in self.held]
         if left:
-            logger.info(f"waiting up to {seconds:.0f} s until the last checkpoint is in the mirror")
+            what = "for the last checkpoint to reach the mirror"
+            logger.info(f"waiting up to {seconds:.0f} s {what}")
         late = wait(left, seconds).not_done
         problem = self._problem
         if late:
