@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 from hypothesis import given
@@ -299,6 +300,19 @@ def test_the_mirror_of_another_run_is_refused(text: Path, tmp_path: Path) -> Non
     with pytest.raises(UserError, match=r"has the checkpoints of another run \([0-9a-f]{16}\)"):
         run(mirrored(text, tmp_path / "two", location))
     assert sorted(location.rglob("*")) == before
+
+
+def test_a_new_run_that_is_given_the_mirror_of_another_model_names_the_mirror(
+    text: Path,  # noqa: F811
+    tmp_path: Path,
+    place: Place,
+) -> None:
+    run(mirrored(text, tmp_path / "one", place.location, **{"training.stop_after": 4}))
+    reason = r"checkpoint\.mirror = (.*) belongs to a run with another model: .*gate\.weight is "
+    with pytest.raises(UserError, match=reason) as caught:
+        run(mirrored(text, tmp_path / "two", place.location, **{"model.feed_forward": 64}))
+    password = urlsplit(place.location).password
+    assert password is None or password not in str(caught.value)
 
 
 class Away:

@@ -10,7 +10,7 @@ import shutil
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -182,7 +182,7 @@ class Mirror:
                 if self._world.is_first:
                     took = brief(time.monotonic() - started)
                     logger.info(f"step {copy.step} was taken from {self._location} in {took}")
-                return find()
+                return replace(find(), mirror=self._location)
             if self._world.is_first:
                 logger.warning(f"{problem}: continuing from an older step")
         if tried and not start.goes_on:
