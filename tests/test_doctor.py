@@ -33,6 +33,7 @@ from torchtitan_diloco.islands.copies import named
 from torchtitan_diloco.islands.log import State
 from torchtitan_diloco.islands.records import encode
 from torchtitan_diloco.islands.server_folder import find_server
+from torchtitan_diloco.reach import dial, split_address
 from torchtitan_diloco.user import UserError
 
 need_server()
@@ -104,6 +105,18 @@ def test_a_corpus(examine: Examine, tmp_path: Path) -> None:
 
 
 # --- islands --------------------------------------------------------------------------------------
+
+
+def test_looking_at_the_port_of_a_server_leaves_no_error_in_its_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG", "torchtitan_diloco")
+    with running_server(tmp_path) as found:
+        host, port = split_address(found.join.addresses[0])
+        dial(host, port, found.join.context())
+        dial(host, port)
+        wait_until(lambda: "TLS handshake error" in caplog.text, "the error of the other way")
+    assert caplog.text.count("[ERR]") == 1
 
 
 def test_a_server_and_its_run(examine: Examine, server: Join, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@
 import math
 import platform
 import socket
+import ssl
 import sys
 import threading
 import time
@@ -224,11 +225,11 @@ def _corpus(folder: Path) -> str:
 # --- an address -----------------------------------------------------------------------------------
 
 
-def address_hops(host: str, port: int) -> list[Hop]:
+def address_hops(host: str, port: int, tls: ssl.SSLContext | None = None) -> list[Hop]:
     return [
         (f"name {host}", lambda: ", ".join(resolve(host, port))),
         ("route", lambda: f"from {route(host, port)}"),
-        (f"port {port}", lambda: f"open, {brief(dial(host, port))}"),
+        (f"port {port}", lambda: f"open, {brief(dial(host, port, tls))}"),
     ]
 
 
@@ -335,7 +336,7 @@ def examine_server(join: Join, streams: int) -> bool:
 
     `join`: has one address.
     """
-    way = address_hops(*split_address(join.addresses[0]))
+    way = address_hops(*split_address(join.addresses[0]), tls=join.context())
     connect = partial(Probe, join, join.addresses[0])
     return run_hops([*way, ("TLS and password", lambda: _login(join))]) and run_each(
         [

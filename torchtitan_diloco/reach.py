@@ -1,6 +1,7 @@
 """Whether a TCP address can be reached from here: its name, the route to it, and its port."""
 
 import socket
+import ssl
 import struct
 import time
 from contextlib import closing, suppress
@@ -49,11 +50,14 @@ def route(host: str, port: int) -> str:
     return f"{here} ({', '.join(names)})"
 
 
-def dial(host: str, port: int) -> float:
-    """Return the seconds until a connection is open."""
+def dial(host: str, port: int, tls: ssl.SSLContext | None = None) -> float:
+    """Return the seconds until a connection is open.
+
+    `tls`: of a server that expects a TLS handshake, and logs an error without one.
+    """
     started = time.perf_counter()
     try:
-        socket.create_connection((host, port), PATIENCE).close()
+        connection = socket.create_connection((host, port), PATIENCE)
     except ConnectionRefusedError as error:
         raise UserError(
             "nothing listens there: start the server or the first node, or run "
@@ -62,7 +66,11 @@ def dial(host: str, port: int) -> float:
     except OSError as error:
         reason = error.strerror or "no answer"
         raise UserError(f"{reason}: open the port in firewalls, or correct the address") from error
-    return time.perf_counter() - started
+    seconds = time.perf_counter() - started
+    with connection, suppress(OSError):  # the login, which is checked next, names such an error
+        if tls is not None:
+            tls.wrap_socket(connection, server_hostname=host).close()
+    return seconds
 
 
 def is_doctor(host: str, port: int, patience: float = PATIENCE) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 from hypothesis import given
@@ -301,6 +302,19 @@ def test_the_mirror_of_another_run_is_refused(text: Path, tmp_path: Path) -> Non
     assert sorted(location.rglob("*")) == before
 
 
+def test_a_new_run_that_is_given_the_mirror_of_another_model_names_the_mirror(
+    text: Path,  # noqa: F811
+    tmp_path: Path,
+    place: Place,
+) -> None:
+    run(mirrored(text, tmp_path / "one", place.location, **{"training.stop_after": 4}))
+    reason = r"checkpoint\.mirror = (.*) belongs to a run with another model: .*gate\.weight is "
+    with pytest.raises(UserError, match=reason) as caught:
+        run(mirrored(text, tmp_path / "two", place.location, **{"model.feed_forward": 64}))
+    password = urlsplit(place.location).password
+    assert password is None or password not in str(caught.value)
+
+
 class Away:
     """A mirror that is away while steps of a set are trained."""
 
@@ -413,7 +427,7 @@ def test_a_slow_copy_is_waited_for_at_the_end_for_a_bounded_time(
     monkeypatch.setattr(Copies, "save", slow)
     few = {"checkpoint.every": 3, "checkpoint.keep_latest": 1, "checkpoint.mirror_wait_seconds": 0}
     run(mirrored(text, tmp_path / "run", tmp_path / "mirror", **few))
-    assert "waiting up to 0 s until the last checkpoint is in the mirror" in caplog.text
+    assert "waiting up to 0 s for the last checkpoint to reach the mirror" in caplog.text
     assert "the last checkpoint was not copied within 0 s" in caplog.text
     assert saved_steps(tmp_path / "run/worker-0") == [3, 6, 16], "none that is to be copied"
     assert steps_in(tmp_path / "mirror") == []

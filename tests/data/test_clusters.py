@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import sys
@@ -16,7 +17,7 @@ from tests.processes import DIED, ProcessPool
 from torchtitan_diloco.data import clusters as clusters_module
 from torchtitan_diloco.data.clusters import write_clusters
 from torchtitan_diloco.data.prepare import main
-from torchtitan_diloco.data.shards import INDEX_NAME, TokenShards, find_damage
+from torchtitan_diloco.data.shards import INDEX_NAME, TokenShards, find_damage, read_index
 from torchtitan_diloco.data.tokenizer import build_tokenizer
 
 BYTES = build_tokenizer("bytes")
@@ -88,6 +89,32 @@ def test_bad_clusters(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(SystemExit):
         main(["--out", str(tmp_path / "new"), "--clusters", "2"])
     assert not (tmp_path / "new").exists()
+
+
+def test_the_clusters_are_named_and_which_have_no_held_out_documents(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "shards"
+    names = [f"{folder}-0", f"{folder}-1"]
+    main(["--source", str(corpus), "--out", str(folder), "--clusters", "2"])
+    printed = capsys.readouterr()
+    sizes = [f"{len(TokenShards(Path(name), 'train', BYTES)):,}" for name in names]
+    described = [f"{name} ({size} tokens)" for name, size in zip(names, sizes, strict=True)]
+    assert f"clusters: 2 corpora, {', '.join(described)}\n" in printed.out
+    warned = re.findall(r"warning: (\S+): no documents are held out: raise", printed.err)
+    held_out = [read_index(Path(name) / INDEX_NAME).splits["validation"].tokens for name in names]
+    assert warned == [name for name, tokens in zip(names, held_out, strict=True) if not tokens]
+
+
+def test_a_corpus_without_held_out_documents_is_warned_of_unless_it_is_meant(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "a.txt"
+    text.write_text("one document")
+    for fraction, warnings in (("0.005", 1), ("0", 0)):
+        out = str(tmp_path / fraction)
+        main(["--source", str(text), "--out", out, "--validation-fraction", fraction])
+        assert capsys.readouterr().err.count("no documents are held out") == warnings
 
 
 def test_clusters_of_another_number_or_corpus_are_not_taken_for_these(folder: Path) -> None:

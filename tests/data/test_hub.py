@@ -180,7 +180,7 @@ def test_hugging_face_folders(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"cannot open .*files:none'"):
         pieces(f"{folder}:none")
     for row, message in (
-        ({"content": "a"}, r"row 0: no field \"text\".*\['content'\]"),
+        ({"content": "a"}, r"row 0: there is no field \"text\" .*: content\. Set"),
         ({"text": ""}, "has no text"),
     ):
         (files / "test.jsonl").unlink(missing_ok=True)

@@ -127,6 +127,13 @@ def test_a_folder_has_one_source_and_settings(
     assert "names, sizes or times of the files of" in run()[1]
 
 
+def test_the_help_shows_no_default_that_is_none(run: Run) -> None:
+    status, printed = run("--help")
+    assert status == 0
+    assert "(default 0.005)" in printed
+    assert not re.search(r"None|False", printed)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -96,8 +96,12 @@ FINE = b'{"text": "fine"}\n'
         ("a.jsonl", FINE + b"{nope", r", line 2: not JSON \(.*: correct or delete the line\..*"),
         ("a.txt", bytes(range(256)), " is not UTF-8 .* or leave it out if it is no text"),
         ("a.jsonl", FINE + b'{"text": "gr\xfc"}', " is not UTF-8 .* byte 0xfc"),
-        ("a.jsonl", FINE + b'{"b": "a", "id": 3}', ", line 2: no field \"text\" .* in .'b', 'id'"),
-        ("a.jsonl", FINE + b'["text"]', ", line 2: no field \"text\" with a string in .'text'"),
+        (
+            "a.jsonl",
+            FINE + b'{"b": "a", "id": 3}',
+            ', line 2: there is .* "text" .*: b, id. Set --text-field',
+        ),
+        ("a.jsonl", FINE + b'["text"]', ", line 2: there is .* \"text\" .*; it is .'text'"),
     ],
 )
 def test_damage_is_named_by_file_and_line(

@@ -170,7 +170,7 @@ def test_the_evaluation_harness_measures_the_same(
         ("generate", "full", r"there is no run in .*/full: it has no worker-0, and no manifest"),
         ("generate", "full/file", r"there is no run in .*/full/file: it is a file; give the"),
         ("generate", "outputs", r"outputs has 3 runs in it: name one, such as outputs/last$"),
-        ("generate", "empty", r"empty has no complete checkpoint: a run saves if checkpoint.every"),
+        ("generate", "empty", r"empty has no complete checkpoint yet: wait for its first save, or"),
         ("generate", "run --step 7", r"--step 7: .*run has no checkpoint .* it has 4, 8, 12, 16"),
         ("export", "run/worker-0/step-00000008 --step 16", r"--step 16: .* step; it has 8"),
         ("generate", "run --temperature nan", r"--temperature nan: give"),

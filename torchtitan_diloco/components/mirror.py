@@ -10,7 +10,7 @@ import shutil
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -128,7 +128,7 @@ class Mirror:
             if not start.goes_on:
                 raise UserError(
                     f"checkpoint.mirror cannot be used: {problem}. run.folder has no checkpoint "
-                    "either: make the mirror reachable, or leave it out"
+                    "either: make the mirror reachable, or remove the setting"
                 )
             self._note_failure(problem, says=world.is_first)
             return start
@@ -184,7 +184,7 @@ class Mirror:
                 if self._world.is_first:
                     took = brief(time.monotonic() - started)
                     logger.info(f"step {copy.step} was taken from {self._location} in {took}")
-                return find()
+                return replace(find(), mirror=self._location)
             if self._world.is_first:
                 logger.warning(f"{problem}: continuing from an older step")
         if tried and not start.goes_on:
@@ -287,7 +287,8 @@ class Mirror:
             self._submit(last)
         left = [self._under_way[path] for path in self.held]
         if left:
-            logger.info(f"waiting up to {seconds:.0f} s until the last checkpoint is in the mirror")
+            what = "for the last checkpoint to reach the mirror"
+            logger.info(f"waiting up to {seconds:.0f} s {what}")
         late = wait(left, seconds).not_done
         problem = self._problem
         if late:

@@ -137,6 +137,8 @@ class Start:
     """Workers that have the checkpoint."""
     of_this_worker: list[Path] = field(default_factory=list)
     """All complete checkpoints of this worker in `run.folder`, in the order of their steps."""
+    mirror: str = ""
+    """Location of the mirror that the checkpoint has just been taken from, if it has."""
 
     @property
     def step(self) -> int:
@@ -395,10 +397,16 @@ def _check_model(start: Start, shapes: Shapes, model: nn.Module) -> None:
     mine = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     if mistakes := differences(mine, saved):
         more = f", and {len(mistakes) - 1} more differ" if len(mistakes) > 1 else ""
+        settings = "the [model] section, the tokenizer and training.sequence_length"
+        if start.mirror:
+            raise UserError(
+                f"checkpoint.mirror = {start.mirror} belongs to a run with another model: "
+                f"{mistakes[0]}{more}. Give this run a mirror and a run.folder of its own; or, to "
+                f"continue that run, set {settings} as in its config.toml"
+            )
         raise UserError(
             f"{start.checkpoint or 'the checkpoint'} is of another model: {mistakes[0]}{more}. Set "
-            "the [model] section, the tokenizer and training.sequence_length as in the run's "
-            "config.toml"
+            f"{settings} as in the run's config.toml"
         )
 
 

@@ -23,7 +23,7 @@ from torchtitan_diloco.data.shards import (
     read_or_begin_index,
 )
 from torchtitan_diloco.data.tokenizer import Tokenizer
-from torchtitan_diloco.log import logger
+from torchtitan_diloco.formatting import counted
 from torchtitan_diloco.user import UserError
 
 _SAMPLE = 8192  # documents that decide where to split
@@ -47,7 +47,7 @@ def write_clusters(folder: Path, tokenizer: Tokenizer, count: int) -> bool:
     """
     index = read_index(folder / INDEX_NAME)
     tokens = TokenShards(folder, "train", tokenizer)
-    targets = [folder.with_name(f"{folder.name}-{number}") for number in range(count)]
+    targets = cluster_folders(folder, count)
     settings = [
         index.settings | {"cluster": number, "clusters": count, "of": tokens.fingerprint}
         for number in range(count)
@@ -87,11 +87,14 @@ def write_clusters(folder: Path, tokenizer: Tokenizer, count: int) -> bool:
         for target in targets:
             if (target / STARTED_NAME).exists():
                 (target / STARTED_NAME).rename(target / INDEX_NAME)
-    logger.info(
-        f"data: divided {len(train):,} documents into {count} clusters of {min(sizes):,} to "
-        f"{max(sizes):,} tokens, in {targets[0]} to {targets[-1].name}"
-    )
+    described = [f"{target} ({size:,} tokens)" for target, size in zip(targets, sizes, strict=True)]
+    print(f"clusters: {counted(count, 'corpus', 'corpora')}, {', '.join(described)}", flush=True)
     return True
+
+
+def cluster_folders(folder: Path, count: int) -> list[Path]:
+    """Return the folders of the clusters of a corpus."""
+    return [folder.with_name(f"{folder.name}-{number}") for number in range(count)]
 
 
 class _Documents:

@@ -141,11 +141,11 @@ def text_field(record: Any, field: str, where: str) -> str:
     """Return the text of a record, such as a line of JSON or a row of a dataset."""
     text = record.get(field) if isinstance(record, dict) else None
     if not isinstance(text, str):
-        whole = text is not None or not isinstance(record, dict)
-        given = f"{record!r:.60}" if whole else sorted(record)
-        raise UserError(
-            f'{where}: no field "{field}" with a string in {given}: prepare it with --text-field'
-        )
+        fields = f"it is {record!r:.60}"
+        if isinstance(record, dict):
+            fields = f"its fields are: {', '.join(sorted(record))}"
+        remedy = "Set --text-field of the command prepare or tokenizer"
+        raise UserError(f'{where}: there is no field "{field}" with a string; {fields}. {remedy}')
     # A JSON escape may be half of a pair, which is no Unicode.
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 

@@ -7,13 +7,14 @@ command was killed and started again.
 """
 
 import argparse
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
-from torchtitan_diloco.data.clusters import write_clusters
+from torchtitan_diloco.data.clusters import cluster_folders, write_clusters
 from torchtitan_diloco.data.pieces import PIECE_CHARACTERS, Corpus, Position, Reading
 from torchtitan_diloco.data.progress import Amount, Progress
 from torchtitan_diloco.data.shards import (
@@ -23,6 +24,7 @@ from torchtitan_diloco.data.shards import (
     Index,
     ShardWriter,
     only_writer,
+    read_index,
     read_or_begin_index,
     write_index,
 )
@@ -208,25 +210,31 @@ def process_count(text: str) -> int:
     return int(text)
 
 
+def _warn_if_nothing_is_held_out(folder: Path) -> None:
+    index = read_index(folder / INDEX_NAME)
+    if index.settings["validation_fraction"] and not index.splits["validation"].tokens:
+        remedy = "raise --validation-fraction, or set data.validation_corpus"
+        print(f"warning: {folder}: no documents are held out: {remedy}", file=sys.stderr)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = Parser(
         prog=command_line("prepare"),
         description="Tokenise a corpus into a folder of token shards. If it was interrupted or "
         "killed, the same command continues.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
     add("--source", help=f"{SOURCES}; not needed to divide finished shards into clusters")
-    tokenizers = "bytes, a tiktoken encoding such as gpt2, or a tokenizer.json"
+    tokenizers = "bytes (default), a tiktoken encoding such as gpt2, or a tokenizer.json"
     add("--tokenizer", default="bytes", help=tokenizers)
     add("--out", required=True, type=Path, help="folder of the shards")
-    add("--validation-fraction", type=share, default=0.005, help="share held out")
-    shard = "number of tokens after which a shard is closed"
+    add("--validation-fraction", type=share, default=0.005, help="share held out (default 0.005)")
+    shard = f"number of tokens after which a shard is closed (default {DEFAULT_SHARD_TOKENS})"
     add("--shard-tokens", type=whole_number, default=DEFAULT_SHARD_TOKENS, help=shard)
     add("--max-tokens", type=whole_number, help="stop at this number of training tokens")
     begin = "write the tokenizer's begin token before each document, as in Llama 3's training"
     add("--begin-token", action="store_true", help=begin)
-    field = "field of the text in JSON lines and datasets"
+    field = f"field of the text in JSON lines and datasets (default {TEXT_FIELD})"
     add("--text-field", default=TEXT_FIELD, metavar="NAME", help=field)
     many = (
         f"number of processes (default: one for each core, at most {MOST_PROCESSES}; 1 for bytes)"
@@ -250,8 +258,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
             begin=options.begin_token,
             processes=vars(options).get("processes", usual_processes(tokenizer)),
         )
+        folders = [options.out]
         if options.clusters:
             done |= write_clusters(options.out, tokenizer, options.clusters)
+            folders += cluster_folders(options.out, options.clusters)
+        for folder in folders:
+            _warn_if_nothing_is_held_out(folder)
     except UserError as error:
         parser.exit(2, f"error: {error}\n")
     except KeyboardInterrupt:

@@ -92,9 +92,8 @@ def _named_encoding(name: str) -> Tokenizer:
     # A download that failed or is damaged, or a missing end-of-document token (KeyError).
     except (OSError, ValueError, KeyError) as error:
         raise UserError(
-            f'data.tokenizer = "{name}" cannot be loaded ({type(error).__name__}: {error}): copy '
-            "it from a machine with a network (docs/data-and-models.md#tokenizers), or use a "
-            "tokenizer.json"
+            f'data.tokenizer = "{name}" cannot be loaded ({_last_cause(error)}): copy it from a '
+            "machine with a network (docs/data-and-models.md#tokenizers), or use a tokenizer.json"
         ) from error
 
     def token(number: int) -> bytes | None:
@@ -111,6 +110,13 @@ def _named_encoding(name: str) -> Tokenizer:
         encode=lambda text: encoding.encode_to_numpy(text, disallowed_special=()),
         decode=lambda ids: _join(map(token, ids)),
     )
+
+
+def _last_cause(error: BaseException) -> str:
+    """Describe the error at the end of a chain of errors, each of which was caused by the next."""
+    while (cause := error.__cause__ or error.__context__) is not None:
+        error = cause
+    return f"{type(error).__name__}: {error}"
 
 
 def _from_file(spec: str) -> Tokenizer:
@@ -182,6 +188,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.vocab_size < FEWEST:
             reason = f"give at least {FEWEST}, the bytes and {END_OF_DOCUMENT}"
             raise UserError(f"--vocab-size {options.vocab_size}: {reason}")
+        if options.out.is_file():
+            raise UserError(f"--out {options.out} exists: give another path, or delete it")
         corpus = open_corpus(options.source, options.text_field)
         texts = (piece.text for piece in islice(corpus.pieces(), options.pieces))
         content, size = train_tokenizer(texts, options.vocab_size)

@@ -50,8 +50,8 @@ WORDS = {
     Kind.LOAD: Words(
         "been short of CPU cores",
         "short of CPU cores",
-        "Stop other programs there, or start fewer threads (OMP_NUM_THREADS). Until then nothing "
-        "is said of its speed and its links.",
+        "Stop other programs there, or start fewer threads (OMP_NUM_THREADS). Until then, "
+        "speeds and links are not judged.",
     ),
     Kind.COMPUTE: Words(
         "computed slowly",

@@ -44,10 +44,12 @@ def main(arguments: Sequence[str]) -> int:
     add("--step", type=int, metavar="N", help="step of the checkpoint (default: the latest)")
     if name == "generate":
         add("--prompt", default="", help="text to continue (default: the beginning of a document)")
-        add("--tokens", type=whole_number, default=100, metavar="N", help="at most N (default 100)")
+        tokens_help = "maximum number of tokens to generate (default 100)"
+        add("--tokens", type=whole_number, default=100, metavar="N", help=tokens_help)
         add("--temperature", type=float, default=0.8, help="default 0.8; 0: the most likely token")
         add("--seed", type=int, default=0, help="the same seed gives the same text (default 0)")
-        add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU")
+        device_help = "default: a GPU if there is one"
+        add("--device", choices=("auto", "cpu", "cuda"), default="auto", help=device_help)
     else:
         formats = "safetensors: for another run (default); hf: transformers; torchtitan: its DCP"
         add(
@@ -123,7 +125,7 @@ def print_text(saved: SavedModel, options: argparse.Namespace) -> None:
     tokenizer = saved.tokenizer
     model = saved.model.to(pick_device(options.device, local_rank=0))
     if not options.temperature >= 0:  # NaN, too
-        raise UserError(f"--temperature {options.temperature}: give one from 0 up")
+        raise UserError(f"--temperature {options.temperature}: give a number of at least 0")
     prompt = tokenizer.encode(os.fsencode(options.prompt).decode(errors="replace")).tolist()
     tokens = generate(
         model,

@@ -117,8 +117,8 @@ def find_checkpoint(run: Path, step: int | None = None) -> Path:
         if not (workers or islands):
             raise no_run(path, f"worker-0, and no {MANIFEST} of a checkpoint")
         raise UserError(
-            f"{run} has no complete checkpoint: a run saves if checkpoint.every, "
-            "checkpoint.every_minutes or checkpoint.at_end is set"
+            f"{run} has no complete checkpoint yet: wait for its first save, or set "
+            "checkpoint.every, checkpoint.every_minutes or checkpoint.at_end"
         )
     if step is None:
         return checkpoints[max(checkpoints)]

@@ -61,7 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(prog=command_line("report"), description=about)
     run_help = "folder of a run or of an island, or join file of a run of islands"
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help=run_help)
-    out_help = "file to write (default: report.html in the folder of the first run)"
+    out_help = "file to write (default: report.html in the folder of the first run, or in the "
+    out_help += "current folder if there are only join files)"
     parser.add_argument("--out", type=Path, metavar="FILE", help=out_help)
     options = parser.parse_args(arguments)
     target: Path | None = options.out
@@ -75,7 +76,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         target = target or runs[0].folder / "report.html"
         target.write_text(html_page(runs), encoding="utf-8", errors="replace")
     except OSError as error:
-        print(f"error: {target} cannot be written: {error.strerror}", file=sys.stderr)
+        remedy = "give a path that can be written"
+        print(f"error: --out {target}: {error.strerror}: {remedy}", file=sys.stderr)
         return 2
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
