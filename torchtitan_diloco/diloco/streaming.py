@@ -100,7 +100,7 @@ class StreamingDiLoCo:
         `weight`: weight of this inner step in the mean over workers, such as its number of tokens.
         Islands count it, so pass the number of tokens.
         """
-        self._do(self.peers.due(weight))
+        self._carry_out(self.peers.due_tasks(weight))
 
     def drain(self) -> None:
         """Wait for the fragments in flight, and apply them in the order of their sends.
@@ -108,7 +108,7 @@ class StreamingDiLoCo:
         An island finishes the run with the others or, before the end of the run, leaves it after
         sending its work since the last send. At the end, all islands have the same copy.
         """
-        self._do(self.peers.rest())
+        self._carry_out(self.peers.remaining_tasks())
 
     def check(self) -> None:
         """Raise if a worker is lost or an exchange has failed, even before its result is due."""
@@ -118,8 +118,8 @@ class StreamingDiLoCo:
         """End the threads. Needed only before an exit handler that destroys the process group."""
         self.peers.close()
 
-    def _do(self, due: Iterable[Send | Apply]) -> None:
-        for task in due:
+    def _carry_out(self, tasks: Iterable[Send | Apply]) -> None:
+        for task in tasks:
             drop_gathered(self._model)
             if isinstance(task, Send):
                 self._take(task.round)
