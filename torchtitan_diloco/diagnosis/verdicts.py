@@ -174,7 +174,7 @@ class Judge:
             return
         # The others have exchanged before a late worker comes, so its transfers alone share links.
         late = {cause.culprit for cause in (*dict(steps), *self.verdicts) if cause.kind in STEPS}
-        for cause, text in slow_links(list(reports), judged, cycle, usual):
+        for cause, text in slow_links(list(reports), judged, cycle=cycle, usual=usual):
             if not late.intersection(LINK_ENDS.split(cause.culprit)):
                 yield cause, text
 
@@ -350,7 +350,7 @@ def slow_links(
         # An upload waits for its answers, which come behind all that is downloaded.
         if cause.kind is Kind.RECEIVING or Cause(Kind.RECEIVING, cause.culprit) not in slow:
             yield cause, text
-    yield from slow_transfers(names, here, cycle, usual)
+    yield from slow_transfers(names, here, cycle=cycle, usual=usual)
 
 
 def slow_transfers(

@@ -279,7 +279,7 @@ class GlooPeers(Peers):
             if round_.participants:
                 round_.mean_square = state.advance(average=average, measured=measured)
             else:
-                state.keep()
+                state.keep_copy()
         round_.ready = time.perf_counter()
         self._left_out.note(headers, self.config.delta_norm_limit)
 

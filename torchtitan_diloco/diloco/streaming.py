@@ -119,6 +119,7 @@ class StreamingDiLoCo:
         self.peers.close()
 
     def _carry_out(self, tasks: Iterable[Send | Apply]) -> None:
+        """Carry out each task before the next one is asked for, as peers wait in between."""
         for task in tasks:
             drop_gathered(self._model)
             if isinstance(task, Send):
@@ -127,6 +128,7 @@ class StreamingDiLoCo:
                 self._apply(task)
 
     def _take(self, round_: Round) -> None:
+        """Take the delta of a fragment."""
         state = self._states[round_.fragment]
         check_identity(self._model, state.fragment)
         begin = state.moment()
@@ -135,6 +137,7 @@ class StreamingDiLoCo:
         self._meter.expose(round_.taken - round_.due, (begin, state.moment()))
 
     def _apply(self, task: Apply) -> None:
+        """Apply the next shared copy of a fragment."""
         round_ = task.round
         state = self._states[round_.fragment]
         round_.applied_step = self.step_count
