@@ -225,6 +225,7 @@ class Trainer:
         )
 
     def _log_end(self, folder: Path, telemetry: Telemetry) -> None:
+        """Close the course, and log where the run has ended and its summary."""
         config = self.config
         if self.course.close():
             log_early_end(config, folder, self.step, self.course.describe_stop)
@@ -287,6 +288,7 @@ class Trainer:
         )
 
     def _open_telemetry(self, folder: Path) -> Telemetry:
+        """Open the telemetry, and restore its totals if this worker goes on."""
         telemetry = Telemetry(
             config=self.config.metrics,
             world=self.world,

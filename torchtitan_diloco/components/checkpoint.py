@@ -245,7 +245,7 @@ def inner_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
 
 
 def random_states(device: torch.device, rank: int) -> dict[str, Tensor]:
-    """Return copies of a rank's random states by name. `rank`: in its worker."""
+    """Return copies of a rank's random states by name. `rank`: its number in its worker."""
     states = {f"{RANDOM}cpu/{rank}": torch.get_rng_state()}
     if device.type == "cuda":
         states[f"{RANDOM}cuda/{rank}"] = torch.cuda.get_rng_state()
@@ -347,7 +347,7 @@ class Checkpointer:
         mirror: Copier | None = None,
     ) -> None:
         """`folder`: that of this worker. `about`: what is the same in all checkpoints of the run.
-        `parts`: whose states are saved beside the tensors, fit for JSON."""
+        `parts`: parts of the run whose states are saved beside the tensors, as JSON."""
         self._config = config
         self._folder = folder
         self._world = world
@@ -392,7 +392,7 @@ class Checkpointer:
         """Start a save and return the seconds that it took from training, without waits for
         exchanges, which the outer loop counts. Every rank calls it after the same step.
 
-        `tokens`: of all workers together, up to this step.
+        `tokens`: tokens of all workers together, up to this step.
         """
         started = time.perf_counter()
         rank = self._world.rank_in_worker

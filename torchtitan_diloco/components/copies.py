@@ -201,6 +201,7 @@ class Copies:
                 raise DamagedError(f"{self.location}: {name} is written by another process, too")
 
     def _fetch_file(self, name: str, file: Path, size: int) -> None:
+        """Join the parts of a file of `size` bytes."""
         left = size
         number = 0
         with file.open("wb") as sink:

@@ -44,6 +44,9 @@ def loss_head(
 
 
 class _ChunkedLoss(torch.autograd.Function):
+    """The objective and the cross-entropy. The forward pass also computes the gradients of the
+    objective, and the backward pass only scales them."""
+
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, z_loss: float, chunk_tokens: int

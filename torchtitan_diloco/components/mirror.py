@@ -147,6 +147,8 @@ class Mirror:
             return _Seen(self.run, problem=str(error))
 
     def _open(self, adopts: bool = False) -> Copies:
+        """Open the store, and let this start be the one that writes there. Raise if the copies of
+        another run are there."""
         store = open_store(self._config.mirror, patience=PATIENCE_SECONDS, quiet=True)
         copies = Copies(store, self._below)
         try:
@@ -242,6 +244,7 @@ class Mirror:
             self._under_way[path] = self._thread.submit(partial(self._copy, path))
 
     def _copy(self, path: Path) -> None:
+        """Copy a checkpoint, in the thread of the mirror. Log a failure instead of raising it."""
         self._begun = path
         started = time.monotonic()
         step = step_of(path)

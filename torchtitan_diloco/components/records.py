@@ -35,7 +35,7 @@ class StartRecord(msgspec.Struct, tag_field="kind", tag="start"):
     step: int
     time: float
     workers: int
-    """Number in the whole run, or of the islands that begin together."""
+    """Number of workers of the whole run, or of islands that begin together."""
     parameters: int
     run: str = ""
     """Id of the run that an island is in, which all its islands share."""
@@ -45,33 +45,34 @@ class RoundRecord(msgspec.Struct, tag_field="kind", tag="round"):
     """A worker's part of one exchange of one fragment. An unknown number is NaN."""
 
     step: int
-    """After which the fragment was applied."""
+    """Step after which the fragment was applied."""
     fragment: int
     fragment_name: str
     outer_round: int
     """Number of exchanges of this fragment so far."""
     sent_step: int
     parameters: int
-    """Number in the fragment."""
+    """Number of parameters in the fragment."""
     values: int
-    """Number of them on the first rank."""
+    """Number of parameters of the fragment on the first rank."""
     participants: int = 0
     """Workers whose delta is in the mean."""
     left_out: list[str] = []
-    """Why its delta is not in the mean."""
+    """Reasons why the delta of this worker is not in the mean."""
     at_seconds: dict[str, float] = {}
-    """Moments by name: see PHASES."""
+    """Moments of the exchange by name, in seconds since 1970. `round_record` lists them."""
     encoding_seconds: float = NAN
     decoding_seconds: float = NAN
     sent_bytes: float = NAN
     outer_gradient_norm: float = NAN
     drift_norm: float = NAN
-    """Distance of its parameters from the new shared ones. It and the next are rarely measured."""
+    """Distance of this worker's parameters from the new shared ones. Rarely measured."""
     cosine_to_mean: float = NAN
+    """Cosine between the delta of this worker and the mean of all deltas. Rarely measured."""
     heard_after_seconds: dict[int, float] = {}
-    """By other worker: from sending its own header to receiving that of the other."""
+    """Time from sending the header of this worker to receiving that of another, by other worker."""
     received_bits_per_second_from: dict[int, float] = {}
-    """By other worker."""
+    """Rate at which the payload of another worker was received, by other worker."""
 
     def seconds(self, start: str, end: str) -> float:
         """Return the time between two moments, 0 if they are in the other order."""
@@ -90,6 +91,7 @@ class RoundRecord(msgspec.Struct, tag_field="kind", tag="round"):
 
     @property
     def waited_for_headers(self) -> float:
+        """Seconds from sending the own header to receiving that of the last other worker."""
         return max(self.heard_after_seconds.values(), default=NAN)
 
 
@@ -99,10 +101,10 @@ class VerdictRecord(msgspec.Struct, tag_field="kind", tag="verdict"):
     step: int
     time: float
     what: str
-    """Such as "slow compute"."""
+    """What is wrong, such as "slow compute"."""
     culprit: str
     since: int
-    """Step after which it was first seen."""
+    """Step after which the problem was first seen."""
     evidence: str
     over: bool
 
@@ -112,13 +114,13 @@ class PhaseRecord(msgspec.Struct, tag_field="kind", tag="phase"):
     the run was resumed with other weights."""
 
     step: int
-    """After which it begins."""
+    """Step after which the mixture begins."""
     time: float
     mixture: str
     number: int = 0
     """Number of the phase: 0 is `data.mixture`, 1 the first one of `data.phases`."""
     share: float = NAN
-    """Share of the run that was trained before it, from 0 to 1."""
+    """Share of the run that was trained before the mixture, from 0 to 1."""
 
 
 def round_record(exchange: "Round", fragment: "Fragment", clock: float) -> RoundRecord:
@@ -184,8 +186,8 @@ def from_record(kind: type[Kind], record: Record) -> Kind:
 class RecordFiles:
     """Writes the records of a worker after those of earlier starts. A full disk loses only records.
 
-    `folder`: of the worker, None to write nothing. `workers`: of the job. `of_run`: this worker
-    shows the numbers of the run on its boards.
+    `folder`: that of the worker, None to write nothing. `workers`: number in the job. `of_run`:
+    whether this worker shows the numbers of the run on its boards.
     """
 
     def __init__(
@@ -273,6 +275,7 @@ class RecordFiles:
 
     @contextmanager
     def _tolerating_a_full_disk(self) -> Iterator[None]:
+        """Log the first error of the body that the disk causes, and continue after it."""
         try:
             yield
         except OSError as error:

@@ -402,6 +402,7 @@ def _check_model(start: Start, shapes: Shapes, model: nn.Module) -> None:
 
 
 def _load_random_states(files: SavedTensors, world: World) -> None:
+    """Set the random states of this rank, if they were saved."""
     for name, state in random_states(world.device, world.rank_in_worker).items():
         if name in files.shapes:  # else the worker has more ranks than before
             files.fill({name: state})

@@ -48,7 +48,7 @@ class RunData:
     """The corpora of this worker, and its place in them."""
 
     loader: TrainLoader
-    """After `begin`."""
+    """Loader of this worker. `begin` opens it."""
 
     def __init__(self, config: Config, tokenizer: Tokenizer, world: World) -> None:
         self._config = config
@@ -87,6 +87,7 @@ class RunData:
         """The segment of the mixture that the records of this run say is being read."""
 
     def _check_documents(self) -> None:
+        """Raise if a corpus does not say where its documents end."""
         for shards in self.corpora.values():
             if not shards.documents:
                 raise UserError(

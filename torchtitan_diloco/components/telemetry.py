@@ -92,7 +92,7 @@ class _LoggedStep(NamedTuple):
     """A logged step whose sums over ranks are in flight."""
 
     progress: str
-    """Of the run, for the console."""
+    """Progress of the run, as the console shows it."""
     steps_left: float
     record: Record
     rounds: list[RoundRecord]
@@ -103,8 +103,9 @@ class Telemetry:
     """Call `measure` and `numbers` for every step, `open_record` after a step that is logged, and
     `publish` after every step.
 
-    `folder`: of the run, None to write nothing. `step`: from which the run is resumed. `settings`:
-    for the boards. `run`: id of the run that an island is in.
+    `folder`: that of the run, None to write nothing. `step`: the step from which the run is
+    resumed. `settings`: what the boards show beside the numbers. `run`: id of the run that an
+    island is in.
 
     A resumed run goes on with the totals of the run so far (`load_state_dict`).
     """
@@ -157,7 +158,7 @@ class Telemetry:
         are of all ranks."""
         self._done: float | None = None
         self.loss: float | None = None
-        """Of the latest logged step that was published."""
+        """Training loss of the latest logged step that was published."""
         self.applied = list[Round]()
         """Rounds that were applied in the last step."""
         self._warned = False

@@ -31,13 +31,13 @@ class HeldOut(NamedTuple):
     """The first held-out sequences of one corpus."""
 
     name: str
-    """As in the settings."""
+    """Name of the corpus, as in the settings."""
     batches: Iterable[Batch]
     sequences: int
     text_bytes: int
-    """Of the targets of this rank."""
+    """Bytes of the text of this rank's targets."""
     weight: float
-    """In the mean over corpora."""
+    """Weight of the corpus in the mean over corpora."""
 
     def in_memory(self) -> "HeldOut":
         return self._replace(batches=list(self.batches))
@@ -132,7 +132,7 @@ def validate(model: nn.Module, held_out: Sequence[HeldOut], world: World) -> Val
 def validate_corpus(
     model: nn.Module, batches: Iterable[Batch], world: World, text_bytes: int
 ) -> CorpusLoss:
-    """Return the loss of the model on some batches. `text_bytes`: of the targets of this rank."""
+    """Return the loss of the model on some batches. `text_bytes`: bytes of this rank's targets."""
     was_training = model.training
     model.eval()
     totals = torch.zeros(2, dtype=torch.float64)

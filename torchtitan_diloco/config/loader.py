@@ -321,6 +321,7 @@ def _data_mistakes(config: Config) -> Mistakes:
 
 
 def _mirror_mistakes(config: Config) -> Mistakes:
+    """Yield the mistake of a mirror that would be lost with what it mirrors."""
     mirror = config.checkpoint.mirror
     folder = config.run.folder
     if "://" in mirror or not (mirror and folder):

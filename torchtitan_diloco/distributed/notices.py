@@ -59,6 +59,7 @@ class Metadata:
         self._token = ""
 
     def ask(self, path: str, headers: Mapping[str, str], method: str = "GET") -> Reply:
+        """Return the reply of the server, also to a request that it refuses."""
         request = urllib.request.Request(
             f"{self.address}{path}", headers=dict(headers), method=method
         )
@@ -172,6 +173,7 @@ class NoticeWatch:
         self._closed.set()
 
     def _poll_server(self) -> None:
+        """Query the server until the watch is closed or a notice stops the run."""
         server = Metadata(self._address)
         told = set[str]()
         failures = 0

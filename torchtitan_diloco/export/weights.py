@@ -225,6 +225,7 @@ def check_weights(model: nn.Module, path: str) -> Layout:
 
 
 def _differing_folder(model: nn.Module, path: str, file: Path) -> dict[str, Any]:
+    """Return the settings of [model] that differ in a folder of transformers."""
     try:
         return differing_settings(model, json.loads(file.read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -235,6 +236,7 @@ def _differing_folder(model: nn.Module, path: str, file: Path) -> dict[str, Any]
 def _differing_checkpoint(
     model: nn.Module, path: str, shapes: dict[str, list[int]]
 ) -> dict[str, Any]:
+    """Return the settings of [model] that differ in a checkpoint of torchtitan."""
     try:
         there = settings_of_checkpoint(shapes, model)
     except UserError as error:

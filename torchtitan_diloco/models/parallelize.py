@@ -78,7 +78,9 @@ def selective_contexts(every: int) -> Any:
     Attention and matrix products take almost all of the time, and element-wise operations almost
     all of the memory.
     """
-    products = {False: 0, True: 0}  # so far, in the forward pass and in the recomputation
+    # Products so far, in the forward pass and in the recomputation. Both count alike, so both
+    # decide alike for each product.
+    products = {False: 0, True: 0}
 
     def policy(
         context: SelectiveCheckpointContext, operation: Any, *_: Any, **__: Any

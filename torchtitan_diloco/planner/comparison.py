@@ -27,7 +27,7 @@ class Row:
     name: str
     diloco: DiLoCoConfig
     machine: int | None
-    """Of one machine alone: which."""
+    """Number of the machine that trains alone; None for both together."""
     tokens_per_second: float
     sent_bytes_per_step: float = 0.0
 

@@ -32,13 +32,13 @@ class Fleet:
     mtbf: float
     """Mean seconds between two failures of a chip."""
     detect: float
-    """Until the failure is known."""
+    """Seconds until the failure is known."""
     restart: float
-    """Until new processes have started on chips that work, and have read a checkpoint."""
+    """Seconds until new processes have started on chips that work, and have read a checkpoint."""
     rejoin: float
-    """Until survivors or other islands and those that come back train together."""
+    """Seconds until survivors or other islands and those that come back train together."""
     save: float = 0.0
-    """For which training stops for a checkpoint."""
+    """Seconds for which training stops for a checkpoint."""
 
     def __post_init__(self) -> None:
         if self.chips < 1:
@@ -83,12 +83,13 @@ class Outlook(NamedTuple):
     every: float
     """Mean time of training between two failures that stop the same chips."""
     pause: float
-    """For which these stop then."""
+    """Time for which these chips stop after a failure."""
     lost: float
-    """Mean time of training whose work is lost then."""
+    """Mean time of training whose work a failure loses."""
     interval: float
-    """From one checkpoint to the next."""
+    """Time from one checkpoint to the next."""
     save: float = 0.0
+    """Time for which training stops for a checkpoint."""
     waiting: float | None = None
     """Share of its time for which an island waits for others that are absent."""
     quorate: float | None = None

@@ -48,7 +48,7 @@ STEADY_ROUNDS = 30
 JITTERED_STEPS = 2000
 """Steps that are drawn to find the mean of the slowest worker in data parallelism."""
 GRADIENT_BYTES = 4
-"""Of each parameter: models/parallelize.py reduces gradients in fp32."""
+"""Bytes of a parameter's gradient: models/parallelize.py reduces gradients in fp32."""
 _codec = cache(build_codec)
 
 
@@ -101,7 +101,7 @@ class Prediction(NamedTuple):
 
     compute_seconds_per_step: float
     exposed_seconds_per_step: float
-    """Waiting of the training thread."""
+    """Time for which the training thread waits."""
     sent_bytes_per_step: float
 
     @property
@@ -264,7 +264,7 @@ class Workload:
     """Model and length of a run, for which any settings of the outer loop can be predicted."""
 
     model: nn.Module
-    """On the meta device."""
+    """Model on the meta device."""
     plan: RunPlan
     workers: int
     ranks: int

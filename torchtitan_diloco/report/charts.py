@@ -61,7 +61,7 @@ STYLE: Any = {
 SVG: Any = {"svg.fonttype": "none", "svg.hashsalt": "torchtitan_diloco"}
 """For texts in the fonts of the reader, and the same file from the same records."""
 WIDTH = 430.0
-"""Of a chart, in points. It is small, so that texts are readable on a telephone."""
+"""Width of a chart, in points. It is small, so that texts are readable on a telephone."""
 HEIGHT = 226.0
 MAX_DOTS = 80
 LABEL_SHARE = 0.22

@@ -184,8 +184,8 @@ def _line_figure(
 
 
 def _marks(runs: Sequence[Run], x: Axis | None = None) -> list[Mark]:
-    """Return where mixtures begin after the start of a run, over an axis, or over steps. Of several
-    runs, in their colours and without names."""
+    """Return where mixtures begin after the start of a run, over an axis, or over steps. The marks
+    of several runs have their colours and no names."""
     marks = list[Mark]()
     for series, run in enumerate(runs):
         later = [(name, record.step) for name, record in run.mixtures if record.step]
@@ -199,7 +199,10 @@ def _marks(runs: Sequence[Run], x: Axis | None = None) -> list[Mark]:
 
 
 def _loss(runs: Sequence[Run], title: str, x: Axis) -> Figure | None:
-    """Draw the training loss, of a single run of islands that of each, and the validations."""
+    """Draw the training loss and the validations of each run.
+
+    Of a single run of islands, draw the training loss of each island.
+    """
     curves: list[Curve] = []
     for series, run in enumerate(runs):
         places, losses = x.curve(run, "loss/val")
@@ -260,6 +263,7 @@ def _loss_of_corpora(run: Run, x: Axis) -> Figure | None:
 
 
 def _learning_rate(runs: Sequence[Run], x: Axis) -> Figure | None:
+    """Draw the learning rate of the inner optimizer."""
     curves = []
     for series, run in enumerate(runs):
         places, rates = x.curve(run, "train/lr")
@@ -319,6 +323,7 @@ def _top_of_axis(losses: Array) -> float | None:
 
 
 def _sent(runs: Sequence[Run], x: Axis) -> Figure | None:
+    """Draw the bytes that a worker has sent, and would have sent with data parallelism."""
     curves: list[Curve] = []
     for series, run in enumerate(runs):
         times, sent = x.curve(run, "worker/sent_bytes")
@@ -347,6 +352,7 @@ def _sent(runs: Sequence[Run], x: Axis) -> Figure | None:
 
 
 def _time_shares(runs: Sequence[Run]) -> Figure | None:
+    """Draw the shares of the training time, one bar a run."""
     bars = {run.name: time_shares(run.totals) for run in runs if run.totals}
     caption = (
         "Shares of the training time, without validations and saves, mean over all ranks. Exposed "
@@ -361,6 +367,7 @@ def _time_shares(runs: Sequence[Run]) -> Figure | None:
 
 
 def _timelines(runs: Sequence[Run]) -> list[Figure]:
+    """Draw the timeline of each run's last exchanges."""
     timelines = []
     for run in runs:
         title = "The last exchanges"

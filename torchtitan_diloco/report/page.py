@@ -166,6 +166,7 @@ def notes(runs: Sequence[Run]) -> Iterator[str]:
 
 
 def _facts(run: Run) -> dict[str, Cell]:
+    """Return the facts of a run by their names in the table. Unknown ones are empty."""
     validated, shared_loss = run.last("loss/val")
     trained, loss = run.last("loss/train")
     names = [worker.name for worker in run.workers]
@@ -213,6 +214,7 @@ def _facts(run: Run) -> dict[str, Cell]:
 
 
 def _sent_bytes(run: Run, whose: str) -> dict[str, Cell]:
+    """Return what each worker has sent, and what data parallelism would send."""
     sent = run.totals.get("worker/sent_bytes", math.nan)
     expected = float(run.data_parallel_bytes(run.totals.get("worker/steps", math.nan)))
     counted = _cell(sent, _bytes, f"counted in the buffers{whose}")
@@ -308,6 +310,7 @@ def _mixtures_table(run: Run) -> Table:
 
 
 def _verdicts_table(run: Run) -> Table:
+    """Return the verdicts about the workers, with their evidence."""
     rows = [
         [
             Cell(f"{verdict.culprit}: {verdict.what}"),

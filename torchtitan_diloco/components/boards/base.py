@@ -12,11 +12,11 @@ class Shown:
     """What a board is told about the worker that it shows."""
 
     folder: Path
-    """Of the worker, for files of the board."""
+    """Folder of the worker, where the board writes its files."""
     step: int
-    """After which the worker starts or resumes."""
+    """Step after which the worker starts or resumes."""
     workers: int
-    """Of the job."""
+    """Number of workers of the job."""
     settings: Mapping[str, Any]
     group: str = ""
     """Id of the run that an island is in: the boards of all its islands belong together."""
