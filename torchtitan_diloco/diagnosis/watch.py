@@ -150,7 +150,7 @@ class Diagnosis:
             return
         self._fits = False
         step = judged[name].step
-        fitting = settings_that_fit(config, fragments, seconds[name], step)
+        fitting = settings_that_fit(config, fragments, transfers=seconds[name], step=step)
         logger.warning(
             f"{name} needs {seconds[name]:.3g} s to exchange all fragments once, but has only "
             f"{config.sync_every * step:.3g} s of training to hide this behind, so training has "
