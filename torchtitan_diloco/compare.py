@@ -361,7 +361,8 @@ def _answer(
 
     names, times = machines
     two = times * MACHINES if len(times) == 1 else times  # another one like it
-    rows = compare(load, _conditions(two, link, config), config.diloco, names)
+    conditions = _conditions(two, link, config)
+    rows = compare(load, conditions, given=config.diloco, names=names)
     best = best_of(rows)
     plan = load.plan
     training = config.training

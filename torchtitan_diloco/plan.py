@@ -204,14 +204,14 @@ def _plan(options: argparse.Namespace, config: Config) -> None:
     load = _workload(config)
     conditions = _conditions(options, load.workers)
     conditions = replace(conditions, backward_waits=config.run.device == "cpu")
-    tried, best = climb(load, conditions, config.diloco, options.utilisation)
+    tried, best = climb(load, conditions, given=config.diloco, wanted=options.utilisation)
     link = f"{quantity(conditions.bits_per_second, 'bit/s')}, latency "
     link += f"{quantity(conditions.latency_seconds, 's')} one way, steps of "
     link += quantity(max(conditions.step_seconds), "s")
     size = f"{load.plan.parameters:,} parameters, {len(blocks_of(load.model))} layers"
     grid = f"{load.workers} workers x {counted(load.ranks, 'rank')}"
     print(f"{config.run.name}: {size}, {grid}; {link}\n")
-    print(ladder_text(load, conditions, tried, best, options.utilisation))
+    print(ladder_text(load, conditions, tried=tried, best=best, wanted=options.utilisation))
     if conditions.bytes_in_flight > STREAM_BYTES:
         print(f"\n{streams_text(conditions, best.link.streams, load.ranks)}")
     print(f"\n{server_text(load.plan.parameters, best, max(conditions.step_seconds))}")

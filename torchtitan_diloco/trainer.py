@@ -170,9 +170,9 @@ class Trainer:
         ):
             batches = telemetry.timed(self.data.loader)
             while not (self.course.finished or self._is_paused):
-                stacks.watch(telemetry.vitals().step)
+                stacks.expect_step(telemetry.vitals().step)
                 telemetry.measure(partial(self.train_step, batches))
-                stacks.rest()
+                stacks.expect_nothing()
                 telemetry.begin_phase(self.data.new_phase(self.plan, self.step))
                 diagnosis.after_step(self.step)
                 if profiler is not None:

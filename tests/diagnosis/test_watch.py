@@ -281,17 +281,17 @@ def test_a_step_that_hangs_writes_its_stacks(
 ) -> None:
     monkeypatch.setattr(watch, "HANG_SECONDS", 0.05)
     with Stacks(tmp_path, 0) as stacks:
-        stacks.watch(usual=0.001)
+        stacks.expect_step(usual=0.001)
         wait_until(lambda: stacks.path.stat().st_size > 0, "the stacks")
-        stacks.rest()
+        stacks.expect_nothing()
         assert "test_a_step_that_hangs_writes_its_stacks" in stacks.path.read_text()
         assert str(stacks.path) in caplog.text
         size = stacks.path.stat().st_size
         os.kill(os.getpid(), signal.SIGUSR1)
         wait_until(lambda: stacks.path.stat().st_size > size, "the stacks on a signal")
         stacks.path.unlink()
-        stacks.rest()
+        stacks.expect_nothing()
     with Stacks(tmp_path / "other", 0) as stacks:
-        stacks.watch(usual=100.0)
-        stacks.rest()
+        stacks.expect_step(usual=100.0)
+        stacks.expect_nothing()
     assert not stacks.path.exists()

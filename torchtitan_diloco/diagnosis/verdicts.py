@@ -174,7 +174,7 @@ class Judge:
             return
         # The others have exchanged before a late worker comes, so its transfers alone share links.
         late = {cause.culprit for cause in (*dict(steps), *self.verdicts) if cause.kind in STEPS}
-        for cause, text in slow_links(list(reports), judged, cycle, usual):
+        for cause, text in slow_links(list(reports), judged, cycle=cycle, usual=usual):
             if not late.intersection(LINK_ENDS.split(cause.culprit)):
                 yield cause, text
 
@@ -350,7 +350,7 @@ def slow_links(
         # An upload waits for its answers, which come behind all that is downloaded.
         if cause.kind is Kind.RECEIVING or Cause(Kind.RECEIVING, cause.culprit) not in slow:
             yield cause, text
-    yield from slow_transfers(names, here, cycle, usual)
+    yield from slow_transfers(names, here, cycle=cycle, usual=usual)
 
 
 def slow_transfers(
@@ -398,7 +398,7 @@ def _slow_paths(seconds: Mapping[Path, float], usual: float, cycle: float) -> It
     for path, took in seconds.items():
         is_single = not (is_of_a_side(path, 0) or is_of_a_side(path, 1))
         waits = _waits_for(seconds.get(path[::-1], 0.0), took)
-        if _is_slow(took, usual, cycle, ratio) and is_single and not waits:
+        if _is_slow(took, usual, cycle, ratio=ratio) and is_single and not waits:
             yield path
 
 
@@ -410,22 +410,12 @@ def _slow_sides(seconds: Mapping[Path, float], cycle: float) -> Iterator[tuple[C
     left = dict(seconds)
     named = dict[str, float]()
     while left:
-        slow = dict[Cause, tuple[float, float]]()
         least = 0.0
         ratio = LINK_RATIO
         if named:  # next to a slow side, the other links are not shared as they were
             least = statistics.median_low(left.values())
             ratio = PATH_RATIO
-        for end, kind in enumerate((Kind.SENDING, Kind.RECEIVING)):
-            for name in dict.fromkeys(path[end] for path in left):
-                its = [took for path, took in left.items() if path[end] == name]
-                others = [took for path, took in left.items() if name not in path]
-                if len(its) > 1 and others:
-                    took = statistics.fmean(its)
-                    usual = max(least, statistics.median(others))
-                    is_most = statistics.median_low(its) > MOST_RATIO * usual
-                    if is_most and _is_slow(took, usual, cycle, ratio):
-                        slow[Cause(kind, name)] = took, usual
+        slow = _compare_sides(left, cycle, least=least, ratio=ratio)
         if not slow:
             return
         worst = max(slow, key=slow.__getitem__)
@@ -436,10 +426,32 @@ def _slow_sides(seconds: Mapping[Path, float], cycle: float) -> Iterator[tuple[C
             yield worst, f"{took:.3g} s for its transfers of a cycle (others: {usual:.3g} s)"
 
 
+def _compare_sides(
+    seconds: Mapping[Path, float], cycle: float, *, least: float, ratio: float
+) -> dict[Cause, tuple[float, float]]:
+    """Return the sides that are slow against the paths of the others: the mean seconds of their
+    transfers, and the usual ones, which are at least `least`."""
+    slow = dict[Cause, tuple[float, float]]()
+    for end, kind in enumerate((Kind.SENDING, Kind.RECEIVING)):
+        for name in dict.fromkeys(path[end] for path in seconds):
+            its = [took for path, took in seconds.items() if path[end] == name]
+            others = [took for path, took in seconds.items() if name not in path]
+            if len(its) < 2 or not others:
+                continue
+            mean = statistics.fmean(its)
+            usual = max(least, statistics.median(others))
+            is_most = statistics.median_low(its) > MOST_RATIO * usual
+            if is_most and _is_slow(mean, usual, cycle, ratio=ratio):
+                slow[Cause(kind, name)] = mean, usual
+    return slow
+
+
 def _waits_for(other_way: float, seconds: float) -> bool:
     """Return whether this direction may only be slow because its answers wait in the other one."""
     return other_way >= LINK_RATIO * seconds
 
 
-def _is_slow(seconds: float, usual: float, cycle: float, ratio: float = LINK_RATIO) -> bool:
+def _is_slow(seconds: float, usual: float, cycle: float, *, ratio: float = LINK_RATIO) -> bool:
+    """Return whether transfers take much longer than usual, as a multiple and as a share of the
+    cycle."""
     return seconds > ratio * usual and seconds - usual > FLOOR * cycle

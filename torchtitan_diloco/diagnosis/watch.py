@@ -150,7 +150,7 @@ class Diagnosis:
             return
         self._fits = False
         step = judged[name].step
-        fitting = settings_that_fit(config, fragments, seconds[name], step)
+        fitting = settings_that_fit(config, fragments, transfers=seconds[name], step=step)
         logger.warning(
             f"{name} needs {seconds[name]:.3g} s to exchange all fragments once, but has only "
             f"{config.sync_every * step:.3g} s of training to hide this behind, so training has "
@@ -230,13 +230,13 @@ class Stacks:
     def _size(self) -> int:  # of the open file, as somebody may delete the path
         return os.fstat(self._file.fileno()).st_size if self._file is not None else 0
 
-    def watch(self, usual: float) -> None:
+    def expect_step(self, usual: float) -> None:
         """Expect the end of a step. `usual`: seconds of a step, 0 if they are not known yet."""
         if self._file is not None and usual:
             limit = max(HANG_SECONDS, HANG_STEPS * usual)
             faulthandler.dump_traceback_later(limit, file=self._file)
 
-    def rest(self) -> None:
+    def expect_nothing(self) -> None:
         """Expect nothing, as between two steps."""
         faulthandler.cancel_dump_traceback_later()
         if self._file is not None and (size := self._size()) > self._written:

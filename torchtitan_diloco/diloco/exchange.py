@@ -249,6 +249,7 @@ class Exchange:
         return others[start:] + others[:start]
 
     def _read_headers(self, greeting: Messages, mine: Tensor) -> list[Header]:
+        """Wait for the headers of all workers, check them, and return them with their weights."""
         self._traffic.heard = self.transport.wait(greeting)
         received = {self.me: mine, **self._headers}
         content = [received[worker].numpy().tobytes() for worker in range(self.workers)]
@@ -286,6 +287,8 @@ class Exchange:
     # --- chunks and pieces ------------------------------------------------------------------------
 
     def _chunk_at(self, start: int, delta: Tensor) -> Chunk:
+        """Return the chunk that starts at this value, with the buffers of its slot. Chunks whose
+        numbers differ by the window have the same slot."""
         number = start // self._chunk
         values = delta[start : start + self._chunk]
         slot = number % self._window
@@ -351,20 +354,23 @@ class Exchange:
     # --- first hop: the deltas --------------------------------------------------------------------
 
     def _receive(self, chunk: Chunk) -> None:
+        """Post the receives of the others' values of this worker's slice."""
         rooms = [(worker, buffer.host) for worker, buffer in chunk.incoming.items()]
         chunk.first_hop = self.transport.receive(rooms, self._tag(chunk, 0))
 
     def _send(self, chunk: Chunk) -> None:
+        """Encode this worker's values, and send each other worker those of its slice."""
         self._encode(chunk)
         parts = [(worker, chunk.outgoing[worker].host) for worker in self._others]
         self.transport.send(chunk.first_hop, parts, self._tag(chunk, 0))
 
     def _encode(self, chunk: Chunk) -> None:
+        """Encode this worker's values. The payload of fp32 is their memory."""
         with self._counted("encoding_seconds"):
-            pieces = () if self._codec.is_fp32 else self._pieces(chunk.values, chunk.payload)
-            for values, encoded in pieces:
-                with self._here(values, changes=False) as here:
-                    self._codec.encode(here, encoded)
+            if not self._codec.is_fp32:
+                for values, encoded in self._pieces(chunk.values, chunk.payload):
+                    with self._here(values, changes=False) as here:
+                        self._codec.encode(here, encoded)
             chunk.payload.download()
         self._traffic.encoded = time.perf_counter()
 
@@ -378,6 +384,7 @@ class Exchange:
                 return
             for worker in heard.keys() - {self.me}:
                 payloads[worker].upload()
+            # With a second hop, the delta is replaced later, by the decoded means.
             scope = self._replacing if self._owners == 1 else nullcontext
             for values, *pieces in self._pieces(out, *(payloads[worker] for worker in heard)):
                 with self._here(values) as here, scope(here):
@@ -386,16 +393,19 @@ class Exchange:
     # --- second hop: the means --------------------------------------------------------------------
 
     def _receive_means(self, chunk: Chunk) -> None:
+        """Post the receives of the means of the others' slices, if there is a second hop."""
         if self._owners > 1:
             rooms = [(worker, chunk.means[worker].host) for worker in self._others]
             chunk.second_hop = self.transport.receive(rooms, self._tag(chunk, 1))
 
     def _send_mean(self, chunk: Chunk, weights: list[float]) -> None:
+        """Send the mean of this worker's slice to all others."""
         self._encode_mean(chunk, weights)
         parts = [(worker, chunk.means[self.me].host) for worker in self._others]
         self.transport.send(chunk.second_hop, parts, self._tag(chunk, 1))
 
     def _encode_mean(self, chunk: Chunk, weights: list[float]) -> None:
+        """Average this worker's slice, and encode the mean."""
         mean = self._mean[: chunk.slices[self.me].numel()]
         encoded = chunk.means[self.me]
         self._average(chunk, weights, out=mean)
@@ -405,6 +415,8 @@ class Exchange:
             encoded.download()
 
     def _collect_means(self, chunk: Chunk) -> None:
+        """Replace the values by the means of all slices. Decode also this worker's own mean, so
+        that all workers get the same bits."""
         with self._counted("decoding_seconds"):
             for worker, (values, payload) in enumerate(zip(chunk.slices, chunk.means, strict=True)):
                 if worker != self.me:

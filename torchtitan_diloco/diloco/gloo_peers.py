@@ -127,7 +127,7 @@ class GlooPeers(Peers):
                 if sent is not local:
                     local.copy_(sent)
 
-    def open(self) -> None:
+    def prepare_to_send(self) -> None:
         link = self.config.link
         codec = build_codec(self.config.quantization)
         self._witness = self._given_witness or GlooWitness(Liveness.between(self._group))
@@ -169,7 +169,7 @@ class GlooPeers(Peers):
 
     # --- training thread --------------------------------------------------------------------------
 
-    def due(self, weight: float) -> Iterator[Send | Apply]:
+    def due_tasks(self, weight: float) -> Iterator[Send | Apply]:
         if not 0 <= weight < math.inf:
             raise UserError(f"the weight of a step is {weight}: pass a number of at least 0")
         self.step += 1
@@ -193,7 +193,7 @@ class GlooPeers(Peers):
             self.in_flight[index] = round_, exchanged
         yield from self._arrived(applied)  # those that were just sent and have no delay
 
-    def rest(self) -> Iterator[Send | Apply]:
+    def remaining_tasks(self) -> Iterator[Send | Apply]:
         yield from self._arrived(list(self.in_flight))
 
     def _arrived(self, fragments: Collection[int]) -> Iterator[Apply]:
@@ -279,7 +279,7 @@ class GlooPeers(Peers):
             if round_.participants:
                 round_.mean_square = state.advance(average=average, measured=measured)
             else:
-                state.keep()
+                state.keep_copy()
         round_.ready = time.perf_counter()
         self._left_out.note(headers, self.config.delta_norm_limit)
 

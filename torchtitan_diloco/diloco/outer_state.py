@@ -94,6 +94,7 @@ class OuterState:
         return [part.local() for part in self.fragment.parts]
 
     def views(self, buffer: Tensor) -> list[Tensor]:
+        """Return flat views of a buffer, one for each parameter."""
         return list(buffer.split(self._sizes))
 
     @property
@@ -105,12 +106,14 @@ class OuterState:
 
     @torch.no_grad()
     def read_model(self) -> None:
+        """Copy the parameters of the model to the shared copy."""
         for local, outer in zip(self._locals(), self.views(self.outer), strict=True):
             outer.copy_(local)
         self.checksum = checksum(self.outer)
 
     @torch.no_grad()
     def write_model(self) -> None:
+        """Copy the shared copy to the parameters of the model."""
         for local, outer in zip(self._locals(), self.views(self.outer), strict=True):
             local.copy_(outer)
 
@@ -162,7 +165,7 @@ class OuterState:
                 torch.sub(held, local, out=delta)
                 self._block_norms.append(torch.linalg.vector_norm(delta))
 
-    def _replace(self, copy: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _take_copy(self, copy: Tensor) -> tuple[Tensor, Tensor | None]:
         """Take the next shared copy. Return the previous one, and the next one on the model's
         device if it was staged there."""
         before = self.outer
@@ -179,7 +182,7 @@ class OuterState:
 
         If measured, return the distance between the two before mixing, else NaN, as a tensor.
         """
-        before, staged = self._replace(copy)
+        before, staged = self._take_copy(copy)
         # Where the copy is on the model's device, and memory there that may be overwritten: the
         # previous copy, or the staged values themselves once they are read.
         source = copy
@@ -209,7 +212,7 @@ class OuterState:
         `takes_back`: where it changed, the copy replaces this worker's delta. Work since the send
         is kept.
         """
-        before, staged = self._replace(copy)
+        before, staged = self._take_copy(copy)
         change = torch.sub(copy, before)
         if takes_back and self.sent is not None:
             # sent = outer - local, as of the send. So local + change + sent, below, is the next
@@ -286,7 +289,7 @@ class OuterState:
         return mean_square
 
     @torch.no_grad()
-    def keep(self) -> None:
+    def keep_copy(self) -> None:
         """Make the current shared copy the next one, after a round without participants."""
         self.delta.copy_(self.outer)
         self._stage()

@@ -95,7 +95,7 @@ class Peers(ABC):
             for fragment in self.fragments
         ]
         self.background = BackgroundThread("diloco-exchange", torch_threads=ENCODING_THREADS)
-        self.open()
+        self.prepare_to_send()
 
     @abstractmethod
     def check_settings(self, config: DiLoCoConfig) -> DiLoCoConfig:
@@ -109,7 +109,7 @@ class Peers(ABC):
         """
 
     @abstractmethod
-    def open(self) -> None:
+    def prepare_to_send(self) -> None:
         """Prepare to send, once there are buffers."""
 
     @abstractmethod
@@ -119,7 +119,7 @@ class Peers(ABC):
     # --- training thread --------------------------------------------------------------------------
 
     @abstractmethod
-    def due(self, weight: float) -> Iterator[Send | Apply]:
+    def due_tasks(self, weight: float) -> Iterator[Send | Apply]:
         """Count an inner step. Yield what to do after it, in order, after waiting if it must.
 
         The loop does each before it asks for the next one. Once it has taken a delta, the peers
@@ -127,7 +127,7 @@ class Peers(ABC):
         """
 
     @abstractmethod
-    def rest(self) -> Iterator[Send | Apply]:
+    def remaining_tasks(self) -> Iterator[Send | Apply]:
         """Yield what is left to do after the last step."""
 
     @abstractmethod

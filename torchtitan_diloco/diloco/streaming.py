@@ -100,7 +100,7 @@ class StreamingDiLoCo:
         `weight`: weight of this inner step in the mean over workers, such as its number of tokens.
         Islands count it, so pass the number of tokens.
         """
-        self._do(self.peers.due(weight))
+        self._carry_out(self.peers.due_tasks(weight))
 
     def drain(self) -> None:
         """Wait for the fragments in flight, and apply them in the order of their sends.
@@ -108,7 +108,7 @@ class StreamingDiLoCo:
         An island finishes the run with the others or, before the end of the run, leaves it after
         sending its work since the last send. At the end, all islands have the same copy.
         """
-        self._do(self.peers.rest())
+        self._carry_out(self.peers.remaining_tasks())
 
     def check(self) -> None:
         """Raise if a worker is lost or an exchange has failed, even before its result is due."""
@@ -118,8 +118,9 @@ class StreamingDiLoCo:
         """End the threads. Needed only before an exit handler that destroys the process group."""
         self.peers.close()
 
-    def _do(self, due: Iterable[Send | Apply]) -> None:
-        for task in due:
+    def _carry_out(self, tasks: Iterable[Send | Apply]) -> None:
+        """Carry out each task before the next one is asked for, as peers wait in between."""
+        for task in tasks:
             drop_gathered(self._model)
             if isinstance(task, Send):
                 self._take(task.round)
@@ -127,6 +128,7 @@ class StreamingDiLoCo:
                 self._apply(task)
 
     def _take(self, round_: Round) -> None:
+        """Take the delta of a fragment."""
         state = self._states[round_.fragment]
         check_identity(self._model, state.fragment)
         begin = state.moment()
@@ -135,6 +137,7 @@ class StreamingDiLoCo:
         self._meter.expose(round_.taken - round_.due, (begin, state.moment()))
 
     def _apply(self, task: Apply) -> None:
+        """Apply the next shared copy of a fragment."""
         round_ = task.round
         state = self._states[round_.fragment]
         round_.applied_step = self.step_count

@@ -106,7 +106,7 @@ class IslandPeers(Peers, Witness):
         self.islands, config = own_loop_settings(self.islands, config)
         return config
 
-    def open(self) -> None:
+    def prepare_to_send(self) -> None:
         self._ranks = Ranks(self._given)
         agree({}, self._ranks.copies, "rank", results=arithmetic_of(self.config))
         self._copies = Copies(self.states, self.config, self._ranks)
@@ -228,7 +228,7 @@ class IslandPeers(Peers, Witness):
 
     # --- training thread --------------------------------------------------------------------------
 
-    def due(self, weight: float) -> Iterator[Send | Apply]:
+    def due_tasks(self, weight: float) -> Iterator[Send | Apply]:
         """When the run should have all its tokens, wait until they are merged, or continue to train
         if some are missing."""
         if self._leader is None and self._follower is None:
@@ -256,7 +256,7 @@ class IslandPeers(Peers, Witness):
             yield from self._boundary()
         self._boundary_at = time.perf_counter()
 
-    def rest(self) -> Iterator[Send | Apply]:
+    def remaining_tasks(self) -> Iterator[Send | Apply]:
         if self._leader is not None:
             self._leader.stop()
         while not self._last.over and (self._leader or self._follower):

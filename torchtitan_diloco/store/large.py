@@ -82,7 +82,7 @@ class LargeObjects:
             piece = pieces[number]
             if stored.get(names[number]) == len(piece):
                 return
-            if not self._store.create(names[number], piece, known=checksums[number]):
+            if not self._store.create(names[number], piece, checksums[number]):
                 raise DamagedError(
                     f"{self._store.location}: the bytes of {names[number]} do not "
                     "match the hash in its name; delete it"

@@ -41,9 +41,13 @@ class Format(NamedTuple):
     """Parameters that define the bits of a format, and constants of the GPU kernels."""
 
     block: int
+    """Values that share a scale."""
     bits: int
+    """Size of a code."""
     mantissa: int
+    """Mantissa bits of a code, or -1 if codes are signed integers."""
     unit_exponent: int
+    """The step of the grid is 2 ** unit_exponent."""
     most_steps: float
     """Largest value of the grid, in steps."""
     carry: int
