@@ -15,12 +15,14 @@ from torchtitan_diloco.diloco.transport import Header, Transport
 from torchtitan_diloco.diloco.vitals import STOPPED, STUCK, Action, Report, Signs, Vitals
 from torchtitan_diloco.log import logger
 
-HANG_STEPS, HANG_SECONDS = 10, 60.0
-"""A step hangs if it takes this multiple of the usual time and `LATE_SECONDS`. The first step, and
-any step while the usual time is unknown, hangs if it takes these seconds."""
-STILL_SECONDS, STILL_RATIO = 5.0, 10.0
-"""A payload is stuck if nothing arrives for these seconds, and for this multiple of the usual time
-of a message."""
+HANG_STEPS = 10
+"""A step hangs if it takes this multiple of the usual time, and at least `LATE_SECONDS`."""
+HANG_SECONDS = 60.0
+"""The first step, and any step while the usual time is unknown, hangs if it takes these seconds."""
+STILL_SECONDS = 5.0
+STILL_RATIO = 10.0
+"""A payload is stuck if nothing arrives for `STILL_SECONDS`, and for this multiple of the usual
+time of a message."""
 
 
 class Watcher(Protocol):
@@ -149,10 +151,8 @@ class GlooWitness(Witness):
             elif not receives:
                 seen[worker] = "", "it has not received what was sent to it"
             elif arrivals.are_means and not others_came:
-                seen[worker] = (
-                    "",
-                    "its mean has not arrived, and it may be waiting for another worker",
-                )
+                what = "its mean has not arrived, and it may be waiting for another worker"
+                seen[worker] = "", what
             elif now - latest < self._still_seconds(worker, size):
                 what = "mean" if arrivals.are_means else "payload"
                 seen[worker] = "", f"its header has arrived, but its {what} has not arrived yet"
@@ -178,11 +178,13 @@ def signs_of(answer: Answer | None, usual: float, *, is_stuck: bool) -> Signs:
     """
     if answer is None:  # its process or its machine has stopped, or all of its link
         return Signs(answers=False)
-    is_known = answer.steps and usual  # its first step may compile
+    longest = HANG_SECONDS
+    if answer.steps and usual:  # its first step may compile
+        longest = max(LATE_SECONDS, HANG_STEPS * usual)
     return Signs(
         answers=True,
         still=answer.seconds,
-        longest=max(LATE_SECONDS, HANG_STEPS * usual) if is_known else HANG_SECONDS,
+        longest=longest,
         may_wait=answer.waits,
         is_stuck=is_stuck,
     )
