@@ -46,7 +46,7 @@ def test_an_island_whose_slot_is_taken_has_an_exit_code_of_its_own(text: Path) -
 
 def test_an_error_of_the_program_keeps_its_traceback(text: Path) -> None:
     with (
-        patch.object(torchtitan_diloco.trainer, "find_start", lambda *_: clock(math.nan)),
+        patch.object(torchtitan_diloco.trainer, "find_start", lambda *_, **__: clock(math.nan)),
         pytest.raises(ValueError, match="cannot convert float NaN") as caught,
     ):
         main(words(settings(text)))
