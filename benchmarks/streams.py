@@ -56,7 +56,7 @@ PIECE, AHEAD, BURST = 2**17, 2e-3, 1e-2
 STREAM_RATE, RATE = 200 / 8e-6, 800 / 8e-6
 """Bytes per second of a connection, and of all of them in a direction."""
 REPEATS = 3
-"""Of a short link with each number of streams."""
+"""Runs over a short link with each number of streams."""
 HEADER = "wire | round trip, ms | streams | Mbit/s | n"
 
 

@@ -60,7 +60,7 @@ SMALL = {
 
 @dataclass
 class Trip:
-    """What is followed, from the functions that begin it, without the calls of some of them."""
+    """A way through the code, from the functions that begin it, without those that are left out."""
 
     begins: tuple[Callable[..., Any], ...]
     leaves_out: tuple[Callable[..., Any], ...] = ()
@@ -91,9 +91,11 @@ class _Follower:
     def __init__(self, followed: dict[str, Trip]) -> None:
         self._trips = list(followed.values())
         self._begins = [{code_of(begin) for begin in trip.begins} for trip in self._trips]
-        self._left_out = [{code_of(one) for one in trip.leaves_out} for trip in self._trips]
+        self._left_out = [
+            {code_of(function) for function in trip.leaves_out} for trip in self._trips
+        ]
         self._depth = [[0, 0] for _ in self._trips]
-        """Of the calls that begin a trip, and of those that are left out, for each trip."""
+        """Nested calls of functions that begin each trip, and of functions that it leaves out."""
 
     def __call__(self, frame: FrameType, event: str, _: object) -> None:
         if event not in ("call", "return"):

@@ -43,7 +43,7 @@ SAY_SECONDS = 10.0
 
 
 class Machine(msgspec.Struct):
-    """What each machine tells the other before the measurement."""
+    """Name and facts that each machine sends to the other before the measurement."""
 
     name: str
     facts: dict[str, str]
@@ -313,7 +313,7 @@ def _measured_link(pair: "Pair", config: Config, load: "Workload") -> Link:
 
     # As many as a run has. On one machine it has one for each rank.
     is_one_machine = is_loopback(pair.addresses[0])
-    used = load.ranks if is_one_machine else max(config.diloco.link.streams, load.ranks)
+    used = load.ranks * (1 if is_one_machine else config.diloco.link.streams_of_rank(load.ranks))
     counts = sorted({1, used})
     ways = measure_link(pair, counts, say)
     round_trip = min(way.round_trip for way in ways)

@@ -23,7 +23,7 @@ from torchtitan_diloco.formatting import counted
 from torchtitan_diloco.user import Parser, UserError, command_line
 
 if TYPE_CHECKING:
-    from torchtitan_diloco.diloco.config import DiLoCoConfig
+    from torchtitan_diloco.diloco.config import DiLoCoConfig, Link
     from torchtitan_diloco.planner.prediction import Conditions, Workload
 
 _BANDWIDTH = re.compile(r"(\d*\.?\d+)\s*([kmgt]?)(bits?|bytes?|b)(?:ps|/s)?", re.IGNORECASE)
@@ -213,7 +213,7 @@ def _plan(options: argparse.Namespace, config: Config) -> None:
     print(f"{config.run.name}: {size}, {grid}; {link}\n")
     print(ladder_text(load, conditions, tried=tried, best=best, wanted=options.utilisation))
     if conditions.bytes_in_flight > STREAM_BYTES:
-        print(f"\n{streams_text(conditions, best.link.streams, load.ranks)}")
+        print(f"\n{streams_text(conditions, best.link, load.ranks)}")
     print(f"\n{server_text(load.plan.parameters, best, max(conditions.step_seconds))}")
     if options.write is not None:
         comment = f"Utilisation of {tried[best].utilisation:.1%} predicted for {link}"
@@ -224,10 +224,10 @@ def _plan(options: argparse.Namespace, config: Config) -> None:
         print(f"\nwrote {written}: start it with {command_line('train')} --config {written}")
 
 
-def streams_text(conditions: "Conditions", given: int, ranks: int) -> str:
+def streams_text(conditions: "Conditions", link: "Link", ranks: int) -> str:
     """Describe the TCP streams to another worker, and the buffers that they need."""
     in_flight = conditions.bytes_in_flight
-    streams = ranks * math.ceil(given / ranks)
+    streams = ranks * link.streams_of_rank(ranks)
     each = in_flight / streams
     text = (
         f"a link to another worker has {quantity(in_flight, 'B')} in flight, {quantity(each, 'B')} "

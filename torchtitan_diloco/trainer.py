@@ -244,8 +244,8 @@ class Trainer:
         )
 
     def train_step(self, batches: Iterator[Batch]) -> StepResult:
-        self.course.step += 1
         """Train this worker on the micro-batches of one step, then step the outer loop."""
+        self.course.step += 1
         config = self.config.training
         plan = self.plan
         fsdp = self.world.group(FSDP)

@@ -101,7 +101,7 @@ class VerdictRecord(msgspec.Struct, tag_field="kind", tag="verdict"):
     step: int
     time: float
     what: str
-    """What is wrong, such as "slow compute"."""
+    """Name of the problem, such as "slow compute"."""
     culprit: str
     since: int
     """Step after which the problem was first seen."""

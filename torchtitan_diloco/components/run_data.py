@@ -34,7 +34,7 @@ class Position:
 
 @dataclass(frozen=True)
 class SavedPosition:
-    """Where a worker is in its stream, for a checkpoint."""
+    """Position of a worker in its stream, as a checkpoint holds it."""
 
     samples: int
     """Position of the next sample in the order of samples."""

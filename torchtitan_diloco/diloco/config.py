@@ -1,5 +1,6 @@
 """Settings of the outer loop: the `[diloco]` section, its checks, and advice."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
@@ -121,6 +122,11 @@ class Link(Section):
     """Memory for the shared parameters and the outer momentum. `cpu`: host memory, pinned if there
     is a GPU, which still does the encoding. `device`: GPU memory; only encoded bytes pass through
     the host. `auto`: `device` if this takes at most a fifth of the GPU's memory."""
+
+    def streams_of_rank(self, ranks: int) -> int:
+        """Return the TCP streams of each of the ranks that share them, of which it has at least
+        one."""
+        return math.ceil(self.streams / ranks)
 
 
 @dataclass(frozen=True)

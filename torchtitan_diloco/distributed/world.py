@@ -1,6 +1,5 @@
 """The ranks of a run: the (worker, fsdp) grid, its process groups and links, and the devices."""
 
-import math
 import os
 import socket
 from collections.abc import Iterator
@@ -301,7 +300,7 @@ def pick_streams(link: Link, rank: int, ranks_per_worker: int) -> tuple[int, str
                 "TCP stream instead of diloco.link.streams; set diloco.link.interface"
             )
         return 1, ""
-    streams = math.ceil(link.streams / min(place.ranks_here for place in all_ranks))
+    streams = link.streams_of_rank(min(place.ranks_here for place in all_ranks))
     if streams == 1:
         return 1, ""
     return streams, ",".join([name] * streams)

@@ -128,7 +128,7 @@ def predict(
     """
     beginning = Beginning() if steps is None else diloco.beginning.in_steps(steps)
     schedule = build_schedule(replace(diloco, beginning=beginning), len(fragments))
-    streams = math.ceil(diloco.link.streams / ranks)
+    streams = diloco.link.streams_of_rank(ranks)
     exchanges = [
         predict_exchange(
             values,
