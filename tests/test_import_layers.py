@@ -34,7 +34,8 @@ MAY_IMPORT = {
     "report": {"config", "components", "islands"},
 }
 """Commands and the trainer, which are all other modules, may import everything."""
-VITALS = "torchtitan_diloco.diloco.vitals."
+SAID = "torchtitan_diloco.diloco.vitals.", "torchtitan_diloco.diloco.flags."
+"""What workers say of themselves and of their deltas."""
 PICKLING = {
     "all_gather_object",
     "broadcast_object_list",
@@ -130,7 +131,7 @@ def test_the_rules_of_islands_on_a_store_are_pure() -> None:
 def test_the_rules_of_islands_are_pure() -> None:
     """A simulation can test them, as they have no I/O and no clock."""
     allowed = PURE - {"re", "zlib"}
-    own = "torchtitan_diloco.islands.", "torchtitan_diloco.diloco.schedule.", VITALS
+    own = "torchtitan_diloco.islands.", "torchtitan_diloco.diloco.schedule.", *SAID
     for name in ("records", "log", "members", "rounds", "ledger", "machine", "actions"):
         for module in imported_modules(tree(PACKAGE / f"islands/{name}.py")):
             pure = module.startswith(own) or module in ERRORS

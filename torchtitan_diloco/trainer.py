@@ -19,10 +19,8 @@ from torchtitan_diloco.components.garbage import GarbageCollection
 from torchtitan_diloco.components.loss import loss_head
 from torchtitan_diloco.components.mirror import build_mirror, new_identity
 from torchtitan_diloco.components.optimizer import (
-    SkippedSteps,
     build_optimizer,
     clipped_step,
-    compute_dtype,
     gradient_norm,
     lr_factor,
     read_later,
@@ -44,6 +42,7 @@ from torchtitan_diloco.components.run_plan import (
     log_plan,
     plan_run,
 )
+from torchtitan_diloco.components.skipped_steps import SkippedSteps
 from torchtitan_diloco.components.summary import log_summary
 from torchtitan_diloco.components.telemetry import StepResult, Telemetry
 from torchtitan_diloco.components.validation import Validator, open_held_out
@@ -67,7 +66,7 @@ from torchtitan_diloco.distributed.world import FSDP, World
 from torchtitan_diloco.log import logger
 from torchtitan_diloco.models import build_model, vocabulary_rows
 from torchtitan_diloco.models.interface import describe, flops_per_token, parameter_counts
-from torchtitan_diloco.models.parallelize import materialize, parallelize
+from torchtitan_diloco.models.parallelize import compute_dtype, materialize, parallelize
 from torchtitan_diloco.user import UserError
 
 OWN_SETTINGS = {"run.folder", "data.cache_folder", "checkpoint.mirror", *MAY_DIFFER} | {

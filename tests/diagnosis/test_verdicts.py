@@ -19,7 +19,8 @@ from torchtitan_diloco.diagnosis.verdicts import (
     Judge,
     Observation,
 )
-from torchtitan_diloco.diloco.vitals import NOT_FINITE, Report, Vitals
+from torchtitan_diloco.diloco.flags import NOT_FINITE
+from torchtitan_diloco.diloco.vitals import Report, Vitals
 
 CYCLE, ROUND = 5.0, 6.0
 OTHER_WAY = {"upload": "download", "download": "upload"}

@@ -28,17 +28,10 @@ from torchtitan_diloco.diagnosis import verdicts, watch
 from torchtitan_diloco.diagnosis.kinds import WORDS, Kind
 from torchtitan_diloco.diagnosis.watch import Stacks
 from torchtitan_diloco.diloco import Link, liveness, witness
+from torchtitan_diloco.diloco.flags import NOT_FINITE
 from torchtitan_diloco.diloco.streaming import StreamingDiLoCo
 from torchtitan_diloco.diloco.transport import WorkerLostError
-from torchtitan_diloco.diloco.vitals import (
-    HUNG,
-    NOT_FINITE,
-    STOPPED,
-    STUCK,
-    Action,
-    Report,
-    Vitals,
-)
+from torchtitan_diloco.diloco.vitals import HUNG, STOPPED, STUCK, Action, Report, Vitals
 from torchtitan_diloco.hardware import GLOO_INTERFACE
 from torchtitan_diloco.islands import leader
 from torchtitan_diloco.islands.config import Join

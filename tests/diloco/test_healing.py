@@ -19,9 +19,9 @@ from torchtitan_diloco.diloco.delta_norms import (
     LeftOut,
     settle_weights,
 )
+from torchtitan_diloco.diloco.flags import DROPPED, NOT_FINITE, OUTLIER
 from torchtitan_diloco.diloco.fragments import local_of
 from torchtitan_diloco.diloco.transport import Header
-from torchtitan_diloco.diloco.vitals import DROPPED, NOT_FINITE, OUTLIER
 from torchtitan_diloco.distributed.world import FSDP, WORKER
 
 LIMIT = 10.0

@@ -12,7 +12,7 @@ from tests.islands.plan import Nature, Plan
 from tests.islands.process import Process
 from tests.islands.simulation import World, check
 from tests.islands.test_overview import read_log
-from torchtitan_diloco.diloco.vitals import NOT_FINITE
+from torchtitan_diloco.diloco.flags import NOT_FINITE
 from torchtitan_diloco.islands.actions import (
     IN_A_ROW,
     Conduct,

@@ -1,8 +1,7 @@
-"""Inner optimization: compute dtype, AdamW and Muon, the learning rate, and gradient clipping."""
+"""Inner optimization: AdamW and Muon, the learning rate, and gradient clipping."""
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,18 +14,7 @@ from torchtitan_diloco.components.muon import Muon, initial_momentum
 from torchtitan_diloco.config.schema import LrSchedule, Optimizer
 from torchtitan_diloco.diloco.fields import steps_of
 from torchtitan_diloco.diloco.fragments import local_of
-from torchtitan_diloco.log import logger
 from torchtitan_diloco.models.interface import blocks_of
-from torchtitan_diloco.user import UserError
-
-
-def compute_dtype(choice: str, device: torch.device) -> torch.dtype:
-    """Return the dtype of matrix products. Parameters, gradients and optimizer state stay fp32."""
-    if choice == "auto":
-        choice = "bfloat16" if device.type == "cuda" else "float32"
-    if choice == "bfloat16" and device.type != "cuda":
-        raise UserError('parallel.compute_dtype = "bfloat16" needs a GPU: use "auto" or "float32"')
-    return {"bfloat16": torch.bfloat16, "float32": torch.float32}[choice]
 
 
 def build_optimizer(model: nn.Module, config: Optimizer, total_steps: int) -> torch.optim.Optimizer:
@@ -121,29 +109,6 @@ def read_later(values: Tensor) -> Callable[[], list[float]]:
         return numbers
 
     return read
-
-
-@dataclass
-class SkippedSteps:
-    """Counts consecutive steps whose gradient is not finite, and raises after too many."""
-
-    limit: int
-    in_a_row: int = 0
-
-    def count(self, step: int, norm: float) -> bool:
-        """Return whether to skip the step."""
-        if math.isfinite(norm):
-            self.in_a_row = 0
-            return False
-        self.in_a_row += 1
-        if self.in_a_row == 1:
-            logger.warning(f"step {step}: gradient norm is {norm}; skip steps until it is finite")
-        if self.in_a_row > self.limit:
-            raise UserError(
-                f"more than training.max_skipped_steps = {self.limit} steps up to step {step} had "
-                "gradients that are not finite: lower optimizer.lr, or lengthen the warm-up"
-            )
-        return True
 
 
 def initial_state(group: dict[str, Any], parameter: Tensor) -> dict[str, Tensor]:

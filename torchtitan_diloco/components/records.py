@@ -16,7 +16,7 @@ import msgspec
 
 from torchtitan_diloco.components.metrics import METRICS, WORKER, Record
 from torchtitan_diloco.config.schema import Metrics
-from torchtitan_diloco.diloco.vitals import FLAG_NAMES
+from torchtitan_diloco.diloco.flags import FLAG_NAMES
 from torchtitan_diloco.log import logger
 
 if TYPE_CHECKING:

@@ -23,7 +23,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from torchtitan_diloco.diagnosis.kinds import ALL, Cause, Kind, Verdict
-from torchtitan_diloco.diloco.vitals import NOT_FINITE, OUTLIER, Report, Vitals
+from torchtitan_diloco.diloco.flags import NOT_FINITE, OUTLIER
+from torchtitan_diloco.diloco.vitals import Report, Vitals
 
 SHORT = 0.3
 """A worker whose training thread waits for cores for this share of a step is short of them."""

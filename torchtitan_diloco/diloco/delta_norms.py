@@ -9,8 +9,8 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
+from torchtitan_diloco.diloco.flags import NOT_FINITE, OUTLIER, WENT_WRONG
 from torchtitan_diloco.diloco.transport import Header, WorkerLostError
-from torchtitan_diloco.diloco.vitals import NOT_FINITE, OUTLIER, WENT_WRONG
 from torchtitan_diloco.log import logger
 from torchtitan_diloco.user import UserError, cause_of
 

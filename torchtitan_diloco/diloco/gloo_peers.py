@@ -21,6 +21,7 @@ from torchtitan_diloco.diloco.codecs import build_codec
 from torchtitan_diloco.diloco.config import MAY_DIFFER, DiLoCoConfig, diloco_mistakes
 from torchtitan_diloco.diloco.exchange import Exchange, bytes_from_each
 from torchtitan_diloco.diloco.fields import check_class, flat_settings, raise_mistakes
+from torchtitan_diloco.diloco.flags import DROPPED, WENT_WRONG
 from torchtitan_diloco.diloco.fragments import describe_layout, local_of
 from torchtitan_diloco.diloco.liveness import Liveness
 from torchtitan_diloco.diloco.messages import broadcast_object
@@ -29,7 +30,6 @@ from torchtitan_diloco.diloco.round import InFlight, Round
 from torchtitan_diloco.diloco.schedule import is_dropped, is_measured
 from torchtitan_diloco.diloco.state_dict import OuterFacts, SavedState
 from torchtitan_diloco.diloco.transport import Header
-from torchtitan_diloco.diloco.vitals import DROPPED, WENT_WRONG
 from torchtitan_diloco.diloco.witness import GlooWitness
 from torchtitan_diloco.user import UserError
 

@@ -17,10 +17,10 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_diloco.diloco.codecs import build_codec
 from torchtitan_diloco.diloco.config import DiLoCoConfig
+from torchtitan_diloco.diloco.flags import WENT_WRONG
 from torchtitan_diloco.diloco.fragments import local_of, local_rows
 from torchtitan_diloco.diloco.outer_state import OuterState
 from torchtitan_diloco.diloco.round import Round
-from torchtitan_diloco.diloco.vitals import WENT_WRONG
 from torchtitan_diloco.user import UserError
 
 Named = dict[str, Tensor]

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-from torchtitan_diloco.diloco.vitals import NOT_FINITE, OUTLIER, Action
+from torchtitan_diloco.diloco.flags import NOT_FINITE, OUTLIER
+from torchtitan_diloco.diloco.vitals import Action
 from torchtitan_diloco.islands.ledger import WITHOUT_WORK, Entry, works
 from torchtitan_diloco.islands.log import State
 from torchtitan_diloco.islands.members import IslandFailedError, Members

@@ -8,14 +8,7 @@ from typing import Annotated
 
 import msgspec
 
-from torchtitan_diloco.diloco.vitals import (
-    HUNG,
-    NOTHING_SAID,
-    STOPPED,
-    Report,
-    Signs,
-    Vitals,
-)
+from torchtitan_diloco.diloco.vitals import HUNG, NOTHING_SAID, STOPPED, Report, Signs, Vitals
 from torchtitan_diloco.islands.changes import SLOTS
 from torchtitan_diloco.islands.log import State
 from torchtitan_diloco.islands.records import Count, Name, Seconds, name_of

@@ -22,6 +22,7 @@ from torchtitan_diloco.diloco.agreement import agree, code_fingerprint
 from torchtitan_diloco.diloco.background import BackgroundThread
 from torchtitan_diloco.diloco.config import DiLoCoConfig
 from torchtitan_diloco.diloco.fields import check_class
+from torchtitan_diloco.diloco.flags import NOT_FINITE, OUTLIER
 from torchtitan_diloco.diloco.fragments import drop_gathered
 from torchtitan_diloco.diloco.liveness import LATE_SECONDS, Liveness
 from torchtitan_diloco.diloco.messages import broadcast_object
@@ -29,7 +30,7 @@ from torchtitan_diloco.diloco.peers import Apply, Peers, Send, close, local_shar
 from torchtitan_diloco.diloco.round import InFlight, Round
 from torchtitan_diloco.diloco.schedule import build_schedule
 from torchtitan_diloco.diloco.state_dict import SHARED, SLOTS, FragmentFacts, OuterFacts, SavedState
-from torchtitan_diloco.diloco.vitals import NOT_FINITE, OUTLIER, Action, Report
+from torchtitan_diloco.diloco.vitals import Action, Report
 from torchtitan_diloco.diloco.witness import STILL_SECONDS, Witness
 from torchtitan_diloco.islands.changes import TOTAL_TOKENS, with_settings
 from torchtitan_diloco.islands.config import (

@@ -17,11 +17,21 @@ from torch.utils.checkpoint import (
 
 from torchtitan_diloco.config.schema import ActivationCheckpoint, Compile, Parallel
 from torchtitan_diloco.models.interface import blocks_of, init_weights
+from torchtitan_diloco.user import UserError
 
 PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.linear.default}
 """A product with a matrix of parameters, as autograd or a compiler sees it."""
 ATTENTION = ("scaled_dot_product", "flex_attention")
 """Parts of the names of attention, whichever kernel torch chooses."""
+
+
+def compute_dtype(choice: str, device: torch.device) -> torch.dtype:
+    """Return the dtype of matrix products. Parameters, gradients and optimizer state stay fp32."""
+    if choice == "auto":
+        choice = "bfloat16" if device.type == "cuda" else "float32"
+    if choice == "bfloat16" and device.type != "cuda":
+        raise UserError('parallel.compute_dtype = "bfloat16" needs a GPU: use "auto" or "float32"')
+    return {"bfloat16": torch.bfloat16, "float32": torch.float32}[choice]
 
 
 def parallelize(
