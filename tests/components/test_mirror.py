@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.network import wait_until
 from tests.components.test_checkpoint import flip_a_bit, saved_steps, write_checkpoint
 from tests.components.test_resume import (
     FP32,
@@ -37,6 +38,7 @@ from torchtitan_diloco.components.checkpoint import (
     folder_of_worker,
     prune,
     read_manifest,
+    step_of,
 )
 from torchtitan_diloco.components.copies import Copies, Copy, TakenOverError
 from torchtitan_diloco.config import ConfigError, load_config
@@ -332,9 +334,17 @@ class Away:
 
 
 def wait_for_copies(trainer: Trainer) -> None:
-    """Train as slowly as the copies need."""
-    assert isinstance(trainer.mirror, mirror.Mirror)
-    for copying in [*trainer.mirror._under_way.values()]:
+    """Train as slowly as the saves, each in a thread of its own, and their copies need."""
+    copier = trainer.mirror
+    assert isinstance(copier, mirror.Mirror)
+    every = trainer.config.checkpoint.every
+
+    def is_offered() -> bool:
+        saved = trainer.step // every * every
+        return saved == 0 or (copier._offered is not None and step_of(copier._offered) == saved)
+
+    wait_until(is_offered, f"the save before step {trainer.step + 1}")
+    for copying in [*copier._under_way.values()]:
         copying.exception()
 
 
