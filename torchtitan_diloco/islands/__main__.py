@@ -10,6 +10,7 @@
 """
 
 import argparse
+import logging
 import signal
 import sys
 import threading
@@ -29,6 +30,7 @@ from torchtitan_diloco.islands.records import Close, Leave, encode, name_of
 from torchtitan_diloco.islands.server import Server, free_port, make_streams, open_folder
 from torchtitan_diloco.islands.server_folder import ISLAND, LOOPBACK, Folder
 from torchtitan_diloco.islands.session import REMEDY, GapError, TrimmedError
+from torchtitan_diloco.log import logger
 from torchtitan_diloco.process import STOP_SIGNALS
 from torchtitan_diloco.user import USER_ERROR, Parser, UserError, command_line
 
@@ -147,6 +149,7 @@ def _serve(options: argparse.Namespace) -> None:
     finally:
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
+        logger.setLevel(logging.ERROR)  # connections of this process lose the server that it ends
         if page is not None:
             page.close()
         server.stop()
