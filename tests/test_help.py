@@ -35,6 +35,20 @@ def test_a_short_help_has_the_settings_that_matter_and_the_commands(
     assert len(text.splitlines()) < 100
 
 
+def test_a_command_of_the_help_is_in_one_line_however_long_it_is(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    for length in (10, 60, 100):
+        program = f"/{'x' * length}/python"
+        monkeypatch.setattr("sys.executable", program)
+        assert print_help(["--help"])
+        lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+        command = f"{program} -m torchtitan_diloco"
+        assert f"{command} COMMAND --help" in lines
+        assert f"All {len(flat_settings(Config()))} settings: {command} train --help all" in lines
+
+
 @pytest.mark.parametrize("words", ["--help all", "-h all", "--help=all"])
 def test_the_long_help_has_every_setting_with_its_text_and_default(
     words: str, capsys: pytest.CaptureFixture[str]

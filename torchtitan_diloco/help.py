@@ -2,7 +2,9 @@
 
 import argparse
 import os
+import shutil
 import sys
+import textwrap
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -70,8 +72,9 @@ def _short_help() -> str:
     program = command_line("train")
     parser = argparse.ArgumentParser(
         usage=f"{program} [--config NAME_OR_PATH] [--section.key VALUE ...]",
-        description=DESCRIPTION,
+        description=textwrap.fill(DESCRIPTION, shutil.get_terminal_size().columns - 2),
         epilog=f"All {len(TYPES)} settings: {program} --help all",
+        formatter_class=argparse.RawDescriptionHelpFormatter,  # a command is never broken
         add_help=False,
     )
     config = f"{CONFIG} (default: {DEFAULT_CONFIG})"
