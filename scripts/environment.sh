@@ -1,6 +1,7 @@
 # shellcheck shell=bash
-# Sourced by run_train.sh, run_tests.sh and .ci/run. `prepare_environment EXTRAS` (comma-separated, or empty) finds a
-# Python that has what pyproject.toml asks for, or makes .venv, and sets ENVIRONMENT_PYTHON to it.
+# Sourced by run_train.sh, run_tests.sh and scripts/check.sh. `prepare_environment EXTRAS` (comma-separated, or empty) finds
+# a Python that has what pyproject.toml asks for, or makes .venv, and sets ENVIRONMENT_PYTHON to it. `prepare_layer EXTRA`
+# sets LAYER_PYTHON to one that has an extra as well, and leaves ENVIRONMENT_PYTHON as it is.
 
 REPOSITORY="$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)"
 VENV="$REPOSITORY/.venv"
@@ -45,16 +46,19 @@ is_recent() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/n
 
 is_complete() { MISSING="$("$1" "$REPOSITORY/scripts/requirements.py" "$2" 2>&1)"; } # PYTHON EXTRAS
 
-set_up() { # EXTRAS
-    local base
-    for base in "${PYTHON:-}" "${VIRTUAL_ENV:+$VIRTUAL_ENV/bin/python}" python3 python3.13 python3.12 python3.11 ""; do
-        if is_recent "$base"; then break; fi
+find_base() { # sets BASE_PYTHON, which environments are made with
+    for BASE_PYTHON in "${PYTHON:-}" "${VIRTUAL_ENV:+$VIRTUAL_ENV/bin/python}" python3 python3.13 python3.12 python3.11 ""; do
+        if is_recent "$BASE_PYTHON"; then return; fi
     done
-    [ -n "$base" ] || fail "there is no Python 3.11 or newer on PATH; install one, or set PYTHON to its path"
+    fail "there is no Python 3.11 or newer on PATH; install one, or set PYTHON to its path"
+}
+
+set_up() { # EXTRAS
+    find_base
     { mkdir -p "$VENV" && touch "$VENV/lock"; } 2>/dev/null ||
         fail "cannot write to $VENV; use a writable copy of the repository, or set PYTHON to a complete Python"
     exec 9>>"$VENV/lock" # locked until file descriptor 9 is closed
-    "$base" -c "$LOCK" >&2 2>/dev/null || true # some file systems have no locks
+    "$BASE_PYTHON" -c "$LOCK" >&2 2>/dev/null || true # some file systems have no locks
     if ! is_complete "$VENV/bin/python" "$1"; then # another start may have made it meanwhile
         say "setting up $VENV (minutes, once; $INSTALL_LOG shows how far it is)"
         # A package that pip was interrupted in looks installed, so an unfinished set-up begins again.
@@ -62,26 +66,57 @@ set_up() { # EXTRAS
             rm -rf "$VENV/bin" "$VENV/lib" "$VENV/lib64" "$VENV/pyvenv.cfg"
         fi
         touch "$UNFINISHED"
-        if ! install "$base" "$1" >"$INSTALL_LOG" 2>&1 </dev/null; then
-            tail -n 15 "$INSTALL_LOG" >&2
-            fail "setting up $VENV failed, as shown above and in $INSTALL_LOG; correct the cause (network, disk space," \
-                "pip's index), and start again, or set PYTHON to a Python that has what pyproject.toml asks for"
-        fi
+        install "$1" >"$INSTALL_LOG" 2>&1 </dev/null || fail_in_set_up "$VENV" "$INSTALL_LOG"
         rm "$UNFINISHED"
     fi
     exec 9>&-
 }
 
-install() { # BASE EXTRAS
-    local pip=("$VENV/bin/python" -m pip)
-    [ -e "$VENV/bin/python" ] || "$1" -m venv --without-pip "$VENV" || return
-    if ! "${pip[@]}" --version && ! "$VENV/bin/python" -m ensurepip; then # Debian without python3-venv
-        pip=("$1" -m pip --python "$VENV/bin/python")
-        if ! "${pip[@]}" --version; then
-            say "$1 has neither ensurepip nor pip; install one of them (Debian, Ubuntu: apt install python3-venv)"
+fail_in_set_up() { # ENVIRONMENT LOG
+    tail -n 15 "$2" >&2
+    fail "setting up $1 failed, as shown above and in $2; correct the cause (network, disk space," \
+        "pip's index), and start again, or set PYTHON to a Python that has what pyproject.toml asks for"
+}
+
+install() { # EXTRAS
+    [ -e "$VENV/bin/python" ] || "$BASE_PYTHON" -m venv --without-pip "$VENV" || return
+    choose_pip "$VENV/bin/python" || return
+    PIP_USER=0 "${PIP[@]}" install --disable-pip-version-check --no-input \
+        -c "$REPOSITORY/constraints.txt" -e "$REPOSITORY${1:+[$1]}"
+}
+
+choose_pip() { # PYTHON; sets PIP, a command that installs for it
+    PIP=("$1" -m pip)
+    if ! "${PIP[@]}" --version && ! "$1" -m ensurepip; then # Debian without python3-venv
+        PIP=("$BASE_PYTHON" -m pip --python "$1")
+        if ! "${PIP[@]}" --version; then
+            say "$BASE_PYTHON has neither ensurepip nor pip; install one of them (Debian, Ubuntu: apt install python3-venv)"
             return 1
         fi
     fi
-    PIP_USER=0 "${pip[@]}" install --disable-pip-version-check --no-input \
-        -c "$REPOSITORY/constraints.txt" -e "$REPOSITORY${2:+[$2]}"
+}
+
+prepare_layer() { # EXTRA
+    local layer="$VENV/layer-$1"
+    local log="$layer.log"
+    for LAYER_PYTHON in "$ENVIRONMENT_PYTHON" "$layer/bin/python"; do
+        if is_complete "$LAYER_PYTHON" "$1"; then return; fi
+    done
+    find_base
+    mkdir -p "$VENV" || fail "cannot write to $VENV; use a writable copy of the repository"
+    say "setting up $layer (once; $log shows how far it is)"
+    rm -rf "$layer"
+    install_layer "$layer" "$1" >"$log" 2>&1 </dev/null || fail_in_set_up "$layer" "$log"
+}
+
+install_layer() { # LAYER EXTRA
+    local packages requirements
+    "$ENVIRONMENT_PYTHON" -m venv --without-pip "$1" || return
+    # The layer finds what the environment has, so only the rest is installed.
+    packages=("$1"/lib/python*/site-packages)
+    "$ENVIRONMENT_PYTHON" -c 'import site; print(*site.getsitepackages(), sep="\n")' >"${packages[0]}/environment.pth" || return
+    requirements="$("$ENVIRONMENT_PYTHON" "$REPOSITORY/scripts/requirements.py" --list "$2")" || return
+    choose_pip "$1/bin/python" || return
+    printf '%s\n' "$requirements" >"$1/requirements.txt"
+    PIP_USER=0 "${PIP[@]}" install --disable-pip-version-check --no-input -r "$1/requirements.txt"
 }

@@ -1,6 +1,7 @@
 """Print what the running Python lacks of pyproject.toml: `python scripts/requirements.py EXTRAS`.
 
-scripts/environment.sh calls it. It reads package metadata, as importing torch takes seconds.
+With `--list EXTRA`, print what the extra asks for, one requirement a line. scripts/environment.sh
+calls both. It reads package metadata, as importing torch takes seconds.
 """
 
 import sys
@@ -11,6 +12,7 @@ if sys.version_info < (3, 11):  # noqa: UP036
 import tomllib
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 try:
     from packaging.requirements import Requirement
@@ -26,8 +28,14 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 VENV = REPOSITORY / ".venv"
 
 
+def read_project() -> dict[str, Any]:
+    project: dict[str, Any] = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    return project
+
+
 def main(extras: list[str]) -> None:
-    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    """Exit with a text that names what is missing, or with 0."""
+    project = read_project()
     lines = list(project["dependencies"])
     lacks = []
     if Path(sys.prefix).resolve() == VENV:  # the constraints hold for .venv only
@@ -55,4 +63,7 @@ def main(extras: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(list(filter(None, sys.argv[1].split(","))))
+    if sys.argv[1] == "--list":
+        print(*read_project()["optional-dependencies"][sys.argv[2]], sep="\n")
+    else:
+        main(list(filter(None, sys.argv[1].split(","))))

@@ -1,4 +1,5 @@
-"""Set-up by run_train.sh, in a small repository that needs one package from a folder of wheels."""
+"""Set-up by run_train.sh and scripts/check.sh, in a small repository that needs one package from a
+folder of wheels."""
 
 import os
 import shutil
@@ -28,6 +29,7 @@ dependencies = ["tiny>=1.0,<3", "absent; platform_system == 'Nowhere'"]
 [project.optional-dependencies]
 test = ["torchtitan_diloco[more]"]
 more = ["extra>=1"]
+dev = ["ruff", "mypy>=1"]
 """
 # A build backend that needs nothing installed. Its editable wheel adds the folder to the path.
 BACKEND = """
@@ -44,6 +46,7 @@ def build_editable(folder, config_settings=None, metadata_directory=None):
             wheel.writestr("torchtitan_diloco-0.1.0.dist-info/" + file, text)
     return name
 """
+SCRIPTS = ("check.sh", "environment.sh", "requirements.py")
 LAUNCH = "import sys, tiny; print('launched with', sys.executable, tiny.version, sys.argv[1:])"
 COMMAND = "def main(): print('the one command')"
 BASE_PYTHON = (
@@ -76,7 +79,7 @@ class Checkout:
         package, scripts = self.root / "torchtitan_diloco", self.root / "scripts"
         for path in (package, scripts, self.programs, self.wheels):
             path.mkdir(parents=True)
-        for file in ("run_train.sh", "scripts/environment.sh", "scripts/requirements.py"):
+        for file in ("run_train.sh", *map("scripts/{}".format, SCRIPTS)):
             shutil.copy(REPOSITORY / file, self.root / file)
         (self.root / "pyproject.toml").write_text(PYPROJECT)
         (self.root / "constraints.txt").write_text("# comment\ntiny==1.5\n")
@@ -85,6 +88,8 @@ class Checkout:
         (self.root / "torchtitan_diloco/cli.py").write_text(COMMAND)
         for name, version in (("tiny", "1.5"), ("tiny", "2.0"), ("extra", "1.0")):
             write_wheel(self.wheels, name, version)
+        for name in ("ruff", "mypy"):
+            write_wheel(self.wheels, name, "1.0")
         # The requirements bring `packaging`, as tensorboard does in the real repository.
         (self.wheels / "packaging").symlink_to(Path(packaging.__file__).parent)
         if HAS_PIP:  # a set-up takes a third of the time with the pip of the base Python
@@ -99,7 +104,9 @@ class Checkout:
         (self.programs / name).write_text(f'#!/bin/sh\n{first}\nexec "{BASE_PYTHON}" "$@"\n')
         (self.programs / name).chmod(0o755)
 
-    def start(self, *arguments: str, **variables: str) -> "subprocess.Popen[str]":
+    def start(
+        self, *arguments: str, script: str = "run_train.sh", **variables: str
+    ) -> "subprocess.Popen[str]":
         environment = {
             "PATH": str(self.programs),
             "HOME": str(self.wheels),
@@ -109,7 +116,7 @@ class Checkout:
             "PYTHONPATH": str(self.wheels),
         }
         return subprocess.Popen(
-            [self.root / "run_train.sh", *arguments],
+            [self.root / script, *arguments],
             env={**environment, **variables},
             cwd=self.wheels,
             stdout=subprocess.PIPE,
@@ -118,9 +125,11 @@ class Checkout:
             start_new_session=True,
         )
 
-    def run(self, *arguments: str, **variables: str) -> tuple[int, str, str]:
+    def run(
+        self, *arguments: str, script: str = "run_train.sh", **variables: str
+    ) -> tuple[int, str, str]:
         """Return the exit code, and what was printed on stdout and stderr."""
-        process = self.start(*arguments, **variables)
+        process = self.start(*arguments, script=script, **variables)
         output, errors = process.communicate(timeout=PATIENCE)
         return process.returncode, output, errors
 
@@ -178,6 +187,31 @@ def test_all_that_is_missing_is_named_and_installed(finished: Checkout) -> None:
     (venv / "bin/python").symlink_to("/nowhere/python3.9")
     code, output, errors = finished.run()
     assert (code, output.count("launched")) == (0, 1), errors
+
+
+def test_checks_are_installed_beside_the_environment_of_the_tests(checkout: Checkout) -> None:
+    venv = checkout.root / ".venv"
+    layer = venv / "layer-dev"
+    code, output, errors = checkout.run(script="scripts/check.sh")
+    assert code == 0, errors
+    assert f"setting up {layer} (once; {layer}.log shows how far it is)\n" in errors
+    assert output.count("== ") == 3, output
+
+    def has(environment: Path, *modules: str) -> bool:
+        command = [environment / "bin/python", "-c", f"import {', '.join(modules)}"]
+        return subprocess.run(command, stderr=subprocess.PIPE, env={}).returncode == 0
+
+    assert has(venv, "tiny", "extra")
+    assert not has(venv, "ruff")
+    assert has(layer, "tiny", "extra", "ruff", "mypy")
+    assert checkout.run(script="scripts/check.sh", PIP_FIND_LINKS="") == (0, output, "")
+
+    [module] = layer.glob("lib/python*/site-packages/ruff.py")
+    module.write_text("import sys; sys.exit('format' in sys.argv)")
+    code, output, errors = checkout.run(script="scripts/check.sh")
+    assert (code, errors) == (1, "")
+    assert output.endswith("== mypy\n\nfailed: ruff format --check\n"), "the others run as well"
+    assert checkout.run("--fx", script="scripts/check.sh")[0] == 2
 
 
 def test_a_complete_python_is_used_untouched(checkout: Checkout, finished: Checkout) -> None:

@@ -5,7 +5,6 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -127,8 +126,6 @@ def test_files_for_the_host_follow_their_schemas(schema: str, files: str) -> Non
     assert found
     for path in found:
         assert yaml.safe_load(path.read_text())
-    if find_spec("check_jsonschema") is None:
-        pytest.skip("check-jsonschema is not installed (extra dev)")
     command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", schema]
     command += map(str, found)
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -148,20 +145,26 @@ def test_citation_and_changelog_have_the_version() -> None:
 def test_agents_page_has_the_commands_of_ci() -> None:
     (block,) = blocks(REPOSITORY / "AGENTS.md", "shell")
     commands = [line.partition(" #")[0].split() for line in block.splitlines()]
-    checks = (REPOSITORY / ".ci/run").read_text()
-    for program, *words in commands:
-        if program == ".venv/bin/python":
-            line = f'"$ENVIRONMENT_PYTHON" {" ".join(words)}\n'
-            assert line in checks, line
-        else:
-            path = REPOSITORY / program
-            assert path.is_file(), program
-            assert path.stat().st_mode & 0o111, f"{program} can be run"
+    for program, *_ in commands:
+        path = REPOSITORY / program
+        assert path.is_file(), program
+        assert path.stat().st_mode & 0o111, f"{program} can be run"
     tests = [word for _, *words in commands for word in words if word.startswith("tests/")]
     assert tests
     assert all((REPOSITORY / name).exists() for name in tests)
-    checked = [words for _, *words in commands if words[:1] == ["-m"]]
-    assert len(checked) == len(re.findall(r'^check .*"\$ENVIRONMENT_PYTHON"', checks, re.M))
+
+
+def test_ci_runs_the_tests_as_the_readme_says_before_it_installs_anything() -> None:
+    """Otherwise a test could need what only CI has."""
+    script = (REPOSITORY / ".ci/run").read_text()
+    tests = script.index("\ncheck \"tests\" run_tests\n")
+    assert re.search(r"^    \./run_tests\.sh 2>&1 ", script, re.M)
+    assert script.index("\ncheck \"lint, format and types\" ./scripts/check.sh\n") > tests
+    for word in ("environment.sh", "prepare_", "pip install", "PYTHON="):
+        assert word not in script, word
+    checks = (REPOSITORY / "scripts/check.sh").read_text()
+    for command in ("ruff check", "ruff format --check", "mypy"):
+        assert f"\ncheck {command}\n" in checks
 
 
 def test_agents_page_names_every_folder_of_the_package() -> None:
