@@ -198,7 +198,7 @@ def test_checks_are_installed_beside_the_environment_of_the_tests(checkout: Chec
     assert output.count("== ") == 3, output
 
     def has(environment: Path, *modules: str) -> bool:
-        command = [environment / "bin/python", "-c", f"import {', '.join(modules)}"]
+        command = [str(environment / "bin/python"), "-c", f"import {', '.join(modules)}"]
         return subprocess.run(command, stderr=subprocess.PIPE, env={}).returncode == 0
 
     assert has(venv, "tiny", "extra")
