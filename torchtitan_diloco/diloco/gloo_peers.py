@@ -21,6 +21,7 @@ from torchtitan_diloco.diloco.codecs import build_codec
 from torchtitan_diloco.diloco.config import MAY_DIFFER, DiLoCoConfig, diloco_mistakes
 from torchtitan_diloco.diloco.exchange import Exchange, bytes_from_each
 from torchtitan_diloco.diloco.fields import check_class, flat_settings, raise_mistakes
+from torchtitan_diloco.diloco.first_weights import take_from_first_worker
 from torchtitan_diloco.diloco.flags import DROPPED, WENT_WRONG
 from torchtitan_diloco.diloco.fragments import describe_layout, local_of
 from torchtitan_diloco.diloco.liveness import Liveness
@@ -100,7 +101,9 @@ class GlooPeers(Peers):
         optimizer = config.outer_optimizer.name
         # Where the model is, as a CPU is slow; but fp32 is sent as it is.
         self._coder = device if codec == "fp32" else parts[0].local().device
-        layout = describe_layout(self.fragments) + [str(part.local().numel()) for part in parts]
+        tensors = (*self.model.named_parameters(), *self.model.named_buffers())
+        shapes = [f"{name} {tuple(local_of(value).shape)} {value.dtype}" for name, value in tensors]
+        layout = describe_layout(self.fragments) + shapes
         settings = flat_settings(config, "diloco.")
         mine = {key: str(value) for key, value in settings.items() if key not in MAY_DIFFER}
         mine |= {
@@ -119,13 +122,7 @@ class GlooPeers(Peers):
         token = broadcast_object(secrets.token_hex(8), str, self._group)
         name = "/".join([*mine.values(), token])
         self._run = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
-        for tensor in [*self.model.parameters(), *self.model.buffers()]:
-            local = local_of(tensor)  # each rank gets its shard
-            if self.workers > 1 and local.numel():
-                sent = local.cpu().contiguous()
-                dist.broadcast(sent, group_src=0, group=self._group)
-                if sent is not local:
-                    local.copy_(sent)
+        take_from_first_worker(self.model, self._group, config.link.timeout_seconds)
 
     def prepare_to_send(self) -> None:
         link = self.config.link

@@ -18,7 +18,7 @@ from torchtitan_diloco.diloco.messages import gather_objects
 from torchtitan_diloco.diloco.transport import WorkerLostError
 from torchtitan_diloco.distributed.notices import Notice, NoticeWatch
 from torchtitan_diloco.distributed.world import World
-from torchtitan_diloco.log import logger
+from torchtitan_diloco.log import is_first_on_node, logger
 from torchtitan_diloco.process import SAME_SIGNAL_SECONDS, STOP_SIGNALS
 from torchtitan_diloco.user import PeersLostError, UserError, cause_of
 
@@ -225,6 +225,5 @@ class StopRequest:
 
 def watch_notices(config: Run, stop: StopRequest) -> NoticeWatch:
     """Return a watch of this node, on its first rank: the others learn of a notice by agreement."""
-    first = os.environ.get("LOCAL_RANK", "0") == "0"
-    cloud = config.preemption if first else "none"
+    cloud = config.preemption if is_first_on_node() else "none"
     return NoticeWatch(cloud, config.preemption_address, stop.note)
