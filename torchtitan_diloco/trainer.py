@@ -59,7 +59,7 @@ from torchtitan_diloco.diloco.streaming import DataParallel, OuterLoop
 from torchtitan_diloco.distributed.collectives import (
     Requests,
     StopRequest,
-    answer_lag,
+    longest_lag,
     watch_notices,
 )
 from torchtitan_diloco.distributed.world import FSDP, World
@@ -159,8 +159,8 @@ class Trainer:
         with (
             GarbageCollection() as garbage,
             lock or nullcontext(),
-            StopRequest(self.world, answer_lag(self.world, config.diloco)) as stop,
-            watch_notices(config.run, stop),
+            StopRequest(self.world, longest_lag(self.world, config.diloco)) as stop,
+            watch_notices(config.run, stop) as notices,
             self._open_telemetry(folder) as telemetry,
             build_profiler(config.profiling, folder, self.world) as profiler,
             closing(self._build_checkpointer(own_folder, telemetry)) as checkpointer,
@@ -179,6 +179,8 @@ class Trainer:
                 garbage.after_step(self.step)
                 numbers = telemetry.numbers(stop.waited_seconds)
                 requests = stop.agreed(self.step, numbers, save=checkpointer.due_by_time())
+                save_seconds = checkpointer.save_seconds
+                notices.check_time(stop.steps_to_stop, stop.step_seconds, save_seconds)
                 after = self._after_step(requests)
                 saves = checkpointer.is_due(after)
                 validates = self.validator.is_due(after) and not self.course.has_left

@@ -15,7 +15,7 @@ from torchtitan_diloco.components import telemetry as module
 from torchtitan_diloco.components.metrics import all_reduce_bytes, kept_time
 from torchtitan_diloco.components.summary import log_summary
 from torchtitan_diloco.components.telemetry import StepResult
-from torchtitan_diloco.distributed.collectives import PendingSum
+from torchtitan_diloco.distributed.collectives import Asked, PendingSum
 from torchtitan_diloco.report.page import facts_table
 from torchtitan_diloco.report.run_records import open_runs
 
@@ -70,7 +70,7 @@ def train_workers(
                 own.measure(outer.train_step)
                 Clock.now += 0.2
                 each.append(own.numbers(agreement_seconds=0.03 * (step - begin)))
-            summed = [0.0, 0.0, *map(sum, zip(*each, strict=True))]
+            summed = [*Asked(), *map(sum, zip(*each, strict=True))]
             for own in workers:
                 if step % 2 == 0:
                     own.open_record(step, 0.1, PendingSum(own.world, summed, "in the test"))
