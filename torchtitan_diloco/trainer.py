@@ -47,6 +47,7 @@ from torchtitan_diloco.components.summary import log_summary
 from torchtitan_diloco.components.telemetry import StepResult, Telemetry
 from torchtitan_diloco.components.validation import Validator, open_held_out
 from torchtitan_diloco.config import Config, to_toml
+from torchtitan_diloco.config.loader import SECRETS
 from torchtitan_diloco.config.schema import flat_settings, portable
 from torchtitan_diloco.course import Course, JobCourse, counted_before
 from torchtitan_diloco.data.batch import Batch
@@ -63,17 +64,22 @@ from torchtitan_diloco.distributed.collectives import (
     watch_notices,
 )
 from torchtitan_diloco.distributed.world import FSDP, World
+from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.log import logger
 from torchtitan_diloco.models import build_model, vocabulary_rows
 from torchtitan_diloco.models.interface import describe, flops_per_token, parameter_counts
 from torchtitan_diloco.models.parallelize import compute_dtype, materialize, parallelize
 from torchtitan_diloco.user import UserError
 
-OWN_SETTINGS = {"run.folder", "data.cache_folder", "checkpoint.mirror", *MAY_DIFFER} | {
+OWN_SETTINGS = {
+    "run.folder",
     "run.preemption",
     "run.preemption_address",
+    "data.cache_folder",
+    *MAY_DIFFER,
+    *SECRETS,
 }
-"""Settings that may differ between the processes of a run."""
+"""Settings that may differ between the processes of a run, or that no other rank may see."""
 PACKAGE = Path(__file__).parent
 COMPUTES = (
     "components",
@@ -446,6 +452,8 @@ class Trainer:
 
             weights = weights_fingerprint(weights)
         facts |= {"tokenizer": self.tokenizer.fingerprint, "model.weights": weights}
+        if join := self.config.islands.join:
+            facts["run in islands.join"] = Join.parse(join).run
         code = [PACKAGE / name for name in COMPUTES]
         model = sys.modules[type(self.model).__module__]  # FLAVORS may have those of other packages
         source = getattr(model, "__file__", None)  # that of an interactive session has none
