@@ -9,6 +9,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from tests.distributed.test_world import join
@@ -26,7 +27,7 @@ from torchtitan_diloco.distributed.collectives import (
 )
 from torchtitan_diloco.distributed.world import leave_world
 from torchtitan_diloco.process import STOP_SIGNALS
-from torchtitan_diloco.user import cause_of
+from torchtitan_diloco.user import UserError, cause_of
 
 
 def _agree() -> tuple[Any, ...]:
@@ -59,6 +60,25 @@ def test_all_ranks_get_the_same_and_the_error_of_one(processes: ProcessPool) -> 
         assert refused == ("no" if rank == 1 else "no (on rank 1)")
         assert "corpus: a on rank 0, b on rank 2" in different
         assert "text" not in different
+
+
+def _agree_on_torch(versions: list[str]) -> str:
+    """Return the error if each rank has its own version of torch."""
+    world = join(1)
+    with patch.object(torch, "__version__", versions[world.rank]):
+        try:
+            agree({}, world.control, "rank")
+        except UserError as error:
+            return str(error)
+    return ""
+
+
+def test_ranks_need_the_same_release_of_torch_but_not_the_same_build(
+    processes: ProcessPool,
+) -> None:
+    assert processes.run(_agree_on_torch, 2, ["2.14.1+cu126", "2.14.1+cu128"]) == ["", ""]
+    for message in processes.run(_agree_on_torch, 2, ["2.14.1+cu126", "2.14.0+cu126"]):
+        assert "  torch version: 2.14.1 on rank 0, 2.14.0 on rank 1" in message
 
 
 def _lose_a_rank(apart: float) -> str:
