@@ -12,7 +12,12 @@ import pytest
 from tests.components.test_telemetry import PLAN, SENT, Clock, Outer, telemetry, train
 from tests.test_trainer import records
 from torchtitan_diloco.components import telemetry as module
-from torchtitan_diloco.components.metrics import all_reduce_bytes, kept_time
+from torchtitan_diloco.components.metrics import (
+    all_reduce_bytes,
+    exchange_times,
+    hidden_percent,
+    kept_time,
+)
 from torchtitan_diloco.components.summary import log_summary
 from torchtitan_diloco.components.telemetry import StepResult
 from torchtitan_diloco.distributed.collectives import Asked, PendingSum
@@ -117,6 +122,12 @@ def test_the_table_at_the_end_has_the_figures_of_the_report(
     first, second = (records(tmp_path, worker=worker)[0] for worker in (0, 1))
     for name in ("sync/hidden_percent", "speed/compute_percent", "sync/exposed_percent"):
         assert 0 < first[name] == second[name] < 100, name
+
+
+def test_a_wait_is_at_most_as_long_as_the_exchanges() -> None:
+    totals = {SENT: 1.0, "world/exchange_seconds": 0.18, "world/exposed_waiting_seconds": 0.19}
+    assert exchange_times(totals) == (0.18, 0.18)
+    assert hidden_percent(totals) == 0.0
 
 
 def test_the_summary_counts_islands_that_came_later(

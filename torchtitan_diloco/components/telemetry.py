@@ -20,6 +20,7 @@ import torch
 
 from torchtitan_diloco.components.checkpoint import folder_of_worker
 from torchtitan_diloco.components.metrics import (
+    SENT,
     WORLD_TIMES,
     Record,
     Totals,
@@ -48,7 +49,6 @@ from torchtitan_diloco.formatting import clock
 from torchtitan_diloco.hardware import GIB, crowded, peak_flops, peak_memory_bytes, queued_seconds
 from torchtitan_diloco.log import logger
 
-SENT = "worker/sent_bytes"
 IN_FLIGHT = "worker/fragments_in_flight"
 RECENT = 16
 """Steps in which the usual times of a step are measured."""

@@ -1,7 +1,6 @@
 """The workers of one job: a fixed schedule, and an exchange of deltas over a gloo group."""
 
 import hashlib
-import math
 import secrets
 import time
 import weakref
@@ -32,7 +31,6 @@ from torchtitan_diloco.diloco.schedule import is_dropped, is_measured
 from torchtitan_diloco.diloco.state_dict import OuterFacts, SavedState
 from torchtitan_diloco.diloco.transport import Header
 from torchtitan_diloco.diloco.witness import GlooWitness
-from torchtitan_diloco.user import UserError
 
 
 class GlooPeers(Peers):
@@ -167,8 +165,6 @@ class GlooPeers(Peers):
     # --- training thread --------------------------------------------------------------------------
 
     def due_tasks(self, weight: float) -> Iterator[Send | Apply]:
-        if not 0 <= weight < math.inf:
-            raise UserError(f"the weight of a step is {weight}: pass a number of at least 0")
         self.step += 1
         self._liveness.finish_step(self.step)
         self._weights = [before + weight for before in self._weights]
