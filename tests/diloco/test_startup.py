@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -155,6 +155,10 @@ def test_workers_that_compute_other_bits_are_refused(processes: ProcessPool) -> 
 
 class WithBuffers(nn.Module):
     """Parameters and buffers of several types and layouts, the same on all ranks."""
+
+    mask: Tensor
+    scale: Tensor
+    unequal: Tensor
 
     def __init__(self) -> None:
         super().__init__()

@@ -72,8 +72,6 @@ def test_one_worker_needs_no_process_group() -> None:
     assert "each fragment every step, applied 0 steps later; local weight 0;" in described
     assert "fp32, 32 bits a parameter; summed in fp32" in described
     assert "whole model" in described
-    with pytest.raises(ValueError, match="weight of a step"):
-        outer.step(math.inf)
     outer.close()
     with pytest.raises(RuntimeError, match="diloco-exchange was closed"):
         outer.step()
