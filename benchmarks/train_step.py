@@ -33,7 +33,7 @@ from torchtitan_diloco.components.telemetry import Telemetry
 from torchtitan_diloco.config import Config
 from torchtitan_diloco.config.schema import Optimizer
 from torchtitan_diloco.diloco import StreamingDiLoCo
-from torchtitan_diloco.distributed.collectives import PendingSum
+from torchtitan_diloco.distributed.collectives import Asked, PendingSum
 from torchtitan_diloco.distributed.world import join_world, leave_world, pick_device
 from torchtitan_diloco.hardware import GIB, describe_device, peak_flops, peak_memory_bytes
 from torchtitan_diloco.log import logger
@@ -82,7 +82,7 @@ def build_trainer_loop(config: Config) -> tuple[Trainer, Batches, Loop]:
         telemetry.measure(lambda: trainer.train_step(batches))
         numbers = telemetry.numbers(agreement_seconds=0.0)
         if trainer.step % config.metrics.log_every == 0:
-            sums = PendingSum(world, [0.0, 0.0, *numbers], "in a benchmark")
+            sums = PendingSum(world, [*Asked(), *numbers], "in a benchmark")
             telemetry.open_record(trainer.step, trainer.lr, sums)
         telemetry.publish()
 

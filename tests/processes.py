@@ -11,10 +11,12 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 PATIENCE = 150
 """Seconds after which a function is considered to hang."""
@@ -134,6 +136,27 @@ def _serve(pipe: Connection) -> None:
             if joined:
                 dist.destroy_process_group()
         pipe.send(outcome)
+
+
+@contextmanager
+def counting_sent(sizes: list[int], *collectives: Callable[..., Any]) -> Iterator[None]:
+    """Append the bytes of the tensor of each call of these functions of torch.distributed."""
+    import torch
+    import torch.distributed as dist
+
+    def counted(collective: Callable[..., Any]) -> Callable[..., Any]:
+        def count(*arguments: Any, **options: Any) -> Any:
+            (tensor,) = (given for given in arguments if isinstance(given, torch.Tensor))
+            sizes.append(tensor.nbytes)
+            return collective(*arguments, **options)
+
+        return count
+
+    with ExitStack() as patches:
+        for collective in collectives:
+            replaced = patch.object(dist, collective.__name__, counted(collective))
+            patches.enter_context(replaced)
+        yield
 
 
 INSTRUCTIONS = ("default", "avx2", "avx512")

@@ -1,8 +1,10 @@
 """Ranks agree at the start on all the code that they compute with."""
 
+import os
 import re
 import shutil
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,8 @@ import pytest
 from tests.processes import ProcessPool
 from tests.test_trainer import join, settings
 from torchtitan_diloco import trainer
-from torchtitan_diloco.config import load_config
+from torchtitan_diloco.config import Config, load_config
+from torchtitan_diloco.config.loader import SECRETS
 from torchtitan_diloco.config.schema import Model
 from torchtitan_diloco.diloco import agreement
 from torchtitan_diloco.models import FLAVORS
@@ -77,3 +80,44 @@ def test_ranks_with_other_code_are_refused(text: Path, processes: ProcessPool) -
             assert headline.startswith("ranks were started differently")
             assert line.startswith(f"  {CHANGED[changed]}")
             assert re.search(r": (\w{16}) on rank 0, (?!\1)\w{16} on rank 1$", line)
+
+
+PASSWORD = "hidden"
+JOIN = f"nats://island:{PASSWORD}@127.0.0.1:4222#run"
+
+
+def _start_island(chosen: dict[str, str], joins: list[str]) -> str:
+    """Return the error if this rank of an island was given this join string or file."""
+    rank = int(os.environ["RANK"])
+    config = load_config("debug", chosen | {"islands.join": joins[rank]})
+    try:
+        Trainer(config, join(config))
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_of_an_island_compare_its_run_without_the_password(
+    text: Path, processes: ProcessPool
+) -> None:
+    """A join string and a file that contains it are the same."""
+    file = text.parent / "join.txt"
+    file.write_text(JOIN)
+    island = settings(text, diloco__method="streaming", islands__name="a")
+    assert processes.run(_start_island, 2, island, [JOIN, str(file)]) == ["", ""]
+    for message in processes.run(_start_island, 2, island, [str(file), JOIN.replace("#", "#an")]):
+        assert "  run in islands.join: run on rank 0, anrun on rank 1" in message
+        assert PASSWORD not in message
+
+
+def test_all_settings_that_are_not_shown_are_secrets() -> None:
+    """Neither errors nor other ranks get their values."""
+    sections = {part.name: part.default_factory for part in fields(Config)}
+    hidden = {
+        f"{name}.{setting.name}"
+        for name, section in sections.items()
+        for setting in fields(section)  # type: ignore[arg-type]
+        if not setting.repr
+    }
+    assert hidden == set(SECRETS)
+    assert hidden < trainer.OWN_SETTINGS

@@ -332,8 +332,8 @@ def test_a_preset_that_does_not_fit_into_memory(
     words = ["--config", name, "--bandwidth", "1Gbit", "--run.device", "cpu"]
     assert compare.main(words) == 2
     assert re.match(
-        r"error: [\d,]+ parameters need [\d.]+ GiB on this machine, .* and 8.0 GiB are "
-        r"available: use more .*\n$",
+        r"error: [\d,]+ parameters need [\d.]+ GiB on this machine \(.*\), and 8.0 GiB "
+        r"are available: use more .*\n$",
         capsys.readouterr().err,
     )
 

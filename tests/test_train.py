@@ -22,9 +22,9 @@ from tests.test_trainer import settings, words
 from torchtitan_diloco.components import run_plan
 from torchtitan_diloco.components.run_plan import check_memory, log_early_end, plan_run
 from torchtitan_diloco.config import Config, load_config
-from torchtitan_diloco.config.schema import Training
+from torchtitan_diloco.config.schema import Checkpoint, Training
 from torchtitan_diloco.data.tokenizer import main as train_tokenizer
-from torchtitan_diloco.diloco.config import DiLoCoConfig, OuterOptimizer
+from torchtitan_diloco.diloco.config import DiLoCoConfig, OuterOptimizer, Overlap
 from torchtitan_diloco.distributed.collectives import RanksLostError
 from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.formatting import clock, few_digits
@@ -221,22 +221,42 @@ NONE = DiLoCoConfig(method="none")
 WITHOUT_MOMENTUM = DiLoCoConfig(outer_optimizer=OuterOptimizer("sgd"))
 
 
+WAITING = DiLoCoConfig(overlap=Overlap(delay=0))
+NO_SAVES = Checkpoint(every_minutes=0, at_end=False)
+STATE = "parameters, gradients and optimizer"
+COMES_ON_TOP = "activations come on top"
+
+
 @pytest.mark.parametrize(
-    ("ranks", "muon", "diloco", "needed"),
-    [(1, False, NONE, 16), (2, False, DiLoCoConfig(), 56), (1, True, WITHOUT_MOMENTUM, 21)],
+    ("ranks", "muon", "diloco", "checkpoint", "needed", "parts"),
+    [
+        (1, False, NONE, NO_SAVES, 16, f"(16.0 {STATE}; {COMES_ON_TOP})"),
+        (2, False, NONE, Checkpoint(), 44, f"(32.0 {STATE} + 12.0 copies of a save; "),
+        (2, False, DiLoCoConfig(), NO_SAVES, 56, f"(32.0 {STATE} + 24.0 outer state; "),
+        (2, False, DiLoCoConfig(), Checkpoint(), 104, " + 24.0 outer state + 48.0 copies of a "),
+        (1, False, WAITING, Checkpoint(), 48, " + 12.0 outer state + 20.0 copies of a save; "),
+        (1, True, WITHOUT_MOMENTUM, Checkpoint(), 38, "(13.0 parameters, "),
+    ],
 )
 def test_what_does_not_fit_into_memory_is_refused(
-    monkeypatch: pytest.MonkeyPatch, ranks: int, muon: bool, diloco: DiLoCoConfig, needed: int
+    monkeypatch: pytest.MonkeyPatch,
+    ranks: int,
+    muon: bool,
+    diloco: DiLoCoConfig,
+    checkpoint: Checkpoint,
+    needed: int,
+    parts: str,
 ) -> None:
     """A quarter of the parameters are embeddings, which are AdamW's with either optimizer."""
     plan = plan_run(Training(steps=10), 1, GIB, GIB // 4, muon=muon)
-    check = partial(check_memory, plan, ALONE, diloco)
+    check = partial(check_memory, plan, ALONE, diloco, checkpoint)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     monkeypatch.setattr(run_plan, "available_memory_bytes", lambda: needed * GIB)
     check()
     monkeypatch.setattr(run_plan, "available_memory_bytes", lambda: needed * GIB - 1)
-    with pytest.raises(ValueError, match=rf"need {needed}.0 GiB on this machine.*--config 35m"):
+    with pytest.raises(ValueError, match=rf"need {needed}.0 GiB on .*--config 35m") as refused:
         check()
+    assert parts in str(refused.value)
 
 
 def test_an_island_that_stops_says_how_to_resume(

@@ -112,6 +112,19 @@ def test_any_number_of_processes_gives_the_same_curve(
         assert curve(together, key) == curve(alone, key), key
 
 
+def test_a_single_worker_hides_no_communication(
+    text: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It has an outer loop, but nobody to exchange with."""
+    alone = {"diloco.method": "streaming", "diloco.sync_every": 2, "validation.every": 0}
+    with caplog.at_level(logging.INFO, "torchtitan_diloco"):
+        found = train(settings(text, **alone))
+    assert sum(curve(found, "worker/fragments_applied")) > 0
+    assert sum(curve(found, "worker/exchange_seconds")) > 0
+    assert curve(found, "sync/hidden_percent") == []
+    assert "hidden" not in caplog.text
+
+
 def test_it_learns_and_the_seed_determines_the_run(text: Path) -> None:
     def losses(name: str, **changes: Any) -> list[float]:
         changes |= {"training.steps": 60, "optimizer.lr": "1e-2", "validation.every": 0}

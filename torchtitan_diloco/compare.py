@@ -24,7 +24,7 @@ import msgspec
 from torchtitan_diloco.config import Config, from_command_line
 from torchtitan_diloco.config.schema import flat_settings
 from torchtitan_diloco.formatting import brief, counted
-from torchtitan_diloco.hardware import GLOO_INTERFACE, interfaces, is_loopback
+from torchtitan_diloco.hardware import GLOO_INTERFACE, interfaces, is_loopback, release_of
 from torchtitan_diloco.plan import parse_bandwidth, parse_duration, quantity, write_variant
 from torchtitan_diloco.reach import split_address
 from torchtitan_diloco.user import USER_ERROR, Parser, UserError, command_line
@@ -220,7 +220,7 @@ def _agree(
     facts = {key: str(value) for key, value in settings if key not in OWN_SETTINGS}
     facts |= {
         "code (install the same commit on both)": code_fingerprint(PACKAGE),
-        "torch": str(torch.__version__),
+        "torch": release_of(torch.__version__),
         "device": "cuda" if _on_gpu(config) else "cpu",
         "processes (NPROC, CUDA_VISIBLE_DEVICES)": str(processes),
         "name of --write": options.write.stem,

@@ -1,6 +1,13 @@
-"""Numbers, times and tables as text."""
+"""Numbers, times, tables and progress as text."""
 
+import sys
 from collections.abc import Sequence
+from typing import Any
+
+BAR_SECONDS = 0.2
+"""Seconds between two changes of a progress bar on a terminal."""
+FIRST_LINE_SECONDS = 10.0
+"""Seconds until the first line about progress elsewhere."""
 
 
 def clock(seconds: float) -> str:
@@ -32,3 +39,10 @@ def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str
     rows = [columns, ["-" * width for width in widths], *rows]
     lines = [map(str.ljust, row, widths) for row in rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def progress_options(action: str) -> dict[str, Any]:
+    """Return the options of a tqdm progress bar in bytes, which shows only what takes long."""
+    every = BAR_SECONDS if sys.stderr.isatty() else FIRST_LINE_SECONDS
+    look = {"unit": "B", "unit_scale": True, "leave": False, "desc": action}
+    return {"mininterval": every, "delay": every, **look}

@@ -56,11 +56,16 @@ def check_device(wanted: str) -> None:
         )
 
 
+def release_of(version: str) -> str:
+    """Return a version without its build, such as +cpu."""
+    return version.partition("+")[0]
+
+
 def untested_torch(version: str) -> str:
     """Return a note if this version of torch is newer than the newest tested one, else ""."""
     from torch.torch_version import TorchVersion
 
-    if TorchVersion(version.partition("+")[0]) <= NEWEST_TORCH:  # without the build, such as +cpu
+    if TorchVersion(release_of(version)) <= NEWEST_TORCH:
         return ""
     return (
         f"torch {version} is newer than {NEWEST_TORCH}, the newest version that "

@@ -47,6 +47,7 @@ from torchtitan_diloco.components.summary import log_summary
 from torchtitan_diloco.components.telemetry import StepResult, Telemetry
 from torchtitan_diloco.components.validation import Validator, open_held_out
 from torchtitan_diloco.config import Config, to_toml
+from torchtitan_diloco.config.loader import SECRETS
 from torchtitan_diloco.config.schema import flat_settings, portable
 from torchtitan_diloco.course import Course, JobCourse, counted_before
 from torchtitan_diloco.data.batch import Batch
@@ -59,21 +60,26 @@ from torchtitan_diloco.diloco.streaming import DataParallel, OuterLoop
 from torchtitan_diloco.distributed.collectives import (
     Requests,
     StopRequest,
-    answer_lag,
+    longest_lag,
     watch_notices,
 )
 from torchtitan_diloco.distributed.world import FSDP, World
+from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.log import logger
 from torchtitan_diloco.models import build_model, vocabulary_rows
 from torchtitan_diloco.models.interface import describe, flops_per_token, parameter_counts
 from torchtitan_diloco.models.parallelize import compute_dtype, materialize, parallelize
 from torchtitan_diloco.user import UserError
 
-OWN_SETTINGS = {"run.folder", "data.cache_folder", "checkpoint.mirror", *MAY_DIFFER} | {
+OWN_SETTINGS = {
+    "run.folder",
     "run.preemption",
     "run.preemption_address",
+    "data.cache_folder",
+    *MAY_DIFFER,
+    *SECRETS,
 }
-"""Settings that may differ between the processes of a run."""
+"""Settings that may differ between the processes of a run, or that no other rank may see."""
 PACKAGE = Path(__file__).parent
 COMPUTES = (
     "components",
@@ -159,8 +165,8 @@ class Trainer:
         with (
             GarbageCollection() as garbage,
             lock or nullcontext(),
-            StopRequest(self.world, answer_lag(self.world, config.diloco)) as stop,
-            watch_notices(config.run, stop),
+            StopRequest(self.world, longest_lag(self.world, config.diloco)) as stop,
+            watch_notices(config.run, stop) as notices,
             self._open_telemetry(folder) as telemetry,
             build_profiler(config.profiling, folder, self.world) as profiler,
             closing(self._build_checkpointer(own_folder, telemetry)) as checkpointer,
@@ -179,6 +185,8 @@ class Trainer:
                 garbage.after_step(self.step)
                 numbers = telemetry.numbers(stop.waited_seconds)
                 requests = stop.agreed(self.step, numbers, save=checkpointer.due_by_time())
+                save_seconds = checkpointer.save_seconds
+                notices.check_time(stop.steps_to_stop, stop.step_seconds, save_seconds)
                 after = self._after_step(requests)
                 saves = checkpointer.is_due(after)
                 validates = self.validator.is_due(after) and not self.course.has_left
@@ -444,6 +452,8 @@ class Trainer:
 
             weights = weights_fingerprint(weights)
         facts |= {"tokenizer": self.tokenizer.fingerprint, "model.weights": weights}
+        if join := self.config.islands.join:
+            facts["run in islands.join"] = Join.parse(join).run
         code = [PACKAGE / name for name in COMPUTES]
         model = sys.modules[type(self.model).__module__]  # FLAVORS may have those of other packages
         source = getattr(model, "__file__", None)  # that of an interactive session has none

@@ -12,10 +12,15 @@ import pytest
 from tests.components.test_telemetry import PLAN, SENT, Clock, Outer, telemetry, train
 from tests.test_trainer import records
 from torchtitan_diloco.components import telemetry as module
-from torchtitan_diloco.components.metrics import all_reduce_bytes, kept_time
+from torchtitan_diloco.components.metrics import (
+    all_reduce_bytes,
+    exchange_times,
+    hidden_percent,
+    kept_time,
+)
 from torchtitan_diloco.components.summary import log_summary
 from torchtitan_diloco.components.telemetry import StepResult
-from torchtitan_diloco.distributed.collectives import PendingSum
+from torchtitan_diloco.distributed.collectives import Asked, PendingSum
 from torchtitan_diloco.report.page import facts_table
 from torchtitan_diloco.report.run_records import open_runs
 
@@ -70,7 +75,7 @@ def train_workers(
                 own.measure(outer.train_step)
                 Clock.now += 0.2
                 each.append(own.numbers(agreement_seconds=0.03 * (step - begin)))
-            summed = [0.0, 0.0, *map(sum, zip(*each, strict=True))]
+            summed = [*Asked(), *map(sum, zip(*each, strict=True))]
             for own in workers:
                 if step % 2 == 0:
                     own.open_record(step, 0.1, PendingSum(own.world, summed, "in the test"))
@@ -117,6 +122,12 @@ def test_the_table_at_the_end_has_the_figures_of_the_report(
     first, second = (records(tmp_path, worker=worker)[0] for worker in (0, 1))
     for name in ("sync/hidden_percent", "speed/compute_percent", "sync/exposed_percent"):
         assert 0 < first[name] == second[name] < 100, name
+
+
+def test_a_wait_is_at_most_as_long_as_the_exchanges() -> None:
+    totals = {SENT: 1.0, "world/exchange_seconds": 0.18, "world/exposed_waiting_seconds": 0.19}
+    assert exchange_times(totals) == (0.18, 0.18)
+    assert hidden_percent(totals) == 0.0
 
 
 def test_the_summary_counts_islands_that_came_later(

@@ -42,7 +42,7 @@ from torchtitan_diloco.diloco.flags import OUTLIER
 from torchtitan_diloco.diloco.fragments import Fragment, Part
 from torchtitan_diloco.diloco.round import Round, Traffic
 from torchtitan_diloco.diloco.streaming import DataParallel, OuterLoop
-from torchtitan_diloco.distributed.collectives import PendingSum
+from torchtitan_diloco.distributed.collectives import Asked, PendingSum
 from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.hardware import queued_seconds
 from torchtitan_diloco.report.run_records import open_runs
@@ -116,7 +116,7 @@ def telemetry(
 
 def log(own: Telemetry, step: int, run: RunProgress | None = None) -> None:
     numbers = own.numbers(agreement_seconds=0.0)
-    own.open_record(step, 0.1, PendingSum(own.world, [0, 0, *numbers], "in the test"), run=run)
+    own.open_record(step, 0.1, PendingSum(own.world, [*Asked(), *numbers], "in the test"), run=run)
 
 
 def train(own: Telemetry, steps: Sequence[int], result: StepResult = TRAINED) -> None:

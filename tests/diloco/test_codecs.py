@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from torchtitan_diloco.diloco.codecs import CODECS, UNIT, Codec, bits_per_parameter, build_codec
+from torchtitan_diloco.diloco.codecs.blocks import Int8Codec, MiniFloatCodec
 from torchtitan_diloco.diloco.config import BLOCK_SIZES, Quantization
 
 BLOCK_CODECS: list[str] = [name for name in CODECS if name not in ("fp32", "bf16", "topk")]
@@ -268,3 +269,17 @@ def test_bits_per_parameter() -> None:
         Quantization("topk"): 0.21875,
     }
     assert {wire: bits_per_parameter(build_codec(wire)) for wire in wires} == wires
+
+
+class Int4Codec(Int8Codec):
+    """Integers that the kernels would take for bytes."""
+
+    bits = 4
+    top = 7.0
+
+
+def test_formats_that_cannot_be_packed_are_refused() -> None:
+    with pytest.raises(ValueError, match="format int4 has codes of 4 bits: integers of 8 bits can"):
+        Int4Codec("int4", 32)
+    with pytest.raises(ValueError, match="codes of 2 bits: floats of 8 or 4 bits can be packed"):
+        MiniFloatCodec("fp2", 32, exponent=1, mantissa=0, bias=0, top=1.0)

@@ -1,21 +1,23 @@
 """The start of an outer loop: what is refused says what to do; workers agree on all the rest."""
 
+import math
 import re
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.diloco.toy import AVERAGE_EVERY_STEP, Net, config, fused, join
-from tests.processes import ProcessPool
+from tests.processes import ProcessPool, counting_sent
 from torchtitan_diloco.diloco import (
     Beginning,
     DiLoCoConfig,
@@ -28,15 +30,17 @@ from torchtitan_diloco.diloco import (
     peers,
 )
 from torchtitan_diloco.diloco.codecs import base
-from torchtitan_diloco.diloco.fragments import build_fragments
+from torchtitan_diloco.diloco.fragments import build_fragments, local_of
 from torchtitan_diloco.diloco.gloo_peers import GlooPeers
 from torchtitan_diloco.diloco.outer_state import pick_state_device
 from torchtitan_diloco.diloco.rendezvous import store_of_attempt
-from torchtitan_diloco.distributed.world import WORKER
+from torchtitan_diloco.distributed.world import FSDP, WORKER
 from torchtitan_diloco.hardware import describe_machine
 from torchtitan_diloco.log import logger
 
 GPU = torch.device("cuda", 0)
+MESSAGE_BYTES = 12_500
+"""Size of the messages with first weights, if the timeout is 1 s."""
 
 
 def test_numbers_have_the_type_of_their_setting() -> None:
@@ -147,6 +151,101 @@ def test_workers_that_compute_other_bits_are_refused(processes: ProcessPool) -> 
         headline, named = message.split("\n")
         assert headline.startswith("workers compute different bits")
         assert re.fullmatch(line, named)
+
+
+class WithBuffers(nn.Module):
+    """Parameters and buffers of several types and layouts, the same on all ranks."""
+
+    mask: Tensor
+    scale: Tensor
+    unequal: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+        self.wide = nn.Linear(128, 70, bias=False)
+        nn.init.ones_(self.wide.weight)
+        self.frozen = nn.Parameter(torch.full((3, 2), 2.0).t(), requires_grad=False)
+        self.register_buffer("mask", torch.zeros(5, dtype=torch.bool))
+        self.register_buffer("scale", torch.tensor(0.5, dtype=torch.bfloat16))
+        self.register_buffer("unequal", torch.tensor([math.nan, -0.0]), persistent=False)
+
+
+CHANGES: dict[str, Callable[[WithBuffers], object]] = {
+    "nothing": lambda _: None,
+    "net.embedding.weight": lambda model: local_of(model.net.embedding.weight)[1:2].add_(1e-6),
+    "net.gain": lambda model: local_of(model.net.gain).neg_(),
+    "wide.weight": lambda model: local_of(model.wide.weight)[-1:, -1:].mul_(2),
+    "frozen": lambda model: model.frozen[1, 2].neg_(),
+    "mask": lambda model: model.mask[4].logical_not_(),
+    "scale": lambda model: model.scale.fill_(0.25),
+    "unequal": lambda model: model.unequal[1].abs_(),
+}
+"""A tensor of `WithBuffers` -> a small change of it. The first one changes nothing."""
+
+
+class Start(NamedTuple):
+    sizes: list[int]
+    """Bytes of each broadcast."""
+    lines: list[str]
+    """The log."""
+    bits: dict[str, bytes]
+    """Bytes of this rank's shard of each tensor."""
+
+
+def _first_weights(ranks: int) -> dict[str, Start]:
+    """Start an outer loop for each change on worker 1."""
+    world = join(2, ranks)
+    chosen = replace(config(0), link=Link(timeout_seconds=1))
+    found = {}
+    for changed, change in CHANGES.items():
+        model = WithBuffers()
+        if world.mesh is not None and ranks > 1:
+            fully_shard(model.net, mesh=world.mesh[FSDP])
+            fully_shard(model.wide, mesh=world.mesh[FSDP])
+        if world.worker == 1:
+            with torch.no_grad():
+                change(model)
+        sizes, lines = list[int](), list[str]()
+        with counting_sent(sizes, dist.broadcast), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(logger, "info", lines.append)
+            start_peers(model, world.group(WORKER), chosen)
+        tensors = (*model.named_parameters(), *model.named_buffers())
+        bits = {
+            name: local_of(value).reshape(-1).view(torch.uint8).numpy().tobytes()
+            for name, value in tensors
+        }
+        found[changed] = Start(sizes, lines, bits)
+    return found
+
+
+def start_peers(model: nn.Module, group: dist.ProcessGroup | None, chosen: DiLoCoConfig) -> None:
+    peers = GlooPeers(group)
+    peers.start(model, chosen)
+    peers.close()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_only_first_weights_that_differ_are_sent(processes: ProcessPool, ranks: int) -> None:
+    """Bit by bit, and in messages that a slow link passes within the timeout."""
+    results = processes.run(_first_weights, 2 * ranks, ranks)
+    for rank, result in enumerate(results):
+        expected = results[rank % ranks]["nothing"].bits
+        token = result["nothing"].sizes  # of the run, which worker 0 always sends
+        assert sum(token) < 100
+        assert result["nothing"].lines == []
+        for changed in CHANGES.keys() - {"nothing"}:
+            sizes, lines, bits = result[changed]
+            assert bits == expected, changed
+            assert sizes[: len(token)] == token
+            sent = sizes[len(token) :]
+            assert sum(sent) == len(bits[changed])  # nothing if the shard is empty
+            assert max(sent, default=0) <= MESSAGE_BYTES
+            said = "worker 0 sends 1 of 19 tensors of the model, "
+            assert [line.startswith(said) for line in lines] == [True] * bool(sent)
+            assert all(line.endswith("first weights of worker 1 differ") for line in lines)
+    sent = results[-1]["wide.weight"].sizes[len(token) :]
+    assert len(sent) == math.ceil(4 * 128 * 70 / ranks / MESSAGE_BYTES) > 1
 
 
 def _refusals() -> tuple[dict[str, str], list[str]]:

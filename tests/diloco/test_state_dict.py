@@ -25,6 +25,7 @@ from torchtitan_diloco.diloco.config import CodecName
 from torchtitan_diloco.diloco.fragments import local_of, shard_rows
 from torchtitan_diloco.diloco.state_dict import (
     SavedState,
+    saved_bytes,
     shaped_like,
     shared_parameter_name,
 )
@@ -218,3 +219,23 @@ def test_a_saved_state_is_in_host_memory_whatever_the_model_is_sharded_over(
     """With two ranks a worker, one has no row of the gain."""
     found = processes.run(_sharded_over_devices_without_memory, 2)
     assert found == [{("meta", "cpu")}] * 2
+
+
+@pytest.mark.parametrize("delay", [0, 7])
+@pytest.mark.parametrize(
+    ("codec", "optimizer_name"), [("fp32", "nesterov"), ("int8", "adam"), ("topk", "sgd")]
+)
+def test_the_memory_of_a_save_is_known_before(
+    codec: CodecName, optimizer_name: str, delay: int
+) -> None:
+    """The most, when all fragments are in flight."""
+    wire = Quantization(codec=codec)
+    chosen = replace(config(2, delay=delay, name=optimizer_name), quantization=wire)
+    outer, model, optimizer = alone(chosen)
+    sizes = list[int]()
+    for step in range(1, 2 * chosen.sync_every + 1):
+        train(outer, model, optimizer, [step])
+        sizes.append(sum(value.nbytes for value in outer.state_dict()["tensors"].values()))
+    outer.close()
+    values = sum(parameter.numel() for parameter in model.parameters())
+    assert max(sizes) == saved_bytes(chosen) * values

@@ -33,6 +33,7 @@ from torchtitan_diloco.diloco.background import ENCODING_THREADS
 from torchtitan_diloco.diloco.gloo_peers import GlooPeers
 from torchtitan_diloco.diloco.state_dict import shared_parameter_name
 from torchtitan_diloco.distributed.world import WORKER
+from torchtitan_diloco.user import UserError
 
 
 def _average_every_step() -> dict[str, Tensor]:
@@ -71,8 +72,6 @@ def test_one_worker_needs_no_process_group() -> None:
     assert "each fragment every step, applied 0 steps later; local weight 0;" in described
     assert "fp32, 32 bits a parameter; summed in fp32" in described
     assert "whole model" in described
-    with pytest.raises(ValueError, match="weight of a step"):
-        outer.step(math.inf)
     outer.close()
     with pytest.raises(RuntimeError, match="diloco-exchange was closed"):
         outer.step()
@@ -262,3 +261,12 @@ def test_hundreds_of_syncs_leave_memory_where_it_was(processes: ProcessPool) -> 
     for warm, later in processes.run(_many_syncs, 2):
         # A heap that fragments takes some 8,000 KiB at most. One delta kept of each sync is 48,000.
         assert later - warm < 16_000, "KiB"
+
+
+@pytest.mark.parametrize("weight", [math.nan, math.inf, -1.0])
+def test_a_weight_that_is_no_share_is_refused(weight: float) -> None:
+    outer, *_ = alone(config())
+    with pytest.raises(UserError, match=rf"step\(weight={weight}\): pass a finite number of at"):
+        outer.step(weight)
+    outer.close()
+    assert outer.step_count == 0

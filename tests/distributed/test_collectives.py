@@ -4,9 +4,12 @@ import os
 import re
 import signal
 import time
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from tests.distributed.test_world import join
@@ -14,15 +17,17 @@ from tests.processes import DIED, ProcessPool
 from torchtitan_diloco.diloco.agreement import agree
 from torchtitan_diloco.distributed import collectives
 from torchtitan_diloco.distributed.collectives import (
+    Asked,
     PendingSum,
     RanksLostError,
     StopRequest,
+    lag_in_steps,
     naming_lost_ranks,
     on_all_ranks,
 )
 from torchtitan_diloco.distributed.world import leave_world
 from torchtitan_diloco.process import STOP_SIGNALS
-from torchtitan_diloco.user import cause_of
+from torchtitan_diloco.user import UserError, cause_of
 
 
 def _agree() -> tuple[Any, ...]:
@@ -55,6 +60,25 @@ def test_all_ranks_get_the_same_and_the_error_of_one(processes: ProcessPool) -> 
         assert refused == ("no" if rank == 1 else "no (on rank 1)")
         assert "corpus: a on rank 0, b on rank 2" in different
         assert "text" not in different
+
+
+def _agree_on_torch(versions: list[str]) -> str:
+    """Return the error if each rank has its own version of torch."""
+    world = join(1)
+    with patch.object(torch, "__version__", versions[world.rank]):
+        try:
+            agree({}, world.control, "rank")
+        except UserError as error:
+            return str(error)
+    return ""
+
+
+def test_ranks_need_the_same_release_of_torch_but_not_the_same_build(
+    processes: ProcessPool,
+) -> None:
+    assert processes.run(_agree_on_torch, 2, ["2.14.1+cu126", "2.14.1+cu128"]) == ["", ""]
+    for message in processes.run(_agree_on_torch, 2, ["2.14.1+cu126", "2.14.0+cu126"]):
+        assert "  torch version: 2.14.1 on rank 0, 2.14.0 on rank 1" in message
 
 
 def _lose_a_rank(apart: float) -> str:
@@ -94,7 +118,7 @@ def _save_and_stop(signalled_rank: int) -> tuple[list[int], int, list[float]]:
     gets a signal in step 15. Return the steps after which all saved, and stopped, and the sums of
     the ranks' numbers in the first steps."""
     world, saves, sums = join(1), [], []
-    with StopRequest(world, lag=3) as request:
+    with StopRequest(world, longest_lag=3) as request:
         for step in range(1000):
             time.sleep(0.001 * (1 + world.rank))
             if step == 15 and world.rank == signalled_rank:
@@ -102,7 +126,7 @@ def _save_and_stop(signalled_rank: int) -> tuple[list[int], int, list[float]]:
             number = 10.0 * step + world.rank
             requests = request.agreed(step, [number], save=world.rank == 1 and step == 4)
             if step < 3:  # asked for already, or not
-                sums += request.ask(step, [number]).result()[2:]
+                sums += request.ask(step, [number]).result()[len(Asked._fields) :]
             saves += [step] * requests.save
             if requests.stop:
                 return saves, step, sums
@@ -111,6 +135,63 @@ def _save_and_stop(signalled_rank: int) -> tuple[list[int], int, list[float]]:
 
 def test_all_ranks_save_and_stop_after_the_same_step_when_one_asks(processes: ProcessPool) -> None:
     assert processes.run(_save_and_stop, 3, 2) == [([7], 19, [3, 33, 63])] * 3
+
+
+@pytest.mark.parametrize(
+    ("step_seconds", "longest", "steps"),
+    [
+        (0.0, 6, 6),
+        (0.5, 6, 6),
+        (0.5, 20, 8),
+        (1.0, 6, 4),
+        (1.9, 6, 3),
+        (2.0, 6, 2),
+        (60.0, 20, 2),
+        (60.0, 1, 1),
+        (0.1, 1, 1),
+        (0.1, 0, 0),
+    ],
+)
+def test_answers_are_read_earlier_if_steps_are_long(
+    step_seconds: float, longest: int, steps: int
+) -> None:
+    assert lag_in_steps(step_seconds, longest) == steps
+
+
+FAST, SLOW = range(21, 61), range(61, 101)
+"""Steps that are short, after some that are long, and that are long again."""
+
+
+def _save_at_any_speed(askers: dict[int, int]) -> tuple[dict[int, int], list[float]]:
+    """Ask for saves after steps, each on a rank. Return the step of each save, and the usual times
+    of a step. The clock of each rank has its own speed."""
+    world = join(1)
+    now = 0.0
+    saves, usual = dict[int, int](), list[float]()
+    clock = SimpleNamespace(perf_counter=lambda: now, monotonic=time.monotonic)
+    with (
+        patch.object(collectives, "time", clock),
+        StopRequest(world, longest_lag=6) as request,
+    ):
+        asked = list[int]()
+        for step in range(1, SLOW.stop):
+            now += (0.01 if step in FAST else 3.0) * (1 + world.rank)
+            asked += [step] if step in askers else []
+            if request.agreed(step, save=askers.get(step) == world.rank).save:
+                saves[asked.pop(0)] = step
+            if step in (1, 20, 60):
+                usual.append(request.step_seconds)
+    return saves, usual
+
+
+def test_a_stop_comes_soon_if_steps_are_long(processes: ProcessPool) -> None:
+    """All ranks derive the same lag from their sums, also while it changes."""
+    askers = {1: 0, 10: 1, 20: 0, 40: 1, 49: 0, 62: 1, 80: 0}
+    results = processes.run(_save_at_any_speed, 2, askers)
+    saves, usual = results[0]
+    assert results[1] == (saves, usual)
+    assert usual == pytest.approx([0.0, 4.5, 0.015])
+    assert saves == {1: 3, 10: 12, 20: 22, 40: 46, 49: 56, 62: 68, 80: 82}
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
@@ -123,7 +204,7 @@ def test_a_signal_stops_a_single_process_and_its_handler_is_restored(
     wanted = signal.SIG_IGN if ignored else before
     try:
         signal.signal(number, wanted)
-        with StopRequest(join(1), lag=0) as request:
+        with StopRequest(join(1), longest_lag=0) as request:
             assert request.agreed(1) == (False, False)
             os.kill(os.getpid(), number)
             os.kill(os.getpid(), number)  # the same request, passed on by a launcher

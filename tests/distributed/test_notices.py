@@ -13,6 +13,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 
 from tests.components.test_resume import FP32, chosen, last, run
 from tests.conftest import REPOSITORY, write_text
@@ -32,6 +33,7 @@ from torchtitan_diloco.config import ConfigError, load_config
 from torchtitan_diloco.distributed import notices
 from torchtitan_diloco.distributed.collectives import StopRequest
 from torchtitan_diloco.distributed.notices import DIALECTS, Metadata, Notice, NoticeWatch
+from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.trainer import Trainer
 
 
@@ -270,8 +272,8 @@ def test_the_exit_code_is_that_of_sigterm_and_the_run_is_not_started_again(
 
 def test_a_signal_after_a_notice_is_the_first_one() -> None:
     """A cloud sends one soon after its notice, and a second signal would kill the run."""
-    world = type("World", (), {"control": None})()
-    with StopRequest(world, lag=0) as stop:
+    world = World(rank=0, size=1, workers=1, device=torch.device("cpu"))
+    with StopRequest(world, longest_lag=0) as stop:
         assert stop.seconds_left == math.inf
         stop.note(Notice("taken away", 30.0))
         found = [stop.only_noticed]
@@ -280,6 +282,40 @@ def test_a_signal_after_a_notice_is_the_first_one() -> None:
         found.append(stop.only_noticed)
         assert found == [True, False]
         assert stop.agreed(1).stop
+
+
+@pytest.mark.parametrize(
+    ("cloud", "times", "needed"),
+    [
+        ("gcp", (3, 10.0, 0.0), ""),
+        ("gcp", (3, 10.5, 0.0), "needs 32 s to stop (3 steps of 10.5 s, without a save)"),
+        ("azure", (8, 0.1, 60.0), "needs 61 s to stop (8 steps of 0.1 s and a save of 60.0 s)"),
+        ("aws", (8, 0.1, 60.0), ""),
+        ("gcp", (3, 0.0, 60.0), ""),  # the time of a step is not known yet
+        ("none", (3, 100.0, 60.0), ""),
+    ],
+)
+def test_a_notice_that_is_too_short_is_named(
+    caplog: pytest.LogCaptureFixture, cloud: str, times: tuple[int, float, float], needed: str
+) -> None:
+    watch = NoticeWatch(cloud, "", lambda _: None)
+    for _ in range(2):
+        watch.check_time(*times)
+    assert len(caplog.messages) == bool(needed)
+    assert needed in caplog.text
+
+
+def test_a_run_compares_the_time_of_its_steps_with_the_notice(
+    monkeypatch: pytest.MonkeyPatch,
+    text: Path,
+    tmp_path: Path,
+    server: MetadataServer,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setitem(notices.NOTICE_SECONDS, "gcp", 0.0)
+    run(noticed(text, tmp_path / "run", "gcp", server, **{"training.steps": 4}))
+    found = [line for line in caplog.messages if "gives a notice of 0 s, but this run" in line]
+    assert len(found) == 1
 
 
 @pytest.mark.parametrize(

@@ -364,6 +364,9 @@ class Checkpointer:
         self._timer_start = time.monotonic()
         self.failure = ""
         """Why the last save failed; empty if it did not."""
+        self.save_seconds = 0.0
+        """Time from the beginning to the end of the last complete save, 0 if there was none."""
+        self._save_started = 0.0
 
     def is_due(self, after: AfterStep) -> bool:
         """Return whether to save after a step. A run that pauses always does."""
@@ -399,6 +402,7 @@ class Checkpointer:
         waited = self._outer.exposed_seconds
         self.wait()
         self._timer_start = time.monotonic()
+        self._save_started = time.perf_counter()
         self._outer.heal(self._world.group(FSDP))
         state = self._outer.state_dict(self._world.host_mesh)
         saved = SavedState.from_dict(state) if state else None
@@ -483,5 +487,6 @@ class Checkpointer:
             )
         megabytes = sum(size for part in files for size, _ in part.values()) / 1e6
         seconds = time.perf_counter() - started
+        self.save_seconds = time.perf_counter() - self._save_started
         logger.info(f"{what}: {megabytes:,.1f} MB in {seconds:.1f} s, {path}")
         return ""

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeGuard
 Record = dict[str, Any]
 """Of a step: values by name, None if not known."""
 HOUR = 3600.0
+SENT = "worker/sent_bytes"
 RUN = "run"
 """Scope of a number that is of the whole run."""
 JOB = "job"
@@ -132,13 +133,26 @@ def percent(part: float, whole: float) -> float:
     return min(max(100 * part / whole, 0.0), 100.0) if whole else math.nan
 
 
+def exchange_times(totals: Mapping[str, float]) -> tuple[float, float]:
+    """Return the seconds of the exchanges, and for how many of them training waited.
+
+    Both are 0 without other workers: what a single worker does instead of an exchange counts as
+    none.
+    """
+    if totals.get(SENT) == 0:
+        return 0.0, 0.0
+    seconds = totals.get("world/exchange_seconds", 0.0)
+    # A wait may be longer than the exchange by the time until the threads have passed it on.
+    return seconds, min(seconds, totals.get("world/exposed_waiting_seconds", 0.0))
+
+
 def hidden_percent(totals: Mapping[str, float]) -> float:
     """Return the share of the exchanges' time that is hidden behind training, which did not wait.
 
     NaN if there was no exchange.
     """
-    exchange = totals.get("world/exchange_seconds", 0.0)
-    return 100 - percent(totals.get("world/exposed_waiting_seconds", 0.0), exchange)
+    seconds, waited = exchange_times(totals)
+    return 100 - percent(waited, seconds)
 
 
 def compute_percent(totals: Mapping[str, float]) -> float:

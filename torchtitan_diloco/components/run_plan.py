@@ -4,6 +4,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,9 +12,10 @@ import torch
 
 from torchtitan_diloco import __version__
 from torchtitan_diloco.config.loader import run_warnings
-from torchtitan_diloco.config.schema import Config, Training
+from torchtitan_diloco.config.schema import Checkpoint, Config, Training
 from torchtitan_diloco.diloco.config import DiLoCoConfig
 from torchtitan_diloco.diloco.outer_state import state_bytes
+from torchtitan_diloco.diloco.state_dict import saved_bytes
 from torchtitan_diloco.distributed.collectives import on_all_ranks
 from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.formatting import counted, few_digits
@@ -28,6 +30,8 @@ from torchtitan_diloco.user import LOCAL_ISLANDS, UserError
 
 MANY_EPOCHS = 4
 """Times that text can be repeated before it helps much less than new text (arXiv 2305.16264)."""
+GRADIENT_BYTES = 4
+"""Bytes of a gradient."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +159,7 @@ def log_plan(
     }
     for name, text in lines.items():
         logger.info(f"{name:<10} {text}")
-    check_memory(plan, world, config.diloco)
+    check_memory(plan, world, config.diloco, config.checkpoint)
     if world.is_first:
         warnings = [
             untested_torch(str(torch.__version__)),
@@ -189,25 +193,43 @@ def _repetition(plan: RunPlan, config: Config, epochs: Mapping[str, float]) -> I
         )
 
 
-def check_memory(plan: RunPlan, world: World, diloco: DiLoCoConfig) -> None:
+def check_memory(plan: RunPlan, world: World, diloco: DiLoCoConfig, checkpoint: Checkpoint) -> None:
     """Raise if the state of the ranks on this machine does not fit into its memory: the system
     would kill them. A GPU raises an error itself."""
     if world.device.type == "cpu":
         here = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) / world.ranks_per_worker
-        on_all_ranks(world.control, lambda: check_host_memory(plan, diloco, workers=here))
+        check = partial(check_host_memory, plan, diloco, workers=here, saves=checkpoint.is_used)
+        on_all_ranks(world.control, check)
 
 
-def check_host_memory(plan: RunPlan, diloco: DiLoCoConfig, workers: float = 1.0) -> None:
-    """Raise if this machine has no room for so many workers."""
-    each = plan.inner_bytes + (state_bytes(diloco) if diloco.method != "none" else 0)
-    needed = workers * each * plan.parameters
-    if needed > (available := available_memory_bytes()):
-        raise UserError(
-            f"{plan.parameters:,} parameters need {needed / GIB:.1f} GiB on this machine, with "
-            f"gradients, optimizer and outer state, and {available / GIB:.1f} GiB are available: "
-            "use more machines per worker, or a smaller model (--config 35m, or --config debug to "
-            "try)"
-        )
+def check_host_memory(
+    plan: RunPlan, diloco: DiLoCoConfig, *, workers: float = 1.0, saves: bool = True
+) -> None:
+    """Raise if this machine has no room for so many workers.
+
+    `saves`: whether the run saves checkpoints, for which it copies its state.
+    """
+    has_outer_loop = diloco.method != "none"
+    # Bytes of all workers here for a parameter.
+    each = {"parameters, gradients and optimizer": workers * plan.inner_bytes}
+    if has_outer_loop:
+        each["outer state"] = workers * state_bytes(diloco)
+    if saves:
+        saving = workers if has_outer_loop else min(workers, 1.0)  # else only worker 0 saves
+        copied = plan.inner_bytes - GRADIENT_BYTES + has_outer_loop * saved_bytes(diloco)
+        each["copies of a save"] = saving * copied
+    needed = sum(each.values()) * plan.parameters
+    if needed <= (available := available_memory_bytes()):
+        return
+    parts = [
+        f"{bytes_each * plan.parameters / GIB:.1f} {name}" for name, bytes_each in each.items()
+    ]
+    raise UserError(
+        f"{plan.parameters:,} parameters need {needed / GIB:.1f} GiB on this machine "
+        f"({' + '.join(parts)}; activations come on top), and {available / GIB:.1f} GiB are "
+        "available: use more machines per worker, or a smaller model (--config 35m, or --config "
+        "debug to try)"
+    )
 
 
 def log_early_end(config: Config, folder: Path, step: int, describe: Callable[[str], str]) -> None:

@@ -10,12 +10,14 @@ import shlex
 from pathlib import Path
 
 from torchtitan_diloco.components.metrics import (
+    SENT,
     all_reduce_bytes,
     compute_percent,
+    exchange_times,
     hidden_percent,
     kept_time,
 )
-from torchtitan_diloco.components.telemetry import SENT, Telemetry
+from torchtitan_diloco.components.telemetry import Telemetry
 from torchtitan_diloco.formatting import clock
 from torchtitan_diloco.log import logger
 from torchtitan_diloco.user import LOCAL_ISLANDS, command_line
@@ -84,8 +86,7 @@ def _shares(telemetry: Telemetry) -> dict[str, str]:
     rows = {}
     scope = "all workers" if telemetry.world.workers > 1 else "this island"
     if math.isfinite(hidden := hidden_percent(totals)):
-        took = totals["world/exchange_seconds"]
-        waited = totals["world/exposed_waiting_seconds"]
+        took, waited = exchange_times(totals)
         rows["hidden"] = (
             f"{hidden:.1f} % of the exchanges' time, {scope} (training waited for {waited:.2f} of "
             f"{took:.2f} s)"

@@ -20,6 +20,7 @@ import torch
 
 from torchtitan_diloco.components.checkpoint import folder_of_worker
 from torchtitan_diloco.components.metrics import (
+    SENT,
     WORLD_TIMES,
     Record,
     Totals,
@@ -42,13 +43,12 @@ from torchtitan_diloco.data.batch import Batch
 from torchtitan_diloco.diloco.round import Round
 from torchtitan_diloco.diloco.streaming import OuterLoop
 from torchtitan_diloco.diloco.vitals import Vitals
-from torchtitan_diloco.distributed.collectives import PendingSum
+from torchtitan_diloco.distributed.collectives import Asked, PendingSum
 from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.formatting import clock
 from torchtitan_diloco.hardware import GIB, crowded, peak_flops, peak_memory_bytes, queued_seconds
 from torchtitan_diloco.log import logger
 
-SENT = "worker/sent_bytes"
 IN_FLIGHT = "worker/fragments_in_flight"
 RECENT = 16
 """Steps in which the usual times of a step are measured."""
@@ -366,7 +366,7 @@ class Telemetry:
         while self._in_flight and (all or self._in_flight[0].sums.is_complete):
             progress, steps_left, record, rounds, sums = self._in_flight.popleft()
             started = time.perf_counter()
-            _, _, *numbers = sums.result()  # without the requests to stop and to save
+            numbers = sums.result()[len(Asked._fields) :]
             self._counters["worker/agreement_seconds"] += time.perf_counter() - started
             record |= self._of_all_ranks(numbers, record)
             self.loss = record["loss/train"]

@@ -303,6 +303,11 @@ class Checkpoint:
     folder of another run or checkpoint. A run with checkpoints resumes from the latest undamaged
     one."""
 
+    @property
+    def is_used(self) -> bool:
+        """Whether a run saves checkpoints, even if it is not paused by `training.stop_after`."""
+        return bool(self.every or self.every_minutes or self.at_end)
+
 
 @dataclass(frozen=True)
 class Metrics:

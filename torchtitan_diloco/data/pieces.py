@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import msgspec
 from tqdm import tqdm
 
-from torchtitan_diloco.data.progress import progress_options
+from torchtitan_diloco.formatting import progress_options
 from torchtitan_diloco.user import UserError
 
 PIECE_CHARACTERS = 32 * 1024

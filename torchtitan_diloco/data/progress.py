@@ -6,19 +6,10 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from torchtitan_diloco.formatting import clock, counted
+from torchtitan_diloco.formatting import BAR_SECONDS, FIRST_LINE_SECONDS, clock, counted
 
-# Seconds until the first line, between two lines, and between two changes of a bar.
-_FIRST_LINE = 10.0
-_LINE = 30.0
-_BAR = 0.2
-
-
-def progress_options(action: str) -> dict[str, Any]:
-    """Return the options of a progress bar in bytes, which shows only what takes long."""
-    every = _BAR if sys.stderr.isatty() else _FIRST_LINE
-    look = {"unit": "B", "unit_scale": True, "leave": False, "desc": action}
-    return {"mininterval": every, "delay": every, **look}
+LINE_SECONDS = 30.0
+"""Seconds between two lines."""
 
 
 class Amount(NamedTuple):
@@ -41,7 +32,7 @@ class Progress:
         self._start_share = share
         self._is_terminal = sys.stderr.isatty()
         self._began = time.monotonic()
-        self._next = self._began + (_BAR if self._is_terminal else _FIRST_LINE)
+        self._next = self._began + (BAR_SECONDS if self._is_terminal else FIRST_LINE_SECONDS)
         self._bar: tqdm[Any] | None = None
 
     def show(self, amount: Amount, share: float | None) -> None:
@@ -53,14 +44,14 @@ class Progress:
         if not self._is_terminal:
             percent = "" if share is None else f"{share:.1%}, "
             print(f"data: {self._action}: {percent}{text}", file=sys.stderr, flush=True)
-            self._next = now + _LINE
+            self._next = now + LINE_SECONDS
             return
         if self._bar is None:
             look = "{desc}" if share is None else "{percentage:3.0f}%|{bar:12}| {desc}"
             self._bar = tqdm(total=1.0, bar_format=look, leave=False, dynamic_ncols=True)
         self._bar.n = share or 0.0
         self._bar.set_description_str(text)
-        self._next = now + _BAR
+        self._next = now + BAR_SECONDS
 
     def describe(self, amount: Amount, share: float | None, seconds: float) -> str:
         """Return the amounts, their rates in these seconds, and the time left."""

@@ -23,8 +23,8 @@ import numpy.typing as npt
 from tqdm import tqdm
 
 from torchtitan_diloco.data.pieces import Position
-from torchtitan_diloco.data.progress import progress_options
 from torchtitan_diloco.data.tokenizer import Tokenizer
+from torchtitan_diloco.formatting import progress_options
 from torchtitan_diloco.hardware import available_cores, write_whole
 from torchtitan_diloco.user import UserError, command_line
 

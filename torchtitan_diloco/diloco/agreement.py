@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from torchtitan_diloco.diloco.messages import gather_objects
-from torchtitan_diloco.hardware import describe_machine
+from torchtitan_diloco.hardware import describe_machine, release_of
 from torchtitan_diloco.log import logger
 from torchtitan_diloco.user import UserError
 
@@ -87,16 +87,17 @@ def agree(
     *,
     results: Mapping[str, str] | None = None,
 ) -> None:
-    """Raise an error on every rank of `group` if a fact, the torch version or the code of this
+    """Raise an error on every rank of `group` if a fact, the release of torch or the code of this
     package differs from the first rank. Callers add `code_facts` for the code with which they
-    compute.
+    compute. Builds of torch may differ, such as those for two versions of CUDA: `results` show
+    whether they compute the same.
 
     Args:
         member: name of a rank of the group in the message, such as "worker".
         results: digests of the results of this rank, by operation.
     """
     mine = Started(
-        facts={**facts, **code_facts(PACKAGE), "torch version": str(torch.__version__)},
+        facts={**facts, **code_facts(PACKAGE), "torch version": release_of(torch.__version__)},
         results=dict(results or {}),
         machine=describe_machine(),
     )

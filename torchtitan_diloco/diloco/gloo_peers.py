@@ -1,7 +1,6 @@
 """The workers of one job: a fixed schedule, and an exchange of deltas over a gloo group."""
 
 import hashlib
-import math
 import secrets
 import time
 import weakref
@@ -21,6 +20,7 @@ from torchtitan_diloco.diloco.codecs import build_codec
 from torchtitan_diloco.diloco.config import MAY_DIFFER, DiLoCoConfig, diloco_mistakes
 from torchtitan_diloco.diloco.exchange import Exchange, bytes_from_each
 from torchtitan_diloco.diloco.fields import check_class, flat_settings, raise_mistakes
+from torchtitan_diloco.diloco.first_weights import take_from_first_worker
 from torchtitan_diloco.diloco.flags import DROPPED, WENT_WRONG
 from torchtitan_diloco.diloco.fragments import describe_layout, local_of
 from torchtitan_diloco.diloco.liveness import Liveness
@@ -31,7 +31,6 @@ from torchtitan_diloco.diloco.schedule import is_dropped, is_measured
 from torchtitan_diloco.diloco.state_dict import OuterFacts, SavedState
 from torchtitan_diloco.diloco.transport import Header
 from torchtitan_diloco.diloco.witness import GlooWitness
-from torchtitan_diloco.user import UserError
 
 
 class GlooPeers(Peers):
@@ -100,7 +99,9 @@ class GlooPeers(Peers):
         optimizer = config.outer_optimizer.name
         # Where the model is, as a CPU is slow; but fp32 is sent as it is.
         self._coder = device if codec == "fp32" else parts[0].local().device
-        layout = describe_layout(self.fragments) + [str(part.local().numel()) for part in parts]
+        tensors = (*self.model.named_parameters(), *self.model.named_buffers())
+        shapes = [f"{name} {tuple(local_of(value).shape)} {value.dtype}" for name, value in tensors]
+        layout = describe_layout(self.fragments) + shapes
         settings = flat_settings(config, "diloco.")
         mine = {key: str(value) for key, value in settings.items() if key not in MAY_DIFFER}
         mine |= {
@@ -119,13 +120,7 @@ class GlooPeers(Peers):
         token = broadcast_object(secrets.token_hex(8), str, self._group)
         name = "/".join([*mine.values(), token])
         self._run = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
-        for tensor in [*self.model.parameters(), *self.model.buffers()]:
-            local = local_of(tensor)  # each rank gets its shard
-            if self.workers > 1 and local.numel():
-                sent = local.cpu().contiguous()
-                dist.broadcast(sent, group_src=0, group=self._group)
-                if sent is not local:
-                    local.copy_(sent)
+        take_from_first_worker(self.model, self._group, config.link.timeout_seconds)
 
     def prepare_to_send(self) -> None:
         link = self.config.link
@@ -170,8 +165,6 @@ class GlooPeers(Peers):
     # --- training thread --------------------------------------------------------------------------
 
     def due_tasks(self, weight: float) -> Iterator[Send | Apply]:
-        if not 0 <= weight < math.inf:
-            raise UserError(f"the weight of a step is {weight}: pass a number of at least 0")
         self.step += 1
         self._liveness.finish_step(self.step)
         self._weights = [before + weight for before in self._weights]

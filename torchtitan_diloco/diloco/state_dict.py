@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from torchtitan_diloco.diloco.arithmetic import slot_count
 from torchtitan_diloco.diloco.codecs import build_codec
 from torchtitan_diloco.diloco.config import DiLoCoConfig
 from torchtitan_diloco.diloco.flags import WENT_WRONG
 from torchtitan_diloco.diloco.fragments import local_of, local_rows
-from torchtitan_diloco.diloco.outer_state import OuterState
+from torchtitan_diloco.diloco.outer_state import OuterState, state_bytes
 from torchtitan_diloco.diloco.round import Round
 from torchtitan_diloco.user import UserError
 
@@ -198,6 +199,14 @@ def save(
             saved.tensors |= named(kind, state, copied, mesh=mesh)
         saved.facts.fragments.append(fragment)
     return saved
+
+
+def saved_bytes(config: DiLoCoConfig) -> int:
+    """Return the most bytes per parameter that a save copies to host memory: `buffers_of`, if all
+    fragments are in flight."""
+    if config.overlap.delay == 0:  # nothing is in flight between two steps
+        return 4 * (1 + slot_count(config.outer_optimizer))
+    return state_bytes(config)
 
 
 def buffers_of(state: OuterState, *, in_flight: bool) -> Named:

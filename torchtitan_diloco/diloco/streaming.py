@@ -10,6 +10,7 @@ outer.drain()
 (diloco/peers.py) decide when, and how to compute the copy from all deltas.
 """
 
+import math
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -31,6 +32,7 @@ from torchtitan_diloco.diloco.round import Round
 from torchtitan_diloco.diloco.schedule import is_measured
 from torchtitan_diloco.diloco.state_dict import OuterFacts, SavedState
 from torchtitan_diloco.log import logger
+from torchtitan_diloco.user import UserError
 
 
 class StreamingDiLoCo:
@@ -100,6 +102,11 @@ class StreamingDiLoCo:
         `weight`: weight of this inner step in the mean over workers, such as its number of tokens.
         Islands count it, so pass the number of tokens.
         """
+        if not 0 <= weight < math.inf:
+            raise UserError(
+                f"StreamingDiLoCo.step(weight={weight}): pass a finite number of at least 0, such "
+                "as the tokens of this worker in this step"
+            )
         self._carry_out(self.peers.due_tasks(weight))
 
     def drain(self) -> None:

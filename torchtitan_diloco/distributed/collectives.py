@@ -3,6 +3,7 @@
 import math
 import os
 import signal
+import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -18,16 +19,23 @@ from torchtitan_diloco.diloco.messages import gather_objects
 from torchtitan_diloco.diloco.transport import WorkerLostError
 from torchtitan_diloco.distributed.notices import Notice, NoticeWatch
 from torchtitan_diloco.distributed.world import World
-from torchtitan_diloco.log import logger
+from torchtitan_diloco.log import is_first_on_node, logger
 from torchtitan_diloco.process import SAME_SIGNAL_SECONDS, STOP_SIGNALS
 from torchtitan_diloco.user import PeersLostError, UserError, cause_of
 
 Value = TypeVar("Value")
 ASK_EVERY = 2
-"""Steps between two reductions of workers that train independently. Each takes time on the
-links."""
+"""Steps between two reductions of workers that train independently, if steps are short. Each takes
+time on the links."""
 STEPS_APART = 6
-"""Steps that workers that train independently may be apart before they wait for an answer."""
+"""Steps that workers that train independently may be apart before they wait for an answer, if steps
+are short."""
+FEWEST_STEPS_APART = 2
+"""The same if steps are long, so that a stop does not come too late."""
+SECONDS_APART = 4.0
+"""Time that decides between the two: an answer is read after so many seconds of training."""
+RECENT_ANSWERS = 3
+"""Answers whose median is the usual time of a step: one of them may contain a pause."""
 
 
 def on_all_ranks(group: dist.ProcessGroup | None, task: Callable[[], Value]) -> Value:
@@ -101,14 +109,20 @@ def naming_lost_ranks(world: World, where: str) -> Iterator[None]:
 # --- stopping and saving --------------------------------------------------------------------------
 
 
-def answer_lag(world: World, diloco: DiLoCoConfig) -> int:
-    """Return the steps between asking the other ranks and reading the answer, so that workers that
-    train independently do not have to wait for it."""
+def longest_lag(world: World, diloco: DiLoCoConfig) -> int:
+    """Return the most steps between asking the other ranks and reading the answer, so that workers
+    that train independently do not have to wait for it."""
     if world.control is None:
         return 0
     if diloco.method == "none" or world.workers == 1:
         return 1
     return max(STEPS_APART, diloco.overlap.delay)
+
+
+def lag_in_steps(step_seconds: float, longest: int) -> int:
+    """Return the steps between asking and reading the answer, for steps of this duration."""
+    steps = math.ceil(SECONDS_APART / max(step_seconds, 1e-3))
+    return min(longest, max(FEWEST_STEPS_APART, steps))
 
 
 class Requests(NamedTuple):
@@ -118,28 +132,52 @@ class Requests(NamedTuple):
     save: bool
 
 
+class Asked(NamedTuple):
+    """What a rank asks and tells the others, before the numbers of the log line."""
+
+    stop: float = 0.0
+    """Whether it asks to stop. The sum counts the ranks that do."""
+    save: float = 0.0
+    """Whether it asks to save."""
+    step_seconds: float = 0.0
+    """Its time for a step."""
+
+
+class Question(NamedTuple):
+    """A sum over all ranks that may not be there yet."""
+
+    asked_at: int
+    """Step after which it was asked."""
+    due: int
+    """Step after which all ranks read the answer."""
+    answer: PendingSum
+
+
 class StopRequest:
     """Agreement of all ranks to stop on SIGINT, SIGTERM or SIGHUP, or on a notice that a machine is
     taken away, or to save, after the same step.
 
     Signals reach ranks at different moments, and a rank that stops alone leaves the others waiting
-    in a collective. So the ranks ask each other in the background and read the answer `lag` steps
-    later. The same small sum carries the numbers of the log line. A second signal ends the process
-    at once.
+    in a collective. So the ranks ask each other in the background and read the answer some steps
+    later: at most `longest_lag`, fewer if steps are long. They derive the number from the same
+    sums, which also carry the numbers of the log line. A second signal ends the process at once.
     """
 
-    def __init__(self, world: World, lag: int = 1) -> None:
+    def __init__(self, world: World, longest_lag: int = 1) -> None:
         self._world = world
-        self._lag = lag
-        self._every = 1 if lag <= 1 else ASK_EVERY
+        self._longest_lag = longest_lag
+        self._lag = lag_in_steps(math.inf, longest_lag)  # until the time of a step is known
+        self._recent = deque[float](maxlen=RECENT_ANSWERS)  # time of a step, mean over ranks
+        self._steps = 0  # since the last question
+        self._since = time.perf_counter()
         self.waited_seconds = 0.0  # of the training thread, for answers
         self._save = False  # asked for, and not yet passed on to the other ranks
         self._announced = False  # whether the other ranks were told that this one wants to stop
         self._received: float | None = None  # time of the first signal
         self._noticed = False  # a signal after a notice is the first one
         self._end_of_machine = math.inf
-        self._questions: deque[tuple[int, PendingSum]] = deque()  # open ones, by their step
-        self._latest: tuple[int, PendingSum] | None = None
+        self._questions = deque[Question]()  # those that are not read yet
+        self._latest: Question | None = None
         # nohup and background jobs of scripts ignore some signals on purpose.
         handled = [
             number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN
@@ -176,39 +214,68 @@ class StopRequest:
         """Seconds until this machine is taken away, or infinity if unknown."""
         return max(0.0, self._end_of_machine - time.monotonic())
 
+    @property
+    def _every(self) -> int:
+        """Steps between two questions."""
+        return 1 if self._lag <= FEWEST_STEPS_APART else ASK_EVERY
+
+    @property
+    def steps_to_stop(self) -> int:
+        """Steps that a signal or a notice may have to wait for."""
+        return self._every + self._lag
+
+    @property
+    def step_seconds(self) -> float:
+        """Usual time of a step, mean over ranks, 0 as long as it is not known."""
+        is_known = len(self._recent) == RECENT_ANSWERS
+        return statistics.median(self._recent) if is_known else 0.0
+
     def agreed(self, step: int, numbers: Sequence[float] = (), *, save: bool = False) -> Requests:
         """Return the action of all ranks after this step; `save` asks them to save soon. Each rank
         calls this once after each step. `numbers`: as in `ask`."""
         self._save |= save
+        self._steps += 1
         if step % self._every == 0:
             self.ask(step, numbers)
-        # All ranks have the same questions open, and each reads the answer to one `lag` steps after
-        # it was asked. So all read the same answer after the same step.
-        if not self._questions:
-            return Requests(stop=False, save=False)
-        asked_at, answer = self._questions[0]
-        if step < asked_at + self._lag:
-            return Requests(stop=False, save=False)
-        self._questions.popleft()
-        started = time.perf_counter()
-        stops, saves, *_ = answer.result()  # how many ranks ask for it
-        self.waited_seconds += time.perf_counter() - started
+        # All ranks have asked the same questions, and read each answer after the same step. As the
+        # lag follows from the answers, it is the same on all ranks, too.
+        stops = saves = 0.0
+        while self._questions and step >= self._questions[0].due:
+            started = time.perf_counter()
+            sums = self._questions.popleft().answer.result()
+            self.waited_seconds += time.perf_counter() - started
+            asked = Asked(*sums[: len(Asked._fields)])
+            stops += asked.stop
+            saves += asked.save
+            self._recent.append(asked.step_seconds / self._world.size)
+            self._lag = lag_in_steps(statistics.median(self._recent), self._longest_lag)
         return Requests(stop=stops > 0, save=saves > 0)
 
     def ask(self, step: int, numbers: Sequence[float]) -> PendingSum:
-        """Return the sum over all ranks of both requests and the numbers after this step, which may
+        """Return the sum over all ranks of `Asked` and the numbers after this step, which may
         already have been started."""
-        if self._latest is None or self._latest[0] != step:
-            stop = self._noticed or self._received is not None
-            values = [float(stop), float(self._save), *numbers]
-            self._latest = (step, PendingSum(self._world, values, f"up to step {step}"))
-            self._questions.append(self._latest)
-            if stop and not self._announced and self._lag:
-                asked = "signal received" if self._received is not None else "noticed"
-                logger.info(f"{asked}: the run stops after step {step + self._lag}")
-            self._save = False
-            self._announced = stop
-        return self._latest[1]
+        if self._latest is not None and self._latest.asked_at == step:
+            return self._latest.answer
+        now = time.perf_counter()
+        stop = self._noticed or self._received is not None
+        asked = Asked(
+            stop=float(stop),
+            save=float(self._save),
+            step_seconds=(now - self._since) / max(1, self._steps),
+        )
+        self._save = False
+        # Not before those that were asked earlier, with a longer lag.
+        due = max([step + self._lag, *(question.due for question in self._questions)])
+        answer = PendingSum(self._world, [*asked, *numbers], f"up to step {step}")
+        self._latest = Question(asked_at=step, due=due, answer=answer)
+        self._questions.append(self._latest)
+        if stop and not self._announced and due > step:
+            reason = "signal received" if self._received is not None else "noticed"
+            logger.info(f"{reason}: the run stops after step {due}")
+        self._announced = stop
+        self._steps = 0
+        self._since = now
+        return answer
 
     def __enter__(self) -> Self:
         return self
@@ -219,12 +286,11 @@ class StopRequest:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         if error is None:
-            for _, question in self._questions:
-                question.result()
+            for question in self._questions:
+                question.answer.result()
 
 
 def watch_notices(config: Run, stop: StopRequest) -> NoticeWatch:
     """Return a watch of this node, on its first rank: the others learn of a notice by agreement."""
-    first = os.environ.get("LOCAL_RANK", "0") == "0"
-    cloud = config.preemption if first else "none"
+    cloud = config.preemption if is_first_on_node() else "none"
     return NoticeWatch(cloud, config.preemption_address, stop.note)

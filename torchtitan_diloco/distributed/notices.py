@@ -21,8 +21,9 @@ from urllib.error import HTTPError
 from torchtitan_diloco.log import logger
 
 POLL_SECONDS = {"aws": 5.0, "gcp": 1.0, "azure": 1.0}
-"""Seconds between queries, as the providers recommend. GCP and Azure give 30 seconds of notice, AWS
-two minutes."""
+"""Seconds between queries, as the providers recommend."""
+NOTICE_SECONDS = {"aws": 120.0, "gcp": 30.0, "azure": 30.0}
+"""Seconds between a notice and the end of the machine. Azure may give more."""
 ANSWER_SECONDS = 5.0
 FAILURES = 3
 """Consecutive queries without an answer after which a warning is logged, once."""
@@ -31,7 +32,6 @@ ADDRESSES = {
     "gcp": "http://metadata.google.internal",
     "azure": "http://169.254.169.254",
 }
-GCP_SECONDS = 30.0
 MOST_BYTES = 2**20
 LOSES_THE_MACHINE = ("Preempt", "Terminate", "Redeploy", "Reboot")
 """Types of Azure's events that end the processes. `Freeze` only pauses them for seconds."""
@@ -110,7 +110,7 @@ def ask_gcp(server: Metadata) -> Notice | None:
         raise ValueError(f"{answer[:40]!r} is neither TRUE nor FALSE")
     if answer == "FALSE":
         return None
-    return Notice("GCP will preempt this machine", GCP_SECONDS)
+    return Notice("GCP will preempt this machine", NOTICE_SECONDS["gcp"])
 
 
 def ask_azure(server: Metadata) -> Notice | None:
@@ -160,6 +160,28 @@ class NoticeWatch:
         self._address = address or ADDRESSES.get(cloud, "")
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._poll_server, name="notices", daemon=True)
+        self._warned = False
+
+    def check_time(self, steps: int, step_seconds: float, save_seconds: float) -> None:
+        """Warn once if a notice leaves less time than the run needs to stop and save.
+
+        `steps`: the most that it trains after a notice. `step_seconds`, `save_seconds`: 0 as long
+        as they are not known.
+        """
+        if self._cloud == "none" or self._warned or not step_seconds:
+            return
+        given = NOTICE_SECONDS[self._cloud]
+        needed = steps * step_seconds + save_seconds
+        if needed <= given:
+            return
+        self._warned = True
+        saving = f" and a save of {save_seconds:.1f} s" if save_seconds else ", without a save"
+        logger.warning(
+            f'run.preemption = "{self._cloud}" gives a notice of {given:.0f} s, but this run needs '
+            f"{needed:.0f} s to stop ({steps} steps of {step_seconds:.1f} s{saving}), so it may "
+            "lose the steps since its last checkpoint: lower checkpoint.every_minutes, or train "
+            "islands, which do not agree on a step"
+        )
 
     def __enter__(self) -> Self:
         if self._cloud != "none":

@@ -1,4 +1,4 @@
-"""Formats with a scale for every block of values: int8, and small floats of 8, 4 and 2 bits.
+"""Formats with a scale for every block of values: int8, and small floats of 8 and 4 bits.
 
 On a CPU, calls of torch cost about as much as the passes over the values. Therefore, views are
 cached by size (`Workspace`), and constants are tensors, which saves a conversion in each call.
@@ -37,15 +37,21 @@ def kernels_for(values: Tensor) -> ModuleType | None:
     return None
 
 
+INTEGERS = -1
+"""`mantissa` of a format whose codes are signed integers of 8 bits."""
+CODE_BITS = (8, 4)
+"""Sizes of a code that torch and the GPU kernels can pack."""
+
+
 class Format(NamedTuple):
     """Parameters that define the bits of a format, and constants of the GPU kernels."""
 
     block: int
     """Values that share a scale."""
     bits: int
-    """Size of a code."""
+    """Size of a code, one of CODE_BITS."""
     mantissa: int
-    """Mantissa bits of a code, or -1 if codes are signed integers."""
+    """Mantissa bits of a code, or INTEGERS."""
     unit_exponent: int
     """The step of the grid is 2 ** unit_exponent."""
     most_steps: float
@@ -73,7 +79,7 @@ class Workspace:
         self.moved_blocks = self.moved.view(blocks, -1)
         self.codes = parts[2]
         # The codes of one byte as a word: they are merged in its lowest byte.
-        self.words = self.codes.view({8: torch.int8, 4: torch.int16, 2: torch.int32}[form.bits])
+        self.words = self.codes.view({8: torch.int8, 4: torch.int16}[form.bits])
         self.word_rows = self.words.view(units, -1)
         self.shifted = parts[1][:values].view(self.words.dtype)
         # Packed bytes as indices of the decoding table.
@@ -102,8 +108,8 @@ class BlockCodec(Codec):
 
     bits: int
     """Size of a code."""
-    mantissa = -1
-    """Mantissa bits of a code, or -1 if codes are signed integers."""
+    mantissa = INTEGERS
+    """Mantissa bits of a code, or INTEGERS."""
     unit_exponent: int
     """The step of the grid is 2 ** unit_exponent."""
     top: float
@@ -111,6 +117,13 @@ class BlockCodec(Codec):
 
     def __init__(self, name: str, block_size: int) -> None:
         assert block_size in BLOCK_SIZES
+        sizes = (8,) if self.mantissa == INTEGERS else CODE_BITS
+        if self.bits not in sizes:
+            kind = "integers" if self.mantissa == INTEGERS else "floats"
+            raise ValueError(
+                f"format {name} has codes of {self.bits} bits: {kind} of "
+                f"{' or '.join(map(str, sizes))} bits can be packed"
+            )
         super().__init__(name)
         self.block_size = block_size
         word = int(torch.tensor(self.top).view(torch.int32))
@@ -290,10 +303,8 @@ class MiniFloatCodec(BlockCodec):
         zero = (126 + mantissa) << mantissa
         self._if_positive = 1 - 2 * zero
         self._if_negative = self._if_positive + 2**self.bits - 2 ** (33 - self._cut)
-        self._merges = {8: (), 4: (4,), 2: (6, 12)}[self.bits]
-        """Shifts that merge the codes of a word in its lowest byte."""
         # The values of every byte, in one entry each, so that a byte takes one look-up.
-        entry = {8: torch.float32, 4: torch.int64, 2: torch.complex128}[self.bits]
+        entry = {8: torch.float32, 4: torch.int64}[self.bits]
         codes = torch.arange(256)[:, None] >> torch.arange(0, 8, self.bits) & (2**self.bits - 1)
         self._table = self._grid()[codes].view(entry).view(-1)
 
@@ -319,8 +330,8 @@ class MiniFloatCodec(BlockCodec):
             self._cut_tensor
         )
         room.codes.copy_(room.word)
-        for shift in self._merges:
-            torch.bitwise_right_shift(room.words, shift, out=room.shifted)
+        if self.bits == 4:  # two codes in a byte
+            torch.bitwise_right_shift(room.words, 4, out=room.shifted)
             room.words.bitwise_or_(room.shifted)
         codes.copy_(room.word_rows)
 
