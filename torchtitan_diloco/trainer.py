@@ -127,8 +127,13 @@ class Trainer:
         """Find what the run starts from, here or in its mirror."""
         config = self.config
         world = self.world
+        verified = set[Path]()
         find = partial(
-            find_start, world, resume=config.checkpoint.resume, run_folder=config.run.folder
+            find_start,
+            world,
+            resume=config.checkpoint.resume,
+            run_folder=config.run.folder,
+            verified=verified,
         )
         self.start = find()
         self.mirror = build_mirror(config, world)
@@ -136,7 +141,7 @@ class Trainer:
         goes_on = self.start.goes_on
         self.run_identity = manifest.run if goes_on and manifest else new_identity(world)
         if self.mirror is not None:
-            self.start = self.mirror.join(self.start, self.run_identity, find)
+            self.start = self.mirror.join(self.start, self.run_identity, find, verified)
             self.run_identity = self.mirror.run
 
     @property

@@ -24,7 +24,7 @@ from tests.components.test_resume import STEPS, chosen, last, run
 from tests.diloco.toy import join
 from tests.processes import ProcessPool
 from tests.test_trainer import LOSS, around_steps, curve, records
-from torchtitan_diloco.components import checkpoint
+from torchtitan_diloco.components import checkpoint, resume
 from torchtitan_diloco.components.checkpoint import (
     MANIFEST,
     Checkpointer,
@@ -50,12 +50,14 @@ from torchtitan_diloco.components.resume import (
     find_start,
     judge,
     lock_folder,
+    restore,
 )
-from torchtitan_diloco.config.schema import Checkpoint
+from torchtitan_diloco.config.schema import Checkpoint, Distributed
 from torchtitan_diloco.diloco import WorkerLostError
+from torchtitan_diloco.diloco.config import Link
 from torchtitan_diloco.diloco.liveness import Liveness
 from torchtitan_diloco.diloco.streaming import DataParallel
-from torchtitan_diloco.distributed.world import World
+from torchtitan_diloco.distributed.world import World, join_world, leave_world
 from torchtitan_diloco.trainer import Trainer
 
 TENSORS = "rank-0.safetensors"
@@ -224,11 +226,14 @@ def test_a_late_save_holds_its_own_step_and_is_finished_although_the_run_fails(
         assert read_manifest(path).step == step_of(path)
 
 
-def alone(folder: Path, **settings: Any) -> Checkpointer:
+def alone(
+    folder: Path, weight: float = 0.0, about: Manifest = EMPTY, **settings: Any
+) -> Checkpointer:
     model = torch.nn.Linear(2, 2)
+    torch.nn.init.constant_(model.weight, weight)
     world = World(rank=0, size=1, workers=1, device=torch.device("cpu"))
     parts = model, torch.optim.AdamW(model.parameters()), DataParallel(model)
-    return Checkpointer(Checkpoint(**settings), folder, world, *parts, about=EMPTY)
+    return Checkpointer(Checkpoint(**settings), folder, world, *parts, about=about)
 
 
 def test_a_loss_ends_a_wait_for_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,10 +319,10 @@ def test_the_newest_checkpoint_that_is_not_damaged_is_taken(
 ) -> None:
     paths = [write_checkpoint(folder_of_worker(tmp_path, 0), step) for step in (1, 2, 10)]
     damage(paths[2] / file)
-    for resume, folder in (("auto", tmp_path), (str(tmp_path), tmp_path / "other")):
+    for source, folder in (("auto", tmp_path), (str(tmp_path), tmp_path / "other")):
         caplog.clear()
-        start = find_start(ALONE, resume, str(folder))
-        assert (start.goes_on, start.checkpoint) == (resume == "auto", paths[1])
+        start = find_start(ALONE, source, str(folder))
+        assert (start.goes_on, start.checkpoint) == (source == "auto", paths[1])
         (line,) = caplog.messages
         assert re.search(f"step-00000010{wrong}.*: continuing from step-00000002", line)
     with pytest.raises(ValueError, match=f"no checkpoint can be resumed: .*10{wrong}"):
@@ -331,6 +336,46 @@ def test_the_newest_checkpoint_that_is_not_damaged_is_taken(
     assert find_start(ALONE, str(tmp_path / "other"), str(tmp_path)).checkpoint == paths[1]
     with pytest.raises(ValueError, match='"/nowhere" is not the folder of'):
         find_start(ALONE, "/nowhere", str(tmp_path / "other"))
+
+
+def _start_from_a_slow_disk(folder: Path) -> bool:
+    """Return whether this worker gets the parameters of worker 1, the only one with a checkpoint,
+    whose disk takes longer than workers wait for each other on a link."""
+    world = join_world(
+        Distributed(), Link(timeout_seconds=2), device="cpu", workers=2, fsdp=0, outer_loop=True
+    )
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    check = resume.check_files
+    fill = SavedTensors.fill
+
+    def check_slowly(*given: Any) -> None:
+        time.sleep(2.5)
+        check(*given)
+
+    def fill_slowly(*given: Any) -> None:
+        time.sleep(2.5)
+        fill(*given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if world.worker == 1:
+            patch.setattr(resume, "check_files", check_slowly)
+            patch.setattr(SavedTensors, "fill", fill_slowly)
+        start = find_start(world, "auto", str(folder))
+        restore(start, world, model, optimizer, DataParallel(model))
+    leave_world(world)
+    return bool((model.weight == 45).all())
+
+
+def test_a_disk_that_is_slower_than_the_limit_of_a_link_is_waited_for(
+    processes: ProcessPool, tmp_path: Path
+) -> None:
+    about = replace(EMPTY, workers=2)
+    saver = alone(folder_of_worker(tmp_path, 1), weight=45.0, about=about)
+    saver.save(step=1, tokens=2)
+    saver.wait()
+    saver.close()
+    assert processes.run(_start_from_a_slow_disk, 2, tmp_path) == [True, True]
 
 
 def saved(workers: int, save: int = 1) -> CheckedStep:

@@ -29,7 +29,7 @@ from tests.components.test_resume import (
 )
 from tests.store.places import BucketServer, Place
 from tests.test_trainer import around_steps
-from torchtitan_diloco.components import checkpoint, mirror
+from torchtitan_diloco.components import checkpoint, mirror, resume
 from torchtitan_diloco.components.checkpoint import (
     checkpoint_path,
     complete_checkpoints,
@@ -224,6 +224,22 @@ def test_a_run_that_has_lost_its_folder_goes_on_bit_for_bit(
     assert_same_end(tmp_path / "whole", tmp_path / "found")
     assert "checkpoint.mirror" not in read_manifest(last(tmp_path / "found")).config
     assert location not in read_manifest(last(tmp_path / "found")).config, "it has a password"
+
+
+def test_the_checksums_of_what_was_just_fetched_are_not_compared_again(
+    text: Path,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wanted = mirrored(text, tmp_path / "run", tmp_path / "mirror", **{"training.stop_after": 8})
+    run(wanted)
+    shutil.rmtree(tmp_path / "run")
+    compared = list[Path]()
+    monkeypatch.setattr(resume, "check_files", lambda path, *_: compared.append(path))
+    run(wanted)
+    assert compared == []
+    run(wanted)
+    assert compared == [checkpoint_path(folder_of_worker(tmp_path / "run", 0), 8)]
 
 
 def test_workers_that_have_lost_their_folders_go_on_bit_for_bit(

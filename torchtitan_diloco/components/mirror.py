@@ -104,11 +104,12 @@ class Mirror:
 
     # --- the start --------------------------------------------------------------------------------
 
-    def join(self, start: Start, run: str, find: Callable[[], Start]) -> Start:
+    def join(self, start: Start, run: str, find: Callable[[], Start], verified: set[Path]) -> Start:
         """Return what the run starts from: `start`, or a newer copy in the mirror. Collective.
 
         `run`: the identity of the run in `run.folder`, or of a new one. `find` looks for what there
-        is in `run.folder`.
+        is in `run.folder`. `verified`: the checkpoints that it need not verify; those that are
+        fetched are added, whose checksums have just been compared.
         """
         world = self._world
         self.run = run
@@ -132,7 +133,7 @@ class Mirror:
                 )
             self._note_failure(problem, says=world.is_first)
             return start
-        start = self._newer(start, seen.copies, find)
+        start = self._newer(start, seen.copies, find, verified)
         known = start.goes_on and start.manifest and Copy.of(start.manifest) in seen.copies
         if start.goes_on and start.checkpoint is not None and not known:
             self._submit(start.checkpoint)
@@ -166,7 +167,9 @@ class Mirror:
             raise
         return copies
 
-    def _newer(self, start: Start, copies: list[Copy], find: Callable[[], Start]) -> Start:
+    def _newer(
+        self, start: Start, copies: list[Copy], find: Callable[[], Start], verified: set[Path]
+    ) -> Start:
         """Take the newest copy that is newer than `start` and can be used, or what workers that
         have lost their disks lack of the same one. Collective."""
         tried = False
@@ -181,6 +184,8 @@ class Mirror:
             started = time.monotonic()
             problem = self._fetch_all(copy, workers)
             if not problem:
+                if self._world.worker in workers:
+                    verified.add(checkpoint_path(self._folder, copy.step))
                 if self._world.is_first:
                     took = brief(time.monotonic() - started)
                     logger.info(f"step {copy.step} was taken from {self._location} in {took}")

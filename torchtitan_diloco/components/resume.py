@@ -158,14 +158,20 @@ class CheckedStep:
     problem: str = ""
 
 
-def find_start(world: World, resume: str, run_folder: str) -> Start:
+def find_start(
+    world: World, resume: str, run_folder: str, verified: set[Path] | None = None
+) -> Start:
     """Return where a run starts: the same step on every rank.
 
     A run that has checkpoints goes on from them, also if it started from `checkpoint.resume`. The
     step is the newest one that is undamaged and that all workers have which have any. A worker that
     has none is new, or has lost its disk: it gets a copy.
+
+    `verified`: checkpoints whose files are not compared with their checksums, as they have been
+    before. Those that this call compares are added.
     """
-    group = world.control
+    group = world.saving
+    verified = set() if verified is None else verified
     ranks = world.ranks_per_worker
     run = Path(run_folder).expanduser()
     of_this_worker = complete_checkpoints(folder_of_worker(run, world.worker))
@@ -187,7 +193,7 @@ def find_start(world: World, resume: str, run_folder: str) -> Start:
     known = {name for names in listed for name in names}
     problems = list[str]()
     for name in sorted(known, key=lambda name: (len(name), name), reverse=True):
-        checked = on_all_ranks(group, partial(_verify, world, candidates, name))
+        checked = on_all_ranks(group, partial(_verify, world, candidates, name, verified))
         of_ranks = gather_objects(checked, group)
         holders, problem = judge(of_ranks, ranks)
         if problem:
@@ -230,15 +236,20 @@ def _checkpoints_of(world: World, resume: str) -> dict[str, Path]:
     return {checkpoint.name: checkpoint} if checkpoint.is_dir() else {}
 
 
-def _verify(world: World, candidates: Mapping[str, Path], name: str) -> CheckedStep:
-    """Check this rank's share of the files of a step."""
+def _verify(
+    world: World, candidates: Mapping[str, Path], name: str, verified: set[Path]
+) -> CheckedStep:
+    """Check this rank's share of the files of a step, unless they are verified already."""
     if name not in candidates:
         # A worker without any checkpoint gets a copy, which is no problem.
         return CheckedStep(problem=f"worker {world.worker} has no {name}" if candidates else "")
+    path = candidates[name]
     try:
-        manifest = read_manifest(candidates[name])
-        names = sorted(manifest.files)[world.rank_in_worker :: world.ranks_per_worker]
-        check_files(candidates[name], manifest, names)
+        manifest = read_manifest(path)
+        if path not in verified:
+            names = sorted(manifest.files)[world.rank_in_worker :: world.ranks_per_worker]
+            check_files(path, manifest, names)
+            verified.add(path)
     except DamagedError as error:
         return CheckedStep(problem=f"{error} (found by rank {world.rank})")
     return CheckedStep(manifest if world.rank_in_worker == 0 else None)
@@ -274,10 +285,10 @@ def claim_run_folder(world: World, path: Path, start: Start, toml: str) -> TextI
     """
     is_first = world.rank_in_worker == 0
     lock = on_all_ranks(
-        world.control, lambda: _claim(path, world.worker, start) if is_first else None
+        world.saving, lambda: _claim(path, world.worker, start) if is_first else None
     )
     # Only now, as another run may hold the folder of another worker.
-    on_all_ranks(world.control, lambda: _begin(path, start, toml) if is_first else None)
+    on_all_ranks(world.saving, lambda: _begin(path, start, toml) if is_first else None)
     return lock
 
 
@@ -353,10 +364,13 @@ def restore(
     assert manifest is not None
     readers = start.holders if streaming else start.holders[:1]
     reads = world.worker in readers
-    files = SavedTensors(start.checkpoint, manifest) if reads and start.checkpoint else None
+    source = start.checkpoint if reads else None
+    files = on_all_ranks(
+        world.saving, lambda: None if source is None else SavedTensors(source, manifest)
+    )
     # A worker that reads nothing learns from the first reader which tensors there are.
     shapes = {} if files is None else files.shapes
-    of_first = gather_objects(shapes, world.control)[readers[0] * world.ranks_per_worker]
+    of_first = gather_objects(shapes, world.saving)[readers[0] * world.ranks_per_worker]
     shapes = shapes or {name: tuple(shape) for name, shape in of_first.items()}
     _check_model(start, shapes, model)
     # Reading fills the tensors of model, optimizer and outer loop in place; those that only the
@@ -369,9 +383,14 @@ def restore(
         names = [name for name in shapes if reads or not name.startswith(SENT)]
         saved = SavedState.template(model, facts=facts, names=names, mesh=world.host_mesh)
         tensors |= saved.tensors
-    if files is not None:
-        files.fill(tensors)
-        _load_random_states(files, world)
+
+    def fill() -> None:
+        if files is not None:
+            files.fill(tensors)
+            _load_random_states(files, world)
+
+    # All wait for the slowest disk here, as groups between workers wait only as long as for a link.
+    on_all_ranks(world.saving, fill)
     if len(readers) < world.workers:
         _copy_to_others(tensors, world, readers)
     notes = list[str]()
