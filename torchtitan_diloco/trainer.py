@@ -101,8 +101,8 @@ class Trainer:
         self.only_noticed = False
         """Whether the run was stopped by a notice to this rank, of which no launcher knows."""
         self.lr = 0.0
-        self._find_start()
         tokenizer = self.tokenizer = build_tokenizer(config.data.tokenizer)
+        self._find_start()
         check_tokenizer(self.start.manifest, tokenizer.name, tokenizer.fingerprint)
         self.vocab_size = vocabulary_rows(config.model, tokenizer.vocab_size)
         length = config.training.sequence_length
@@ -136,7 +136,9 @@ class Trainer:
             verified=verified,
         )
         self.start = find()
-        self.mirror = build_mirror(config, world)
+        tokenizer = self.tokenizer
+        check = partial(check_tokenizer, name=tokenizer.name, fingerprint=tokenizer.fingerprint)
+        self.mirror = build_mirror(config, world, self.toml, check=check)
         manifest = self.start.manifest
         goes_on = self.start.goes_on
         self.run_identity = manifest.run if goes_on and manifest else new_identity(world)

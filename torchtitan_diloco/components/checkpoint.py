@@ -118,17 +118,24 @@ def read_manifest(path: Path) -> Manifest:
     """Return the manifest of the checkpoint `path`, or raise DamagedError."""
     file = path / MANIFEST
     try:
-        values = json.loads(file.read_bytes())
+        content = file.read_bytes()
+    except OSError as error:
+        raise _unreadable(file, error) from error
+    return parse_manifest(content, str(file))
+
+
+def parse_manifest(content: bytes, origin: str) -> Manifest:
+    """Return the manifest that a file at `origin` has as its content, or raise DamagedError."""
+    try:
+        values = json.loads(content)
         if not isinstance(values, dict) or values.pop("crc", None) != crc_of(values):
             raise UserError("its CRC-32 differs")
         if values.get("version") == VERSION:
             return msgspec.convert(values, Manifest)
-    except OSError as error:
-        raise _unreadable(file, error) from error
     except (ValueError, RecursionError, msgspec.ValidationError) as error:
-        raise DamagedError(f"{file} cannot be used ({error})") from None
+        raise DamagedError(f"{origin} cannot be used ({error})") from None
     raise UserError(
-        f"{path} was saved in version {values.get('version')} of the schema, and this program "
+        f"{origin} is of version {values.get('version')} of the schema, and this program "
         f"reads version {VERSION}: resume it with the version of torchtitan_diloco that saved it"
     )
 

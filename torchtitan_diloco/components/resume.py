@@ -6,6 +6,7 @@ RUN/config.toml    the settings
 
 import fcntl
 import os
+import shutil
 import socket
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -137,8 +138,8 @@ class Start:
     """Workers that have the checkpoint."""
     of_this_worker: list[Path] = field(default_factory=list)
     """All complete checkpoints of this worker in `run.folder`, in the order of their steps."""
-    mirror: str = ""
-    """Location of the mirror that the checkpoint has just been taken from, if it has."""
+    adopted_from: str = ""
+    """Location of the mirror of a run that this start continues, if `run.folder` had none."""
 
     @property
     def step(self) -> int:
@@ -372,7 +373,7 @@ def restore(
     shapes = {} if files is None else files.shapes
     of_first = gather_objects(shapes, world.saving)[readers[0] * world.ranks_per_worker]
     shapes = shapes or {name: tuple(shape) for name, shape in of_first.items()}
-    _check_model(start, shapes, model)
+    _check_model(start, shapes, model, world)
     # Reading fills the tensors of model, optimizer and outer loop in place; those that only the
     # outer loop has are first created like the saved ones. What is not in the checkpoint stays.
     inner = inner_tensors(model, optimizer)
@@ -410,18 +411,23 @@ def restore(
     return notes
 
 
-def _check_model(start: Start, shapes: Shapes, model: nn.Module) -> None:
-    """Raise if the checkpoint has parameters of other names or shapes than the model."""
+def _check_model(start: Start, shapes: Shapes, model: nn.Module, world: World) -> None:
+    """Raise if the checkpoint has parameters of other names or shapes than the model.
+
+    One of another run, which has just been fetched, does not stay in `run.folder`.
+    """
     saved = {name.removeprefix(MODEL): shapes[name] for name in shapes if name.startswith(MODEL)}
     mine = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     if mistakes := differences(mine, saved):
         more = f", and {len(mistakes) - 1} more differ" if len(mistakes) > 1 else ""
         settings = "the [model] section, the tokenizer and training.sequence_length"
-        if start.mirror:
+        if start.adopted_from:
+            if start.checkpoint is not None and world.rank_in_worker == 0:
+                shutil.rmtree(start.checkpoint)
             raise UserError(
-                f"checkpoint.mirror = {start.mirror} belongs to a run with another model: "
-                f"{mistakes[0]}{more}. Give this run a mirror and a run.folder of its own; or, to "
-                f"continue that run, set {settings} as in its config.toml"
+                f"checkpoint.mirror = {start.adopted_from} belongs to a run with another model: "
+                f"{mistakes[0]}{more}. Give this run a mirror of its own; or, to continue that "
+                f"run, set {settings} as there"
             )
         raise UserError(
             f"{start.checkpoint or 'the checkpoint'} is of another model: {mistakes[0]}{more}. Set "
@@ -469,11 +475,14 @@ def _changed_workers(before: int, now: int, readers: Sequence[int]) -> list[str]
     return notes
 
 
-def changed_settings(before: str, now: str) -> list[str]:
-    """Return the differences between the settings of two TOML texts, one line each."""
+def changed_settings(before: str, now: str, ignored: tuple[str, ...] = NOT_COMPARED) -> list[str]:
+    """Return the differences between the settings of two TOML texts, one line each.
+
+    `ignored`: beginnings of the keys that are not compared.
+    """
     old, new = (flatten(tomllib.loads(text)) for text in (before, now))
     return [
         f"{key} was {old.get(key, 'not set')}, is {new.get(key, 'not set')}"
         for key in sorted({*old, *new})
-        if old.get(key) != new.get(key) and not key.startswith(NOT_COMPARED)
+        if old.get(key) != new.get(key) and not key.startswith(ignored)
     ]
