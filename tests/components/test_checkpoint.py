@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 
 from tests.components.test_resume import STEPS, chosen, last, run
 from tests.diloco.toy import join
-from tests.processes import ProcessPool
+from tests.processes import DIED, ProcessPool
 from tests.test_trainer import LOSS, around_steps, curve, records
 from torchtitan_diloco.components import checkpoint, resume
 from torchtitan_diloco.components.checkpoint import (
@@ -57,6 +57,7 @@ from torchtitan_diloco.diloco import WorkerLostError
 from torchtitan_diloco.diloco.config import Link
 from torchtitan_diloco.diloco.liveness import Liveness
 from torchtitan_diloco.diloco.streaming import DataParallel
+from torchtitan_diloco.distributed.collectives import RanksLostError
 from torchtitan_diloco.distributed.world import World, join_world, leave_world
 from torchtitan_diloco.trainer import Trainer
 
@@ -251,6 +252,35 @@ def test_a_loss_ends_a_wait_for_a_save(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(WorkerLostError, match="worker 1 left"):
         saver.wait()
     saver.close()
+
+
+def _run_out_of_memory_in_a_save(folder: Path) -> str:
+    """Return what the other rank says when rank 1 runs out of memory in a save."""
+    world = join_world(Distributed(), Link(), device="cpu", workers=2, fsdp=0)
+    model = torch.nn.Linear(2, 2)
+    parts = model, torch.optim.AdamW(model.parameters()), DataParallel(model)
+    saver = Checkpointer(Checkpoint(), folder, world, *parts, about=EMPTY)
+    if world.rank == 0:
+        saver.save(step=1, tokens=2)
+        with pytest.raises(RanksLostError) as lost:
+            saver.wait()
+        return str(lost.value)
+    with pytest.MonkeyPatch.context() as patch:
+        full = torch.OutOfMemoryError("full")
+        patch.setattr(checkpoint, "write_tensors", Mock(side_effect=full))
+        saver.save(step=1, tokens=2)
+        with pytest.raises(torch.OutOfMemoryError) as raised:
+            saver.wait()
+        assert raised.value is full
+        os._exit(1)
+
+
+def test_a_full_memory_in_a_save_is_no_lost_rank_where_it_is_full(
+    processes: ProcessPool, tmp_path: Path
+) -> None:
+    lost, died = processes.run(_run_out_of_memory_in_a_save, 2, tmp_path, dying={1})
+    assert died == DIED
+    assert re.search(r"^(rank|worker) 1 .* left or did not answer in time .*in a save", lost), lost
 
 
 def test_a_save_by_time_is_asked_for_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
