@@ -30,11 +30,11 @@ from torchtitan_diloco.components.profiling import build_profiler
 from torchtitan_diloco.components.resume import (
     changed_settings,
     check_tokenizer,
-    claim_run_folder,
     find_start,
     restore,
 )
 from torchtitan_diloco.components.run_data import RunData
+from torchtitan_diloco.components.run_folder import FolderLock, claim_run_folder
 from torchtitan_diloco.components.run_plan import (
     AfterStep,
     epochs_text,
@@ -170,7 +170,7 @@ class Trainer:
             watch_notices(config.run, stop),
             self._open_telemetry(folder) as telemetry,
             build_profiler(config.profiling, folder, self.world) as profiler,
-            closing(self._build_checkpointer(own_folder, telemetry)) as checkpointer,
+            closing(self._build_checkpointer(own_folder, telemetry, lock)) as checkpointer,
             Stacks(own_folder, self.world.rank_in_worker) as stacks,
             Diagnosis(self.outer, self.world, telemetry=telemetry, folder=folder) as diagnosis,
         ):
@@ -315,8 +315,10 @@ class Trainer:
 
     # --- checkpoints ------------------------------------------------------------------------------
 
-    def _build_checkpointer(self, folder: Path, telemetry: Telemetry) -> Checkpointer:
-        """`folder`: that of this worker."""
+    def _build_checkpointer(
+        self, folder: Path, telemetry: Telemetry, lock: FolderLock | None
+    ) -> Checkpointer:
+        """`folder`: that of this worker. `lock`: its lock, on the first rank."""
         about = Manifest(
             step=0,
             tokens=0,
@@ -335,6 +337,7 @@ class Trainer:
             about=about,
             parts={"data": self.data, "validator": self.validator, "telemetry": telemetry},
             mirror=self.mirror,
+            is_locked=lock is None or not lock.problem,
         )
 
     def _resume(self) -> None:

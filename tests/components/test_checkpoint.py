@@ -1,5 +1,7 @@
 """Checkpoints: their folder, when they are saved, and what a failure leaves."""
 
+import errno
+import fcntl
 import math
 import os
 import re
@@ -38,7 +40,6 @@ from torchtitan_diloco.components.checkpoint import (
     incomplete,
     prune,
     read_manifest,
-    set_aside,
     step_of,
     write_tensors,
 )
@@ -46,12 +47,11 @@ from torchtitan_diloco.components.resume import (
     CheckedStep,
     SavedTensors,
     Start,
-    claim_run_folder,
     find_start,
     judge,
-    lock_folder,
     restore,
 )
+from torchtitan_diloco.components.run_folder import claim_run_folder, lock_folder, set_aside
 from torchtitan_diloco.config.schema import Checkpoint, Distributed
 from torchtitan_diloco.diloco import WorkerLostError
 from torchtitan_diloco.diloco.config import Link
@@ -60,6 +60,7 @@ from torchtitan_diloco.diloco.streaming import DataParallel
 from torchtitan_diloco.distributed.collectives import RanksLostError
 from torchtitan_diloco.distributed.world import World, join_world, leave_world
 from torchtitan_diloco.trainer import Trainer
+from torchtitan_diloco.user import UserError
 
 TENSORS = "rank-0.safetensors"
 EMPTY = Manifest(step=0, tokens=0, workers=1, config="")
@@ -471,6 +472,40 @@ def test_a_folder_has_one_run_at_a_time_which_starts_over_without_a_checkpoint(
     assert len(curve(records(tmp_path), LOSS)) == STEPS
 
 
+def test_without_locks_a_start_deletes_only_what_it_has_begun(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As another run may be in the folder, such as on some network file systems."""
+    own = folder_of_worker(tmp_path / "run", 0)
+    few = {"checkpoint.keep_latest": 1, "checkpoint.mirror": tmp_path / "mirror"}
+    run(chosen(text, tmp_path / "run", **few, **{"training.stop_after": 8}))
+    assert saved_steps(own) == [8]
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.ENOLCK, "No locks")))
+    begin(checkpoint_path(own, 14))  # the save of another run
+    run(chosen(text, tmp_path / "run", **few))
+    assert saved_steps(own) == [8, 16]
+    assert incomplete(checkpoint_path(own, 14)).is_dir()
+    (warning,) = [line for line in caplog.messages if "cannot be locked" in line]
+    assert "a second run in run.folder would not be refused" in warning
+    assert "no locks ([Errno" in warning
+
+    begin(checkpoint_path(own, 20))
+    reason = r"step-00000020\.incomplete may be of another run in this folder: delete it"
+    with pytest.raises(UserError, match=reason):
+        run(chosen(text, tmp_path / "run", **few, **{"training.steps": 20}))
+    assert incomplete(checkpoint_path(own, 20)).is_dir()
+
+
+def test_nothing_is_fetched_into_the_folder_of_another_run(text: Path, tmp_path: Path) -> None:
+    mirror = {"checkpoint.mirror": tmp_path / "mirror"}
+    run(chosen(text, tmp_path / "one", **mirror, **{"training.stop_after": 4}))
+    own = folder_of_worker(tmp_path / "two", 0)
+    begin(checkpoint_path(own, 4))
+    with lock_folder(own), pytest.raises(UserError, match="two/worker-0 is in use by another run"):
+        run(chosen(text, tmp_path / "two", **mirror))
+    assert incomplete(checkpoint_path(own, 4)).is_dir(), "the save of the other run"
+
+
 def _claim_beside_a_run(path: Path) -> list[str]:
     """Return what is in the folder after a refused start of two workers beside a run of one."""
     world = join(2)
@@ -500,6 +535,6 @@ def test_a_save_of_another_run_since_this_one_looked_is_not_overwritten(
         shutil.copytree(last(tmp_path), path / "step-00000012")
         return lock_folder(path)
 
-    monkeypatch.setattr("torchtitan_diloco.components.resume.lock_folder", lock_late)
+    monkeypatch.setattr("torchtitan_diloco.components.run_folder.lock_folder", lock_late)
     with pytest.raises(ValueError, match="another run has just ended there"):
         run(chosen(text, tmp_path))

@@ -13,6 +13,7 @@ the run that the manifest of the newest whole one names.
 import re
 import shutil
 import zlib
+from collections.abc import Set
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -24,11 +25,11 @@ from torchtitan_diloco.components.checkpoint import (
     begin,
     complete,
     fingerprint,
-    flush_to_disk,
     incomplete,
     parse_manifest,
     read_manifest,
 )
+from torchtitan_diloco.hardware import flush_to_disk
 from torchtitan_diloco.store import DamagedError, LargeObjects, Store
 from torchtitan_diloco.user import UserError
 
@@ -167,10 +168,11 @@ class Copies:
         self._store_anew(name, text, resume=False)
         return sum(size for size, _ in manifest.files.values())
 
-    def fetch(self, copy: Copy, worker: int, path: Path) -> None:
-        """Copy a worker's part of a copy into the checkpoint `path`, which must not exist."""
+    def fetch(self, copy: Copy, worker: int, path: Path, only: Set[Path] | None = None) -> None:
+        """Copy a worker's part of a copy into the checkpoint `path`, which must not exist. `only`:
+        as in `begin`."""
         text, manifest = self._read_manifest(copy, worker)
-        begin(path)
+        begin(path, only)
         try:
             for file, known in manifest.files.items():
                 target = incomplete(path) / file

@@ -23,11 +23,11 @@ from torchtitan_diloco.components.checkpoint import (
     Manifest,
     checkpoint_path,
     folder_of_worker,
-    set_aside,
     step_of,
 )
 from torchtitan_diloco.components.copies import Copies, Copy, OtherRunError, TakenOverError
 from torchtitan_diloco.components.resume import Start, changed_settings
+from torchtitan_diloco.components.run_folder import lock_folder, set_aside
 from torchtitan_diloco.config import Config
 from torchtitan_diloco.config.schema import Checkpoint
 from torchtitan_diloco.diloco.background import BackgroundThread
@@ -284,9 +284,12 @@ class Mirror:
                 return ""
             assert self._copies is not None
             try:
-                if path.exists():
-                    logger.warning(f"{path} is kept as {set_aside(path)}")
-                self._copies.fetch(copy, self._world.worker, path)
+                self._folder.mkdir(parents=True, exist_ok=True)
+                with lock_folder(self._folder) as lock:
+                    if path.exists():
+                        logger.warning(f"{path} is kept as {set_aside(path)}")
+                    only = frozenset[Path]() if lock.problem else None
+                    self._copies.fetch(copy, self._world.worker, path, only)
             except (StoreError, DamagedError) as error:
                 return str(error)
             except OSError as error:

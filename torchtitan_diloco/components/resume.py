@@ -1,20 +1,12 @@
-"""The folder of a run: which checkpoint it starts from, its lock, and loading on any layout.
+"""The checkpoint that a run starts from: finding it, and loading it on any layout."""
 
-RUN/config.toml    the settings
-    worker-0/ ...  checkpoints, records and TensorBoard of each worker, which may be on other disks
-"""
-
-import fcntl
-import os
 import shutil
-import socket
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,8 +28,6 @@ from torchtitan_diloco.components.checkpoint import (
     random_states,
     rank_file,
     read_manifest,
-    set_aside,
-    step_of,
 )
 from torchtitan_diloco.config.schema import flatten
 from torchtitan_diloco.diloco.fragments import local_of, shard_rows
@@ -56,7 +46,6 @@ from torchtitan_diloco.user import UserError
 
 Shapes = dict[str, tuple[int, ...]]
 NOT_COMPARED = ("run.folder", "run.name", "checkpoint.", "metrics.", "profiling.")
-LOCK = "run.lock"
 
 
 def check_tokenizer(manifest: Manifest | None, name: str, fingerprint: str) -> None:
@@ -184,16 +173,10 @@ def find_start(
     candidates = {path.name: path for path in of_this_worker}
     if not goes_on and resume != "auto":
         candidates = _checkpoints_of(world, resume)
-    listed = gather_objects(list(candidates), group)
-    for rank, names in enumerate(listed):
-        if names != listed[rank - rank % ranks]:
-            reason = "does not see the checkpoints that its worker's first rank sees"
-            raise UserError(f"rank {rank} {reason}: its nodes must share run.folder")
     # From the newest step that any worker has, down to one that all ranks can use. All ranks judge
-    # the same answers, so they agree. Names are zero-padded: a longer one is of a later step.
-    known = {name for names in listed for name in names}
+    # the same answers, so they agree.
     problems = list[str]()
-    for name in sorted(known, key=lambda name: (len(name), name), reverse=True):
+    for name in _names_of_all(world, candidates):
         checked = on_all_ranks(group, partial(_verify, world, candidates, name, verified))
         of_ranks = gather_objects(checked, group)
         holders, problem = judge(of_ranks, ranks)
@@ -237,6 +220,18 @@ def _checkpoints_of(world: World, resume: str) -> dict[str, Path]:
     return {checkpoint.name: checkpoint} if checkpoint.is_dir() else {}
 
 
+def _names_of_all(world: World, candidates: Mapping[str, Path]) -> list[str]:
+    """Return the names of the checkpoints that any worker has, newest first. Collective."""
+    listed = gather_objects(list(candidates), world.saving)
+    for rank, names in enumerate(listed):
+        if names != listed[rank - rank % world.ranks_per_worker]:
+            reason = "does not see the checkpoints that its worker's first rank sees"
+            raise UserError(f"rank {rank} {reason}: its nodes must share run.folder")
+    known = {name for names in listed for name in names}
+    # Names are zero-padded: a longer one is of a later step.
+    return sorted(known, key=lambda name: (len(name), name), reverse=True)
+
+
 def _verify(
     world: World, candidates: Mapping[str, Path], name: str, verified: set[Path]
 ) -> CheckedStep:
@@ -274,75 +269,6 @@ def judge(of_ranks: Sequence[CheckedStep], ranks: int) -> tuple[list[int], str]:
     if not problems and len({manifests[worker].save for worker in holders}) > 1:
         problems = [f"workers {holders} have step {manifests[holders[0]].step} of several saves"]
     return holders, next(iter(problems), "")
-
-
-# --- claim ----------------------------------------------------------------------------------------
-
-
-def claim_run_folder(world: World, path: Path, start: Start, toml: str) -> TextIO | None:
-    """Create the folder of a run and write the configuration `toml` into it.
-
-    Return, on the first rank of a worker, the lock of its folder, held until it is closed.
-    """
-    is_first = world.rank_in_worker == 0
-    lock = on_all_ranks(
-        world.saving, lambda: _claim(path, world.worker, start) if is_first else None
-    )
-    # Only now, as another run may hold the folder of another worker.
-    on_all_ranks(world.saving, lambda: _begin(path, start, toml) if is_first else None)
-    return lock
-
-
-@contextmanager
-def _explaining_errors(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise UserError(
-            f"run.folder = {path} cannot be written ({error}): choose another"
-        ) from None
-
-
-def _claim(path: Path, worker: int, start: Start) -> TextIO:
-    """Create and lock the folder of a worker. Raise if it has other checkpoints than before."""
-    folder = folder_of_worker(path, worker)
-    with _explaining_errors(path):
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = lock_folder(folder)
-        if complete_checkpoints(folder) != start.of_this_worker:
-            raise UserError(f"run.folder = {path}: another run has just ended there: start again")
-    return lock
-
-
-def _begin(path: Path, start: Start, toml: str) -> None:
-    """Set checkpoints aside that are not resumed, and write the configuration."""
-    step = start.step if start.goes_on else 0
-    with _explaining_errors(path):
-        for checkpoint in start.of_this_worker:
-            if step_of(checkpoint) > step:
-                logger.warning(f"{checkpoint} is kept as {set_aside(checkpoint)}")
-        config = f"config-from-step-{step}.toml" if step else "config.toml"
-        (path / config).write_text(toml, encoding="utf-8")
-
-
-def lock_folder(path: Path) -> TextIO:
-    """Lock a folder until the returned file is closed or the process ends. Otherwise two runs could
-    overwrite each other's files."""
-    lock = (path / LOCK).open("a+", encoding="utf-8")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        lock.seek(0)
-        raise UserError(
-            f"{path} is in use by another run ({lock.read().strip()}): wait for its end, or choose "
-            "another run.folder"
-        ) from None
-    except OSError:
-        pass  # a file system without locks
-    lock.truncate(0)
-    lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-    lock.flush()
-    return lock
 
 
 # --- load -----------------------------------------------------------------------------------------
@@ -384,14 +310,8 @@ def restore(
         names = [name for name in shapes if reads or not name.startswith(SENT)]
         saved = SavedState.template(model, facts=facts, names=names, mesh=world.host_mesh)
         tensors |= saved.tensors
-
-    def fill() -> None:
-        if files is not None:
-            files.fill(tensors)
-            _load_random_states(files, world)
-
     # All wait for the slowest disk here, as groups between workers wait only as long as for a link.
-    on_all_ranks(world.saving, fill)
+    on_all_ranks(world.saving, partial(_fill, tensors, files, world))
     if len(readers) < world.workers:
         _copy_to_others(tensors, world, readers)
     notes = list[str]()
@@ -433,6 +353,13 @@ def _check_model(start: Start, shapes: Shapes, model: nn.Module, world: World) -
             f"{start.checkpoint or 'the checkpoint'} is of another model: {mistakes[0]}{more}. Set "
             f"{settings} as in the run's config.toml"
         )
+
+
+def _fill(tensors: Mapping[str, Tensor], files: SavedTensors | None, world: World) -> None:
+    """Fill the tensors and set the random states of this rank from its files, if it has any."""
+    if files is not None:
+        files.fill(tensors)
+        _load_random_states(files, world)
 
 
 def _load_random_states(files: SavedTensors, world: World) -> None:
