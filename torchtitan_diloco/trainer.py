@@ -121,7 +121,8 @@ class Trainer:
         self.optimizer = build_optimizer(self.model, config.optimizer, self.plan.total_steps)
         self.outer = self._build_outer_loop()
         self.validator = self._build_validator()
-        self.start.load("validator", self.validator)
+        if self.start.goes_on:  # a new run has not validated what it starts from
+            self.start.load("validator", self.validator)
 
     def _find_start(self) -> None:
         """Find what the run starts from, here or in its mirror."""
