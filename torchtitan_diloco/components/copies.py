@@ -15,6 +15,7 @@ import shutil
 import zlib
 from collections.abc import Set
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -72,6 +73,12 @@ class Copy(NamedTuple):
     @property
     def name(self) -> str:
         return f"step-{self.step:08d}-{self.save:08x}-of-{self.workers}"
+
+
+def is_mirror(folder: Path) -> bool:
+    """Return whether a folder is a store with copies of a run, or of islands."""
+    names = chain(folder.glob("copy/*"), folder.glob("island-*/copy/*"))
+    return any(Copy.parse(path.name) for path in names)
 
 
 class Copies:
