@@ -1,7 +1,9 @@
 """The folder of a run: its lock, and what a start changes in it.
 
-RUN/config.toml    the settings
-    worker-0/ ...  checkpoints, records and TensorBoard of each worker, which may be on other disks
+RUN/config.toml                   the settings of the latest start
+    config-from-step-8.toml ...   those of each start, by its step
+    worker-0/ ...                 checkpoints, records and TensorBoard of each worker, which may be
+                                  on other disks
 """
 
 import fcntl
@@ -22,6 +24,7 @@ from torchtitan_diloco.components.checkpoint import (
 from torchtitan_diloco.components.resume import Start
 from torchtitan_diloco.distributed.collectives import on_all_ranks
 from torchtitan_diloco.distributed.world import World
+from torchtitan_diloco.hardware import write_whole
 from torchtitan_diloco.log import logger
 from torchtitan_diloco.user import UserError
 
@@ -73,7 +76,9 @@ def claim_run_folder(world: World, path: Path, start: Start, toml: str) -> Folde
         world.saving, lambda: _claim(path, world.worker, start) if is_first else None
     )
     # Only now, as another run may hold the folder of another worker.
-    on_all_ranks(world.saving, lambda: _begin(path, start, toml) if is_first else None)
+    on_all_ranks(
+        world.saving, lambda: _begin(path, world.worker, start, toml) if is_first else None
+    )
     return lock
 
 
@@ -104,15 +109,17 @@ def _claim(path: Path, worker: int, start: Start) -> FolderLock:
     return lock
 
 
-def _begin(path: Path, start: Start, toml: str) -> None:
+def _begin(path: Path, worker: int, start: Start, toml: str) -> None:
     """Set checkpoints aside that are not resumed, and write the configuration."""
     step = start.step if start.goes_on else 0
     with _explaining_errors(path):
         for checkpoint in start.of_this_worker:
             if step_of(checkpoint) > step:
                 logger.warning(f"{checkpoint} is kept as {set_aside(checkpoint)}")
-        config = f"config-from-step-{step}.toml" if step else "config.toml"
-        (path / config).write_text(toml, encoding="utf-8")
+        for name in ("config.toml", f"config-from-step-{step}.toml"):
+            aside = path / f".{name}-{worker}"  # workers that share the folder write the same
+            write_whole(aside, toml.encode())
+            aside.replace(path / name)
 
 
 def set_aside(path: Path) -> Path:
