@@ -30,6 +30,7 @@ from torchtitan_diloco.config.schema import Checkpoint, Metrics
 from torchtitan_diloco.diloco.fragments import local_of
 from torchtitan_diloco.diloco.streaming import DataParallel
 from torchtitan_diloco.distributed.world import FSDP, World, join_world, leave_world, world_of_one
+from torchtitan_diloco.report.run_records import open_runs
 from torchtitan_diloco.train import main
 from torchtitan_diloco.trainer import Trainer
 
@@ -145,6 +146,22 @@ def test_the_saved_configuration_starts_the_same_run_again(text: Path) -> None:
     again = Trainer(config, join(config)).run()
     assert curve(records(again), LOSS) == curve(first, LOSS)
     assert (again / "config.toml").read_text() == saved.read_text()
+
+
+def test_the_saved_configuration_is_that_of_the_latest_start(text: Path) -> None:
+    """Those of earlier starts are kept beside it."""
+    folder = text.parent / "run"
+    first = {"training.stop_after": 4, "checkpoint.at_end": "true"}
+    train(settings(text, **first))
+    before = load_config(str(folder / "config.toml"))
+    train(settings(text, **(first | {"training.stop_after": 6, "optimizer.lr": 0.02})))
+    config = load_config(str(folder / "config.toml"))
+    assert (config.optimizer.lr, config.training.stop_after) == (0.02, 6)
+    assert load_config(str(folder / "config-from-step-0.toml")) == before
+    assert load_config(str(folder / "config-from-step-4.toml")) == config
+    assert open_runs([folder])[0].settings["optimizer.lr"] == 0.02, "as in the report"
+    kept = {"config.toml", "config-from-step-0.toml", "config-from-step-4.toml", "worker-0"}
+    assert {path.name for path in folder.iterdir()} == kept
 
 
 def test_phases_of_the_data_are_recorded(text: Path) -> None:

@@ -192,6 +192,15 @@ def raise_open_files_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
+def flush_to_disk(path: Path) -> None:
+    """Wait until a file, or the list of files in a folder, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def write_whole(path: Path, content: bytes) -> None:
     """Write a file atomically, even if this process is killed."""
     aside = path.with_name(f".{path.name}.partial")

@@ -70,7 +70,7 @@ def join(config: Config) -> World:
             fsdp=config.parallel.fsdp,
             outer_loop=config.diloco.method != "none",
         )
-    except torch.AcceleratorError:  # for example, a GPU that is in use
+    except (torch.AcceleratorError, torch.OutOfMemoryError):  # for example, a GPU that is in use
         raise
     except RuntimeError as error:
         key = "diloco.link.interface"

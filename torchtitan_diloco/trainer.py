@@ -30,11 +30,11 @@ from torchtitan_diloco.components.profiling import build_profiler
 from torchtitan_diloco.components.resume import (
     changed_settings,
     check_tokenizer,
-    claim_run_folder,
     find_start,
     restore,
 )
 from torchtitan_diloco.components.run_data import RunData
+from torchtitan_diloco.components.run_folder import FolderLock, claim_run_folder
 from torchtitan_diloco.components.run_plan import (
     AfterStep,
     epochs_text,
@@ -107,8 +107,8 @@ class Trainer:
         self.only_noticed = False
         """Whether the run was stopped by a notice to this rank, of which no launcher knows."""
         self.lr = 0.0
-        self._find_start()
         tokenizer = self.tokenizer = build_tokenizer(config.data.tokenizer)
+        self._find_start()
         check_tokenizer(self.start.manifest, tokenizer.name, tokenizer.fingerprint)
         self.vocab_size = vocabulary_rows(config.model, tokenizer.vocab_size)
         length = config.training.sequence_length
@@ -127,22 +127,30 @@ class Trainer:
         self.optimizer = build_optimizer(self.model, config.optimizer, self.plan.total_steps)
         self.outer = self._build_outer_loop()
         self.validator = self._build_validator()
-        self.start.load("validator", self.validator)
+        if self.start.goes_on:  # a new run has not validated what it starts from
+            self.start.load("validator", self.validator)
 
     def _find_start(self) -> None:
         """Find what the run starts from, here or in its mirror."""
         config = self.config
         world = self.world
+        verified = set[Path]()
         find = partial(
-            find_start, world, resume=config.checkpoint.resume, run_folder=config.run.folder
+            find_start,
+            world,
+            resume=config.checkpoint.resume,
+            run_folder=config.run.folder,
+            verified=verified,
         )
         self.start = find()
-        self.mirror = build_mirror(config, world)
+        tokenizer = self.tokenizer
+        check = partial(check_tokenizer, name=tokenizer.name, fingerprint=tokenizer.fingerprint)
+        self.mirror = build_mirror(config, world, self.toml, check=check)
         manifest = self.start.manifest
         goes_on = self.start.goes_on
         self.run_identity = manifest.run if goes_on and manifest else new_identity(world)
         if self.mirror is not None:
-            self.start = self.mirror.join(self.start, self.run_identity, find)
+            self.start = self.mirror.join(self.start, self.run_identity, find, verified)
             self.run_identity = self.mirror.run
 
     @property
@@ -169,7 +177,7 @@ class Trainer:
             watch_notices(config.run, stop) as notices,
             self._open_telemetry(folder) as telemetry,
             build_profiler(config.profiling, folder, self.world) as profiler,
-            closing(self._build_checkpointer(own_folder, telemetry)) as checkpointer,
+            closing(self._build_checkpointer(own_folder, telemetry, lock)) as checkpointer,
             Stacks(own_folder, self.world.rank_in_worker) as stacks,
             Diagnosis(self.outer, self.world, telemetry=telemetry, folder=folder) as diagnosis,
         ):
@@ -316,8 +324,10 @@ class Trainer:
 
     # --- checkpoints ------------------------------------------------------------------------------
 
-    def _build_checkpointer(self, folder: Path, telemetry: Telemetry) -> Checkpointer:
-        """`folder`: that of this worker."""
+    def _build_checkpointer(
+        self, folder: Path, telemetry: Telemetry, lock: FolderLock | None
+    ) -> Checkpointer:
+        """`folder`: that of this worker. `lock`: its lock, on the first rank."""
         about = Manifest(
             step=0,
             tokens=0,
@@ -336,6 +346,7 @@ class Trainer:
             about=about,
             parts={"data": self.data, "validator": self.validator, "telemetry": telemetry},
             mirror=self.mirror,
+            is_locked=lock is None or not lock.problem,
         )
 
     def _resume(self) -> None:

@@ -1,5 +1,7 @@
 """Checkpoints: their folder, when they are saved, and what a failure leaves."""
 
+import errno
+import fcntl
 import math
 import os
 import re
@@ -22,9 +24,9 @@ from safetensors.torch import save_file
 
 from tests.components.test_resume import STEPS, chosen, last, run
 from tests.diloco.toy import join
-from tests.processes import ProcessPool
+from tests.processes import DIED, ProcessPool
 from tests.test_trainer import LOSS, around_steps, curve, records
-from torchtitan_diloco.components import checkpoint
+from torchtitan_diloco.components import checkpoint, resume
 from torchtitan_diloco.components.checkpoint import (
     MANIFEST,
     Checkpointer,
@@ -38,7 +40,6 @@ from torchtitan_diloco.components.checkpoint import (
     incomplete,
     prune,
     read_manifest,
-    set_aside,
     step_of,
     write_tensors,
 )
@@ -46,17 +47,20 @@ from torchtitan_diloco.components.resume import (
     CheckedStep,
     SavedTensors,
     Start,
-    claim_run_folder,
     find_start,
     judge,
-    lock_folder,
+    restore,
 )
-from torchtitan_diloco.config.schema import Checkpoint
+from torchtitan_diloco.components.run_folder import claim_run_folder, lock_folder, set_aside
+from torchtitan_diloco.config.schema import Checkpoint, Distributed
 from torchtitan_diloco.diloco import WorkerLostError
+from torchtitan_diloco.diloco.config import Link
 from torchtitan_diloco.diloco.liveness import Liveness
 from torchtitan_diloco.diloco.streaming import DataParallel
-from torchtitan_diloco.distributed.world import World
+from torchtitan_diloco.distributed.collectives import RanksLostError
+from torchtitan_diloco.distributed.world import World, join_world, leave_world
 from torchtitan_diloco.trainer import Trainer
+from torchtitan_diloco.user import UserError
 
 TENSORS = "rank-0.safetensors"
 EMPTY = Manifest(step=0, tokens=0, workers=1, config="")
@@ -224,11 +228,14 @@ def test_a_late_save_holds_its_own_step_and_is_finished_although_the_run_fails(
         assert read_manifest(path).step == step_of(path)
 
 
-def alone(folder: Path, **settings: Any) -> Checkpointer:
+def alone(
+    folder: Path, weight: float = 0.0, about: Manifest = EMPTY, **settings: Any
+) -> Checkpointer:
     model = torch.nn.Linear(2, 2)
+    torch.nn.init.constant_(model.weight, weight)
     world = World(rank=0, size=1, workers=1, device=torch.device("cpu"))
     parts = model, torch.optim.AdamW(model.parameters()), DataParallel(model)
-    return Checkpointer(Checkpoint(**settings), folder, world, *parts, about=EMPTY)
+    return Checkpointer(Checkpoint(**settings), folder, world, *parts, about=about)
 
 
 def test_a_loss_ends_a_wait_for_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,6 +253,35 @@ def test_a_loss_ends_a_wait_for_a_save(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(WorkerLostError, match="worker 1 left"):
         saver.wait()
     saver.close()
+
+
+def _run_out_of_memory_in_a_save(folder: Path) -> str:
+    """Return what the other rank says when rank 1 runs out of memory in a save."""
+    world = join_world(Distributed(), Link(), device="cpu", workers=2, fsdp=0)
+    model = torch.nn.Linear(2, 2)
+    parts = model, torch.optim.AdamW(model.parameters()), DataParallel(model)
+    saver = Checkpointer(Checkpoint(), folder, world, *parts, about=EMPTY)
+    if world.rank == 0:
+        saver.save(step=1, tokens=2)
+        with pytest.raises(RanksLostError) as lost:
+            saver.wait()
+        return str(lost.value)
+    with pytest.MonkeyPatch.context() as patch:
+        full = torch.OutOfMemoryError("full")
+        patch.setattr(checkpoint, "write_tensors", Mock(side_effect=full))
+        saver.save(step=1, tokens=2)
+        with pytest.raises(torch.OutOfMemoryError) as raised:
+            saver.wait()
+        assert raised.value is full
+        os._exit(1)
+
+
+def test_a_full_memory_in_a_save_is_no_lost_rank_where_it_is_full(
+    processes: ProcessPool, tmp_path: Path
+) -> None:
+    lost, died = processes.run(_run_out_of_memory_in_a_save, 2, tmp_path, dying={1})
+    assert died == DIED
+    assert re.search(r"^(rank|worker) 1 .* left or did not answer in time .*in a save", lost), lost
 
 
 def test_a_save_by_time_is_asked_for_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -314,10 +350,10 @@ def test_the_newest_checkpoint_that_is_not_damaged_is_taken(
 ) -> None:
     paths = [write_checkpoint(folder_of_worker(tmp_path, 0), step) for step in (1, 2, 10)]
     damage(paths[2] / file)
-    for resume, folder in (("auto", tmp_path), (str(tmp_path), tmp_path / "other")):
+    for source, folder in (("auto", tmp_path), (str(tmp_path), tmp_path / "other")):
         caplog.clear()
-        start = find_start(ALONE, resume, str(folder))
-        assert (start.goes_on, start.checkpoint) == (resume == "auto", paths[1])
+        start = find_start(ALONE, source, str(folder))
+        assert (start.goes_on, start.checkpoint) == (source == "auto", paths[1])
         (line,) = caplog.messages
         assert re.search(f"step-00000010{wrong}.*: continuing from step-00000002", line)
     with pytest.raises(ValueError, match=f"no checkpoint can be resumed: .*10{wrong}"):
@@ -331,6 +367,46 @@ def test_the_newest_checkpoint_that_is_not_damaged_is_taken(
     assert find_start(ALONE, str(tmp_path / "other"), str(tmp_path)).checkpoint == paths[1]
     with pytest.raises(ValueError, match='"/nowhere" is not the folder of'):
         find_start(ALONE, "/nowhere", str(tmp_path / "other"))
+
+
+def _start_from_a_slow_disk(folder: Path) -> bool:
+    """Return whether this worker gets the parameters of worker 1, the only one with a checkpoint,
+    whose disk takes longer than workers wait for each other on a link."""
+    world = join_world(
+        Distributed(), Link(timeout_seconds=2), device="cpu", workers=2, fsdp=0, outer_loop=True
+    )
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    check = resume.check_files
+    fill = SavedTensors.fill
+
+    def check_slowly(*given: Any) -> None:
+        time.sleep(2.5)
+        check(*given)
+
+    def fill_slowly(*given: Any) -> None:
+        time.sleep(2.5)
+        fill(*given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if world.worker == 1:
+            patch.setattr(resume, "check_files", check_slowly)
+            patch.setattr(SavedTensors, "fill", fill_slowly)
+        start = find_start(world, "auto", str(folder))
+        restore(start, world, model, optimizer, DataParallel(model))
+    leave_world(world)
+    return bool((model.weight == 45).all())
+
+
+def test_a_disk_that_is_slower_than_the_limit_of_a_link_is_waited_for(
+    processes: ProcessPool, tmp_path: Path
+) -> None:
+    about = replace(EMPTY, workers=2)
+    saver = alone(folder_of_worker(tmp_path, 1), weight=45.0, about=about)
+    saver.save(step=1, tokens=2)
+    saver.wait()
+    saver.close()
+    assert processes.run(_start_from_a_slow_disk, 2, tmp_path) == [True, True]
 
 
 def saved(workers: int, save: int = 1) -> CheckedStep:
@@ -396,6 +472,40 @@ def test_a_folder_has_one_run_at_a_time_which_starts_over_without_a_checkpoint(
     assert len(curve(records(tmp_path), LOSS)) == STEPS
 
 
+def test_without_locks_a_start_deletes_only_what_it_has_begun(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As another run may be in the folder, such as on some network file systems."""
+    own = folder_of_worker(tmp_path / "run", 0)
+    few = {"checkpoint.keep_latest": 1, "checkpoint.mirror": tmp_path / "mirror"}
+    run(chosen(text, tmp_path / "run", **few, **{"training.stop_after": 8}))
+    assert saved_steps(own) == [8]
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.ENOLCK, "No locks")))
+    begin(checkpoint_path(own, 14))  # the save of another run
+    run(chosen(text, tmp_path / "run", **few))
+    assert saved_steps(own) == [8, 16]
+    assert incomplete(checkpoint_path(own, 14)).is_dir()
+    (warning,) = [line for line in caplog.messages if "cannot be locked" in line]
+    assert "a second run in run.folder would not be refused" in warning
+    assert "no locks ([Errno" in warning
+
+    begin(checkpoint_path(own, 20))
+    reason = r"step-00000020\.incomplete may be of another run in this folder: delete it"
+    with pytest.raises(UserError, match=reason):
+        run(chosen(text, tmp_path / "run", **few, **{"training.steps": 20}))
+    assert incomplete(checkpoint_path(own, 20)).is_dir()
+
+
+def test_nothing_is_fetched_into_the_folder_of_another_run(text: Path, tmp_path: Path) -> None:
+    mirror = {"checkpoint.mirror": tmp_path / "mirror"}
+    run(chosen(text, tmp_path / "one", **mirror, **{"training.stop_after": 4}))
+    own = folder_of_worker(tmp_path / "two", 0)
+    begin(checkpoint_path(own, 4))
+    with lock_folder(own), pytest.raises(UserError, match="two/worker-0 is in use by another run"):
+        run(chosen(text, tmp_path / "two", **mirror))
+    assert incomplete(checkpoint_path(own, 4)).is_dir(), "the save of the other run"
+
+
 def _claim_beside_a_run(path: Path) -> list[str]:
     """Return what is in the folder after a refused start of two workers beside a run of one."""
     world = join(2)
@@ -425,6 +535,6 @@ def test_a_save_of_another_run_since_this_one_looked_is_not_overwritten(
         shutil.copytree(last(tmp_path), path / "step-00000012")
         return lock_folder(path)
 
-    monkeypatch.setattr("torchtitan_diloco.components.resume.lock_folder", lock_late)
+    monkeypatch.setattr("torchtitan_diloco.components.run_folder.lock_folder", lock_late)
     with pytest.raises(ValueError, match="another run has just ended there"):
         run(chosen(text, tmp_path))

@@ -30,7 +30,7 @@ from tests.components.test_resume import (
 )
 from tests.store.places import BucketServer, Place
 from tests.test_trainer import around_steps
-from torchtitan_diloco.components import checkpoint, mirror
+from torchtitan_diloco.components import checkpoint, mirror, resume
 from torchtitan_diloco.components.checkpoint import (
     checkpoint_path,
     complete_checkpoints,
@@ -41,7 +41,9 @@ from torchtitan_diloco.components.checkpoint import (
     step_of,
 )
 from torchtitan_diloco.components.copies import Copies, Copy, TakenOverError
-from torchtitan_diloco.config import ConfigError, load_config
+from torchtitan_diloco.components.mirror import other_settings
+from torchtitan_diloco.config import ConfigError, load_config, to_toml
+from torchtitan_diloco.config.schema import portable
 from torchtitan_diloco.preflight import missing
 from torchtitan_diloco.store import DamagedError, Store, StoreError, open_store
 from torchtitan_diloco.trainer import Trainer
@@ -228,6 +230,22 @@ def test_a_run_that_has_lost_its_folder_goes_on_bit_for_bit(
     assert location not in read_manifest(last(tmp_path / "found")).config, "it has a password"
 
 
+def test_the_checksums_of_what_was_just_fetched_are_not_compared_again(
+    text: Path,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wanted = mirrored(text, tmp_path / "run", tmp_path / "mirror", **{"training.stop_after": 8})
+    run(wanted)
+    shutil.rmtree(tmp_path / "run")
+    compared = list[Path]()
+    monkeypatch.setattr(resume, "check_files", lambda path, *_: compared.append(path))
+    run(wanted)
+    assert compared == []
+    run(wanted)
+    assert compared == [checkpoint_path(folder_of_worker(tmp_path / "run", 0), 8)]
+
+
 def test_workers_that_have_lost_their_folders_go_on_bit_for_bit(
     tmp_path: Path,
     whole: Path,  # noqa: F811
@@ -304,17 +322,108 @@ def test_the_mirror_of_another_run_is_refused(text: Path, tmp_path: Path) -> Non
     assert sorted(location.rglob("*")) == before
 
 
-def test_a_new_run_that_is_given_the_mirror_of_another_model_names_the_mirror(
+def test_a_run_that_may_be_another_one_takes_nothing_from_a_mirror(
     text: Path,  # noqa: F811
     tmp_path: Path,
     place: Place,
 ) -> None:
-    run(mirrored(text, tmp_path / "one", place.location, **{"training.stop_after": 4}))
-    reason = r"checkpoint\.mirror = (.*) belongs to a run with another model: .*gate\.weight is "
+    """Such as one with a copied config. It fetches nothing, and the mirror stays as it was."""
+    location = place.location
+    run(mirrored(text, tmp_path / "one", location, **{"training.stop_after": 8}))
+    before = steps_in(location)
+    other = {"run.name": "copied", "optimizer.lr": 0.02, "training.batch_size": 4}
+    reason = (
+        r'checkpoint\.mirror: .* has step 8 of the run "debug" \([0-9a-f]{16}\), and the settings '
+        r'of this run "copied" in .*/two differ: optimizer\.lr was [\d.]+, is 0\.02; run\.name was '
+        r"debug, is copied\. Give .* or set checkpoint\.adopt = true"
+    )
     with pytest.raises(UserError, match=reason) as caught:
-        run(mirrored(text, tmp_path / "two", place.location, **{"model.feed_forward": 64}))
-    password = urlsplit(place.location).password
+        run(mirrored(text, tmp_path / "two", location, **other))
+    assert not (tmp_path / "two").exists()
+    assert steps_in(location) == before
+    password = urlsplit(location).password
     assert password is None or password not in str(caught.value)
+    run(mirrored(text, tmp_path / "one", location, **{"training.stop_after": 12}))
+    assert steps_in(location) == [4, 8, 12], "the first run goes on"
+    run(mirrored(text, tmp_path / "two", location, **other, **{"checkpoint.adopt": "true"}))
+    assert saved_steps(tmp_path / "two/worker-0") == [12, 16]
+
+
+@pytest.mark.parametrize(
+    ("now", "differences"),
+    [
+        ({"training.steps": "9", "training.stop_after": "3"}, []),
+        ({"training.tokens": "999"}, []),
+        ({"training.batch_size": "2", "training.global_batch_size": "8"}, []),
+        ({"diloco.workers": "4", "parallel.fsdp": "2", "diloco.link.timeout_seconds": "9"}, []),
+        ({"metrics.log_every": "3", "checkpoint.every": "5", "checkpoint.adopt": "true"}, []),
+        ({"run.folder": "elsewhere", "data.cache_folder": "there", "run.preemption": "aws"}, []),
+        ({"diloco.sync_every": "7"}, ["diloco.sync_every was 10, is 7"]),
+        ({"data.corpus": "README.md"}, ["data.corpus was stdlib, is README.md"]),
+        ({"run.seed": "1", "run.name": "b"}, ["run.name was debug, is b", "run.seed was 0, is 1"]),
+        ({"checkpoint.resume": "a"}, ["checkpoint.resume was auto, is a"]),
+    ],
+)
+def test_the_settings_that_make_another_run(now: dict[str, str], differences: list[str]) -> None:
+    mirror = {"checkpoint.mirror": "s3://bucket/a"}
+    before = load_config("debug", mirror)
+    after = load_config("debug", mirror | now)
+    tomls = [to_toml(portable(config)) for config in (before, after)]
+    assert other_settings(*tomls, resume=after.checkpoint.resume) == differences
+
+
+def test_a_mirror_with_no_whole_copy_is_taken_over(text: Path, tmp_path: Path) -> None:  # noqa: F811
+    """As after a crash before the first save, or with a notebook that starts anew."""
+    location = tmp_path / "mirror"
+    part = write_checkpoint(tmp_path / "part", 4, save=7, workers=2, run="another")
+    copies_in(location).save(part, 0, TOKEN)
+    run(mirrored(text, tmp_path / "run", location, **{"training.stop_after": 8}))
+    assert steps_in(location) == [4, 8]
+    run(chosen(text, tmp_path / "two", **{"training.stop_after": 4}))
+    copies_in(tmp_path / "other").save(part, 0, TOKEN)
+    run(mirrored(text, tmp_path / "two", tmp_path / "other"))
+    assert steps_in(tmp_path / "other") == [4, 8, 12, 16], "also by a run with checkpoints"
+
+
+def test_a_start_from_another_run_has_a_mirror_of_its_own(
+    text: Path,  # noqa: F811
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It goes on from there once its own folder is lost, and from no mirror of a third run."""
+    caplog.set_level("INFO")
+    first = tmp_path / "first"
+    run(mirrored(text, first, tmp_path / "mirror", **{"training.stop_after": 8}))
+    resume = {"checkpoint.resume": checkpoint_path(folder_of_worker(first, 0), 4)}
+    with pytest.raises(UserError, match=r"differ: checkpoint\.resume was auto, is .*step-00000004"):
+        run(mirrored(text, tmp_path / "run", tmp_path / "mirror", **resume))
+    assert not (tmp_path / "run").exists()
+    more = {"training.stop_after": 12} | resume
+    run(mirrored(text, tmp_path / "run", tmp_path / "own", **more))
+    shutil.rmtree(tmp_path / "run")
+    caplog.clear()
+    run(mirrored(text, tmp_path / "run", tmp_path / "own", **resume))
+    assert "step 12 was taken from" in caplog.text
+
+
+def test_a_run_with_another_model_cannot_be_adopted(
+    text: Path,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    location = tmp_path / "mirror"
+    run(mirrored(text, tmp_path / "one", location, **{"training.stop_after": 4}))
+    other = {"model.feed_forward": 64, "checkpoint.adopt": "true"}
+    reason = r"checkpoint\.mirror = (.*) belongs to a run with another model: .*gate\.weight is "
+    with pytest.raises(UserError, match=reason):
+        run(mirrored(text, tmp_path / "two", location, **other))
+    assert saved_steps(tmp_path / "two/worker-0") == []
+    manifest = read_manifest(last(tmp_path / "one"))
+    with pytest.MonkeyPatch.context() as patch:
+        another = replace(manifest, tokenizer="another", run="another")
+        patch.setattr(Copies, "newest_manifest", lambda _: another)
+        with pytest.raises(UserError, match="was trained with another tokenizer"):
+            run(mirrored(text, tmp_path / "three", location))
+    assert not (tmp_path / "three").exists()
 
 
 class Away:
@@ -450,7 +559,10 @@ def test_a_slow_copy_is_waited_for_at_the_end_for_a_bounded_time(
 def test_settings_that_cannot_be_a_mirror(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"checkpoint.mirror: is run.folder, or in it"):
         load_config("debug", {"run.folder": "a", "checkpoint.mirror": "a/b"})
+    with pytest.raises(ConfigError, match=r"checkpoint.adopt = true: is only used with"):
+        load_config("debug", {"checkpoint.adopt": "true"})
     config = load_config("debug", {"checkpoint.mirror": "s3://bucket/a"})
+
     monkeypatch.setattr("torchtitan_diloco.preflight.find_spec", lambda _: None)
     assert any(
         "install obstore: " in line and "[bucket]" in line and "pip install" in line

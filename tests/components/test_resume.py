@@ -348,6 +348,17 @@ def test_nodes_of_one_worker_have_to_share_a_disk(
         assert "rank 1 does not see the checkpoints" in error
 
 
+def test_a_new_run_does_not_show_the_validation_of_the_one_it_starts_from(
+    text: Path, template: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "torchtitan_diloco")
+    more = {"training.steps": STEPS + 1, "validation.every": 0}
+    run(chosen(text, tmp_path / "new", **more, **{"checkpoint.resume": template}))
+    assert "took" in caplog.text, "the summary"
+    assert "nats per held-out token" not in caplog.text
+    assert read_manifest(last(tmp_path / "new")).parts["validator"] == {"validated": None}
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [

@@ -4,9 +4,10 @@ import os
 import re
 import signal
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ import torch.distributed as dist
 
 from tests.distributed.test_world import join
 from tests.processes import DIED, ProcessPool
+from torchtitan_diloco.diloco import WorkerLostError, delta_norms
 from torchtitan_diloco.diloco.agreement import agree
+from torchtitan_diloco.diloco.messages import TransferError, transfers
 from torchtitan_diloco.distributed import collectives
 from torchtitan_diloco.distributed.collectives import (
     Asked,
@@ -88,7 +91,7 @@ def _lose_a_rank(apart: float) -> str:
         os._exit(1)
     time.sleep(apart * world.rank)
     with pytest.raises(RanksLostError) as named, naming_lost_ranks(world, "in the test"):
-        raise RuntimeError("closed")
+        raise TransferError("closed")
     leave_world(world)
     return str(named.value)
 
@@ -103,6 +106,33 @@ def test_lost_ranks_are_the_same_for_all_that_ask_at_different_moments(
             r"rank 2 \(worker 0: .*\) left or did not answer in time in the test \(closed\)", error
         )
     assert died == DIED
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("full"), RuntimeError("a bug")])
+def test_what_says_nothing_of_other_ranks_is_raised_as_it_is(error: Exception) -> None:
+    world = replace(join(1), control=Mock())  # as on one of several ranks
+    with pytest.raises(type(error)) as raised, naming_lost_ranks(world, "in the test"):
+        raise error
+    assert raised.value is error
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (RuntimeError("[pair.cc:1] closed"), TransferError),  # as gloo has no type of its own
+        (dist.DistBackendError("timeout"), TransferError),  # as NCCL
+        (torch.OutOfMemoryError("full"), torch.OutOfMemoryError),
+        (torch.AcceleratorError("an assertion"), torch.AcceleratorError),
+    ],
+)
+def test_only_what_gloo_and_nccl_say_is_a_failed_transfer(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, kind: type[Exception]
+) -> None:
+    with pytest.raises(kind), transfers():
+        raise error
+    monkeypatch.setattr(dist, "all_reduce", Mock(side_effect=error))
+    with pytest.raises(WorkerLostError if kind is TransferError else kind):
+        delta_norms.sum_over_ranks(1.0, Mock(size=lambda: 2), worker=0)
 
 
 def test_the_cause_of_an_error_is_its_first_line() -> None:

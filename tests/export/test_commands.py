@@ -15,11 +15,13 @@ from tests.conftest import REPOSITORY, save_tokenizer, write_text
 from tests.export.reading import read_weights, validation_of
 from tests.processes import ProcessPool
 from tests.test_trainer import VALIDATION, curve, records
+from torchtitan_diloco.components.copies import Copies
 from torchtitan_diloco.config import load_config
 from torchtitan_diloco.diloco.state_dict import shared_parameter_name
 from torchtitan_diloco.export import __main__ as commands
 from torchtitan_diloco.export.weights import load_initial_weights, open_saved
 from torchtitan_diloco.models import build_model
+from torchtitan_diloco.store import open_store
 
 COMMANDS = "generate", "export"
 Capture = pytest.CaptureFixture[str]
@@ -171,6 +173,11 @@ def test_the_evaluation_harness_measures_the_same(
         ("generate", "full/file", r"there is no run in .*/full/file: it is a file; give the"),
         ("generate", "outputs", r"outputs has 3 runs in it: name one, such as outputs/last$"),
         ("generate", "empty", r"empty has no complete checkpoint yet: wait for its first save, or"),
+        (
+            "generate",
+            "mirror",
+            r"mirror is a checkpoint\.mirror, .* give the run\.folder of its run",
+        ),
         ("generate", "run --step 7", r"--step 7: .*run has no checkpoint .* it has 4, 8, 12, 16"),
         ("export", "run/worker-0/step-00000008 --step 16", r"--step 16: .* step; it has 8"),
         ("generate", "run --temperature nan", r"--temperature nan: give"),
@@ -192,6 +199,9 @@ def test_a_mistake_is_one_line(
     for name in ("empty/worker-0", "full"):
         Path(name).mkdir(parents=True)
     Path("full/file").touch()
+    copies = Copies(open_store("mirror"))
+    copies.take_over("this start")
+    copies.save(checkpoint(trained, 8), 0, "this start")
     Path("run").symlink_to(trained)
     for time, name in enumerate(("of-islands/island-1", "last", "first")):
         shutil.copytree(trained / "worker-0", Path("outputs", name, "worker-0"))

@@ -14,7 +14,6 @@ saves is in diloco/state_dict.py. If older checkpoints would be read wrongly, ra
 """
 
 import json
-import os
 import re
 import shutil
 import time
@@ -24,7 +23,6 @@ from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from itertools import chain, count
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -47,7 +45,7 @@ from torchtitan_diloco.diloco.state_dict import OuterFacts, SavedState, copy_to_
 from torchtitan_diloco.diloco.streaming import OuterLoop
 from torchtitan_diloco.distributed.collectives import naming_lost_ranks, on_all_ranks
 from torchtitan_diloco.distributed.world import FSDP, World
-from torchtitan_diloco.hardware import write_whole
+from torchtitan_diloco.hardware import flush_to_disk, write_whole
 from torchtitan_diloco.log import logger
 from torchtitan_diloco.user import UserError
 
@@ -118,17 +116,24 @@ def read_manifest(path: Path) -> Manifest:
     """Return the manifest of the checkpoint `path`, or raise DamagedError."""
     file = path / MANIFEST
     try:
-        values = json.loads(file.read_bytes())
+        content = file.read_bytes()
+    except OSError as error:
+        raise _unreadable(file, error) from error
+    return parse_manifest(content, str(file))
+
+
+def parse_manifest(content: bytes, origin: str) -> Manifest:
+    """Return the manifest that a file at `origin` has as its content, or raise DamagedError."""
+    try:
+        values = json.loads(content)
         if not isinstance(values, dict) or values.pop("crc", None) != crc_of(values):
             raise UserError("its CRC-32 differs")
         if values.get("version") == VERSION:
             return msgspec.convert(values, Manifest)
-    except OSError as error:
-        raise _unreadable(file, error) from error
     except (ValueError, RecursionError, msgspec.ValidationError) as error:
-        raise DamagedError(f"{file} cannot be used ({error})") from None
+        raise DamagedError(f"{origin} cannot be used ({error})") from None
     raise UserError(
-        f"{path} was saved in version {values.get('version')} of the schema, and this program "
+        f"{origin} is of version {values.get('version')} of the schema, and this program "
         f"reads version {VERSION}: resume it with the version of torchtitan_diloco that saved it"
     )
 
@@ -183,16 +188,22 @@ def incomplete(path: Path) -> Path:
     return path.with_name(f"{path.name}.incomplete")
 
 
-def begin(path: Path) -> None:
+def begin(path: Path, only: Set[Path] | None = None) -> None:
     """Create the folder to write the checkpoint `path` into, which must not exist.
 
-    Delete what earlier saves have not completed: it may be what fills the disk.
+    Delete what earlier saves have not completed: it may be what fills the disk. `only`: the
+    checkpoints of which something may be deleted. None: all, as no other run is in the folder.
     """
     if path.exists():
         raise OSError(f"{path} exists already")
     for left in path.parent.glob("step-*.incomplete"):
-        shutil.rmtree(left, ignore_errors=True)
-    incomplete(path).mkdir(parents=True)
+        if only is None or left in map(incomplete, only):
+            shutil.rmtree(left, ignore_errors=True)
+    try:
+        incomplete(path).mkdir(parents=True)
+    except FileExistsError:
+        reason = "may be of another run in this folder: delete it if there is none"
+        raise OSError(f"{incomplete(path)} {reason}") from None
 
 
 def complete(path: Path, manifest: str) -> None:
@@ -203,28 +214,21 @@ def complete(path: Path, manifest: str) -> None:
     flush_to_disk(path.parent)
 
 
-def prune(folder: Path, keep_latest: int, keep_every: int, held: Set[Path] = frozenset()) -> None:
-    """Delete a worker's checkpoints but the latest, those at steps to keep, and those in use."""
+def prune(
+    folder: Path,
+    keep_latest: int,
+    keep_every: int,
+    held: Set[Path] = frozenset(),
+    only: Set[Path] | None = None,
+) -> None:
+    """Delete a worker's checkpoints but the latest, those at steps to keep, and those in use.
+    `only`: as in `begin`."""
     for path in complete_checkpoints(folder)[:-keep_latest]:
-        if path not in held and (not keep_every or step_of(path) % keep_every):
+        may_delete = path not in held and (only is None or path in only)
+        if may_delete and (not keep_every or step_of(path) % keep_every):
             with suppress(OSError):  # the next one may work
                 path.rename(incomplete(path))  # a folder that is half deleted is no checkpoint
                 shutil.rmtree(incomplete(path))
-
-
-def set_aside(path: Path) -> Path:
-    """Rename a checkpoint, so that it is neither found nor deleted. Return its path."""
-    names = chain([f"{path}.aside"], (f"{path}.aside-{number}" for number in count(2)))
-    return path.rename(next(name for name in names if not Path(name).exists()))
-
-
-def flush_to_disk(path: Path) -> None:
-    """Wait until a file, or the list of files in a folder, is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 # --- tensors --------------------------------------------------------------------------------------
@@ -345,9 +349,11 @@ class Checkpointer:
         about: Manifest,
         parts: Mapping[str, Stateful] | None = None,
         mirror: Copier | None = None,
+        is_locked: bool = True,
     ) -> None:
         """`folder`: that of this worker. `about`: what is the same in all checkpoints of the run.
-        `parts`: parts of the run whose states are saved beside the tensors, as JSON."""
+        `parts`: parts of the run whose states are saved beside the tensors, as JSON. `is_locked`:
+        no other run can be in the folder; otherwise only what this start has begun is deleted."""
         self._config = config
         self._folder = folder
         self._world = world
@@ -359,6 +365,8 @@ class Checkpointer:
         self._mirror = mirror
         self._thread = BackgroundThread("checkpoint")
         self._saving: Future[str] | None = None
+        self._begun = set[Path]()
+        self._only = None if is_locked else self._begun
         self._writes = bool(outer.fragments) or world.worker == 0
         self._is_first = self._writes and world.rank_in_worker == 0
         self._timer_start = time.monotonic()
@@ -452,6 +460,10 @@ class Checkpointer:
 
     # --- in the background ------------------------------------------------------------------------
 
+    def _begin(self, path: Path) -> None:
+        begin(path, self._only)
+        self._begun.add(path)
+
     def _write(self, manifest: Manifest, rows: dict[str, Tensor]) -> str:
         """Write a checkpoint. Return on every rank why it failed, or an empty text."""
         started = time.perf_counter()
@@ -460,7 +472,7 @@ class Checkpointer:
         world = self._world
         on_all = partial(on_all_ranks, world.saving)
         try:
-            on_all(lambda: begin(path) if self._is_first else None)
+            on_all(lambda: self._begin(path) if self._is_first else None)
             mine = on_all(lambda: write_tensors(incomplete(path), rows, world.rank_in_worker))
             files = gather_objects(mine, world.saving)
             first = world.rank - world.rank_in_worker
@@ -470,7 +482,7 @@ class Checkpointer:
             text = replace(manifest, files=files_of_worker, save=crc_of(files)).to_json()
             on_all(lambda: complete(path, text) if self._is_first else None)
         except (ValueError, OSError) as error:
-            if self._is_first:
+            if path in self._begun:
                 shutil.rmtree(incomplete(path), ignore_errors=True)
             if world.is_first:
                 logger.error(f"{what} could not be saved: {error}; earlier ones are untouched")
@@ -484,6 +496,7 @@ class Checkpointer:
                 keep_latest=self._config.keep_latest,
                 keep_every=self._config.keep_every,
                 held=held,
+                only=self._only,
             )
         megabytes = sum(size for part in files for size, _ in part.values()) / 1e6
         seconds = time.perf_counter() - started

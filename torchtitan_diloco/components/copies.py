@@ -1,33 +1,36 @@
 """Copies of a run's checkpoints in a store: what lies there, and copying a folder there and back.
 
-run                                     identity of the run whose copies these are
 start/00000001                          token of the newest start of the run, which alone may write
 worker-0/COPY/rank-0.safetensors-00000  parts of a file of a worker, from its beginning
 copy/COPY/worker-0                      manifest.json of this worker, written after its parts
 
 COPY is a name such as `step-00001000-1a2b3c4d-of-2`: the step, `Manifest.save`, and the number of
 workers that have saved it. A copy is whole once the manifests of all its workers are there. A run
-that writes the same step again, with other bits, makes another copy of it.
+that writes the same step again, with other bits, makes another copy of it. The copies are those of
+the run that the manifest of the newest whole one names.
 """
 
 import re
 import shutil
 import zlib
+from collections.abc import Set
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
+from torchtitan_diloco.components import checkpoint
 from torchtitan_diloco.components.checkpoint import (
     MANIFEST,
     Manifest,
     begin,
     complete,
     fingerprint,
-    flush_to_disk,
     incomplete,
+    parse_manifest,
     read_manifest,
 )
-from torchtitan_diloco.hardware import write_whole
+from torchtitan_diloco.hardware import flush_to_disk
 from torchtitan_diloco.store import DamagedError, LargeObjects, Store
 from torchtitan_diloco.user import UserError
 
@@ -72,6 +75,12 @@ class Copy(NamedTuple):
         return f"step-{self.step:08d}-{self.save:08x}-of-{self.workers}"
 
 
+def is_mirror(folder: Path) -> bool:
+    """Return whether a folder is a store with copies of a run, or of islands."""
+    names = chain(folder.glob("copy/*"), folder.glob("island-*/copy/*"))
+    return any(Copy.parse(path.name) for path in names)
+
+
 class Copies:
     """The copies of one run in a store. One process of each worker uses it."""
 
@@ -87,16 +96,7 @@ class Copies:
         self._store.close()
         self._large.close()
 
-    # --- whose copies these are -------------------------------------------------------------------
-
-    def identify(self, run: str) -> str:
-        """Return the identity of the run whose copies are here: `run` if there were none."""
-        name = f"{self._prefix}run"
-        there = self._store.get(name)
-        if there is None and self._store.create(name, run.encode()):
-            return run
-        there = there or self._store.get(name)
-        return there.content.decode(errors="replace") if there else run
+    # --- who writes here --------------------------------------------------------------------------
 
     def take_over(self, token: str) -> None:
         """Let the start with this token, which all its processes have, be the newest one."""
@@ -124,6 +124,19 @@ class Copies:
             if copy is not None and re.fullmatch(r"worker-\d+", worker):
                 workers.setdefault(copy, set()).add(worker)
         return sorted(copy for copy, there in workers.items() if len(there) == copy.workers)
+
+    def newest_manifest(self) -> Manifest | None:
+        """Return the manifest of the newest whole copy, or of the newest whose manifest can be
+        read. None: there is no whole copy."""
+        copies = self.whole()
+        for copy in reversed(copies):
+            try:
+                return self._read_manifest(copy, worker=0)[1]
+            except (DamagedError, checkpoint.DamagedError):
+                continue
+        if copies:
+            raise DamagedError(f"{self.location}: no copy has a manifest that can be read")
+        return None
 
     def prune(self, worker: int, step: int, keep_latest: int, keep_every: int) -> None:
         """Delete a worker's copies of steps before this one, but the latest whole ones and those at
@@ -162,26 +175,32 @@ class Copies:
         self._store_anew(name, text, resume=False)
         return sum(size for size, _ in manifest.files.values())
 
-    def fetch(self, copy: Copy, worker: int, path: Path) -> None:
-        """Copy a worker's part of a copy into the checkpoint `path`, which must not exist."""
-        text = self._large.get(self._manifest(copy, worker), MOST_MANIFEST_BYTES)
-        if text is None:
-            raise DamagedError(f"{self.location}: {copy.name} of worker {worker} has been deleted")
-        begin(path)
+    def fetch(self, copy: Copy, worker: int, path: Path, only: Set[Path] | None = None) -> None:
+        """Copy a worker's part of a copy into the checkpoint `path`, which must not exist. `only`:
+        as in `begin`."""
+        text, manifest = self._read_manifest(copy, worker)
+        begin(path, only)
         try:
-            write_whole(incomplete(path) / MANIFEST, bytes(text))
-            manifest = read_manifest(incomplete(path))
-            if Copy.of(manifest) != copy or not all(map(_FILE.fullmatch, manifest.files)):
-                raise DamagedError(f"{self.location}: {copy.name} has the manifest of another one")
             for file, known in manifest.files.items():
                 target = incomplete(path) / file
                 self._fetch_file(self._folder(copy, worker) + file, target, size=known[0])
                 if fingerprint(target) != known:
                     raise DamagedError(f"{self.location}: {file} of {copy.name} is another file")
-            complete(path, text.decode())
+            complete(path, text)
         except BaseException:
             shutil.rmtree(incomplete(path), ignore_errors=True)
             raise
+
+    def _read_manifest(self, copy: Copy, worker: int) -> tuple[str, Manifest]:
+        """Return the manifest of a worker's part of a copy, as its text and as its values."""
+        name = self._manifest(copy, worker)
+        content = self._large.get(name, MOST_MANIFEST_BYTES)
+        if content is None:
+            raise DamagedError(f"{self.location}: {copy.name} of worker {worker} has been deleted")
+        manifest = parse_manifest(bytes(content), f"{self.location}: {name}")
+        if Copy.of(manifest) != copy or not all(map(_FILE.fullmatch, manifest.files)):
+            raise DamagedError(f"{self.location}: {copy.name} has the manifest of another one")
+        return bytes(content).decode(), manifest
 
     def _save_file(self, file: Path, name: str, begun: bool) -> tuple[int, int]:
         """Store the parts of a file. Return its size and CRC-32, as they were copied."""

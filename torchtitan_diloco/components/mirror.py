@@ -3,26 +3,31 @@
 The first rank of each worker copies the folder of its worker, in a thread. All ranks agree on which
 steps are copied, so that each copy gets complete. A run starts from the mirror if it has a newer
 step than `run.folder`. A mirror that fails is named once and at the end, and never stops training.
+
+A run whose folder has no checkpoint may have lost it, or may be another run with a copied config.
+The settings in the newest manifest of the mirror decide, before anything is fetched.
 """
 
 import secrets
 import shutil
 import time
+import tomllib
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 
 from torchtitan_diloco.components.checkpoint import (
     DamagedError,
+    Manifest,
     checkpoint_path,
     folder_of_worker,
-    set_aside,
     step_of,
 )
 from torchtitan_diloco.components.copies import Copies, Copy, OtherRunError, TakenOverError
-from torchtitan_diloco.components.resume import Start
+from torchtitan_diloco.components.resume import Start, changed_settings
+from torchtitan_diloco.components.run_folder import lock_folder, set_aside
 from torchtitan_diloco.config import Config
 from torchtitan_diloco.config.schema import Checkpoint
 from torchtitan_diloco.diloco.background import BackgroundThread
@@ -36,6 +41,25 @@ from torchtitan_diloco.user import UserError
 
 PATIENCE_SECONDS = 60.0
 """Time for which each call of the store is tried again."""
+RESUME = "checkpoint.resume"
+MAY_CHANGE = (
+    "training.steps",
+    "training.tokens",
+    "training.stop_after",
+    "training.batch_size",
+    "training.global_batch_size",
+    "diloco.workers",
+    "diloco.link.",
+    "parallel.fsdp",
+    *({f"checkpoint.{setting.name}" for setting in fields(Checkpoint)} - {RESUME}),
+    "metrics.",
+    "data.cache_folder",
+    "run.preemption",
+)
+"""Beginnings of the keys that a run may change after it has lost its folder: how long it trains, on
+which machines, and what it writes."""
+MOST_DIFFERENCES = 8
+"""Settings that an error names."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +79,19 @@ def new_identity(world: World) -> str:
     return broadcast_object(secrets.token_hex(8), str, world.control)
 
 
-def build_mirror(config: Config, world: World) -> "Mirror | None":
-    """Return the mirror of a run, if it has one. Collective."""
+def other_settings(before: str, now: str, resume: str) -> list[str]:
+    """Return how settings differ from those of a run that has lost its folder, one line each.
+
+    `before`, `now`: TOML. `resume`: now `checkpoint.resume`, which says where a new run starts.
+    """
+    ignored = (*MAY_CHANGE, RESUME) if resume == "auto" else MAY_CHANGE
+    return changed_settings(before, now, ignored=ignored)
+
+
+def build_mirror(
+    config: Config, world: World, toml: str, check: Callable[[Manifest], None]
+) -> "Mirror | None":
+    """Return the mirror of a run, if it has one. Collective. `toml`, `check`: as in `Mirror`."""
     given = gather_objects(bool(config.checkpoint.mirror), world.control)
     if any(given) and not all(given):
         raise UserError(
@@ -72,6 +107,8 @@ def build_mirror(config: Config, world: World) -> "Mirror | None":
         folder=folder_of_worker(Path(config.run.folder).expanduser(), world.worker),
         island=config.islands.name if config.islands.join else "",
         writes=each_worker_saves or world.worker == 0,
+        toml=toml,
+        check=check,
     )
 
 
@@ -79,10 +116,26 @@ class Mirror:
     """The mirror of a run. Methods that say so are called by all ranks together."""
 
     def __init__(
-        self, config: Checkpoint, world: World, folder: Path, *, island: str, writes: bool
+        self,
+        config: Checkpoint,
+        world: World,
+        folder: Path,
+        *,
+        island: str,
+        writes: bool,
+        toml: str,
+        check: Callable[[Manifest], None],
     ) -> None:
-        """`folder`: that of this worker. `writes`: this worker has checkpoints of its own."""
+        """
+        Args:
+            folder: that of this worker.
+            writes: this worker has checkpoints of its own.
+            toml: settings of the run.
+            check: raises if the run cannot continue from a checkpoint with this manifest.
+        """
         self._config = config
+        self._toml = toml
+        self._check = check
         self._world = world
         self._folder = folder
         self._below = f"island-{island}/" if island else ""
@@ -104,11 +157,12 @@ class Mirror:
 
     # --- the start --------------------------------------------------------------------------------
 
-    def join(self, start: Start, run: str, find: Callable[[], Start]) -> Start:
+    def join(self, start: Start, run: str, find: Callable[[], Start], verified: set[Path]) -> Start:
         """Return what the run starts from: `start`, or a newer copy in the mirror. Collective.
 
         `run`: the identity of the run in `run.folder`, or of a new one. `find` looks for what there
-        is in `run.folder`.
+        is in `run.folder`. `verified`: the checkpoints that it need not verify; those that are
+        fetched are added, whose checksums have just been compared.
         """
         world = self._world
         self.run = run
@@ -132,14 +186,14 @@ class Mirror:
                 )
             self._note_failure(problem, says=world.is_first)
             return start
-        start = self._newer(start, seen.copies, find)
+        start = self._newer(start, seen.copies, find, verified)
         known = start.goes_on and start.manifest and Copy.of(start.manifest) in seen.copies
         if start.goes_on and start.checkpoint is not None and not known:
             self._submit(start.checkpoint)
         return start
 
     def _look(self, adopts: bool) -> _Seen:
-        """Open the mirror. `adopts`: take over the identity of the run that is there."""
+        """Open the mirror. `adopts`: as in `_open`."""
         try:
             self._copies = self._open(adopts)
             return _Seen(self.run, self._copies.location, copies=self._copies.whole())
@@ -148,25 +202,48 @@ class Mirror:
 
     def _open(self, adopts: bool = False) -> Copies:
         """Open the store, and let this start be the one that writes there. Raise if the copies of
-        another run are there."""
+        another run are there.
+
+        `adopts`: this run has no checkpoint, and may be the one whose copies are there.
+        """
         store = open_store(self._config.mirror, patience=PATIENCE_SECONDS, quiet=True)
         copies = Copies(store, self._below)
         try:
-            there = copies.identify(self.run)
-            if there != self.run and not adopts:
-                raise OtherRunError(
-                    f"checkpoint.mirror: {copies.location} has the checkpoints of another run "
-                    f"({there[:40]}) than this worker's ({self.run}): give each run a place of its "
-                    "own, the same for all its workers"
-                )
-            self.run = there
+            newest = copies.newest_manifest()
+            if newest is not None and newest.run != self.run:
+                if not adopts:
+                    raise OtherRunError(
+                        f"checkpoint.mirror: {copies.location} has the checkpoints of another run "
+                        f"({newest.run}) than this worker's ({self.run}): give each run a place of "
+                        "its own, the same for all its workers"
+                    )
+                self._check_same_run(newest, copies.location)
+                self.run = newest.run
             copies.take_over(self._token)
         except BaseException:
             copies.close()
             raise
         return copies
 
-    def _newer(self, start: Start, copies: list[Copy], find: Callable[[], Start]) -> Start:
+    def _check_same_run(self, newest: Manifest, location: str) -> None:
+        """Raise unless this run may continue from copies of a run with this manifest."""
+        self._check(newest)
+        differences = other_settings(newest.config, self._toml, self._config.resume)
+        if self._config.adopt or not differences:
+            return
+        shown = "; ".join(differences[:MOST_DIFFERENCES])
+        more = len(differences) - MOST_DIFFERENCES
+        theirs, mine = (tomllib.loads(toml)["run"]["name"] for toml in (newest.config, self._toml))
+        raise OtherRunError(
+            f'checkpoint.mirror: {location} has step {newest.step} of the run "{theirs}" '
+            f'({newest.run}), and the settings of this run "{mine}" in {self._folder.parent} '
+            f"differ: {shown}{f'; and {more} more' if more > 0 else ''}. Give this run a mirror of "
+            "its own, or set checkpoint.adopt = true to continue that one with these settings"
+        )
+
+    def _newer(
+        self, start: Start, copies: list[Copy], find: Callable[[], Start], verified: set[Path]
+    ) -> Start:
         """Take the newest copy that is newer than `start` and can be used, or what workers that
         have lost their disks lack of the same one. Collective."""
         tried = False
@@ -181,10 +258,13 @@ class Mirror:
             started = time.monotonic()
             problem = self._fetch_all(copy, workers)
             if not problem:
+                if self._world.worker in workers:
+                    verified.add(checkpoint_path(self._folder, copy.step))
                 if self._world.is_first:
                     took = brief(time.monotonic() - started)
                     logger.info(f"step {copy.step} was taken from {self._location} in {took}")
-                return replace(find(), mirror=self._location)
+                adopted_from = "" if start.goes_on else self._location
+                return replace(find(), adopted_from=adopted_from)
             if self._world.is_first:
                 logger.warning(f"{problem}: continuing from an older step")
         if tried and not start.goes_on:
@@ -204,9 +284,12 @@ class Mirror:
                 return ""
             assert self._copies is not None
             try:
-                if path.exists():
-                    logger.warning(f"{path} is kept as {set_aside(path)}")
-                self._copies.fetch(copy, self._world.worker, path)
+                self._folder.mkdir(parents=True, exist_ok=True)
+                with lock_folder(self._folder) as lock:
+                    if path.exists():
+                        logger.warning(f"{path} is kept as {set_aside(path)}")
+                    only = frozenset[Path]() if lock.problem else None
+                    self._copies.fetch(copy, self._world.worker, path, only)
             except (StoreError, DamagedError) as error:
                 return str(error)
             except OSError as error:

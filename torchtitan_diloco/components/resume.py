@@ -1,19 +1,12 @@
-"""The folder of a run: which checkpoint it starts from, its lock, and loading on any layout.
+"""The checkpoint that a run starts from: finding it, and loading it on any layout."""
 
-RUN/config.toml    the settings
-    worker-0/ ...  checkpoints, records and TensorBoard of each worker, which may be on other disks
-"""
-
-import fcntl
-import os
-import socket
+import shutil
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,8 +28,6 @@ from torchtitan_diloco.components.checkpoint import (
     random_states,
     rank_file,
     read_manifest,
-    set_aside,
-    step_of,
 )
 from torchtitan_diloco.config.schema import flatten
 from torchtitan_diloco.diloco.fragments import local_of, shard_rows
@@ -55,7 +46,6 @@ from torchtitan_diloco.user import UserError
 
 Shapes = dict[str, tuple[int, ...]]
 NOT_COMPARED = ("run.folder", "run.name", "checkpoint.", "metrics.", "profiling.")
-LOCK = "run.lock"
 
 
 def check_tokenizer(manifest: Manifest | None, name: str, fingerprint: str) -> None:
@@ -137,8 +127,8 @@ class Start:
     """Workers that have the checkpoint."""
     of_this_worker: list[Path] = field(default_factory=list)
     """All complete checkpoints of this worker in `run.folder`, in the order of their steps."""
-    mirror: str = ""
-    """Location of the mirror that the checkpoint has just been taken from, if it has."""
+    adopted_from: str = ""
+    """Location of the mirror of a run that this start continues, if `run.folder` had none."""
 
     @property
     def step(self) -> int:
@@ -158,14 +148,20 @@ class CheckedStep:
     problem: str = ""
 
 
-def find_start(world: World, resume: str, run_folder: str) -> Start:
+def find_start(
+    world: World, resume: str, run_folder: str, verified: set[Path] | None = None
+) -> Start:
     """Return where a run starts: the same step on every rank.
 
     A run that has checkpoints goes on from them, also if it started from `checkpoint.resume`. The
     step is the newest one that is undamaged and that all workers have which have any. A worker that
     has none is new, or has lost its disk: it gets a copy.
+
+    `verified`: checkpoints whose files are not compared with their checksums, as they have been
+    before. Those that this call compares are added.
     """
-    group = world.control
+    group = world.saving
+    verified = set() if verified is None else verified
     ranks = world.ranks_per_worker
     run = Path(run_folder).expanduser()
     of_this_worker = complete_checkpoints(folder_of_worker(run, world.worker))
@@ -177,17 +173,11 @@ def find_start(world: World, resume: str, run_folder: str) -> Start:
     candidates = {path.name: path for path in of_this_worker}
     if not goes_on and resume != "auto":
         candidates = _checkpoints_of(world, resume)
-    listed = gather_objects(list(candidates), group)
-    for rank, names in enumerate(listed):
-        if names != listed[rank - rank % ranks]:
-            reason = "does not see the checkpoints that its worker's first rank sees"
-            raise UserError(f"rank {rank} {reason}: its nodes must share run.folder")
     # From the newest step that any worker has, down to one that all ranks can use. All ranks judge
-    # the same answers, so they agree. Names are zero-padded: a longer one is of a later step.
-    known = {name for names in listed for name in names}
+    # the same answers, so they agree.
     problems = list[str]()
-    for name in sorted(known, key=lambda name: (len(name), name), reverse=True):
-        checked = on_all_ranks(group, partial(_verify, world, candidates, name))
+    for name in _names_of_all(world, candidates):
+        checked = on_all_ranks(group, partial(_verify, world, candidates, name, verified))
         of_ranks = gather_objects(checked, group)
         holders, problem = judge(of_ranks, ranks)
         if problem:
@@ -230,15 +220,32 @@ def _checkpoints_of(world: World, resume: str) -> dict[str, Path]:
     return {checkpoint.name: checkpoint} if checkpoint.is_dir() else {}
 
 
-def _verify(world: World, candidates: Mapping[str, Path], name: str) -> CheckedStep:
-    """Check this rank's share of the files of a step."""
+def _names_of_all(world: World, candidates: Mapping[str, Path]) -> list[str]:
+    """Return the names of the checkpoints that any worker has, newest first. Collective."""
+    listed = gather_objects(list(candidates), world.saving)
+    for rank, names in enumerate(listed):
+        if names != listed[rank - rank % world.ranks_per_worker]:
+            reason = "does not see the checkpoints that its worker's first rank sees"
+            raise UserError(f"rank {rank} {reason}: its nodes must share run.folder")
+    known = {name for names in listed for name in names}
+    # Names are zero-padded: a longer one is of a later step.
+    return sorted(known, key=lambda name: (len(name), name), reverse=True)
+
+
+def _verify(
+    world: World, candidates: Mapping[str, Path], name: str, verified: set[Path]
+) -> CheckedStep:
+    """Check this rank's share of the files of a step, unless they are verified already."""
     if name not in candidates:
         # A worker without any checkpoint gets a copy, which is no problem.
         return CheckedStep(problem=f"worker {world.worker} has no {name}" if candidates else "")
+    path = candidates[name]
     try:
-        manifest = read_manifest(candidates[name])
-        names = sorted(manifest.files)[world.rank_in_worker :: world.ranks_per_worker]
-        check_files(candidates[name], manifest, names)
+        manifest = read_manifest(path)
+        if path not in verified:
+            names = sorted(manifest.files)[world.rank_in_worker :: world.ranks_per_worker]
+            check_files(path, manifest, names)
+            verified.add(path)
     except DamagedError as error:
         return CheckedStep(problem=f"{error} (found by rank {world.rank})")
     return CheckedStep(manifest if world.rank_in_worker == 0 else None)
@@ -264,75 +271,6 @@ def judge(of_ranks: Sequence[CheckedStep], ranks: int) -> tuple[list[int], str]:
     return holders, next(iter(problems), "")
 
 
-# --- claim ----------------------------------------------------------------------------------------
-
-
-def claim_run_folder(world: World, path: Path, start: Start, toml: str) -> TextIO | None:
-    """Create the folder of a run and write the configuration `toml` into it.
-
-    Return, on the first rank of a worker, the lock of its folder, held until it is closed.
-    """
-    is_first = world.rank_in_worker == 0
-    lock = on_all_ranks(
-        world.control, lambda: _claim(path, world.worker, start) if is_first else None
-    )
-    # Only now, as another run may hold the folder of another worker.
-    on_all_ranks(world.control, lambda: _begin(path, start, toml) if is_first else None)
-    return lock
-
-
-@contextmanager
-def _explaining_errors(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise UserError(
-            f"run.folder = {path} cannot be written ({error}): choose another"
-        ) from None
-
-
-def _claim(path: Path, worker: int, start: Start) -> TextIO:
-    """Create and lock the folder of a worker. Raise if it has other checkpoints than before."""
-    folder = folder_of_worker(path, worker)
-    with _explaining_errors(path):
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = lock_folder(folder)
-        if complete_checkpoints(folder) != start.of_this_worker:
-            raise UserError(f"run.folder = {path}: another run has just ended there: start again")
-    return lock
-
-
-def _begin(path: Path, start: Start, toml: str) -> None:
-    """Set checkpoints aside that are not resumed, and write the configuration."""
-    step = start.step if start.goes_on else 0
-    with _explaining_errors(path):
-        for checkpoint in start.of_this_worker:
-            if step_of(checkpoint) > step:
-                logger.warning(f"{checkpoint} is kept as {set_aside(checkpoint)}")
-        config = f"config-from-step-{step}.toml" if step else "config.toml"
-        (path / config).write_text(toml, encoding="utf-8")
-
-
-def lock_folder(path: Path) -> TextIO:
-    """Lock a folder until the returned file is closed or the process ends. Otherwise two runs could
-    overwrite each other's files."""
-    lock = (path / LOCK).open("a+", encoding="utf-8")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        lock.seek(0)
-        raise UserError(
-            f"{path} is in use by another run ({lock.read().strip()}): wait for its end, or choose "
-            "another run.folder"
-        ) from None
-    except OSError:
-        pass  # a file system without locks
-    lock.truncate(0)
-    lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-    lock.flush()
-    return lock
-
-
 # --- load -----------------------------------------------------------------------------------------
 
 
@@ -353,12 +291,15 @@ def restore(
     assert manifest is not None
     readers = start.holders if streaming else start.holders[:1]
     reads = world.worker in readers
-    files = SavedTensors(start.checkpoint, manifest) if reads and start.checkpoint else None
+    source = start.checkpoint if reads else None
+    files = on_all_ranks(
+        world.saving, lambda: None if source is None else SavedTensors(source, manifest)
+    )
     # A worker that reads nothing learns from the first reader which tensors there are.
     shapes = {} if files is None else files.shapes
-    of_first = gather_objects(shapes, world.control)[readers[0] * world.ranks_per_worker]
+    of_first = gather_objects(shapes, world.saving)[readers[0] * world.ranks_per_worker]
     shapes = shapes or {name: tuple(shape) for name, shape in of_first.items()}
-    _check_model(start, shapes, model)
+    _check_model(start, shapes, model, world)
     # Reading fills the tensors of model, optimizer and outer loop in place; those that only the
     # outer loop has are first created like the saved ones. What is not in the checkpoint stays.
     inner = inner_tensors(model, optimizer)
@@ -369,9 +310,8 @@ def restore(
         names = [name for name in shapes if reads or not name.startswith(SENT)]
         saved = SavedState.template(model, facts=facts, names=names, mesh=world.host_mesh)
         tensors |= saved.tensors
-    if files is not None:
-        files.fill(tensors)
-        _load_random_states(files, world)
+    # All wait for the slowest disk here, as groups between workers wait only as long as for a link.
+    on_all_ranks(world.saving, partial(_fill, tensors, files, world))
     if len(readers) < world.workers:
         _copy_to_others(tensors, world, readers)
     notes = list[str]()
@@ -391,23 +331,35 @@ def restore(
     return notes
 
 
-def _check_model(start: Start, shapes: Shapes, model: nn.Module) -> None:
-    """Raise if the checkpoint has parameters of other names or shapes than the model."""
+def _check_model(start: Start, shapes: Shapes, model: nn.Module, world: World) -> None:
+    """Raise if the checkpoint has parameters of other names or shapes than the model.
+
+    One of another run, which has just been fetched, does not stay in `run.folder`.
+    """
     saved = {name.removeprefix(MODEL): shapes[name] for name in shapes if name.startswith(MODEL)}
     mine = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     if mistakes := differences(mine, saved):
         more = f", and {len(mistakes) - 1} more differ" if len(mistakes) > 1 else ""
         settings = "the [model] section, the tokenizer and training.sequence_length"
-        if start.mirror:
+        if start.adopted_from:
+            if start.checkpoint is not None and world.rank_in_worker == 0:
+                shutil.rmtree(start.checkpoint)
             raise UserError(
-                f"checkpoint.mirror = {start.mirror} belongs to a run with another model: "
-                f"{mistakes[0]}{more}. Give this run a mirror and a run.folder of its own; or, to "
-                f"continue that run, set {settings} as in its config.toml"
+                f"checkpoint.mirror = {start.adopted_from} belongs to a run with another model: "
+                f"{mistakes[0]}{more}. Give this run a mirror of its own; or, to continue that "
+                f"run, set {settings} as there"
             )
         raise UserError(
             f"{start.checkpoint or 'the checkpoint'} is of another model: {mistakes[0]}{more}. Set "
             f"{settings} as in the run's config.toml"
         )
+
+
+def _fill(tensors: Mapping[str, Tensor], files: SavedTensors | None, world: World) -> None:
+    """Fill the tensors and set the random states of this rank from its files, if it has any."""
+    if files is not None:
+        files.fill(tensors)
+        _load_random_states(files, world)
 
 
 def _load_random_states(files: SavedTensors, world: World) -> None:
@@ -450,11 +402,14 @@ def _changed_workers(before: int, now: int, readers: Sequence[int]) -> list[str]
     return notes
 
 
-def changed_settings(before: str, now: str) -> list[str]:
-    """Return the differences between the settings of two TOML texts, one line each."""
+def changed_settings(before: str, now: str, ignored: tuple[str, ...] = NOT_COMPARED) -> list[str]:
+    """Return the differences between the settings of two TOML texts, one line each.
+
+    `ignored`: beginnings of the keys that are not compared.
+    """
     old, new = (flatten(tomllib.loads(text)) for text in (before, now))
     return [
         f"{key} was {old.get(key, 'not set')}, is {new.get(key, 'not set')}"
         for key in sorted({*old, *new})
-        if old.get(key) != new.get(key) and not key.startswith(NOT_COMPARED)
+        if old.get(key) != new.get(key) and not key.startswith(ignored)
     ]

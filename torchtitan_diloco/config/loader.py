@@ -321,9 +321,14 @@ def _data_mistakes(config: Config) -> Mistakes:
 
 
 def _mirror_mistakes(config: Config) -> Mistakes:
-    """Yield the mistake of a mirror that would be lost with what it mirrors."""
+    """Yield the mistakes of a mirror that would be lost with what it mirrors, or does not exist."""
     mirror = config.checkpoint.mirror
     folder = config.run.folder
+    if config.checkpoint.adopt and not mirror:
+        yield (
+            "checkpoint.adopt",
+            "is only used with checkpoint.mirror: set that too, or remove this setting",
+        )
     if "://" in mirror or not (mirror and folder):
         return
     if Path(mirror).expanduser().resolve().is_relative_to(Path(folder).expanduser().resolve()):

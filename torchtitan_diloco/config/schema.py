@@ -295,13 +295,17 @@ class Checkpoint:
     lost `run.folder` continues: a folder, a join file of an https store, `s3://BUCKET/PATH`,
     `gs://...` or `az://...`. Use a separate one for each run, the same for all its workers. Empty:
     none."""
+    adopt: bool = False
+    """Continue the run whose copies are in `mirror` although `run.folder` has no checkpoint and the
+    settings differ in more than the length of the run, its workers, ranks, batch size, link,
+    checkpoints and metrics. Otherwise, this is an error."""
     mirror_wait_seconds: NotNegative = 300
     """Seconds that a run waits at its end for the last copy. After a signal, it waits at most until
     the processes are killed."""
     resume: str = "auto"
-    """Where a run without checkpoints in `run.folder` starts: `auto` (from the beginning), or the
-    folder of another run or checkpoint. A run with checkpoints resumes from the latest undamaged
-    one."""
+    """Where a run without checkpoints in `run.folder` and `mirror` starts: `auto` (from the
+    beginning), or the folder of another run or checkpoint. A run with checkpoints resumes from the
+    latest undamaged one."""
 
     @property
     def is_used(self) -> bool:
@@ -382,7 +386,7 @@ def portable(config: Config) -> Config:
         config,
         run=replace(config.run, folder=""),
         islands=replace(config.islands, join=""),
-        checkpoint=replace(config.checkpoint, mirror=""),
+        checkpoint=replace(config.checkpoint, mirror="", adopt=False),
     )
 
 

@@ -163,10 +163,8 @@ class Diagnosis:
         """Write a config with which this run goes on with other settings."""
         folder = self._folder.resolve()
         path = folder / "settings-that-fit.toml"
-        resumed = folder.glob("config-from-step-*.toml")
         with suppress(OSError):  # a full disk
-            latest = max([folder / "config.toml", *resumed], key=lambda file: file.stat().st_mtime)
-            changes = {"extends": latest.name, "run.folder": str(folder), **settings}
+            changes = {"extends": "config.toml", "run.folder": str(folder), **settings}
             lines = [f"{key} = {format_value(value)}\n" for key, value in changes.items()]
             write_whole(path, "".join(lines).encode())
             logger.warning(

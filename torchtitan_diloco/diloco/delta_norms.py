@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_diloco.diloco.flags import NOT_FINITE, OUTLIER, WENT_WRONG
+from torchtitan_diloco.diloco.messages import TransferError, transfers
 from torchtitan_diloco.diloco.transport import Header, WorkerLostError
 from torchtitan_diloco.log import logger
 from torchtitan_diloco.user import UserError, cause_of
@@ -57,8 +58,9 @@ def sum_over_ranks(value: float, group: dist.ProcessGroup | None, worker: int) -
         return value
     total = torch.tensor(value, dtype=torch.float64)
     try:
-        dist.all_reduce(total, group=group)
-    except RuntimeError as error:
+        with transfers():
+            dist.all_reduce(total, group=group)
+    except TransferError as error:
         reason = f"one of the ranks of worker {worker}: {cause_of(error)}"
         raise WorkerLostError([worker], reason) from error
     return total.item()

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
+from torchtitan_diloco.diloco.messages import TransferError, transfers
 from torchtitan_diloco.diloco.transport import WorkerLostError
 from torchtitan_diloco.log import logger
 from torchtitan_diloco.user import cause_of
@@ -231,7 +232,8 @@ class Liveness:
         try:
             while rank not in self._ended:
                 received = torch.zeros(3, dtype=torch.int64)
-                self._group.recv([received], rank, 0).wait(FOREVER)
+                with transfers():
+                    self._group.recv([received], rank, 0).wait(FOREVER)
                 kind = Message(int(received[0]))
                 steps, milliseconds = received[1:].tolist()
                 with self._changed:
@@ -244,7 +246,7 @@ class Liveness:
                         waits = kind is Message.ANSWER_IN_A_WAIT
                         self._answers[rank] = Answer(steps, milliseconds / 1000, waits)
                     self._changed.notify_all()
-        except RuntimeError as error:
+        except TransferError as error:
             with self._changed:
                 is_first = not self._lost
                 if is_first:

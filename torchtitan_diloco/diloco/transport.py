@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_diloco.diloco.background import BackgroundThread
+from torchtitan_diloco.diloco.messages import TransferError, transfers
 from torchtitan_diloco.diloco.round import Traffic
 from torchtitan_diloco.diloco.vitals import NOTHING_SAID, Vitals
 from torchtitan_diloco.user import PeersLostError, UserError, cause_of
@@ -253,8 +254,9 @@ class Transport:
         arrivals.pending[worker] = worker in messages.sizes
         for number, work in enumerate(messages.works.get(worker, [])):
             try:
-                work.wait(self._timeout)
-            except RuntimeError as error:
+                with transfers():
+                    work.wait(self._timeout)
+            except TransferError as error:
                 raise WorkerLostError([worker], cause_of(error)) from error
             if number == 0:
                 first = arrivals.latest[worker] = time.perf_counter()
@@ -267,8 +269,9 @@ class Transport:
     ) -> None:
         """Start a transfer, and add it to the messages of a worker."""
         try:
-            work = start(group=self._group, tag=tag)
-        except RuntimeError as error:
+            with transfers():
+                work = start(group=self._group, tag=tag)
+        except TransferError as error:
             raise WorkerLostError([worker], cause_of(error)) from error
         assert work is not None, "this rank is in the group"
         messages.works.setdefault(worker, []).append(work)

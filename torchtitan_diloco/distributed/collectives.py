@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from torchtitan_diloco.config.schema import Run
 from torchtitan_diloco.diloco.config import DiLoCoConfig
-from torchtitan_diloco.diloco.messages import gather_objects
+from torchtitan_diloco.diloco.messages import TransferError, gather_objects, transfers
 from torchtitan_diloco.diloco.transport import WorkerLostError
 from torchtitan_diloco.distributed.notices import Notice, NoticeWatch
 from torchtitan_diloco.distributed.world import World
@@ -64,7 +64,7 @@ class PendingSum:
         self._where = where
         self._work = None
         if world.control is not None and values:
-            with naming_lost_ranks(world, where):
+            with naming_lost_ranks(world, where), transfers():
                 self._work = dist.all_reduce(self._values, group=world.control, async_op=True)
 
     @property
@@ -76,7 +76,8 @@ class PendingSum:
         if self._work is not None:
             with naming_lost_ranks(self._world, self._where):
                 self._world.liveness.wait_for(self._work.get_future(), onlooker=self._world.witness)
-                self._work.wait()  # raises its error
+                with transfers():
+                    self._work.wait()  # raises its error
         values: list[float] = self._values.tolist()
         return values
 
@@ -87,15 +88,15 @@ class RanksLostError(PeersLostError):
 
 @contextmanager
 def naming_lost_ranks(world: World, where: str) -> Iterator[None]:
-    """Convert a failure of the body, which waits for all ranks, into one that names the lost
-    rank."""
+    """Convert an error of the body that says that a rank is lost into one that names the rank.
+
+    Others, such as a full memory or a bug, are raised as they are.
+    """
     try:
         yield
     except WorkerLostError as error:
         raise WorkerLostError(error.workers, f"{error.reason}; seen {where}") from error
-    except RuntimeError as error:
-        if world.control is None:
-            raise
+    except TransferError as error:
         lost = [
             f"rank {rank} (worker {rank // world.ranks_per_worker}: {reason})"
             for rank, reason in world.liveness.lost_ranks().items()

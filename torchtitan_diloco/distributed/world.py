@@ -29,7 +29,8 @@ LONGER_THAN_LINK_SECONDS = 60
 """Seconds by which ranks of a worker wait longer for each other than for another worker. Otherwise,
 they would time out first, and the error would not name the lost worker."""
 SAVING_TIMEOUT_SECONDS = 7200
-"""Seconds for which ranks wait for each other in a save, because disks may be slow."""
+"""Seconds for which ranks wait for each other while they write or read checkpoints, because disks
+may be slow."""
 LOOPBACK = "127."
 
 
@@ -51,7 +52,8 @@ class World:
     shards: dist.ProcessGroup | None = None
     """The ranks of this worker, on the CPU, only for the outer loop's background thread."""
     saving: dist.ProcessGroup | None = None
-    """All ranks, on the CPU, only for the thread that writes checkpoints."""
+    """All ranks, on the CPU, to wait for disks: while a run starts from a checkpoint, and then only
+    for the thread that writes checkpoints."""
     host_mesh: DeviceMesh | None = None
     """1-d, the ranks of this worker on the CPU, which describes how saved tensors are sharded. It
     is not used for communication."""

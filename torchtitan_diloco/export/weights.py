@@ -25,6 +25,7 @@ from torchtitan_diloco.components.checkpoint import (
     read_manifest,
     step_of,
 )
+from torchtitan_diloco.components.copies import is_mirror
 from torchtitan_diloco.components.resume import SavedTensors, check_tokenizer
 from torchtitan_diloco.config import Config, parse_config
 from torchtitan_diloco.data.tokenizer import Tokenizer, build_tokenizer
@@ -114,6 +115,12 @@ def find_checkpoint(run: Path, step: int | None = None) -> Path:
         if not islands and (runs := _runs_in(path)):
             count = counted(len(runs), "run")
             raise UserError(f"{run} has {count} in it: name one, such as {run / runs[-1]}")
+        if is_mirror(path):
+            raise UserError(
+                f"{run} is a checkpoint.mirror, which has checkpoints in parts: give the "
+                "run.folder of its run; if that is lost, start the run again with this mirror, "
+                "which fetches the newest one"
+            )
         if not (workers or islands):
             raise no_run(path, f"worker-0, and no {MANIFEST} of a checkpoint")
         raise UserError(

@@ -1,0 +1,128 @@
+"""The folder of a run: its lock, and what a start changes in it.
+
+RUN/config.toml                   the settings of the latest start
+    config-from-step-8.toml ...   those of each start, by its step
+    worker-0/ ...                 checkpoints, records and TensorBoard of each worker, which may be
+                                  on other disks
+"""
+
+import fcntl
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain, count
+from pathlib import Path
+from typing import Self, TextIO
+
+from torchtitan_diloco.components.checkpoint import (
+    complete_checkpoints,
+    folder_of_worker,
+    step_of,
+)
+from torchtitan_diloco.components.resume import Start
+from torchtitan_diloco.distributed.collectives import on_all_ranks
+from torchtitan_diloco.distributed.world import World
+from torchtitan_diloco.hardware import write_whole
+from torchtitan_diloco.log import logger
+from torchtitan_diloco.user import UserError
+
+LOCK = "run.lock"
+
+
+@dataclass(frozen=True)
+class FolderLock:
+    """The lock of the folder of a worker, held until it is closed or the process ends."""
+
+    file: TextIO
+    problem: str = ""
+    """Why another run may be in the folder nevertheless, if so."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        self.file.close()
+
+
+def lock_folder(path: Path) -> FolderLock:
+    """Lock a folder. Otherwise two runs could overwrite each other's files."""
+    file = (path / LOCK).open("a+", encoding="utf-8")
+    problem = ""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        raise UserError(
+            f"{path} is in use by another run ({file.read().strip()}): wait for its end, or choose "
+            "another run.folder"
+        ) from None
+    except OSError as error:
+        problem = f"its file system has no locks ({error})"
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    file.flush()
+    return FolderLock(file, problem)
+
+
+def claim_run_folder(world: World, path: Path, start: Start, toml: str) -> FolderLock | None:
+    """Create the folder of a run and write the configuration `toml` into it.
+
+    Return, on the first rank of a worker, the lock of its folder.
+    """
+    is_first = world.rank_in_worker == 0
+    lock = on_all_ranks(
+        world.saving, lambda: _claim(path, world.worker, start) if is_first else None
+    )
+    # Only now, as another run may hold the folder of another worker.
+    on_all_ranks(
+        world.saving, lambda: _begin(path, world.worker, start, toml) if is_first else None
+    )
+    return lock
+
+
+@contextmanager
+def _explaining_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"run.folder = {path} cannot be written ({error}): choose another"
+        ) from None
+
+
+def _claim(path: Path, worker: int, start: Start) -> FolderLock:
+    """Create and lock the folder of a worker. Raise if it has other checkpoints than before."""
+    folder = folder_of_worker(path, worker)
+    with _explaining_errors(path):
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = lock_folder(folder)
+        if complete_checkpoints(folder) != start.of_this_worker:
+            raise UserError(f"run.folder = {path}: another run has just ended there: start again")
+    if lock.problem:
+        logger.warning(
+            f"a second run in run.folder would not be refused, as {folder} cannot be locked: "
+            f"{lock.problem}. Make sure that there is none; what other starts have saved is not "
+            "deleted"
+        )
+    return lock
+
+
+def _begin(path: Path, worker: int, start: Start, toml: str) -> None:
+    """Set checkpoints aside that are not resumed, and write the configuration."""
+    step = start.step if start.goes_on else 0
+    with _explaining_errors(path):
+        for checkpoint in start.of_this_worker:
+            if step_of(checkpoint) > step:
+                logger.warning(f"{checkpoint} is kept as {set_aside(checkpoint)}")
+        for name in ("config.toml", f"config-from-step-{step}.toml"):
+            aside = path / f".{name}-{worker}"  # workers that share the folder write the same
+            write_whole(aside, toml.encode())
+            aside.replace(path / name)
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a checkpoint, so that it is neither found nor deleted. Return its path."""
+    names = chain([f"{path}.aside"], (f"{path}.aside-{number}" for number in count(2)))
+    return path.rename(next(name for name in names if not Path(name).exists()))
