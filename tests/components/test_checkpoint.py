@@ -377,7 +377,7 @@ def _start_from_a_slow_disk(folder: Path) -> bool:
     )
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters())
-    check = resume.check_files
+    check = checkpoint.check_files
     fill = SavedTensors.fill
 
     def check_slowly(*given: Any) -> None:
