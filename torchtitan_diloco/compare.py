@@ -309,6 +309,7 @@ def _given_link(options: argparse.Namespace) -> Link:
 
 
 def _measured_link(pair: "Pair", config: Config, load: "Workload") -> Link:
+    from torchtitan_diloco.models.parallelize import DTYPES
     from torchtitan_diloco.pair import measure_all_reduce, measure_link, slower
 
     # As many as a run has. On one machine it has one for each rank.
@@ -323,6 +324,7 @@ def _measured_link(pair: "Pair", config: Config, load: "Workload") -> Link:
     all_reduce = measure_all_reduce(
         pair,
         parameters=size,
+        dtype=DTYPES[config.parallel.reduce_dtype],
         bits_per_second=rate,
         interface=interface or config.diloco.link.interface,
         say=say,
@@ -400,8 +402,9 @@ def _conditions(times: Sequence[StepTimes], link: Link, config: Config) -> "Cond
 def _write(options: argparse.Namespace, config: Config, best: "Row", link: Link) -> None:
     path: Path = options.write
     comment = f"{MARK.removeprefix('# ')}{best.name}; {link.description}"
-    wanted = replace(config, diloco=best.diloco)
-    write_variant(path, options.config, wanted=wanted, comment=comment, overwrite=True)
+    write_variant(
+        path, options.config, config=config, diloco=best.diloco, comment=comment, overwrite=True
+    )
 
 
 def _how_to_start(options: argparse.Namespace, best: "Row", link: Link, rank: int) -> str:

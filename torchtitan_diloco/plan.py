@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from torchtitan_diloco.config import Config, from_command_line, load_config
 from torchtitan_diloco.config.loader import CONFIGS_FOLDER, find_config
-from torchtitan_diloco.config.schema import flat_settings, format_value
+from torchtitan_diloco.config.schema import Parallel, flat_settings, format_value
 from torchtitan_diloco.diloco.config import MOST_STREAMS, STREAM_BYTES
 from torchtitan_diloco.formatting import counted
 from torchtitan_diloco.user import Parser, UserError, command_line
@@ -217,9 +217,7 @@ def _plan(options: argparse.Namespace, config: Config) -> None:
     print(f"\n{server_text(load.plan.parameters, best, max(conditions.step_seconds))}")
     if options.write is not None:
         comment = f"Utilisation of {tried[best].utilisation:.1%} predicted for {link}"
-        write_variant(
-            options.write, options.config, wanted=replace(config, diloco=best), comment=comment
-        )
+        write_variant(options.write, options.config, config=config, diloco=best, comment=comment)
         written = shlex.quote(str(options.write))
         print(f"\nwrote {written}: start it with {command_line('train')} --config {written}")
 
@@ -283,9 +281,19 @@ def _conditions(options: argparse.Namespace, workers: int) -> "Conditions":
 
 
 def write_variant(
-    path: Path, config_name: str, *, wanted: Config, comment: str, overwrite: bool = False
+    path: Path,
+    config_name: str,
+    *,
+    config: Config,
+    diloco: "DiLoCoConfig",
+    comment: str,
+    overwrite: bool = False,
 ) -> None:
-    """Write a TOML that extends a config and sets what differs in `wanted`."""
+    """Write a TOML that extends a config and sets what differs in `config` with this `diloco`."""
+    wanted = replace(config, diloco=diloco)
+    if diloco.method != "none":  # only data parallelism averages gradients in another dtype
+        parallel = replace(config.parallel, reduce_dtype=Parallel.reduce_dtype)
+        wanted = replace(wanted, parallel=parallel)
     parent = find_config(config_name)
     name = parent.name
     if parent.parent != CONFIGS_FOLDER or (path.parent / name).exists() or path.name == name:

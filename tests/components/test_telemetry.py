@@ -25,7 +25,7 @@ from tests.test_trainer import LOSS, curve, records, streaming
 from tests.test_trainer import train as train_config
 from torchtitan_diloco.components import records as records_module
 from torchtitan_diloco.components import telemetry as module
-from torchtitan_diloco.components.metrics import METRICS, all_reduce_bytes, time_shares
+from torchtitan_diloco.components.metrics import METRICS, baseline_bytes, time_shares
 from torchtitan_diloco.components.records import (
     RecordFiles,
     RoundRecord,
@@ -427,7 +427,8 @@ def test_streaming_after_data_parallelism_counts_its_own_steps(
     (start,) = records(folder, "start")
     (run,) = open_runs([folder])
     assert run.totals["worker/steps"] == 8
-    assert run.data_parallel_bytes(8) == 8 * all_reduce_bytes(start["parameters"], 2)
+    assert run.baseline_bytes(8) == 8 * baseline_bytes(start["parameters"], 2)
+    assert run.sent_bytes == 2 * run.baseline_bytes(8), "in fp32"
     run_two_workers(text, processes, run__folder=folder)
     (run,) = open_runs([folder])
     assert run.totals["worker/steps"] == 12

@@ -290,11 +290,17 @@ TOPK = {"diloco.quantization.codec": "topk", "diloco.outer_optimizer.name": "sgd
         ({"islands.local": "2", "diloco.method": "none"}, "diloco.method"),
         ({"islands.local": "2", "diloco.link.outer_state": "cpu"}, "diloco.link.outer_state"),
         ({"data.shard_by": "random", "diloco.workers": "1"}, "data.shard_by"),
+        ({"parallel.reduce_dtype": "bfloat16"}, "parallel.reduce_dtype"),
     ],
 )
 def test_contradictions_are_errors(settings: dict[str, str], key: str) -> None:
     with pytest.raises(ConfigError, match=rf"^1 mistake.*\n.*: {key} = "):
         load_config("debug", settings)
+
+
+def test_data_parallelism_may_average_gradients_in_bf16() -> None:
+    words = "--config debug --diloco.method none --parallel.reduce_dtype bfloat16"
+    assert from_command_line(words.split()).parallel.reduce_dtype == "bfloat16"
 
 
 WARM = {"lr_schedule.warmup": "200"}

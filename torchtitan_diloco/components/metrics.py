@@ -116,12 +116,34 @@ def totals_of(records: Iterable[Record], *, streaming: bool) -> Totals:
     return totals
 
 
-def all_reduce_bytes(parameters: float, workers: int, each: int = 2) -> float:
+# --- bytes ----------------------------------------------------------------------------------------
+
+BASELINE = "bf16 gradients, every step"
+"""What all ratios of bytes refer to, whichever gradients the control of a run sends."""
+
+
+class Gradients(NamedTuple):
+    """A format in which gradients are averaged over workers."""
+
+    name: str
+    bytes_each: int
+
+
+GRADIENTS = {"float32": Gradients("fp32", 4), "bfloat16": Gradients("bf16", 2)}
+"""By the value of `parallel.reduce_dtype`."""
+
+
+def all_reduce_bytes(parameters: float, workers: int, *, each: int) -> float:
     """Return the bytes that one worker sends in a ring all-reduce of all gradients.
 
-    `each`: bytes of a gradient. The usual ones are bf16.
+    `each`: bytes of a gradient.
     """
     return 2 * (workers - 1) / workers * each * parameters
+
+
+def baseline_bytes(parameters: float, workers: int) -> float:
+    """Return the bytes that one worker sends in a step of the baseline."""
+    return all_reduce_bytes(parameters, workers, each=GRADIENTS["bfloat16"].bytes_each)
 
 
 # --- shares ---------------------------------------------------------------------------------------

@@ -46,6 +46,8 @@ class RunPlan:
     """Ranks of all workers, also on other islands."""
     inner_bytes: float = 16
     """Average bytes of a parameter, its gradient and its moments, all in fp32."""
+    reduce_dtype: str = "float32"
+    """Type of the gradients that data parallelism averages, as in `parallel.reduce_dtype`."""
 
     def tokens_at(self, step: int) -> int:
         """Return the tokens of all workers, also of earlier starts with other batches."""
@@ -61,6 +63,7 @@ def plan_run(
     start_step: int = 0,
     start_tokens: int = 0,
     muon: bool = False,
+    reduce_dtype: str = "float32",
 ) -> RunPlan:
     """Compute the numbers of a run. `muon` has one moment instead of two for matrices of blocks."""
     micro_batches = accumulation(training, ranks)
@@ -85,6 +88,7 @@ def plan_run(
         start_tokens=start_tokens,
         ranks=ranks,
         inner_bytes=inner_bytes,
+        reduce_dtype=reduce_dtype,
     )
 
 

@@ -19,6 +19,7 @@ import tomli_w
 from torchtitan_diloco.config.schema import (
     WORKER_FIELD,
     Config,
+    Parallel,
     flat_settings,
     flatten,
     format_value,
@@ -260,6 +261,13 @@ def config_mistakes(config: Config) -> Mistakes:
         yield "training.stop_after", reason
     if is_island or config.diloco.method != "none":
         yield from diloco_mistakes(config.diloco, islands=is_island)
+        if config.parallel.reduce_dtype != Parallel.reduce_dtype:
+            reason = (
+                'is only for data parallelism (diloco.method = "none"): inside a streaming worker, '
+                "gradients are averaged in float32; remove it, or choose diloco.quantization.codec "
+                "for what workers send"
+            )
+            yield "parallel.reduce_dtype", reason
     if is_island:
         yield from islands_mistakes(config.islands, config.workers)
     else:

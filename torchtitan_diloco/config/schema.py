@@ -231,8 +231,11 @@ class Parallel:
     again for the backward pass (least memory). `never`: keep them. `auto`: `always` with several
     ranks per worker, otherwise `never`."""
     compute_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """Precision of the forward and backward pass. Parameters, gradient sums and optimizer state are
-    fp32. `auto`: bfloat16 on CUDA, float32 on the CPU."""
+    """Precision of the forward and backward pass. Parameters and optimizer state are fp32. `auto`:
+    bfloat16 on CUDA, float32 on the CPU."""
+    reduce_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision in which gradients are averaged over ranks, and added up over the micro-batches of
+    a step. `bfloat16` halves what data parallelism sends; only with `diloco.method` = `none`."""
 
 
 @dataclass(frozen=True)

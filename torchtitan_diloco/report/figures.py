@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from torchtitan_diloco.components.metrics import time_shares
+from torchtitan_diloco.components.metrics import BASELINE, time_shares
 from torchtitan_diloco.components.records import number
 from torchtitan_diloco.islands.overview import GAP_FACTOR, LEAST_GAP, Stay
 from torchtitan_diloco.islands.page import Lanes, lanes_of
@@ -323,7 +323,7 @@ def _top_of_axis(losses: Array) -> float | None:
 
 
 def _sent(runs: Sequence[Run], x: Axis) -> Figure | None:
-    """Draw the bytes that a worker has sent, and would have sent with data parallelism."""
+    """Draw the bytes that a worker has sent, and those of the baseline."""
     curves: list[Curve] = []
     for series, run in enumerate(runs):
         times, sent = x.curve(run, "worker/sent_bytes")
@@ -332,13 +332,13 @@ def _sent(runs: Sequence[Run], x: Axis) -> Figure | None:
                 record for record in run.source.steps if record.get("worker/sent_bytes") is not None
             ]
             steps = np.cumsum([number(record.get("worker/steps")) for record in counted])
-            expected = run.data_parallel_bytes(steps)
+            expected = run.baseline_bytes(steps)
             curves.append(Curve("sent", times, np.nancumsum(sent), series=series))
-            name = "data parallelism would send"
-            curves.append(Curve(name, times, expected, series=series, dashed=True))
+            curves.append(Curve(BASELINE, times, expected, series=series, dashed=True))
     caption = (
         "Bytes that one worker has sent so far, counted in the buffers, mean over workers. Dashed: "
-        "what data parallelism sends in as many steps (bf16 gradients, ring). Logarithmic axis."
+        "what data parallelism with bf16 gradients sends in as many steps, in a ring. Logarithmic "
+        "axis."
     )
     return _line_figure(
         runs,
