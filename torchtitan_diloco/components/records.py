@@ -20,7 +20,7 @@ from torchtitan_diloco.diloco.flags import FLAG_NAMES
 from torchtitan_diloco.log import logger
 
 if TYPE_CHECKING:
-    from torchtitan_diloco.components.boards import Board
+    from torchtitan_diloco.components.boards.base import GuardedBoard
     from torchtitan_diloco.diloco.fragments import Fragment
     from torchtitan_diloco.diloco.round import Round
 
@@ -185,7 +185,8 @@ def from_record(kind: type[Kind], record: Record) -> Kind:
 
 
 class RecordFiles:
-    """Writes the records of a worker after those of earlier starts. A full disk loses only records.
+    """Writes the records of a worker after those of earlier starts. A full disk loses only records,
+    and a board that fails only its curves.
 
     `folder`: that of the worker, None to write nothing. `workers`: number in the job. `of_run`:
     whether this worker shows the numbers of the run on its boards.
@@ -207,7 +208,7 @@ class RecordFiles:
         self._first_step = start.step + 1
         self._failed = False
         self._lines: TextIO | None = None
-        self._boards: list[Board] = []
+        self._boards: list[GuardedBoard] = []
         if folder is None:
             return
         with self._tolerating_a_full_disk():
@@ -246,19 +247,19 @@ class RecordFiles:
             if self._folder is not None:
                 self._lines = self._lines or self._open(self._folder)
                 self._lines.write(to_line(record))
-            if isinstance(record, dict):
-                for board in self._boards:
-                    board.add(record["step"], dict(self._shown(record)))
-            elif isinstance(record, PhaseRecord) and record.step >= self._first_step:
-                for board in self._boards:  # what a run starts with is in its settings
-                    board.add_text(record.step, "phases", record.mixture)
-            elif isinstance(record, VerdictRecord):
-                state = "over" if record.over else record.evidence
-                text = f"{record.culprit}: {record.what}"
-                if state:
-                    text += f": {state}"
-                for board in self._boards:
-                    board.add_text(record.step, "verdicts", text)
+        if isinstance(record, dict):
+            for board in self._boards:
+                board.add(record["step"], dict(self._shown(record)))
+        elif isinstance(record, PhaseRecord) and record.step >= self._first_step:
+            for board in self._boards:  # what a run starts with is in its settings
+                board.add_text(record.step, "phases", record.mixture)
+        elif isinstance(record, VerdictRecord):
+            state = "over" if record.over else record.evidence
+            text = f"{record.culprit}: {record.what}"
+            if state:
+                text += f": {state}"
+            for board in self._boards:
+                board.add_text(record.step, "verdicts", text)
 
     def _shown(self, record: Record) -> Iterator[tuple[str, float]]:
         """Yield the values for the boards. The speed of the first step is an outlier."""
@@ -269,10 +270,11 @@ class RecordFiles:
                 yield name, value
 
     def close(self) -> None:
-        for opened in (self._lines, *self._boards):
-            with suppress(OSError):
-                if opened is not None:
-                    opened.close()
+        with suppress(OSError):
+            if self._lines is not None:
+                self._lines.close()
+        for board in self._boards:
+            board.close()
 
     @contextmanager
     def _tolerating_a_full_disk(self) -> Iterator[None]:
