@@ -61,6 +61,7 @@ METRICS = {
     "worker/fragments_in_flight": Metric("fragments", "in flight at the end of the interval"),
     "worker/healed_fragments": Metric("fragments", "reset to the shared parameters"),
     "worker/participants": Metric("workers", "in the applied fragments, added up"),
+    "worker/queued_seconds": Metric("seconds", "of the steps, ready to run but without a core"),
     "worker/received_bytes": Metric("bytes", "received by the first rank"),
     "worker/sent_bytes": Metric("bytes", "sent by all ranks, counted, mean over workers"),
     "worker/skipped_steps": Metric("steps", "skipped, as gradients were not finite"),

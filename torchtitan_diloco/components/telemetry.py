@@ -244,6 +244,7 @@ class Telemetry:
         counters["worker/compute_seconds"] += compute
         self._compute_squares += compute**2
         queued = queued_seconds() - queued
+        counters["worker/queued_seconds"] += queued
         self._steps.append((compute, counters["worker/data_seconds"] - data, queued))
         rounds = self.outer.rounds()  # at every step, as it keeps only the latest
         self._rounds = [*self._rounds, *rounds]
