@@ -329,7 +329,7 @@ def test_one_process_under_fsdp2_trains_and_resumes_as_one_without(
     [
         ({"data.corpus": "nowhere/*.txt"}, "nowhere"),
         ({"training.sequence_length": 10**7}, "sequence"),
-        ({"data.validation_fraction": 0}, "without validation (validation.every = 0)"),
+        ({"data.validation_fraction": 0}, "or set validation.every = 0"),
         ({"diloco.workers": 2}, "diloco.workers = 2"),
         ({"training.batch_size": 10**15, "training.global_batch_size": 10**15}, "out of memory"),
         ({"model.width": 10**9}, "GiB on this machine"),

@@ -56,7 +56,7 @@ class RunData:
         data = self._data = config.data
         self._length = config.training.sequence_length
         worker = config.worker_name(world.worker)
-        self.corpora = open_corpora(data, tokenizer, "train", worker)
+        self.corpora = open_corpora(data, tokenizer, worker)
         self.fingerprints = {name: shards.fingerprint for name, shards in self.corpora.items()}
         check_fingerprints(self.fingerprints)
         if config.model.document_mask:
