@@ -261,7 +261,11 @@ def test_a_config_made_in_python_is_checked() -> None:
 # --- checks across settings -----------------------------------------------------------------------
 
 
-TOPK = {"diloco.quantization.codec": "topk", "diloco.outer_optimizer.name": "sgd"}
+TOPK = {
+    "diloco.quantization.codec": "topk",
+    "diloco.outer_optimizer.name": "sgd",
+    "diloco.outer_optimizer.lr": "1",
+}
 
 
 @pytest.mark.parametrize(
@@ -283,6 +287,9 @@ TOPK = {"diloco.quantization.codec": "topk", "diloco.outer_optimizer.name": "sgd
         (TOPK | {"diloco.quantization.top_values": "15"}, "diloco.quantization.top_values"),
         ({"diloco.quantization.top_values": "32"}, "diloco.quantization.top_values"),
         ({"diloco.quantization.codec": "topk"}, "diloco.outer_optimizer.name"),
+        (TOPK | {"diloco.outer_optimizer.lr": "0.4"}, "diloco.outer_optimizer.lr"),
+        (TOPK | {"diloco.overlap.mixing": "1"}, "diloco.overlap.mixing"),
+        (TOPK | {"diloco.overlap.mixing_end": "1"}, "diloco.overlap.mixing_end"),
         (TOPK | {"diloco.quantization.block_size": "32"}, "diloco.quantization.block_size"),
         ({"islands.name": "here"}, "islands.name"),
         ({"islands.join": "nats://127.0.0.1:1#run"}, "islands.name"),
