@@ -3,7 +3,8 @@
 A number has one name: in the records, on the boards, in a report and in the documentation
 (docs/report-and-plan.md, but for those under worker/ and world/). To add one, declare it here, and
 add it to the record in `Telemetry.open_record`, or to the outer loop's `metrics()`.
-Those under worker/ and world/ are of the steps since the last record, and can be summed up.
+Those under worker/ and world/ are of the steps since the last record. Without those of `GAUGES`,
+they can be summed up.
 
 The shares that a log, a report and the boards show are computed here: `hidden_percent`,
 `compute_percent`, `exposed_percent` and `kept_time`. The first three are of all ranks of a job, by
@@ -70,6 +71,8 @@ METRICS = {
     "worker/transfer_waiting_seconds": Metric("seconds", "of the exchange thread, for messages"),
     "worker/wall_seconds": Metric("seconds", "without validations and saves"),
 }
+GAUGES = ("worker/compute_spread", "worker/elapsed_seconds", "worker/fragments_in_flight")
+"""Numbers under worker/ of which a sum says nothing."""
 WORLD_TIMES = (
     "agreement_seconds",
     "compute_seconds",
@@ -104,7 +107,8 @@ Totals = dict[str, float]
 
 def add_totals(totals: Totals, record: Mapping[str, Any]) -> None:
     for name, value in record.items():
-        if name.startswith(("worker/", "world/")) and isinstance(value, int | float):
+        is_counter = name.startswith(("worker/", "world/")) and name not in GAUGES
+        if is_counter and isinstance(value, int | float):
             totals[name] = totals.get(name, 0.0) + value
 
 

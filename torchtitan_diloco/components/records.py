@@ -42,7 +42,8 @@ class StartRecord(msgspec.Struct, tag_field="kind", tag="start"):
 
 
 class RoundRecord(msgspec.Struct, tag_field="kind", tag="round"):
-    """A worker's part of one exchange of one fragment. An unknown number is NaN."""
+    """A worker's part of one exchange of one fragment, as its first rank sees it. An unknown number
+    is NaN."""
 
     step: int
     """Step after which the fragment was applied."""
@@ -63,12 +64,13 @@ class RoundRecord(msgspec.Struct, tag_field="kind", tag="round"):
     """Moments of the exchange by name, in seconds since 1970. `round_record` lists them."""
     encoding_seconds: float = NAN
     decoding_seconds: float = NAN
-    sent_bytes: float = NAN
-    outer_gradient_norm: float = NAN
-    drift_norm: float = NAN
-    """Distance of this worker's parameters from the new shared ones. Rarely measured."""
-    cosine_to_mean: float = NAN
-    """Cosine between the delta of this worker and the mean of all deltas. Rarely measured."""
+    first_rank_sent_bytes: float = NAN
+    """Bytes that the first rank has sent. This and the following numbers are of its shard."""
+    first_rank_delta_norm: float = NAN
+    first_rank_drift_norm: float = NAN
+    """Distance of the parameters from the new shared ones. Rarely measured."""
+    first_rank_cosine_to_mean: float = NAN
+    """Cosine between the delta and the mean of all deltas. Rarely measured."""
     heard_after_seconds: dict[int, float] = {}
     """Time from sending the header of this worker to receiving that of another, by other worker."""
     received_bits_per_second_from: dict[int, float] = {}
@@ -153,10 +155,10 @@ def round_record(exchange: "Round", fragment: "Fragment", clock: float) -> Round
         at_seconds={name: clock + at for name, at in moments.items() if math.isfinite(at)},
         encoding_seconds=traffic.encoding_seconds,
         decoding_seconds=traffic.decoding_seconds,
-        sent_bytes=traffic.bytes_sent,
-        outer_gradient_norm=math.sqrt(exchange.delta_square),
-        drift_norm=float(exchange.drift),
-        cosine_to_mean=traffic.dot / norms if norms else NAN,
+        first_rank_sent_bytes=traffic.bytes_sent,
+        first_rank_delta_norm=math.sqrt(exchange.delta_square),
+        first_rank_drift_norm=float(exchange.drift),
+        first_rank_cosine_to_mean=traffic.dot / norms if norms else NAN,
         heard_after_seconds={other: traffic.heard_after(other) for other in traffic.heard},
         received_bits_per_second_from={
             other: rate for other, rate in rates.items() if not math.isnan(rate)

@@ -20,6 +20,7 @@ import torch
 
 from torchtitan_diloco.components.checkpoint import folder_of_worker
 from torchtitan_diloco.components.metrics import (
+    GAUGES,
     WORLD_TIMES,
     Record,
     Totals,
@@ -49,7 +50,6 @@ from torchtitan_diloco.hardware import GIB, crowded, peak_flops, peak_memory_byt
 from torchtitan_diloco.log import logger
 
 SENT = "worker/sent_bytes"
-IN_FLIGHT = "worker/fragments_in_flight"
 RECENT = 16
 """Steps in which the usual times of a step are measured."""
 
@@ -251,7 +251,7 @@ class Telemetry:
         self.applied = rounds
         self.workers = max([self.workers, *(exchange.participants for exchange in rounds)])
         for name, value in self.outer.metrics().items():
-            counters[name] = value if name == IN_FLIGHT else counters[name] + value
+            counters[name] = value if name in GAUGES else counters[name] + value
         if not self._last.skipped:
             before = self._sums
             self._sums = before._replace(

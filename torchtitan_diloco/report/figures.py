@@ -53,13 +53,18 @@ TIMELINE_CAPTION = (
     "Lower lane: its exchanges in the background. Numbers are fragments. The workers' clocks are "
     "aligned at the moment when all headers have arrived, those of islands are not."
 )
-COSINE_CAPTION = "1: all workers move in the same direction; near 0: in unrelated directions."
-DRIFT_CAPTION = "Distance of a worker from the new shared parameters before it merged them."
+OF_FIRST_RANK = " Of the shard of the first rank of each worker."
+COSINE_CAPTION = (
+    f"1: all workers move in the same direction; near 0: in unrelated directions.{OF_FIRST_RANK}"
+)
+DRIFT_CAPTION = (
+    f"Distance of a worker from the new shared parameters before it merged them.{OF_FIRST_RANK}"
+)
 MARK_CAPTION = "Vertical line: a mixture of corpora begins."
 CORPUS_LOSS = "loss/val/"
 DRIFT_UNIT = "root mean square over parameters"
-COSINE = "cosine_to_mean"
-DRIFT = "drift_norm"
+COSINE = "first_rank_cosine_to_mean"
+DRIFT = "first_rank_drift_norm"
 
 
 class Axis(NamedTuple):
