@@ -376,6 +376,24 @@ def test_the_header_says_how_often_the_text_is_read(
         assert ("epochs" in warning) == warns
 
 
+def test_several_corpora_have_one_warning_with_all_names(
+    text: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    names = [str(text.parent / f"{name}.txt") for name in "abc"]
+    for name in names:
+        Path(name).write_text(f"{name} has few words\n" * 200)
+    mixture = " ".join(f"{name}=1" for name in names)
+    changes = {"data__mixture": mixture, "model__document_mask": "true", "validation__every": 0}
+    chosen = settings(text, training__steps=5000, **changes)
+    del chosen["data.corpus"]
+    config = load_config("debug", chosen)
+    Trainer(config, join(config))
+    warnings = [one.message for one in caplog.records if one.levelno == logging.WARNING]
+    for words in ("After 4 epochs, repeated text", "model.document_mask changes little"):
+        (warning,) = (one for one in warnings if words in one)
+        assert all(name in warning for name in names)
+
+
 def test_epochs_of_a_run_that_goes_on(text: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Where the text has changed, what was read before was other text."""
     chosen = settings(text, training__stop_after=6)

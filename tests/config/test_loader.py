@@ -384,6 +384,7 @@ def test_a_config_builds_and_repeats_nothing_that_it_inherits(name: str) -> None
         ({"data.mixture": "a=nan"}, 'the weight of "a" is "nan": expected a number'),
         ({"data.mixture": "a=0 b=0"}, "all weights are 0"),
         ({"data.mixture": "a"}, "give NAME=VALUE pairs"),
+        ({"data.mixture": "a=1 b=1 a=2"}, "a is given several times, as 1 and 2: give each name"),
         ({"data.mixture": "a=1 b=x"}, 'the weight of "b" is "x": expected a number'),
         ({"data.mixture": "{a = 1, b = true}"}, 'the weight of "b" is true: expected a number'),
         ({"data.phases": "[{start = 1.2, mixture = {a = 1}}]"}, "a phase starts at 1.2:"),

@@ -178,19 +178,22 @@ def epochs_text(epochs: Mapping[str, float]) -> str:
 
 
 def _repetition(plan: RunPlan, config: Config, epochs: Mapping[str, float]) -> Iterator[str]:
-    """Yield a warning for each corpus that the run reads more often than helps it."""
-    for name, count in epochs.items():
-        if count <= MANY_EPOCHS:
-            continue
-        steps = max(1, math.floor(plan.total_steps * MANY_EPOCHS / count))
-        remedy = f"use a larger corpus, or a shorter run (--training.steps {steps})"
-        if len(epochs) > 1:
-            remedy = "use a larger corpus, or a smaller weight"
+    """Yield a warning if the run reads corpora more often than helps it."""
+    repeated = {name: count for name, count in epochs.items() if count > MANY_EPOCHS}
+    if not repeated:
+        return
+    read = []
+    for name, count in repeated.items():
         named = f'data.corpus = "{name}"' if name == config.data.corpus else f'"{name}"'
-        yield (
-            f"the run reads all of {named} {count:,.1f} times. After {MANY_EPOCHS} epochs, "
-            f"repeated text helps much less than new text: {remedy}"
-        )
+        read.append(f"{named} {count:,.1f} times")
+    remedy = "use larger corpora, or smaller weights"
+    if len(epochs) == 1:
+        steps = max(1, math.floor(plan.total_steps * MANY_EPOCHS / max(repeated.values())))
+        remedy = f"use a larger corpus, or a shorter run (--training.steps {steps})"
+    yield (
+        f"the run reads all of {', '.join(read)}. After {MANY_EPOCHS} epochs, repeated text helps "
+        f"much less than new text: {remedy}"
+    )
 
 
 def check_memory(plan: RunPlan, world: World, diloco: DiLoCoConfig) -> None:

@@ -185,6 +185,10 @@ def _parse_pairs(text: str) -> dict[str, str]:
     pairs = [word.rpartition("=") for word in shlex.split(text)]
     if wrong := [value for name, _, value in pairs if not name]:
         raise UserError(f"{wrong[0]}: give NAME=VALUE pairs, such as data/web=0.7 data/code=0.3")
+    names = [name for name, _, _ in pairs]
+    if repeated := [name for name in names if names.count(name) > 1]:
+        values = " and ".join(value for name, _, value in pairs if name == repeated[0])
+        raise UserError(f"{repeated[0]} is given several times, as {values}: give each name once")
     return {name: value for name, _, value in pairs}
 
 
