@@ -78,10 +78,16 @@ class Checked:
 
 
 def predictions(printed: str) -> dict[str, float]:
-    """Return tokens per second by the name of the row, of the table that `compare` prints."""
+    """Return tokens per second by the name of the row, of the table that `compare` prints.
+
+    Of a range, this is the mean of both ends.
+    """
     rows = [line.split("|")[1:-1] for line in printed.splitlines() if line.startswith("| ")]
-    cells = [[cell.strip() for cell in row] for row in rows]
-    return {row[0].removeprefix("* "): float(row[1].replace(",", "")) for row in cells[2:]}
+    speeds = {}
+    for name, speed, *_ in rows[2:]:
+        ends = [float(end) for end in speed.replace(",", "").split(" ... ")]
+        speeds[name.strip().removeprefix("* ")] = statistics.fmean(ends)
+    return speeds
 
 
 def link_of(printed: str) -> Conditions:

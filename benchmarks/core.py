@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from torchtitan_diloco.components.metrics import all_reduce_bytes, totals_of
+from torchtitan_diloco.components.metrics import baseline_bytes, totals_of
 from torchtitan_diloco.components.records import read_json_lines
 from torchtitan_diloco.config import Config, from_command_line
 from torchtitan_diloco.formatting import markdown_table
@@ -199,7 +199,7 @@ def summarise_run(records: Sequence[Record]) -> Record:
     end = validations[max(validations)]
     speeds = [record["speed/tokens_per_second"] for record in steps]
     sent = totals_of(records, streaming=True).get("worker/sent_bytes", 0.0)
-    expected = end["step"] * all_reduce_bytes(start["parameters"], start["workers"])
+    expected = end["step"] * baseline_bytes(start["parameters"], start["workers"])
     return {
         "loss": end["loss/val"],
         "bits_per_byte": end["loss/bits_per_byte"],

@@ -35,7 +35,7 @@ from torchtitan_diloco.components.resume import SavedTensors
 from torchtitan_diloco.components.validation import open_held_out, validate
 from torchtitan_diloco.config.weights import Weights, turns_of
 from torchtitan_diloco.data.batch import IGNORE_INDEX, Batch
-from torchtitan_diloco.data.corpus import open_corpora
+from torchtitan_diloco.data.corpus import open_split
 from torchtitan_diloco.data.shards import INDEX_NAME, read_index
 from torchtitan_diloco.data.tokenizer import Tokenizer
 from torchtitan_diloco.distributed.world import World, pick_device
@@ -148,9 +148,14 @@ def read_held_out(saved: SavedModel) -> tuple[list[Text], list[Text]]:
     """Return the held-out text of each corpus to fine-tune on and to test on: every other
     document."""
     config = saved.config
-    corpora = open_corpora(config.data, saved.tokenizer, "validation", config.worker_name(0))
+    data = config.data
+    worker = config.worker_name(0)
+    corpora = [
+        open_split(data, saved.tokenizer, "validation", name=name, worker=worker)
+        for name in data.held_out_corpora
+    ]
     to_fit, to_test = list[Text](), list[Text]()
-    for tokens in corpora.values():
+    for tokens in corpora:
         count = min(len(tokens), HELD_OUT_TOKENS // len(corpora))
         ids = torch.from_numpy(tokens.read(0, count).astype("int64"))
         ends = (ids == saved.tokenizer.end_of_document).nonzero().flatten().tolist()

@@ -11,7 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
 from benchmarks.network import Program, wait_until
@@ -21,6 +23,8 @@ from tests.network import network_of
 from torchtitan_diloco import compare, trial
 from torchtitan_diloco.components import run_plan
 from torchtitan_diloco.config import from_command_line
+from torchtitan_diloco.hardware import available_cores
+from torchtitan_diloco.planner.prediction import Workload
 from torchtitan_diloco.trial import Trial
 from torchtitan_diloco.user import UserError
 
@@ -29,11 +33,20 @@ SMALL = shlex.split(
     "--training.sequence_length 64 --training.steps 200"
 )
 QUICK = ["--seconds", "0.5s", "--diloco.link.streams", "2"]
-ROW = re.compile(r"\| (\* )?(\S.*?) +\| ([\d,.]+) +\| [\d.]+ +\| [\d.]+ x ")
+ROW = re.compile(r"\| (\* )?(\S.*?) +\| ([\d,.]+)[\d,. ]* +\| [\d. ]+ +\| [\d.x ]+ ")
+
+
+ON_BUSY_CORES = """
+import sys
+from torchtitan_diloco import compare
+compare.doubts_about = lambda names, times: ()
+sys.exit(compare.main())
+"""
+"""`compare` that gives advice after few steps, on cores that other tests use."""
 
 
 def command(*words: str) -> list[str]:
-    return [sys.executable, "-m", "torchtitan_diloco", "compare", *SMALL, *QUICK, *words]
+    return [sys.executable, "-c", ON_BUSY_CORES, *SMALL, *QUICK, *words]
 
 
 def environment(**more: str) -> Mapping[str, str]:
@@ -77,12 +90,14 @@ def start_line(printed: str) -> tuple[dict[str, str], list[str]]:
     how, line = printed.splitlines()[-2:]
     words = shlex.split(line)
     count = next(number for number, word in enumerate(words) if "=" not in word)
+    variables = dict(word.split("=", 1) for word in words[:count])
+    assert variables.pop("OMP_NUM_THREADS") == "1", "as in the measurement"
     assert how == (
         "to start the run, on this machine:"
-        if count
+        if variables
         else "to start the run, on the machine of that row:"
     )
-    return dict(word.split("=", 1) for word in words[:count]), words[count:]
+    return variables, words[count:]
 
 
 @pytest.mark.timeout(300)
@@ -136,7 +151,10 @@ def test_two_machines_with_a_slow_link_and_the_line_that_starts_them(tmp_path: P
 
 
 @pytest.mark.timeout(200)
-def test_one_machine_answers_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_machine_answers_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compare, "doubts_about", lambda *_: ())
     written = tmp_path / "new/best.toml"
     words = [*SMALL, *QUICK, "--bandwidth", "50Mbit", "--write", str(written)]
     assert compare.main(words) == 0
@@ -150,6 +168,83 @@ def test_one_machine_answers_alone(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "50 Mbit/s" in text.splitlines()[0]
     config = from_command_line(SMALL)
     compare._check(config, written)  # it may be written again
+
+
+CALM = trial.StepTimes(
+    device="CPU, 2 cores", mean_seconds=0.5, deviation=0.01, count=30, queued=0.1, crowded=""
+)
+DOUBTFUL = [
+    ({"count": 3}, "has measured 3 steps, and advice needs 10: give --seconds 6s"),
+    ({"queued": 0.5}, "was short of cores: its training thread waited for one in 50% of the time"),
+    ({"crowded": "load 8.0 on 2 cores"}, "was crowded: load 8.0 on 2 cores; stop them"),
+]
+
+
+def answer(path: Path, times: trial.StepTimes, bandwidth: str = "100Mbit") -> None:
+    """Print the answer to steps of one machine."""
+    words = [*SMALL, "--bandwidth", bandwidth, "--write", str(path)]
+    options = compare._parse(words)[0]
+    config = from_command_line([*SMALL, "--diloco.workers", "2"])
+    load = Workload.of(config, vocabulary=320)
+    link = compare._given_link(options)
+    compare._answer(options, config, load, machines=(["here"], [times]), link=link, rank=0)
+
+
+@pytest.mark.parametrize(("changes", "reason"), DOUBTFUL, ids=[reason for _, reason in DOUBTFUL])
+def test_doubtful_steps_give_a_table_but_no_advice(
+    changes: dict[str, Any], reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written = tmp_path / "best.toml"
+    answer(written, msgspec.structs.replace(CALM, **changes))
+    printed = capsys.readouterr().out
+    assert "data parallelism" in rows_of(printed)
+    assert "| * " not in printed
+    assert f"no settings are written, as these speeds may be wrong:\n- here {reason}" in printed
+    assert not written.exists()
+
+
+def test_noisy_steps_give_ranges(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    answer(tmp_path / "calm.toml", CALM)
+    assert " ... " not in capsys.readouterr().out
+    noisy = msgspec.structs.replace(CALM, deviation=0.25, count=25)
+    assert noisy.uncertainty == pytest.approx(0.2)
+    answer(tmp_path / "noisy.toml", noisy)
+    printed = capsys.readouterr().out
+    # A step has 128 tokens, and takes half a second, a fifth more or less.
+    alone = next(line for line in printed.splitlines() if "here alone" in line)
+    assert re.match(r"\| (\* )?here alone +\| 213 \.\.\. 307 +\| .* \| 1.00 x ", alone), alone
+    assert printed.count("| * ") == 1
+    assert (tmp_path / "noisy.toml").exists()
+
+
+def test_settings_that_were_written_before_are_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written, former = tmp_path / "best.toml", tmp_path / "best.before.toml"
+    answer(written, CALM)
+    first = written.read_text()
+    answer(written, CALM)
+    assert not former.exists()
+    answer(written, CALM, bandwidth="1Mbit")
+    assert f"; what it said before is in {former}\n" in capsys.readouterr().out
+    assert (former.read_text(), written.read_text() != first) == (first, True)
+
+
+def test_a_run_has_the_threads_that_were_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Given ones, or those of the ranks of the run that are on this machine."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    config = from_command_line(SMALL)
+    sizes = {"workers": 2, "vocabulary": 320}
+    cores = available_cores()
+    for trials, processes, threads in ((1, 1, cores), (2, 1, cores // 2), (2, 64, 1)):
+        running = Trial(SMALL, config, processes=processes, trials=trials, **sizes)
+        assert running.threads == max(1, threads)
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert Trial(SMALL, config, processes=1, trials=2, **sizes).threads == 3
+    answer(tmp_path / "best.toml", CALM)
+    assert " OMP_NUM_THREADS=3 " in capsys.readouterr().out.splitlines()[-1]
 
 
 @pytest.mark.timeout(200)
@@ -197,20 +292,20 @@ def trials_of(folder: Path) -> list[str]:
 def trial_of(*words: str, vocabulary: int = 320) -> Trial:
     training = [*SMALL, *words]
     config = from_command_line(training)
-    return Trial(training, config, workers=2, processes=1, vocabulary=vocabulary)
+    return Trial(training, config, workers=2, processes=1, trials=1, vocabulary=vocabulary)
 
 
 @pytest.mark.timeout(200)
 def test_a_trial_trains_the_share_of_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NNODES", "7")  # of the run that is to come
-    seen = list[list[float]]()
+    seen = list[list[trial.Step]]()
     words = ["--model.weights", "/no/where", "--checkpoint.mirror", "s3://no/where"]
     words += ["--data.mixture", "/no/where=1", "--run.preemption", "aws"]
     with trial_of("--training.global_batch_size", "8", *words) as running:
         running.wait_for_steps(0.0, 0.0, seen.append)
         begun = time.time()
         running.wait_for_steps(0.2, begun, seen.append)
-        found = running.seconds_of_steps(begun)
+        found = [step.seconds for step in running.steps(begun)]
         log = running._log.read_text()
         running.check()
         process = running._process

@@ -19,6 +19,7 @@ from packaging.version import Version
 
 from tests.conftest import REPOSITORY
 from torchtitan_diloco.cli import COMMANDS
+from torchtitan_diloco.components.metrics import BASELINE
 from torchtitan_diloco.config import from_command_line
 from torchtitan_diloco.config.loader import run_warnings
 from torchtitan_diloco.diloco import transport
@@ -150,7 +151,7 @@ def check_the_first_run(output: str) -> None:
         "step 12/12  loss ",
         "loss of the shared model",
         "sent by each worker",
-        "data parallelism would send",
+        BASELINE,
         "hidden ",
         "compute share",
         "to compare with data parallelism, run  ./run_train.sh --config "

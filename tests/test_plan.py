@@ -3,6 +3,7 @@
 import re
 from argparse import ArgumentTypeError
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,13 @@ from hypothesis import strategies as st
 from tests.report.synthetic import round_records, step_records, write_run
 from torchtitan_diloco.config.loader import load_config, shipped_configs
 from torchtitan_diloco.config.schema import flat_settings
-from torchtitan_diloco.plan import main, parse_bandwidth, parse_duration, quantity
+from torchtitan_diloco.plan import (
+    main,
+    parse_bandwidth,
+    parse_duration,
+    quantity,
+    variant_text,
+)
 from torchtitan_diloco.planner.paper import paper_table
 
 LINK = ["--bandwidth", "500Mbit", "--latency", "30ms"]
@@ -104,6 +111,21 @@ def test_a_written_config_extends_from_anywhere(tmp_path: Path) -> None:
     assert 'extends = "../own/1b.toml"' in variant.read_text()
     training = load_config(str(variant)).training
     assert (training.batch_size, training.steps) == (2, 5000)
+
+
+def test_a_streaming_variant_of_a_control_averages_its_gradients_in_fp32(tmp_path: Path) -> None:
+    control = tmp_path / "control.toml"
+    control.write_text(
+        'extends = "35m.toml"\ndiloco.method = "none"\nparallel.reduce_dtype = "bfloat16"\n'
+    )
+    config = load_config(str(control))
+    streaming = replace(config.diloco, method="streaming")
+    for diloco, expected in ((config.diloco, "bfloat16"), (streaming, "float32")):
+        written = tmp_path / f"{diloco.method}.toml"
+        written.write_text(
+            variant_text(written, str(control), config=config, diloco=diloco, comment="a variant")
+        )
+        assert load_config(str(written)).parallel.reduce_dtype == expected
 
 
 def test_given_values_override_measured_ones(

@@ -359,7 +359,7 @@ def test_one_process_under_fsdp2_trains_and_resumes_as_one_without(
     [
         ({"data.corpus": "nowhere/*.txt"}, "nowhere"),
         ({"training.sequence_length": 10**7}, "sequence"),
-        ({"data.validation_fraction": 0}, "without validation (validation.every = 0)"),
+        ({"data.validation_fraction": 0}, "or set validation.every = 0"),
         ({"diloco.workers": 2}, "diloco.workers = 2"),
         ({"training.batch_size": 10**15, "training.global_batch_size": 10**15}, "out of memory"),
         ({"model.width": 10**9}, "GiB on this machine"),
@@ -404,6 +404,24 @@ def test_the_header_says_how_often_the_text_is_read(
         (_, _, epochs), warning = header(chosen | {"training.steps": str(steps)}, caplog)
         assert epochs == pytest.approx(4, abs=0.01)
         assert ("epochs" in warning) == warns
+
+
+def test_several_corpora_have_one_warning_with_all_names(
+    text: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    names = [str(text.parent / f"{name}.txt") for name in "abc"]
+    for name in names:
+        Path(name).write_text(f"{name} has few words\n" * 200)
+    mixture = " ".join(f"{name}=1" for name in names)
+    changes = {"data__mixture": mixture, "model__document_mask": "true", "validation__every": 0}
+    chosen = settings(text, training__steps=5000, **changes)
+    del chosen["data.corpus"]
+    config = load_config("debug", chosen)
+    Trainer(config, join(config))
+    warnings = [one.message for one in caplog.records if one.levelno == logging.WARNING]
+    for words in ("After 4 epochs, repeated text", "model.document_mask changes little"):
+        (warning,) = (one for one in warnings if words in one)
+        assert all(name in warning for name in names)
 
 
 def test_epochs_of_a_run_that_goes_on(text: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -24,16 +24,22 @@ import msgspec
 from torchtitan_diloco.config import Config, from_command_line
 from torchtitan_diloco.config.schema import flat_settings
 from torchtitan_diloco.formatting import brief, counted
-from torchtitan_diloco.hardware import GLOO_INTERFACE, interfaces, is_loopback, release_of
-from torchtitan_diloco.plan import parse_bandwidth, parse_duration, quantity, write_variant
+from torchtitan_diloco.hardware import (
+    GLOO_INTERFACE,
+    crowded,
+    interfaces,
+    is_loopback,
+    release_of,
+)
+from torchtitan_diloco.plan import parse_bandwidth, parse_duration, quantity, variant_text
 from torchtitan_diloco.reach import split_address
+from torchtitan_diloco.trial import Step, StepTimes, Trial, doubts_about
 from torchtitan_diloco.user import USER_ERROR, Parser, UserError, command_line
 
 if TYPE_CHECKING:
     from torchtitan_diloco.pair import Pair
     from torchtitan_diloco.planner.comparison import Row
     from torchtitan_diloco.planner.prediction import Conditions, Workload
-    from torchtitan_diloco.trial import Trial
 
 MACHINES = 2
 MARK = "# Written by `compare`: "
@@ -47,13 +53,6 @@ class Machine(msgspec.Struct):
 
     name: str
     facts: dict[str, str]
-
-
-class StepTimes(msgspec.Struct):
-    device: str
-    mean_seconds: float
-    deviation: float
-    count: int
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -150,7 +149,6 @@ def _compare(options: argparse.Namespace, config: Config, training: list[str]) -
     from torchtitan_diloco.pair import meet
     from torchtitan_diloco.planner.prediction import Workload
     from torchtitan_diloco.preflight import vocabulary_rows_of
-    from torchtitan_diloco.trial import Trial
 
     _check(config, options.write)
     processes = processes_of_node(config, MACHINES)
@@ -170,8 +168,15 @@ def _compare(options: argparse.Namespace, config: Config, training: list[str]) -
         pair = meet(options.endpoint, rank=rank, patience=options.wait, say=say)
     with pair or nullcontext():
         names = _agree(pair, config, options, processes)
-        size = {"workers": MACHINES, "processes": processes, "vocabulary": rows}
-        with Trial(training, config, **size) as trial:
+        is_local = options.endpoint and is_loopback(split_address(options.endpoint)[0])
+        with Trial(
+            training,
+            config,
+            workers=MACHINES,
+            processes=processes,
+            trials=MACHINES if is_local else 1,
+            vocabulary=rows,
+        ) as trial:
             times = _measure_steps(trial, pair, options.seconds, config)
         link = _measured_link(pair, config, load) if pair else _given_link(options)
     _answer(options, config, load, machines=(names, times), link=link, rank=rank)
@@ -238,16 +243,16 @@ def _agree(
 
 
 def _measure_steps(
-    trial: "Trial", pair: "Pair | None", seconds: float, config: Config
+    trial: Trial, pair: "Pair | None", seconds: float, config: Config
 ) -> list[StepTimes]:
     """Measure the steps of this machine while the other one, if any, also trains."""
     compiles = ", which compiles the model" if config.compile.enable else ""
     say(f"starting the trainer{compiles}")
 
-    def look(seconds_of_steps: list[float]) -> None:
+    def look(steps: list[Step]) -> None:
         if pair is not None:
             pair.check()
-        report(seconds_of_steps)
+        report(steps)
 
     report = _progress_report(seconds)
     trial.wait_for_steps(0.0, since=0.0, meanwhile=look)  # its first steps
@@ -258,37 +263,40 @@ def _measure_steps(
     trial.wait_for_steps(seconds, since=begun, meanwhile=look)
     if pair is not None:
         pair.exchange("measured", trial.check)  # it trains until the other has measured, too
-    mine = _step_times(trial.seconds_of_steps(begun), config)
+    mine = _step_times(trial.steps(begun), trial.threads, config)
     say(f"measured {counted(mine.count, 'step')} of {brief(mine.mean_seconds)}")
     return [mine] if pair is None else pair.exchange(mine)
 
 
-def _progress_report(seconds: float) -> Callable[[list[float]], None]:
+def _progress_report(seconds: float) -> Callable[[list[Step]], None]:
     """Return a function that reports the progress of the measurement from time to time."""
     told_at = time.monotonic()
 
-    def report(seconds_of_steps: list[float]) -> None:
+    def report(steps: list[Step]) -> None:
         nonlocal told_at
         if time.monotonic() > told_at + SAY_SECONDS:
             told_at = time.monotonic()
-            last = f"the last of {brief(seconds_of_steps[-1])}, " if seconds_of_steps else ""
-            steps = counted(len(seconds_of_steps), "step")
-            say(f"{steps} so far, {last}{sum(seconds_of_steps):.0f} of {seconds:.0f} s")
+            last = f"the last of {brief(steps[-1].seconds)}, " if steps else ""
+            took = sum(step.seconds for step in steps)
+            say(f"{counted(len(steps), 'step')} so far, {last}{took:.0f} of {seconds:.0f} s")
 
     return report
 
 
-def _step_times(seconds: Sequence[float], config: Config) -> StepTimes:
+def _step_times(steps: Sequence[Step], threads: int, config: Config) -> StepTimes:
     import torch
 
     from torchtitan_diloco.hardware import describe_device
 
     device = torch.device("cuda" if _on_gpu(config) else "cpu")
+    seconds = [step.seconds for step in steps]
     return StepTimes(
         device=describe_device(device),
         mean_seconds=statistics.fmean(seconds),
         deviation=statistics.pstdev(seconds),
         count=len(seconds),
+        queued=sum(step.queued_seconds for step in steps) / sum(seconds),
+        crowded=crowded(threads) if device.type == "cpu" else "",
     )
 
 
@@ -309,6 +317,7 @@ def _given_link(options: argparse.Namespace) -> Link:
 
 
 def _measured_link(pair: "Pair", config: Config, load: "Workload") -> Link:
+    from torchtitan_diloco.models.parallelize import DTYPES
     from torchtitan_diloco.pair import measure_all_reduce, measure_link, slower
 
     # As many as a run has. On one machine it has one for each rank.
@@ -323,6 +332,7 @@ def _measured_link(pair: "Pair", config: Config, load: "Workload") -> Link:
     all_reduce = measure_all_reduce(
         pair,
         parameters=size,
+        dtype=DTYPES[config.parallel.reduce_dtype],
         bits_per_second=rate,
         interface=interface or config.diloco.link.interface,
         say=say,
@@ -362,8 +372,15 @@ def _answer(
     names, times = machines
     two = times * MACHINES if len(times) == 1 else times  # another one like it
     conditions = _conditions(two, link, config)
-    rows = compare(load, conditions, given=config.diloco, names=names)
-    best = best_of(rows)
+    rows = compare(
+        load,
+        conditions,
+        given=config.diloco,
+        names=names,
+        uncertainties=[steps.uncertainty for steps in two],
+    )
+    doubts = list(doubts_about(names, times))
+    best = None if doubts else best_of(rows)
     plan = load.plan
     training = config.training
     sequences = plan.tokens_per_step // training.sequence_length
@@ -375,10 +392,17 @@ def _answer(
     for name, steps in zip(names, times, strict=True):
         each = f"a step in {brief(steps.mean_seconds)} +- {brief(steps.deviation)}"
         print(f"{name}: {steps.device}; {each} ({counted(steps.count, 'step')})")
-    print(f"link: {link.description}\n\n{table(load, rows, best)}\n\n{verdict(rows, best)}")
-    _write(options, config, best, link)
+    print(f"link: {link.description}\n\n{table(load, rows, best)}\n")
+    if best is None:
+        print("no row is recommended, and no settings are written, as these speeds may be wrong:")
+        print("\n".join(f"- {doubt}" for doubt in doubts))
+        return
+    print(verdict(rows, best))
+    former = _write(options, config, best, link)
+    kept = f"; what it said before is in {shlex.quote(str(former))}" if former else ""
     how = _how_to_start(options, best, link=link, rank=rank)
-    print(f"\nwrote {shlex.quote(str(options.write))}, with the settings of the row with *\n{how}")
+    written = shlex.quote(str(options.write))
+    print(f"\nwrote {written}, with the settings of the row with *{kept}\n{how}")
 
 
 def _conditions(times: Sequence[StepTimes], link: Link, config: Config) -> "Conditions":
@@ -397,17 +421,28 @@ def _conditions(times: Sequence[StepTimes], link: Link, config: Config) -> "Cond
     )
 
 
-def _write(options: argparse.Namespace, config: Config, best: "Row", link: Link) -> None:
+def _write(options: argparse.Namespace, config: Config, best: "Row", link: Link) -> Path | None:
+    """Write the settings of the best row. Return where their file is kept if it had others."""
     path: Path = options.write
     comment = f"{MARK.removeprefix('# ')}{best.name}; {link.description}"
-    wanted = replace(config, diloco=best.diloco)
-    write_variant(path, options.config, wanted=wanted, comment=comment, overwrite=True)
+    text = variant_text(path, options.config, config=config, diloco=best.diloco, comment=comment)
+    former = None
+    try:
+        if path.exists() and (before := path.read_text(encoding="utf-8")) != text:
+            former = path.with_suffix(".before.toml")
+            former.write_text(before, encoding="utf-8")
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--write {path}: {error.strerror}: give the path of a new file") from error
+    return former
 
 
 def _how_to_start(options: argparse.Namespace, best: "Row", link: Link, rank: int) -> str:
     """Return the command that starts the run on this machine."""
     start = f"{command_line('train')} --config {shlex.quote(str(options.write))}"
     start += f" --run.folder runs/{shlex.quote(options.write.stem)}"
+    if threads := os.environ.get("OMP_NUM_THREADS"):  # with which the steps were measured
+        start = f"OMP_NUM_THREADS={threads} {start}"
     if best.machine is not None:
         return f"to start the run, on the machine of that row:\n  {start}"
     nodes = f"NNODES={MACHINES} NODE_RANK={rank} RDZV_ENDPOINT={options.endpoint or 'NODE0:29500'}"

@@ -25,6 +25,8 @@ SIOCGIFADDR = 0x8915
 GIB = 2**30
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 """Environment variable with the network interfaces of gloo, separated by commas."""
+SHORT_OF_CORES = 0.3
+"""A training thread that waits for a core for this share of its steps is short of cores."""
 CGROUP = Path("/sys/fs/cgroup")
 NEWEST_TORCH = "2.14.1"
 """Newest version of torch with which the tests were run. Newer versions are allowed."""
@@ -151,11 +153,16 @@ def available_cores() -> int:
     return os.cpu_count() or 1
 
 
+def threads_of_process(processes: int) -> int:
+    """Return the threads of each of so many processes that divide the cores."""
+    return max(1, available_cores() // processes)
+
+
 def crowded(threads: int) -> str:
     """Return a warning if this machine has much more work than cores, or an empty string."""
     load = os.getloadavg()[0]
     cores = os.cpu_count() or 1
-    text = f"load {load:.1f} on {cores} cores, {threads} threads in this process: if other programs"
+    text = f"load {load:.1f} on {cores} cores, {threads} threads a process: if other programs"
     text += " compute on the same cores, OMP_NUM_THREADS=1 can make all of them many times faster"
     return text if threads > 1 and load > 1.5 * cores else ""
 

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 from torchtitan_diloco.config import Config, from_command_line, to_toml
 from torchtitan_diloco.hardware import (
     GLOO_INTERFACE,
-    available_cores,
     end_with_parent,
+    threads_of_process,
 )
 from torchtitan_diloco.help import print_help
 from torchtitan_diloco.nodes import (
@@ -147,7 +147,7 @@ def folder_of_run(config: Config) -> str:
 
 
 def _share_cores(processes: int) -> None:
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // processes)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads_of_process(processes)))
 
 
 # --- torchrun's arguments -------------------------------------------------------------------------

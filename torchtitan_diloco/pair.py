@@ -276,17 +276,24 @@ def slower(ways: list[LinkSpeed], streams: int) -> float:
 
 
 def measure_all_reduce(
-    pair: Pair, *, parameters: int, bits_per_second: float, interface: str, say: Say
+    pair: Pair,
+    *,
+    parameters: int,
+    dtype: torch.dtype,
+    bits_per_second: float,
+    interface: str,
+    say: Say,
 ) -> float:
     """Return the bits per second that each machine sends in an all-reduce of gloo, as in data
     parallelism on a CPU: a ring whose steps wait for each other does not fill a link.
 
-    `parameters`: of a bucket of gradients in fp32, of which as many are sent as take a second.
-    `interface`: for gloo, as for a run.
+    `parameters`: of a bucket of gradients of this `dtype`, of which as many are sent as take a
+    second. `interface`: for gloo, as for a run.
     """
     say(f"measuring all-reduces over {interface or 'the interface that gloo chooses'}")
-    gradients = torch.zeros(max(1, min(parameters, int(bits_per_second / 32))))
-    sent = 8 * all_reduce_bytes(gradients.numel(), workers=2, each=4)
+    of_a_second = int(bits_per_second / (8 * dtype.itemsize))
+    gradients = torch.zeros(max(1, min(parameters, of_a_second)), dtype=dtype)
+    sent = 8 * all_reduce_bytes(gradients.numel(), workers=2, each=dtype.itemsize)
     count = min(max(FEWEST, math.ceil(RATE_SECONDS * bits_per_second / sent)), MOST)
     limit = timedelta(seconds=CONNECT_SECONDS)
     try:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from torchtitan_diloco.config import Config, from_command_line, load_config
 from torchtitan_diloco.config.loader import CONFIGS_FOLDER, find_config
-from torchtitan_diloco.config.schema import flat_settings, format_value
+from torchtitan_diloco.config.schema import Parallel, flat_settings, format_value
 from torchtitan_diloco.diloco.config import MOST_STREAMS, STREAM_BYTES
 from torchtitan_diloco.formatting import counted
 from torchtitan_diloco.user import Parser, UserError, command_line
@@ -217,9 +217,16 @@ def _plan(options: argparse.Namespace, config: Config) -> None:
     print(f"\n{server_text(load.plan.parameters, best, max(conditions.step_seconds))}")
     if options.write is not None:
         comment = f"Utilisation of {tried[best].utilisation:.1%} predicted for {link}"
-        write_variant(
-            options.write, options.config, wanted=replace(config, diloco=best), comment=comment
+        text = variant_text(
+            options.write, options.config, config=config, diloco=best, comment=comment
         )
+        try:
+            with options.write.open("x", encoding="utf-8") as file:
+                file.write(text)
+        except OSError as error:
+            raise UserError(
+                f"--write {options.write}: {error.strerror}: give the path of a new file"
+            ) from error
         written = shlex.quote(str(options.write))
         print(f"\nwrote {written}: start it with {command_line('train')} --config {written}")
 
@@ -282,10 +289,15 @@ def _conditions(options: argparse.Namespace, workers: int) -> "Conditions":
     return Conditions(**given)
 
 
-def write_variant(
-    path: Path, config_name: str, *, wanted: Config, comment: str, overwrite: bool = False
-) -> None:
-    """Write a TOML that extends a config and sets what differs in `wanted`."""
+def variant_text(
+    path: Path, config_name: str, *, config: Config, diloco: "DiLoCoConfig", comment: str
+) -> str:
+    """Return a TOML for `path` that extends a config and sets what differs in `config` with this
+    `diloco`."""
+    wanted = replace(config, diloco=diloco)
+    if diloco.method != "none":  # only data parallelism averages gradients in another dtype
+        parallel = replace(config.parallel, reduce_dtype=Parallel.reduce_dtype)
+        wanted = replace(wanted, parallel=parallel)
     parent = find_config(config_name)
     name = parent.name
     if parent.parent != CONFIGS_FOLDER or (path.parent / name).exists() or path.name == name:
@@ -297,11 +309,7 @@ def write_variant(
             raise UserError(f"{key} = none cannot be written: remove it from {config_name}")
         if value != before[key] and key != "run.name":
             lines.append(f"{key} = {format_value(value)}")
-    try:
-        with path.open("w" if overwrite else "x", encoding="utf-8") as file:
-            file.write("\n".join(lines) + "\n")
-    except OSError as error:
-        raise UserError(f"--write {path}: {error.strerror}: give the path of a new file") from error
+    return "\n".join(lines) + "\n"
 
 
 # --- units ----------------------------------------------------------------------------------------

@@ -387,6 +387,7 @@ class Trainer:
             start_step=start_step,
             start_tokens=start_tokens,
             muon=config.optimizer.name == "muon",
+            reduce_dtype=config.parallel.reduce_dtype,
         )
         model = f"{config.model.flavor}, {describe(self.model)}, vocabulary {self.vocab_size:,}"
         data = f"{self.data.description}, tokenizer {self.tokenizer.name}"

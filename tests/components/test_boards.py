@@ -13,8 +13,8 @@ import pytest
 
 from tests.components.test_telemetry import SENT, telemetry, train
 from tests.islands.servers import wait_until
-from tests.test_trainer import LOSS
-from torchtitan_diloco.components.boards import Shown
+from tests.test_trainer import LOSS, records
+from torchtitan_diloco.components.boards import Shown, tensorboard
 from torchtitan_diloco.user import UserError
 
 BOARDS = "torchtitan_diloco.components.boards"
@@ -76,6 +76,64 @@ def test_weights_and_biases_gets_the_same_curves(
     for path in written:
         for expected in ("slow-links", LOSS, SENT, names[0], "the-group"):
             assert expected.encode() in path.read_bytes()
+
+
+# --- a board that fails ---------------------------------------------------------------------------
+
+
+class Failing:
+    """A board of which some methods raise an error that is none of the operating system."""
+
+    def __init__(self, *names: str) -> None:
+        self.calls: list[str] = []
+        self._names = names
+
+    def _call(self, name: str) -> None:
+        self.calls.append(name)
+        if name in self._names:
+            raise ValueError(f"cannot {name}\nmore")
+
+    def add(self, *_: Any) -> None:
+        self._call("add")
+
+    def close(self) -> None:
+        self._call("close")
+
+
+@pytest.mark.parametrize("failing", [("add", "close"), ("close",)])
+def test_a_board_never_ends_training_and_is_named_once(
+    failing: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    board = Failing(*failing)
+    monkeypatch.setattr(tensorboard, "TensorBoard", lambda _: board)
+    with telemetry(tmp_path, tensorboard=True) as own:
+        train(own, range(1, 7))
+    assert board.calls == ["add", "add", "add", "close"]
+    assert caplog.messages == [
+        f"TensorBoard: ValueError: cannot {failing[0]}; its curves have gaps, the records have all "
+        "numbers"
+    ]
+    assert [one["step"] for one in records(tmp_path)] == [2, 4, 6]
+
+
+def test_a_resumed_run_goes_on_without_a_board_that_does_not_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A new run whose settings are wrong does not begin."""
+
+    def refuse(_: Shown) -> Any:
+        raise UserError("nobody answers")
+
+    monkeypatch.setattr(tensorboard, "TensorBoard", refuse)
+    with pytest.raises(UserError, match="nobody answers"):
+        telemetry(tmp_path, tensorboard=True)
+    with telemetry(tmp_path, tensorboard=True, step=2) as own:
+        train(own, range(3, 5))
+    assert "TensorBoard: nobody answers; its curves have gaps" in caplog.text
+    assert [one["step"] for one in records(tmp_path)] == [4]
 
 
 # --- MLflow ---------------------------------------------------------------------------------------

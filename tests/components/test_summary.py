@@ -8,18 +8,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
-from tests.components.test_telemetry import PLAN, SENT, Clock, Outer, telemetry, train
+from tests.components.test_telemetry import PLAN, SENT, Clock, Outer, log, telemetry, train
 from tests.test_trainer import records
 from torchtitan_diloco.components import telemetry as module
 from torchtitan_diloco.components.metrics import (
-    all_reduce_bytes,
+    BASELINE,
+    baseline_bytes,
     exchange_times,
     hidden_percent,
     kept_time,
 )
 from torchtitan_diloco.components.summary import log_summary
 from torchtitan_diloco.components.telemetry import StepResult
+from torchtitan_diloco.diloco.streaming import DataParallel
 from torchtitan_diloco.distributed.collectives import Asked, PendingSum
 from torchtitan_diloco.report.page import facts_table
 from torchtitan_diloco.report.run_records import open_runs
@@ -109,7 +112,7 @@ def test_the_table_at_the_end_has_the_figures_of_the_report(
     assert shared == {
         "loss of the shared model",
         "sent by each worker",
-        "data parallelism would send",
+        BASELINE,
         "hidden",
         "compute share",
         "kept time",
@@ -137,9 +140,35 @@ def test_the_summary_counts_islands_that_came_later(
     train(own, range(1, 9))
     caplog.set_level("INFO", "torchtitan_diloco")
     log_summary(own, tmp_path, 10, None, has_control=False)
-    expected = 8 * all_reduce_bytes(PLAN.parameters, 2) / 1e6
-    assert f"{expected:,.1f} MB (bf16 gradients, every step)" in caplog.text
+    expected = 8 * baseline_bytes(PLAN.parameters, 2) / 1e6
+    assert logged(caplog.messages)[BASELINE].startswith(f"{expected:,.1f} MB")
     assert " MB after step 2, counted in the buffers" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("reduce_dtype", "name", "factor"), [("float32", "fp32", 2), ("bfloat16", "bf16", 1)]
+)
+def test_the_control_has_sent_what_it_averages_and_ratios_are_against_bf16(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    reduce_dtype: str,
+    name: str,
+    factor: int,
+) -> None:
+    model = nn.Linear(3, 3)
+    plan = replace(OF_TWO, reduce_dtype=reduce_dtype)
+    own = telemetry(None, DataParallel(model, 2), workers=2, plan=plan)
+    for step in range(1, 9):
+        own.measure(lambda: StepResult(64.0, 1.0, skipped=False))
+        log(own, step)
+    own.publish(all=True)
+    caplog.set_level("INFO", "torchtitan_diloco")
+    log_summary(own, tmp_path, 8, None, has_control=False)
+    table = logged(caplog.messages)
+    assert table["sent by each worker"] == (
+        f"{8 * factor * 2:.1f} MB, computed: {name} gradients, every step"
+    )
+    assert table[BASELINE] == f"16.0 MB, {1 / factor:.1f} times as much"
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from tests.test_trainer import LOSS, curve, records, streaming
 from tests.test_trainer import train as train_config
 from torchtitan_diloco.components import records as records_module
 from torchtitan_diloco.components import telemetry as module
-from torchtitan_diloco.components.metrics import METRICS, all_reduce_bytes, time_shares
+from torchtitan_diloco.components.metrics import GAUGES, METRICS, baseline_bytes, time_shares
 from torchtitan_diloco.components.records import (
     RecordFiles,
     RoundRecord,
@@ -220,6 +220,8 @@ def test_pauses_are_left_out_and_earlier_sessions_count(
     assert record["worker/elapsed_seconds"] == 1017
     assert (record["worker/compute_seconds"], record["worker/compute_spread"]) == (3, 0)
     assert (own.totals[SENT], own.totals["worker/steps"]) == (25, 3)
+    assert not own.totals.keys() & {*GAUGES}, "the sum of clocks, spreads or levels is nothing"
+    assert {*GAUGES} - {"worker/fragments_in_flight"} <= record.keys()
     without_outer_loop = telemetry(None, DataParallel(nn.Linear(1, 1)))
     without_outer_loop.load_state_dict(state)
     assert without_outer_loop.totals == {}, "others cannot be compared"
@@ -298,8 +300,8 @@ def test_the_record_of_a_round() -> None:
     assert (found["kind"], found["step"], found["fragment_name"]) == ("round", 6, "blocks")
     assert (found["parameters"], found["values"]) == (2 * BYTES, BYTES)
     assert found["left_out"] == ["outlier"]
-    assert (found["outer_gradient_norm"], found["drift_norm"]) == (3.0, 2.0)
-    assert found["cosine_to_mean"] == pytest.approx(3 / 6)
+    assert (found["first_rank_delta_norm"], found["first_rank_drift_norm"]) == (3.0, 2.0)
+    assert found["first_rank_cosine_to_mean"] == pytest.approx(3 / 6)
     assert (found["at_seconds"]["due"], found["at_seconds"]["applied"]) == (1000.0, 1004.5)
     assert found["heard_after_seconds"] == {"0": 0.0}
     assert found["received_bits_per_second_from"] == {"0": 8 * BYTES / 2}
@@ -386,8 +388,8 @@ def test_every_exchange_is_recorded_once_also_by_a_run_that_goes_on(
         unknown = [one for one in rounds[1] if "begun" not in one["at_seconds"]]
         assert unknown, "some were in flight"
         for one in unknown:  # processes that are gone saw what it took: not known is not nothing
-            for key in ("weight", "sent_bytes", "cosine_to_mean", "encoding_seconds"):
-                assert key not in one
+            assert not one.keys() & {"weight", "encoding_seconds"}
+            assert not [key for key in one if key.startswith("first_rank_")]
 
 
 def check_records(folder: Path) -> None:
@@ -400,7 +402,7 @@ def check_records(folder: Path) -> None:
         assert all(record["sent_step"] <= record["step"] <= 20 for record in own)
     assert sum(curve(steps, "worker/fragments_applied")) == len(rounds)
     both = [one for worker in range(2) for one in records(folder, "round", worker)]
-    sent = sum(one["sent_bytes"] for one in both)
+    sent = sum(one["first_rank_sent_bytes"] for one in both)
     for worker in range(2):
         own_steps = records(folder, worker=worker)
         assert sum(curve(own_steps, "worker/sent_bytes")) == sent / 2, "mean over the workers"
@@ -427,7 +429,8 @@ def test_streaming_after_data_parallelism_counts_its_own_steps(
     (start,) = records(folder, "start")
     (run,) = open_runs([folder])
     assert run.totals["worker/steps"] == 8
-    assert run.data_parallel_bytes(8) == 8 * all_reduce_bytes(start["parameters"], 2)
+    assert run.baseline_bytes(8) == 8 * baseline_bytes(start["parameters"], 2)
+    assert run.sent_bytes == 2 * run.baseline_bytes(8), "in fp32"
     run_two_workers(text, processes, run__folder=folder)
     (run,) = open_runs([folder])
     assert run.totals["worker/steps"] == 12

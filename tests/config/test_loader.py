@@ -261,7 +261,11 @@ def test_a_config_made_in_python_is_checked() -> None:
 # --- checks across settings -----------------------------------------------------------------------
 
 
-TOPK = {"diloco.quantization.codec": "topk", "diloco.outer_optimizer.name": "sgd"}
+TOPK = {
+    "diloco.quantization.codec": "topk",
+    "diloco.outer_optimizer.name": "sgd",
+    "diloco.outer_optimizer.lr": "1",
+}
 
 
 @pytest.mark.parametrize(
@@ -283,6 +287,9 @@ TOPK = {"diloco.quantization.codec": "topk", "diloco.outer_optimizer.name": "sgd
         (TOPK | {"diloco.quantization.top_values": "15"}, "diloco.quantization.top_values"),
         ({"diloco.quantization.top_values": "32"}, "diloco.quantization.top_values"),
         ({"diloco.quantization.codec": "topk"}, "diloco.outer_optimizer.name"),
+        (TOPK | {"diloco.outer_optimizer.lr": "0.4"}, "diloco.outer_optimizer.lr"),
+        (TOPK | {"diloco.overlap.mixing": "1"}, "diloco.overlap.mixing"),
+        (TOPK | {"diloco.overlap.mixing_end": "1"}, "diloco.overlap.mixing_end"),
         (TOPK | {"diloco.quantization.block_size": "32"}, "diloco.quantization.block_size"),
         ({"islands.name": "here"}, "islands.name"),
         ({"islands.join": "nats://127.0.0.1:1#run"}, "islands.name"),
@@ -290,11 +297,17 @@ TOPK = {"diloco.quantization.codec": "topk", "diloco.outer_optimizer.name": "sgd
         ({"islands.local": "2", "diloco.method": "none"}, "diloco.method"),
         ({"islands.local": "2", "diloco.link.outer_state": "cpu"}, "diloco.link.outer_state"),
         ({"data.shard_by": "random", "diloco.workers": "1"}, "data.shard_by"),
+        ({"parallel.reduce_dtype": "bfloat16"}, "parallel.reduce_dtype"),
     ],
 )
 def test_contradictions_are_errors(settings: dict[str, str], key: str) -> None:
     with pytest.raises(ConfigError, match=rf"^1 mistake.*\n.*: {key} = "):
         load_config("debug", settings)
+
+
+def test_data_parallelism_may_average_gradients_in_bf16() -> None:
+    words = "--config debug --diloco.method none --parallel.reduce_dtype bfloat16"
+    assert from_command_line(words.split()).parallel.reduce_dtype == "bfloat16"
 
 
 WARM = {"lr_schedule.warmup": "200"}
@@ -371,6 +384,7 @@ def test_a_config_builds_and_repeats_nothing_that_it_inherits(name: str) -> None
         ({"data.mixture": "a=nan"}, 'the weight of "a" is "nan": expected a number'),
         ({"data.mixture": "a=0 b=0"}, "all weights are 0"),
         ({"data.mixture": "a"}, "give NAME=VALUE pairs"),
+        ({"data.mixture": "a=1 b=1 a=2"}, "a is given several times, as 1 and 2: give each name"),
         ({"data.mixture": "a=1 b=x"}, 'the weight of "b" is "x": expected a number'),
         ({"data.mixture": "{a = 1, b = true}"}, 'the weight of "b" is true: expected a number'),
         ({"data.phases": "[{start = 1.2, mixture = {a = 1}}]"}, "a phase starts at 1.2:"),

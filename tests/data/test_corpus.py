@@ -16,10 +16,11 @@ from tests.processes import DIED, ProcessPool
 from torchtitan_diloco.config import load_config
 from torchtitan_diloco.config.schema import Data
 from torchtitan_diloco.data.corpus import open_split
+from torchtitan_diloco.data.pieces import PIECE_CHARACTERS
 from torchtitan_diloco.data.shards import FORMAT_VERSION, Index, TokenShards, write_index
 from torchtitan_diloco.data.tokenizer import build_tokenizer
 from torchtitan_diloco.preflight import check_inputs
-from torchtitan_diloco.user import command_line
+from torchtitan_diloco.user import UserError, command_line
 
 BYTES = build_tokenizer("bytes")
 
@@ -74,9 +75,44 @@ def test_validation_corpus_of_its_own(data: Data, tmp_path: Path, make_shards: M
             if held_out:
                 assert len(open_split(shards, BYTES, "validation")) == 300
             else:
-                message = r"has no tokens: .*--validation-fraction.*validation_corpus.*\.every = 0"
+                message = r"is held out: .*--validation-fraction.*validation_corpus.*\.every = 0"
                 with pytest.raises(ValueError, match=message):
                     open_split(shards, BYTES, "validation")
+
+
+def test_a_text_of_few_pieces_has_one_held_out(data: Data, tmp_path: Path) -> None:
+    """Of three documents, and of one long document, the last piece. A single piece has no remedy
+    that another error takes back."""
+    texts = {"documents.jsonl": "".join(f'{{"text": "{one * 5}"}}\n' for one in "abc")}
+    texts["long.txt"] = 3 * ("x" * (PIECE_CHARACTERS - 1) + "\n")
+    texts["single.txt"] = "a b"
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    for name, train, validation in (
+        ("documents.jsonl", 12, 6),
+        ("long.txt", 2 * PIECE_CHARACTERS + 1, PIECE_CHARACTERS + 1),
+    ):
+        few = dataclasses.replace(data, corpus=str(tmp_path / name), validation_fraction=0.02)
+        opened = open_split(few, BYTES, "train"), open_split(few, BYTES, "validation")
+        assert [len(shards) for shards in opened] == [train, validation]
+        assert [ends(shards) for shards in opened] == ([2, 1] if train == 12 else [1, 1])
+    for fraction in (0.02, 0.5):
+        single = dataclasses.replace(
+            data, corpus=str(tmp_path / "single.txt"), validation_fraction=fraction
+        )
+        assert len(open_split(single, BYTES, "train")) == 4
+        reason = r"the text is a single piece: add text, or set data\.validation_corpus, or set val"
+        with pytest.raises(UserError, match=reason):
+            open_split(single, BYTES, "validation")
+
+
+def test_a_split_that_is_empty_says_how_many_pieces_there_are(data: Data) -> None:
+    nothing = dataclasses.replace(data, validation_fraction=0)
+    reason = (
+        r"none of the 20 pieces of the text is held out: raise data\.validation_fraction .*is 0,"
+    )
+    with pytest.raises(UserError, match=reason):
+        open_split(nothing, BYTES, "validation")
 
 
 def test_a_missing_folder_names_the_command_that_makes_it(data: Data, tmp_path: Path) -> None:
@@ -99,7 +135,7 @@ def test_a_missing_folder_names_the_command_that_makes_it(data: Data, tmp_path: 
         open_split(wanted, BYTES, "train")
     (folder / "prepare.json").unlink()
     subprocess.run(command, shell=True, cwd=REPOSITORY, capture_output=True, check=True)
-    assert ends(open_split(wanted, BYTES, "train")) == 20
+    assert ends(open_split(wanted, BYTES, "train")) == 19, "one of them is held out"
     with pytest.raises(ValueError, match=r"--out .*none --max-tokens 16384"):  # 8 x 2,048
         check_inputs(
             load_config("debug", {"data.corpus": f"{tmp_path}/none", "training.steps": "8"})

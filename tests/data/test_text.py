@@ -196,6 +196,17 @@ def test_held_out_share_is_exact_and_even(fraction: float, count: int) -> None:
     assert not gaps or max(gaps) - min(gaps) <= 1
 
 
+@given(st.floats(0.0, 0.5), st.integers(1, 300))
+def test_at_least_one_of_several_pieces_is_held_out(fraction: float, count: int) -> None:
+    last = count - 1
+    held_out = [one for one in range(count) if is_held_out(one, fraction, is_last=one == last)]
+    evenly = [one for one in range(count) if is_held_out(one, fraction)]
+    if fraction == 0 or count == 1:
+        assert held_out == []
+    else:
+        assert held_out == (evenly or [last])
+
+
 # --- places ---
 
 

@@ -15,12 +15,12 @@ from torchtitan_diloco.diagnosis.verdicts import (
     IN_A_ROW,
     LASTING,
     MEASURED,
-    SHORT,
     Judge,
     Observation,
 )
 from torchtitan_diloco.diloco.flags import NOT_FINITE
 from torchtitan_diloco.diloco.vitals import Report, Vitals
+from torchtitan_diloco.hardware import SHORT_OF_CORES
 
 CYCLE, ROUND = 5.0, 6.0
 OTHER_WAY = {"upload": "download", "download": "upload"}
@@ -421,7 +421,7 @@ def test_on_a_busy_machine_only_its_cores_are_named_and_once(
     assert (over.cause, over.over) == (found.cause, True)
 
 
-@given(SEEDED, st.floats(0.0, 0.9 * SHORT))
+@given(SEEDED, st.floats(0.0, 0.9 * SHORT_OF_CORES))
 def test_workers_that_share_their_cores_only_with_each_other_are_judged(
     rng: random.Random, share: float
 ) -> None:

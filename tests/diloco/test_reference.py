@@ -121,8 +121,8 @@ CHANCE = 0.6
 
 
 def with_wire(wire: Quantization, delay: int = 5, layers: int = 2, **changes: Any) -> DiLoCoConfig:
-    name: Any = "sgd" if wire is TOPK else "nesterov"
-    return replace(config(layers, delay, name=name), quantization=wire, **changes)
+    outer: dict[str, Any] = {"name": "sgd", "lr": 1.0} if wire is TOPK else {}
+    return replace(config(layers, delay, **outer), quantization=wire, **changes)
 
 
 def with_turns(delay: int, every: int) -> DiLoCoConfig:

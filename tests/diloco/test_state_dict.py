@@ -43,7 +43,7 @@ def assert_same(left: Any, right: Any) -> None:
 def _interrupted(wire: Quantization, optimizer_name: str) -> tuple[list[int], Any, list[Any]]:
     """Return the fragments in flight at each save, and the ends of the saved and resumed runs."""
     overlap, beginning = Overlap(delay=5, mixing_end=0.0), Beginning(length=5)
-    outer_config = config(2, name=optimizer_name)
+    outer_config = config(2, name=optimizer_name, lr=1.0 if optimizer_name == "sgd" else 0.7)
     chosen = replace(outer_config, overlap=overlap, beginning=beginning, quantization=wire)
     world, saves = join(2), list[Any]()
 
@@ -117,7 +117,10 @@ def _resumed_otherwise(changes: State) -> tuple[list[str], State, State]:
             ["applied now"],
         ),
         (
-            {"outer_optimizer": OuterOptimizer(name="sgd"), "quantization": Quantization("topk")},
+            {
+                "outer_optimizer": OuterOptimizer("sgd", lr=1.0),
+                "quantization": Quantization("topk"),
+            },
             ["applied now", "its state starts from zero"],
         ),
         ({"outer_optimizer": OuterOptimizer(name="sgd")}, ["its state starts from zero"]),

@@ -243,7 +243,7 @@ def _many_syncs() -> tuple[int, int]:
     world = join(2)
     model = nn.ModuleDict({"blocks": nn.ModuleList(nn.Linear(200, 200) for _ in range(4))})
     wire = Quantization(codec="topk")
-    plain = config(1, delay=3, name="sgd")
+    plain = config(1, delay=3, name="sgd", lr=1.0)
     chosen = replace(plain, sync_every=4, measure_every=10, quantization=wire)
     outer = StreamingDiLoCo(model, world.group(WORKER), chosen)
 

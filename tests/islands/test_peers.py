@@ -59,7 +59,10 @@ def _one_world(chosen: DiLoCoConfig, steps: int) -> dict[str, Tensor]:
         FP4,
         replace(config(0, delay=0, mixing=0.0), quantization=Quantization(codec="fp32")),
         replace(config(2, delay=5, mixing=0.5), quantization=Quantization(codec="int8")),
-        replace(config(2, delay=1, name="sgd"), quantization=Quantization("topk", top_values=8)),
+        replace(
+            config(2, delay=1, name="sgd", lr=1.0),
+            quantization=Quantization("topk", top_values=8),
+        ),
     ],
     ids=["tau 1", "tau 0, one fragment, fp32", "tau 5, int8", "topk"],
 )

@@ -18,7 +18,7 @@ from tests.islands.servers import need_server
 from tests.metadata_server import GCP, metadata_server
 from torchtitan_diloco import launch
 from torchtitan_diloco.components.checkpoint import read_manifest
-from torchtitan_diloco.components.metrics import all_reduce_bytes
+from torchtitan_diloco.components.metrics import baseline_bytes
 from torchtitan_diloco.islands.log import State
 from torchtitan_diloco.report.page import describe, facts_table
 from torchtitan_diloco.report.run_records import open_runs
@@ -121,8 +121,8 @@ def check_report(folder: Path) -> None:
     assert describe(island).endswith("; 1 of 2 islands, Streaming DiLoCo")
     sent = island.totals["worker/sent_bytes"]
     assert facts["sent by each worker"] == EngFormatter("B", places=1)(sent)
-    expected = all_reduce_bytes(island.workers[0].starts[0].parameters, 2) * island.last_step
-    assert island.data_parallel_bytes(island.totals["worker/steps"]) == expected
+    expected = baseline_bytes(island.workers[0].starts[0].parameters, 2) * island.last_step
+    assert island.baseline_bytes(island.totals["worker/steps"]) == expected
 
 
 def test_a_missing_server_is_said_at_once(

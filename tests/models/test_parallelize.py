@@ -43,6 +43,7 @@ def build(
     reshard: Any = "auto",
     compile: bool = False,
     dtype: torch.dtype = torch.float32,
+    reduce_dtype: Any = "float32",
     model: Model = TINY,
 ) -> tuple[nn.Module, World]:
     world = join(workers)
@@ -50,7 +51,7 @@ def build(
     parallelize(
         decoder,
         world.mesh if world.mesh is None or workers > 1 else world.mesh[FSDP],
-        parallel=Parallel(reshard_after_forward=reshard),
+        parallel=Parallel(reshard_after_forward=reshard, reduce_dtype=reduce_dtype),
         activation_checkpoint=ActivationCheckpoint(mode=checkpoint, every=every),
         compile=Compile(enable=compile),
         compute_dtype=dtype,
@@ -155,6 +156,19 @@ def test_bf16_compute_keeps_fp32_parameters_and_gradients(
             assert (value - found.gradients[name]).norm() < 0.1 * value.norm(), name
         name = "embedding.weight"
         assert not torch.equal(found.gradients[name], single.gradients[name])
+
+
+def test_data_parallelism_averages_gradients_in_bf16_if_it_is_told(
+    processes: ProcessPool, single: Outcome
+) -> None:
+    """Between two workers of two ranks. A value that was sent in 16 bits has no others."""
+    for found in processes.run(partial(step, 2, reduce_dtype="bfloat16"), 4):
+        for name, gradient in found.gradients.items():
+            assert gradient.dtype == torch.float32
+            assert torch.equal(gradient, gradient.bfloat16().float()), name
+        assert_close(found.gradients, single.gradients, rtol=0.05, atol=1e-3)
+    (fp32, _) = processes.run(partial(step, 2), 2)
+    assert not all(torch.equal(one, one.bfloat16().float()) for one in fp32.gradients.values())
 
 
 @pytest.mark.parametrize(

@@ -95,10 +95,11 @@ def test_what_training_waits_for() -> None:
     uneven = waits(1000, replace(UNLIMITED, step_seconds=(0.1, 0.2)))
     assert uneven == pytest.approx(0.05), "the mean of none and of the slowest worker's lead"
     fast = Conditions(8e9, (0.3, 0.3))
-    last_bucket = predict_data_parallel([500_000] * 10, fast)
+    last_bucket = predict_data_parallel([500_000] * 10, fast, gradient_bytes=4)
     assert last_bucket.exposed_seconds_per_step == pytest.approx(0.002), "2 MB of fp32"
-    assert last_bucket.sent_bytes_per_step == 2 * all_reduce_bytes(5_000_000, workers=2)
-    all_buckets = predict_data_parallel([500_000] * 10, replace(fast, backward_waits=True))
+    assert last_bucket.sent_bytes_per_step == all_reduce_bytes(5_000_000, workers=2, each=4)
+    waits_for_each = replace(fast, backward_waits=True)
+    all_buckets = predict_data_parallel([500_000] * 10, waits_for_each, gradient_bytes=4)
     assert all_buckets.exposed_seconds_per_step == pytest.approx(0.02), "one after the other"
 
 

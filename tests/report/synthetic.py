@@ -110,12 +110,12 @@ def round_records(
                 parameters=parameters,
                 values=parameters,
                 participants=workers,
-                sent_bytes=1_500_000,
+                first_rank_sent_bytes=1_500_000,
                 **_times(due, arrivals, worker),
             )
             if outer_round % measure_every == 0:
-                record.cosine_to_mean = 0.75 + rng.gauss(0, 0.02)
-                record.drift_norm = 0.3 + 0.5 * math.exp(-number / 30)
+                record.first_rank_cosine_to_mean = 0.75 + rng.gauss(0, 0.02)
+                record.first_rank_drift_norm = 0.3 + 0.5 * math.exp(-number / 30)
             own.append(record)
     return records
 

@@ -20,7 +20,7 @@ from tests.report.synthetic import (
     write_run,
 )
 from tests.test_trainer import LOSS
-from torchtitan_diloco.components.metrics import METRICS, all_reduce_bytes
+from torchtitan_diloco.components.metrics import BASELINE, METRICS, baseline_bytes
 from torchtitan_diloco.config import load_config, to_toml
 from torchtitan_diloco.report.charts import (
     PHASES,
@@ -91,8 +91,8 @@ def test_facts_and_figures_of_a_run(runs: Path) -> None:
     bar = by_title(run)["Where the time went"].bars["streaming"]
     for fact, part in (("compute share", "compute"), ("exposed communication",) * 2):
         assert told[fact][0] == f"{bar[part]:.1f} %"
-    ratio = 600 * all_reduce_bytes(sum(FRAGMENTS.values()), 3) / (60 * 1.5e6)
-    assert f"{ratio:,.1f} times" in told["data parallelism would send"][1]
+    ratio = 600 * baseline_bytes(sum(FRAGMENTS.values()), 3) / (60 * 1.5e6)
+    assert f"{ratio:,.1f} times" in told[BASELINE][1]
     _, workers, links = detail_tables([run])
     assert [row[0].text for row in workers.rows] == ["worker 2", "worker 0", "worker 1"]
     assert workers.rows[0][1].text == "57 of 57"
@@ -227,7 +227,11 @@ def test_runs_that_lack_something(runs: Path, tmp_path: Path) -> None:
     losses = ["Loss over tokens", "Loss over time"]
     assert list(by_title(control)) == [*losses, "Learning rate", "Where the time went"]
     assert "No exchange was recorded" in html_page([control])
-    assert "computed, not counted" in facts(control)["sent by each worker"][1]
+    sent, how = facts(control)["sent by each worker"]
+    baseline, ratio = facts(control)[BASELINE]
+    assert how == "computed: fp32 gradients, every step"
+    assert ratio == "0.5 times as much"
+    assert float(sent.split()[0]) == pytest.approx(2 * float(baseline.split()[0]), abs=0.15)
     assert detail_tables([control]) == []
 
     new = opened(write_run(tmp_path / "new", []))
@@ -244,7 +248,7 @@ def test_a_first_worker_whose_records_begin_later_does_not_stop_a_report(tmp_pat
     run = opened(folder)
     assert len(run.workers[0].steps) < len(run.source.steps) == 20
     sent = by_title(run)["Bytes sent by each worker"]
-    assert [key.name for key in sent.legend] == ["sent", "data parallelism would send"]
+    assert [key.name for key in sent.legend] == ["sent", BASELINE]
 
 
 def test_islands_are_workers_in_other_places(tmp_path: Path) -> None:
@@ -259,10 +263,10 @@ def test_islands_are_workers_in_other_places(tmp_path: Path) -> None:
         folders.append(write_run(tmp_path / "all" / name, steps, [rounds], settings))
     island, both = opened(folders[0]), opened(tmp_path / "all")
     assert (describe(island), describe(both)) == ("1 of 3 islands", "2 of 3 islands")
-    expected = 100 * all_reduce_bytes(sum(FRAGMENTS.values()), 3)
+    expected = 100 * baseline_bytes(sum(FRAGMENTS.values()), 3)
     for run in (island, both):
         assert facts(run)["sent by each worker"][0] == "15.0 MB"
-        assert f"{expected / 15e6:,.1f} times" in facts(run)["data parallelism would send"][1]
+        assert f"{expected / 15e6:,.1f} times" in facts(run)[BASELINE][1]
         assert "oslo" in facts(run)["training loss"][1]
     rates = [facts(run)["tokens/s"] for run in (island, both)]
     assert rates == [("32,768", "1 of 3 islands, median"), ("65,536", "2 of 3 islands, median")]

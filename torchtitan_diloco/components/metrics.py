@@ -3,7 +3,8 @@
 A number has one name: in the records, on the boards, in a report and in the documentation
 (docs/report-and-plan.md, but for those under worker/ and world/). To add one, declare it here, and
 add it to the record in `Telemetry.open_record`, or to the outer loop's `metrics()`.
-Those under worker/ and world/ are of the steps since the last record, and can be summed up.
+Those under worker/ and world/ are of the steps since the last record. Without those of `GAUGES`,
+they can be summed up.
 
 The shares that a log, a report and the boards show are computed here: `hidden_percent`,
 `compute_percent`, `exposed_percent` and `kept_time`. The first three are of all ranks of a job, by
@@ -62,6 +63,7 @@ METRICS = {
     "worker/fragments_in_flight": Metric("fragments", "in flight at the end of the interval"),
     "worker/healed_fragments": Metric("fragments", "reset to the shared parameters"),
     "worker/participants": Metric("workers", "in the applied fragments, added up"),
+    "worker/queued_seconds": Metric("seconds", "of the steps, ready to run but without a core"),
     "worker/received_bytes": Metric("bytes", "received by the first rank"),
     "worker/sent_bytes": Metric("bytes", "sent by all ranks, counted, mean over workers"),
     "worker/skipped_steps": Metric("steps", "skipped, as gradients were not finite"),
@@ -70,6 +72,8 @@ METRICS = {
     "worker/transfer_waiting_seconds": Metric("seconds", "of the exchange thread, for messages"),
     "worker/wall_seconds": Metric("seconds", "without validations and saves"),
 }
+GAUGES = ("worker/compute_spread", "worker/elapsed_seconds", "worker/fragments_in_flight")
+"""Numbers under worker/ of which a sum says nothing."""
 WORLD_TIMES = (
     "agreement_seconds",
     "compute_seconds",
@@ -104,7 +108,8 @@ Totals = dict[str, float]
 
 def add_totals(totals: Totals, record: Mapping[str, Any]) -> None:
     for name, value in record.items():
-        if name.startswith(("worker/", "world/")) and isinstance(value, int | float):
+        is_counter = name.startswith(("worker/", "world/")) and name not in GAUGES
+        if is_counter and isinstance(value, int | float):
             totals[name] = totals.get(name, 0.0) + value
 
 
@@ -117,12 +122,34 @@ def totals_of(records: Iterable[Record], *, streaming: bool) -> Totals:
     return totals
 
 
-def all_reduce_bytes(parameters: float, workers: int, each: int = 2) -> float:
+# --- bytes ----------------------------------------------------------------------------------------
+
+BASELINE = "bf16 gradients, every step"
+"""What all ratios of bytes refer to, whichever gradients the control of a run sends."""
+
+
+class Gradients(NamedTuple):
+    """A format in which gradients are averaged over workers."""
+
+    name: str
+    bytes_each: int
+
+
+GRADIENTS = {"float32": Gradients("fp32", 4), "bfloat16": Gradients("bf16", 2)}
+"""By the value of `parallel.reduce_dtype`."""
+
+
+def all_reduce_bytes(parameters: float, workers: int, *, each: int) -> float:
     """Return the bytes that one worker sends in a ring all-reduce of all gradients.
 
-    `each`: bytes of a gradient. The usual ones are bf16.
+    `each`: bytes of a gradient.
     """
     return 2 * (workers - 1) / workers * each * parameters
+
+
+def baseline_bytes(parameters: float, workers: int) -> float:
+    """Return the bytes that one worker sends in a step of the baseline."""
+    return all_reduce_bytes(parameters, workers, each=GRADIENTS["bfloat16"].bytes_each)
 
 
 # --- shares ---------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from torchtitan_diloco.diloco.flags import FLAG_NAMES
 from torchtitan_diloco.log import logger
 
 if TYPE_CHECKING:
-    from torchtitan_diloco.components.boards import Board
+    from torchtitan_diloco.components.boards.base import GuardedBoard
     from torchtitan_diloco.diloco.fragments import Fragment
     from torchtitan_diloco.diloco.round import Round
 
@@ -42,7 +42,8 @@ class StartRecord(msgspec.Struct, tag_field="kind", tag="start"):
 
 
 class RoundRecord(msgspec.Struct, tag_field="kind", tag="round"):
-    """A worker's part of one exchange of one fragment. An unknown number is NaN."""
+    """A worker's part of one exchange of one fragment, as its first rank sees it. An unknown number
+    is NaN."""
 
     step: int
     """Step after which the fragment was applied."""
@@ -63,12 +64,13 @@ class RoundRecord(msgspec.Struct, tag_field="kind", tag="round"):
     """Moments of the exchange by name, in seconds since 1970. `round_record` lists them."""
     encoding_seconds: float = NAN
     decoding_seconds: float = NAN
-    sent_bytes: float = NAN
-    outer_gradient_norm: float = NAN
-    drift_norm: float = NAN
-    """Distance of this worker's parameters from the new shared ones. Rarely measured."""
-    cosine_to_mean: float = NAN
-    """Cosine between the delta of this worker and the mean of all deltas. Rarely measured."""
+    first_rank_sent_bytes: float = NAN
+    """Bytes that the first rank has sent. This and the following numbers are of its shard."""
+    first_rank_delta_norm: float = NAN
+    first_rank_drift_norm: float = NAN
+    """Distance of the parameters from the new shared ones. Rarely measured."""
+    first_rank_cosine_to_mean: float = NAN
+    """Cosine between the delta and the mean of all deltas. Rarely measured."""
     heard_after_seconds: dict[int, float] = {}
     """Time from sending the header of this worker to receiving that of another, by other worker."""
     received_bits_per_second_from: dict[int, float] = {}
@@ -153,10 +155,10 @@ def round_record(exchange: "Round", fragment: "Fragment", clock: float) -> Round
         at_seconds={name: clock + at for name, at in moments.items() if math.isfinite(at)},
         encoding_seconds=traffic.encoding_seconds,
         decoding_seconds=traffic.decoding_seconds,
-        sent_bytes=traffic.bytes_sent,
-        outer_gradient_norm=math.sqrt(exchange.delta_square),
-        drift_norm=float(exchange.drift),
-        cosine_to_mean=traffic.dot / norms if norms else NAN,
+        first_rank_sent_bytes=traffic.bytes_sent,
+        first_rank_delta_norm=math.sqrt(exchange.delta_square),
+        first_rank_drift_norm=float(exchange.drift),
+        first_rank_cosine_to_mean=traffic.dot / norms if norms else NAN,
         heard_after_seconds={other: traffic.heard_after(other) for other in traffic.heard},
         received_bits_per_second_from={
             other: rate for other, rate in rates.items() if not math.isnan(rate)
@@ -185,7 +187,8 @@ def from_record(kind: type[Kind], record: Record) -> Kind:
 
 
 class RecordFiles:
-    """Writes the records of a worker after those of earlier starts. A full disk loses only records.
+    """Writes the records of a worker after those of earlier starts. A full disk loses only records,
+    and a board that fails only its curves.
 
     `folder`: that of the worker, None to write nothing. `workers`: number in the job. `of_run`:
     whether this worker shows the numbers of the run on its boards.
@@ -207,7 +210,7 @@ class RecordFiles:
         self._first_step = start.step + 1
         self._failed = False
         self._lines: TextIO | None = None
-        self._boards: list[Board] = []
+        self._boards: list[GuardedBoard] = []
         if folder is None:
             return
         with self._tolerating_a_full_disk():
@@ -246,19 +249,19 @@ class RecordFiles:
             if self._folder is not None:
                 self._lines = self._lines or self._open(self._folder)
                 self._lines.write(to_line(record))
-            if isinstance(record, dict):
-                for board in self._boards:
-                    board.add(record["step"], dict(self._shown(record)))
-            elif isinstance(record, PhaseRecord) and record.step >= self._first_step:
-                for board in self._boards:  # what a run starts with is in its settings
-                    board.add_text(record.step, "phases", record.mixture)
-            elif isinstance(record, VerdictRecord):
-                state = "over" if record.over else record.evidence
-                text = f"{record.culprit}: {record.what}"
-                if state:
-                    text += f": {state}"
-                for board in self._boards:
-                    board.add_text(record.step, "verdicts", text)
+        if isinstance(record, dict):
+            for board in self._boards:
+                board.add(record["step"], dict(self._shown(record)))
+        elif isinstance(record, PhaseRecord) and record.step >= self._first_step:
+            for board in self._boards:  # what a run starts with is in its settings
+                board.add_text(record.step, "phases", record.mixture)
+        elif isinstance(record, VerdictRecord):
+            state = "over" if record.over else record.evidence
+            text = f"{record.culprit}: {record.what}"
+            if state:
+                text += f": {state}"
+            for board in self._boards:
+                board.add_text(record.step, "verdicts", text)
 
     def _shown(self, record: Record) -> Iterator[tuple[str, float]]:
         """Yield the values for the boards. The speed of the first step is an outlier."""
@@ -269,10 +272,11 @@ class RecordFiles:
                 yield name, value
 
     def close(self) -> None:
-        for opened in (self._lines, *self._boards):
-            with suppress(OSError):
-                if opened is not None:
-                    opened.close()
+        with suppress(OSError):
+            if self._lines is not None:
+                self._lines.close()
+        for board in self._boards:
+            board.close()
 
     @contextmanager
     def _tolerating_a_full_disk(self) -> Iterator[None]:

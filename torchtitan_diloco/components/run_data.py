@@ -56,7 +56,7 @@ class RunData:
         data = self._data = config.data
         self._length = config.training.sequence_length
         worker = config.worker_name(world.worker)
-        self.corpora = open_corpora(data, tokenizer, "train", worker)
+        self.corpora = open_corpora(data, tokenizer, worker)
         self.fingerprints = {name: shards.fingerprint for name, shards in self.corpora.items()}
         check_fingerprints(self.fingerprints)
         if config.model.document_mask:
@@ -97,14 +97,15 @@ class RunData:
                 )
 
     def long_documents(self) -> Iterator[str]:
-        """Yield a warning for each corpus in which a mask of documents changes little."""
-        for name, shards in self.corpora.items():
-            if (mean := len(shards) / shards.documents) > self._length:
-                yield (
-                    f"model.document_mask changes little: the documents of {name} have {mean:,.0f} "
-                    f"tokens on average, and are cut into sequences of {self._length:,}, each of "
-                    "which sees itself only: raise training.sequence_length, or set it to false"
-                )
+        """Yield a warning if there are corpora in which a mask of documents changes little."""
+        means = {name: len(shards) / shards.documents for name, shards in self.corpora.items()}
+        long = [f"{mean:,.0f} ({name})" for name, mean in means.items() if mean > self._length]
+        if long:
+            yield (
+                f"model.document_mask changes little: documents have {', '.join(long)} tokens on "
+                f"average, and are cut into sequences of {self._length:,}, each of which sees "
+                "itself only: raise training.sequence_length, or set it to false"
+            )
 
     def _compare(self, world: World) -> float:
         """Compare the corpora of the ranks of each worker, and return the share of this worker."""

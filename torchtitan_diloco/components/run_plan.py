@@ -50,6 +50,8 @@ class RunPlan:
     """Ranks of all workers, also on other islands."""
     inner_bytes: float = 16
     """Average bytes of a parameter, its gradient and its moments, all in fp32."""
+    reduce_dtype: str = "float32"
+    """Type of the gradients that data parallelism averages, as in `parallel.reduce_dtype`."""
 
     def tokens_at(self, step: int) -> int:
         """Return the tokens of all workers, also of earlier starts with other batches."""
@@ -65,6 +67,7 @@ def plan_run(
     start_step: int = 0,
     start_tokens: int = 0,
     muon: bool = False,
+    reduce_dtype: str = "float32",
 ) -> RunPlan:
     """Compute the numbers of a run. `muon` has one moment instead of two for matrices of blocks."""
     micro_batches = accumulation(training, ranks)
@@ -89,6 +92,7 @@ def plan_run(
         start_tokens=start_tokens,
         ranks=ranks,
         inner_bytes=inner_bytes,
+        reduce_dtype=reduce_dtype,
     )
 
 
@@ -178,19 +182,22 @@ def epochs_text(epochs: Mapping[str, float]) -> str:
 
 
 def _repetition(plan: RunPlan, config: Config, epochs: Mapping[str, float]) -> Iterator[str]:
-    """Yield a warning for each corpus that the run reads more often than helps it."""
-    for name, count in epochs.items():
-        if count <= MANY_EPOCHS:
-            continue
-        steps = max(1, math.floor(plan.total_steps * MANY_EPOCHS / count))
-        remedy = f"use a larger corpus, or a shorter run (--training.steps {steps})"
-        if len(epochs) > 1:
-            remedy = "use a larger corpus, or a smaller weight"
+    """Yield a warning if the run reads corpora more often than helps it."""
+    repeated = {name: count for name, count in epochs.items() if count > MANY_EPOCHS}
+    if not repeated:
+        return
+    read = []
+    for name, count in repeated.items():
         named = f'data.corpus = "{name}"' if name == config.data.corpus else f'"{name}"'
-        yield (
-            f"the run reads all of {named} {count:,.1f} times. After {MANY_EPOCHS} epochs, "
-            f"repeated text helps much less than new text: {remedy}"
-        )
+        read.append(f"{named} {count:,.1f} times")
+    remedy = "use larger corpora, or smaller weights"
+    if len(epochs) == 1:
+        steps = max(1, math.floor(plan.total_steps * MANY_EPOCHS / max(repeated.values())))
+        remedy = f"use a larger corpus, or a shorter run (--training.steps {steps})"
+    yield (
+        f"the run reads all of {', '.join(read)}. After {MANY_EPOCHS} epochs, repeated text helps "
+        f"much less than new text: {remedy}"
+    )
 
 
 def check_memory(plan: RunPlan, world: World, diloco: DiLoCoConfig, checkpoint: Checkpoint) -> None:

@@ -10,8 +10,11 @@ import shlex
 from pathlib import Path
 
 from torchtitan_diloco.components.metrics import (
+    BASELINE,
+    GRADIENTS,
     SENT,
     all_reduce_bytes,
+    baseline_bytes,
     compute_percent,
     exchange_times,
     hidden_percent,
@@ -63,21 +66,24 @@ def log_summary(
 
 
 def _bytes_sent(telemetry: Telemetry, step: int) -> dict[str, str]:
-    """Return what each worker has sent, and would send with data parallelism."""
+    """Return what each worker has sent, and what the baseline would send."""
     totals = telemetry.totals
+    plan = telemetry.plan
+    workers = telemetry.workers
     steps = round(totals.get("worker/steps", 0))
     since = f" after step {step - steps}" if steps < step else ""
-    expected = steps * all_reduce_bytes(telemetry.plan.parameters, telemetry.workers)
-    would_send = f"{expected / 1e6:,.1f} MB"
-    gradients = "(bf16 gradients, every step)"
-    if (sent := totals.get(SENT)) is None:
-        return {"sent by each worker": f"about {would_send}{since} {gradients}"}
-    whole_cycle = totals.get("worker/fragments_applied", 0) >= len(telemetry.outer.fragments)
+    if SENT in totals:
+        sent = totals[SENT]
+        whole_cycle = totals.get("worker/fragments_applied", 0) >= len(telemetry.outer.fragments)
+        text = f"{sent / 1e6:,.1f} MB{since}, counted in the buffers"
+    else:
+        gradients = GRADIENTS[plan.reduce_dtype]
+        sent = steps * all_reduce_bytes(plan.parameters, workers, each=gradients.bytes_each)
+        whole_cycle = True
+        text = f"{sent / 1e6:,.1f} MB{since}, computed: {gradients.name} gradients, every step"
+    expected = steps * baseline_bytes(plan.parameters, workers)
     ratio = f", {expected / sent:,.1f} times as much" if sent and whole_cycle else ""
-    return {
-        "sent by each worker": f"{sent / 1e6:,.1f} MB{since}, counted in the buffers",
-        "data parallelism would send": f"{would_send} {gradients}{ratio}",
-    }
+    return {"sent by each worker": text, BASELINE: f"{expected / 1e6:,.1f} MB{ratio}"}
 
 
 def _shares(telemetry: Telemetry) -> dict[str, str]:

@@ -20,6 +20,7 @@ import torch
 
 from torchtitan_diloco.components.checkpoint import folder_of_worker
 from torchtitan_diloco.components.metrics import (
+    GAUGES,
     SENT,
     WORLD_TIMES,
     Record,
@@ -49,7 +50,6 @@ from torchtitan_diloco.formatting import clock
 from torchtitan_diloco.hardware import GIB, crowded, peak_flops, peak_memory_bytes, queued_seconds
 from torchtitan_diloco.log import logger
 
-IN_FLIGHT = "worker/fragments_in_flight"
 RECENT = 16
 """Steps in which the usual times of a step are measured."""
 
@@ -244,13 +244,14 @@ class Telemetry:
         counters["worker/compute_seconds"] += compute
         self._compute_squares += compute**2
         queued = queued_seconds() - queued
+        counters["worker/queued_seconds"] += queued
         self._steps.append((compute, counters["worker/data_seconds"] - data, queued))
         rounds = self.outer.rounds()  # at every step, as it keeps only the latest
         self._rounds = [*self._rounds, *rounds]
         self.applied = rounds
         self.workers = max([self.workers, *(exchange.participants for exchange in rounds)])
         for name, value in self.outer.metrics().items():
-            counters[name] = value if name == IN_FLIGHT else counters[name] + value
+            counters[name] = value if name in GAUGES else counters[name] + value
         if not self._last.skipped:
             before = self._sums
             self._sums = before._replace(

@@ -15,8 +15,9 @@ from torchtitan_diloco.components.run_plan import AfterStep
 from torchtitan_diloco.components.telemetry import Telemetry
 from torchtitan_diloco.config.schema import WORKER_FIELD, Config
 from torchtitan_diloco.data.batch import Batch
-from torchtitan_diloco.data.corpus import open_corpora, own_name
+from torchtitan_diloco.data.corpus import open_split, own_name
 from torchtitan_diloco.data.loader import ValidationBatches
+from torchtitan_diloco.data.shards import TooLittleText
 from torchtitan_diloco.data.tokenizer import Tokenizer
 from torchtitan_diloco.diloco.fragments import drop_gathered
 from torchtitan_diloco.diloco.streaming import OuterLoop
@@ -52,26 +53,35 @@ def open_held_out(
     their names; otherwise all ranks divide all of them.
     """
     worker = config.worker_name(world.worker)
-    corpora = open_corpora(config.data, tokenizer, "validation", worker)
-    sequences = max(1, config.validation.sequences // len(corpora))
+    data = config.data
+    names = data.held_out_corpora
+    sequences = max(1, config.validation.sequences // len(names))
     held_out = []
-    for name, shards in corpora.items():
+    for name in names:
         is_divided_in_worker = each_worker_has_its_own and WORKER_FIELD in name
-        batches = ValidationBatches(
-            shards,
-            sequence_length=config.training.sequence_length,
-            batch_size=config.training.batch_size,
-            rank=world.rank_in_worker if is_divided_in_worker else world.rank,
-            ranks=world.ranks_per_worker if is_divided_in_worker else world.size,
-            sequences=max(1, sequences // world.workers) if is_divided_in_worker else sequences,
-        )
+        weight = 1.0 if len(names) == 1 else data.weights.get(name, 0.0)
+        try:
+            batches = ValidationBatches(
+                open_split(data, tokenizer, "validation", name=name, worker=worker),
+                sequence_length=config.training.sequence_length,
+                batch_size=config.training.batch_size,
+                rank=world.rank_in_worker if is_divided_in_worker else world.rank,
+                ranks=world.ranks_per_worker if is_divided_in_worker else world.size,
+                sequences=max(1, sequences // world.workers) if is_divided_in_worker else sequences,
+            )
+        except TooLittleText as error:
+            if weight or is_divided_in_worker:  # all workers validate the same corpora
+                raise
+            if world.is_first:
+                logger.warning(f"{name} is only read in a phase, and is not validated: {error}")
+            continue
         held_out.append(
             HeldOut(
                 name=own_name(name, worker),
                 batches=batches,
                 sequences=batches.sequences,
                 text_bytes=count_text_bytes(batches, tokenizer),
-                weight=config.data.weights.get(name, 1.0 if len(corpora) == 1 else 0.0),
+                weight=weight,
             )
         )
     return held_out

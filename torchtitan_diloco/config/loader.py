@@ -19,6 +19,7 @@ import tomli_w
 from torchtitan_diloco.config.schema import (
     WORKER_FIELD,
     Config,
+    Parallel,
     flat_settings,
     flatten,
     format_value,
@@ -184,6 +185,10 @@ def _parse_pairs(text: str) -> dict[str, str]:
     pairs = [word.rpartition("=") for word in shlex.split(text)]
     if wrong := [value for name, _, value in pairs if not name]:
         raise UserError(f"{wrong[0]}: give NAME=VALUE pairs, such as data/web=0.7 data/code=0.3")
+    names = [name for name, _, _ in pairs]
+    if repeated := [name for name in names if names.count(name) > 1]:
+        values = " and ".join(value for name, _, value in pairs if name == repeated[0])
+        raise UserError(f"{repeated[0]} is given several times, as {values}: give each name once")
     return {name: value for name, _, value in pairs}
 
 
@@ -260,6 +265,13 @@ def config_mistakes(config: Config) -> Mistakes:
         yield "training.stop_after", reason
     if is_island or config.diloco.method != "none":
         yield from diloco_mistakes(config.diloco, islands=is_island)
+        if config.parallel.reduce_dtype != Parallel.reduce_dtype:
+            reason = (
+                'is only for data parallelism (diloco.method = "none"): inside a streaming worker, '
+                "gradients are averaged in float32; remove it, or choose diloco.quantization.codec "
+                "for what workers send"
+            )
+            yield "parallel.reduce_dtype", reason
     if is_island:
         yield from islands_mistakes(config.islands, config.workers)
     else:

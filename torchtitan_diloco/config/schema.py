@@ -129,7 +129,9 @@ class Data:
     validation_corpus: str = ""
     """Separate corpus for validation. Empty: the held-out part of `corpus`."""
     validation_fraction: Annotated[float, Meta(ge=0, le=0.5)] = 0.02
-    """Fraction of the documents held out from a text corpus. Shard folders have a fixed split."""
+    """Fraction of the pieces of a text corpus that are held out, at least one of several. A
+    document of up to 32,768 characters is one piece; of a longer one, the pieces around a held-out
+    one are trained on. Shard folders have a fixed split."""
     cache_folder: str = ".cache/corpora"
     """Folder that caches the tokens of text corpora."""
     shuffle: bool = True
@@ -152,6 +154,11 @@ class Data:
         """Names of all corpora of the run, in the order in which they appear."""
         mixtures = (self.weights, *(phase.mixture for phase in self.phases))
         return list(dict.fromkeys(name for mixture in mixtures for name in mixture))
+
+    @property
+    def held_out_corpora(self) -> list[str]:
+        """Names of the corpora to validate on."""
+        return [self.validation_corpus] if self.validation_corpus else self.corpora
 
 
 @dataclass(frozen=True)
@@ -231,8 +238,11 @@ class Parallel:
     again for the backward pass (least memory). `never`: keep them. `auto`: `always` with several
     ranks per worker, otherwise `never`."""
     compute_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """Precision of the forward and backward pass. Parameters, gradient sums and optimizer state are
-    fp32. `auto`: bfloat16 on CUDA, float32 on the CPU."""
+    """Precision of the forward and backward pass. Parameters and optimizer state are fp32. `auto`:
+    bfloat16 on CUDA, float32 on the CPU."""
+    reduce_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision in which gradients are averaged over ranks, and added up over the micro-batches of
+    a step. `bfloat16` halves what data parallelism sends; only with `diloco.method` = `none`."""
 
 
 @dataclass(frozen=True)

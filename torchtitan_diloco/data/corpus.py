@@ -25,17 +25,11 @@ from torchtitan_diloco.data.tokenizer import Tokenizer
 from torchtitan_diloco.user import UserError, command_line
 
 
-def open_corpora(
-    data: Data, tokenizer: Tokenizer, split: Split, worker: str
-) -> dict[str, TokenShards]:
-    """Open the tokens of one split of all corpora of a worker, by their names in the settings.
-
-    With a validation corpus, that one is the only one to validate on.
-    """
-    if split == "validation" and data.validation_corpus:
-        return {data.validation_corpus: open_split(data, tokenizer, split, worker=worker)}
+def open_corpora(data: Data, tokenizer: Tokenizer, worker: str) -> dict[str, TokenShards]:
+    """Open the tokens to train on of all corpora of a worker, by their names in the settings."""
     return {
-        name: open_split(data, tokenizer, split, name=name, worker=worker) for name in data.corpora
+        name: open_split(data, tokenizer, "train", name=name, worker=worker)
+        for name in data.corpora
     }
 
 

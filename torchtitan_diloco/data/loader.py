@@ -17,8 +17,7 @@ from torchdata.nodes import BaseNode, IterableWrapper, Mapper, Prefetcher
 
 from torchtitan_diloco.data.batch import IGNORE_INDEX, Batch
 from torchtitan_diloco.data.mixture import Indices, Mixture, Segment
-from torchtitan_diloco.data.shards import TokenShards
-from torchtitan_diloco.user import UserError
+from torchtitan_diloco.data.shards import TokenShards, TooLittleText
 
 _Words = npt.NDArray[np.uint64]
 
@@ -63,7 +62,7 @@ class SequenceReader:
         self._first = part * self.sequences
         if self.sequences < 1:
             each = "" if parts == 1 else f' for each of {parts} workers (data.shard_by = "random")'
-            raise UserError(
+            raise TooLittleText(
                 f"{tokens.name} is shorter than one sequence{each}: it has {len(tokens)} tokens, "
                 f"sequence_length = {sequence_length} needs {parts * sequence_length + 1}; "
                 "use a larger corpus or data.validation_fraction, or shorter sequences"

@@ -109,9 +109,16 @@ class Corpus:
         return UserError(f"the corpus {self.spec!r} has no text: all of it is empty")
 
 
-def is_held_out(piece: int, fraction: float) -> bool:
-    """Return whether a piece is for validation. The held-out pieces are evenly spaced."""
-    return math.floor((piece + 1) * fraction + 0.5) > math.floor(piece * fraction + 0.5)
+def is_held_out(piece: int, fraction: float, *, is_last: bool = False) -> bool:
+    """Return whether a piece is for validation. The held-out pieces are evenly spaced.
+
+    `is_last`: whether no piece follows. The last of several is held out if no other is, and an only
+    piece is not.
+    """
+    held_out_before = math.floor(piece * fraction + 0.5)
+    if is_last and not held_out_before:
+        return piece > 0 and fraction > 0
+    return math.floor((piece + 1) * fraction + 0.5) > held_out_before
 
 
 def split_into_pieces(parts: Iterable[str], limit: int = PIECE_CHARACTERS) -> Iterator[Piece]:

@@ -26,6 +26,7 @@ from torchtitan_diloco.data.shards import (
     only_writer,
     read_index,
     read_or_begin_index,
+    why_nothing_is_held_out,
     write_index,
 )
 from torchtitan_diloco.data.text import SOURCES, TEXT_FIELD, open_corpus, whole_number
@@ -213,8 +214,7 @@ def process_count(text: str) -> int:
 def _warn_if_nothing_is_held_out(folder: Path) -> None:
     index = read_index(folder / INDEX_NAME)
     if index.settings["validation_fraction"] and not index.splits["validation"].tokens:
-        remedy = "raise --validation-fraction, or set data.validation_corpus"
-        print(f"warning: {folder}: no documents are held out: {remedy}", file=sys.stderr)
+        print(f"warning: {folder}: {why_nothing_is_held_out(index)}", file=sys.stderr)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -228,7 +228,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     tokenizers = "bytes (default), a tiktoken encoding such as gpt2, or a tokenizer.json"
     add("--tokenizer", default="bytes", help=tokenizers)
     add("--out", required=True, type=Path, help="folder of the shards")
-    add("--validation-fraction", type=share, default=0.005, help="share held out (default 0.005)")
+    held_out = "share of the pieces held out (default 0.005)"
+    add("--validation-fraction", type=share, default=0.005, help=held_out)
     shard = f"number of tokens after which a shard is closed (default {DEFAULT_SHARD_TOKENS})"
     add("--shard-tokens", type=whole_number, default=DEFAULT_SHARD_TOKENS, help=shard)
     add("--max-tokens", type=whole_number, help="stop at this number of training tokens")

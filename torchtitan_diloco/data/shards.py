@@ -298,6 +298,26 @@ class ShardWriter:
         self._checksum = 0
 
 
+class TooLittleText(UserError):
+    """A split of a corpus has no tokens, or less than a sequence of them."""
+
+
+def why_nothing_is_held_out(index: Index) -> str:
+    """Say why the validation split of a corpus is empty, and what to do."""
+    shards = [shard for split in index.splits.values() for shard in split.shards]
+    pieces = 1 + max((shard.last_piece for shard in shards), default=-1)
+    whose = f"the {pieces:,} pieces of the text"
+    if "cluster" in index.settings:  # whose documents have the numbers of those of the whole corpus
+        whose = "the documents of this cluster"
+    elif pieces == 1:
+        return "the text is a single piece: add text, or set data.validation_corpus"
+    share = index.settings["validation_fraction"]
+    return (
+        f"none of {whose} is held out: raise data.validation_fraction (of `prepare`: "
+        f"--validation-fraction), which is {share:g}, or set data.validation_corpus"
+    )
+
+
 class TokenShards:
     """All tokens of one split of a folder, as one memory-mapped array.
 
@@ -315,18 +335,10 @@ class TokenShards:
         """Number of documents that end in the split."""
         self._vocab_size = settings["vocab_size"]
         if not self._shards:
-            corpus = settings["source"]
-            share = settings["validation_fraction"]
-            change = "lower"
-            without = ""
+            reason = f"{self.name} has no tokens"
             if split == "validation":
-                change = "raise"
-                without = ", or train without validation (validation.every = 0)"
-            raise UserError(
-                f"the {split} split of {corpus} ({folder}) has no tokens: {change} "
-                f"data.validation_fraction (of `prepare`: --validation-fraction), which is "
-                f"{share:g}, or set data.validation_corpus{without}"
-            )
+                reason = f"{why_nothing_is_held_out(index)}, or set validation.every = 0"
+            raise TooLittleText(f"{settings['source']} ({folder}): {reason}")
         self.tokenizer = settings["tokenizer"]
         made_with = settings["tokenizer_fingerprint"]
         if tokenizer and tokenizer.fingerprint != made_with:

@@ -94,8 +94,9 @@ def read_batches(
     `done`: number of the last piece of each split that is.
     """
 
-    def split_of(number: int) -> Split:
-        return "validation" if is_held_out(number, held_out_fraction) else "train"
+    def split_of(number: int, *, is_last: bool = False) -> Split:
+        held_out = is_held_out(number, held_out_fraction, is_last=is_last)
+        return "validation" if held_out else "train"
 
     texts = list[Text]()
     characters = 0
@@ -103,12 +104,12 @@ def read_batches(
     documents = start.documents
     begins = start.begins_document
     place = start.place
-    for (text, ends), place in located:
-        split = split_of(number)
+    for ((text, ends), place), following in _with_following(located):
+        split = split_of(number, is_last=following == 0)
         if number > done[split]:
             # Where the next piece goes to the other split, the document ends for this one.
             begins_here = begins or split != split_of(number - 1)
-            ends_here = ends or split != split_of(number + 1)
+            ends_here = ends or split != split_of(number + 1, is_last=following == 1)
             texts.append(Text(number, split, text, begins=begins_here, ends=ends_here))
         characters += len(text)
         number += 1
@@ -120,6 +121,17 @@ def read_batches(
             texts = []
             characters = 0
     yield Batch(texts, Position(place, number, documents, begins_document=begins))
+
+
+def _with_following(located: Iterable[Located]) -> Iterator[tuple[Located, int]]:
+    """Yield each piece, and how many follow it: 0, 1, or 2 for more."""
+    window = deque[Located]()
+    for piece in located:
+        window.append(piece)
+        if len(window) > 2:
+            yield window.popleft(), len(window)
+    while window:
+        yield window.popleft(), len(window)
 
 
 def tokenise(

@@ -25,9 +25,8 @@ from typing import NamedTuple
 from torchtitan_diloco.diagnosis.kinds import ALL, Cause, Kind, Verdict
 from torchtitan_diloco.diloco.flags import NOT_FINITE, OUTLIER
 from torchtitan_diloco.diloco.vitals import Report, Vitals
+from torchtitan_diloco.hardware import SHORT_OF_CORES
 
-SHORT = 0.3
-"""A worker whose training thread waits for cores for this share of a step is short of them."""
 FLOOR = 0.1
 """A share of the time of a step, or of a cycle, that is worth a verdict."""
 NOISE = 4.0
@@ -281,7 +280,7 @@ def short_of_cores(
 
 
 def is_short_of_cores(vitals: Vitals) -> bool:
-    return vitals.queued > SHORT * vitals.step > 0
+    return vitals.queued > SHORT_OF_CORES * vitals.step > 0
 
 
 def without_short_of_cores(names: list[str], here: Mapping[str, Vitals]) -> dict[str, Vitals]:

@@ -93,8 +93,8 @@ class Quantization(Section):
     codec: CodecName = "fp32"
     """Format of the deltas that workers send, and of the means that come back
     (docs/algorithm.md). The paper uses `fp4_e3m0`. `topk` sends only the largest values; the others
-    stay in the worker's parameters until they are large enough. `topk` needs the outer `sgd`,
-    ignores `mixing`, and takes 4 bytes more per parameter."""
+    stay in the worker's parameters until they are large enough. `topk` needs the outer `sgd`
+    with lr 1, ignores `mixing` below 1, and takes 4 bytes more per parameter."""
     block_size: Positive = 64
     """Values that share one 8-bit scale: 16, 32, 64, 128, 256, 512 or 1024. Only for formats of 8
     bits or fewer."""
@@ -183,9 +183,8 @@ def diloco_mistakes(diloco: DiLoCoConfig, *, islands: bool = False) -> Mistakes:
     if 0 < diloco.delta_norm_limit <= 1:
         yield "diloco.delta_norm_limit", "must be above 1, or 0 for no limit"
     yield from _quantization_mistakes(diloco.quantization)
-    if diloco.quantization.codec == "topk" and diloco.outer_optimizer.name != "sgd":
-        reason = 'must be "sgd", with lr = 1, for codec = "topk": momentum would move values that '
-        yield "diloco.outer_optimizer.name", reason + "no worker has sent"
+    if diloco.quantization.codec == "topk":
+        yield from _topk_mistakes(diloco)
     refused = {
         "diloco.method": diloco.method == "none",
         "diloco.beginning.length": first.length > 0,
@@ -195,6 +194,22 @@ def diloco_mistakes(diloco: DiLoCoConfig, *, islands: bool = False) -> Mistakes:
     for key, is_set in refused.items():
         if is_set and islands:
             yield key, "does not work with islands: remove it"
+
+
+def _topk_mistakes(diloco: DiLoCoConfig) -> Mistakes:
+    outer = diloco.outer_optimizer
+    if outer.name != "sgd":
+        reason = 'must be "sgd", with lr = 1, for codec = "topk": momentum would move values that '
+        yield "diloco.outer_optimizer.name", reason + "no worker has sent"
+    elif outer.lr != 1:
+        reason = 'must be 1 for codec = "topk": the mean replaces what a worker has sent, so with '
+        yield "diloco.outer_optimizer.lr", reason + "another rate a part of it would be lost"
+    for name in ("mixing", "mixing_end"):
+        if getattr(diloco.overlap, name) == 1:
+            reason = (
+                'must be below 1 for codec = "topk", which ignores smaller values: at 1, workers '
+            )
+            yield f"diloco.overlap.{name}", reason + "never apply what others have sent; remove it"
 
 
 def _quantization_mistakes(chosen: Quantization) -> Mistakes:

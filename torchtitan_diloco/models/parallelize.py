@@ -23,15 +23,16 @@ PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.linear.default}
 """A product with a matrix of parameters, as autograd or a compiler sees it."""
 ATTENTION = ("scaled_dot_product", "flex_attention")
 """Parts of the names of attention, whichever kernel torch chooses."""
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 def compute_dtype(choice: str, device: torch.device) -> torch.dtype:
-    """Return the dtype of matrix products. Parameters, gradients and optimizer state stay fp32."""
+    """Return the dtype of matrix products. Parameters and optimizer state stay fp32."""
     if choice == "auto":
         choice = "bfloat16" if device.type == "cuda" else "float32"
     if choice == "bfloat16" and device.type != "cuda":
         raise UserError('parallel.compute_dtype = "bfloat16" needs a GPU: use "auto" or "float32"')
-    return {"bfloat16": torch.bfloat16, "float32": torch.float32}[choice]
+    return DTYPES[choice]
 
 
 def parallelize(
@@ -60,7 +61,7 @@ def parallelize(
     reshard_blocks = {"always": True, "never": False, "auto": mesh.size(-1) > 1}[reshard]
     policy = MixedPrecisionPolicy(
         param_dtype=compute_dtype,
-        reduce_dtype=torch.float32,
+        reduce_dtype=DTYPES[parallel.reduce_dtype],
         # Hidden states already have the compute dtype, and rotary angles must stay fp32.
         cast_forward_inputs=False,
     )

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import nn
 
-from torchtitan_diloco.components.metrics import all_reduce_bytes
+from torchtitan_diloco.components.metrics import GRADIENTS, all_reduce_bytes
 from torchtitan_diloco.components.run_plan import RunPlan, plan_run
 from torchtitan_diloco.config.loader import load_config, shipped_configs
 from torchtitan_diloco.config.schema import Config
@@ -47,8 +47,6 @@ STEADY_ROUNDS = 30
 """Simulated rounds of every fragment in the steady state."""
 JITTERED_STEPS = 2000
 """Steps that are drawn to find the mean of the slowest worker in data parallelism."""
-GRADIENT_BYTES = 4
-"""Bytes of a parameter's gradient: models/parallelize.py reduces gradients in fp32."""
 _codec = cache(build_codec)
 
 
@@ -231,8 +229,10 @@ def coded_bytes(values: int, workers: int, codec: str) -> float:
     return 4 * values * (3 + 1 / workers)
 
 
-def predict_data_parallel(buckets: Sequence[int], conditions: Conditions) -> Prediction:
-    """Predict data parallelism: a ring all-reduce of all gradients, in fp32, at every step.
+def predict_data_parallel(
+    buckets: Sequence[int], conditions: Conditions, *, gradient_bytes: int
+) -> Prediction:
+    """Predict data parallelism: a ring all-reduce of all gradients at every step.
 
     The backward pass takes the last two thirds of the step and yields the buckets (in parameters)
     in this order, at equal intervals. The optimizer waits for all of them.
@@ -245,7 +245,7 @@ def predict_data_parallel(buckets: Sequence[int], conditions: Conditions) -> Pre
     transfers = 0.0
     for number, parameters in enumerate(buckets, start=1):
         ready = compute * (1 / 3 + 2 / 3 * number / len(buckets))
-        sent = all_reduce_bytes(parameters, workers, each=GRADIENT_BYTES)
+        sent = all_reduce_bytes(parameters, workers, each=gradient_bytes)
         transfer = 8 * sent / rate + latency
         transfers += transfer
         done = max(done, ready) + transfer
@@ -255,7 +255,7 @@ def predict_data_parallel(buckets: Sequence[int], conditions: Conditions) -> Pre
     return Prediction(
         compute_seconds_per_step=compute,
         exposed_seconds_per_step=exposed,
-        sent_bytes_per_step=all_reduce_bytes(sum(buckets), workers, each=GRADIENT_BYTES),
+        sent_bytes_per_step=all_reduce_bytes(sum(buckets), workers, each=gradient_bytes),
     )
 
 
@@ -282,6 +282,7 @@ class Workload:
             ranks=workers * ranks,
             parameters=counts["total"],
             embedding_parameters=counts["embedding"],
+            reduce_dtype=config.parallel.reduce_dtype,
         )
         return Workload(model=model, plan=plan, workers=workers, ranks=ranks)
 
@@ -298,7 +299,8 @@ class Workload:
     def predict(self, diloco: DiLoCoConfig, conditions: Conditions) -> Prediction:
         """Predict the steady state, or the whole run if it has a beginning."""
         if diloco.method == "none":
-            return predict_data_parallel(self.buckets(), conditions)
+            gradient_bytes = GRADIENTS[self.plan.reduce_dtype].bytes_each
+            return predict_data_parallel(self.buckets(), conditions, gradient_bytes=gradient_bytes)
         fragments = self.fragments(diloco.fragments)
         begins = diloco.beginning.length
         steps = self.plan.total_steps if begins else None

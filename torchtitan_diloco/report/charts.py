@@ -321,7 +321,9 @@ def _text(left: float, bottom: float, text: str, *, colour: str, anchor: str) ->
 
 def _tooltip(phase: Phase, names: Sequence[str]) -> str:
     record = phase.round
-    sent = f", {short_number(record.sent_bytes)}B sent" if np.isfinite(record.sent_bytes) else ""
+    sent = ""
+    if np.isfinite(record.first_rank_sent_bytes):
+        sent = f", {short_number(record.first_rank_sent_bytes)}B sent by its first rank"
     return (
         f"{names[phase.worker]}: {phase.name} {brief(phase.seconds)}\n"
         f"fragment {record.fragment} ({record.fragment_name}), round {record.outer_round}{sent}"

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from torchtitan_diloco.components.metrics import time_shares
+from torchtitan_diloco.components.metrics import BASELINE, time_shares
 from torchtitan_diloco.components.records import number
 from torchtitan_diloco.islands.overview import GAP_FACTOR, LEAST_GAP, Stay
 from torchtitan_diloco.islands.page import Lanes, lanes_of
@@ -53,13 +53,18 @@ TIMELINE_CAPTION = (
     "Lower lane: its exchanges in the background. Numbers are fragments. The workers' clocks are "
     "aligned at the moment when all headers have arrived, those of islands are not."
 )
-COSINE_CAPTION = "1: all workers move in the same direction; near 0: in unrelated directions."
-DRIFT_CAPTION = "Distance of a worker from the new shared parameters before it merged them."
+OF_FIRST_RANK = " Of the shard of the first rank of each worker."
+COSINE_CAPTION = (
+    f"1: all workers move in the same direction; near 0: in unrelated directions.{OF_FIRST_RANK}"
+)
+DRIFT_CAPTION = (
+    f"Distance of a worker from the new shared parameters before it merged them.{OF_FIRST_RANK}"
+)
 MARK_CAPTION = "Vertical line: a mixture of corpora begins."
 CORPUS_LOSS = "loss/val/"
 DRIFT_UNIT = "root mean square over parameters"
-COSINE = "cosine_to_mean"
-DRIFT = "drift_norm"
+COSINE = "first_rank_cosine_to_mean"
+DRIFT = "first_rank_drift_norm"
 
 
 class Axis(NamedTuple):
@@ -323,7 +328,7 @@ def _top_of_axis(losses: Array) -> float | None:
 
 
 def _sent(runs: Sequence[Run], x: Axis) -> Figure | None:
-    """Draw the bytes that a worker has sent, and would have sent with data parallelism."""
+    """Draw the bytes that a worker has sent, and those of the baseline."""
     curves: list[Curve] = []
     for series, run in enumerate(runs):
         times, sent = x.curve(run, "worker/sent_bytes")
@@ -332,13 +337,13 @@ def _sent(runs: Sequence[Run], x: Axis) -> Figure | None:
                 record for record in run.source.steps if record.get("worker/sent_bytes") is not None
             ]
             steps = np.cumsum([number(record.get("worker/steps")) for record in counted])
-            expected = run.data_parallel_bytes(steps)
+            expected = run.baseline_bytes(steps)
             curves.append(Curve("sent", times, np.nancumsum(sent), series=series))
-            name = "data parallelism would send"
-            curves.append(Curve(name, times, expected, series=series, dashed=True))
+            curves.append(Curve(BASELINE, times, expected, series=series, dashed=True))
     caption = (
         "Bytes that one worker has sent so far, counted in the buffers, mean over workers. Dashed: "
-        "what data parallelism sends in as many steps (bf16 gradients, ring). Logarithmic axis."
+        "what data parallelism with bf16 gradients sends in as many steps, in a ring. Logarithmic "
+        "axis."
     )
     return _line_figure(
         runs,

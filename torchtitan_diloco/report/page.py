@@ -16,7 +16,12 @@ import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from matplotlib.ticker import EngFormatter
 
-from torchtitan_diloco.components.metrics import compute_percent, exposed_percent, hidden_percent
+from torchtitan_diloco.components.metrics import (
+    BASELINE,
+    compute_percent,
+    exposed_percent,
+    hidden_percent,
+)
 from torchtitan_diloco.components.records import NAN
 from torchtitan_diloco.config.schema import format_value
 from torchtitan_diloco.formatting import brief, clock, counted
@@ -219,22 +224,24 @@ def _facts(run: Run) -> dict[str, Cell]:
 
 
 def _sent_bytes(run: Run, whose: str) -> dict[str, Cell]:
-    """Return what each worker has sent, and what data parallelism would send."""
-    sent = run.totals.get("worker/sent_bytes", math.nan)
-    expected = float(run.data_parallel_bytes(run.totals.get("worker/steps", math.nan)))
-    counted = _cell(sent, _bytes, f"counted in the buffers{whose}")
-    if run.settings.get("diloco.method") == "none":
-        counted = _cell(expected, _bytes, "bf16 gradients, every step; computed, not counted")
+    """Return what each worker has sent, and what the baseline would send."""
+    sent = run.sent_bytes
+    gradients = run.averaged_gradients
+    expected = float(run.baseline_bytes(run.totals.get("worker/steps", math.nan)))
+    how = f"counted in the buffers{whose}"
+    if gradients is not None:
+        how = f"computed: {gradients.name} gradients, every step"
     parameters_of = {
         record.fragment: record.parameters for worker in run.workers for record in worker.rounds
     }
     applied = sum(parameters_of.values())
-    is_cycle = sent > 0 and applied >= (run.parameters or 0)  # all fragments have taken a turn
-    times = f"{expected / sent:,.1f} times as much; " if is_cycle else ""
-    compared = _cell(expected, _bytes, f"{times}bf16 gradients, every step")
+    # Before all fragments have taken a turn, a ratio says nothing.
+    is_cycle = gradients is not None or applied >= (run.parameters or 0)
+    times = f"{expected / sent:,.1f} times as much" if sent > 0 and is_cycle else ""
+    compared = _cell(expected, _bytes, times)
     if run.size == 1:
         compared = Cell(note="one worker")
-    return {"sent by each worker": counted, "data parallelism would send": compared}
+    return {"sent by each worker": _cell(sent, _bytes, how), BASELINE: compared}
 
 
 def last_to_arrive(exchange: Exchange) -> tuple[int | None, float]:

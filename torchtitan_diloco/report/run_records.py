@@ -14,9 +14,12 @@ import tomli
 from numpy.typing import NDArray
 
 from torchtitan_diloco.components.metrics import (
+    GRADIENTS,
+    Gradients,
     Record,
     Totals,
     all_reduce_bytes,
+    baseline_bytes,
     kept_time,
     totals_of,
 )
@@ -30,7 +33,7 @@ from torchtitan_diloco.components.records import (
     number,
     read_records,
 )
-from torchtitan_diloco.config.schema import flatten
+from torchtitan_diloco.config.schema import Parallel, flatten
 from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.overview import History, Stay, headline
 from torchtitan_diloco.islands.reader import LISTEN_SECONDS, open_reader
@@ -282,11 +285,30 @@ class Run:
     def parameters(self) -> int | None:
         return next((start.parameters for start in self.workers[0].starts[-1:]), None)
 
-    def data_parallel_bytes(self, steps: float | Array) -> Any:
-        """Return the bytes that a worker would have sent in so many steps with data parallelism."""
+    @property
+    def averaged_gradients(self) -> Gradients | None:
+        """What a run with data parallelism has averaged over its workers, None in other runs."""
+        if self.settings.get("diloco.method") != "none":
+            return None
+        return GRADIENTS.get(self.settings.get("parallel.reduce_dtype", Parallel.reduce_dtype))
+
+    def baseline_bytes(self, steps: float | Array) -> Any:
+        """Return the bytes that a worker would have sent in so many steps of the baseline."""
         if self.parameters is None or self.size <= 1:
             return steps * np.nan
-        return steps * all_reduce_bytes(self.parameters, self.size)
+        return steps * baseline_bytes(self.parameters, self.size)
+
+    @property
+    def sent_bytes(self) -> float:
+        """Bytes that each worker has sent: counted, or computed for data parallelism. NaN if not
+        known."""
+        gradients = self.averaged_gradients
+        if gradients is None:
+            return self.totals.get("worker/sent_bytes", np.nan)
+        if self.parameters is None or self.size <= 1:
+            return np.nan
+        each_step = all_reduce_bytes(self.parameters, self.size, each=gradients.bytes_each)
+        return self.totals.get("worker/steps", np.nan) * each_step
 
 
 def ended_at(exchange: Iterable[RoundRecord | None]) -> float:

@@ -5,28 +5,41 @@ To add a board, write a class of `Board` (base.py) in a file here, with a settin
 pyproject.toml, and a line to `missing` in preflight.py.
 """
 
-from torchtitan_diloco.components.boards.base import Board, Shown
+from torchtitan_diloco.components.boards.base import Board, GuardedBoard, Shown
 from torchtitan_diloco.config.schema import Metrics
 
 __all__ = ["Board", "Shown", "open_boards"]
 
 
-def open_boards(config: Metrics, shown: Shown, *, of_run: bool) -> list[Board]:
+def open_boards(config: Metrics, shown: Shown, *, of_run: bool) -> list[GuardedBoard]:
     """Open the boards of a worker. `of_run`: it shows the numbers of the run, or of its island.
 
     Each is imported when it is used, as that takes up to seconds.
     """
-    boards: list[Board] = []
-    if config.tensorboard:
+
+    def tensorboard() -> Board:
         from torchtitan_diloco.components.boards.tensorboard import TensorBoard
 
-        boards.append(TensorBoard(shown))
-    if config.wandb and of_run:
+        return TensorBoard(shown)
+
+    def wandb() -> Board:
         from torchtitan_diloco.components.boards.wandb import WeightsAndBiases
 
-        boards.append(WeightsAndBiases(config.wandb, shown))
-    if config.mlflow and of_run:
+        return WeightsAndBiases(config.wandb, shown)
+
+    def mlflow() -> Board:
         from torchtitan_diloco.components.boards.mlflow import MLflow
 
-        boards.append(MLflow(config.mlflow, shown))
-    return boards
+        return MLflow(config.mlflow, shown)
+
+    chosen = {
+        "TensorBoard": tensorboard if config.tensorboard else None,
+        "Weights & Biases": wandb if config.wandb and of_run else None,
+        "MLflow": mlflow if config.mlflow and of_run else None,
+    }
+    is_new = shown.step == 0
+    return [
+        GuardedBoard(name, build, is_new=is_new)
+        for name, build in chosen.items()
+        if build is not None
+    ]

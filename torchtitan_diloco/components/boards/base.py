@@ -1,10 +1,14 @@
 """The interface of a board."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from torchtitan_diloco.log import logger
+from torchtitan_diloco.user import UserError, cause_of
 
 
 @dataclass(frozen=True)
@@ -41,3 +45,49 @@ class Board(ABC):
     @abstractmethod
     def close(self) -> None:
         """Write what is left."""
+
+
+class GuardedBoard(Board):
+    """A board that logs its first error, and never ends training by one."""
+
+    def __init__(self, name: str, build: Callable[[], Board], *, is_new: bool) -> None:
+        """`name`: of the board, for the log. `is_new`: whether the run begins. A mistake of the
+        user is an error then, and later one of the board."""
+        self._name = name
+        self._failed = False
+        self._board: Board | None = None
+        with self._guarding(UserError if is_new else ()):
+            self._board = build()
+
+    def add(self, step: int, values: Mapping[str, float]) -> None:
+        with self._guarding():
+            if self._board is not None:
+                self._board.add(step, values)
+
+    def add_text(self, step: int, name: str, text: str) -> None:
+        with self._guarding():
+            if self._board is not None:
+                self._board.add_text(step, name, text)
+
+    def close(self) -> None:
+        with self._guarding():
+            if self._board is not None:
+                self._board.close()
+
+    @contextmanager
+    def _guarding(
+        self, raised: type[Exception] | tuple[type[Exception], ...] = ()
+    ) -> Iterator[None]:
+        """Log the first error of the body, unless it is one to be raised."""
+        try:
+            yield
+        except raised:
+            raise
+        except Exception as error:
+            if not self._failed:
+                kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+                logger.warning(
+                    f"{self._name}: {kind}{cause_of(error)}; its curves have gaps, the records "
+                    "have all numbers"
+                )
+            self._failed = True

@@ -15,7 +15,7 @@ from mlflow.exceptions import MlflowException
 
 from torchtitan_diloco.components.boards.base import Board, Shown
 from torchtitan_diloco.log import logger
-from torchtitan_diloco.user import UserError
+from torchtitan_diloco.user import UserError, cause_of
 
 GROUP = "torchtitan_diloco.run"
 """Tag that the islands of a run have in common."""
@@ -99,7 +99,7 @@ class MLflow(Board):
         while (call := self._calls.get()) is not None:
             try:
                 call()
-            except MlflowException as error:
+            except Exception as error:
                 self._fail(first_line(error))
 
     def _fail(self, reason: str) -> None:
@@ -113,6 +113,6 @@ def is_known(value: float | None) -> bool:
     return value is not None and math.isfinite(value)
 
 
-def first_line(error: MlflowException) -> str:
+def first_line(error: Exception) -> str:
     """Return the reason of an error, without the addresses of objects that follow it."""
-    return str(error).splitlines()[0].partition(" (Caused by")[0]
+    return cause_of(error).partition(" (Caused by")[0]
