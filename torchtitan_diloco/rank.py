@@ -1,6 +1,7 @@
 """A training process: its settings, its connections, its trainer, and its exit code."""
 
 import os
+import signal
 import sys
 import time
 from dataclasses import replace
@@ -12,11 +13,7 @@ from torchtitan_diloco.config.schema import Run
 from torchtitan_diloco.distributed.collectives import RanksLostError
 from torchtitan_diloco.distributed.world import World, join_world, leave_world
 from torchtitan_diloco.hardware import GLOO_INTERFACE, raise_open_files_limit
-from torchtitan_diloco.launch import (
-    end_as_by_sigterm,
-    end_launcher,
-    folder_of_run,
-)
+from torchtitan_diloco.launch import end_run, folder_of_run
 from torchtitan_diloco.log import logger, start_logging
 from torchtitan_diloco.preflight import check_inputs
 from torchtitan_diloco.trainer import Trainer
@@ -55,7 +52,11 @@ def train(arguments: list[str]) -> int:
         )
         return USER_ERROR
     leave_world(world)
-    return end_as_by_sigterm() if trainer.only_noticed else 0
+    if not trainer.only_noticed:
+        return 0
+    code = 128 + signal.SIGTERM  # the run is not finished, and its machine goes away
+    end_run(code)
+    return code
 
 
 def join(config: Config) -> World:
@@ -104,7 +105,7 @@ def _report(error: UserError) -> int:
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(10)
     _print_error(error)
-    end_launcher(error.exit_code)
+    end_run(error.exit_code)
     return error.exit_code
 
 
