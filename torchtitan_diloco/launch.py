@@ -278,8 +278,10 @@ def describe_failures(failures: "Mapping[int, ProcessFailure]") -> tuple[int, st
     rank, code = next(iter((causes or codes).items()))
     if code > 0:
         return code, f"rank {rank} failed with exit code {code}"
-    memory = " (often by the system, when memory runs out)" if code == -signal.SIGKILL else ""
-    return 128 - code, f"rank {rank} was ended by {signal.Signals(-code).name}{memory}"
+    hint = ""
+    if code == -signal.SIGKILL:
+        hint = " (often by the system, when memory runs out: lower training.batch_size)"
+    return 128 - code, f"rank {rank} was ended by {signal.Signals(-code).name}{hint}"
 
 
 def _fail(text: str, code: int) -> int:

@@ -1,7 +1,7 @@
 """Trainer: builds the parts of a run from its configuration, and trains."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, nullcontext
 from functools import partial
 from itertools import islice
@@ -146,8 +146,11 @@ class Trainer:
 
     # --- the run ----------------------------------------------------------------------------------
 
-    def run(self) -> Path:
-        """Train until the last step, `stop_after` or a signal, and return the run folder."""
+    def run(self, note_step: Callable[[], None] = lambda: None) -> Path:
+        """Train until the last step, `stop_after` or a signal, and return the run folder.
+
+        `note_step`: called after each step.
+        """
         config = self.config
         folder = Path(config.run.folder).expanduser()
         own_folder = folder_of_worker(folder, self.world.worker)
@@ -172,6 +175,7 @@ class Trainer:
                 stacks.expect_step(telemetry.vitals().step)
                 telemetry.measure(partial(self.train_step, batches))
                 stacks.expect_nothing()
+                note_step()
                 telemetry.begin_phase(self.data.new_phase(self.plan, self.step))
                 diagnosis.after_step(self.step)
                 if profiler is not None:

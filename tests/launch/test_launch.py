@@ -315,6 +315,16 @@ def test_a_machine_with_only_the_loopback_interface(tmp_path: Path) -> None:
     assert run.printed().count("sum=1") == 2
 
 
+def test_starts_that_complete_no_step_end_the_run(text: Path, tmp_path: Path) -> None:
+    chosen = words(settings(text))
+    with launcher(tmp_path / "console", "", *chosen, workers=1, module="dies_early") as run:
+        assert run.wait() == USER_ERROR, run.printed()
+    assert run.printed().count("started again after a crash: restart 1 of 10") == 1
+    assert "restart 2" not in run.printed()
+    last = run.printed().splitlines()[-1]
+    assert last.startswith("[rank 0] error: 2 starts in a row ended before their first step, so")
+
+
 # --- a run that trains ----------------------------------------------------------------------------
 
 
