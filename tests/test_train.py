@@ -20,7 +20,12 @@ import torchtitan_diloco.trainer
 from tests.processes import ProcessPool
 from tests.test_trainer import settings, words
 from torchtitan_diloco.components import run_plan
-from torchtitan_diloco.components.run_plan import check_memory, log_early_end, plan_run
+from torchtitan_diloco.components.run_plan import (
+    check_activations,
+    check_memory,
+    log_early_end,
+    plan_run,
+)
 from torchtitan_diloco.config import Config, load_config
 from torchtitan_diloco.config.schema import Training
 from torchtitan_diloco.data.tokenizer import main as train_tokenizer
@@ -237,6 +242,33 @@ def test_what_does_not_fit_into_memory_is_refused(
     monkeypatch.setattr(run_plan, "available_memory_bytes", lambda: needed * GIB - 1)
     with pytest.raises(ValueError, match=rf"need {needed}.0 GiB on this machine.*--config 35m"):
         check()
+
+
+def test_a_batch_whose_activations_do_not_fit_is_named_before_training(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two ranks with 1 GiB of state each, and 8 GiB of activations for 64 sequences."""
+    caplog.set_level(logging.WARNING)
+    config = debug(training__batch_size="64")
+    plan = plan_run(Training(steps=10), 1, GIB // 16, 0, activation_bytes=8 * GIB)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(run_plan, "available_memory_bytes", lambda: available)
+    available = 18 * GIB
+    check_activations(plan, ALONE, config)
+    assert caplog.messages == []
+    available = 18 * GIB - 1
+    check_activations(plan, ALONE, config)
+    (warning,) = caplog.messages
+    assert warning.startswith("training.batch_size = 64: the activations of 2 ranks need about 16.")
+    assert 'lower it to 63, or set activation_checkpoint.mode = "full"' in warning
+    available = 6 * GIB
+    with pytest.raises(UserError, match=r"6\.0 GiB are available: lower it to 16, or set"):
+        check_activations(plan, ALONE, config)
+    available = GIB
+    with pytest.raises(UserError, match=r"lower training.sequence_length and it, or set"):
+        check_activations(plan, ALONE, config)
+    check_activations(plan, ALONE, debug(training__batch_size="64", compile__enable="true"))
+    assert len(caplog.messages) == 2, "compiled blocks keep less"
 
 
 def test_an_island_that_stops_says_how_to_resume(

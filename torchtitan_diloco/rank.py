@@ -52,7 +52,7 @@ def train(arguments: list[str]) -> int:
             return _report(UserError(text), job)
         if not isinstance(error, PeersLostError):
             raise
-        cause = f"{MEMORY_RAN_OUT}: {memory_remedy(config)}; " if job.memory_has_run_out else ""
+        cause = f"{MEMORY_RAN_OUT}: {memory_remedy(config)}; " if job.memory_has_run_out() else ""
         _print_error(error, cause)
         return WORKER_LOST
 

@@ -65,6 +65,7 @@ from torchtitan_diloco.distributed.collectives import (
 from torchtitan_diloco.distributed.world import FSDP, World
 from torchtitan_diloco.log import logger
 from torchtitan_diloco.models import build_model, vocabulary_rows
+from torchtitan_diloco.models.activations import activation_bytes
 from torchtitan_diloco.models.interface import describe, flops_per_token, parameter_counts
 from torchtitan_diloco.models.parallelize import compute_dtype, materialize, parallelize
 from torchtitan_diloco.user import UserError
@@ -362,6 +363,7 @@ class Trainer:
         """Plan the run, and shard the model, allocate it and fill it with its first weights."""
         config = self.config
         device = self.world.device
+        dtype = compute_dtype(config.parallel.compute_dtype, device)
         counts = parameter_counts(self.model)
         start_step, start_tokens = counted_before(config, self.start.manifest)
         self.plan = plan_run(
@@ -372,6 +374,12 @@ class Trainer:
             start_step=start_step,
             start_tokens=start_tokens,
             muon=config.optimizer.name == "muon",
+            activation_bytes=activation_bytes(
+                self.model,
+                tokens=config.training.batch_size * config.training.sequence_length,
+                element_bytes=dtype.itemsize,
+                checkpoint=config.activation_checkpoint,
+            ),
         )
         model = f"{config.model.flavor}, {describe(self.model)}, vocabulary {self.vocab_size:,}"
         data = f"{self.data.description}, tokenizer {self.tokenizer.name}"
@@ -381,7 +389,6 @@ class Trainer:
         if config.model.document_mask and self.world.is_first:
             for warning in self.data.long_documents():
                 logger.warning(warning)
-        dtype = compute_dtype(config.parallel.compute_dtype, device)
         mesh = self.world.fsdp_mesh(all_workers=config.diloco.method == "none")
         parallelize(
             self.model,

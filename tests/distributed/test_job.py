@@ -66,17 +66,17 @@ def test_a_process_that_the_system_kills_for_its_memory_is_noticed(
     counter = tmp_path / "vmstat"
     monkeypatch.setattr(hardware, "CGROUP", tmp_path)
     monkeypatch.setattr(hardware, "VMSTAT", counter)
-    assert not Job(None).memory_has_run_out, "no counter"
+    assert not Job(None).memory_has_run_out(), "no counter"
     counter.write_text("pgfault 7\noom_kill 3\n")
     job = Job(store)
     job.begin()
-    assert not job.memory_has_run_out
+    assert not job.memory_has_run_out()
     counter.write_text("pgfault 7\noom_kill 4\n")
-    assert job.memory_has_run_out
+    assert job.memory_has_run_out()
     restarted = Job(store)
     assert restarted.memory_had_run_out
-    assert not restarted.memory_has_run_out
+    assert not restarted.memory_has_run_out()
     restarted.begin()
     assert not Job(store).memory_had_run_out
     (tmp_path / "memory.events").write_text("oom 0\noom_kill 0\n")
-    assert not Job(None).memory_has_run_out, "the container's own counter comes first"
+    assert not Job(None).memory_has_run_out(), "the container's own counter comes first"

@@ -46,6 +46,8 @@ class RunPlan:
     """Ranks of all workers, also on other islands."""
     inner_bytes: float = 16
     """Average bytes of a parameter, its gradient and its moments, all in fp32."""
+    activation_bytes: int = 0
+    """Estimate of what a rank keeps of a micro-batch for the backward pass. 0: not known."""
 
     def tokens_at(self, step: int) -> int:
         """Return the tokens of all workers, also of earlier starts with other batches."""
@@ -61,6 +63,7 @@ def plan_run(
     start_step: int = 0,
     start_tokens: int = 0,
     muon: bool = False,
+    activation_bytes: int = 0,
 ) -> RunPlan:
     """Compute the numbers of a run. `muon` has one moment instead of two for matrices of blocks."""
     micro_batches = accumulation(training, ranks)
@@ -85,6 +88,7 @@ def plan_run(
         start_tokens=start_tokens,
         ranks=ranks,
         inner_bytes=inner_bytes,
+        activation_bytes=activation_bytes,
     )
 
 
@@ -132,6 +136,9 @@ def log_plan(
     workers = plan.ranks // ranks
     here = f", of which {counted(world.size, 'rank')} here" if plan.ranks > world.size else ""
     gib = plan.inner_bytes * plan.parameters / ranks / GIB
+    activations = "without activations"
+    if plan.activation_bytes:
+        activations = f"and about {plan.activation_bytes / GIB:.2f} GiB for activations"
     total_tokens = plan.tokens_at(plan.total_steps)
     each = f"{plan.tokens_per_step:,}"
     steps = f"x {each} tokens"
@@ -151,11 +158,12 @@ def log_plan(
         f"{few_digits(total_tokens / plan.parameters, 1)} per parameter, {epochs_text(epochs)}",
         "memory": f"{plan.parameters:,} parameters x {plan.inner_bytes:.3g} bytes / "
         f"{counted(ranks, 'rank')} = {gib:.2f} GiB a rank for parameters, gradients and "
-        "optimizer, without activations",
+        f"optimizer, {activations}",
     }
     for name, text in lines.items():
         logger.info(f"{name:<10} {text}")
     check_memory(plan, world, config.diloco)
+    check_activations(plan, world, config)
     if world.is_first:
         warnings = [
             untested_torch(str(torch.__version__)),
@@ -208,6 +216,40 @@ def check_host_memory(plan: RunPlan, diloco: DiLoCoConfig, workers: float = 1.0)
             "use more machines per worker, or a smaller model (--config 35m, or --config debug to "
             "try)"
         )
+
+
+def check_activations(plan: RunPlan, world: World, config: Config) -> None:
+    """Raise if the activations do not fit into the memory of this machine, and warn if they do not
+    fit beside parameters, gradients and optimizer: the system would kill ranks. A GPU raises an
+    error itself."""
+    if world.device.type == "cpu":
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        share = plan.inner_bytes * plan.parameters / world.ranks_per_worker
+        on_all_ranks(
+            world.control, lambda: check_host_activations(plan, config, ranks=ranks, state=share)
+        )
+
+
+def check_host_activations(plan: RunPlan, config: Config, ranks: int, state: float) -> None:
+    """Raise, or warn, if this machine has no room for the activations of so many ranks.
+
+    `state`: bytes of a rank for parameters, gradients and optimizer.
+    """
+    batch_size = config.training.batch_size
+    needed = ranks * plan.activation_bytes
+    available = available_memory_bytes()
+    if ranks * state + needed <= available:
+        return
+    fitting = math.floor(batch_size * max(0.0, available - ranks * state) / needed)
+    remedy = f"lower it to {fitting}" if fitting else "lower training.sequence_length and it"
+    problem = (
+        f"training.batch_size = {batch_size}: the activations of {counted(ranks, 'rank')} need "
+        f"about {needed / GIB:.1f} GiB on this machine, of which {available / GIB:.1f} GiB are "
+        f'available: {remedy}, or set activation_checkpoint.mode = "full"'
+    )
+    if needed > available and not config.compile.enable:  # which makes them smaller
+        raise UserError(problem)
+    logger.warning(problem)
 
 
 def log_early_end(config: Config, folder: Path, step: int, describe: Callable[[str], str]) -> None:

@@ -76,7 +76,6 @@ class Job:
 
     # --- starts -----------------------------------------------------------------------------------
 
-    @property
     def memory_has_run_out(self) -> bool:
         """Whether the system has killed a process of this machine after this start."""
         return self._memory_kills < memory_kills()
