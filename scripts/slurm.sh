@@ -11,7 +11,7 @@
 #SBATCH --gpus-per-node=8        # without GPUs: delete this line, and set NPROC below
 #SBATCH --cpus-per-task=64       # all cores of a node, shared by its processes
 #SBATCH --time=24:00:00
-#SBATCH --signal=TERM@180        # seconds before the end of --time: training finishes its step and saves
+#SBATCH --signal=TERM@180        # or USR1; seconds before the end of --time: training finishes its step and saves
 #SBATCH --output=slurm-%j.log
 set -euo pipefail
 

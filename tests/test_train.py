@@ -8,6 +8,7 @@ import re
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,13 @@ import torchtitan_diloco.trainer
 from tests.processes import ProcessPool
 from tests.test_trainer import settings, words
 from torchtitan_diloco.components import run_plan
-from torchtitan_diloco.components.run_plan import check_memory, log_early_end, plan_run
+from torchtitan_diloco.components.run_plan import (
+    check_memory,
+    log_early_end,
+    plan_run,
+)
 from torchtitan_diloco.config import Config, load_config
-from torchtitan_diloco.config.schema import Checkpoint, Training
+from torchtitan_diloco.config.schema import Checkpoint, Compile, Training
 from torchtitan_diloco.data.tokenizer import main as train_tokenizer
 from torchtitan_diloco.diloco.config import DiLoCoConfig, OuterOptimizer, Overlap
 from torchtitan_diloco.distributed.collectives import RanksLostError
@@ -249,7 +254,8 @@ def test_what_does_not_fit_into_memory_is_refused(
 ) -> None:
     """A quarter of the parameters are embeddings, which are AdamW's with either optimizer."""
     plan = plan_run(Training(steps=10), 1, GIB, GIB // 4, muon=muon)
-    check = partial(check_memory, plan, ALONE, diloco, checkpoint)
+    config = replace(Config(), diloco=diloco, checkpoint=checkpoint)
+    check = partial(check_memory, plan, ALONE, config)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     monkeypatch.setattr(run_plan, "available_memory_bytes", lambda: needed * GIB)
     check()
@@ -257,6 +263,33 @@ def test_what_does_not_fit_into_memory_is_refused(
     with pytest.raises(ValueError, match=rf"need {needed}.0 GiB on .*--config 35m") as refused:
         check()
     assert parts in str(refused.value)
+
+
+def test_a_batch_whose_activations_do_not_fit_is_named_before_training(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two ranks with 1 GiB of state each, and 8 GiB of activations for 64 sequences."""
+    caplog.set_level(logging.WARNING)
+    config = replace(debug(training__batch_size="64"), diloco=NONE, checkpoint=NO_SAVES)
+    plan = plan_run(Training(steps=10), 1, GIB // 16, 0, activation_bytes=8 * GIB)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(run_plan, "available_memory_bytes", lambda: available)
+    available = 18 * GIB
+    check_memory(plan, ALONE, config)
+    assert caplog.messages == []
+    available = 18 * GIB - 1
+    check_memory(plan, ALONE, config)
+    (warning,) = caplog.messages
+    assert warning.startswith("training.batch_size = 64: the activations of 2 ranks need about 16.")
+    assert 'lower it to 63, or set activation_checkpoint.mode = "full"' in warning
+    available = 6 * GIB
+    with pytest.raises(UserError, match=r"6\.0 GiB are available: lower it to 16, or set"):
+        check_memory(plan, ALONE, config)
+    available = 2 * GIB
+    with pytest.raises(UserError, match=r"lower training.sequence_length and it, or set"):
+        check_memory(plan, ALONE, config)
+    check_memory(plan, ALONE, replace(config, compile=Compile(enable=True)))
+    assert len(caplog.messages) == 2, "compiled blocks keep less"
 
 
 def test_an_island_that_stops_says_how_to_resume(

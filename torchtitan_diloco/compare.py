@@ -144,7 +144,10 @@ def _check_options(options: argparse.Namespace) -> None:
 
 
 def _compare(options: argparse.Namespace, config: Config, training: list[str]) -> None:
-    from torchtitan_diloco.components.run_plan import check_host_memory  # imports torch
+    from torchtitan_diloco.components.run_plan import (  # imports torch
+        check_host_memory,
+        state_on_host,
+    )
     from torchtitan_diloco.launch import processes_of_node
     from torchtitan_diloco.pair import meet
     from torchtitan_diloco.planner.prediction import Workload
@@ -155,7 +158,9 @@ def _compare(options: argparse.Namespace, config: Config, training: list[str]) -
     rows = vocabulary_rows_of(config)
     load = Workload.of(replace(config, parallel=replace(config.parallel, fsdp=processes)), rows)
     if not _on_gpu(config):
-        check_host_memory(load.plan, replace(config.diloco, method="streaming"))
+        streaming = replace(config.diloco, method="streaming")
+        saves = config.checkpoint.is_used
+        check_host_memory(load.plan, state_on_host(load.plan, streaming, saves=saves))
     say(
         f"{config.run.name}: {load.plan.parameters:,} parameters, "
         f"{counted(processes, 'process', 'processes')} on this machine; starting "

@@ -28,6 +28,7 @@ GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 SHORT_OF_CORES = 0.3
 """A training thread that waits for a core for this share of its steps is short of cores."""
 CGROUP = Path("/sys/fs/cgroup")
+VMSTAT = Path("/proc/vmstat")
 NEWEST_TORCH = "2.14.1"
 """Newest version of torch with which the tests were run. Newer versions are allowed."""
 PEAK_BF16_FLOPS = {
@@ -138,6 +139,17 @@ def available_memory_bytes() -> float:
     with suppress(OSError, ValueError):  # "max" is no limit
         limits.append(float((CGROUP / "memory.max").read_text()))
     return min(limits)
+
+
+def memory_kills() -> int:
+    """Return how many processes of the container, or of the machine, the system has killed because
+    memory ran out. 0 if it does not count them. Only on Linux."""
+    for path in (CGROUP / "memory.events", VMSTAT):
+        with suppress(OSError):
+            for line in path.read_text(encoding="ascii").splitlines():
+                if line.startswith("oom_kill "):
+                    return int(line.split()[1])
+    return 0
 
 
 def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:

@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -28,8 +29,8 @@ from torchtitan_diloco.nodes import (
     read_whole_number,
     wait_for_first_node,
 )
-from torchtitan_diloco.process import STOP_SIGNALS, run_and_exit
-from torchtitan_diloco.user import FENCED, USER_ERROR, WORKER_LOST, UserError, cause_of
+from torchtitan_diloco.process import STACKS_SIGNAL, STOP_SIGNALS, run_and_exit
+from torchtitan_diloco.user import USER_ERROR, WORKER_LOST, UserError, cause_of
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -40,8 +41,14 @@ SHUTDOWN_SECONDS = 120
 """From a signal until all ranks are killed: enough for some steps and a save."""
 LAUNCHER = "TORCHTITAN_DILOCO_LAUNCHER"
 """Environment variable: process id of the launcher."""
-NOT_AGAIN = {USER_ERROR: signal.SIGUSR1, FENCED: signal.SIGUSR2}
-"""Signals that a rank sends to the launcher to end the run with these exit codes."""
+STORE_SECONDS = 3.0
+"""Seconds for which a node stays after a mistake, so that ranks of others read it in the store."""
+MESSAGES = "TORCHTITAN_DILOCO_MESSAGES"
+"""Environment variable: temporary folder with messages of the ranks to the launcher."""
+EXIT_CODE = "exit-code"
+"""Message: the exit code with which the run ends on this node."""
+RANK_MESSAGE = "rank-{}"
+"""Message of each local rank: its process id."""
 PRINT_CONFIG = "--print-config"
 NO_RUN_ID = "none"
 """torchrun's default for several nodes."""
@@ -60,6 +67,7 @@ def main(arguments: list[str], module: str = "torchtitan_diloco.train") -> int:
             print_config(from_command_line([word for word in arguments if word != PRINT_CONFIG]))
             return 0
         config = from_command_line(arguments)
+        signal.signal(STACKS_SIGNAL, _pass_to_ranks)
         nodes = read_nodes(os.environ)
         for key, minimum in NUMBERS.items():
             read_whole_number(os.environ, key, minimum)
@@ -77,32 +85,44 @@ def main(arguments: list[str], module: str = "torchtitan_diloco.train") -> int:
     except UserError as error:
         return _fail(str(error), USER_ERROR)
 
-    from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import elastic_launch
-
+    patience = config.distributed.init_timeout_seconds
     try:
-        if nodes.total > 1:
-            wait_for_first_node(nodes, config.distributed.init_timeout_seconds, _say)
-        start_ranks = elastic_launch(launch, sys.executable)
-        start_ranks("-u", "-m", module, *arguments)
-    except ChildFailedError as error:
-        code, text = describe_failures(error.failures)
-        return _fail(text, code)
-    except SignalException as error:
-        codes = {number: code for code, number in NOT_AGAIN.items()}
-        return codes.get(error.sigval, 128 + error.sigval)
+        with tempfile.TemporaryDirectory(prefix="torchtitan-diloco-") as messages:
+            os.environ[MESSAGES] = messages
+            if nodes.total > 1:
+                wait_for_first_node(nodes, patience, _say)
+            return _run_ranks(launch, ["-u", "-m", module, *arguments], Path(messages))
     except UserError as error:
         return _fail(str(error), USER_ERROR)
     except (RuntimeError, OSError) as error:
         if nodes.total == 1:
             return _fail(f"the processes could not be started: {cause_of(error)}", code=1)
         return _fail(
-            f"did not meet the other nodes at RDZV_ENDPOINT={nodes.endpoint} within "
-            f"{config.distributed.init_timeout_seconds} s: start all nodes, and check the address "
-            f"and firewalls ({cause_of(error)})",
+            f"did not meet the other nodes at RDZV_ENDPOINT={nodes.endpoint} within {patience} s: "
+            f"start all nodes, and check the address and firewalls ({cause_of(error)})",
             code=1,
         )
+
+
+def _run_ranks(launch: "LaunchConfig", command: list[str], messages: Path) -> int:
+    """Run the ranks of this node until they end, and return the exit code."""
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import elastic_launch
+
+    try:
+        elastic_launch(launch, sys.executable)(*command)
+    except ChildFailedError as error:
+        code, text = describe_failures(error.failures)
+        return _fail(text, code)
+    except SignalException as error:
+        message = messages / EXIT_CODE
+        if not message.exists():
+            return 128 + error.sigval
+        if launch.max_nodes > 1:  # `error` keeps the agent of the first node, which has the store
+            with suppress(SignalException):
+                time.sleep(STORE_SECONDS)
+        return int(message.read_text())
     return 0
 
 
@@ -194,7 +214,7 @@ def configure_torchrun(
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_SECONDS))
     handled = [
         number.name
-        for number in (*STOP_SIGNALS, *NOT_AGAIN.values())
+        for number in STOP_SIGNALS
         if signal.getsignal(number) is not signal.SIG_IGN  # as under nohup
     ]
     launch = LaunchConfig(
@@ -217,25 +237,35 @@ def configure_torchrun(
 
 
 def follow_launcher() -> None:
-    """End this rank when torchrun's agent ends. On Linux."""
+    """End this rank when torchrun's agent ends, on Linux, and let the launcher reach it."""
+    signal.signal(STACKS_SIGNAL, signal.SIG_IGN)  # until training starts, which has a file for them
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent()
         if os.environ.get(LAUNCHER, str(os.getppid())) != str(os.getppid()):
             sys.exit(1)  # it has ended already
+        _leave_message(RANK_MESSAGE.format(os.environ["LOCAL_RANK"]), os.getpid())
 
 
-def end_launcher(code: int) -> None:
-    """End the run with a code of `NOT_AGAIN`. torchrun would start it again."""
-    if os.environ.get(LAUNCHER) == str(os.getppid()):
-        os.kill(os.getppid(), NOT_AGAIN[code])
+def end_run(code: int) -> None:
+    """End the run on this node with an exit code. Otherwise, torchrun's agent would start it again
+    or, after code 0, take it for finished. Without our launcher, torchrun chooses the code."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        _leave_message(EXIT_CODE, code)
+        os.kill(os.getppid(), signal.SIGTERM)
 
 
-def end_as_by_sigterm() -> int:
-    """End the run with the exit code of SIGTERM: it is not finished, and its machine goes away."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return 128 + signal.SIGTERM
-    os.kill(os.getppid(), signal.SIGTERM)  # torchrun's agent, which would start it again
-    return 0
+def _leave_message(name: str, number: int) -> None:
+    if folder := os.environ.get(MESSAGES):
+        with suppress(OSError):  # a full disk, or the launcher has ended: it does without
+            Path(folder, name).write_text(str(number))
+
+
+def _pass_to_ranks(number: int, _frame: object) -> None:
+    """Send a signal to the ranks of this node, if they have started."""
+    if folder := os.environ.get(MESSAGES):
+        for message in Path(folder).glob(RANK_MESSAGE.format("*")):
+            with suppress(OSError, ValueError):  # it has ended, or is writing its message
+                os.kill(int(message.read_text()), number)
 
 
 def describe_failures(failures: "Mapping[int, ProcessFailure]") -> tuple[int, str]:
@@ -248,8 +278,10 @@ def describe_failures(failures: "Mapping[int, ProcessFailure]") -> tuple[int, st
     rank, code = next(iter((causes or codes).items()))
     if code > 0:
         return code, f"rank {rank} failed with exit code {code}"
-    memory = " (often by the system, when memory runs out)" if code == -signal.SIGKILL else ""
-    return 128 - code, f"rank {rank} was ended by {signal.Signals(-code).name}{memory}"
+    hint = ""
+    if code == -signal.SIGKILL:
+        hint = " (often by the system, when memory runs out: lower training.batch_size)"
+    return 128 - code, f"rank {rank} was ended by {signal.Signals(-code).name}{hint}"
 
 
 def _fail(text: str, code: int) -> int:

@@ -9,8 +9,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import NoReturn
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Signals that stop a run after the current step."""
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""Signals that stop a run after the current step. Job systems send SIGUSR1 before a time limit."""
+STACKS_SIGNAL = signal.SIGUSR2
+"""Signal on which the ranks write the stacks of all threads to a file and continue."""
 SAME_SIGNAL_SECONDS = 0.5
 """Service managers signal a process and then its group. Both signals count as one."""
 

@@ -1,7 +1,7 @@
 """Trainer: builds the parts of a run from its configuration, and trains."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, nullcontext
 from functools import partial
 from itertools import islice
@@ -67,6 +67,7 @@ from torchtitan_diloco.distributed.world import FSDP, World
 from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.log import logger
 from torchtitan_diloco.models import build_model, vocabulary_rows
+from torchtitan_diloco.models.activations import activation_bytes
 from torchtitan_diloco.models.interface import describe, flops_per_token, parameter_counts
 from torchtitan_diloco.models.parallelize import compute_dtype, materialize, parallelize
 from torchtitan_diloco.user import UserError
@@ -160,8 +161,11 @@ class Trainer:
 
     # --- the run ----------------------------------------------------------------------------------
 
-    def run(self) -> Path:
-        """Train until the last step, `stop_after` or a signal, and return the run folder."""
+    def run(self, note_step: Callable[[], None] = lambda: None) -> Path:
+        """Train until the last step, `stop_after` or a signal, and return the run folder.
+
+        `note_step`: called after each step.
+        """
         config = self.config
         folder = Path(config.run.folder).expanduser()
         own_folder = folder_of_worker(folder, self.world.worker)
@@ -186,6 +190,7 @@ class Trainer:
                 stacks.expect_step(telemetry.vitals().step)
                 telemetry.measure(partial(self.train_step, batches))
                 stacks.expect_nothing()
+                note_step()
                 telemetry.begin_phase(self.data.new_phase(self.plan, self.step))
                 diagnosis.after_step(self.step)
                 if profiler is not None:
@@ -377,6 +382,7 @@ class Trainer:
         """Plan the run, and shard the model, allocate it and fill it with its first weights."""
         config = self.config
         device = self.world.device
+        dtype = compute_dtype(config.parallel.compute_dtype, device)
         counts = parameter_counts(self.model)
         start_step, start_tokens = counted_before(config, self.start.manifest)
         self.plan = plan_run(
@@ -388,6 +394,12 @@ class Trainer:
             start_tokens=start_tokens,
             muon=config.optimizer.name == "muon",
             reduce_dtype=config.parallel.reduce_dtype,
+            activation_bytes=activation_bytes(
+                self.model,
+                tokens=config.training.batch_size * config.training.sequence_length,
+                element_bytes=dtype.itemsize,
+                checkpoint=config.activation_checkpoint,
+            ),
         )
         model = f"{config.model.flavor}, {describe(self.model)}, vocabulary {self.vocab_size:,}"
         data = f"{self.data.description}, tokenizer {self.tokenizer.name}"
@@ -397,7 +409,6 @@ class Trainer:
         if config.model.document_mask and self.world.is_first:
             for warning in self.data.long_documents():
                 logger.warning(warning)
-        dtype = compute_dtype(config.parallel.compute_dtype, device)
         mesh = self.world.fsdp_mesh(all_workers=config.diloco.method == "none")
         parallelize(
             self.model,

@@ -6,6 +6,8 @@ import torch
 from benchmarks.activations import Memory, build_forward, memory_of
 from torchtitan_diloco.config import load_config
 from torchtitan_diloco.config.schema import ActivationCheckpoint
+from torchtitan_diloco.models import build_model
+from torchtitan_diloco.models.activations import activation_bytes
 
 BLOCKS = 3
 CONFIG = load_config(
@@ -17,6 +19,8 @@ CONFIG = load_config(
         "training.steps": "1",
     },
 )
+ROWS = 320
+"""Of the embedding, with the default tokenizer."""
 CPU = torch.device("cpu")
 
 
@@ -37,6 +41,29 @@ def test_less_is_kept_the_more_is_recomputed(measured: dict[str, Memory]) -> Non
     assert kept == sorted(kept, reverse=True)
     assert len({*kept}) == len(kept)
     assert measured["half"].kept < 0.5 * measured["none"].kept
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"activation_checkpoint.mode": "full"},
+        {"activation_checkpoint.mode": "every_nth"},
+        {"activation_checkpoint.mode": "selective"},
+        {"activation_checkpoint.mode": "selective", "activation_checkpoint.every": "1"},
+        {"model.activation": "gelu", "model.heads": "4", "model.kv_heads": "2"},
+        {"model.qk_norm": "false"},
+    ],
+)
+def test_the_estimate_before_training_is_what_is_kept(changes: dict[str, str]) -> None:
+    """Without the gradient of the output matrix, which a forward pass also computes."""
+    shape = {"model.layers": "3", "training.batch_size": "2", "training.sequence_length": "64"}
+    config = load_config("debug", {**shape, "training.steps": "1", **changes})
+    mode = config.activation_checkpoint
+    model = build_model(config.model, ROWS, 64)
+    estimate = activation_bytes(model, tokens=2 * 64, element_bytes=4, checkpoint=mode)
+    kept = memory_of(build_forward(config, mode, CPU), CPU).kept - 4 * ROWS * 96
+    assert estimate == pytest.approx(kept, rel=0.1)
 
 
 def test_only_the_chosen_products_are_computed_again(measured: dict[str, Memory]) -> None:

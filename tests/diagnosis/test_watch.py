@@ -280,7 +280,7 @@ def test_a_step_that_hangs_writes_its_stacks(
         assert "test_a_step_that_hangs_writes_its_stacks" in stacks.path.read_text()
         assert str(stacks.path) in caplog.text
         size = stacks.path.stat().st_size
-        os.kill(os.getpid(), signal.SIGUSR1)
+        os.kill(os.getpid(), signal.SIGUSR2)
         wait_until(lambda: stacks.path.stat().st_size > size, "the stacks on a signal")
         stacks.path.unlink()
         stacks.expect_nothing()

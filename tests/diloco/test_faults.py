@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -20,6 +21,7 @@ from torch import nn
 
 from tests.diloco.toy import AVERAGE_EVERY_STEP, Net, config, inner_step, join, sgd, start, train
 from tests.processes import ProcessPool
+from torchtitan_diloco import hardware
 from torchtitan_diloco.diloco import Link, StreamingDiLoCo, WorkerLostError
 from torchtitan_diloco.diloco import liveness as liveness_module
 from torchtitan_diloco.diloco import witness as witness_module
@@ -165,6 +167,28 @@ def test_a_worker_killed_between_exchanges_is_named_by_all(processes: ProcessPoo
     for worker, message in enumerate(others, 1):
         assert message.startswith("worker 0 left")
         assert message.endswith(f"seen by worker {worker} after its step 0)")
+
+
+def _killed_for_its_memory(folder: Path) -> str:
+    hardware.CGROUP = folder
+    world = join(2)
+    liveness = Liveness(dist.new_group(backend="gloo"))
+    dist.barrier(group=world.control)
+    if world.worker == 0:
+        (folder / "memory.events").write_text("oom_kill 1\n")
+        os.kill(os.getpid(), signal.SIGKILL)
+    while not liveness.is_lost:
+        time.sleep(0.05)
+    (reason,) = liveness.lost_ranks().values()
+    return reason
+
+
+def test_the_lack_of_memory_is_named_when_the_system_has_killed_a_worker(
+    processes: ProcessPool, tmp_path: Path
+) -> None:
+    (tmp_path / "memory.events").write_text("oom_kill 0\n")
+    _, reason = processes.run(_killed_for_its_memory, 2, tmp_path, dying={0})
+    assert reason.startswith("memory has run out on this machine; ")
 
 
 def _ends(how: str) -> tuple[list[str], bool]:

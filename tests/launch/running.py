@@ -15,7 +15,7 @@ from tests.launch.stand_in import is_alive
 START = """
 import functools, sys
 from torchtitan_diloco import launch, process
-process.run_and_exit(functools.partial(launch.main, module="stand_in"), sys.argv[1:])
+process.run_and_exit(functools.partial(launch.main, module="{}"), sys.argv[1:])
 """
 PATIENCE_SECONDS = 200.0
 LAUNCHER_VARIABLES = re.compile(
@@ -67,11 +67,13 @@ def launcher(
     *arguments: str,
     workers: int = 2,
     inside: Sequence[str] = (),
+    module: str = "stand_in",
     **variables: str,
 ) -> Iterator[Running]:
-    """Start the launcher of the stand-in program; `inside` is a command that starts it."""
+    """Start the launcher of a module of this folder; `inside` is a command that starts it."""
     options = ["--run.device", "cpu", "--diloco.workers", str(workers), *arguments]
-    program = [*inside, sys.executable, "-u", "-c", START, *options, "--run.description", does]
+    options += ["--run.description", does]
+    program = [*inside, sys.executable, "-u", "-c", START.format(module), *options]
     paths = f"{REPOSITORY}{os.pathsep}{Path(__file__).parent}"
     run = start(console, program, {"PYTHONPATH": paths, **variables})
     try:

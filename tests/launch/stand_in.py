@@ -13,9 +13,9 @@ from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
-from torchtitan_diloco.launch import NOT_AGAIN, end_launcher, follow_launcher
+from torchtitan_diloco.launch import end_run, follow_launcher
 from torchtitan_diloco.process import STOP_SIGNALS, run_and_exit
-from torchtitan_diloco.user import WORKER_LOST
+from torchtitan_diloco.user import FENCED, USER_ERROR, WORKER_LOST
 
 RANK, SIZE = (int(os.environ.get(name, "0")) for name in ("RANK", "WORLD_SIZE"))
 restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
@@ -53,8 +53,8 @@ def crash(code: int) -> int:
     if code < 0:
         os.kill(os.getpid(), -code)
     print(f"error: stand-in failed on rank {RANK}", file=sys.stderr, flush=True)
-    if code in NOT_AGAIN:
-        end_launcher(code)
+    if code in (USER_ERROR, FENCED):
+        end_run(code)
     return code
 
 

@@ -14,13 +14,16 @@ from unittest.mock import patch
 
 import pytest
 
+from benchmarks.network import wait_until
+from tests.conftest import REPOSITORY
 from tests.islands.servers import free_port
-from tests.launch.running import launcher
+from tests.launch.running import PATIENCE_SECONDS, launcher, start
+from tests.test_trainer import settings, words
 from torchtitan_diloco.config import Config, from_command_line, load_config, parse_config
 from torchtitan_diloco.hardware import available_cores
-from torchtitan_diloco.launch import NOT_AGAIN, describe_failures, main
+from torchtitan_diloco.launch import describe_failures, main
 from torchtitan_diloco.nodes import read_nodes
-from torchtitan_diloco.user import USER_ERROR
+from torchtitan_diloco.user import FENCED, USER_ERROR
 
 SECOND = {"NNODES": "2", "NODE_RANK": "1"}
 
@@ -218,6 +221,7 @@ def test_a_node_that_no_other_node_meets(tmp_path: Path) -> None:
     [
         (1, [], [signal.SIGHUP], 129),
         (2, [], [signal.SIGINT], 130),
+        (2, [], [signal.SIGUSR1], 138),  # as job systems send it before a time limit
         (1, ["nohup"], [signal.SIGHUP, signal.SIGTERM], 143),  # the first one is ignored
     ],
 )
@@ -281,12 +285,13 @@ def test_ranks_that_do_not_stop_are_killed(tmp_path: Path, by: signal.Signals) -
 def test_a_failing_rank_is_named_and_ends_the_others(
     tmp_path: Path, does: str, workers: int, code: int, last: str
 ) -> None:
-    options = ("--run.restarts", "3" if code in NOT_AGAIN else "0")
+    options = ("--run.restarts", "3" if code in (USER_ERROR, FENCED) else "0")
     with launcher(tmp_path / "console", does, *options, workers=workers) as run:
         assert run.wait() == code
         run.wait_until_ranks_are_gone()
     assert run.printed().count("started ") == workers
-    assert run.printed().splitlines()[-1].startswith(last), run.printed()
+    lines = run.printed().splitlines()
+    assert any(line.startswith(last) for line in lines), run.printed()
 
 
 def test_a_crashed_run_keeps_its_id_which_names_its_folder(tmp_path: Path) -> None:
@@ -308,3 +313,42 @@ def test_a_machine_with_only_the_loopback_interface(tmp_path: Path) -> None:
     with launcher(tmp_path / "console", "meet", inside=inside) as run:
         assert run.wait() == 0, run.printed()
     assert run.printed().count("sum=1") == 2
+
+
+def test_starts_that_complete_no_step_end_the_run(text: Path, tmp_path: Path) -> None:
+    chosen = words(settings(text))
+    with launcher(tmp_path / "console", "", *chosen, workers=1, module="dies_early") as run:
+        assert run.wait() == USER_ERROR, run.printed()
+    assert run.printed().count("started again after a crash: restart 1 of 10") == 1
+    assert "restart 2" not in run.printed()
+    last = run.printed().splitlines()[-1]
+    assert last.startswith("[rank 0] error: 2 starts in a row ended before their first step, so")
+
+
+# --- a run that trains ----------------------------------------------------------------------------
+
+
+def test_signals_to_the_process_that_was_started(text: Path, tmp_path: Path) -> None:
+    """SIGUSR2 writes the stacks of all ranks, and SIGUSR1 stops the run with a save."""
+    many = {"training.steps": 10**6, "training.global_batch_size": 24, "diloco.workers": 2}
+    chosen = settings(text, **many, diloco__method="streaming", checkpoint__at_end="true")
+    program = [sys.executable, "-u", "-m", "torchtitan_diloco.launch", "--run.device", "cpu"]
+    environment = {"PYTHONPATH": str(REPOSITORY)}
+    run = start(tmp_path / "console", [*program, *words(chosen)], environment, tmp_path)
+    try:
+        run.wait_for("validation after step 4")
+        run.process.send_signal(signal.SIGUSR2)
+        stacks = [text.parent / f"run/worker-{worker}/stacks-0.txt" for worker in range(2)]
+        wait_until(
+            lambda: all(path.exists() and "trainer.py" in path.read_text() for path in stacks),
+            "stacks of both ranks",
+            run.log,
+            PATIENCE_SECONDS,
+        )
+        run.process.send_signal(signal.SIGUSR1)
+        assert run.wait() == 128 + signal.SIGUSR1, run.printed()
+    finally:
+        run.kill()
+    assert "signal received: the run stops after step" in run.printed()
+    for worker in range(2):
+        assert [*(text.parent / f"run/worker-{worker}").glob("step-*")], run.printed()

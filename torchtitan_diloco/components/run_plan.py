@@ -4,7 +4,6 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,7 +11,7 @@ import torch
 
 from torchtitan_diloco import __version__
 from torchtitan_diloco.config.loader import run_warnings
-from torchtitan_diloco.config.schema import Checkpoint, Config, Training
+from torchtitan_diloco.config.schema import Config, Training
 from torchtitan_diloco.diloco.config import DiLoCoConfig
 from torchtitan_diloco.diloco.outer_state import state_bytes
 from torchtitan_diloco.diloco.state_dict import saved_bytes
@@ -52,6 +51,8 @@ class RunPlan:
     """Average bytes of a parameter, its gradient and its moments, all in fp32."""
     reduce_dtype: str = "float32"
     """Type of the gradients that data parallelism averages, as in `parallel.reduce_dtype`."""
+    activation_bytes: int = 0
+    """Estimate of what a rank keeps of a micro-batch for the backward pass. 0: not known."""
 
     def tokens_at(self, step: int) -> int:
         """Return the tokens of all workers, also of earlier starts with other batches."""
@@ -68,6 +69,7 @@ def plan_run(
     start_tokens: int = 0,
     muon: bool = False,
     reduce_dtype: str = "float32",
+    activation_bytes: int = 0,
 ) -> RunPlan:
     """Compute the numbers of a run. `muon` has one moment instead of two for matrices of blocks."""
     micro_batches = accumulation(training, ranks)
@@ -93,6 +95,7 @@ def plan_run(
         ranks=ranks,
         inner_bytes=inner_bytes,
         reduce_dtype=reduce_dtype,
+        activation_bytes=activation_bytes,
     )
 
 
@@ -140,6 +143,9 @@ def log_plan(
     workers = plan.ranks // ranks
     here = f", of which {counted(world.size, 'rank')} here" if plan.ranks > world.size else ""
     gib = plan.inner_bytes * plan.parameters / ranks / GIB
+    activations = "without activations"
+    if plan.activation_bytes:
+        activations = f"and about {plan.activation_bytes / GIB:.2f} GiB for activations"
     total_tokens = plan.tokens_at(plan.total_steps)
     each = f"{plan.tokens_per_step:,}"
     steps = f"x {each} tokens"
@@ -159,11 +165,11 @@ def log_plan(
         f"{few_digits(total_tokens / plan.parameters, 1)} per parameter, {epochs_text(epochs)}",
         "memory": f"{plan.parameters:,} parameters x {plan.inner_bytes:.3g} bytes / "
         f"{counted(ranks, 'rank')} = {gib:.2f} GiB a rank for parameters, gradients and "
-        "optimizer, without activations",
+        f"optimizer, {activations}",
     }
     for name, text in lines.items():
         logger.info(f"{name:<10} {text}")
-    check_memory(plan, world, config.diloco, config.checkpoint)
+    check_memory(plan, world, config)
     if world.is_first:
         warnings = [
             untested_torch(str(torch.__version__)),
@@ -200,24 +206,33 @@ def _repetition(plan: RunPlan, config: Config, epochs: Mapping[str, float]) -> I
     )
 
 
-def check_memory(plan: RunPlan, world: World, diloco: DiLoCoConfig, checkpoint: Checkpoint) -> None:
-    """Raise if the state of the ranks on this machine does not fit into its memory: the system
-    would kill them. A GPU raises an error itself."""
+def check_memory(plan: RunPlan, world: World, config: Config) -> None:
+    """Raise if what the ranks on this machine need does not fit into its memory: the system would
+    kill them. A GPU raises an error itself."""
     if world.device.type == "cpu":
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) / world.ranks_per_worker
-        check = partial(check_host_memory, plan, diloco, workers=here, saves=checkpoint.is_used)
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        state = state_on_host(
+            plan,
+            config.diloco,
+            workers=ranks / world.ranks_per_worker,
+            saves=config.checkpoint.is_used,
+        )
+
+        def check() -> None:
+            check_host_memory(plan, state)
+            check_host_activations(plan, state, config, ranks=ranks)
+
         on_all_ranks(world.control, check)
 
 
-def check_host_memory(
+def state_on_host(
     plan: RunPlan, diloco: DiLoCoConfig, *, workers: float = 1.0, saves: bool = True
-) -> None:
-    """Raise if this machine has no room for so many workers.
+) -> dict[str, float]:
+    """Return the bytes that so many workers hold in the memory of this machine, by what they are.
 
     `saves`: whether the run saves checkpoints, for which it copies its state.
     """
     has_outer_loop = diloco.method != "none"
-    # Bytes of all workers here for a parameter.
     each = {"parameters, gradients and optimizer": workers * plan.inner_bytes}
     if has_outer_loop:
         each["outer state"] = workers * state_bytes(diloco)
@@ -225,18 +240,44 @@ def check_host_memory(
         saving = workers if has_outer_loop else min(workers, 1.0)  # else only worker 0 saves
         copied = plan.inner_bytes - GRADIENT_BYTES + has_outer_loop * saved_bytes(diloco)
         each["copies of a save"] = saving * copied
-    needed = sum(each.values()) * plan.parameters
+    return {name: bytes_each * plan.parameters for name, bytes_each in each.items()}
+
+
+def check_host_memory(plan: RunPlan, state: Mapping[str, float]) -> None:
+    """Raise if this machine has no room for the `state_on_host` of its workers."""
+    needed = sum(state.values())
     if needed <= (available := available_memory_bytes()):
         return
-    parts = [
-        f"{bytes_each * plan.parameters / GIB:.1f} {name}" for name, bytes_each in each.items()
-    ]
+    parts = [f"{size / GIB:.1f} {name}" for name, size in state.items()]
     raise UserError(
         f"{plan.parameters:,} parameters need {needed / GIB:.1f} GiB on this machine "
         f"({' + '.join(parts)}; activations come on top), and {available / GIB:.1f} GiB are "
         "available: use more machines per worker, or a smaller model (--config 35m, or --config "
         "debug to try)"
     )
+
+
+def check_host_activations(
+    plan: RunPlan, state: Mapping[str, float], config: Config, *, ranks: int
+) -> None:
+    """Raise if the activations of so many ranks do not fit into the memory of this machine, and
+    warn if they do not fit beside the `state_on_host` of its workers."""
+    batch_size = config.training.batch_size
+    needed = ranks * plan.activation_bytes
+    available = available_memory_bytes()
+    left = available - sum(state.values())
+    if needed <= left:
+        return
+    fitting = math.floor(batch_size * max(0.0, left) / needed)
+    remedy = f"lower it to {fitting}" if fitting else "lower training.sequence_length and it"
+    problem = (
+        f"training.batch_size = {batch_size}: the activations of {counted(ranks, 'rank')} need "
+        f"about {needed / GIB:.1f} GiB on this machine, of which {available / GIB:.1f} GiB are "
+        f'available: {remedy}, or set activation_checkpoint.mode = "full"'
+    )
+    if needed > available and not config.compile.enable:  # which makes them smaller
+        raise UserError(problem)
+    logger.warning(problem)
 
 
 def log_early_end(config: Config, folder: Path, step: int, describe: Callable[[str], str]) -> None:

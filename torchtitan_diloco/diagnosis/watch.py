@@ -3,7 +3,6 @@
 import faulthandler
 import os
 import shlex
-import signal
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -25,6 +24,7 @@ from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.hardware import GLOO_INTERFACE, write_whole
 from torchtitan_diloco.log import logger
 from torchtitan_diloco.planner.ladder import settings_that_fit
+from torchtitan_diloco.process import STACKS_SIGNAL
 
 REPEAT_SECONDS = 60.0
 """Seconds between two lines about a verdict."""
@@ -213,7 +213,7 @@ def _is_on_loopback(peers: Peers | None) -> bool:
 
 
 class Stacks:
-    """Writes the stacks of all threads to a file of this rank if a step hangs, and on SIGUSR1."""
+    """Writes the stacks of all threads to a file of this rank if a step hangs, and on SIGUSR2."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         """`folder`: the folder of the worker. `rank`: the number of this rank in it."""
@@ -222,7 +222,7 @@ class Stacks:
         with suppress(OSError):  # a full disk
             folder.mkdir(parents=True, exist_ok=True)
             self._file = self.path.open("a")
-            faulthandler.register(signal.SIGUSR1, file=self._file, all_threads=True)
+            faulthandler.register(STACKS_SIGNAL, file=self._file, all_threads=True)
         self._written = self._size()
 
     def _size(self) -> int:  # of the open file, as somebody may delete the path
@@ -239,7 +239,7 @@ class Stacks:
         faulthandler.cancel_dump_traceback_later()
         if self._file is not None and (size := self._size()) > self._written:
             self._written = size
-            logger.warning(f"a step hung, or SIGUSR1 came: the stacks are in {self.path}")
+            logger.warning(f"a step hung, or SIGUSR2 came: the stacks are in {self.path}")
 
     def __enter__(self) -> Self:
         return self
@@ -247,7 +247,7 @@ class Stacks:
     def __exit__(self, *_: object) -> None:
         faulthandler.cancel_dump_traceback_later()
         if self._file is not None:
-            faulthandler.unregister(signal.SIGUSR1)
+            faulthandler.unregister(STACKS_SIGNAL)
             if not self._size():
                 self.path.unlink(missing_ok=True)
             self._file.close()

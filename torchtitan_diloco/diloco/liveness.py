@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from torchtitan_diloco.diloco.messages import TransferError, transfers
 from torchtitan_diloco.diloco.transport import WorkerLostError
+from torchtitan_diloco.hardware import memory_kills
 from torchtitan_diloco.log import logger
 from torchtitan_diloco.user import cause_of
 
@@ -90,6 +91,7 @@ class Liveness:
         """Whether this rank is the first one of its worker, which logs what all of them see."""
         self.others = sorted({self._workers[peer] for peer in self._peers} - {self._workers[rank]})
         """Other workers with ranks to watch."""
+        self._memory_kills = memory_kills()
         self._steps = 0  # of this rank, for messages
         self._stepped = time.perf_counter()  # the time of the last of them
         self._awaited: Future[Any] | torch.futures.Future[Any] | None = None
@@ -247,10 +249,13 @@ class Liveness:
                         self._answers[rank] = Answer(steps, milliseconds / 1000, waits)
                     self._changed.notify_all()
         except TransferError as error:
+            reason = cause_of(error)
+            if memory_kills() > self._memory_kills:
+                reason = f"memory has run out on this machine; {reason}"
             with self._changed:
                 is_first = not self._lost
                 if is_first:
-                    self._lost = {rank: cause_of(error)}
+                    self._lost = {rank: reason}
                 self._changed.notify_all()
             if is_first and self.speaks:  # now, as the training thread may be in a step or save
                 logger.warning(str(self._gone()))

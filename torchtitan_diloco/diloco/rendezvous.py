@@ -4,8 +4,10 @@ import hashlib
 import os
 import secrets
 import time
+from collections.abc import Iterable
 from datetime import timedelta
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
@@ -16,6 +18,38 @@ from torchtitan_diloco.user import UserError
 
 HIDDEN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK")
 POLL_SECONDS = 0.05
+TOKEN = "torchtitan_diloco/token/{}"
+"""Key of a rank's token, which is different in each attempt, or of the mistake that ended it."""
+
+
+class Mistake(msgspec.Struct):
+    """A mistake of the user that ended a rank."""
+
+    rank: int
+    text: str
+    exit_code: int
+
+
+def leave_mistake(store: Store, mistake: Mistake) -> None:
+    """Tell the other ranks why this one ends: those that wait for it, and those that lose it.
+
+    The next attempt of the rank replaces it by a token.
+    """
+    store.set(TOKEN.format(mistake.rank), msgspec.json.encode(mistake).decode())
+
+
+def mistake_among(tokens: Iterable[bytes]) -> Mistake | None:
+    """Return the mistake of the first rank that has left one in place of its token."""
+    mistakes = (token for token in tokens if token.startswith(b"{"))
+    return next((msgspec.json.decode(token, type=Mistake) for token in mistakes), None)
+
+
+class MistakeElsewhereError(UserError):
+    """A mistake of the user that ended another rank, and so the run."""
+
+    def __init__(self, mistake: Mistake) -> None:
+        super().__init__(f"{mistake.text} (on rank {mistake.rank})")
+        self.exit_code = mistake.exit_code
 
 
 def store_of_job(timeout: timedelta) -> Store:
@@ -30,14 +64,18 @@ def store_of_attempt(store: Store, rank: int, size: int, timeout: timedelta) -> 
 
     Otherwise, gloo would find the addresses of the previous attempt. Nodes may count their restarts
     differently (TORCHELASTIC_RESTART_COUNT), so ranks agree on a prefix: each writes a new token,
-    and waits until all have read the same ones.
+    and waits until all have read the same ones. Raise a MistakeElsewhereError if a rank has left a
+    mistake in place of its token.
     """
-    tokens = [f"torchtitan_diloco/token/{number}" for number in range(size)]
+    tokens = [TOKEN.format(number) for number in range(size)]
     read = [f"torchtitan_diloco/read/{number}" for number in range(size)]
     store.set(tokens[rank], secrets.token_hex(8))
     deadline = time.monotonic() + timeout.total_seconds()
     while time.monotonic() < deadline:
-        prefix = hashlib.sha256(b"".join(store.multi_get(tokens))).hexdigest()
+        known = store.multi_get(tokens)
+        if mistake := mistake_among(known):
+            raise MistakeElsewhereError(mistake)
+        prefix = hashlib.sha256(b"".join(known)).hexdigest()
         store.set(read[rank], prefix)
         if set(store.multi_get(read)) == {prefix.encode()}:
             return PrefixStore(prefix, store)

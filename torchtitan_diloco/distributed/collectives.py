@@ -155,8 +155,8 @@ class Question(NamedTuple):
 
 
 class StopRequest:
-    """Agreement of all ranks to stop on SIGINT, SIGTERM or SIGHUP, or on a notice that a machine is
-    taken away, or to save, after the same step.
+    """Agreement of all ranks to stop on one of STOP_SIGNALS, or on a notice that a machine is taken
+    away, or to save, after the same step.
 
     Signals reach ranks at different moments, and a rank that stops alone leaves the others waiting
     in a collective. So the ranks ask each other in the background and read the answer some steps

@@ -41,7 +41,7 @@ from torchtitan_diloco.islands.session import (
     subject_of,
 )
 from torchtitan_diloco.log import logger
-from torchtitan_diloco.process import STOP_SIGNALS
+from torchtitan_diloco.process import STACKS_SIGNAL, STOP_SIGNALS
 from torchtitan_diloco.user import LOCAL_ISLANDS, UserError, command_line
 
 ISLAND_MAY = {
@@ -334,7 +334,7 @@ def run_islands(command: Sequence[str], count: int, folder: Path) -> int:
             for island in islands:
                 island.send_signal(number)  # does nothing if it has ended
 
-        for number in STOP_SIGNALS:
+        for number in (*STOP_SIGNALS, STACKS_SIGNAL):
             before = signal.getsignal(number)
             if before is not signal.SIG_IGN:  # as under nohup
                 signal.signal(number, pass_on)
