@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from tqdm import tqdm
 
 from torchtitan_diloco.formatting import clock, counted
+from torchtitan_diloco.process import say
 
 # Seconds until the first line, between two lines, and between two changes of a bar.
 _FIRST_LINE = 10.0
@@ -52,7 +53,7 @@ class Progress:
         text = self.describe(amount, share, now - self._began)
         if not self._is_terminal:
             percent = "" if share is None else f"{share:.1%}, "
-            print(f"data: {self._action}: {percent}{text}", file=sys.stderr, flush=True)
+            say(f"data: {self._action}: {percent}{text}")
             self._next = now + _LINE
             return
         if self._bar is None:
