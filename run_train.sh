@@ -9,4 +9,4 @@ prepare_environment ""
 
 export PYTHONSAFEPATH=1 # Python must not import files of the current folder
 export TORCHTITAN_DILOCO_STARTED_BY="$REPOSITORY/run_train.sh" # for hints
-exec "$ENVIRONMENT_PYTHON" -u -m torchtitan_diloco.launch "$@"
+exec "$ENVIRONMENT_PYTHON" -u -m torchtitan_diloco train "$@"

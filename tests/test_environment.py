@@ -47,7 +47,7 @@ def build_editable(folder, config_settings=None, metadata_directory=None):
     return name
 """
 SCRIPTS = ("check.sh", "environment.sh", "requirements.py")
-LAUNCH = "import sys, tiny; print('launched with', sys.executable, tiny.version, sys.argv[1:])"
+LAUNCH = "import sys, tiny; print('launched with', sys.executable, tiny.version, sys.argv[2:])"
 COMMAND = "def main(): print('the one command')"
 BASE_PYTHON = (
     Path(sys.base_prefix) / "bin" / f"python{sys.version_info.major}.{sys.version_info.minor}"
@@ -84,7 +84,7 @@ class Checkout:
         (self.root / "pyproject.toml").write_text(PYPROJECT)
         (self.root / "constraints.txt").write_text("# comment\ntiny==1.5\n")
         (self.root / "backend.py").write_text(BACKEND)
-        (self.root / "torchtitan_diloco/launch.py").write_text(LAUNCH)
+        (self.root / "torchtitan_diloco/__main__.py").write_text(LAUNCH)
         (self.root / "torchtitan_diloco/cli.py").write_text(COMMAND)
         for name, version in (("tiny", "1.5"), ("tiny", "2.0"), ("extra", "1.0")):
             write_wheel(self.wheels, name, version)

@@ -14,7 +14,7 @@ PACKAGE = REPOSITORY / "torchtitan_diloco"
 BASE = {"log", "user", "process", "formatting", "hardware"}
 """Every module may import them."""
 MAY_IMPORT = {
-    "log": set(),
+    "log": {"process"},
     "user": set(),
     "process": set(),
     "formatting": set(),

@@ -4,10 +4,12 @@ import os
 import shutil
 import sys
 from difflib import get_close_matches
+from importlib import import_module
 from pathlib import Path
-from runpy import run_module
+from typing import NoReturn
 
 from torchtitan_diloco import __version__
+from torchtitan_diloco.process import raise_on_interrupt, run_and_exit
 from torchtitan_diloco.user import STARTED_BY, USER_ERROR, command_line
 
 COMMANDS = {
@@ -15,27 +17,36 @@ COMMANDS = {
     "compare": ("compare", "measure two machines, and what training on both gains"),
     "plan": ("plan", "find settings that fit a link"),
     "report": ("report.page", "write one page about a run"),
-    "generate": ("export generate", "continue a text with a trained model"),
-    "export": ("export export", "write the weights for other programs"),
-    "islands": ("islands", "serve and watch a run of islands"),
+    "generate": ("export.__main__ generate", "continue a text with a trained model"),
+    "export": ("export.__main__ export", "write the weights for other programs"),
+    "islands": ("islands.__main__", "serve and watch a run of islands"),
     "doctor": ("doctor", "check this machine, and that machines reach each other"),
     "tokenizer": ("data.tokenizer", "train a tokenizer on a corpus"),
     "prepare": ("data.prepare", "tokenise a corpus"),
 }
 """Module, with its first argument if any, and description of each command."""
+INTERRUPTED = ("compare", "islands", "doctor", "prepare")
+"""Commands that have something to do after Ctrl-C. It ends the others at once, also in C++."""
 
 
-def main() -> int:
+def main() -> NoReturn:
+    run_and_exit(run, sys.argv[1:])
+
+
+def run(words: list[str]) -> int:
+    """Run a command, and return its exit code."""
     program = Path(sys.argv[0]).name
     if program != "__main__.py":  # started as a module
         on_path = shutil.which(program) == sys.argv[0]
         os.environ[STARTED_BY] = program if on_path else sys.argv[0]
-    name, *arguments = sys.argv[1:] or ["--help"]
+    name, *arguments = words or ["--help"]
     if name in COMMANDS:
         module, *first = COMMANDS[name][0].split()
-        sys.argv = [sys.argv[0], *first, *arguments]
-        run_module(f"torchtitan_diloco.{module}", run_name="__main__", alter_sys=True)
-        return 0
+        command = import_module(f"torchtitan_diloco.{module}")  # imports torch
+        if name in INTERRUPTED:
+            raise_on_interrupt()
+        code: int | None = command.main([*first, *arguments])
+        return code or 0
     if name == "--version":
         print(f"torchtitan_diloco {__version__}")
         return 0

@@ -476,7 +476,3 @@ def _other_interface(address: str) -> str:
         chosen = ""
     is_given = bool(os.environ.get(GLOO_INTERFACE))
     return "" if is_given or leads == chosen else leads
-
-
-if __name__ == "__main__":
-    sys.exit(main())

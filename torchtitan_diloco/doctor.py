@@ -384,7 +384,3 @@ def _run(join: Join) -> str:
     mine = {key: value for key, value in results.items() if key in theirs}
     check_arithmetic(mine, theirs, "its islands")
     return f"{state.facts.slots} slots; its islands have the same arithmetic"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -29,7 +29,7 @@ from torchtitan_diloco.nodes import (
     read_whole_number,
     wait_for_first_node,
 )
-from torchtitan_diloco.process import STACKS_SIGNAL, STOP_SIGNALS, run_and_exit
+from torchtitan_diloco.process import STACKS_SIGNAL, STOP_SIGNALS, run_and_exit, say
 from torchtitan_diloco.user import USER_ERROR, WORKER_LOST, UserError, cause_of
 
 if TYPE_CHECKING:
@@ -79,9 +79,6 @@ def main(arguments: list[str], module: str = "torchtitan_diloco.train") -> int:
         if config.islands.local:
             return run_local_islands(config, arguments)
         launch, arguments = configure_torchrun(config, nodes, arguments)
-    except BrokenPipeError:  # `--help | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     except UserError as error:
         return _fail(str(error), USER_ERROR)
 
@@ -90,7 +87,7 @@ def main(arguments: list[str], module: str = "torchtitan_diloco.train") -> int:
         with tempfile.TemporaryDirectory(prefix="torchtitan-diloco-") as messages:
             os.environ[MESSAGES] = messages
             if nodes.total > 1:
-                wait_for_first_node(nodes, patience, _say)
+                wait_for_first_node(nodes, patience, say)
             return _run_ranks(launch, ["-u", "-m", module, *arguments], Path(messages))
     except UserError as error:
         return _fail(str(error), USER_ERROR)
@@ -132,7 +129,7 @@ def print_config(config: Config) -> None:
 
     print(to_toml(config), end="", flush=True)
     for warning in early_warnings(config):
-        _say(f"warning: {warning}")
+        say(f"warning: {warning}")
     check_inputs(config)
 
 
@@ -285,13 +282,8 @@ def describe_failures(failures: "Mapping[int, ProcessFailure]") -> tuple[int, st
 
 
 def _fail(text: str, code: int) -> int:
-    _say(f"error: {text}")
+    say(f"error: {text}")
     return code
-
-
-def _say(text: str) -> None:
-    with suppress(OSError):  # the terminal may be gone; training still has to be saved
-        print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,9 @@
 import logging
 import os
 import sys
+from typing import TextIO
+
+from torchtitan_diloco.process import say
 
 logger = logging.getLogger("torchtitan_diloco")
 
@@ -15,11 +18,22 @@ def is_first_on_node() -> bool:
 def start_logging() -> None:
     """Log to stdout on the first rank of each node, and warnings to stderr on the other ranks."""
     first = is_first_on_node()
-    handler = logging.StreamHandler(sys.stdout if first else sys.stderr)
+    handler = _Handler(sys.stdout if first else sys.stderr)
     handler.setFormatter(_RankFormatter())
     logger.handlers = [handler]
     logger.propagate = False
     logger.setLevel(logging.INFO if first else logging.WARNING)
+
+
+class _Handler(logging.StreamHandler[TextIO]):
+    """Stops writing when nobody reads any more, as after `| head`, and says so once."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if isinstance(sys.exc_info()[1], BrokenPipeError):
+            self.setLevel(logging.CRITICAL + 1)
+            say("warning: nobody reads the log any more; training continues")
+        else:
+            super().handleError(record)
 
 
 class _RankFormatter(logging.Formatter):

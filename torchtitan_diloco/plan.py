@@ -344,7 +344,3 @@ def quantity(value: float, unit: str) -> str:
         if value >= 0.99995 * size:  # four digits would round up
             return f"{value / size:.4g} {prefix}{unit}"
     return f"{value:.4g} {unit}"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

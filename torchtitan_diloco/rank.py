@@ -2,7 +2,6 @@
 
 import os
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from torchtitan_diloco.hardware import GLOO_INTERFACE, raise_open_files_limit
 from torchtitan_diloco.launch import end_run, folder_of_run
 from torchtitan_diloco.log import logger, start_logging
 from torchtitan_diloco.preflight import check_inputs
+from torchtitan_diloco.process import say
 from torchtitan_diloco.trainer import Trainer
 from torchtitan_diloco.user import WORKER_LOST, PeersLostError, UserError, cause_of
 
@@ -163,4 +163,4 @@ def is_out_of_memory(error: Exception) -> bool:
 def _print_error(error: Exception, cause: str = "") -> None:
     rank = f"[rank {os.environ['RANK']}] " if "RANK" in os.environ else ""
     text = "; ".join([str(error), *getattr(error, "__notes__", [])])
-    print(f"{rank}error: {cause}{text}", file=sys.stderr, flush=True)
+    say(f"{rank}error: {cause}{text}")

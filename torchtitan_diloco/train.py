@@ -1,18 +1,20 @@
-"""Entry point of a training process. Torch is imported after the process is prepared for it."""
+"""Entry point of a training process. Everything is imported after the process is prepared
+for it."""
 
 import sys
 
-from torchtitan_diloco.launch import follow_launcher
 from torchtitan_diloco.process import run_and_exit
 
 
 def main(arguments: list[str]) -> int:
     """Train, and return the exit code."""
+    from torchtitan_diloco.launch import follow_launcher
+
+    follow_launcher()
     from torchtitan_diloco.rank import train
 
     return train(arguments)
 
 
 if __name__ == "__main__":
-    follow_launcher()
     run_and_exit(main, sys.argv[1:])

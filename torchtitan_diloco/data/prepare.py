@@ -271,7 +271,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.exit(130, f"\ninterrupted; the same command continues {options.out}\n")
     if not done:
         print(f"{options.out} was complete already")
-
-
-if __name__ == "__main__":
-    main()

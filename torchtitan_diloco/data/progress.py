@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from tqdm import tqdm
 
 from torchtitan_diloco.formatting import BAR_SECONDS, FIRST_LINE_SECONDS, clock, counted
+from torchtitan_diloco.process import say
 
 LINE_SECONDS = 30.0
 """Seconds between two lines."""
@@ -43,7 +44,7 @@ class Progress:
         text = self.describe(amount, share, now - self._began)
         if not self._is_terminal:
             percent = "" if share is None else f"{share:.1%}, "
-            print(f"data: {self._action}: {percent}{text}", file=sys.stderr, flush=True)
+            say(f"data: {self._action}: {percent}{text}")
             self._next = now + LINE_SECONDS
             return
         if self._bar is None:

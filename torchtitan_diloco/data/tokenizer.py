@@ -218,7 +218,3 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> tuple[str, int]:
     )
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer.to_str(pretty=True), tokenizer.get_vocab_size()
-
-
-if __name__ == "__main__":
-    main()

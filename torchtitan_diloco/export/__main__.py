@@ -25,6 +25,7 @@ from torchtitan_diloco.export.hugging_face import TOKENIZER_NAME, WEIGHTS_NAME, 
 from torchtitan_diloco.export.torchtitan import save_torchtitan
 from torchtitan_diloco.export.weights import SavedModel, open_saved
 from torchtitan_diloco.models.interface import parameter_counts
+from torchtitan_diloco.process import run_and_exit
 from torchtitan_diloco.user import USER_ERROR, Parser, UserError, command_line
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -218,4 +219,4 @@ COMMANDS = {
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_and_exit(main, sys.argv[1:])

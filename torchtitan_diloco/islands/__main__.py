@@ -31,7 +31,7 @@ from torchtitan_diloco.islands.server import Server, free_port, make_streams, op
 from torchtitan_diloco.islands.server_folder import ISLAND, LOOPBACK, Folder
 from torchtitan_diloco.islands.session import REMEDY, GapError, TrimmedError
 from torchtitan_diloco.log import logger
-from torchtitan_diloco.process import STOP_SIGNALS
+from torchtitan_diloco.process import STOP_SIGNALS, run_and_exit
 from torchtitan_diloco.user import USER_ERROR, Parser, UserError, command_line
 
 LEAVE_SECONDS, CHANGE_SECONDS, CHECK_SECONDS = 60.0, 10.0, 600.0
@@ -306,4 +306,4 @@ def _change(options: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_and_exit(main, sys.argv[1:])

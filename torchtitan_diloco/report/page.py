@@ -369,7 +369,3 @@ def _differences_table(runs: Sequence[Run]) -> Table:
 
 def _cell(value: float, form: Callable[[float], str], note: str = "") -> Cell:
     return Cell(form(value), note) if math.isfinite(value) else Cell()
-
-
-if __name__ == "__main__":
-    sys.exit(main())
