@@ -33,6 +33,18 @@ class PeersLostError(RuntimeError):
     """Others that this process needs are lost. The message names them, and needs no traceback."""
 
 
+NO_HOME = "is in the home folder of a user whom this machine does not have: give a full path"
+
+
+def has_home(path: str) -> bool:
+    """Return whether `Path.expanduser` knows the home folder that a path may begin with."""
+    try:
+        Path(path).expanduser()
+    except RuntimeError:
+        return False
+    return True
+
+
 RUN_REMEDY = "give the folder of a run, such as outputs/NAME-DATE"
 
 

@@ -153,6 +153,13 @@ class Data:
         mixtures = (self.weights, *(phase.mixture for phase in self.phases))
         return list(dict.fromkeys(name for mixture in mixtures for name in mixture))
 
+    @property
+    def corpora_key(self) -> str:
+        """Setting that names the corpora to train on."""
+        if self.mixture:
+            return "data.mixture"
+        return "data.phases" if self.phases else "data.corpus"
+
 
 @dataclass(frozen=True)
 class Training:

@@ -49,26 +49,19 @@ def open_split(
         # With a corpus of its own for validation, all of this text is for training.
         fraction = 0.0 if validation_corpus else data.validation_fraction
         spec = own_name(name, worker)
-        folder = _folder(data, corpus_key(data), spec, tokenizer, fraction=fraction)
+        folder = _folder(data, data.corpora_key, spec, tokenizer, fraction=fraction)
         return TokenShards(folder, split, tokenizer)
     spec = own_name(validation_corpus, worker)
     is_trained_on = validation_corpus in data.corpora
     if is_trained_on and not _is_shard_folder(spec):
         raise UserError(
-            f'data.validation_corpus = "{validation_corpus}" is {corpus_key(data)}, which is '
+            f'data.validation_corpus = "{validation_corpus}" is {data.corpora_key}, which is '
             "trained on: leave it empty to hold out data.validation_fraction of it"
         )
     folder = _folder(data, "data.validation_corpus", spec, tokenizer, fraction=0.0)
     # Validate on the held-out split of the folder, or on all of it if that split is empty.
     held_out = read_index(folder / INDEX_NAME).splits["validation"].tokens
     return TokenShards(folder, "validation" if held_out or is_trained_on else "train", tokenizer)
-
-
-def corpus_key(data: Data) -> str:
-    """Return the setting that names the corpora to train on."""
-    if data.mixture:
-        return "data.mixture"
-    return "data.phases" if data.phases else "data.corpus"
 
 
 def own_name(name: str, worker: str) -> str:
