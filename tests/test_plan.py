@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from tests.report.synthetic import round_records, step_records, write_run
 from torchtitan_diloco.config.loader import load_config, shipped_configs
 from torchtitan_diloco.config.schema import flat_settings
+from torchtitan_diloco.hardware import GIB
 from torchtitan_diloco.plan import main, parse_bandwidth, parse_duration, quantity
 from torchtitan_diloco.planner.paper import paper_table
+from torchtitan_diloco.planner.prediction import Workload
 
 LINK = ["--bandwidth", "500Mbit", "--latency", "30ms"]
 KNOWN = [*LINK, "--step-time", "0.3s"]
@@ -65,6 +67,9 @@ def test_what_a_preset_needs(capsys: pytest.CaptureFixture[str]) -> None:
     parameters, tokens, gpus, memory, time, disk, sent = cells["1b"]
     assert (parameters, tokens, gpus) == ("1,280M", "25.6B", "2 x 4")
     assert float(memory) == 8.3, "(16 + 12) bytes x 1.28e9 / 4 GPUs in GiB"
+    plan = Workload.of(load_config("1b-muon"), vocabulary=32_000).plan
+    in_bytes = 24 * plan.parameters + 4 * plan.embedding_parameters  # these have a second moment
+    assert float(cells["1b-muon"][3]) == round(in_bytes / 4 / GIB, 1)
     hours = 6 * 1.28e9 * 25.6e9 / (8 * 989e12 * 0.5) / 3600  # and some more for attention
     assert hours < int(time.split(":")[0]) < 1.3 * hours
     assert float(disk) == 51.2, "two bytes a token"

@@ -365,9 +365,9 @@ class Trainer:
             ranks=self.ranks,
             parameters=counts["total"],
             embedding_parameters=counts["embedding"],
+            muon=config.optimizer.name == "muon",
             start_step=start_step,
             start_tokens=start_tokens,
-            muon=config.optimizer.name == "muon",
         )
         model = f"{config.model.flavor}, {describe(self.model)}, vocabulary {self.vocab_size:,}"
         data = f"{self.data.description}, tokenizer {self.tokenizer.name}"

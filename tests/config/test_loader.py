@@ -375,7 +375,7 @@ def test_a_config_builds_and_repeats_nothing_that_it_inherits(name: str) -> None
     model = build_model(config.model, vocabulary, config.training.sequence_length)
     counts = parameter_counts(model)
     size = config.diloco.workers * max(1, config.parallel.fsdp)
-    plan = plan_run(config.training, size, counts["total"], counts["embedding"])
+    plan = plan_run(config.training, size, counts["total"], counts["embedding"], muon=False)
     assert plan.total_steps > steps_of(config.lr_schedule.warmup, plan.total_steps)
     assert not [line for line in advice(config.diloco, plan.total_steps) if name != "debug"]
     assert not list(unused_settings(config))

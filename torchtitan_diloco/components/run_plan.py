@@ -58,9 +58,9 @@ def plan_run(
     parameters: int,
     embedding_parameters: int,
     *,
+    muon: bool,
     start_step: int = 0,
     start_tokens: int = 0,
-    muon: bool = False,
 ) -> RunPlan:
     """Compute the numbers of a run. `muon` has one moment instead of two for matrices of blocks."""
     micro_batches = accumulation(training, ranks)

@@ -282,6 +282,7 @@ class Workload:
             ranks=workers * ranks,
             parameters=counts["total"],
             embedding_parameters=counts["embedding"],
+            muon=config.optimizer.name == "muon",
         )
         return Workload(model=model, plan=plan, workers=workers, ranks=ranks)
 
