@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.report.synthetic import round_records, step_records, write_run
-from torchtitan_diloco.config.loader import load_config, shipped_configs
+from torchtitan_diloco.config import load_config, to_toml
+from torchtitan_diloco.config.loader import shipped_configs
 from torchtitan_diloco.config.schema import flat_settings
 from torchtitan_diloco.hardware import GIB
 from torchtitan_diloco.plan import main, parse_bandwidth, parse_duration, quantity
@@ -114,14 +115,15 @@ def test_a_written_config_extends_from_anywhere(tmp_path: Path) -> None:
 def test_given_values_override_measured_ones(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_run(tmp_path / "run", step_records(100), round_records(100))
+    settings = to_toml(load_config("debug"))
+    write_run(tmp_path / "run", step_records(100), round_records(100), settings)
     for flags, expected in (
         ([], "40 Mbit/s, latency 50 ms one way, steps of 458 ms"),
         (["--latency", "70ms"], "40 Mbit/s, latency 70 ms one way, steps of 458 ms"),
         (["--bandwidth", "2Mbit"], "2 Mbit/s, latency 50 ms one way, steps of 458 ms"),
         (["--step-time", "500ms"], "40 Mbit/s, latency 50 ms one way, steps of 500 ms"),
     ):
-        words = ["--config", "debug", "--run", str(tmp_path / "run"), *flags]
+        words = ["--run", str(tmp_path / "run"), *flags]
         assert re.search(expected.replace("458", "45[0-9.]+"), output(capsys, *words))
 
 
@@ -146,6 +148,9 @@ MISTAKES = [
     (plan("--diloco.workers", "1"), r"there are no links"),
     (plan("--bandwith", "1Gbit"), r"bandwith = \"1Gbit\": unknown key"),
     (KNOWN, r"give a model with --config"),
+    (["--run", "nothere"], r"--run nothere: there is no run in nothere: it does not exist; give "),
+    (["--run", "."], r"--run \.: there is no run in \.: it has no config\.toml; give the folder"),
+    (["--config", "1b", "--run", "nothere"], r"--run nothere: there is no run in nothere: "),
     (["--presets", "--diloco.workers", "4"], r"--diloco\.workers: --presets takes no settings"),
     (["--table", "--gpu", "4"], r"--gpu: --table takes no settings"),
     (plan("--write", "nowhere/plan.toml"), r"No such file or directory: give the path of a new"),

@@ -20,7 +20,7 @@ from torchtitan_diloco.config.loader import CONFIGS_FOLDER, find_config
 from torchtitan_diloco.config.schema import flat_settings, format_value
 from torchtitan_diloco.diloco.config import MOST_STREAMS, STREAM_BYTES
 from torchtitan_diloco.formatting import counted
-from torchtitan_diloco.user import Parser, UserError, command_line
+from torchtitan_diloco.user import Parser, UserError, command_line, no_run
 
 if TYPE_CHECKING:
     from torchtitan_diloco.diloco.config import DiLoCoConfig, Link
@@ -74,7 +74,8 @@ def _parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--config", metavar="NAME_OR_PATH", help="a TOML file, or the name of a preset")
+    config_help = "a TOML file, or the name of a preset (that of --run)"
+    add("--config", metavar="NAME_OR_PATH", help=config_help)
     add("--bandwidth", type=parse_bandwidth, help="slowest link of a worker: 2Gbit or 25MB/s")
     add("--latency", type=parse_duration, help="one way, half the ping time, as in 30ms")
     add("--step-time", type=parse_duration, help="step time of the slowest worker, as in 0.5s")
@@ -96,10 +97,16 @@ def _parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
         raise UserError(f"--gpus {options.gpus}: give a number of at least 1, such as 8")
     if not 0 < options.mfu <= 1:
         raise UserError(f"--mfu {options.mfu:g}: give a share between 0 and 1, such as 0.4")
+    if options.run is not None:
+        config = options.run / "config.toml"
+        is_there = options.run.is_dir() if options.config else config.is_file()
+        if not is_there:
+            raise UserError(f"--run {options.run}: {no_run(options.run, config.name)}")
+        options.config = options.config or str(config)
     if options.config is None and not (options.table or options.presets):
         raise UserError(
-            "give a model with --config, such as 1b (for a run, "
-            "RUN/config.toml); for the paper's models, give only --table"
+            "give a model with --config, such as 1b, or a run of it with --run; for the paper's "
+            "models, give only --table"
         )
     if not 0 < options.utilisation < 1:
         raise UserError(
