@@ -356,6 +356,13 @@ WARM = {"lr_schedule.warmup": "200"}
             {"training.tokens": "9", "training.stop_after": "2001"},
             ["the end of the run of 20"],
         ),
+        (2000, {"profiling.start": "1999"}, []),
+        (2000, {"profiling.start": "2000"}, ["which trains 2000 steps, so no step is traced: low"]),
+        (
+            2000,
+            {"profiling.start": "9", "training.steps": "2000", "training.stop_after": "9"},
+            ["profiling.start = 9 is after the end of this process, which trains 9 steps"],
+        ),
         (199, {"diloco.workers": "1", **WARM}, ["the peak learning rate is never reached"]),
     ],
 )
@@ -363,6 +370,13 @@ def test_warnings(steps: int, settings: dict[str, str], expected: list[str]) -> 
     found = run_warnings(load_config("debug", settings), steps)
     for line, words in zip(found, expected, strict=True):
         assert re.search(words, line)
+
+
+def test_a_resumed_run_that_ends_before_its_profile_is_a_warning() -> None:
+    config = load_config("debug", {"profiling.start": "500"})
+    assert not run_warnings(config, 2000, start_step=1499)
+    (line,) = run_warnings(config, 2000, start_step=1500)
+    assert "profiling.start = 500 is after the end of this process, which trains 500" in line
 
 
 # --- shipped files --------------------------------------------------------------------------------

@@ -159,7 +159,7 @@ def log_plan(
     if world.is_first:
         warnings = [
             untested_torch(str(torch.__version__)),
-            *run_warnings(config, plan.total_steps),
+            *run_warnings(config, plan.total_steps, plan.start_step),
             *_repetition(plan, config, epochs),
         ]
         for warning in filter(None, warnings):

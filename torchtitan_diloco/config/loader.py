@@ -428,13 +428,23 @@ def unused_settings(config: Config) -> Iterator[str]:
                 )
 
 
-def run_warnings(config: Config, total_steps: int) -> list[str]:
-    """Return warnings about valid settings that are unlikely to be intended."""
+def run_warnings(config: Config, total_steps: int, start_step: int = 0) -> list[str]:
+    """Return warnings about valid settings that are unlikely to be intended.
+
+    `start_step`: step from which the run is resumed.
+    """
     warnings = [*advice(config.diloco, total_steps), *unused_settings(config)]
     if config.training.stop_after > total_steps and not config.islands.join:
         warnings.append(
             f"training.stop_after = {config.training.stop_after} is after the end of the run of "
             f"{total_steps} steps and has no effect: lower it"
+        )
+    last_step = min(total_steps, config.training.stop_after or total_steps)
+    steps_here = max(0, last_step - start_step)
+    if config.profiling.start >= max(1, steps_here) and not config.islands.join:
+        warnings.append(
+            f"profiling.start = {config.profiling.start} is after the end of this process, which "
+            f"trains {steps_here} steps, so no step is traced: lower it"
         )
     mixtures = {MIXTURE: config.data.mixture} if config.data.mixture else {}
     mixtures |= {
