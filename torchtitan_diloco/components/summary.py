@@ -57,7 +57,10 @@ def log_summary(
         width = max(map(len, table), default=0)
         for name, text in table.items():
             logger.info(f"{name:<{width}}  {text}")
-    logger.info(f"took {clock(telemetry.elapsed_seconds)}; the run is in {folder}")
+    took = clock(telemetry.elapsed_seconds)
+    if before := telemetry.elapsed_before:
+        took = f"{took}, of which {clock(telemetry.elapsed_seconds - before)} since it was resumed"
+    logger.info(f"took {took}; the run is in {folder}")
 
 
 def _bytes_sent(telemetry: Telemetry, step: int) -> dict[str, str]:
