@@ -1,6 +1,7 @@
 """Hints name the program that the user started: run_train.sh or torchtitan-diloco."""
 
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from tests.conftest import REPOSITORY
 from torchtitan_diloco import cli
 from torchtitan_diloco.cli import COMMANDS
-from torchtitan_diloco.user import STARTED_BY, command_line, installed
+from torchtitan_diloco.user import STARTED_BY, command_line, installed, training_command
 
 PYTHON = f"{sys.executable} -m"
 
@@ -40,6 +41,26 @@ def test_after_run_train_sh_the_installed_command_if_there_is_one(
     assert command_line("report") == ".venv/bin/torchtitan-diloco report"
     monkeypatch.chdir(scripts)
     assert command_line("train") == f"'{root}/run_train.sh'"
+
+
+def test_a_training_is_started_by_the_program_of_the_user_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may add a model that `train` does not know."""
+    main = sys.modules["__main__"]
+    monkeypatch.setattr(main, "__file__", str(tmp_path / "means.py"))
+    monkeypatch.setattr(main, "__spec__", None)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    assert training_command() == command_line("train"), "one process"
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    torchrun = f"{PYTHON} torch.distributed.run"
+    assert training_command() == f"{torchrun} --standalone --nproc-per-node 3 ./means.py"
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
+    monkeypatch.setattr(main, "__spec__", ModuleSpec("my.means", None))
+    assert training_command() == f"{torchrun} ... -m my.means"
+    monkeypatch.setattr(main, "__file__", str(REPOSITORY / "torchtitan_diloco/train.py"))
+    assert training_command() == command_line("train")
 
 
 @pytest.mark.parametrize(

@@ -102,6 +102,22 @@ def command_line(name: str) -> str:
     return f"{_relative(sys.executable)} {module}"
 
 
+def training_command() -> str:
+    """Return the shell command that starts a training as this process was started: `train`, or
+    torchrun with a program of the user, which may add a model that `train` does not know."""
+    started = sys.modules["__main__"]
+    path = Path(getattr(started, "__file__", None) or __file__)
+    if "TORCHELASTIC_RUN_ID" not in os.environ or path.is_relative_to(Path(__file__).parent):
+        return command_line("train")
+    spec = started.__spec__  # None if it was not started with `-m`
+    program = f"-m {spec.name}" if spec else _relative(str(path.absolute()))
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    nodes = f"--standalone --nproc-per-node {ranks}"
+    if os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
+        nodes = "..."  # the options that it was started with on each node
+    return f"{_relative(sys.executable)} -m torch.distributed.run {nodes} {program}"
+
+
 def installed(program: str) -> str:
     """Return the path at which pip puts a program for this Python."""
     return str(Path(sysconfig.get_path("scripts"), program))

@@ -18,7 +18,7 @@ from torchtitan_diloco.components.metrics import (
 from torchtitan_diloco.components.telemetry import SENT, Telemetry
 from torchtitan_diloco.formatting import clock
 from torchtitan_diloco.log import logger
-from torchtitan_diloco.user import LOCAL_ISLANDS, command_line
+from torchtitan_diloco.user import LOCAL_ISLANDS, command_line, training_command
 
 
 def log_summary(
@@ -49,7 +49,7 @@ def log_summary(
     commands = {}
     if has_control and telemetry.workers > 1 and SENT in telemetry.totals:
         config = shlex.quote(str(folder / "config.toml"))
-        control = f"{command_line('train')} --config {config} --diloco.method none"
+        control = f"{training_command()} --config {config} --diloco.method none"
         commands["to compare with data parallelism, run"] = control
     whole = shlex.quote(os.environ.get(LOCAL_ISLANDS, str(folder)))
     commands["to see where the time went, run"] = f"{command_line('report')} {whole}"
