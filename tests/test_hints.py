@@ -9,7 +9,15 @@ import pytest
 from tests.conftest import REPOSITORY
 from torchtitan_diloco import cli
 from torchtitan_diloco.cli import COMMANDS
-from torchtitan_diloco.user import STARTED_BY, command_line, installed, training_command
+from torchtitan_diloco.plan import parse_bandwidth
+from torchtitan_diloco.user import (
+    STARTED_BY,
+    Parser,
+    command_line,
+    installed,
+    paths_of_option,
+    training_command,
+)
 
 PYTHON = f"{sys.executable} -m"
 
@@ -87,3 +95,33 @@ def test_a_wrong_option_is_answered_in_one_line(
     (line,) = capsys.readouterr().err.splitlines()
     assert ended.value.code == 2
     assert line.startswith("error: ")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--count x", '--count: "x": give a whole number'),
+        ("--count 1.5", '--count: "1.5": give a whole number'),
+        ("--share x", '--share: "x": give a number'),
+        ("--out ~nobody-here/x", '--out: "~nobody-here/x" is in the home folder of a user whom '),
+        ("--text a,~nobody-here/x", '--text: "a,~nobody-here/x" is in the home folder of a user'),
+        ("--rate -1Gbit", '--rate: "-1Gbit" is not a bandwidth: give 2Gbit, '),
+        ("--rate -.5Gbit", '--rate: "-.5Gbit" is not a bandwidth: give 2Gbit, '),
+    ],
+)
+def test_a_wrong_value_of_an_option_is_named_with_a_remedy(
+    words: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser = Parser(prog="program")
+    parser.add_argument("--count", type=int)
+    parser.add_argument("--share", type=float)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--text", type=paths_of_option)
+    parser.add_argument("--rate", type=parse_bandwidth)
+    with pytest.raises(SystemExit) as ended:
+        parser.parse_args(words.split())
+    (line,) = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 2
+    assert line.startswith(f"error: argument {message}")
+    options, settings = parser.parse_known_args(["--count", "-3", "--training.steps", "-3"])
+    assert (options.count, settings) == (-3, ["--training.steps=-3"])

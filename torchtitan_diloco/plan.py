@@ -93,6 +93,7 @@ def _parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--mfu", type=float, default=0.4, help="with --presets: share of the peak (0.4)")
     add("--failures", action="store_true", help="predict what failures cost: --failures --help")
     options, settings = parser.parse_known_args(words)
+    _check_unused(options, parser)
     if options.gpus < 1:
         raise UserError(f"--gpus {options.gpus}: give a number of at least 1, such as 8")
     if not 0 < options.mfu <= 1:
@@ -113,6 +114,21 @@ def _parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
             f"--utilisation {options.utilisation:g}: give a share between 0 and 1, such as 0.95"
         )
     return options, settings
+
+
+def _check_unused(options: argparse.Namespace, parser: Parser) -> None:
+    """Raise an error for an option that is not used with --table or --presets, or without it."""
+    given = [name for name, value in vars(options).items() if value != parser.get_default(name)]
+    used = set(vars(options)) - {"gpus", "mfu"}
+    mode = ""
+    if options.table or options.presets:
+        mode = "--table" if options.table else "--presets"
+        used = {"table"} if options.table else {"presets", "gpus", "mfu"}
+    for name in given:
+        if name not in used:
+            option = f"--{name.replace('_', '-')}"
+            where = f"is not used with {mode}" if mode else "is only used with --presets"
+            raise UserError(f"{option} {where}: remove it")
 
 
 def _parse_failures(words: list[str]) -> tuple[argparse.Namespace, list[str]]:

@@ -6,8 +6,9 @@ import re
 import shlex
 import sys
 import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 USER_ERROR = 2
 """Exit code for a mistake in the configuration or the data."""
@@ -68,14 +69,61 @@ def cause_of(error: Exception) -> str:
     return text.partition(". ")[0] if locations else line
 
 
+NEGATIVE = re.compile(r"-\.?\d")
+"""Beginning of a negative number."""
+
 # --- commands -------------------------------------------------------------------------------------
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser of options that reports their mistakes in one line."""
+    """A parser of options that reports their mistakes in one line, with a remedy."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        for kind, convert in ((int, _whole_number), (float, _number), (Path, _path)):
+            self.register("type", kind, convert)
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Parse the words, where those after an option that begin as a negative number, such as
+        `-1Gbit`, are its value."""
+        words = list[str]()
+        for word in sys.argv[1:] if args is None else args:
+            if words and words[-1].startswith("--") and NEGATIVE.match(word):
+                words[-1] += f"={word}"
+            else:
+                words.append(word)
+        return super().parse_known_args(words, namespace)
 
     def error(self, message: str) -> NoReturn:
         self.exit(USER_ERROR, f"error: {message}; `{self.prog} --help` lists the options\n")
+
+
+def _whole_number(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f'"{text}": give a whole number') from None
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f'"{text}": give a number') from None
+
+
+def _path(text: str) -> Path:
+    return Path(paths_of_option(text)).expanduser()
+
+
+def paths_of_option(text: str) -> str:
+    """Return an option that is a path, or several with commas between them, if their home folders
+    are known."""
+    if not all(map(has_home, text.split(","))):
+        raise argparse.ArgumentTypeError(f'"{text}" {NO_HOME}')
+    return text
 
 
 def install_command(extra: str) -> str:

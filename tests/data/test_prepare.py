@@ -137,13 +137,14 @@ def test_the_help_shows_no_default_that_is_none(run: Run) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--validation-fraction", "0.6"), "0.6 is not between 0 and 0.5"),
+        (("--validation-fraction", "0.6"), '"0.6": give a number from 0 to 0.5'),
         (("--max-tokens", "0"), '"0": give a whole number from 1 on, such as 1000000 or 1e6'),
         (("--shard-tokens", "1.5"), '"1.5": give a whole number'),
         *(
             (("--processes", wrong), f'--processes: "{wrong}": give a whole number from 1 to 8 (')
             for wrong in ("100000", "9", "0", "-1", "1e6")
         ),
+        (("--source", "nowhere"), "--source nowhere: cannot read "),
         (("--begin-token",), "--begin-token: bytes has none of <|begin_of_text|>, <s>, <bos>"),
     ],
 )

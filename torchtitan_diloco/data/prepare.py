@@ -7,6 +7,7 @@ command was killed and started again.
 """
 
 import argparse
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -28,7 +29,7 @@ from torchtitan_diloco.data.shards import (
     read_or_begin_index,
     write_index,
 )
-from torchtitan_diloco.data.text import SOURCES, TEXT_FIELD, open_corpus, whole_number
+from torchtitan_diloco.data.text import SOURCES, TEXT_FIELD, open_source, whole_number
 from torchtitan_diloco.data.tokenising import (
     MOST_PROCESSES,
     Batch,
@@ -40,7 +41,7 @@ from torchtitan_diloco.data.tokenising import (
 from torchtitan_diloco.data.tokenizer import BEGINS, Ids, Tokenizer, build_tokenizer
 from torchtitan_diloco.formatting import counted
 from torchtitan_diloco.hardware import available_cores
-from torchtitan_diloco.user import Parser, UserError, command_line
+from torchtitan_diloco.user import Parser, UserError, command_line, paths_of_option
 
 DEFAULT_SHARD_TOKENS = 2**28  # half a gigabyte at two bytes a token
 _RECORD_TOKENS = 2**24
@@ -195,8 +196,12 @@ class _Writing:
 
 
 def share(text: str) -> float:
-    if not 0 <= (value := float(text)) <= 0.5:
-        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 0.5")
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value <= 0.5:
+        raise argparse.ArgumentTypeError(f'"{text}": give a number from 0 to 0.5')
     return value
 
 
@@ -224,9 +229,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "killed, the same command continues.",
     )
     add = parser.add_argument
-    add("--source", help=f"{SOURCES}; not needed to divide finished shards into clusters")
+    source = f"{SOURCES}; not needed to divide finished shards into clusters"
+    add("--source", type=paths_of_option, help=source)
     tokenizers = "bytes (default), a tiktoken encoding such as gpt2, or a tokenizer.json"
-    add("--tokenizer", default="bytes", help=tokenizers)
+    add("--tokenizer", type=paths_of_option, default="bytes", help=tokenizers)
     add("--out", required=True, type=Path, help="folder of the shards")
     add("--validation-fraction", type=share, default=0.005, help="share held out (default 0.005)")
     shard = f"number of tokens after which a shard is closed (default {DEFAULT_SHARD_TOKENS})"
@@ -249,7 +255,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         tokenizer = build_tokenizer(options.tokenizer)
         done = bool(options.source) and prepare(
-            open_corpus(options.source, options.text_field),
+            open_source(options.source, options.text_field),
             tokenizer,
             options.out,
             validation_fraction=options.validation_fraction,
