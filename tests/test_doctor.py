@@ -166,8 +166,8 @@ def test_a_server_without_tls(examine: Examine, server: Join) -> None:
 
 
 def answers(port: int) -> bool:
-    with socket.socket() as dialling:
-        return dialling.connect_ex(("127.0.0.1", port)) == 0
+    with socket.socket() as dialing:
+        return dialing.connect_ex(("127.0.0.1", port)) == 0
 
 
 def test_a_name_that_nobody_knows(examine: Examine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -144,7 +144,7 @@ MISTAKES = [
     (["--config", "1b", *LINK], r"--step-time, such as 500ms; or --run"),
     (["--config", "1b", "--step-time", "0.5s"], r"give --bandwidth, such as 200Mbit/s"),
     (plan("--step-time", "0s"), r"step times above 0"),
-    (plan("--utilisation", "95"), r"--utilisation 95: give a share between"),
+    (plan("--utilization", "95"), r"--utilization 95: give a share between"),
     (plan("--diloco.workers", "1"), r"there are no links"),
     (plan("--bandwith", "1Gbit"), r"bandwith = \"1Gbit\": unknown key"),
     (KNOWN, r"give a model with --config"),

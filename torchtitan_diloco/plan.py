@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.table:
             from torchtitan_diloco.planner.paper import SYNC_EVERY, paper_table
 
-            print(f"Gbit/s for a utilisation, H = {SYNC_EVERY} (arXiv 2501.18512, Table 4)\n")
+            print(f"Gbit/s for a utilization, H = {SYNC_EVERY} (arXiv 2501.18512, Table 4)\n")
             print(paper_table())
             return 0
         if options.presets:
@@ -68,7 +68,7 @@ def _parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = Parser(
         prog=command_line("plan"),
         description=(
-            "Find settings that reach a utilisation on a link, changing one setting at a time."
+            "Find settings that reach a utilization on a link, changing one setting at a time."
         ),
         epilog="You can also give settings: --diloco.workers 4. See docs/report-and-plan.md.",
         allow_abbrev=False,
@@ -81,7 +81,7 @@ def _parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--step-time", type=parse_duration, help="step time of the slowest worker, as in 0.5s")
     add("--run", type=Path, help="folder of a run that supplies whatever you do not give")
     add(
-        "--utilisation",
+        "--utilization",
         type=float,
         default=0.95,
         help="share of the speed on an unlimited link to reach (0.95)",
@@ -109,9 +109,9 @@ def _parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
             "give a model with --config, such as 1b, or a run of it with --run; for the paper's "
             "models, give only --table"
         )
-    if not 0 < options.utilisation < 1:
+    if not 0 < options.utilization < 1:
         raise UserError(
-            f"--utilisation {options.utilisation:g}: give a share between 0 and 1, such as 0.95"
+            f"--utilization {options.utilization:g}: give a share between 0 and 1, such as 0.95"
         )
     return options, settings
 
@@ -227,19 +227,19 @@ def _plan(options: argparse.Namespace, config: Config) -> None:
     load = _workload(config)
     conditions = _conditions(options, load.workers)
     conditions = replace(conditions, backward_waits=config.run.device == "cpu")
-    tried, best = climb(load, conditions, given=config.diloco, wanted=options.utilisation)
+    tried, best = climb(load, conditions, given=config.diloco, wanted=options.utilization)
     link = f"{quantity(conditions.bits_per_second, 'bit/s')}, latency "
     link += f"{quantity(conditions.latency_seconds, 's')} one way, steps of "
     link += quantity(max(conditions.step_seconds), "s")
     size = f"{load.plan.parameters:,} parameters, {len(blocks_of(load.model))} layers"
     grid = f"{load.workers} workers x {counted(load.ranks, 'rank')}"
     print(f"{config.run.name}: {size}, {grid}; {link}\n")
-    print(ladder_text(load, conditions, tried=tried, best=best, wanted=options.utilisation))
+    print(ladder_text(load, conditions, tried=tried, best=best, wanted=options.utilization))
     if conditions.bytes_in_flight > STREAM_BYTES:
         print(f"\n{streams_text(conditions, best.link, load.ranks)}")
     print(f"\n{server_text(load.plan.parameters, best, max(conditions.step_seconds))}")
     if options.write is not None:
-        comment = f"Utilisation of {tried[best].utilisation:.1%} predicted for {link}"
+        comment = f"Utilization of {tried[best].utilization:.1%} predicted for {link}"
         write_variant(
             options.write, options.config, wanted=replace(config, diloco=best), comment=comment
         )

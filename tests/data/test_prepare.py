@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import torchtitan_diloco.data.prepare as prepare_module
-import torchtitan_diloco.data.tokenising as tokenising_module
+import torchtitan_diloco.data.tokenizing as tokenizing_module
 from tests.conftest import save_tokenizer
 from torchtitan_diloco.data.pieces import is_held_out
 from torchtitan_diloco.data.prepare import main, prepare
@@ -101,7 +101,7 @@ def test_a_folder_has_one_source_and_settings(
     write_documents(source, documents=3)
     (other := tmp_path / "b.jsonl").write_bytes(source.read_bytes())
     with monkeypatch.context() as patch:
-        patch.setattr(prepare_module, "tokenise", interrupt)
+        patch.setattr(prepare_module, "tokenize", interrupt)
         status, printed = run()
     assert (status, "the same command continues" in printed) == (130, True)
     tokenizer = save_tokenizer(tmp_path / "own.json", 300)
@@ -200,7 +200,7 @@ def test_an_unfinished_folder_of_an_earlier_version_or_with_damage(
     with monkeypatch.context() as patch:
         finishes: Iterator[Callable[[ShardWriter], None]] = chain([finish] * 2, repeat(interrupt))
         patch.setattr(ShardWriter, "finish_shard", lambda writer: next(finishes)(writer))
-        patch.setattr(tokenising_module, "_BATCH_PIECES", 2)
+        patch.setattr(tokenizing_module, "_BATCH_PIECES", 2)
         part = tmp_path / "part"
         assert run(*options, out=part)[0] == 130
     index = json.loads((part / "prepare.json").read_text())

@@ -1,4 +1,4 @@
-"""Open the token shards of the `[data]` section. Text is tokenised into shards the first time."""
+"""Open the token shards of the `[data]` section. Text is tokenized into shards the first time."""
 
 import glob
 import re
@@ -116,7 +116,7 @@ def _slug(spec: str) -> str:
 
 
 def _folder(data: Data, key: str, spec: str, tokenizer: Tokenizer, *, fraction: float) -> Path:
-    """Return the shard folder of a corpus. Tokenise the corpus if it is text."""
+    """Return the shard folder of a corpus. Tokenize the corpus if it is text."""
     corpus = find_corpus(data, key, spec)
     if isinstance(corpus, Path):
         return corpus

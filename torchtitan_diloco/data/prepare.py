@@ -1,4 +1,4 @@
-"""Tokenise text into shards.
+"""Tokenize text into shards.
 
 .venv/bin/torchtitan-diloco prepare --source stdlib --tokenizer bytes --out corpora/stdlib
 
@@ -30,15 +30,15 @@ from torchtitan_diloco.data.shards import (
     write_index,
 )
 from torchtitan_diloco.data.text import SOURCES, TEXT_FIELD, open_source, whole_number
-from torchtitan_diloco.data.tokenising import (
+from torchtitan_diloco.data.tokenizer import BEGINS, Ids, Tokenizer, build_tokenizer
+from torchtitan_diloco.data.tokenizing import (
     MOST_PROCESSES,
     Batch,
     Encoding,
     read_batches,
-    tokenise,
+    tokenize,
     usual_processes,
 )
-from torchtitan_diloco.data.tokenizer import BEGINS, Ids, Tokenizer, build_tokenizer
 from torchtitan_diloco.formatting import counted
 from torchtitan_diloco.hardware import available_cores
 from torchtitan_diloco.user import Parser, UserError, command_line, paths_of_option
@@ -62,7 +62,7 @@ def prepare(
 ) -> bool:
     """Write the shards of both splits, then the index. Return whether there was anything to do.
 
-    `begin`: write the tokenizer's begin token before each document. `processes`: tokenise in so
+    `begin`: write the tokenizer's begin token before each document. `processes`: tokenize in so
     many, None for threads of this one. `wait`: wait for another process that is writing the folder,
     instead of raising an error.
     """
@@ -94,7 +94,7 @@ def prepare(
     train = index.splits["train"]
     held_out = index.splits["validation"]
     print(
-        f"data: tokenised {corpus.spec} with {tokenizer.name} in {seconds:.1f} s "
+        f"data: tokenized {corpus.spec} with {tokenizer.name} in {seconds:.1f} s "
         f"({writing.new_tokens / seconds / 1e6:.2f} M tokens/s): {train.tokens:,} tokens in "
         f"{train.documents:,} documents to train on, {held_out.tokens:,} held out, in {folder}",
         flush=True,
@@ -139,9 +139,9 @@ class _Writing:
         batches = read_batches(
             reading.pieces, start=self._position, done=done, held_out_fraction=fraction
         )
-        progress = Progress(f"tokenise {self._corpus.spec}", self._amount(), self._share(reading))
+        progress = Progress(f"tokenize {self._corpus.spec}", self._amount(), self._share(reading))
         try:
-            for batch, tokens in tokenise(batches, encoding, processes):
+            for batch, tokens in tokenize(batches, encoding, processes):
                 if not self._add(batch, tokens):
                     break
                 progress.show(self._amount(), self._share(reading))
@@ -225,7 +225,7 @@ def _warn_if_nothing_is_held_out(folder: Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = Parser(
         prog=command_line("prepare"),
-        description="Tokenise a corpus into a folder of token shards. If it was interrupted or "
+        description="Tokenize a corpus into a folder of token shards. If it was interrupted or "
         "killed, the same command continues.",
     )
     add = parser.add_argument

@@ -109,7 +109,7 @@ class Prediction(NamedTuple):
         return self.compute_seconds_per_step + self.exposed_seconds_per_step
 
     @property
-    def utilisation(self) -> float:
+    def utilization(self) -> float:
         return self.compute_seconds_per_step / self.step_seconds
 
 
