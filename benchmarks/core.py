@@ -184,12 +184,12 @@ def train_kept(
         records = train(folder / "run", settings, seconds=seconds, NPROC=workers)
         for checkpoint in [] if keep_checkpoints else folder.glob("run/worker-*/step-*"):
             shutil.rmtree(checkpoint)
-        return summarise_run(records) | {"seconds": time.monotonic() - started}
+        return summarize_run(records) | {"seconds": time.monotonic() - started}
 
     return kept(folder, settings, measure)
 
 
-def summarise_run(records: Sequence[Record]) -> Record:
+def summarize_run(records: Sequence[Record]) -> Record:
     """Return the last loss, the curve of all, the speed and the bytes of the records of a run."""
     start = next(record for record in records if record.get("kind") == "start")
     steps = [record for record in steps_of(records) if "speed/tokens_per_second" in record]

@@ -343,7 +343,7 @@ def read_cut(folder: Path) -> core.Record | None:
     found = core.read_records(folder)
     if not any("loss/val" in record for record in found):
         return None
-    return core.summarise_run(found)
+    return core.summarize_run(found)
 
 
 # --- command line ---------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from benchmarks import core
 from torchtitan_diloco.formatting import markdown_table
-from torchtitan_diloco.report.charts import AXIS, MUTED, STYLE, series_colour, short_number
+from torchtitan_diloco.report.charts import AXIS, MUTED, STYLE, series_color, short_number
 from torchtitan_diloco.user import REPOSITORY
 
 SIZES_PICTURE = REPOSITORY / "docs" / "images" / "sizes.svg"
@@ -126,8 +126,8 @@ def draw_sizes(records: Sequence[core.Record], path: Path) -> None:
         curves.setdefault(name, []).append(point)
     for number, (name, points) in enumerate(sorted(curves.items())):
         sizes, means, below, above = zip(*sorted(points), strict=True)
-        colour = series_colour(number)
-        axes.errorbar(sizes, means, [below, above], fmt="o-", color=colour, capsize=4, label=name)
+        color = series_color(number)
+        axes.errorbar(sizes, means, [below, above], fmt="o-", color=color, capsize=4, label=name)
     for (name, losses), mark in zip(list(PAPER.items())[1:], "sD", strict=True):
         axes.plot(
             [1e6 * size for size in losses],
@@ -152,7 +152,7 @@ def draw_curves(records: Sequence[core.Record], path: Path) -> None:
         kind = f"M={record['workers']}, H={record['every']}" if record["every"] else "data parallel"
         tokens, losses = zip(*record["curve"], strict=True)
         label = f"{record['stage']}, {kind}, seed {record['seed']}"
-        axes.plot(tokens, losses, "o-", markersize=3, color=series_colour(number), label=label)
+        axes.plot(tokens, losses, "o-", markersize=3, color=series_color(number), label=label)
     axes.xaxis.set_major_formatter(short_number)
     axes.legend(frameon=False, fontsize=9)
     figure.savefig(path, metadata={"Date": None})

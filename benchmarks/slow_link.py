@@ -67,10 +67,10 @@ RESERVED = {"run.folder", "training.steps", "metrics.log_every", "diloco.workers
 """Settings that the benchmark sets itself."""
 SAMPLE_SECONDS = 0.05
 """Time between two samples of the counters."""
-HEADER = "Mbit/s | method | tokens/s | utilisation % | not exposed % | sent kB a step | n (steps)"
+HEADER = "Mbit/s | method | tokens/s | utilization % | not exposed % | sent kB a step | n (steps)"
 LEGEND = """\
-utilisation: tokens/s against the fastest method without a limit in the same repeat; not exposed:
-share of a step by the clock of the training thread (data parallelism: utilisation); sent: by the
+utilization: tokens/s against the fastest method without a limit in the same repeat; not exposed:
+share of a step by the clock of the training thread (data parallelism: utilization); sent: by the
 counter of a worker's interface. Median (min ... max) of n runs of so many steps."""
 
 
@@ -129,7 +129,7 @@ def run_workers(method: str, rate: float, settings: core.Settings, folder: Path)
     return samples
 
 
-def summarise(
+def summarize(
     records: Sequence[core.Record], samples: Samples, workers: int, cycle: int
 ) -> Measured:
     """Measure the second cycle. `records`: of logged steps, two a cycle."""
@@ -162,7 +162,7 @@ def measure(method: str, rate: float, settings: core.Settings, folder: Path) -> 
         samples = run_workers(method, rate, settings, folder)
         records = core.steps_of(core.read_records(folder))
         workers, cycle = int(settings["diloco.workers"]), cycle_of(method, rate)
-        return asdict(summarise(records, samples, workers, cycle))
+        return asdict(summarize(records, samples, workers, cycle))
 
     return Measured(**core.kept(folder, settings, run))
 
@@ -173,14 +173,14 @@ def references(runs: Runs) -> list[float]:
     return [max(run.tokens_per_second for run in repeat) for repeat in zip(*free, strict=True)]
 
 
-def utilisations(runs: Runs, rate: float, method: str) -> list[float]:
+def utilizations(runs: Runs, rate: float, method: str) -> list[float]:
     """Return tokens/s / reference for each repeat."""
     pairs = zip(runs[rate, method], references(runs), strict=True)
     return [run.tokens_per_second / reference for run, reference in pairs]
 
 
 def row(runs: Runs, rate: float, method: str) -> list[str]:
-    found, used = runs[rate, method], utilisations(runs, rate, method)
+    found, used = runs[rate, method], utilizations(runs, rate, method)
     free = [1 - (run.exposed_seconds or 0.0) / run.seconds_per_step for run in found]
     if method == DATA_PARALLEL:
         free = [min(1.0, share) for share in used]

@@ -4,7 +4,7 @@
 
 On a CPU all loops run in turns in one process, and ratios are computed for each round. On a GPU
 each has a process of its own, as their optimizers need the memory; peaks of the other loops include
-the parameters of our model. The bare loop does less: it materialises all logits and has no z-loss,
+the parameters of our model. The bare loop does less: it materializes all logits and has no z-loss,
 no guard and no metrics. With `--compile.enable true` all loops compile their blocks. If torchtitan
 0.2.2 is installed (later versions have no attention for CPUs), its Llama 3 of the same width,
 depth, heads and number of feed-forward parameters also trains in the bare loop.

@@ -346,9 +346,12 @@ MISTAKES = [
     ([], "give a model with --config"),
     (["--config", "100mm", "--bandwidth", "1Gbit"], '--config = "100mm": no such file; .* 100m'),
     (["--config", "debug"], "give --endpoint HOST:PORT on both machines, or --bandwidth"),
-    (["--config", "debug", "--endpoint", "node0"], "'node0' is not HOST:PORT, such as node0:29500"),
-    (["--config", "debug", "--endpoint", "node0:0"], "'node0:0' is not HOST:PORT"),
-    (["--config", "debug", "--endpoint", "node0:http"], "'node0:http' is not HOST:PORT"),
+    (
+        ["--config", "debug", "--endpoint", "node0"],
+        "--endpoint node0: give HOST:PORT, such as node0:",
+    ),
+    (["--config", "debug", "--endpoint", "node0:0"], "--endpoint node0:0: give HOST:PORT"),
+    (["--config", "debug", "--endpoint", "node0:http"], "--endpoint node0:http: give HOST:PORT"),
     (
         [*ALONE[:2], "--bandwidth", "0Gbit"],
         "--bandwidth must be above 0: give --bandwidth, such as",

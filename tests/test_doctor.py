@@ -1,6 +1,7 @@
 """The doctor names the hop that fails, and its remedy."""
 
 import dataclasses
+import re
 import signal
 import socket
 import struct
@@ -165,8 +166,8 @@ def test_a_server_without_tls(examine: Examine, server: Join) -> None:
 
 
 def answers(port: int) -> bool:
-    with socket.socket() as dialling:
-        return dialling.connect_ex(("127.0.0.1", port)) == 0
+    with socket.socket() as dialing:
+        return dialing.connect_ex(("127.0.0.1", port)) == 0
 
 
 def test_a_name_that_nobody_knows(examine: Examine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,7 +189,24 @@ def test_a_closed_port(examine: Examine) -> None:
 @pytest.mark.parametrize("address", ["host", "host:http", ":0"])
 def test_what_is_no_address(address: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert doctor.main(["--endpoint", address]) == 2
-    assert f"{address!r} is not HOST:PORT" in capsys.readouterr().err
+    assert f"--endpoint {address}: give HOST:PORT" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "remedy"),
+    [
+        ("--streams 4", "--streams 4: there is no link to measure: give --endpoint or --join"),
+        ("--endpoint a:1 --streams 0", "--streams 0: give a number from 1 to 32"),
+        ("--endpoint a:1 --streams 33", "--streams 33: give a number from 1 to 32"),
+        ("--endpoint 192.0.2.1:29500 --listen", "29500: .*: give an address of this machine"),
+    ],
+)
+def test_wrong_options_name_the_remedy(
+    words: str, remedy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert doctor.main(words.split()) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(remedy, line), line
 
 
 # --- torchrun's endpoint --------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from torchtitan_diloco import launch
 from torchtitan_diloco.cli import COMMANDS
 from torchtitan_diloco.config import Config, load_config
 from torchtitan_diloco.config.loader import shipped_configs
@@ -62,6 +63,25 @@ def test_the_long_help_has_every_setting_with_its_text_and_default(
     assert shown["run.seed"].startswith("run.seed INT Seed of the initial weights")
 
 
+@pytest.mark.parametrize("words", ["--help diloco", "-h diloco.overlap", "--help=diloco"])
+def test_the_help_of_a_section_has_its_settings(
+    words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert print_help(["--run.seed", "3", *words.split(), "--config", "1b"])
+    shown = entries(capsys.readouterr().out)
+    of_section = {key for key in flat_settings(Config()) if key.startswith("diloco.")}
+    assert shown.keys() - {"help", "config"} == of_section
+    assert "Number of workers." in shown["diloco.workers"]
+
+
+def test_the_help_of_no_section_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert launch.main(["--help", "optimzer"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: --help optimzer: there is no such section; did you mean opt")
+    assert "; give all, or one of run, model, data, " in line
+
+
 def test_settings_are_no_question() -> None:
+    assert not print_help([])
     assert not print_help(["--run.name", "all", "--config", "debug"])
     assert load_config("debug", {"run.name": "help"}).run.name == "help"

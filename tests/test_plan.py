@@ -11,8 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.report.synthetic import round_records, step_records, write_run
-from torchtitan_diloco.config.loader import load_config, shipped_configs
+from torchtitan_diloco.config import load_config, to_toml
+from torchtitan_diloco.config.loader import shipped_configs
 from torchtitan_diloco.config.schema import flat_settings
+from torchtitan_diloco.hardware import GIB
 from torchtitan_diloco.plan import (
     main,
     parse_bandwidth,
@@ -21,6 +23,7 @@ from torchtitan_diloco.plan import (
     variant_text,
 )
 from torchtitan_diloco.planner.paper import paper_table
+from torchtitan_diloco.planner.prediction import Workload
 
 LINK = ["--bandwidth", "500Mbit", "--latency", "30ms"]
 KNOWN = [*LINK, "--step-time", "0.3s"]
@@ -72,6 +75,9 @@ def test_what_a_preset_needs(capsys: pytest.CaptureFixture[str]) -> None:
     parameters, tokens, gpus, memory, time, disk, sent = cells["1b"]
     assert (parameters, tokens, gpus) == ("1,280M", "25.6B", "2 x 4")
     assert float(memory) == 8.3, "(16 + 12) bytes x 1.28e9 / 4 GPUs in GiB"
+    plan = Workload.of(load_config("1b-muon"), vocabulary=32_000).plan
+    in_bytes = 24 * plan.parameters + 4 * plan.embedding_parameters  # these have a second moment
+    assert float(cells["1b-muon"][3]) == round(in_bytes / 4 / GIB, 1)
     hours = 6 * 1.28e9 * 25.6e9 / (8 * 989e12 * 0.5) / 3600  # and some more for attention
     assert hours < int(time.split(":")[0]) < 1.3 * hours
     assert float(disk) == 51.2, "two bytes a token"
@@ -131,14 +137,15 @@ def test_a_streaming_variant_of_a_control_averages_its_gradients_in_fp32(tmp_pat
 def test_given_values_override_measured_ones(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_run(tmp_path / "run", step_records(100), round_records(100))
+    settings = to_toml(load_config("debug"))
+    write_run(tmp_path / "run", step_records(100), round_records(100), settings)
     for flags, expected in (
         ([], "40 Mbit/s, latency 50 ms one way, steps of 458 ms"),
         (["--latency", "70ms"], "40 Mbit/s, latency 70 ms one way, steps of 458 ms"),
         (["--bandwidth", "2Mbit"], "2 Mbit/s, latency 50 ms one way, steps of 458 ms"),
         (["--step-time", "500ms"], "40 Mbit/s, latency 50 ms one way, steps of 500 ms"),
     ):
-        words = ["--config", "debug", "--run", str(tmp_path / "run"), *flags]
+        words = ["--run", str(tmp_path / "run"), *flags]
         assert re.search(expected.replace("458", "45[0-9.]+"), output(capsys, *words))
 
 
@@ -159,11 +166,17 @@ MISTAKES = [
     (["--config", "1b", *LINK], r"--step-time, such as 500ms; or --run"),
     (["--config", "1b", "--step-time", "0.5s"], r"give --bandwidth, such as 200Mbit/s"),
     (plan("--step-time", "0s"), r"step times above 0"),
-    (plan("--utilisation", "95"), r"--utilisation 95: give a share between"),
+    (plan("--utilization", "95"), r"--utilization 95: give a share between"),
     (plan("--diloco.workers", "1"), r"there are no links"),
     (plan("--bandwith", "1Gbit"), r"bandwith = \"1Gbit\": unknown key"),
     (KNOWN, r"give a model with --config"),
+    (["--run", "nothere"], r"--run nothere: there is no run in nothere: it does not exist; give "),
+    (["--run", "."], r"--run \.: there is no run in \.: it has no config\.toml; give the folder"),
+    (["--config", "1b", "--run", "nothere"], r"--run nothere: there is no run in nothere: "),
     (["--presets", "--diloco.workers", "4"], r"--diloco\.workers: --presets takes no settings"),
+    (["--presets", "--write", "x.toml"], r"--write is not used with --presets: remove it"),
+    (["--table", "--bandwidth", "1Gbit"], r"--bandwidth is not used with --table: remove it"),
+    (plan("--gpus", "4"), r"--gpus is only used with --presets: remove it"),
     (["--table", "--gpu", "4"], r"--gpu: --table takes no settings"),
     (plan("--write", "nowhere/plan.toml"), r"No such file or directory: give the path of a new"),
     (plan("--training.global_batch_size", "none", "--write", "x.toml"), r"cannot be written"),

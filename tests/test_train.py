@@ -271,10 +271,10 @@ def test_a_batch_whose_activations_do_not_fit_is_named_before_training(
     """Two ranks with 1 GiB of state each, and 8 GiB of activations for 64 sequences."""
     caplog.set_level(logging.WARNING)
     config = replace(debug(training__batch_size="64"), diloco=NONE, checkpoint=NO_SAVES)
-    plan = plan_run(Training(steps=10), 1, GIB // 16, 0, activation_bytes=8 * GIB)
+    plan = plan_run(Training(steps=10), 1, GIB // 16, 0, muon=False, activation_bytes=8 * GIB)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.setattr(run_plan, "available_memory_bytes", lambda: available)
     available = 18 * GIB
+    monkeypatch.setattr(run_plan, "available_memory_bytes", lambda: available)
     check_memory(plan, ALONE, config)
     assert caplog.messages == []
     available = 18 * GIB - 1

@@ -22,7 +22,7 @@ COMMANDS = {
     "islands": ("islands.__main__", "serve and watch a run of islands"),
     "doctor": ("doctor", "check this machine, and that machines reach each other"),
     "tokenizer": ("data.tokenizer", "train a tokenizer on a corpus"),
-    "prepare": ("data.prepare", "tokenise a corpus"),
+    "prepare": ("data.prepare", "tokenize a corpus"),
 }
 """Module, with its first argument if any, and description of each command."""
 INTERRUPTED = ("compare", "islands", "doctor", "prepare")

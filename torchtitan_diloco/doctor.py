@@ -7,6 +7,8 @@
 .venv/bin/torchtitan-diloco doctor --endpoint node0:29500
 """
 
+import argparse
+import errno
 import math
 import platform
 import socket
@@ -87,11 +89,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         action="store_true",
         help="listen until Ctrl-C, so that other machines can measure",
     )
-    parser.add_argument("--streams", type=int, default=8, help="TCP streams to measure with (8)")
+    streams_help = f"TCP streams to measure with, 1 to {MOST_STREAMS} ({Link.streams})"
+    parser.add_argument("--streams", type=int, help=streams_help)
     options = parser.parse_args(arguments)
     try:
-        if options.streams < 1:
-            raise UserError(f"--streams {options.streams}: give a number of at least 1")
+        streams = _streams(options)
         endpoint = split_address(options.endpoint) if options.endpoint else None
         if options.listen:
             return _listen(endpoint)
@@ -101,14 +103,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.join:
             join = Join.parse(options.join)
             for address in join.addresses:
-                good &= examine_server(replace(join, addresses=(address,)), options.streams)
+                good &= examine_server(replace(join, addresses=(address,)), streams)
         if endpoint:
-            way = chain(address_hops(*endpoint), endpoint_hops(*endpoint, options.streams))
+            way = chain(address_hops(*endpoint), endpoint_hops(*endpoint, streams))
             good &= run_hops(way)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return USER_ERROR
     return 0 if good else 1
+
+
+def _streams(options: argparse.Namespace) -> int:
+    """Return the number of TCP streams to measure with."""
+    if options.streams is None:
+        return Link.streams
+    if not (options.join or options.endpoint):
+        raise UserError(
+            f"--streams {options.streams}: there is no link to measure: give --endpoint or --join"
+        )
+    if not 1 <= options.streams <= MOST_STREAMS:
+        raise UserError(f"--streams {options.streams}: give a number from 1 to {MOST_STREAMS}")
+    streams: int = options.streams
+    return streams
 
 
 def run_hops(hops: Iterable[Hop]) -> bool:
@@ -301,7 +317,10 @@ def _listen(endpoint: tuple[str, int] | None) -> int:
     try:
         server = listen("" if host == "localhost" else host, port, text=_message())
     except OSError as error:
-        raise UserError(f"port {port}: {error.strerror}; stop the program that uses it") from error
+        remedy = "stop the program that uses it"
+        if error.errno == errno.EADDRNOTAVAIL:
+            remedy = "give an address of this machine"
+        raise UserError(f"--endpoint {host}:{port}: {error.strerror}: {remedy}") from error
     other = f"{command_line('doctor')} --endpoint {socket.gethostname()}:{port}"
     print(f"listening until Ctrl-C; on another machine, run `{other}`", flush=True)
     with server, suppress(KeyboardInterrupt):

@@ -1,4 +1,4 @@
-"""The help of a training: the settings that matter most, or all of them."""
+"""The help of a training: the settings that matter most, those of a section, or all of them."""
 
 import argparse
 import os
@@ -7,7 +7,7 @@ import sys
 import textwrap
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import field, fields, make_dataclass
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from docstring_parser import parse_from_object
@@ -16,7 +16,8 @@ from torchtitan_diloco.cli import COMMANDS
 from torchtitan_diloco.config import Config
 from torchtitan_diloco.config.loader import DEFAULT_CONFIG, TYPES, shipped_configs
 from torchtitan_diloco.config.schema import flat_settings
-from torchtitan_diloco.user import command_line
+from torchtitan_diloco.diloco.fields import nearest
+from torchtitan_diloco.user import UserError, command_line
 
 MATTER_MOST = (
     "run.folder",
@@ -49,6 +50,8 @@ CONFIG = f"A TOML file, or the name of one in train_configs/: {', '.join(shipped
 PRINT_CONFIG = (
     "Print the settings that the run would use, its warnings, and what is missing to start it."
 )
+ALL = "all"
+"""The topic of the help that has all settings."""
 MANY = 5
 """Number of choices of a setting from which on the short help lists them in its text."""
 WIDTH = "108"
@@ -56,16 +59,34 @@ WIDTH = "108"
 
 
 def print_help(words: Sequence[str]) -> bool:
-    """Print the help if the words ask for it (`--help`, `--help all`). Return whether they do."""
-    if not {"--help", "-h", "--help=all"}.intersection(words):
+    """Print the help if the words ask for it (`--help`, `--help SECTION`, `--help all`). Return
+    whether they do."""
+    topic = _topic(words)
+    if topic is None:
         return False
+    sections = [section.name for section in fields(Config)]
+    section = topic.partition(".")[0]  # of a setting
+    if topic and section not in (ALL, *sections):
+        raise UserError(
+            f"--help {topic}: there is no such section{nearest(section, sections)}; give {ALL}, or "
+            f"one of {', '.join(sections)}"
+        )
     if not sys.stdout.isatty():
         os.environ.setdefault("COLUMNS", WIDTH)
-    if {"all", "--help=all"}.intersection(words):
-        _print_all()
+    if topic:
+        _print_settings(sections if section == ALL else [section])
     else:
         print(_short_help(), end="")
     return True
+
+
+def _topic(words: Sequence[str]) -> str | None:
+    """Return the word after `--help`, which may be empty, or None without `--help`."""
+    for word, after in zip(words, [*words, ""][1:], strict=True):
+        option, _, value = word.partition("=")
+        if option in ("--help", "-h"):
+            return value or ("" if after.startswith("-") else after)
+    return None
 
 
 def _short_help() -> str:
@@ -73,7 +94,8 @@ def _short_help() -> str:
     parser = argparse.ArgumentParser(
         usage=f"{program} [--config NAME_OR_PATH] [--section.key VALUE ...]",
         description=textwrap.fill(DESCRIPTION, shutil.get_terminal_size().columns - 2),
-        epilog=f"All {len(TYPES)} settings: {program} --help all",
+        epilog=f"All {len(TYPES)} settings: {program} --help {ALL}\n"
+        f"Those of a section: {program} --help diloco",
         formatter_class=argparse.RawDescriptionHelpFormatter,  # a command is never broken
         add_help=False,
     )
@@ -81,7 +103,10 @@ def _short_help() -> str:
     parser.add_argument("--config", metavar="NAME_OR_PATH", help=config)
     parser.add_argument("--print-config", action="store_true", help=PRINT_CONFIG)
     parser.add_argument(
-        "--help", metavar="all", nargs="?", help="Print this text, or all settings."
+        "--help",
+        metavar=f"{ALL}|SECTION",
+        nargs="?",
+        help="Print this text, all settings, or those of a section.",
     )
     settings = parser.add_argument_group("settings")
     defaults = flat_settings(Config())
@@ -121,13 +146,14 @@ def _metavar(kind: Any) -> str:
     return _metavar(parts[0]) if parts else str(kind.__name__).upper()
 
 
-def _print_all() -> None:
+def _print_settings(sections: Sequence[str]) -> None:
+    """Print all settings of some sections."""
     import tyro  # takes longer than all other imports
 
-    @dataclass(frozen=True)
-    class CommandLine(Config):
-        config: Annotated[str, tyro.conf.arg(metavar="NAME_OR_PATH", help=CONFIG)] = DEFAULT_CONFIG
-
+    kinds = get_type_hints(Config)
+    config = Annotated[str, tyro.conf.arg(metavar="NAME_OR_PATH", help=CONFIG)]
+    entries = [(name, kinds[name], field(default_factory=kinds[name])) for name in sections]
+    command = make_dataclass("Settings", [*entries, ("config", config, DEFAULT_CONFIG)])
     registry = tyro.constructors.ConstructorRegistry()
 
     @registry.primitive_rule
@@ -147,7 +173,7 @@ def _print_all() -> None:
 
     with suppress(SystemExit):
         tyro.cli(
-            CommandLine,
+            command,
             prog=f"{command_line('train')} [--config NAME_OR_PATH] [--print-config]",
             description=DESCRIPTION,
             args=["--help"],

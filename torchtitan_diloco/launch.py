@@ -16,8 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchtitan_diloco.config import Config, from_command_line, to_toml
+from torchtitan_diloco.config.schema import flat_settings
+from torchtitan_diloco.formatting import counted
 from torchtitan_diloco.hardware import (
     GLOO_INTERFACE,
+    available_cores,
     end_with_parent,
     threads_of_process,
 )
@@ -128,8 +131,10 @@ def print_config(config: Config) -> None:
     from torchtitan_diloco.preflight import check_inputs, early_warnings
 
     print(to_toml(config), end="", flush=True)
+    nodes = read_whole_number(os.environ, "NNODES") or 1
     for warning in early_warnings(config):
         say(f"warning: {warning}")
+    _warn_if_crowded(config, wanted_processes(config, nodes))
     check_inputs(config)
 
 
@@ -139,6 +144,7 @@ def run_local_islands(config: Config, arguments: list[str]) -> int:
 
     count = config.islands.local
     _share_cores(count)
+    _warn_if_crowded(config, wanted_processes(config, nodes=1))
     command = [sys.executable, "-m", "torchtitan_diloco.launch", *arguments]
     command += ["--islands.local", "0", "--islands.begin", str(config.islands.begin or count)]
     return run_islands(command, count, Path(folder_of_run(config)))
@@ -172,18 +178,48 @@ def _share_cores(processes: int) -> None:
 
 def processes_of_node(config: Config, nodes: int) -> int:
     """Return the training processes of this node, one of `nodes`, if the settings allow them."""
-    import torch
-
     from torchtitan_diloco.components.run_plan import accumulation
     from torchtitan_diloco.distributed.world import split_world
 
-    gpus = 0 if config.run.device == "cpu" else torch.cuda.device_count()
-    wanted = config.workers_of_job * max(1, config.parallel.fsdp)
-    by_settings = gpus if gpus and not config.parallel.fsdp else -(-wanted // nodes)
-    processes = read_whole_number(os.environ, "NPROC") or by_settings
+    processes = wanted_processes(config, nodes)
     split_world(processes * nodes, config.workers_of_job, config.parallel.fsdp)
     accumulation(config.training, processes * nodes)
     return processes
+
+
+def wanted_processes(config: Config, nodes: int) -> int:
+    """Return the training processes that are asked for on this node, one of `nodes`."""
+    each = max(1, config.parallel.fsdp)
+    if config.islands.local:
+        return config.islands.local * each
+    gpus = _gpus(config)
+    wanted = config.workers_of_job * each
+    by_settings = gpus if gpus and not config.parallel.fsdp else -(-wanted // nodes)
+    return read_whole_number(os.environ, "NPROC") or by_settings
+
+
+def _gpus(config: Config) -> int:
+    import torch
+
+    return 0 if config.run.device == "cpu" else torch.cuda.device_count()
+
+
+def _warn_if_crowded(config: Config, processes: int) -> None:
+    """Warn of more processes than this machine has GPUs, or cores if it has no GPU."""
+    gpus = _gpus(config)
+    if processes <= (gpus or available_cores()):
+        return
+    workers = "islands.local" if config.islands.local else "diloco.workers"
+    given = f"{workers} = {flat_settings(config)[workers]}"
+    if config.parallel.fsdp > 1:
+        given = f"{given} x parallel.fsdp = {config.parallel.fsdp}"
+    if nproc := os.environ.get("NPROC"):
+        given = f"NPROC={nproc}"
+    devices = counted(gpus, "GPU") if gpus else counted(available_cores(), "core")
+    say(
+        f"warning: {given}: this machine would start {processes} processes and has {devices}, "
+        "which they share: start fewer, or use more machines"
+    )
 
 
 def configure_torchrun(
@@ -203,6 +239,7 @@ def configure_torchrun(
     # FSDP2, NCCL and the outer loop have more streams than the 8 queues of a GPU's default.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     here = processes * count if is_local else processes
+    _warn_if_crowded(config, here)
     if here > 1:
         _share_cores(here)
     if is_local and (processes > 1 or count > 1):

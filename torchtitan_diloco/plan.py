@@ -20,7 +20,7 @@ from torchtitan_diloco.config.loader import CONFIGS_FOLDER, find_config
 from torchtitan_diloco.config.schema import Parallel, flat_settings, format_value
 from torchtitan_diloco.diloco.config import MOST_STREAMS, STREAM_BYTES
 from torchtitan_diloco.formatting import counted
-from torchtitan_diloco.user import Parser, UserError, command_line
+from torchtitan_diloco.user import Parser, UserError, command_line, no_run
 
 if TYPE_CHECKING:
     from torchtitan_diloco.diloco.config import DiLoCoConfig, Link
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.table:
             from torchtitan_diloco.planner.paper import SYNC_EVERY, paper_table
 
-            print(f"Gbit/s for a utilisation, H = {SYNC_EVERY} (arXiv 2501.18512, Table 4)\n")
+            print(f"Gbit/s for a utilization, H = {SYNC_EVERY} (arXiv 2501.18512, Table 4)\n")
             print(paper_table())
             return 0
         if options.presets:
@@ -68,19 +68,20 @@ def _parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = Parser(
         prog=command_line("plan"),
         description=(
-            "Find settings that reach a utilisation on a link, changing one setting at a time."
+            "Find settings that reach a utilization on a link, changing one setting at a time."
         ),
         epilog="You can also give settings: --diloco.workers 4. See docs/report-and-plan.md.",
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--config", metavar="NAME_OR_PATH", help="a TOML file, or the name of a preset")
+    config_help = "a TOML file, or the name of a preset (that of --run)"
+    add("--config", metavar="NAME_OR_PATH", help=config_help)
     add("--bandwidth", type=parse_bandwidth, help="slowest link of a worker: 2Gbit or 25MB/s")
     add("--latency", type=parse_duration, help="one way, half the ping time, as in 30ms")
     add("--step-time", type=parse_duration, help="step time of the slowest worker, as in 0.5s")
     add("--run", type=Path, help="folder of a run that supplies whatever you do not give")
     add(
-        "--utilisation",
+        "--utilization",
         type=float,
         default=0.95,
         help="share of the speed on an unlimited link to reach (0.95)",
@@ -92,20 +93,42 @@ def _parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--mfu", type=float, default=0.4, help="with --presets: share of the peak (0.4)")
     add("--failures", action="store_true", help="predict what failures cost: --failures --help")
     options, settings = parser.parse_known_args(words)
+    _check_unused(options, parser)
     if options.gpus < 1:
         raise UserError(f"--gpus {options.gpus}: give a number of at least 1, such as 8")
     if not 0 < options.mfu <= 1:
         raise UserError(f"--mfu {options.mfu:g}: give a share between 0 and 1, such as 0.4")
+    if options.run is not None:
+        config = options.run / "config.toml"
+        is_there = options.run.is_dir() if options.config else config.is_file()
+        if not is_there:
+            raise UserError(f"--run {options.run}: {no_run(options.run, config.name)}")
+        options.config = options.config or str(config)
     if options.config is None and not (options.table or options.presets):
         raise UserError(
-            "give a model with --config, such as 1b (for a run, "
-            "RUN/config.toml); for the paper's models, give only --table"
+            "give a model with --config, such as 1b, or a run of it with --run; for the paper's "
+            "models, give only --table"
         )
-    if not 0 < options.utilisation < 1:
+    if not 0 < options.utilization < 1:
         raise UserError(
-            f"--utilisation {options.utilisation:g}: give a share between 0 and 1, such as 0.95"
+            f"--utilization {options.utilization:g}: give a share between 0 and 1, such as 0.95"
         )
     return options, settings
+
+
+def _check_unused(options: argparse.Namespace, parser: Parser) -> None:
+    """Raise an error for an option that is not used with --table or --presets, or without it."""
+    given = [name for name, value in vars(options).items() if value != parser.get_default(name)]
+    used = set(vars(options)) - {"gpus", "mfu"}
+    mode = ""
+    if options.table or options.presets:
+        mode = "--table" if options.table else "--presets"
+        used = {"table"} if options.table else {"presets", "gpus", "mfu"}
+    for name in given:
+        if name not in used:
+            option = f"--{name.replace('_', '-')}"
+            where = f"is not used with {mode}" if mode else "is only used with --presets"
+            raise UserError(f"{option} {where}: remove it")
 
 
 def _parse_failures(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -204,19 +227,19 @@ def _plan(options: argparse.Namespace, config: Config) -> None:
     load = _workload(config)
     conditions = _conditions(options, load.workers)
     conditions = replace(conditions, backward_waits=config.run.device == "cpu")
-    tried, best = climb(load, conditions, given=config.diloco, wanted=options.utilisation)
+    tried, best = climb(load, conditions, given=config.diloco, wanted=options.utilization)
     link = f"{quantity(conditions.bits_per_second, 'bit/s')}, latency "
     link += f"{quantity(conditions.latency_seconds, 's')} one way, steps of "
     link += quantity(max(conditions.step_seconds), "s")
     size = f"{load.plan.parameters:,} parameters, {len(blocks_of(load.model))} layers"
     grid = f"{load.workers} workers x {counted(load.ranks, 'rank')}"
     print(f"{config.run.name}: {size}, {grid}; {link}\n")
-    print(ladder_text(load, conditions, tried=tried, best=best, wanted=options.utilisation))
+    print(ladder_text(load, conditions, tried=tried, best=best, wanted=options.utilization))
     if conditions.bytes_in_flight > STREAM_BYTES:
         print(f"\n{streams_text(conditions, best.link, load.ranks)}")
     print(f"\n{server_text(load.plan.parameters, best, max(conditions.step_seconds))}")
     if options.write is not None:
-        comment = f"Utilisation of {tried[best].utilisation:.1%} predicted for {link}"
+        comment = f"Utilization of {tried[best].utilization:.1%} predicted for {link}"
         text = variant_text(
             options.write, options.config, config=config, diloco=best, comment=comment
         )

@@ -8,7 +8,7 @@ from pathlib import Path
 from torchtitan_diloco.config import Config
 from torchtitan_diloco.config.loader import run_warnings
 from torchtitan_diloco.config.schema import WORKER_FIELD
-from torchtitan_diloco.data.corpus import corpus_key, find_corpus, own_name
+from torchtitan_diloco.data.corpus import find_corpus, own_name
 from torchtitan_diloco.data.hub import HUGGING_FACE_PREFIX
 from torchtitan_diloco.data.tokenizer import USUAL, build_tokenizer
 from torchtitan_diloco.formatting import counted
@@ -102,7 +102,7 @@ def _missing_files(config: Config) -> Iterator[str]:
     tokenizer = Path(data.tokenizer).expanduser()
     if not (absent and tokenizer.is_relative_to(weights)):  # else it comes with the weights
         yield from _tried(_check_tokenizer, config)
-    named = [(corpus_key(data), name) for name in data.corpora]
+    named = [(data.corpora_key, name) for name in data.corpora]
     if data.validation_corpus:
         named.append(("data.validation_corpus", data.validation_corpus))
     for key, name in named:

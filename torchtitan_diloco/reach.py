@@ -17,10 +17,10 @@ DOCTOR = b"."
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Return host and port."""
+    """Return host and port of an option."""
     host, _, port = address.rpartition(":")
     if not port.isdecimal() or not 0 < int(port) < 2**16:
-        raise UserError(f"{address!r} is not HOST:PORT, such as node0:29500")
+        raise UserError(f"--endpoint {address}: give HOST:PORT, such as node0:29500")
     return host.strip("[]") or "localhost", int(port)
 
 

@@ -390,9 +390,9 @@ class Trainer:
             ranks=self.ranks,
             parameters=counts["total"],
             embedding_parameters=counts["embedding"],
+            muon=config.optimizer.name == "muon",
             start_step=start_step,
             start_tokens=start_tokens,
-            muon=config.optimizer.name == "muon",
             reduce_dtype=config.parallel.reduce_dtype,
             activation_bytes=activation_bytes(
                 self.model,

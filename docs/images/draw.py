@@ -41,11 +41,11 @@ plt.rcParams.update(
 )
 
 
-def bar(axes: Axes, x: float, y: float, width: float, colour: str, text: str = "") -> None:
+def bar(axes: Axes, x: float, y: float, width: float, color: str, text: str = "") -> None:
     style = "round,pad=0,rounding_size=0.04"
-    box = FancyBboxPatch((x, y), width, 0.5, style, mutation_aspect=0.3, color=colour, lw=0)
+    box = FancyBboxPatch((x, y), width, 0.5, style, mutation_aspect=0.3, color=color, lw=0)
     axes.add_patch(box)
-    light = colour == TRAIN
+    light = color == TRAIN
     axes.text(
         x + width / 2, y + 0.24, text, ha="center", va="center", color=INK if light else PAPER
     )
@@ -186,7 +186,7 @@ def draw_run_folder() -> None:
         (2, "rank-0.safetensors", "shared, own parameters", "export, generate", green),
     ]
     axes.text(0, 7.5, "run.folder", weight="bold", va="center")
-    for row, (level, name, holds, reader, colour) in enumerate(rows):
+    for row, (level, name, holds, reader, color) in enumerate(rows):
         y, inside = 6.5 - row, 0.7 * level
         above = y + (0.9 if row in (0, 2, 5) else 1.24)
         axes.plot(
@@ -195,9 +195,7 @@ def draw_run_folder() -> None:
             color=GREY,
             lw=1,
         )
-        axes.text(
-            0.6 + inside, y + 0.24, name, va="center", family="DejaVu Sans Mono", color=colour
-        )
+        axes.text(0.6 + inside, y + 0.24, name, va="center", family="DejaVu Sans Mono", color=color)
         axes.text(4.7, y + 0.24, holds, va="center")
         if reader:
             axes.annotate(
@@ -353,11 +351,11 @@ def draw_terminal(output: Path) -> None:
     green = len(shown) - (len(lines) - result)
     rows = []
     for number, line in enumerate(shown):
-        colour = "#9fe0a8" if green <= number < len(shown) - 1 else "#e5e9ee"
-        colour = colour if number else "#7cc4ff"
+        color = "#9fe0a8" if green <= number < len(shown) - 1 else "#e5e9ee"
+        color = color if number else "#7cc4ff"
         text = escape(line if len(line) <= 135 else line[:134] + "…")
         y = 24 + 17 * number
-        rows.append(f'<text x="14" y="{y}" fill="{colour}" xml:space="preserve">{text}</text>')
+        rows.append(f'<text x="14" y="{y}" fill="{color}" xml:space="preserve">{text}</text>')
     height, font = 24 + 17 * len(shown), "DejaVu Sans Mono, Menlo, Consolas, monospace"
     size = f'width="1010" height="{height}" viewBox="0 0 1010 {height}"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="{font}" font-size="12">'

@@ -11,8 +11,8 @@ from benchmarks.slow_link import (
     cycle_of,
     references,
     run_length,
-    summarise,
-    utilisations,
+    summarize,
+    utilizations,
 )
 
 TOKENS, BYTES = 512, 40_000
@@ -41,7 +41,7 @@ def test_the_cycle_after_the_first_is_measured(
             speed = {"speed/seconds_per_step": seconds, "speed/tokens_per_second": TOKENS / seconds}
             records.append({"step": step, "time": moment} | speed)
             records[-1] |= {} if exposed is None else {"worker/exposed_seconds": exposed}
-    measured = summarise(records, samples, 2, cycle)
+    measured = summarize(records, samples, 2, cycle)
     assert measured.steps == cycle
     assert measured.seconds_per_step == pytest.approx(0.2)
     assert measured.tokens_per_second == pytest.approx(TOKENS / 0.2)
@@ -53,12 +53,12 @@ def runs(*seconds: float, sent: float = 1e5) -> list[Measured]:
     return [Measured(10, one, TOKENS / one, None, sent) for one in seconds]
 
 
-def test_utilisation_is_relative_to_the_fastest_without_a_limit() -> None:
+def test_utilization_is_relative_to_the_fastest_without_a_limit() -> None:
     table = {
         (math.inf, DATA_PARALLEL): runs(0.15, 0.1),
         (math.inf, OURS): runs(0.1, 0.2),
         (13.0, OURS): runs(0.4, 0.4),
     }
     assert references(table) == [TOKENS / 0.1, TOKENS / 0.1]
-    assert utilisations(table, math.inf, DATA_PARALLEL) == pytest.approx([0.1 / 0.15, 1.0])
-    assert utilisations(table, 13.0, OURS) == pytest.approx([0.25, 0.25])
+    assert utilizations(table, math.inf, DATA_PARALLEL) == pytest.approx([0.1 / 0.15, 1.0])
+    assert utilizations(table, 13.0, OURS) == pytest.approx([0.25, 0.25])

@@ -100,11 +100,12 @@ def test_the_table_at_the_end_has_the_figures_of_the_report(
 ) -> None:
     """Of a run that was started twice, with workers that differ."""
     monkeypatch.setattr(module, "time", Clock())
+    caplog.set_level("INFO", "torchtitan_diloco")
     states = train_workers(tmp_path, range(1, 5))
+    first_end = caplog.messages[-1]
     Clock.now += 9.0
     caplog.clear()
-    with caplog.at_level("INFO", "torchtitan_diloco"):
-        train_workers(tmp_path, range(5, 13), states)
+    train_workers(tmp_path, range(5, 13), states)
     (run,) = open_runs([tmp_path])
     report = {name.text: cell for name, cell in facts_table([run]).rows}
     log = logged(caplog.messages)
@@ -125,6 +126,9 @@ def test_the_table_at_the_end_has_the_figures_of_the_report(
     first, second = (records(tmp_path, worker=worker)[0] for worker in (0, 1))
     for name in ("sync/hidden_percent", "speed/compute_percent", "sync/exposed_percent"):
         assert 0 < first[name] == second[name] < 100, name
+    assert first_end.startswith("took 0:00:12; the run is in ")
+    resumed_end = caplog.messages[-1]
+    assert resumed_end.startswith("took 0:00:33, of which 0:00:21 since it was resumed; the run is")
 
 
 def test_a_wait_is_at_most_as_long_as_the_exchanges() -> None:

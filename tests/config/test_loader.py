@@ -144,6 +144,8 @@ def test_a_length_that_is_none_is_refused(given: str) -> None:
         ("--training.steps -3", "expected a whole number >= 0"),
         ("--config 1bb.toml", r'--config = "1bb.toml": no such file; .* did you mean 1b\?'),
         ("--config /", r'--config = "/": is a folder: give a TOML file; train_configs/ has'),
+        ("--config ~nobody-here/a.toml", r'--config = "~nobody-here/a.toml": .*: give a full path'),
+        ("--config " + 300 * "x", "no such file"),
     ],
 )
 def test_malformed_command_lines(words: str, reason: str) -> None:
@@ -167,10 +169,23 @@ def test_malformed_command_lines(words: str, reason: str) -> None:
         ("optimizer.lr", "1e400", ": expected a number that fits in 64 bits"),
         ("optimizer.lr", "101", ": expected a number <= 100.0"),
         ("optimizer.lr", "nan", ": expected a number > 0.0"),
+        ("training.tokens", "1M", ": expected a whole number; did you mean 1e6?"),
+        ("training.tokens", "2.5b", ": expected a whole number; did you mean 2.5e9?"),
+        ("training.tokens", "1,000", ": expected a whole number; did you mean 1000?"),
+        ("training.tokens", "-1Gbit", ": expected a whole number"),
+        ("optimizer.lr", "4 k", ": expected a number; did you mean 4e3?"),
+        ("run.deterministic", "1k", ": expected true or false"),
         ("optimizer.weight_decay", "x", ": expected a number, or one of 1/steps"),
         ("run.deterministic", "yes", ": expected true or false"),
         ("lr_schedule.decay", "cosin", "wsd, constant; did you mean cosine?"),
-        ("data.phases", "x", ": expected a list"),
+        ("data.phases", "x", ": expected a list of tables, each with start and mixture"),
+        (
+            "data.phases.start",
+            "0.5",
+            "is a list of tables, each of which begins with [[data.phases]]",
+        ),
+        ("run.folder", "~nobody-here/x", ": give a full path"),
+        ("data.corpus", "docs,~nobody-here/*.txt", ": give a full path"),
     ],
 )
 def test_a_mistake_is_one_line_with_origin_key_value_and_remedy(
@@ -210,12 +225,22 @@ def test_all_mistakes_are_listed_with_their_origin(tmp_path: Path) -> None:
         ("training.steps = 1979-05-27\n", '"1979-05-27": expected a whole number'),
         ("training.steps = '5'\n", '"5": expected a whole number'),
         ("run.name = 5\n", "run.name = 5: expected text, in quotes"),
+        ("[run]\nextends = 'debug'\n", "unknown key: move extends above the first [section]"),
+        ("extends = '~nobody-here/x.toml'\n", "does not have: give a full path"),
+        ("run.name = '\xe9'\n", "is not text in UTF-8: save it with this encoding"),
     ],
 )
 def test_files_that_cannot_be_read(tmp_path: Path, text: str, reason: str) -> None:
-    (line,) = error_of(write(tmp_path, "a.toml", text)).splitlines()[1:]
-    assert str(tmp_path / "a.toml") in line
+    path = tmp_path / "a.toml"
+    path.write_text(text, encoding="latin-1")
+    (line,) = error_of(str(path)).splitlines()[1:]
+    assert str(path) in line
     assert reason in line
+
+
+def test_a_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text("extends = 'debug.toml'\n", encoding="utf-8-sig")
+    assert load_config(str(tmp_path / "a.toml")).diloco.workers == 2
 
 
 def test_a_key_of_another_section_is_no_suggestion(tmp_path: Path) -> None:
@@ -344,6 +369,13 @@ WARM = {"lr_schedule.warmup": "200"}
             {"training.tokens": "9", "training.stop_after": "2001"},
             ["the end of the run of 20"],
         ),
+        (2000, {"profiling.start": "1999"}, []),
+        (2000, {"profiling.start": "2000"}, ["which trains 2000 steps, so no step is traced: low"]),
+        (
+            2000,
+            {"profiling.start": "9", "training.steps": "2000", "training.stop_after": "9"},
+            ["profiling.start = 9 is after the end of this process, which trains 9 steps"],
+        ),
         (199, {"diloco.workers": "1", **WARM}, ["the peak learning rate is never reached"]),
     ],
 )
@@ -351,6 +383,13 @@ def test_warnings(steps: int, settings: dict[str, str], expected: list[str]) -> 
     found = run_warnings(load_config("debug", settings), steps)
     for line, words in zip(found, expected, strict=True):
         assert re.search(words, line)
+
+
+def test_a_resumed_run_that_ends_before_its_profile_is_a_warning() -> None:
+    config = load_config("debug", {"profiling.start": "500"})
+    assert not run_warnings(config, 2000, start_step=1499)
+    (line,) = run_warnings(config, 2000, start_step=1500)
+    assert "profiling.start = 500 is after the end of this process, which trains 500" in line
 
 
 # --- shipped files --------------------------------------------------------------------------------
@@ -363,7 +402,7 @@ def test_a_config_builds_and_repeats_nothing_that_it_inherits(name: str) -> None
     model = build_model(config.model, vocabulary, config.training.sequence_length)
     counts = parameter_counts(model)
     size = config.diloco.workers * max(1, config.parallel.fsdp)
-    plan = plan_run(config.training, size, counts["total"], counts["embedding"])
+    plan = plan_run(config.training, size, counts["total"], counts["embedding"], muon=False)
     assert plan.total_steps > steps_of(config.lr_schedule.warmup, plan.total_steps)
     assert not [line for line in advice(config.diloco, plan.total_steps) if name != "debug"]
     assert not list(unused_settings(config))
@@ -387,6 +426,23 @@ def test_a_config_builds_and_repeats_nothing_that_it_inherits(name: str) -> None
         ({"data.mixture": "a=1 b=1 a=2"}, "a is given several times, as 1 and 2: give each name"),
         ({"data.mixture": "a=1 b=x"}, 'the weight of "b" is "x": expected a number'),
         ({"data.mixture": "{a = 1, b = true}"}, 'the weight of "b" is true: expected a number'),
+        ({"data.mixture": "a=1 a=2"}, "a is given more than once: give each name one value"),
+        ({"data.mixture": "{a = nan}"}, 'the weight of "a" is NaN: expected a number, which nan'),
+        ({"data.mixture": "3"}, "expected weights by name, such as {"),
+        ({"data.phases": "[3]"}, "data.phases[0] = 3: expected a table with start and mixture"),
+        (
+            {"data.phases": "[{start = 0.5, mixtrue = {a = 1}}]"},
+            "data.phases[0].mixtrue: unknown key; did you mean mixture?",
+        ),
+        (
+            {"data.phases": "[{start = 0.5, mixture = {a = 1}, xyz = 3}]"},
+            "data.phases[0].xyz: unknown key; it has start and mixture",
+        ),
+        ({"data.phases": "[{start = 0.5}]"}, "data.phases[0] has no mixture: give start and"),
+        (
+            {"data.phases": "[{start = 'x', mixture = {a = 1}}]"},
+            'data.phases[0].start = "x": expected a number',
+        ),
         ({"data.phases": "[{start = 1.2, mixture = {a = 1}}]"}, "a phase starts at 1.2:"),
         ({"data.phases": "[{start = 0.2, mixture = {a = -1}}]"}, 'weight of "a" is -1'),
         ({"data.shard_by": "own", "diloco.workers": "2"}, "needs a corpus with {worker}"),

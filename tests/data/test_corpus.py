@@ -39,10 +39,10 @@ def ends(shards: TokenShards) -> int:
     return int((shards.read(0, len(shards)) == BYTES.end_of_document).sum())
 
 
-def test_text_is_tokenised_once(data: Data, capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_is_tokenized_once(data: Data, capsys: pytest.CaptureFixture[str]) -> None:
     train = open_split(data, BYTES, "train")
     (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith(f"data: tokenised {data.corpus} with bytes in ")
+    assert line.startswith(f"data: tokenized {data.corpus} with bytes in ")
     assert f"{len(train):,} tokens in 18 documents to train on" in line
     (train.folder / ".lock").unlink()
     validation = open_split(data, BYTES, "validation")
@@ -172,7 +172,7 @@ def _open_at_once(data: Data) -> tuple[int, str]:
         time.sleep(0.01)
     with patch.object(Path, "replace", replace_or_die), redirect_stdout(StringIO()) as printed:
         opened = open_split(data, BYTES, "train")
-    return printed.getvalue().count("data: tokenised"), opened.fingerprint
+    return printed.getvalue().count("data: tokenized"), opened.fingerprint
 
 
 def test_many_processes_one_of_which_is_killed(data: Data, processes: ProcessPool) -> None:

@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import torchtitan_diloco.data.prepare as prepare_module
-import torchtitan_diloco.data.tokenising as tokenising_module
+import torchtitan_diloco.data.tokenizing as tokenizing_module
 from tests.conftest import REPOSITORY, save_tokenizer
 from tests.processes import PATIENCE
 from torchtitan_diloco.data.prepare import main, prepare
@@ -34,7 +34,7 @@ OPTIONS = ["--shard-tokens", "9000", "--validation-fraction", "0.3"]
 KILLED = """
 import multiprocessing, os, signal, sys
 import torchtitan_diloco.data.prepare as prepare
-import torchtitan_diloco.data.tokenising as tokenising
+import torchtitan_diloco.data.tokenizing as tokenizing
 from torchtitan_diloco.data.shards import ShardWriter
 
 name, count, number, *arguments = sys.argv[1:]
@@ -52,7 +52,7 @@ def die(*given):
 if __name__ == "__main__":
     setattr(ShardWriter, name, die)
     prepare._RECORD_TOKENS = 2000
-    tokenising._BATCH_PIECES = 5
+    tokenizing._BATCH_PIECES = 5
     prepare.main(arguments)
 """
 """Runs `prepare` in a process that signals itself after some calls of a method, and names its
@@ -195,7 +195,7 @@ def test_killed_anywhere(deaths: list[int], batch: int, stops: bool, begins: boo
         corpus, whole, part = open_corpus(str(source)), Path(name, "whole"), Path(name, "part")
         prepare(corpus, tokenizer, whole, **options)
         with (
-            patch.object(tokenising_module, "_BATCH_PIECES", batch),
+            patch.object(tokenizing_module, "_BATCH_PIECES", batch),
             patch.object(prepare_module, "_RECORD_TOKENS", 1000),
         ):
             for death in deaths:
@@ -250,12 +250,12 @@ def test_a_child_that_is_killed_is_one_error(
             child.kill()
 
     monkeypatch.setattr(ShardWriter, "add", kill_child)
-    monkeypatch.setattr(tokenising_module, "_BATCH_PIECES", 2)
+    monkeypatch.setattr(tokenizing_module, "_BATCH_PIECES", 2)
     tokenizer = save_tokenizer(tmp_path / "own.json", 300)
     command = ["--source", folder, "--tokenizer", tokenizer, "--out", tmp_path / "out"]
     with pytest.raises(SystemExit, match="2"):
         main([str(word) for word in [*command, "--processes", 2]])
-    error = "error: a process that tokenises was killed, as the system does when memory runs out: "
+    error = "error: a process that tokenizes was killed, as the system does when memory runs out: "
     error += "the same command continues, with less memory if --processes is smaller\n"
     assert capsys.readouterr().err == error
 
@@ -271,5 +271,5 @@ def test_an_error_of_a_child_is_that_of_the_command(folder: Path, tmp_path: Path
         raise ValueError(f"bad text of {len(text)} characters")
 
     bad = replace(tokenizer, encode=encode)
-    with pytest.raises(UserError, match=r"tokenise piece 0 \(bad text of .*\), which begins"):
+    with pytest.raises(UserError, match=r"tokenize piece 0 \(bad text of .*\), which begins"):
         prepare(corpus, bad, out, validation_fraction=0.3, processes=1)

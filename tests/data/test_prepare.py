@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import torchtitan_diloco.data.prepare as prepare_module
-import torchtitan_diloco.data.tokenising as tokenising_module
+import torchtitan_diloco.data.tokenizing as tokenizing_module
 from tests.conftest import save_tokenizer
 from torchtitan_diloco.data.pieces import is_held_out
 from torchtitan_diloco.data.prepare import main, prepare
@@ -101,7 +101,7 @@ def test_a_folder_has_one_source_and_settings(
     write_documents(source, documents=3)
     (other := tmp_path / "b.jsonl").write_bytes(source.read_bytes())
     with monkeypatch.context() as patch:
-        patch.setattr(prepare_module, "tokenise", interrupt)
+        patch.setattr(prepare_module, "tokenize", interrupt)
         status, printed = run()
     assert (status, "the same command continues" in printed) == (130, True)
     tokenizer = save_tokenizer(tmp_path / "own.json", 300)
@@ -137,13 +137,14 @@ def test_the_help_shows_no_default_that_is_none(run: Run) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--validation-fraction", "0.6"), "0.6 is not between 0 and 0.5"),
+        (("--validation-fraction", "0.6"), '"0.6": give a number from 0 to 0.5'),
         (("--max-tokens", "0"), '"0": give a whole number from 1 on, such as 1000000 or 1e6'),
         (("--shard-tokens", "1.5"), '"1.5": give a whole number'),
         *(
             (("--processes", wrong), f'--processes: "{wrong}": give a whole number from 1 to 8 (')
             for wrong in ("100000", "9", "0", "-1", "1e6")
         ),
+        (("--source", "nowhere"), "--source nowhere: cannot read "),
         (("--begin-token",), "--begin-token: bytes has none of <|begin_of_text|>, <s>, <bos>"),
     ],
 )
@@ -199,7 +200,7 @@ def test_an_unfinished_folder_of_an_earlier_version_or_with_damage(
     with monkeypatch.context() as patch:
         finishes: Iterator[Callable[[ShardWriter], None]] = chain([finish] * 2, repeat(interrupt))
         patch.setattr(ShardWriter, "finish_shard", lambda writer: next(finishes)(writer))
-        patch.setattr(tokenising_module, "_BATCH_PIECES", 2)
+        patch.setattr(tokenizing_module, "_BATCH_PIECES", 2)
         part = tmp_path / "part"
         assert run(*options, out=part)[0] == 130
     index = json.loads((part / "prepare.json").read_text())

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 import torchtitan_diloco.data.prepare as prepare_module
-import torchtitan_diloco.data.tokenising as tokenising_module
+import torchtitan_diloco.data.tokenizing as tokenizing_module
 from torchtitan_diloco.data.prepare import main
 from torchtitan_diloco.data.progress import Amount, Progress
-from torchtitan_diloco.data.tokenising import tokenise
+from torchtitan_diloco.data.tokenizing import tokenize
 
 START = Amount(bytes=1_000_000_000, documents=1000, tokens=300_000_000)
 NOW = Amount(bytes=1_600_000_000, documents=1801, tokens=480_500_000)
@@ -47,11 +47,11 @@ def test_a_line_every_so_often_without_a_terminal(
     shares: tuple[float | None, float | None],
     expected: str,
 ) -> None:
-    progress = Progress("tokenise it", START, shares[0])
+    progress = Progress("tokenize it", START, shares[0])
     for clock.now in (1.0, 9.9, 60.0, 61.0, 89.0):
         progress.show(NOW, shares[1])
     progress.close()
-    assert capsys.readouterr().err == f"data: tokenise it: {expected}\n"
+    assert capsys.readouterr().err == f"data: tokenize it: {expected}\n"
 
 
 @pytest.mark.parametrize("share", [None, 0.4])
@@ -63,7 +63,7 @@ def test_a_bar_on_a_terminal(
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "150")
-    progress = Progress("tokenise it", START, None if share is None else 0.25)
+    progress = Progress("tokenize it", START, None if share is None else 0.25)
     clock.now = 0.1
     progress.show(NOW, share)
     assert capsys.readouterr().err == "", "what is short shows nothing"
@@ -88,7 +88,7 @@ def shown(monkeypatch: pytest.MonkeyPatch, *options: object) -> list[tuple[Amoun
             amounts.append((amount, share))
 
     monkeypatch.setattr(prepare_module, "Progress", Recorder)
-    monkeypatch.setattr(tokenising_module, "_BATCH_PIECES", 10)
+    monkeypatch.setattr(tokenizing_module, "_BATCH_PIECES", 10)
     main([str(option) for option in options])
     return amounts
 
@@ -124,7 +124,7 @@ def test_the_share_of_what_is_known_and_a_resumed_run_begins_at_what_it_had(
         assert amounts[-1] == (Amount(size, 100, 1000), 1.0)
         assert kind != "dataset" or amounts[1] == (Amount(90, 10, 100), 0.1)
     with monkeypatch.context() as patch:
-        patch.setattr(prepare_module, "tokenise", interrupted(tokenise, batches=3))
+        patch.setattr(prepare_module, "tokenize", interrupted(tokenize, batches=3))
         with pytest.raises(SystemExit):
             shown(patch, *command, tmp_path / "part")
     resumed = shown(monkeypatch, *command, tmp_path / "part")

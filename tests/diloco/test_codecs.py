@@ -106,7 +106,7 @@ def read_by_the_book(name: str, block: int, payload: bytes, values: int) -> Iter
     assert position == len(payload)
 
 
-def neighbours(name: str, block: int, values: Tensor) -> tuple[Tensor, Tensor]:
+def neighbors(name: str, block: int, values: Tensor) -> tuple[Tensor, Tensor]:
     """The grid values below and above each value, the same if it is on the grid, as float64."""
     top = 127.0 if name == "int8" else LAYOUTS[name][3]
     grid = {grid_value(name, code) for code in range(2 ** bits_of(name))}
@@ -158,7 +158,7 @@ def test_values_are_rounded_to_the_grid_that_the_documentation_defines(
     arrived = decoded(codec, payload, len(values))
     by_the_book = list(read_by_the_book(name, block, bytes(payload.tolist()), len(values)))
     assert same_bits(arrived, torch.tensor(by_the_book))
-    below, above = neighbours(name, block, values)
+    below, above = neighbors(name, block, values)
     assert ((arrived == below) | (arrived == above)).all()
     nearest = torch.minimum(values - below, above - values)
     assert ((arrived.double() - values).abs() <= nearest + 1e-6 * (above - below)).all()

@@ -76,7 +76,7 @@ KINDS: list[Callable[[Tensor], Tensor]] = [
 
 
 def inputs(length: int, block: int, first_kind: int) -> Tensor:
-    """Values of another kind in each block, so that no block resembles its neighbour."""
+    """Values of another kind in each block, so that no block resembles its neighbor."""
     normal = torch.randn(length, generator=torch.Generator().manual_seed(length + block))
     kinds = KINDS[first_kind:] + KINDS[:first_kind]
     parts = [kinds[i % len(kinds)](part) for i, part in enumerate(normal.split(block))]

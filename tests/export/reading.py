@@ -44,7 +44,7 @@ def load(folder: Path, **options: Any) -> Any:
     model, report = AutoModelForCausalLM.from_pretrained(
         folder, output_loading_info=True, **options
     )
-    assert not any(report.values()), "nothing is missing, newly initialised or left over"
+    assert not any(report.values()), "nothing is missing, newly initialized or left over"
     return model
 
 

@@ -83,7 +83,7 @@ def write(folder: Path, weights: Weights) -> None:
 # --- the model of torchtitan ----------------------------------------------------------------------
 
 
-def rotate_neighbours(x: Tensor, frequencies: Tensor) -> Tensor:
+def rotate_neighbors(x: Tensor, frequencies: Tensor) -> Tensor:
     """Rotate x [batch, length, heads, head_dim] as complex numbers, as torchtitan's Llama does."""
     angles = torch.outer(torch.arange(x.shape[1]), frequencies)
     turns = torch.polar(torch.ones_like(angles), angles)[None, :, None]
@@ -101,7 +101,7 @@ def rotate_halves(x: Tensor, frequencies: Tensor) -> Tensor:
 def their_logits(weights: Weights, shape: Shape, tokens: Tensor) -> Tensor:
     """Return the logits as torchtitan's model computes them from these parameters."""
     frequencies = rotary_frequencies(shape, torch.device("cpu"))
-    turn = rotate_halves if shape.qk_norm else rotate_neighbours
+    turn = rotate_halves if shape.qk_norm else rotate_neighbors
 
     def norm(x: Tensor, name: str) -> Tensor:
         weight = weights[f"{name}.weight"]

@@ -241,7 +241,7 @@ def test_a_part_is_judged_by_the_others_and_by_those_before(
 
 
 @pytest.mark.parametrize("silent", [True, False])
-def test_an_island_whose_neighbours_died_is_not_left_out_by_itself(silent: bool) -> None:
+def test_an_island_whose_neighbors_died_is_not_left_out_by_itself(silent: bool) -> None:
     """Its learning rate may have changed, and nobody is there to compare with."""
     one = Alone()
     one.island.timing = Timing(Schedule(10, 1, 1), norm_limit=20.0)

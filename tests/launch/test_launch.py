@@ -80,7 +80,7 @@ def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
         patch.dict(os.environ),
     ):
         assert main(["--run.device", "cpu"]) == 1
-    assert capsys.readouterr().err == "error: the processes could not be started: no memory\n"
+    assert "error: the processes could not be started: no memory\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,10 @@ def print_config(
     return code, parse_config(printed.out, "printed"), printed.err
 
 
-def test_print_config_prints_what_starts_the_same_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_print_config_prints_what_starts_the_same_run(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torchtitan_diloco.launch.available_cores", lambda: 2)
     assert print_config(capsys, "demo", "--run.seed", "9") == (
         0,
         load_config("demo", {"run.seed": "9"}),
@@ -162,6 +165,40 @@ def test_warnings_beside_a_printed_config_are_no_error(capsys: pytest.CaptureFix
     code, _, said = print_config(capsys, "debug", *words.split(), "--data.corpus", "nothere")
     assert code == USER_ERROR
     assert warmup in said
+
+
+@pytest.mark.parametrize(
+    ("words", "variables", "told"),
+    [
+        ("--diloco.workers 4", {}, ""),
+        ("--diloco.workers 200", {}, "diloco.workers = 200: this machine would start 200 pro"),
+        ("--diloco.workers 200", {"NNODES": "50"}, ""),
+        ("--parallel.fsdp 3", {}, "diloco.workers = 2 x parallel.fsdp = 3: this machine "),
+        ("--diloco.workers 4", {"NPROC": "8"}, "NPROC=8: this machine would start 8 processes"),
+        ("--islands.local 50", {}, "islands.local = 50: this machine would start 50 processes"),
+    ],
+)
+def test_more_processes_than_cores_are_a_warning(
+    words: str, variables: dict[str, str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with (
+        patch("torchtitan_diloco.launch.available_cores", lambda: 4),
+        patch.dict(os.environ, variables),
+    ):
+        _, _, said = print_config(capsys, "debug", *words.split())
+    warnings = [line for line in said.splitlines() if " processes and has 4 cores, which " in line]
+    assert len(warnings) == bool(told)
+    assert told in "".join(warnings)
+
+
+def test_a_start_warns_of_more_processes_than_cores(capsys: pytest.CaptureFixture[str]) -> None:
+    with (
+        patch("torchtitan_diloco.launch.available_cores", lambda: 1),
+        patch("torch.distributed.launcher.api.elastic_launch", side_effect=OSError("no memory")),
+        patch.dict(os.environ),
+    ):
+        assert main(["--run.device", "cpu", "--diloco.workers", "3"]) == 1
+    assert "start 3 processes and has 1 core, which they share" in capsys.readouterr().err
 
 
 # --- runs of the stand-in program -----------------------------------------------------------------

@@ -1,6 +1,7 @@
 """The model that docs/data-and-models.md adds to FLAVORS is trained, planned and used."""
 
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -84,9 +85,21 @@ def test_the_command_of_the_page_trains_it(text: Path, tmp_path: Path) -> None:
     (command,) = re.findall(rf"^\.venv/bin/torchrun (.* {NAME}\.py .*)$", PAGE, re.M)
     small = settings(text, **STREAMING)
     del small["diloco.workers"], small["diloco.method"], small["model.flavor"]
+    output = run_torchrun(
+        [sys.executable, "-m", "torch.distributed.run", *command.split()], small, tmp_path
+    )
+    losses = curve(records(Path(small["run.folder"])), "loss/val")
+    assert losses[-1] < losses[0]
+    (control,) = re.findall(r"to compare with data parallelism, run +(.*)", output)
+    few = {"run.folder": "control", "training.steps": "2"}
+    run_torchrun(shlex.split(control), few, tmp_path)
+
+
+def run_torchrun(command: list[str], chosen: dict[str, str], folder: Path) -> str:
+    """Train the model of the page with a command and settings, and return the output."""
     outcome = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *command.split(), *words(small)],
-        cwd=tmp_path,
+        [*command, *words(chosen)],
+        cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -94,8 +107,7 @@ def test_the_command_of_the_page_trains_it(text: Path, tmp_path: Path) -> None:
     )
     assert outcome.returncode == 0, outcome.stdout
     assert f"{NAME}, Means, vocabulary 320" in outcome.stdout
-    losses = curve(records(Path(small["run.folder"])), "loss/val")
-    assert losses[-1] < losses[0]
+    return outcome.stdout
 
 
 def test_it_trains_in_shards_and_its_checkpoint_is_used(

@@ -80,7 +80,7 @@ def test_rungs_change_one_setting_after_the_other_if_it_is_a_gain(
         (link(6e7), "30 10 int8"),
         (link(4e7), "30 10 fp4_e3m0"),
         (link(1e5), "120 10 fp4_e3m0"),
-        (link(1e2), "120 10 fp4_e3m0"),  # small utilisations differ, too
+        (link(1e2), "120 10 fp4_e3m0"),  # small utilizations differ, too
         (Conditions(1e12, (0.1, 0.2)), "30 1 fp32"),  # no change for a gain below a percent
     ],
 )
@@ -90,7 +90,7 @@ def test_the_first_rung_that_reaches_the_target_is_chosen_or_the_best(
     tried, best = climb(workload(), where, GIVEN, 0.95)
     assert name(best) == expected
     text, result = ladder_text(workload(), where, tried, best, 0.95), "first to reach 95 %"
-    if reached := [one for one in tried if tried[one].utilisation >= 0.95]:
+    if reached := [one for one in tried if tried[one].utilization >= 0.95]:
         assert reached == [best] == list(tried)[-1:]
     else:
         assert list(tried) == list(rungs(GIVEN, 20_000))

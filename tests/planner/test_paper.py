@@ -21,14 +21,14 @@ from torchtitan_diloco.planner.paper import (
     STREAMING,
     TARGETS,
     paper_table,
-    utilisation,
+    utilization,
 )
 
 bandwidths = cache(paper.bandwidths)
 MODELS = {model.name: model for model in PAPER_MODELS}
 METHODS = {method.name: method for method in PAPER_METHODS}
 Cell = tuple[str, str, float]
-"""Model, method and utilisation."""
+"""Model, method and utilization."""
 
 FITTED = {
     ("1B", "data parallel"): (86.8, 152.6, 184.2, 222.3, 569.0),
@@ -115,16 +115,16 @@ def test_the_other_papers_diloco_is_at_most_two_points_of_the_grid_lower(
     assert sync_every != 10 or not points.any()
 
 
-def test_more_bandwidth_fewer_bits_and_overlap_never_cost_utilisation() -> None:
+def test_more_bandwidth_fewer_bits_and_overlap_never_cost_utilization() -> None:
     model, rates = MODELS["1B"], GRID * 1e9
     for method in PAPER_METHODS:
-        reached = utilisation(model, method, rates)
+        reached = utilization(model, method, rates)
         assert ((reached > 0) & (reached <= 1)).all()
         assert (np.diff(reached) >= 0).all()
         halved = method._replace(bits=method.bits / 2)
-        assert utilisation(model, halved, rates) == pytest.approx(
-            utilisation(model, method, 2 * rates)
+        assert utilization(model, halved, rates) == pytest.approx(
+            utilization(model, method, 2 * rates)
         )
     overlapped = STREAMING._replace(delay=1)
-    gained = utilisation(model, overlapped, rates) - utilisation(model, STREAMING, rates)
+    gained = utilization(model, overlapped, rates) - utilization(model, STREAMING, rates)
     assert (gained >= 0).all()

@@ -67,18 +67,18 @@ def test_more_bandwidth_and_delay_and_fewer_bits_never_hurt(
         predict(fragments, one, where, steps=steps)
         for one, where in ((without, link), (diloco, link), (diloco, fast), (longest, link))
     )
-    assert 0 < blocked.utilisation <= some.utilisation + 1e-9
-    assert some.utilisation <= faster.utilisation + 1e-9
-    assert some.utilisation <= most.utilisation + 1e-9
-    assert max(faster.utilisation, most.utilisation) <= 1
+    assert 0 < blocked.utilization <= some.utilization + 1e-9
+    assert some.utilization <= faster.utilization + 1e-9
+    assert some.utilization <= most.utilization + 1e-9
+    assert max(faster.utilization, most.utilization) <= 1
     assert faster.sent_bytes_per_step == some.sent_bytes_per_step
     perfect = Conditions(math.inf, (max(link.step_seconds),) * link.workers)
-    assert predict(fragments, diloco, perfect, steps=steps).utilisation == 1
+    assert predict(fragments, diloco, perfect, steps=steps).utilization == 1
     large = [values + 10_000 for values in fragments]
     plain = replace(link, coding_bytes_per_second=math.inf)  # few bits take longer to encode
     codecs = [replace(diloco, quantization=Quantization(codec=codec)) for codec in BY_BITS]
     for more, fewer in pairwise(predict(large, one, plain, steps=steps) for one in codecs):
-        assert fewer.utilisation >= more.utilisation - 1e-9
+        assert fewer.utilization >= more.utilization - 1e-9
         assert fewer.sent_bytes_per_step <= more.sent_bytes_per_step
 
 
@@ -109,9 +109,9 @@ def test_runs_from_no_exchange_to_the_steady_state() -> None:
     none, long, steady = (
         predict([3_000_000] * 4, diloco, slow, steps=steps) for steps in (19, 20 * 300, None)
     )
-    assert (none.utilisation, none.sent_bytes_per_step) == (1, 0)
-    assert steady.utilisation < 0.95
-    assert long.utilisation == pytest.approx(steady.utilisation, rel=0.01)
+    assert (none.utilization, none.sent_bytes_per_step) == (1, 0)
+    assert steady.utilization < 0.95
+    assert long.utilization == pytest.approx(steady.utilization, rel=0.01)
     assert long.sent_bytes_per_step == pytest.approx(steady.sent_bytes_per_step, rel=0.01)
 
 
@@ -126,8 +126,8 @@ def test_the_beginning_is_counted() -> None:
     share = replace(plain, beginning=Beginning(length=0.2))
     assert predict([1000], share, UNLIMITED, steps=100) == short
     slow = replace(UNLIMITED, bits_per_second=1e5)
-    assert predict([1000], found, slow, steps=100).utilisation < (
-        predict([1000], plain, slow, steps=100).utilisation
+    assert predict([1000], found, slow, steps=100).utilization < (
+        predict([1000], plain, slow, steps=100).utilization
     )
 
 
@@ -137,7 +137,7 @@ def test_more_streams_never_hurt_and_as_many_as_needed_are_enough(
 ) -> None:
     counts = range(1, MOST_STREAMS + 1)
     found = [
-        predict(fragments, replace(diloco, link=Link(streams=count)), link).utilisation
+        predict(fragments, replace(diloco, link=Link(streams=count)), link).utilization
         for count in counts
     ]
     assert all(less <= more + 1e-9 for less, more in pairwise(found))

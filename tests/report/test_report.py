@@ -191,7 +191,7 @@ def test_phases_of_the_data_are_marked_and_listed(runs: Path) -> None:
     assert marked(found["Bytes sent by each worker"]) == []
 
 
-def test_phases_of_several_runs_have_their_colours(tmp_path: Path) -> None:
+def test_phases_of_several_runs_have_their_colors(tmp_path: Path) -> None:
     """A changed mixture of a resumed run is no phase. An island writes its mixture again and again,
     and a run of one corpus none."""
     phases = phase_records([80], steps=100)
@@ -403,7 +403,7 @@ def test_runs_side_by_side(runs: Path, tmp_path: Path) -> None:
     assert "3 runs side by side" in shown
     assert "All settings, running" in shown
     found = by_title(*several)
-    names = {key.name: key.colour for key in found["Loss over tokens"].legend}
+    names = {key.name: key.color for key in found["Loss over tokens"].legend}
     assert names == dict(zip(["streaming", "running", "data-parallel"], SERIES, strict=False))
     assert list(found["Where the time went"].bars) == [run.name for run in several]
 

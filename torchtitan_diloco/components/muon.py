@@ -1,4 +1,4 @@
-"""Muon (arXiv 2502.16982), with each matrix orthogonalised by one of the ranks that share it."""
+"""Muon (arXiv 2502.16982), with each matrix orthogonalized by one of the ranks that share it."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -22,8 +22,8 @@ ADAMW_RMS = 0.2
 class Muon(torch.optim.Optimizer):
     """Muon for its first group, and AdamW for the others.
 
-    Muon orthogonalises the momentum of a matrix, for which it needs the whole matrix. With FSDP2,
-    one rank gathers it, orthogonalises it and sends the other ranks their rows. The result does not
+    Muon orthogonalizes the momentum of a matrix, for which it needs the whole matrix. With FSDP2,
+    one rank gathers it, orthogonalizes it and sends the other ranks their rows. The result does not
     depend on the number of ranks, and no work is done twice.
 
     Like fused AdamW, it divides gradients by `grad_scale` and changes nothing if `found_inf` is 1.
@@ -43,7 +43,7 @@ class Muon(torch.optim.Optimizer):
         group = self.param_groups[0]
         applied = 1 - self.found_inf
         matrices = [matrix for matrix in group["params"] if matrix.grad is not None]
-        updates = orthogonalise(matrices, [self._nesterov(matrix, group) for matrix in matrices])
+        updates = orthogonalize(matrices, [self._nesterov(matrix, group) for matrix in matrices])
         for matrix, update in zip(matrices, updates, strict=True):
             scale = ADAMW_RMS * max(matrix.shape) ** 0.5
             local = local_of(matrix)
@@ -61,7 +61,7 @@ class Muon(torch.optim.Optimizer):
         others.step()
 
     def _nesterov(self, matrix: nn.Parameter, group: dict[str, Any]) -> Tensor:
-        """Update the momentum, and return this rank's rows of the matrix to orthogonalise."""
+        """Update the momentum, and return this rank's rows of the matrix to orthogonalize."""
         assert matrix.grad is not None
         state = self.state[matrix]
         if not state:
@@ -80,11 +80,11 @@ def initial_momentum(matrix: Tensor) -> dict[str, Tensor]:
     return {"momentum_buffer": torch.zeros_like(matrix.detach())}
 
 
-def orthogonalise(matrices: Sequence[Tensor], rows: Sequence[Tensor]) -> list[Tensor]:
-    """Return this rank's rows of the orthogonalised matrices, given its rows of each matrix.
+def orthogonalize(matrices: Sequence[Tensor], rows: Sequence[Tensor]) -> list[Tensor]:
+    """Return this rank's rows of the orthogonalized matrices, given its rows of each matrix.
 
     Every matrix has an owner among the ranks. In one all-to-all, each rank sends its rows of each
-    matrix to the owner, who then has the whole matrix and orthogonalises it. A second all-to-all,
+    matrix to the owner, who then has the whole matrix and orthogonalizes it. A second all-to-all,
     the first one backwards, returns the rows. A rank packs what it sends by destination.
     """
     first = matrices[0] if matrices else None

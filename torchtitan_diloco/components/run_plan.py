@@ -65,9 +65,9 @@ def plan_run(
     parameters: int,
     embedding_parameters: int,
     *,
+    muon: bool,
     start_step: int = 0,
     start_tokens: int = 0,
-    muon: bool = False,
     reduce_dtype: str = "float32",
     activation_bytes: int = 0,
 ) -> RunPlan:
@@ -173,7 +173,7 @@ def log_plan(
     if world.is_first:
         warnings = [
             untested_torch(str(torch.__version__)),
-            *run_warnings(config, plan.total_steps),
+            *run_warnings(config, plan.total_steps, plan.start_step),
             *_repetition(plan, config, epochs),
         ]
         for warning in filter(None, warnings):

@@ -23,7 +23,7 @@ from torchtitan_diloco.components.metrics import (
 from torchtitan_diloco.components.telemetry import Telemetry
 from torchtitan_diloco.formatting import clock
 from torchtitan_diloco.log import logger
-from torchtitan_diloco.user import LOCAL_ISLANDS, command_line
+from torchtitan_diloco.user import LOCAL_ISLANDS, command_line, training_command
 
 
 def log_summary(
@@ -54,7 +54,7 @@ def log_summary(
     commands = {}
     if has_control and telemetry.workers > 1 and SENT in telemetry.totals:
         config = shlex.quote(str(folder / "config.toml"))
-        control = f"{command_line('train')} --config {config} --diloco.method none"
+        control = f"{training_command()} --config {config} --diloco.method none"
         commands["to compare with data parallelism, run"] = control
     whole = shlex.quote(os.environ.get(LOCAL_ISLANDS, str(folder)))
     commands["to see where the time went, run"] = f"{command_line('report')} {whole}"
@@ -62,7 +62,10 @@ def log_summary(
         width = max(map(len, table), default=0)
         for name, text in table.items():
             logger.info(f"{name:<{width}}  {text}")
-    logger.info(f"took {clock(telemetry.elapsed_seconds)}; the run is in {folder}")
+    took = clock(telemetry.elapsed_seconds)
+    if before := telemetry.elapsed_before:
+        took = f"{took}, of which {clock(telemetry.elapsed_seconds - before)} since it was resumed"
+    logger.info(f"took {took}; the run is in {folder}")
 
 
 def _bytes_sent(telemetry: Telemetry, step: int) -> dict[str, str]:

@@ -131,6 +131,8 @@ class Telemetry:
         self._peak_flops = peak_flops(world.device)
         self._interval_started = self._started = time.perf_counter()
         self._clock = time.time() - self._started
+        self.elapsed_before = 0.0
+        """Seconds of the run in the processes before a resume."""
         self._agreement_before = 0.0
         self._begin_interval()
         self._in_flight: deque[_LoggedStep] = deque()
@@ -177,7 +179,7 @@ class Telemetry:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         saved = msgspec.convert(state, SavedTelemetry)
-        self._started -= saved.elapsed_seconds
+        self.elapsed_before = saved.elapsed_seconds
         if saved.has_outer_loop == bool(self.outer.fragments):  # others cannot be compared
             self.totals = saved.totals
 
@@ -210,7 +212,7 @@ class Telemetry:
     @property
     def elapsed_seconds(self) -> float:
         """Seconds of the run, including those before a resume."""
-        return time.perf_counter() - self._started
+        return self.elapsed_before + (time.perf_counter() - self._started)
 
     def _begin_interval(self) -> None:
         self._counters = defaultdict[str, float](float)

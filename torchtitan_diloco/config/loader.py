@@ -4,6 +4,7 @@ Precedence: command line > TOML file > the files that it extends > defaults.
 """
 
 import difflib
+import os
 import re
 import shlex
 import types
@@ -28,11 +29,13 @@ from torchtitan_diloco.config.weights import MOST_TURNS, is_rounded, weight_mist
 from torchtitan_diloco.diloco.config import Mistakes, advice, diloco_mistakes
 from torchtitan_diloco.diloco.fields import convert, is_table, nearest, setting_types, steps_of
 from torchtitan_diloco.islands.config import Islands, islands_mistakes
-from torchtitan_diloco.user import UserError, command_line
+from torchtitan_diloco.user import NO_HOME, UserError, command_line, has_home
 
 CONFIGS_FOLDER = Path(__file__).parents[1] / "train_configs"
 DEFAULT_CONFIG = "demo"
 COMMAND_LINE = "command line"
+EXTENDS = "extends"
+"""Key of a file that names the file that it extends."""
 TYPES = setting_types(Config)
 SECRETS = ("islands.join", "checkpoint.mirror")
 """Settings that may contain a password. Errors do not show their values."""
@@ -44,7 +47,19 @@ TOKENIZER = "data.tokenizer"
 VOCABULARY = "model.vocab_size"
 CORPUS = "data.corpus"
 MIXTURE = "data.mixture"
+PATHS = (
+    "run.folder",
+    "model.weights",
+    "data.source",
+    "data.tokenizer",
+    "data.validation_corpus",
+    "data.cache_folder",
+    "checkpoint.mirror",
+    "checkpoint.resume",
+)
+"""Settings that may be paths, beside the corpora."""
 TABLES = [key for key, kind in TYPES.items() if is_table(kind)]
+LISTS = [key for key, kind in TYPES.items() if get_origin(kind) is tuple]
 
 READ_WITH: dict[tuple[str, tuple[str, ...]], tuple[str, ...]] = {
     ("optimizer.name", ("muon",)): ("matrix_lr", "momentum"),
@@ -99,16 +114,20 @@ def to_toml(config: Config) -> str:
 def _read_file(path: Path, children: tuple[Path, ...] = ()) -> dict[str, Mapping[str, Any]]:
     """Return the table of a TOML file by its path, after those of the files that it extends."""
     try:
-        table = _parse_toml(path.read_text(encoding="utf-8"), str(path))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError([f"{path}: cannot be read as a TOML file: {error}"]) from None
-    if (parent := table.pop("extends", None)) is None:
+        text = path.read_text(encoding="utf-8-sig")  # without the byte-order mark of some editors
+    except UnicodeDecodeError:
+        raise ConfigError([f"{path}: is not text in UTF-8: save it with this encoding"]) from None
+    except OSError as error:
+        reason = f"cannot be read ({error.strerror}): give a TOML file that can be"
+        raise ConfigError([f"{path}: {reason}"]) from None
+    table = _parse_toml(text, str(path))
+    if (parent := table.pop(EXTENDS, None)) is None:
         return {str(path): table}
     extended = find_config(parent, path) if isinstance(parent, str) else None
     extending = (*children, path.resolve())
     if extended is None or extended.resolve() in extending:
         reason = "must be the name of one other TOML file, which does not extend this one"
-        raise ConfigError([_mistake(str(path), "extends", parent, reason)])
+        raise ConfigError([_mistake(str(path), EXTENDS, parent, reason)])
     return _read_file(extended, extending) | {str(path): table}
 
 
@@ -162,14 +181,52 @@ def _convert(key: str, value: Any, *, is_word: bool) -> Any:
     kind = TYPES[key]
     if is_word and value.lower() == "none" and types.NoneType in get_args(kind):
         return None
-    if is_word and (get_origin(kind) is tuple or is_table(kind)):
+    if is_word and key in (*LISTS, *TABLES):
         try:
             value = tomli.loads(f"items = {value}")["items"]
         except ValueError:
-            value = _parse_pairs(value) if is_table(kind) else value
-    if is_table(kind) and isinstance(value, dict):
+            value = _parse_pairs(value) if key in TABLES else value
+    return _convert_value(key, value, kind, is_word=is_word)
+
+
+def _convert_value(place: str, value: Any, kind: Any, *, is_word: bool) -> Any:
+    """Return a value with a type. `place`: such as data.phases, for errors inside a list."""
+    if get_origin(kind) is tuple:
+        (section, _) = get_args(kind)  # of `tuple[Phase, ...]`
+        if not isinstance(value, list):
+            raise UserError(f"expected a list of tables, each with {_names(section)}")
+        return tuple(
+            _convert_table(f"{place}[{index}]", table, section) for index, table in enumerate(value)
+        )
+    if is_table(kind):
+        if not isinstance(value, dict):
+            raise UserError('expected weights by name, such as {"data/web" = 0.7, stdlib = 0.3}')
         return {name: _convert_weight(name, value[name], is_word=is_word) for name in value}
     return convert(value, kind, is_word=is_word)
+
+
+def _convert_table(place: str, table: Any, section: type) -> Any:
+    """Return a table of a list as a dataclass, of which it must have all fields."""
+    kinds = setting_types(section)
+    names = _names(section)
+    if not isinstance(table, dict):
+        raise UserError(f"{place} = {format_value(table)}: expected a table with {names}")
+    values = {}
+    for name, value in table.items():
+        if name not in kinds:
+            hint = nearest(name, kinds) or f"; it has {names}"
+            raise UserError(f"{place}.{name}: unknown key{hint}")
+        try:
+            values[name] = _convert_value(f"{place}.{name}", value, kinds[name], is_word=False)
+        except ValueError as error:
+            raise UserError(f"{place}.{name} = {format_value(value)}: {error}") from None
+    if lacking := [name for name in kinds if name not in values]:
+        raise UserError(f"{place} has no {lacking[0]}: give {names}")
+    return section(**values)
+
+
+def _names(section: type) -> str:
+    return " and ".join(setting_types(section))
 
 
 def _convert_weight(name: str, value: Any, *, is_word: bool) -> float:
@@ -196,6 +253,11 @@ def _hint(key: str) -> str:
     """Return a hint about an unknown key: a similar key of its section, or else all its keys."""
     sections = {known.rpartition(".")[0] for known in TYPES}
     given, _, name = (key, "", "") if key in sections else key.rpartition(".")
+    if given and name == EXTENDS:
+        return f": move {EXTENDS} above the first [section] of the file"
+    for parent in LISTS:
+        if key.startswith(f"{parent}."):
+            return f": {parent} is a list of tables, each of which begins with [[{parent}]]"
     for section in difflib.get_close_matches(given, sections, n=1, cutoff=0.8):
         prefix = f"{section}."
         in_section = [known.removeprefix(prefix) for known in TYPES if known.startswith(prefix)]
@@ -229,17 +291,19 @@ def find_config(name_or_path: str, child: Path | None = None) -> Path:
 
     The path in `extends` of a file `child` is relative to the folder of `child`.
     """
+    origin, key = (COMMAND_LINE, "--config") if child is None else (str(child), EXTENDS)
+    if not has_home(name_or_path):
+        raise ConfigError([_mistake(origin, key, name_or_path, NO_HOME)])
     given = Path(name_or_path).expanduser()
     candidates = [given if child is None else child.parent / given]
     if len(given.parts) == 1:
         candidates += [CONFIGS_FOLDER / given, CONFIGS_FOLDER / f"{given}.toml"]
     for candidate in candidates:
-        if candidate.is_file():
+        if os.path.isfile(candidate):  # noqa: PTH113, as `is_file` raises if the name is too long
             return candidate
     names = shipped_configs()
-    problem = "is a folder: give a TOML file" if given.is_dir() else "no such file"
+    problem = "is a folder: give a TOML file" if os.path.isdir(given) else "no such file"  # noqa: PTH112
     reason = f"{problem}; train_configs/ has {', '.join(names)}{nearest(given.stem, names)}"
-    origin, key = (COMMAND_LINE, "--config") if child is None else (str(child), "extends")
     raise ConfigError([_mistake(origin, key, name_or_path, reason)])
 
 
@@ -293,6 +357,7 @@ def config_mistakes(config: Config) -> Mistakes:
             yield "run.preemption_address", "must look like http://HOST or http://HOST:PORT"
     if "/" in config.run.name or "\\" in config.run.name:
         yield "run.name", "must not contain slashes: set run.folder to choose another folder"
+    yield from _home_mistakes(config)
     yield from _data_mistakes(config)
     is_own_island = is_island and config.data.shard_by == "own"  # others may join later
     is_alone = config.workers == 1 or config.diloco.method == "none"
@@ -302,6 +367,16 @@ def config_mistakes(config: Config) -> Mistakes:
             "needs several workers that train independently (diloco.workers > 1, "
             'diloco.method = "streaming"): remove it',
         )
+
+
+def _home_mistakes(config: Config) -> Mistakes:
+    """Yield the mistake of each path in the home folder of a user that this machine lacks."""
+    chosen = flat_settings(config)
+    places = [(key, chosen[key]) for key in PATHS]
+    places += [(config.data.corpora_key, name) for name in config.data.corpora]
+    for key, paths in places:
+        if not all(map(has_home, paths.split(","))):
+            yield key, NO_HOME
 
 
 def _data_mistakes(config: Config) -> Mistakes:
@@ -329,7 +404,7 @@ def _data_mistakes(config: Config) -> Mistakes:
     if data.shard_by != "own" and len(shared) < len(data.corpora):
         named = next(name for name in data.corpora if name not in shared)
         reason = f'{WORKER_FIELD} in "{named}" is only replaced with data.shard_by = "own": set it'
-        yield MIXTURE if data.mixture else CORPUS, reason
+        yield data.corpora_key, reason
 
 
 def _mirror_mistakes(config: Config) -> Mistakes:
@@ -367,13 +442,23 @@ def unused_settings(config: Config) -> Iterator[str]:
                 )
 
 
-def run_warnings(config: Config, total_steps: int) -> list[str]:
-    """Return warnings about valid settings that are unlikely to be intended."""
+def run_warnings(config: Config, total_steps: int, start_step: int = 0) -> list[str]:
+    """Return warnings about valid settings that are unlikely to be intended.
+
+    `start_step`: step from which the run is resumed.
+    """
     warnings = [*advice(config.diloco, total_steps), *unused_settings(config)]
     if config.training.stop_after > total_steps and not config.islands.join:
         warnings.append(
             f"training.stop_after = {config.training.stop_after} is after the end of the run of "
             f"{total_steps} steps and has no effect: lower it"
+        )
+    last_step = min(total_steps, config.training.stop_after or total_steps)
+    steps_here = max(0, last_step - start_step)
+    if config.profiling.start >= max(1, steps_here) and not config.islands.join:
+        warnings.append(
+            f"profiling.start = {config.profiling.start} is after the end of this process, which "
+            f"trains {steps_here} steps, so no step is traced: lower it"
         )
     mixtures = {MIXTURE: config.data.mixture} if config.data.mixture else {}
     mixtures |= {

@@ -156,6 +156,13 @@ class Data:
         return list(dict.fromkeys(name for mixture in mixtures for name in mixture))
 
     @property
+    def corpora_key(self) -> str:
+        """Setting that names the corpora to train on."""
+        if self.mixture:
+            return "data.mixture"
+        return "data.phases" if self.phases else "data.corpus"
+
+    @property
     def held_out_corpora(self) -> list[str]:
         """Names of the corpora to validate on."""
         return [self.validation_corpus] if self.validation_corpus else self.corpora

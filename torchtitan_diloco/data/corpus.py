@@ -1,4 +1,4 @@
-"""Open the token shards of the `[data]` section. Text is tokenised into shards the first time."""
+"""Open the token shards of the `[data]` section. Text is tokenized into shards the first time."""
 
 import glob
 import re
@@ -43,26 +43,19 @@ def open_split(
         # With a corpus of its own for validation, all of this text is for training.
         fraction = 0.0 if validation_corpus else data.validation_fraction
         spec = own_name(name, worker)
-        folder = _folder(data, corpus_key(data), spec, tokenizer, fraction=fraction)
+        folder = _folder(data, data.corpora_key, spec, tokenizer, fraction=fraction)
         return TokenShards(folder, split, tokenizer)
     spec = own_name(validation_corpus, worker)
     is_trained_on = validation_corpus in data.corpora
     if is_trained_on and not _is_shard_folder(spec):
         raise UserError(
-            f'data.validation_corpus = "{validation_corpus}" is {corpus_key(data)}, which is '
+            f'data.validation_corpus = "{validation_corpus}" is {data.corpora_key}, which is '
             "trained on: leave it empty to hold out data.validation_fraction of it"
         )
     folder = _folder(data, "data.validation_corpus", spec, tokenizer, fraction=0.0)
     # Validate on the held-out split of the folder, or on all of it if that split is empty.
     held_out = read_index(folder / INDEX_NAME).splits["validation"].tokens
     return TokenShards(folder, "validation" if held_out or is_trained_on else "train", tokenizer)
-
-
-def corpus_key(data: Data) -> str:
-    """Return the setting that names the corpora to train on."""
-    if data.mixture:
-        return "data.mixture"
-    return "data.phases" if data.phases else "data.corpus"
 
 
 def own_name(name: str, worker: str) -> str:
@@ -117,7 +110,7 @@ def _slug(spec: str) -> str:
 
 
 def _folder(data: Data, key: str, spec: str, tokenizer: Tokenizer, *, fraction: float) -> Path:
-    """Return the shard folder of a corpus. Tokenise the corpus if it is text."""
+    """Return the shard folder of a corpus. Tokenize the corpus if it is text."""
     corpus = find_corpus(data, key, spec)
     if isinstance(corpus, Path):
         return corpus

@@ -1,7 +1,7 @@
 """Batches of token sequences, for training and for validation.
 
 Sequence i of a corpus is its tokens i*L to i*L + L: L inputs, and the targets shifted by one.
-Neighbours share a token, so every token but the first is a target exactly once.
+Neighbors share a token, so every token but the first is a target exactly once.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ _MIN_BITS = 6  # with fewer, the halves have a bit or none, which barely shuffle
 _MULTIPLIERS = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _SHIFT = np.uint64(32)
 _FAR = 2**40  # samples, more than any stream reads
-_MICRO_BATCHES_AT_ONCE = 64  # whose order is computed in one vectorised call
+_MICRO_BATCHES_AT_ONCE = 64  # whose order is computed in one vectorized call
 
 
 class Stream(NamedTuple):

@@ -1,4 +1,4 @@
-"""Tokenise text into shards.
+"""Tokenize text into shards.
 
 .venv/bin/torchtitan-diloco prepare --source stdlib --tokenizer bytes --out corpora/stdlib
 
@@ -7,6 +7,7 @@ command was killed and started again.
 """
 
 import argparse
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -29,19 +30,19 @@ from torchtitan_diloco.data.shards import (
     why_nothing_is_held_out,
     write_index,
 )
-from torchtitan_diloco.data.text import SOURCES, TEXT_FIELD, open_corpus, whole_number
-from torchtitan_diloco.data.tokenising import (
+from torchtitan_diloco.data.text import SOURCES, TEXT_FIELD, open_source, whole_number
+from torchtitan_diloco.data.tokenizer import BEGINS, Ids, Tokenizer, build_tokenizer
+from torchtitan_diloco.data.tokenizing import (
     MOST_PROCESSES,
     Batch,
     Encoding,
     read_batches,
-    tokenise,
+    tokenize,
     usual_processes,
 )
-from torchtitan_diloco.data.tokenizer import BEGINS, Ids, Tokenizer, build_tokenizer
 from torchtitan_diloco.formatting import counted
 from torchtitan_diloco.hardware import available_cores
-from torchtitan_diloco.user import Parser, UserError, command_line
+from torchtitan_diloco.user import Parser, UserError, command_line, paths_of_option
 
 DEFAULT_SHARD_TOKENS = 2**28  # half a gigabyte at two bytes a token
 _RECORD_TOKENS = 2**24
@@ -62,7 +63,7 @@ def prepare(
 ) -> bool:
     """Write the shards of both splits, then the index. Return whether there was anything to do.
 
-    `begin`: write the tokenizer's begin token before each document. `processes`: tokenise in so
+    `begin`: write the tokenizer's begin token before each document. `processes`: tokenize in so
     many, None for threads of this one. `wait`: wait for another process that is writing the folder,
     instead of raising an error.
     """
@@ -94,7 +95,7 @@ def prepare(
     train = index.splits["train"]
     held_out = index.splits["validation"]
     print(
-        f"data: tokenised {corpus.spec} with {tokenizer.name} in {seconds:.1f} s "
+        f"data: tokenized {corpus.spec} with {tokenizer.name} in {seconds:.1f} s "
         f"({writing.new_tokens / seconds / 1e6:.2f} M tokens/s): {train.tokens:,} tokens in "
         f"{train.documents:,} documents to train on, {held_out.tokens:,} held out, in {folder}",
         flush=True,
@@ -139,9 +140,9 @@ class _Writing:
         batches = read_batches(
             reading.pieces, start=self._position, done=done, held_out_fraction=fraction
         )
-        progress = Progress(f"tokenise {self._corpus.spec}", self._amount(), self._share(reading))
+        progress = Progress(f"tokenize {self._corpus.spec}", self._amount(), self._share(reading))
         try:
-            for batch, tokens in tokenise(batches, encoding, processes):
+            for batch, tokens in tokenize(batches, encoding, processes):
                 if not self._add(batch, tokens):
                     break
                 progress.show(self._amount(), self._share(reading))
@@ -196,8 +197,12 @@ class _Writing:
 
 
 def share(text: str) -> float:
-    if not 0 <= (value := float(text)) <= 0.5:
-        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 0.5")
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value <= 0.5:
+        raise argparse.ArgumentTypeError(f'"{text}": give a number from 0 to 0.5')
     return value
 
 
@@ -220,13 +225,14 @@ def _warn_if_nothing_is_held_out(folder: Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = Parser(
         prog=command_line("prepare"),
-        description="Tokenise a corpus into a folder of token shards. If it was interrupted or "
+        description="Tokenize a corpus into a folder of token shards. If it was interrupted or "
         "killed, the same command continues.",
     )
     add = parser.add_argument
-    add("--source", help=f"{SOURCES}; not needed to divide finished shards into clusters")
+    source = f"{SOURCES}; not needed to divide finished shards into clusters"
+    add("--source", type=paths_of_option, help=source)
     tokenizers = "bytes (default), a tiktoken encoding such as gpt2, or a tokenizer.json"
-    add("--tokenizer", default="bytes", help=tokenizers)
+    add("--tokenizer", type=paths_of_option, default="bytes", help=tokenizers)
     add("--out", required=True, type=Path, help="folder of the shards")
     held_out = "share of the pieces held out (default 0.005)"
     add("--validation-fraction", type=share, default=0.005, help=held_out)
@@ -250,7 +256,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         tokenizer = build_tokenizer(options.tokenizer)
         done = bool(options.source) and prepare(
-            open_corpus(options.source, options.text_field),
+            open_source(options.source, options.text_field),
             tokenizer,
             options.out,
             validation_fraction=options.validation_fraction,

@@ -59,6 +59,14 @@ def open_corpus(spec: str, field: str = TEXT_FIELD) -> Corpus:
     return _corpus_of_files(spec, paths, field)
 
 
+def open_source(spec: str, field: str) -> Corpus:
+    """Open the corpus of the option --source."""
+    try:
+        return open_corpus(spec, field)
+    except UserError as error:
+        raise UserError(f"--source {spec}: {error}") from error
+
+
 def whole_number(text: str) -> int:
     """Parse an option: 1000000, 1_000_000 or 1e6."""
     try:

@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import tiktoken
 
-from torchtitan_diloco.data.text import SOURCES, TEXT_FIELD, open_corpus, whole_number
-from torchtitan_diloco.user import Parser, UserError, command_line, installed
+from torchtitan_diloco.data.text import SOURCES, TEXT_FIELD, open_source, whole_number
+from torchtitan_diloco.user import Parser, UserError, command_line, installed, paths_of_option
 
 END_OF_DOCUMENT = "<|endoftext|>"
 ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "<|eot_id|>", "</s>", "<eos>", "<|im_end|>")
@@ -176,7 +176,7 @@ def _from_file(spec: str) -> Tokenizer:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = Parser(prog=command_line("tokenizer"), description="Train a tokenizer on a corpus.")
     add = parser.add_argument
-    add("--source", required=True, help=SOURCES)
+    add("--source", required=True, type=paths_of_option, help=SOURCES)
     add("--out", required=True, type=Path, help="tokenizer.json to write")
     add("--vocab-size", type=whole_number, default=USUAL, help=f"default {USUAL}")
     pieces = "number of pieces of at most 32,768 characters to read (default 1e6)"
@@ -190,7 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise UserError(f"--vocab-size {options.vocab_size}: {reason}")
         if options.out.is_file():
             raise UserError(f"--out {options.out} exists: give another path, or delete it")
-        corpus = open_corpus(options.source, options.text_field)
+        corpus = open_source(options.source, options.text_field)
         texts = (piece.text for piece in islice(corpus.pieces(), options.pieces))
         content, size = train_tokenizer(texts, options.vocab_size)
         options.out.parent.mkdir(parents=True, exist_ok=True)

@@ -20,7 +20,7 @@ Setting buffers by hand would switch off the kernel's own tuning of it."""
 
 @dataclass(frozen=True)
 class Fragments(Section):
-    """Partition of the model into fragments, which synchronise in turn."""
+    """Partition of the model into fragments, which synchronize in turn."""
 
     pattern: Literal["strided", "sequential"] = "strided"
     """Blocks of each of P fragments. `strided`: fragment p holds blocks p, p + P, p + 2P, ...
@@ -131,7 +131,7 @@ class Link(Section):
 
 @dataclass(frozen=True)
 class DiLoCoConfig(Section):
-    """Synchronisation between workers."""
+    """Synchronization between workers."""
 
     method: Literal["streaming", "none"] = "streaming"
     """`streaming`: workers train independently and exchange fragments (Streaming DiLoCo; DiLoCo

@@ -1,6 +1,8 @@
 """Types and values of settings by dotted key, and their validation by msgspec."""
 
 import difflib
+import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
@@ -16,13 +18,12 @@ NAMES = {
     "`float`": "a number",
     "`float | null`": 'a number, or "none"',
     "`bool`": "true or false",
-    "`array`": "a list",
-    "`object`": "a table",
     "`str`": "text, in quotes",
 }
-
-
 TOO_LARGE = "expected a number that fits in 64 bits"
+EXPONENTS = {"K": 3, "M": 6, "G": 9, "B": 9, "T": 12}
+WITH_SUFFIX = re.compile(rf"(\d*\.?\d+)\s*([{''.join(EXPONENTS)}])", re.IGNORECASE)
+WITH_SEPARATORS = re.compile(r"\d{1,3}([_, ]\d{3})+")
 
 Length = Annotated[int, Meta(ge=0)] | Annotated[float, Meta(ge=0, lt=1)]
 """Length of a part of a run: steps, or a share of the run if below 1."""
@@ -110,13 +111,27 @@ def convert(value: Any, kind: Any, *, is_word: bool = False) -> Any:
             words = NAMES | {"`object`": f"{getattr(kind, '__name__', '')}(...)"}
             for name, text in words.items():
                 expected = expected.replace(name, text)
-            raise UserError(f"expected {expected}") from None
+            raise UserError(f"expected {expected}{_number_meant(value, expected)}") from None
         number = "" if kind in parts else "a number, or "  # 0.1 | "1/steps"
         hint = nearest(str(value), choices)
         raise UserError(f"expected {number}one of {', '.join(choices)}{hint}") from None
+    if isinstance(converted, float) and math.isnan(converted):
+        raise UserError("expected a number, which nan is not")
     if isinstance(converted, int | float) and not abs(converted) < 2**63:
         raise UserError(TOO_LARGE)
     return converted
+
+
+def _number_meant(value: Any, expected: str) -> str:
+    """Return a hint about a number with a suffix or separators, such as `1M` or `1,000`, or an
+    empty string."""
+    if not (isinstance(value, str) and expected.startswith(("a whole number", "a number"))):
+        return ""
+    if match := WITH_SUFFIX.fullmatch(value):
+        return f"; did you mean {match[1]}e{EXPONENTS[match[2].upper()]}?"
+    if WITH_SEPARATORS.fullmatch(value):
+        return f"; did you mean {re.sub('[_, ]', '', value)}?"
+    return ""
 
 
 def _convert_length(value: Any, *, is_word: bool) -> int | float:

@@ -1,4 +1,4 @@
-"""How a folder of DCP is recognised, without the imports that reading one takes.
+"""How a folder of DCP is recognized, without the imports that reading one takes.
 
 `torch.distributed.checkpoint` sets up the logging of torch, which the launcher has to do first.
 """

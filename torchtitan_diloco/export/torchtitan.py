@@ -50,7 +50,7 @@ def torchtitan_names(model: nn.Module) -> dict[str, dict[str, int]]:
 def from_torchtitan(model: nn.Module, name: str, value: Tensor) -> Tensor:
     """Return a part as our models have it.
 
-    torchtitan's Llama rotates pairs of neighbours among the dimensions of a head, its Qwen3 and our
+    torchtitan's Llama rotates pairs of neighbors among the dimensions of a head, its Qwen3 and our
     models rotate the first half with the second.
     """
     return _reordered(model, name, value, pairs_first=True)
@@ -64,7 +64,7 @@ def to_torchtitan(model: nn.Module, name: str, value: Tensor) -> Tensor:
 def _reordered(model: nn.Module, name: str, value: Tensor, *, pairs_first: bool) -> Tensor:
     """Reorder the rows of each head of a query or key projection of a Llama.
 
-    `pairs_first`: the rows are pairs of neighbours; they become first halves, then second ones.
+    `pairs_first`: the rows are pairs of neighbors; they become first halves, then second ones.
     Otherwise the reverse.
     """
     shape = shape_of(model)

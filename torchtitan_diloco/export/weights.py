@@ -294,7 +294,10 @@ def weight_files(path: str | Path) -> list[Path]:
     pattern = DATA_NAMES if is_dcp(given) else "model*.safetensors"
     files = sorted(given.glob(pattern)) if given.is_dir() else [given]
     if not files:
-        raise UserError(f'model.weights = "{path}": the folder has no {pattern}')
+        raise UserError(
+            f'model.weights = "{path}": the folder has no {pattern}: give a complete export or '
+            "checkpoint"
+        )
     return files
 
 

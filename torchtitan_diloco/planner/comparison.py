@@ -103,7 +103,7 @@ def methods(load: Workload, conditions: Conditions, given: DiLoCoConfig) -> dict
         f"streaming, {steps_of(plain)}": plain,
         f"streaming, {bits(wire):.1g} bits, {steps_of(few)}": few,
     }
-    # Machines of different speed never reach the utilisation of equal ones.
+    # Machines of different speed never reach the utilization of equal ones.
     evenness = fmean(conditions.step_seconds) / max(conditions.step_seconds)
     _, tuned = climb(load, conditions, given=few, wanted=ALMOST * evenness)
     by_name.setdefault(f"streaming, {bits(tuned.quantization):.1g} bits, {steps_of(tuned)}", tuned)

@@ -9,7 +9,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from torchtitan_diloco.planner.failures import Fleet, Outlook, Rules, elastic, islands, one_job
-from torchtitan_diloco.report.charts import BLUE, STYLE, SVG, series_colour, short_number
+from torchtitan_diloco.report.charts import BLUE, STYLE, SVG, series_color, short_number
 from torchtitan_diloco.user import UserError
 
 
@@ -27,8 +27,8 @@ def write_plot(path: Path, fleet: Fleet, rules: Sequence[Rules]) -> None:
         for number, way in enumerate(ways):
             outlooks = [way(fleet, interval=interval) for interval in intervals.tolist()]
             lost = [100 * (1 - outlook.goodput) for outlook in outlooks]
-            colour = series_colour(number)
-            axes.plot(intervals / 60, lost, color=colour, label=outlooks[0].name)
+            color = series_color(number)
+            axes.plot(intervals / 60, lost, color=color, label=outlooks[0].name)
         axes.plot(best.interval / 60, 100 * (1 - best.goodput), "o", color=BLUE)
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_formatter(short_number)

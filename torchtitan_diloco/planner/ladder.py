@@ -1,4 +1,4 @@
-"""Climb from the given settings to the first that reach a wanted utilisation on a link.
+"""Climb from the given settings to the first that reach a wanted utilization on a link.
 
 Each rung changes one setting of the rung before: tau to 1, 2, 5 and 10, then the format to int8 and
 fp4_e3m0, then H to its double, again and again (docs/report-and-plan.md).
@@ -92,10 +92,10 @@ def climb(
     tried: Tried = {}
     for diloco in rungs(given, load.plan.total_steps):
         tried[diloco] = load.predict(diloco, conditions)
-        if tried[diloco].utilisation >= wanted:
+        if tried[diloco].utilization >= wanted:
             return tried, diloco
     # To two digits, so that of rungs that are about equal the first is taken.
-    return tried, max(tried, key=lambda diloco: float(f"{tried[diloco].utilisation:.2g}"))
+    return tried, max(tried, key=lambda diloco: float(f"{tried[diloco].utilization:.2g}"))
 
 
 def ladder_text(
@@ -106,16 +106,16 @@ def ladder_text(
     for diloco, prediction in tried.items():
         name = f"H {diloco.sync_every}, tau {diloco.overlap.delay}, {diloco.quantization.codec}"
         rows.append(_cells(f"* {name}" if diloco is best else name, prediction))
-    table = markdown_table(["settings", "utilisation", "ms a step", "MB sent a step"], rows)
+    table = markdown_table(["settings", "utilization", "ms a step", "MB sent a step"], rows)
     duration = clock(load.plan.total_steps * tried[best].step_seconds)
     result = f"* is the first to reach {100 * wanted:g} %"
-    if tried[best].utilisation < wanted:
+    if tried[best].utilization < wanted:
         result = f"none reaches {100 * wanted:g} %; * comes closest"
     return f"{table}\n\n{result}; with it the run takes {duration}"
 
 
 def _cells(name: str, prediction: Prediction) -> list[str]:
-    utilisation = math.floor(1e3 * prediction.utilisation + 1e-8) / 10  # 94.99 % is not 95 %
+    utilization = math.floor(1e3 * prediction.utilization + 1e-8) / 10  # 94.99 % is not 95 %
     milliseconds = 1e3 * prediction.step_seconds
     sent = prediction.sent_bytes_per_step / 1e6
-    return [name, f"{utilisation:.1f} %", f"{milliseconds:,.1f}", f"{sent:,.2f}"]
+    return [name, f"{utilization:.1f} %", f"{milliseconds:,.1f}", f"{sent:,.2f}"]

@@ -1,4 +1,4 @@
-"""The compute-utilisation model of Streaming DiLoCo's paper (arXiv 2501.18512), and its Table 4.
+"""The compute-utilization model of Streaming DiLoCo's paper (arXiv 2501.18512), and its Table 4.
 
 A step is a chain of nodes: the forward pass, the backward pass to activations and the backward pass
 to parameters of every layer. Each takes T / 3L, and the first layer has no backward pass to
@@ -60,7 +60,7 @@ PAPER_METHODS = (
 )
 
 
-def utilisation(model: PaperModel, method: PaperMethod, rates: Array) -> Array:
+def utilization(model: PaperModel, method: PaperMethod, rates: Array) -> Array:
     """Return the share of the time that is compute, at each rate in bits per second."""
     node = model.step_seconds / (3 * model.layers)
     reduction = model.parameters * method.bits / model.layers / rates
@@ -92,7 +92,7 @@ def utilisation(model: PaperModel, method: PaperMethod, rates: Array) -> Array:
 def bandwidths(model: PaperModel, method: PaperMethod) -> list[float]:
     """Return the Gbit/s for each target as the paper prints them: the last point of the grid that
     is still below the target, rounded to two digits and then to one."""
-    reached = utilisation(model, method, GRID * 1e9)
+    reached = utilization(model, method, GRID * 1e9)
     last_below = [float(GRID[reached < target].max(initial=GRID[0])) for target in TARGETS]
     return [round(round(gbits, 2), 1) for gbits in last_below]
 

@@ -107,7 +107,7 @@ class Prediction(NamedTuple):
         return self.compute_seconds_per_step + self.exposed_seconds_per_step
 
     @property
-    def utilisation(self) -> float:
+    def utilization(self) -> float:
         return self.compute_seconds_per_step / self.step_seconds
 
 
@@ -282,6 +282,7 @@ class Workload:
             ranks=workers * ranks,
             parameters=counts["total"],
             embedding_parameters=counts["embedding"],
+            muon=config.optimizer.name == "muon",
             reduce_dtype=config.parallel.reduce_dtype,
         )
         return Workload(model=model, plan=plan, workers=workers, ranks=ranks)

@@ -38,7 +38,7 @@ TEAL = "#0f7796"
 PINK = "#bd3470"
 GREY = "#66707c"
 SERIES = (BLUE, ORANGE, GREEN, PURPLE, OCHRE, TEAL, PINK, GREY)
-"""Readers with a colour vision deficiency can tell most of these apart as well."""
+"""Readers with a color vision deficiency can tell most of these apart as well."""
 STYLE: Any = {
     "axes.edgecolor": AXIS,
     "axes.labelcolor": MUTED,
@@ -74,7 +74,7 @@ class Curve:
     x: Array
     y: Array
     series: int
-    """Curves of the same series have the same colour."""
+    """Curves of the same series have the same color."""
     dashed: bool = False
     dots: bool = False
     faint: bool = False
@@ -87,10 +87,10 @@ class Mark(NamedTuple):
     x: float
     name: str
     """Shown above the line, "" for none."""
-    colour: str
+    color: str
 
 
-def series_colour(series: int) -> str:
+def series_color(series: int) -> str:
     return SERIES[series % len(SERIES)]
 
 
@@ -132,7 +132,7 @@ def _mark(axes: Axes, marks: Sequence[Mark]) -> None:
     low, high = axes.get_xlim()
     latest = -math.inf
     for mark in sorted(marks):
-        axes.axvline(mark.x, color=mark.colour, linewidth=1, zorder=2)
+        axes.axvline(mark.x, color=mark.color, linewidth=1, zorder=2)
         if mark.name and mark.x - latest > LABEL_SHARE * (high - low):
             latest = mark.x
             place: Any = {"xycoords": ("data", "axes fraction"), "ha": "center", "va": "bottom"}
@@ -149,7 +149,7 @@ def _plot(axes: Axes, curve: Curve, log: bool) -> None:
     axes.plot(
         curve.x,
         np.where(shown, curve.y, np.nan),
-        color=series_colour(curve.series),
+        color=series_color(curve.series),
         linestyle="--" if curve.dashed else "-",
         linewidth=1.2 if curve.faint else 2.0,
         alpha=0.45 if curve.faint else None,
@@ -184,8 +184,8 @@ PHASES = {
     "transfer": ("exchange", "heard", "received", GREEN),
     "outer step": ("exchange", "received", "ready", TEAL),
 }
-"""Lane, start and end among the moments, and colour."""
-PHASE_COLOURS = {"computing": BAND} | {name: phase[-1] for name, phase in PHASES.items()}
+"""Lane, start and end among the moments, and color."""
+PHASE_COLORS = {"computing": BAND} | {name: phase[-1] for name, phase in PHASES.items()}
 Exchange = Sequence[RoundRecord | None]
 """One exchange of one fragment: the records of all workers, None where there is none."""
 
@@ -267,22 +267,22 @@ def timeline_svg(title: str, drawn: Sequence[Phase], names: Sequence[str]) -> st
     parts = list[str]()
     for worker, top in tops.items():
         middle = top + LANE_STEP + LANE / 2  # of the lower lane
-        parts.append(_text(0, top - 5, names[worker], colour=TEXT, anchor="start"))
-        parts.append(_box(0, top, width=WIDTH, height=LANE, colour=BAND))
-        parts.append(_box(0, middle, width=WIDTH, height=1, colour=GRID))
+        parts.append(_text(0, top - 5, names[worker], color=TEXT, anchor="start"))
+        parts.append(_box(0, top, width=WIDTH, height=LANE, color=BAND))
+        parts.append(_box(0, middle, width=WIDTH, height=1, color=GRID))
     for phase in drawn:
         if phase.worker not in tops or phase.seconds <= 0:
             continue
         left = WIDTH * (phase.start_seconds - start) / length
         extent = max(1.0, WIDTH * phase.seconds / length)
         top = tops[phase.worker] + LANE_STEP * LANES.index(phase.lane)
-        colour = PHASE_COLOURS[phase.name]
+        color = PHASE_COLORS[phase.name]
         tooltip = _tooltip(phase, names)
-        parts.append(_box(left, top, width=extent, height=LANE, colour=colour, tooltip=tooltip))
+        parts.append(_box(left, top, width=extent, height=LANE, color=color, tooltip=tooltip))
         fragment = str(phase.round.fragment)
         if extent > 8 * len(fragment) + 4:  # there is room
-            centre = left + extent / 2
-            parts.append(_text(centre, top + 13, fragment, colour=SURFACE, anchor="middle"))
+            center = left + extent / 2
+            parts.append(_text(center, top + 13, fragment, color=SURFACE, anchor="middle"))
     parts += _time_axis(length, bottom)
     return (
         f'<svg class="chart" role="img" aria-label="{escape(title)}" font-size="12.5" '
@@ -292,7 +292,7 @@ def timeline_svg(title: str, drawn: Sequence[Phase], names: Sequence[str]) -> st
 
 def _time_axis(length: float, bottom: float) -> Iterator[str]:
     """Yield the axis of a timeline of `length` seconds, with its ticks."""
-    yield _box(0, bottom, width=WIDTH, height=1, colour=AXIS)
+    yield _box(0, bottom, width=WIDTH, height=1, color=AXIS)
     for tick in MaxNLocator(6, steps=[1, 2, 5, 10]).tick_values(0, length):
         place = WIDTH * tick / length
         if place > WIDTH:
@@ -302,21 +302,21 @@ def _time_axis(length: float, bottom: float) -> Iterator[str]:
             anchor = "start"
         elif place >= WIDTH - 20:
             anchor = "end"
-        yield _box(min(place, WIDTH - 1), bottom, width=1, height=4, colour=AXIS)
-        yield _text(place, bottom + 17, short_number(tick), colour=MUTED, anchor=anchor)
+        yield _box(min(place, WIDTH - 1), bottom, width=1, height=4, color=AXIS)
+        yield _text(place, bottom + 17, short_number(tick), color=MUTED, anchor=anchor)
 
 
 def _box(
-    left: float, top: float, *, width: float, height: float, colour: str, tooltip: str = ""
+    left: float, top: float, *, width: float, height: float, color: str, tooltip: str = ""
 ) -> str:
     place = f'x="{left:.2f}" y="{top:g}" width="{width:.2f}" height="{height:g}"'
     about = f"<title>{escape(tooltip)}</title>" if tooltip else ""
-    return f'<rect {place} fill="{colour}">{about}</rect>'
+    return f'<rect {place} fill="{color}">{about}</rect>'
 
 
-def _text(left: float, bottom: float, text: str, *, colour: str, anchor: str) -> str:
+def _text(left: float, bottom: float, text: str, *, color: str, anchor: str) -> str:
     place = f'x="{left:.2f}" y="{bottom:g}" text-anchor="{anchor}"'
-    return f'<text {place} fill="{colour}">{escape(text)}</text>'
+    return f'<text {place} fill="{color}">{escape(text)}</text>'
 
 
 def _tooltip(phase: Phase, names: Sequence[str]) -> str:

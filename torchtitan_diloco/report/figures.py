@@ -19,14 +19,14 @@ from torchtitan_diloco.report.charts import (
     GREEN,
     GREY,
     ORANGE,
-    PHASE_COLOURS,
+    PHASE_COLORS,
     SERIES,
     Curve,
     Exchange,
     Mark,
     line_chart,
     phases,
-    series_colour,
+    series_color,
     timeline_span,
     timeline_svg,
 )
@@ -40,7 +40,7 @@ from torchtitan_diloco.report.run_records import (
 )
 
 TOKENS = "train/tokens"
-SHARE_COLOURS = {
+SHARE_COLORS = {
     "compute": BLUE,
     "data": GREEN,
     "exposed communication": ORANGE,
@@ -94,7 +94,7 @@ class Key(NamedTuple):
     """Entry of a legend. `kind` is line, dashed, faint or box."""
 
     name: str
-    colour: str
+    color: str
     kind: str = "box"
 
 
@@ -183,14 +183,14 @@ def _line_figure(
             kind = "dashed"
         elif curve.faint:
             kind = "faint"
-        legend.setdefault(name, Key(name, series_colour(curve.series), kind))
+        legend.setdefault(name, Key(name, series_color(curve.series), kind))
     chart = line_chart(curves, marks=marks, **axes)
     return Figure(title, caption, legend=list(legend.values()), unit=unit, chart=chart)
 
 
 def _marks(runs: Sequence[Run], x: Axis | None = None) -> list[Mark]:
     """Return where mixtures begin after the start of a run, over an axis, or over steps. The marks
-    of several runs have their colours and no names."""
+    of several runs have their colors and no names."""
     marks = list[Mark]()
     for series, run in enumerate(runs):
         later = [(name, record.step) for name, record in run.mixtures if record.step]
@@ -198,8 +198,8 @@ def _marks(runs: Sequence[Run], x: Axis | None = None) -> list[Mark]:
         places = steps if x is None else x.places(run, steps)
         for place, (name, _) in zip(places.tolist(), later, strict=False):  # none if not known
             several = len(runs) > 1
-            colour = series_colour(series) if several else AXIS
-            marks.append(Mark(place, "" if several else name, colour))
+            color = series_color(series) if several else AXIS
+            marks.append(Mark(place, "" if several else name, color))
     return marks
 
 
@@ -218,10 +218,10 @@ def _loss(runs: Sequence[Run], title: str, x: Axis) -> Figure | None:
                 (worker, f"training, {worker.name}", number)
                 for number, worker in enumerate(run.workers)
             ]
-        for source, name, colour in sources:
+        for source, name, color in sources:
             places, losses = x.curve(run, "loss/train", source)
             is_faint = bool(shared.y.size)
-            curves.append(Curve(name, places, losses, series=colour, faint=is_faint))
+            curves.append(Curve(name, places, losses, series=color, faint=is_faint))
         curves.append(shared)
     whose = "each island" if any(run.is_of_islands for run in runs) else "all workers"
     caption = f"Training loss of {whose}."
@@ -367,7 +367,7 @@ def _time_shares(runs: Sequence[Run]) -> Figure | None:
         caption += " In data parallelism, communication is part of compute."
     if len(bars) < len(runs):
         caption += f" Not recorded by {len(runs) - len(bars)} of the runs."
-    legend = [Key(*entry) for entry in SHARE_COLOURS.items()]
+    legend = [Key(*entry) for entry in SHARE_COLORS.items()]
     return Figure("Where the time went", caption, legend, bars=bars) if bars else None
 
 
@@ -380,7 +380,7 @@ def _timelines(runs: Sequence[Run]) -> list[Figure]:
             title += f", {run.name}"
         shown = [phase for phase in phases(latest(run, SHOWN_EXCHANGES)) if phase.seconds > 0]
         if shown:
-            legend = [Key(*entry) for entry in PHASE_COLOURS.items()]
+            legend = [Key(*entry) for entry in PHASE_COLORS.items()]
             unit = timeline_span(shown, run.worker_names)
             svg = timeline_svg(title, shown, run.worker_names)
             timelines.append(Figure(title, TIMELINE_CAPTION, legend, unit=unit, timeline=svg))
@@ -425,8 +425,8 @@ def _rounds(run: Run, field: str, *, title: str, unit: str, caption: str) -> Fig
     for place, fragment in enumerate(sorted(points)[:MAX_FRAGMENTS]):
         steps, means = np.array(points[fragment]).T
         name = f"{fragment}: {names[fragment]}"
-        repeats_colour = place >= len(SERIES)
-        curves.append(Curve(name, steps, means, series=place, dashed=repeats_colour))
+        repeats_color = place >= len(SERIES)
+        curves.append(Curve(name, steps, means, series=place, dashed=repeats_color))
     return _line_figure(
         [run],
         curves,

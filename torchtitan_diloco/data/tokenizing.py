@@ -1,4 +1,4 @@
-"""Tokenise pieces of text on several cores, in their order.
+"""Tokenize pieces of text on several cores, in their order.
 
 The result does not depend on the number of processes, on how pieces are put into batches, or on
 where the reading begins.
@@ -32,7 +32,7 @@ _BATCHES_AHEAD = 4  # for each process; bounds memory
 
 
 class Text(NamedTuple):
-    """A piece to be tokenised."""
+    """A piece to be tokenized."""
 
     number: int
     split: Split
@@ -66,7 +66,7 @@ class Encoding:
             tokens = self.tokenizer.encode(text.text)
         except Exception as error:  # packages of tokenizers raise nothing more special
             raise UserError(
-                f"{self.tokenizer.name} cannot tokenise piece {text.number:,} ({error}), which "
+                f"{self.tokenizer.name} cannot tokenize piece {text.number:,} ({error}), which "
                 f"begins with {text.text[:60]!r}: leave it out of the text, or use another "
                 "tokenizer"
             ) from error
@@ -78,7 +78,7 @@ class Encoding:
 
 
 def usual_processes(tokenizer: Tokenizer) -> int:
-    """Return how many processes tokenise if the user does not say it."""
+    """Return how many processes tokenize if the user does not say it."""
     return 1 if tokenizer.name == "bytes" else min(available_cores(), MOST_PROCESSES)
 
 
@@ -134,7 +134,7 @@ def _with_following(located: Iterable[Located]) -> Iterator[tuple[Located, int]]
         yield window.popleft(), len(window)
 
 
-def tokenise(
+def tokenize(
     batches: Iterable[Batch], encoding: Encoding, processes: int | None
 ) -> Iterator[tuple[Batch, list[Ids]]]:
     """Yield each batch with its tokens, in order. `processes`: None for threads of this one."""
@@ -152,7 +152,7 @@ def tokenise(
                 yield first, future.result()
         except BrokenProcessPool as error:
             raise UserError(
-                "a process that tokenises was killed, as the system does when memory runs out: "
+                "a process that tokenizes was killed, as the system does when memory runs out: "
                 "the same command continues, with less memory if --processes is smaller"
             ) from error
 
