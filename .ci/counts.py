@@ -54,6 +54,16 @@ def classes_in(names: set[str]) -> int:
     return sum(isinstance(node, ast.ClassDef) for node in nodes)
 
 
+def rooms() -> dict[str, int]:
+    """Return the lines of each folder of the package, and of the files that lie at its root."""
+    lines: dict[str, int] = {}
+    for path in PACKAGE.rglob("*.py"):
+        folder, *below = path.relative_to(PACKAGE).parts
+        room = folder if below else "the root"
+        lines[room] = lines.get(room, 0) + path.read_text().count("\n")
+    return dict(sorted(lines.items()))
+
+
 def process_groups() -> int:
     """Return the process groups that `join_world` creates for a run of several workers."""
     (join,) = (
@@ -106,6 +116,8 @@ def main() -> None:
         "modules that a plain run imports": len(closure("train", "trainer")),
         "process groups of a run": process_groups(),
         "settings": len(flat_settings(Config())),
+        "files at the root of the package": len([*PACKAGE.glob("*.py")]),
+        **{f"lines in {room}": count for room, count in rooms().items()},
         **density(),
     }
     if "--trips" in sys.argv[1:]:

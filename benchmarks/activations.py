@@ -19,12 +19,12 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import core
+from torchtitan_diloco.base.hardware import GIB, describe_device
 from torchtitan_diloco.components.loss import loss_head
 from torchtitan_diloco.config import Config
 from torchtitan_diloco.config.schema import ActivationCheckpoint, Compile, Parallel
 from torchtitan_diloco.data.tokenizer import build_tokenizer
 from torchtitan_diloco.distributed.world import pick_device
-from torchtitan_diloco.hardware import GIB, describe_device
 from torchtitan_diloco.models import build_model, vocabulary_rows
 from torchtitan_diloco.models.parallelize import compute_dtype, materialize, parallelize
 

@@ -28,9 +28,9 @@ import torch
 from benchmarks import core
 from benchmarks.network import PORT, Network, Program
 from benchmarks.slow_link import AT_ONCE, COMMON, parse_rate
-from torchtitan_diloco.plan import parse_bandwidth, parse_duration
+from torchtitan_diloco.launching.preflight import vocabulary_rows_of
+from torchtitan_diloco.planner.plan import parse_bandwidth, parse_duration
 from torchtitan_diloco.planner.prediction import Conditions, Workload
-from torchtitan_diloco.preflight import vocabulary_rows_of
 
 MACHINES = 2
 SYNC_EVERY = 30

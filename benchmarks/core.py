@@ -19,11 +19,11 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from torchtitan_diloco.base.formatting import markdown_table
+from torchtitan_diloco.base.user import USER_ERROR, UserError
 from torchtitan_diloco.components.metrics import baseline_bytes, totals_of
 from torchtitan_diloco.components.records import read_json_lines
 from torchtitan_diloco.config import Config, from_command_line
-from torchtitan_diloco.formatting import markdown_table
-from torchtitan_diloco.user import USER_ERROR, UserError
 
 Settings = dict[str, str]
 """Settings of the trainer: dotted key -> value."""

@@ -30,7 +30,11 @@ from torch.nn.utils.rnn import pad_sequence
 
 from benchmarks import core, scale
 from benchmarks.downstream_tasks import TASKS, Example, Text, examples_of_all
-from torchtitan_diloco.components.checkpoint import MODEL, complete_checkpoints, read_manifest
+from torchtitan_diloco.base.formatting import markdown_table
+from torchtitan_diloco.base.hardware import describe_device
+from torchtitan_diloco.base.user import UserError
+from torchtitan_diloco.components.checkpoint import MODEL
+from torchtitan_diloco.components.checkpoint_folder import complete_checkpoints, read_manifest
 from torchtitan_diloco.components.resume import SavedTensors
 from torchtitan_diloco.components.validation import open_held_out, validate
 from torchtitan_diloco.config.weights import Weights, turns_of
@@ -40,10 +44,7 @@ from torchtitan_diloco.data.shards import INDEX_NAME, read_index
 from torchtitan_diloco.data.tokenizer import Tokenizer
 from torchtitan_diloco.distributed.world import World, pick_device
 from torchtitan_diloco.export.weights import SavedModel, open_saved
-from torchtitan_diloco.formatting import markdown_table
-from torchtitan_diloco.hardware import describe_device
 from torchtitan_diloco.models.interface import parameter_counts
-from torchtitan_diloco.user import UserError
 
 STEPS, EXAMPLES_PER_STEP, LR = 300, 8, 1e-3
 """The fine-tuning of every model: AdamW, so many examples of each task a step, a constant rate."""

@@ -12,7 +12,7 @@ from functools import cached_property
 from itertools import chain, zip_longest
 from typing import NamedTuple
 
-from torchtitan_diloco.user import UserError
+from torchtitan_diloco.base.user import UserError
 
 CONTEXT = 96
 """Characters before an identifier that a model is to name."""

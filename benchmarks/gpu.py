@@ -29,6 +29,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from benchmarks import core, records, sync, torchft_loop, train_step
+from torchtitan_diloco.base.formatting import markdown_table
+from torchtitan_diloco.base.hardware import GIB
+from torchtitan_diloco.base.user import REPOSITORY, UserError
 from torchtitan_diloco.components.metrics import compute_percent, hidden_percent, totals_of
 from torchtitan_diloco.diloco import DiLoCoConfig, Fragments, Link, OuterOptimizer, StreamingDiLoCo
 from torchtitan_diloco.diloco.codecs import CODECS, UNIT, build_codec
@@ -36,13 +39,10 @@ from torchtitan_diloco.diloco.config import BLOCK_SIZES, Quantization
 from torchtitan_diloco.diloco.fragments import build_fragments
 from torchtitan_diloco.diloco.outer_state import OuterState, background_stream
 from torchtitan_diloco.distributed.world import FSDP, world_of_one
-from torchtitan_diloco.formatting import markdown_table
-from torchtitan_diloco.hardware import GIB
 from torchtitan_diloco.islands.server import local_server
 from torchtitan_diloco.islands.server_folder import find_server
 from torchtitan_diloco.models.decoder import SHAPES, Decoder
 from torchtitan_diloco.models.interface import init_weights
-from torchtitan_diloco.user import REPOSITORY, UserError
 
 RESERVED_SECONDS = 10.0
 """At the end, for a part that has to be stopped."""

@@ -20,9 +20,9 @@ from pathlib import Path
 import torch
 
 from benchmarks.core import Record
+from torchtitan_diloco.base.hardware import describe_device
+from torchtitan_diloco.base.user import REPOSITORY
 from torchtitan_diloco.components.records import read_json_lines
-from torchtitan_diloco.hardware import describe_device
-from torchtitan_diloco.user import REPOSITORY
 
 RECORDS = REPOSITORY / "benchmarks" / "records"
 FILE_OPTIONS = "--out", "--work", "--records"

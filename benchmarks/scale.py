@@ -38,14 +38,14 @@ import torch
 
 from benchmarks import core, records, scale_results
 from benchmarks.parity import read_tables
+from torchtitan_diloco.base.hardware import available_cores
+from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.config.schema import Model
 from torchtitan_diloco.data import prepare
 from torchtitan_diloco.data.shards import INDEX_NAME, read_index
 from torchtitan_diloco.data.text import open_corpus, standard_library
 from torchtitan_diloco.data.tokenizer import build_tokenizer
-from torchtitan_diloco.hardware import available_cores
 from torchtitan_diloco.models import vocabulary_rows
-from torchtitan_diloco.user import UserError
 
 TOKENIZER = Path(__file__).with_name("scale-tokenizer.json")
 BYTES_BELOW = 4_000_000

@@ -9,9 +9,9 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from benchmarks import core
-from torchtitan_diloco.formatting import markdown_table
+from torchtitan_diloco.base.formatting import markdown_table
+from torchtitan_diloco.base.user import REPOSITORY
 from torchtitan_diloco.report.charts import AXIS, MUTED, STYLE, series_color, short_number
-from torchtitan_diloco.user import REPOSITORY
 
 SIZES_PICTURE = REPOSITORY / "docs" / "images" / "sizes.svg"
 HEADER = (

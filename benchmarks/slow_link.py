@@ -25,7 +25,7 @@ import torch
 
 from benchmarks import core, torchft_loop
 from benchmarks.network import Network
-from torchtitan_diloco.user import install_command
+from torchtitan_diloco.base.user import install_command
 
 SYNC_EVERY, DELAY = 100, 5
 COMMON = {

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from benchmarks import core
 from tests.store.places import SITE, BucketServer
-from torchtitan_diloco.hardware import end_with_parent
+from torchtitan_diloco.base.hardware import end_with_parent
 from torchtitan_diloco.store import LargeObjects, Store, open_store
 
 STORES = "folder", "https", "bucket"

@@ -36,6 +36,7 @@ import torch
 from benchmarks import core
 from benchmarks.network import INTERFACE, Network, enter_own_network, require, run_command
 from tests.processes import ProcessPool
+from torchtitan_diloco.base.log import start_logging
 from torchtitan_diloco.config.schema import Distributed
 from torchtitan_diloco.diloco.codecs import build_codec
 from torchtitan_diloco.diloco.config import Link, Quantization
@@ -45,7 +46,6 @@ from torchtitan_diloco.distributed.world import WORKER, join_world
 from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.connection import Connection
 from torchtitan_diloco.islands.server import open_folder
-from torchtitan_diloco.log import start_logging
 
 ADDRESSES, PROXY_ADDRESS = ("10.0.0.1", "10.0.1.1"), "10.0.0.2"
 """Of the ends of the link, which are both in one namespace."""

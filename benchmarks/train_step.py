@@ -28,6 +28,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks import core
+from torchtitan_diloco.base.hardware import GIB, describe_device, peak_flops, peak_memory_bytes
+from torchtitan_diloco.base.log import logger
 from torchtitan_diloco.components.optimizer import build_optimizer, set_lr
 from torchtitan_diloco.components.telemetry import Telemetry
 from torchtitan_diloco.config import Config
@@ -35,8 +37,6 @@ from torchtitan_diloco.config.schema import Optimizer
 from torchtitan_diloco.diloco import StreamingDiLoCo
 from torchtitan_diloco.distributed.collectives import Asked, PendingSum
 from torchtitan_diloco.distributed.world import join_world, leave_world, pick_device
-from torchtitan_diloco.hardware import GIB, describe_device, peak_flops, peak_memory_bytes
-from torchtitan_diloco.log import logger
 from torchtitan_diloco.models.decoder import Decoder, resolve_shape, shape_of
 from torchtitan_diloco.models.interface import flops_per_token, init_weights
 from torchtitan_diloco.trainer import Trainer

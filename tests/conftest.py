@@ -11,9 +11,9 @@ import pytest
 from hypothesis import settings
 
 from tests.processes import ProcessPool
+from torchtitan_diloco.base.log import logger
+from torchtitan_diloco.base.process import STOP_SIGNALS
 from torchtitan_diloco.data.tokenizer import train_tokenizer
-from torchtitan_diloco.log import logger
-from torchtitan_diloco.process import STOP_SIGNALS
 
 REPOSITORY = Path(__file__).parents[1]
 

@@ -6,7 +6,7 @@ import os
 
 import torch
 
-import torchtitan_diloco.rank  # noqa: F401
+import torchtitan_diloco.launching.rank  # noqa: F401
 
 torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]).step()  # the first step imports more
 gc.collect()

@@ -12,6 +12,7 @@ import pytest
 from tests.processes import ProcessPool
 from tests.test_trainer import join, settings
 from torchtitan_diloco import trainer
+from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.config import Config, load_config
 from torchtitan_diloco.config.loader import SECRETS
 from torchtitan_diloco.config.schema import Model
@@ -19,7 +20,6 @@ from torchtitan_diloco.diloco import agreement
 from torchtitan_diloco.models import FLAVORS
 from torchtitan_diloco.models.decoder import Decoder, resolve_shape
 from torchtitan_diloco.trainer import Trainer
-from torchtitan_diloco.user import UserError
 
 CHANGED = {
     "": "",

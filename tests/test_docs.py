@@ -18,12 +18,12 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from tests.conftest import REPOSITORY
+from torchtitan_diloco.base.hardware import NEWEST_TORCH
 from torchtitan_diloco.cli import COMMANDS
 from torchtitan_diloco.components.metrics import BASELINE
 from torchtitan_diloco.config import from_command_line
-from torchtitan_diloco.config.loader import run_warnings
+from torchtitan_diloco.config.checks import run_warnings
 from torchtitan_diloco.diloco import transport
-from torchtitan_diloco.hardware import NEWEST_TORCH
 
 README = REPOSITORY / "README.md"
 FOR_DEVELOPERS = [REPOSITORY / f"{name}.md" for name in ("AGENTS", "CONTRIBUTING", "SECURITY")]
@@ -56,11 +56,14 @@ ELSEWHERE = {
     ("downstream.md", "benchmarks.downstream"): "an hour; tests/benchmarks/test_downstream.py",
     ("islands.md", "--islands.local 3"): "a server, 4 processes; tests/islands/test_run.py",
     ("islands.md", "site-a$"): "three machines; tests/test_two_sites.py",
-    ("launching.md", "doctor"): "two machines; tests/test_doctor.py",
-    ("launching.md", "NNODES=3"): "three machines; two nodes: tests/launch/test_launch.py",
-    ("launching.md", "NNODES=2 NODE_RANK=0 NPROC=1"): "two consoles; tests/launch/test_launch.py",
-    ("launching.md", "sbatch"): "Slurm; tests/launch/test_slurm.py",
-    ("launching.md", "bin/torchrun"): "two machines; tests/launch/test_torchrun.py",
+    ("launching.md", "doctor"): "two machines; tests/machines/test_doctor.py",
+    ("launching.md", "NNODES=3"): "three machines; two nodes: tests/launching/test_launch.py",
+    (
+        "launching.md",
+        "NNODES=2 NODE_RANK=0 NPROC=1",
+    ): "two consoles; tests/launching/test_launch.py",
+    ("launching.md", "sbatch"): "Slurm; tests/launching/test_slurm.py",
+    ("launching.md", "bin/torchrun"): "two machines; tests/launching/test_torchrun.py",
     ("launching.md", "wg "): "root, two machines; tests/test_two_sites.py",
     ("launching.md", "site-a$"): "two machines; tests/test_two_sites.py",
     ("launching.md", "site-a-alone$"): "fewer workers; tests/components/test_resume.py",
@@ -68,7 +71,7 @@ ELSEWHERE = {
     ("measurements.md", "benchmarks.scale"): "a GPU; tests/benchmarks/test_scale.py",
     ("report-and-plan.md", "tensorboard --logdir"): "a server; tests/components/test_telemetry.py",
     ("troubleshooting.md", "nft"): "root, a firewall",
-    ("two-machines.md", "compare"): "two machines; tests/test_compare.py",
+    ("two-machines.md", "compare"): "two machines; tests/machines/test_compare.py",
 }
 """Blocks of commands that do not run here: a page, what a block has, why, and what runs it."""
 

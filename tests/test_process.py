@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import REPOSITORY
-from torchtitan_diloco.log import logger, start_logging
+from torchtitan_diloco.base.log import logger, start_logging
 
 COMMAND = [sys.executable, "-u", "-m", "torchtitan_diloco"]
 HANGS = """
@@ -32,7 +32,7 @@ def test_the_reader_of_an_answer_may_leave_after_a_line(words: str, tmp_path: Pa
 
 @pytest.mark.parametrize(("error", "code"), [("BrokenPipeError()", 1), ("SystemExit('no')", 1)])
 def test_another_pipe_that_breaks_is_an_error(error: str, code: int) -> None:
-    program = "import sys\nfrom torchtitan_diloco.process import run_and_exit\n"
+    program = "import sys\nfrom torchtitan_diloco.base.process import run_and_exit\n"
     program += f"def main(_):\n    raise {error}\nrun_and_exit(main, [])"
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=False

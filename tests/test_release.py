@@ -16,7 +16,7 @@ from packaging.utils import canonicalize_name
 from tests.conftest import REPOSITORY
 from tests.test_docs import blocks
 from torchtitan_diloco import __version__
-from torchtitan_diloco.hardware import NEWEST_TORCH
+from torchtitan_diloco.base.hardware import NEWEST_TORCH
 
 GITHUB = REPOSITORY / ".github"
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]

@@ -20,6 +20,9 @@ import torch
 import torchtitan_diloco.trainer
 from tests.processes import ProcessPool
 from tests.test_trainer import settings, words
+from torchtitan_diloco.base.formatting import clock, few_digits
+from torchtitan_diloco.base.hardware import GIB, GLOO_INTERFACE
+from torchtitan_diloco.base.user import FENCED, LOCAL_ISLANDS, UserError
 from torchtitan_diloco.components import run_plan
 from torchtitan_diloco.components.run_plan import (
     check_memory,
@@ -32,16 +35,13 @@ from torchtitan_diloco.data.tokenizer import main as train_tokenizer
 from torchtitan_diloco.diloco.config import DiLoCoConfig, OuterOptimizer, Overlap
 from torchtitan_diloco.distributed.collectives import RanksLostError
 from torchtitan_diloco.distributed.world import World
-from torchtitan_diloco.formatting import clock, few_digits
-from torchtitan_diloco.hardware import GIB, GLOO_INTERFACE
 from torchtitan_diloco.islands import IslandFencedError
-from torchtitan_diloco.launch import folder_of_run
-from torchtitan_diloco.launch import main as launch
-from torchtitan_diloco.preflight import check_inputs, missing
-from torchtitan_diloco.rank import join
+from torchtitan_diloco.launching.launch import folder_of_run
+from torchtitan_diloco.launching.launch import main as launch
+from torchtitan_diloco.launching.preflight import check_inputs, missing
+from torchtitan_diloco.launching.rank import join
 from torchtitan_diloco.train import main
 from torchtitan_diloco.trainer import Trainer
-from torchtitan_diloco.user import FENCED, LOCAL_ISLANDS, UserError
 
 
 def test_an_island_whose_slot_is_taken_has_an_exit_code_of_its_own(text: Path) -> None:
@@ -96,7 +96,7 @@ def test_a_process_that_others_do_not_reach_says_over_which_interface(
 def test_a_process_ends_without_clean_up(body: str, code: int, said: str) -> None:
     """Exit handlers would tell the other ranks that a rank which fails has ended in order."""
     program = (
-        "import atexit\nfrom torchtitan_diloco.process import run_and_exit\n"
+        "import atexit\nfrom torchtitan_diloco.base.process import run_and_exit\n"
         f"atexit.register(print, 'goodbye')\ndef main(_):\n    print('kept')\n    {body}\n"
         "run_and_exit(main, [])"
     )
@@ -115,7 +115,7 @@ def test_all_that_is_missing_is_listed_at_once(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with (
-        patch("torchtitan_diloco.preflight.find_spec", return_value=None),
+        patch("torchtitan_diloco.launching.preflight.find_spec", return_value=None),
         patch("shutil.which", return_value=None),
         patch("sys.executable", str(tmp_path / "python")),
         patch("torch.cuda.is_available", return_value=False),
@@ -145,7 +145,7 @@ def test_all_that_is_missing_is_listed_at_once(
     changed = load_config("1b", {"data.tokenizer": "new.json"})
     replaced = [line.replace("new.json", "data/c4-32k.json") for line in missing(changed)]
     assert replaced == [*missing(load_config("1b"))], "of the size that is trained by default"
-    with patch("torchtitan_diloco.preflight.find_spec", return_value=None):
+    with patch("torchtitan_diloco.launching.preflight.find_spec", return_value=None):
         own = {"data.corpus": "stdlib", "data.tokenizer": "bytes"}
         assert not [*missing(load_config("35m", own))], "nothing is read from the hub"
     assert launch(["--config", "llama-8b", "--print-config"]) == 2

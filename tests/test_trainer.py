@@ -19,7 +19,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import torchtitan_diloco.trainer
 from tests.processes import ProcessPool
-from torchtitan_diloco.components.checkpoint import Checkpointer, Manifest
+from torchtitan_diloco.base.tensors import local_of
+from torchtitan_diloco.components.checkpoint import Checkpointer
+from torchtitan_diloco.components.checkpoint_folder import Manifest
 from torchtitan_diloco.components.optimizer import gradient_norm
 from torchtitan_diloco.components.records import read_records
 from torchtitan_diloco.components.run_plan import AfterStep, RunPlan
@@ -27,7 +29,6 @@ from torchtitan_diloco.components.telemetry import StepResult, Telemetry
 from torchtitan_diloco.components.validation import Validator
 from torchtitan_diloco.config import Config, load_config, to_toml
 from torchtitan_diloco.config.schema import Checkpoint, Metrics
-from torchtitan_diloco.diloco.fragments import local_of
 from torchtitan_diloco.diloco.streaming import DataParallel
 from torchtitan_diloco.distributed.world import FSDP, World, join_world, leave_world, world_of_one
 from torchtitan_diloco.report.run_records import open_runs

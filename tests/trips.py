@@ -31,7 +31,8 @@ from torchtitan_diloco.trainer import Trainer
 PACKAGE = REPOSITORY / "torchtitan_diloco"
 PAGE = REPOSITORY / "docs/own-loop.md"
 BEGIN, END = "<!-- trips: .venv/bin/python -m tests.trips --write -->\n", "\n<!-- end of trips -->"
-EVERYWHERE = {"log.py", "user.py", "process.py", "formatting.py", "hardware.py", "__init__.py"}
+TOOLS = ("log", "user", "process", "formatting", "hardware")
+EVERYWHERE = {"__init__.py", *(f"base/{name}.py" for name in TOOLS)}
 """Files that all others use. They are no stop of a trip."""
 SMALL = {
     "data.validation_fraction": "0.1",
@@ -145,7 +146,7 @@ def following(followed: dict[str, Trip]) -> Iterator[None]:
 
 def follow_a_run(folder: str) -> dict[str, list[str]]:
     """Train and resume on this rank. Return the files of each trip."""
-    from torchtitan_diloco.rank import join
+    from torchtitan_diloco.launching.rank import join
 
     settings = SMALL | {
         "data.corpus": f"{folder}/text.txt",

@@ -9,18 +9,18 @@ from pathlib import Path
 from typing import NoReturn
 
 from torchtitan_diloco import __version__
-from torchtitan_diloco.process import raise_on_interrupt, run_and_exit
-from torchtitan_diloco.user import STARTED_BY, USER_ERROR, command_line
+from torchtitan_diloco.base.process import raise_on_interrupt, run_and_exit, say
+from torchtitan_diloco.base.user import STARTED_BY, USER_ERROR, UserError, command_line
 
 COMMANDS = {
-    "train": ("launch", "train, on one machine or several"),
-    "compare": ("compare", "measure two machines, and what training on both gains"),
-    "plan": ("plan", "find settings that fit a link"),
+    "train": ("launching.launch", "train, on one machine or several"),
+    "compare": ("machines.compare", "measure two machines, and what training on both gains"),
+    "plan": ("planner.plan", "find settings that fit a link"),
     "report": ("report.page", "write one page about a run"),
     "generate": ("export.__main__ generate", "continue a text with a trained model"),
     "export": ("export.__main__ export", "write the weights for other programs"),
     "islands": ("islands.__main__", "serve and watch a run of islands"),
-    "doctor": ("doctor", "check this machine, and that machines reach each other"),
+    "doctor": ("machines.doctor", "check this machine, and that machines reach each other"),
     "tokenizer": ("data.tokenizer", "train a tokenizer on a corpus"),
     "prepare": ("data.prepare", "tokenize a corpus"),
 }
@@ -40,6 +40,12 @@ def run(words: list[str]) -> int:
         on_path = shutil.which(program) == sys.argv[0]
         os.environ[STARTED_BY] = program if on_path else sys.argv[0]
     name, *arguments = words or ["--help"]
+    try:
+        if name == "train" and _prints_help(arguments):
+            return 0
+    except UserError as error:
+        say(f"error: {error}")
+        return USER_ERROR
     if name in COMMANDS:
         module, *first = COMMANDS[name][0].split()
         command = import_module(f"torchtitan_diloco.{module}")  # imports torch
@@ -58,3 +64,10 @@ def run(words: list[str]) -> int:
     usage = f"{command_line('COMMAND').removesuffix(' COMMAND')} --help"
     print(f"error: there is no command {name}{hint}; `{usage}` lists them", file=sys.stderr)
     return USER_ERROR
+
+
+def _prints_help(arguments: list[str]) -> bool:
+    """Print the help of a training if it is asked for, and return whether it is."""
+    from torchtitan_diloco.config.help import print_help  # for this command only
+
+    return print_help(arguments, {name: text for name, (_, text) in COMMANDS.items()})

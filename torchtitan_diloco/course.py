@@ -6,7 +6,7 @@ A job counts its own steps (`JobCourse`). Islands count the tokens of all island
 
 from typing import NamedTuple, Protocol
 
-from torchtitan_diloco.components.checkpoint import Manifest
+from torchtitan_diloco.components.checkpoint_folder import Manifest
 from torchtitan_diloco.components.run_data import Position
 from torchtitan_diloco.components.run_plan import RunPlan
 from torchtitan_diloco.components.telemetry import RunProgress

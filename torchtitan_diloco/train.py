@@ -3,15 +3,15 @@ for it."""
 
 import sys
 
-from torchtitan_diloco.process import run_and_exit
+from torchtitan_diloco.base.process import run_and_exit
 
 
 def main(arguments: list[str]) -> int:
     """Train, and return the exit code."""
-    from torchtitan_diloco.launch import follow_launcher
+    from torchtitan_diloco.launching.launch import follow_launcher
 
     follow_launcher()
-    from torchtitan_diloco.rank import train
+    from torchtitan_diloco.launching.rank import train
 
     return train(arguments)
 

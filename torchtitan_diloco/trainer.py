@@ -10,11 +10,10 @@ from pathlib import Path
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from torchtitan_diloco.components.checkpoint import (
-    Checkpointer,
-    Manifest,
-    folder_of_worker,
-)
+from torchtitan_diloco.base.log import logger
+from torchtitan_diloco.base.user import UserError
+from torchtitan_diloco.components.checkpoint import Checkpointer
+from torchtitan_diloco.components.checkpoint_folder import Manifest, folder_of_worker
 from torchtitan_diloco.components.garbage import GarbageCollection
 from torchtitan_diloco.components.loss import loss_head
 from torchtitan_diloco.components.mirror import build_mirror, new_identity
@@ -65,12 +64,10 @@ from torchtitan_diloco.distributed.collectives import (
 )
 from torchtitan_diloco.distributed.world import FSDP, World
 from torchtitan_diloco.islands.config import Join
-from torchtitan_diloco.log import logger
 from torchtitan_diloco.models import build_model, vocabulary_rows
 from torchtitan_diloco.models.activations import activation_bytes
 from torchtitan_diloco.models.interface import describe, flops_per_token, parameter_counts
 from torchtitan_diloco.models.parallelize import compute_dtype, materialize, parallelize
-from torchtitan_diloco.user import UserError
 
 OWN_SETTINGS = {
     "run.folder",

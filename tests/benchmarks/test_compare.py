@@ -18,9 +18,9 @@ from benchmarks.compare import (
     settings_of,
 )
 from benchmarks.slow_link import COMMON
-from torchtitan_diloco.planner.comparison import Row, compare, table
+from torchtitan_diloco.launching.preflight import vocabulary_rows_of
+from torchtitan_diloco.machines.comparison import Row, compare, table
 from torchtitan_diloco.planner.prediction import Conditions, Workload
-from torchtitan_diloco.preflight import vocabulary_rows_of
 
 PLAIN = COMMON | {"diloco.method": "streaming"} | OWN
 CONFIG = core.load(PLAIN)

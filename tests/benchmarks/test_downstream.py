@@ -25,7 +25,9 @@ from benchmarks.downstream_tasks import (
     examples_of_all,
     make_examples,
 )
-from torchtitan_diloco.components.checkpoint import MODEL, read_manifest
+from torchtitan_diloco.base.user import UserError
+from torchtitan_diloco.components.checkpoint import MODEL
+from torchtitan_diloco.components.checkpoint_folder import read_manifest
 from torchtitan_diloco.components.resume import SavedTensors
 from torchtitan_diloco.config.schema import Phase
 from torchtitan_diloco.data.batch import IGNORE_INDEX
@@ -33,7 +35,6 @@ from torchtitan_diloco.data.tokenizer import build_tokenizer
 from torchtitan_diloco.diloco.state_dict import shared_parameter_name
 from torchtitan_diloco.export.weights import SavedModel, open_saved
 from torchtitan_diloco.train import main as train
-from torchtitan_diloco.user import UserError
 
 TINY = (
     "--model.layers 1 --model.width 32 --model.heads 1 --model.feed_forward 32 --run.device cpu "

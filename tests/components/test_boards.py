@@ -14,8 +14,8 @@ import pytest
 from tests.components.test_telemetry import SENT, telemetry, train
 from tests.islands.servers import wait_until
 from tests.test_trainer import LOSS, records
+from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.components.boards import Shown, tensorboard
-from torchtitan_diloco.user import UserError
 
 BOARDS = "torchtitan_diloco.components.boards"
 SERVER = "http://tracking.test"

@@ -26,10 +26,11 @@ from tests.components.test_resume import STEPS, chosen, last, run
 from tests.diloco.toy import join
 from tests.processes import DIED, ProcessPool
 from tests.test_trainer import LOSS, around_steps, curve, records
-from torchtitan_diloco.components import checkpoint, resume
-from torchtitan_diloco.components.checkpoint import (
+from torchtitan_diloco.base.user import UserError
+from torchtitan_diloco.components import checkpoint, checkpoint_folder, resume
+from torchtitan_diloco.components.checkpoint import Checkpointer, write_tensors
+from torchtitan_diloco.components.checkpoint_folder import (
     MANIFEST,
-    Checkpointer,
     Manifest,
     begin,
     checkpoint_path,
@@ -41,7 +42,6 @@ from torchtitan_diloco.components.checkpoint import (
     prune,
     read_manifest,
     step_of,
-    write_tensors,
 )
 from torchtitan_diloco.components.resume import (
     CheckedStep,
@@ -60,7 +60,6 @@ from torchtitan_diloco.diloco.streaming import DataParallel
 from torchtitan_diloco.distributed.collectives import RanksLostError
 from torchtitan_diloco.distributed.world import World, join_world, leave_world
 from torchtitan_diloco.trainer import Trainer
-from torchtitan_diloco.user import UserError
 
 TENSORS = "rank-0.safetensors"
 EMPTY = Manifest(step=0, tokens=0, workers=1, config="")
@@ -377,7 +376,7 @@ def _start_from_a_slow_disk(folder: Path) -> bool:
     )
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters())
-    check = checkpoint.check_files
+    check = checkpoint_folder.check_files
     fill = SavedTensors.fill
 
     def check_slowly(*given: Any) -> None:

@@ -30,8 +30,9 @@ from tests.components.test_resume import (
 )
 from tests.store.places import BucketServer, Place
 from tests.test_trainer import around_steps
-from torchtitan_diloco.components import checkpoint, mirror, resume
-from torchtitan_diloco.components.checkpoint import (
+from torchtitan_diloco.base.user import UserError
+from torchtitan_diloco.components import checkpoint_folder, mirror, resume
+from torchtitan_diloco.components.checkpoint_folder import (
     checkpoint_path,
     complete_checkpoints,
     fingerprint,
@@ -44,10 +45,9 @@ from torchtitan_diloco.components.copies import Copies, Copy, TakenOverError
 from torchtitan_diloco.components.mirror import other_settings
 from torchtitan_diloco.config import ConfigError, load_config, to_toml
 from torchtitan_diloco.config.schema import portable
-from torchtitan_diloco.preflight import missing
+from torchtitan_diloco.launching.preflight import missing
 from torchtitan_diloco.store import DamagedError, Store, StoreError, open_store
 from torchtitan_diloco.trainer import Trainer
-from torchtitan_diloco.user import UserError
 
 TOKEN = "this start"
 
@@ -189,7 +189,7 @@ def test_a_manifest_cannot_name_files_elsewhere(tmp_path: Path) -> None:
         copies.fetch(Copy.of(manifest), 0, checkpoint_path(tmp_path / "back", 4))
 
 
-def copies_name(manifest: checkpoint.Manifest) -> str:
+def copies_name(manifest: checkpoint_folder.Manifest) -> str:
     return Copy.of(manifest).name
 
 
@@ -565,7 +565,7 @@ def test_settings_that_cannot_be_a_mirror(monkeypatch: pytest.MonkeyPatch) -> No
         load_config("debug", {"checkpoint.adopt": "true"})
     config = load_config("debug", {"checkpoint.mirror": "s3://bucket/a"})
 
-    monkeypatch.setattr("torchtitan_diloco.preflight.find_spec", lambda _: None)
+    monkeypatch.setattr("torchtitan_diloco.launching.preflight.find_spec", lambda _: None)
     assert any(
         "install obstore: " in line and "[bucket]" in line and "pip install" in line
         for line in missing(config)

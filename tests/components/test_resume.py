@@ -18,8 +18,8 @@ from torch import Tensor
 from tests.conftest import write_text
 from tests.processes import DIED, ProcessPool, counting_sent
 from tests.test_trainer import LOSS, VALIDATION, curve, join, records, sending, settings
-from torchtitan_diloco.components.checkpoint import (
-    RANDOM,
+from torchtitan_diloco.components.checkpoint import RANDOM
+from torchtitan_diloco.components.checkpoint_folder import (
     Manifest,
     checkpoint_path,
     complete_checkpoints,
@@ -30,7 +30,7 @@ from torchtitan_diloco.components.checkpoint import (
 from torchtitan_diloco.components.resume import SavedTensors
 from torchtitan_diloco.config import load_config
 from torchtitan_diloco.export.weights import open_saved
-from torchtitan_diloco.rank import set_determinism
+from torchtitan_diloco.launching.rank import set_determinism
 from torchtitan_diloco.trainer import Trainer
 
 STEPS = 16

@@ -23,6 +23,7 @@ from tests.islands.servers import wait_until
 from tests.processes import ProcessPool
 from tests.test_trainer import LOSS, curve, records, streaming
 from tests.test_trainer import train as train_config
+from torchtitan_diloco.base.hardware import queued_seconds
 from torchtitan_diloco.components import records as records_module
 from torchtitan_diloco.components import telemetry as module
 from torchtitan_diloco.components.metrics import GAUGES, METRICS, baseline_bytes, time_shares
@@ -44,7 +45,6 @@ from torchtitan_diloco.diloco.round import Round, Traffic
 from torchtitan_diloco.diloco.streaming import DataParallel, OuterLoop
 from torchtitan_diloco.distributed.collectives import Asked, PendingSum
 from torchtitan_diloco.distributed.world import World
-from torchtitan_diloco.hardware import queued_seconds
 from torchtitan_diloco.report.run_records import open_runs
 
 SENT = "worker/sent_bytes"

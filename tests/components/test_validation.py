@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.components.validation import open_held_out
 from torchtitan_diloco.config import Config, load_config
 from torchtitan_diloco.config.schema import Phase
 from torchtitan_diloco.data.tokenizer import build_tokenizer
 from torchtitan_diloco.distributed.world import World
-from torchtitan_diloco.user import UserError
 
 BYTES = build_tokenizer("bytes")
 ALONE = World(rank=0, size=1, workers=1, device=torch.device("cpu"))

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from torchtitan_diloco.base.settings import steps_of
 from torchtitan_diloco.components.run_plan import plan_run
 from torchtitan_diloco.config import (
     Config,
@@ -19,15 +20,13 @@ from torchtitan_diloco.config import (
     parse_config,
     to_toml,
 )
+from torchtitan_diloco.config.checks import run_warnings, unused_settings
 from torchtitan_diloco.config.loader import (
     CONFIGS_FOLDER,
-    run_warnings,
     shipped_configs,
-    unused_settings,
 )
 from torchtitan_diloco.config.schema import flat_settings, flatten
 from torchtitan_diloco.diloco.config import Beginning, DiLoCoConfig, advice
-from torchtitan_diloco.diloco.fields import steps_of
 from torchtitan_diloco.islands.config import Islands
 from torchtitan_diloco.models import build_model
 from torchtitan_diloco.models.interface import parameter_counts

@@ -13,14 +13,14 @@ import pytest
 from tests.conftest import REPOSITORY
 from tests.data.conftest import MakeShards
 from tests.processes import DIED, ProcessPool
+from torchtitan_diloco.base.user import UserError, command_line
 from torchtitan_diloco.config import load_config
 from torchtitan_diloco.config.schema import Data
 from torchtitan_diloco.data.corpus import open_split
 from torchtitan_diloco.data.pieces import PIECE_CHARACTERS
 from torchtitan_diloco.data.shards import FORMAT_VERSION, Index, TokenShards, write_index
 from torchtitan_diloco.data.tokenizer import build_tokenizer
-from torchtitan_diloco.preflight import check_inputs
-from torchtitan_diloco.user import UserError, command_line
+from torchtitan_diloco.launching.preflight import check_inputs
 
 BYTES = build_tokenizer("bytes")
 

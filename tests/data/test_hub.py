@@ -11,9 +11,9 @@ import msgspec
 import pytest
 
 import torchtitan_diloco.data.hub as hub_module
+from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.data.pieces import BEGINNING, Corpus, Located, Place, split_into_pieces
 from torchtitan_diloco.data.text import open_corpus
-from torchtitan_diloco.user import UserError
 
 TYPED = """---
 dataset_info:

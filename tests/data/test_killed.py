@@ -24,11 +24,11 @@ import torchtitan_diloco.data.prepare as prepare_module
 import torchtitan_diloco.data.tokenizing as tokenizing_module
 from tests.conftest import REPOSITORY, save_tokenizer
 from tests.processes import PATIENCE
+from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.data.prepare import main, prepare
 from torchtitan_diloco.data.shards import ShardWriter
 from torchtitan_diloco.data.text import open_corpus
 from torchtitan_diloco.data.tokenizer import Ids, build_tokenizer
-from torchtitan_diloco.user import UserError
 
 OPTIONS = ["--shard-tokens", "9000", "--validation-fraction", "0.3"]
 KILLED = """

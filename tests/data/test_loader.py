@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tests.data.conftest import MakeShards
 from tests.processes import ProcessPool
 from tests.test_trainer import LOSS, VALIDATION, curve, records, settings, train
+from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.data.batch import IGNORE_INDEX
 from torchtitan_diloco.data.loader import (
     Stream,
@@ -23,7 +24,6 @@ from torchtitan_diloco.data.loader import (
 )
 from torchtitan_diloco.data.mixture import Indices, Segment
 from torchtitan_diloco.data.shards import SPLITS, TokenShards, _map_shard, find_damage
-from torchtitan_diloco.user import UserError
 
 LENGTH = 10  # 1000 tokens: 99 sequences, which no batch size below divides
 

@@ -11,9 +11,9 @@ import pytest
 import torchtitan_diloco.data.shards as shards_module
 from tests.conftest import save_tokenizer
 from tests.data.conftest import MakeShards
+from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.data.shards import SPLITS, TokenShards, find_damage, token_type
 from torchtitan_diloco.data.tokenizer import build_tokenizer
-from torchtitan_diloco.user import UserError
 
 SECOND, INDEX = "train-00001.tokens", "corpus.json"
 BOUNDS = [0, 1, 2, 211, 212, 213, 423, 424, 425, 700, 848, 999, 1000]  # shards of 212 tokens

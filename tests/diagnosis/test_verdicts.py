@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from torchtitan_diloco.base.hardware import SHORT_OF_CORES
 from torchtitan_diloco.diagnosis.kinds import ALL, WORDS, Cause, Kind, Verdict
 from torchtitan_diloco.diagnosis.verdicts import (
     IN_A_ROW,
@@ -20,7 +21,6 @@ from torchtitan_diloco.diagnosis.verdicts import (
 )
 from torchtitan_diloco.diloco.flags import NOT_FINITE
 from torchtitan_diloco.diloco.vitals import Report, Vitals
-from torchtitan_diloco.hardware import SHORT_OF_CORES
 
 CYCLE, ROUND = 5.0, 6.0
 OTHER_WAY = {"upload": "download", "download": "upload"}

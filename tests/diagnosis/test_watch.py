@@ -21,7 +21,7 @@ from tests.islands.servers import PATIENCE, need_server, wait_until
 from tests.islands.test_coming_and_going import at, die, hold
 from tests.processes import ProcessPool
 from tests.test_trainer import join, records, settings
-from torchtitan_diloco import rank as rank_module
+from torchtitan_diloco.base.hardware import GLOO_INTERFACE
 from torchtitan_diloco.components.telemetry import Telemetry
 from torchtitan_diloco.config import load_config
 from torchtitan_diloco.diagnosis import verdicts, watch
@@ -32,10 +32,10 @@ from torchtitan_diloco.diloco.flags import NOT_FINITE
 from torchtitan_diloco.diloco.streaming import StreamingDiLoCo
 from torchtitan_diloco.diloco.transport import WorkerLostError
 from torchtitan_diloco.diloco.vitals import HUNG, STOPPED, STUCK, Action, Report, Vitals
-from torchtitan_diloco.hardware import GLOO_INTERFACE
 from torchtitan_diloco.islands import leader
 from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.connection import Connection
+from torchtitan_diloco.launching import rank as rank_module
 from torchtitan_diloco.trainer import Trainer
 
 

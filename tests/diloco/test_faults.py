@@ -21,7 +21,9 @@ from torch import nn
 
 from tests.diloco.toy import AVERAGE_EVERY_STEP, Net, config, inner_step, join, sgd, start, train
 from tests.processes import ProcessPool
-from torchtitan_diloco import hardware
+from torchtitan_diloco.base import hardware
+from torchtitan_diloco.base.log import logger
+from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.diloco import Link, StreamingDiLoCo, WorkerLostError
 from torchtitan_diloco.diloco import liveness as liveness_module
 from torchtitan_diloco.diloco import witness as witness_module
@@ -33,8 +35,6 @@ from torchtitan_diloco.diloco.vitals import HUNG, STOPPED, STUCK, Signs
 from torchtitan_diloco.diloco.witness import GlooWitness, signs_of
 from torchtitan_diloco.distributed.collectives import PendingSum
 from torchtitan_diloco.distributed.world import WORKER
-from torchtitan_diloco.log import logger
-from torchtitan_diloco.user import UserError
 
 PATIENT, IMPATIENT = Link(timeout_seconds=600), Link(timeout_seconds=3)
 """The first is longer than a test may take: what ends in time was not ended by it."""

@@ -11,6 +11,7 @@ from torch import nn
 
 from tests.diloco.toy import config, full, inner_step, join, loss, parameters, sharded, start
 from tests.processes import ProcessPool
+from torchtitan_diloco.base.tensors import local_of
 from torchtitan_diloco.diloco import DiLoCoConfig, Quantization, StreamingDiLoCo
 from torchtitan_diloco.diloco.delta_norms import (
     FEWEST,
@@ -20,7 +21,6 @@ from torchtitan_diloco.diloco.delta_norms import (
     settle_weights,
 )
 from torchtitan_diloco.diloco.flags import DROPPED, NOT_FINITE, OUTLIER
-from torchtitan_diloco.diloco.fragments import local_of
 from torchtitan_diloco.diloco.transport import Header
 from torchtitan_diloco.distributed.world import FSDP, WORKER
 

@@ -18,6 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.diloco.toy import AVERAGE_EVERY_STEP, Net, config, fused, join
 from tests.processes import ProcessPool, counting_sent
+from torchtitan_diloco.base.hardware import describe_machine
+from torchtitan_diloco.base.log import logger
+from torchtitan_diloco.base.tensors import local_of
 from torchtitan_diloco.diloco import (
     Beginning,
     DiLoCoConfig,
@@ -30,13 +33,11 @@ from torchtitan_diloco.diloco import (
     peers,
 )
 from torchtitan_diloco.diloco.codecs import base
-from torchtitan_diloco.diloco.fragments import build_fragments, local_of
+from torchtitan_diloco.diloco.fragments import build_fragments
 from torchtitan_diloco.diloco.gloo_peers import GlooPeers
 from torchtitan_diloco.diloco.outer_state import pick_state_device
 from torchtitan_diloco.diloco.rendezvous import store_of_attempt
 from torchtitan_diloco.distributed.world import FSDP, WORKER
-from torchtitan_diloco.hardware import describe_machine
-from torchtitan_diloco.log import logger
 
 GPU = torch.device("cuda", 0)
 MESSAGE_BYTES = 12_500

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from tests.diloco.toy import Net, alone, config, join, parameters, sgd, start, train
 from tests.processes import ProcessPool
+from torchtitan_diloco.base.tensors import local_of, shard_rows
 from torchtitan_diloco.diloco import (
     Beginning,
     Fragments,
@@ -22,7 +23,6 @@ from torchtitan_diloco.diloco import (
     StreamingDiLoCo,
 )
 from torchtitan_diloco.diloco.config import CodecName
-from torchtitan_diloco.diloco.fragments import local_of, shard_rows
 from torchtitan_diloco.diloco.state_dict import (
     SavedState,
     saved_bytes,

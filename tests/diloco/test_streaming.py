@@ -28,12 +28,12 @@ from tests.diloco.toy import (
 )
 from tests.islands.servers import wait_until
 from tests.processes import ProcessPool
+from torchtitan_diloco.base.background import ENCODING_THREADS
+from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.diloco import OuterOptimizer, Quantization, StreamingDiLoCo
-from torchtitan_diloco.diloco.background import ENCODING_THREADS
 from torchtitan_diloco.diloco.gloo_peers import GlooPeers
 from torchtitan_diloco.diloco.state_dict import shared_parameter_name
 from torchtitan_diloco.distributed.world import WORKER
-from torchtitan_diloco.user import UserError
 
 
 def _average_every_step() -> dict[str, Tensor]:

@@ -15,9 +15,11 @@ import torch.distributed as dist
 
 from tests.distributed.test_world import join
 from tests.processes import DIED, ProcessPool
+from torchtitan_diloco.base.messages import TransferError, transfers
+from torchtitan_diloco.base.process import STOP_SIGNALS
+from torchtitan_diloco.base.user import UserError, cause_of
 from torchtitan_diloco.diloco import WorkerLostError, delta_norms
 from torchtitan_diloco.diloco.agreement import agree
-from torchtitan_diloco.diloco.messages import TransferError, transfers
 from torchtitan_diloco.distributed import collectives
 from torchtitan_diloco.distributed.collectives import (
     Asked,
@@ -29,8 +31,6 @@ from torchtitan_diloco.distributed.collectives import (
     on_all_ranks,
 )
 from torchtitan_diloco.distributed.world import leave_world
-from torchtitan_diloco.process import STOP_SIGNALS
-from torchtitan_diloco.user import UserError, cause_of
 
 
 def _agree() -> tuple[Any, ...]:

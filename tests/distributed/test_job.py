@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from torchtitan_diloco import hardware
+from torchtitan_diloco.base import hardware
+from torchtitan_diloco.base.user import FENCED, USER_ERROR, UserError
 from torchtitan_diloco.diloco.rendezvous import MistakeElsewhereError, store_of_attempt
 from torchtitan_diloco.distributed.job import Job
 from torchtitan_diloco.islands import IslandFencedError
-from torchtitan_diloco.user import FENCED, USER_ERROR, UserError
 
 LIMIT = timedelta(minutes=1)
 

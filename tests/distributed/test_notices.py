@@ -28,7 +28,7 @@ from tests.metadata_server import (
 )
 from tests.processes import ProcessPool
 from tests.test_trainer import around_steps
-from torchtitan_diloco.components.checkpoint import step_of
+from torchtitan_diloco.components.checkpoint_folder import step_of
 from torchtitan_diloco.config import ConfigError, load_config
 from torchtitan_diloco.distributed import notices
 from torchtitan_diloco.distributed.collectives import StopRequest
@@ -260,7 +260,7 @@ def test_the_exit_code_is_that_of_sigterm_and_the_run_is_not_started_again(
     server.answers[GCP] = "TRUE"
     wanted = noticed(text, tmp_path / "run", "gcp", server)
     words = [word for key, value in wanted.items() for word in (f"--{key}", str(value))]
-    command = [sys.executable, "-m", "torchtitan_diloco.launch", "--config", "debug", *words]
+    command = [sys.executable, "-m", "torchtitan_diloco", "train", "--config", "debug", *words]
     done = subprocess.run(
         command, env=os.environ | {"NPROC": "1"}, capture_output=True, text=True, cwd=REPOSITORY
     )

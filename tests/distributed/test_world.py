@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from tests.processes import ProcessPool
+from torchtitan_diloco.base.hardware import GLOO_INTERFACE
+from torchtitan_diloco.base.log import logger
 from torchtitan_diloco.config.schema import Distributed
 from torchtitan_diloco.diloco.config import Link
 from torchtitan_diloco.diloco.liveness import Liveness
@@ -25,8 +27,6 @@ from torchtitan_diloco.distributed.world import (
     leave_world,
     pick_device,
 )
-from torchtitan_diloco.hardware import GLOO_INTERFACE
-from torchtitan_diloco.log import logger
 
 
 def join(workers: int, **timeouts: int) -> World:

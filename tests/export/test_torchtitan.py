@@ -24,8 +24,8 @@ from torchtitan_diloco.config.schema import Model
 from torchtitan_diloco.export import __main__ as commands
 from torchtitan_diloco.export.torchtitan import open_checkpoint, save_torchtitan
 from torchtitan_diloco.export.weights import load_initial_weights, open_saved, weights_fingerprint
+from torchtitan_diloco.launching.preflight import check_inputs
 from torchtitan_diloco.models.decoder import Shape, resolve_shape, rotary_frequencies
-from torchtitan_diloco.preflight import check_inputs
 
 SMALL: dict[str, Any] = {"layers": 2, "width": 24, "heads": 4, "head_dim": 10, "feed_forward": 40}
 SMALL |= {"kv_heads": 2}

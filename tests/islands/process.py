@@ -10,6 +10,7 @@ import msgspec
 from tests.islands import toy
 from tests.islands.plan import Nature
 from tests.islands.toy import Copies, Shared, Vector, combine, records_of
+from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.islands.ledger import Due, Mode
 from torchtitan_diloco.islands.log import State
 from torchtitan_diloco.islands.machine import RETRY, Machine
@@ -28,7 +29,6 @@ from torchtitan_diloco.islands.records import (
     digest,
 )
 from torchtitan_diloco.islands.rounds import Checked
-from torchtitan_diloco.user import UserError
 
 if TYPE_CHECKING:
     from tests.islands.simulation import World

@@ -11,6 +11,7 @@ from tests.islands.running import TOKENS, Island, same, started
 from tests.islands.servers import need_server, running_server
 from tests.islands.test_coming_and_going import at, die, hold, save_in
 from tests.islands.written import FACTS
+from torchtitan_diloco.base.user import USER_ERROR
 from torchtitan_diloco.diloco.state_dict import SavedState
 from torchtitan_diloco.islands import __main__ as islands_main
 from torchtitan_diloco.islands import joining, leader, peers
@@ -20,7 +21,6 @@ from torchtitan_diloco.islands.changes import parse_change
 from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.connection import Connection
 from torchtitan_diloco.islands.reader import open_reader
-from torchtitan_diloco.user import USER_ERROR
 
 need_server()
 pytestmark = pytest.mark.usefixtures("soon_gone")
@@ -45,7 +45,7 @@ def test_a_run_goes_on_with_other_settings_other_code_and_a_third_site(
         printed = capsys.readouterr().out
         assert "diloco.sync_every = 4 (before: 8)" in printed
         assert "codec = fp32 (before: fp4_e3m0)" in printed
-        monkeypatch.setattr(peers, "code_fingerprint", lambda: "mended")
+        monkeypatch.setattr(peers, "code_fingerprint", lambda *_: "mended")
         with started(c):
             results = [island.finish() for island in (a, b, c)]
     for result in results:

@@ -7,10 +7,10 @@ import pytest
 
 from tests.islands.servers import Listener, need_server, running_server
 from tests.islands.written import Log
+from torchtitan_diloco.base.user import USER_ERROR
 from torchtitan_diloco.islands.__main__ import main
 from torchtitan_diloco.islands.records import Close, decode, encode
 from torchtitan_diloco.islands.server import Server
-from torchtitan_diloco.user import USER_ERROR
 
 need_server()
 

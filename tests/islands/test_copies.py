@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests.islands.written import FACTS
+from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.diloco import DiLoCoConfig, Quantization
 from torchtitan_diloco.diloco.arithmetic import outer_step
 from torchtitan_diloco.diloco.codecs import CODECS, UNIT, build_codec
@@ -21,7 +22,6 @@ from torchtitan_diloco.diloco.outer_state import OuterState
 from torchtitan_diloco.islands.copies import Copies, encode_delta, fingerprints
 from torchtitan_diloco.islands.joining import check_facts
 from torchtitan_diloco.islands.shards import Layout, Ranks
-from torchtitan_diloco.user import UserError
 
 PIECE = UNIT
 """Values per piece: few, so that a fragment has several pieces."""

@@ -19,13 +19,13 @@ from tests.islands.servers import Listener, free_port, need_server, running_serv
 from tests.islands.test_serve import COMMAND, serving
 from tests.islands.written import Log
 from tests.report.test_page_in_browser import BROWSER, PHONE, measure
+from torchtitan_diloco.base.user import USER_ERROR, UserError
 from torchtitan_diloco.islands.members import Hint, Numbers
 from torchtitan_diloco.islands.page import PageServer, html_page, page_address
 from torchtitan_diloco.islands.reader import open_reader
 from torchtitan_diloco.islands.server import Server
 from torchtitan_diloco.report.page import html_page as report_page
 from torchtitan_diloco.report.run_records import open_runs
-from torchtitan_diloco.user import USER_ERROR, UserError
 
 need_server()
 

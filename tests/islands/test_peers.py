@@ -182,7 +182,7 @@ def test_other_code_and_what_the_first_island_sets_are_only_named(
 ) -> None:
     """A bug fix has to enter a run that goes on."""
     codes = count()
-    monkeypatch.setattr(island_peers, "code_fingerprint", lambda: f"code-{next(codes)}")
+    monkeypatch.setattr(island_peers, "code_fingerprint", lambda *_: f"code-{next(codes)}")
     first, second = Island(server, "a"), Island(server, "b", replace(FP4, sync_every=12))
     second.peers.islands = replace(second.peers.islands, quorum=2, slots=4)
     with started(first):

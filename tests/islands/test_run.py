@@ -16,10 +16,10 @@ from tests.components.test_resume import last
 from tests.conftest import REPOSITORY
 from tests.islands.servers import need_server
 from tests.metadata_server import GCP, metadata_server
-from torchtitan_diloco import launch
-from torchtitan_diloco.components.checkpoint import read_manifest
+from torchtitan_diloco.components.checkpoint_folder import read_manifest
 from torchtitan_diloco.components.metrics import baseline_bytes
 from torchtitan_diloco.islands.log import State
+from torchtitan_diloco.launching import launch
 from torchtitan_diloco.report.page import describe, facts_table
 from torchtitan_diloco.report.run_records import open_runs
 
@@ -46,7 +46,7 @@ def run(folder: Path, **more: object) -> subprocess.CompletedProcess[str]:
     settings = SETTINGS | {"diloco.workers": 5}  # not the number of islands
     settings |= {key.replace("__", "."): value for key, value in more.items()}
     words = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
-    module = [sys.executable, "-m", "torchtitan_diloco.launch"]
+    module = [sys.executable, "-m", "torchtitan_diloco", "train"]
     command = [*module, "--config", "debug", "--run.folder", str(folder), *words]
     return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
 

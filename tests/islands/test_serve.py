@@ -23,6 +23,7 @@ import pytest
 from tests.conftest import REPOSITORY
 from tests.islands.servers import Listener, free_port, need_server, running_server, wait_until
 from tests.islands.written import Log
+from torchtitan_diloco.base.user import USER_ERROR, UserError
 from torchtitan_diloco.islands import reader
 from torchtitan_diloco.islands.__main__ import main
 from torchtitan_diloco.islands.config import Join, LoginError
@@ -31,7 +32,6 @@ from torchtitan_diloco.islands.members import Hint
 from torchtitan_diloco.islands.records import Give, encode
 from torchtitan_diloco.islands.server import make_streams, open_folder
 from torchtitan_diloco.islands.session import open_session
-from torchtitan_diloco.user import USER_ERROR, UserError
 
 need_server()
 

@@ -6,13 +6,13 @@ import msgspec
 import pytest
 
 from tests.islands_store.desk import A, B, checksum, founded
+from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.islands_store.checkpoint import Saved
 from torchtitan_diloco.islands_store.decision import REPLACED, Decision, Fate, Kept, Ledger
 from torchtitan_diloco.islands_store.fragment import Boundary, Mode
 from torchtitan_diloco.islands_store.island import REJOIN, WENT_BACK, Island
 from torchtitan_diloco.islands_store.names import COPY, VERSION, Object
 from torchtitan_diloco.islands_store.note import Founding, Note, decode_note
-from torchtitan_diloco.user import UserError
 
 
 class Hand:

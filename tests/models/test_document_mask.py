@@ -21,6 +21,7 @@ from tests.export.reading import validation_of
 from tests.models.test_model import VARIANTS
 from tests.processes import ProcessPool
 from tests.test_trainer import LOSS, VALIDATION, curve, join, records, settings
+from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.components.loss import LossSums, loss_head
 from torchtitan_diloco.config import load_config
 from torchtitan_diloco.config.schema import Model
@@ -34,7 +35,6 @@ from torchtitan_diloco.export.weights import open_saved
 from torchtitan_diloco.models.decoder import Decoder, document_mask, resolve_shape
 from torchtitan_diloco.models.interface import init_weights
 from torchtitan_diloco.trainer import Trainer
-from torchtitan_diloco.user import UserError
 
 VOCABULARY, END = 50, 0
 MASKED = [replace(variant, document_mask=True) for variant in VARIANTS]

@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.config.schema import Model
 from torchtitan_diloco.models import FLAVORS, build_model
 from torchtitan_diloco.models.decoder import SIZES, Decoder, resolve_shape, shape_of
 from torchtitan_diloco.models.interface import flops_per_token, init_weights, parameter_counts
-from torchtitan_diloco.user import UserError
 
 MILLIONS = {
     "paper-35m": 35.3,

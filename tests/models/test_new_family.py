@@ -18,6 +18,7 @@ from tests.conftest import REPOSITORY
 from tests.export.reading import validation_of
 from tests.processes import ProcessPool
 from tests.test_trainer import curve, records, settings, words
+from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.config import load_config
 from torchtitan_diloco.config.schema import Model
 from torchtitan_diloco.diloco.config import Fragments
@@ -31,7 +32,6 @@ from torchtitan_diloco.models.interface import (
     parameter_counts,
 )
 from torchtitan_diloco.planner.prediction import Workload
-from torchtitan_diloco.user import UserError
 
 PAGE = (REPOSITORY / "docs/data-and-models.md").read_text()
 NAME = "means"

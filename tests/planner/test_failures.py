@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.conftest import REPOSITORY
-from torchtitan_diloco.plan import main
 from torchtitan_diloco.planner.failures import (
     FORMULAS,
     SILENT,
@@ -27,6 +26,7 @@ from torchtitan_diloco.planner.failures import (
     one_job,
     quorate,
 )
+from torchtitan_diloco.planner.plan import main
 
 YEAR = 365.0 * 86_400
 FLEET = Fleet(chips=20_000, mtbf=YEAR, detect=30, restart=120, rejoin=60, save=10)
@@ -211,7 +211,7 @@ def seconds_of(time: str) -> float:
 
 def test_planning_for_failures_needs_neither_torch_nor_matplotlib() -> None:
     code = (
-        "import sys; from torchtitan_diloco.plan import main; "
+        "import sys; from torchtitan_diloco.planner.plan import main; "
         f"assert main({KNOWN}) == 0; "
         "assert not {'torch', 'matplotlib', 'numpy'} & set(sys.modules)"
     )

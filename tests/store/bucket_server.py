@@ -71,7 +71,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from torchtitan_diloco.hardware import end_with_parent
+    from torchtitan_diloco.base.hardware import end_with_parent
 
     end_with_parent()
     main()

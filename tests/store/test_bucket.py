@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.store.places import Place
+from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.store import AwayError, RefusedError, StoreError, open_store
-from torchtitan_diloco.user import UserError
 
 
 @pytest.mark.parametrize(

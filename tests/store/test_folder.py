@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.store.places import PATIENCE
-from torchtitan_diloco.hardware import end_with_parent
+from torchtitan_diloco.base.hardware import end_with_parent
 from torchtitan_diloco.store import (
     AwayError,
     FullError,

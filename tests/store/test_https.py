@@ -20,11 +20,11 @@ from hypothesis import strategies as some
 
 from tests.store.places import PATIENCE, SITE, Place, https_place
 from tests.store.proxy import Proxy
+from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.store import AwayError, FullError, RefusedError, Store, open_store
 from torchtitan_diloco.store.address import Address, read_join_file
 from torchtitan_diloco.store.rights import LOGIN, may_create, may_replace
 from torchtitan_diloco.store.store import MOST_RAW_BYTES
-from torchtitan_diloco.user import UserError
 
 pytest.importorskip("aiohttp", reason="needs aiohttp")
 pytest.importorskip("cryptography", reason="needs cryptography")

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
+from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.store import RefusedError, StoreError, open_store
 from torchtitan_diloco.store.address import Address, read_join_file
 from torchtitan_diloco.store.names import MOST_CHARACTERS, check_name, check_prefix
-from torchtitan_diloco.user import UserError
 
 TEXT = some.text(min_size=1, max_size=30).filter(lambda text: text.isprintable())
 HEX = "0123456789abcdef"

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from torchtitan_diloco.hardware import end_with_parent
+from torchtitan_diloco.base.hardware import end_with_parent
 from torchtitan_diloco.store import LargeObjects, Store, open_store
 
 

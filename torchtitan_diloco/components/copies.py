@@ -19,8 +19,10 @@ from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
-from torchtitan_diloco.components import checkpoint
-from torchtitan_diloco.components.checkpoint import (
+from torchtitan_diloco.base.hardware import flush_to_disk
+from torchtitan_diloco.base.user import UserError
+from torchtitan_diloco.components import checkpoint_folder
+from torchtitan_diloco.components.checkpoint_folder import (
     MANIFEST,
     Manifest,
     begin,
@@ -30,9 +32,7 @@ from torchtitan_diloco.components.checkpoint import (
     parse_manifest,
     read_manifest,
 )
-from torchtitan_diloco.hardware import flush_to_disk
 from torchtitan_diloco.store import DamagedError, LargeObjects, Store
-from torchtitan_diloco.user import UserError
 
 PART_BYTES = 2**26
 """Bytes of a file that are in memory at a time."""
@@ -132,7 +132,7 @@ class Copies:
         for copy in reversed(copies):
             try:
                 return self._read_manifest(copy, worker=0)[1]
-            except (DamagedError, checkpoint.DamagedError):
+            except (DamagedError, checkpoint_folder.DamagedError):
                 continue
         if copies:
             raise DamagedError(f"{self.location}: no copy has a manifest that can be read")

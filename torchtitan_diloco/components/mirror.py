@@ -18,7 +18,12 @@ from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 
-from torchtitan_diloco.components.checkpoint import (
+from torchtitan_diloco.base.background import BackgroundThread
+from torchtitan_diloco.base.formatting import brief
+from torchtitan_diloco.base.log import logger
+from torchtitan_diloco.base.messages import broadcast_object, gather_objects
+from torchtitan_diloco.base.user import UserError
+from torchtitan_diloco.components.checkpoint_folder import (
     DamagedError,
     Manifest,
     checkpoint_path,
@@ -30,14 +35,9 @@ from torchtitan_diloco.components.resume import Start, changed_settings
 from torchtitan_diloco.components.run_folder import lock_folder, set_aside
 from torchtitan_diloco.config import Config
 from torchtitan_diloco.config.schema import Checkpoint
-from torchtitan_diloco.diloco.background import BackgroundThread
-from torchtitan_diloco.diloco.messages import broadcast_object, gather_objects
 from torchtitan_diloco.distributed.collectives import on_all_ranks
 from torchtitan_diloco.distributed.world import World
-from torchtitan_diloco.formatting import brief
-from torchtitan_diloco.log import logger
 from torchtitan_diloco.store import StoreError, open_store
-from torchtitan_diloco.user import UserError
 
 PATIENCE_SECONDS = 60.0
 """Time for which each call of the store is tried again."""

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
-from torchtitan_diloco.diloco.fragments import local_of, shard_rows
+from torchtitan_diloco.base.tensors import local_of, shard_rows
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 """Coefficients of the iteration, as in torch.optim.Muon."""

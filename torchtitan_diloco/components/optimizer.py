@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 from torch.optim import AdamW
 
+from torchtitan_diloco.base.settings import steps_of
+from torchtitan_diloco.base.tensors import local_of
 from torchtitan_diloco.components.muon import Muon, initial_momentum
 from torchtitan_diloco.config.schema import LrSchedule, Optimizer
-from torchtitan_diloco.diloco.fields import steps_of
-from torchtitan_diloco.diloco.fragments import local_of
 from torchtitan_diloco.models.interface import blocks_of
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
+from torchtitan_diloco.base.log import logger
 from torchtitan_diloco.config.schema import Profiling
 from torchtitan_diloco.distributed.world import World
-from torchtitan_diloco.log import logger
 
 
 def build_profiler(

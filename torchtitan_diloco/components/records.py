@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 import msgspec
 
+from torchtitan_diloco.base.log import logger
 from torchtitan_diloco.components.metrics import METRICS, WORKER, Record
 from torchtitan_diloco.config.schema import Metrics
 from torchtitan_diloco.diloco.flags import FLAG_NAMES
-from torchtitan_diloco.log import logger
 
 if TYPE_CHECKING:
     from torchtitan_diloco.components.boards.base import GuardedBoard

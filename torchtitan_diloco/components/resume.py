@@ -15,23 +15,27 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
+from torchtitan_diloco.base.log import logger
+from torchtitan_diloco.base.messages import gather_objects
+from torchtitan_diloco.base.tensors import local_of, shard_rows
+from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.components.checkpoint import (
     MODEL,
     OPTIMIZER,
     RANDOM,
+    inner_tensors,
+    random_states,
+    rank_file,
+)
+from torchtitan_diloco.components.checkpoint_folder import (
     DamagedError,
     Manifest,
     check_files,
     complete_checkpoints,
     folder_of_worker,
-    inner_tensors,
-    random_states,
-    rank_file,
     read_manifest,
 )
 from torchtitan_diloco.config.schema import flatten
-from torchtitan_diloco.diloco.fragments import local_of, shard_rows
-from torchtitan_diloco.diloco.messages import gather_objects
 from torchtitan_diloco.diloco.state_dict import (
     SENT,
     SavedState,
@@ -41,8 +45,6 @@ from torchtitan_diloco.diloco.state_dict import (
 from torchtitan_diloco.diloco.streaming import OuterLoop
 from torchtitan_diloco.distributed.collectives import on_all_ranks
 from torchtitan_diloco.distributed.world import WORKER, World
-from torchtitan_diloco.log import logger
-from torchtitan_diloco.user import UserError
 
 Shapes = dict[str, tuple[int, ...]]
 NOT_COMPARED = ("run.folder", "run.name", "checkpoint.", "metrics.", "profiling.")

@@ -7,6 +7,8 @@ from typing import Any
 
 import msgspec
 
+from torchtitan_diloco.base.messages import gather_objects
+from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.components.records import PhaseRecord
 from torchtitan_diloco.components.run_plan import RunPlan
 from torchtitan_diloco.config.schema import WORKER_FIELD, Config
@@ -16,9 +18,7 @@ from torchtitan_diloco.data.loader import Stream, TrainLoader
 from torchtitan_diloco.data.mixture import Mixture, Segment, check_fingerprints, plan_segments
 from torchtitan_diloco.data.shards import INDEX_NAME
 from torchtitan_diloco.data.tokenizer import Tokenizer
-from torchtitan_diloco.diloco.messages import gather_objects
 from torchtitan_diloco.distributed.world import World
-from torchtitan_diloco.user import UserError
 
 
 @dataclass(frozen=True)

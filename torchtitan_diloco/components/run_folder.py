@@ -16,7 +16,10 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Self, TextIO
 
-from torchtitan_diloco.components.checkpoint import (
+from torchtitan_diloco.base.hardware import write_whole
+from torchtitan_diloco.base.log import logger
+from torchtitan_diloco.base.user import UserError
+from torchtitan_diloco.components.checkpoint_folder import (
     complete_checkpoints,
     folder_of_worker,
     step_of,
@@ -24,9 +27,6 @@ from torchtitan_diloco.components.checkpoint import (
 from torchtitan_diloco.components.resume import Start
 from torchtitan_diloco.distributed.collectives import on_all_ranks
 from torchtitan_diloco.distributed.world import World
-from torchtitan_diloco.hardware import write_whole
-from torchtitan_diloco.log import logger
-from torchtitan_diloco.user import UserError
 
 LOCK = "run.lock"
 

@@ -10,22 +10,22 @@ from typing import NamedTuple
 import torch
 
 from torchtitan_diloco import __version__
-from torchtitan_diloco.config.loader import run_warnings
+from torchtitan_diloco.base.formatting import counted, few_digits
+from torchtitan_diloco.base.hardware import (
+    GIB,
+    available_memory_bytes,
+    describe_device,
+    untested_torch,
+)
+from torchtitan_diloco.base.log import logger
+from torchtitan_diloco.base.user import LOCAL_ISLANDS, UserError
+from torchtitan_diloco.config.checks import run_warnings
 from torchtitan_diloco.config.schema import Config, Training
 from torchtitan_diloco.diloco.config import DiLoCoConfig
 from torchtitan_diloco.diloco.outer_state import state_bytes
 from torchtitan_diloco.diloco.state_dict import saved_bytes
 from torchtitan_diloco.distributed.collectives import on_all_ranks
 from torchtitan_diloco.distributed.world import World
-from torchtitan_diloco.formatting import counted, few_digits
-from torchtitan_diloco.hardware import (
-    GIB,
-    available_memory_bytes,
-    describe_device,
-    untested_torch,
-)
-from torchtitan_diloco.log import logger
-from torchtitan_diloco.user import LOCAL_ISLANDS, UserError
 
 MANY_EPOCHS = 4
 """Times that text can be repeated before it helps much less than new text (arXiv 2305.16264)."""

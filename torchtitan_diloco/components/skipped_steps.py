@@ -3,8 +3,8 @@
 import math
 from dataclasses import dataclass
 
-from torchtitan_diloco.log import logger
-from torchtitan_diloco.user import UserError
+from torchtitan_diloco.base.log import logger
+from torchtitan_diloco.base.user import UserError
 
 
 @dataclass

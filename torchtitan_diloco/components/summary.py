@@ -9,6 +9,9 @@ import os
 import shlex
 from pathlib import Path
 
+from torchtitan_diloco.base.formatting import clock
+from torchtitan_diloco.base.log import logger
+from torchtitan_diloco.base.user import LOCAL_ISLANDS, command_line, training_command
 from torchtitan_diloco.components.metrics import (
     BASELINE,
     GRADIENTS,
@@ -21,9 +24,6 @@ from torchtitan_diloco.components.metrics import (
     kept_time,
 )
 from torchtitan_diloco.components.telemetry import Telemetry
-from torchtitan_diloco.formatting import clock
-from torchtitan_diloco.log import logger
-from torchtitan_diloco.user import LOCAL_ISLANDS, command_line, training_command
 
 
 def log_summary(

@@ -18,7 +18,16 @@ from typing import Any, NamedTuple, Self
 import msgspec
 import torch
 
-from torchtitan_diloco.components.checkpoint import folder_of_worker
+from torchtitan_diloco.base.formatting import clock
+from torchtitan_diloco.base.hardware import (
+    GIB,
+    crowded,
+    peak_flops,
+    peak_memory_bytes,
+    queued_seconds,
+)
+from torchtitan_diloco.base.log import logger
+from torchtitan_diloco.components.checkpoint_folder import folder_of_worker
 from torchtitan_diloco.components.metrics import (
     GAUGES,
     SENT,
@@ -46,9 +55,6 @@ from torchtitan_diloco.diloco.streaming import OuterLoop
 from torchtitan_diloco.diloco.vitals import Vitals
 from torchtitan_diloco.distributed.collectives import Asked, PendingSum
 from torchtitan_diloco.distributed.world import World
-from torchtitan_diloco.formatting import clock
-from torchtitan_diloco.hardware import GIB, crowded, peak_flops, peak_memory_bytes, queued_seconds
-from torchtitan_diloco.log import logger
 
 RECENT = 16
 """Steps in which the usual times of a step are measured."""

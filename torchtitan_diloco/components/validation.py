@@ -10,6 +10,8 @@ import msgspec
 import torch
 from torch import nn
 
+from torchtitan_diloco.base.log import logger
+from torchtitan_diloco.base.tensors import drop_gathered
 from torchtitan_diloco.components.loss import loss_head
 from torchtitan_diloco.components.run_plan import AfterStep
 from torchtitan_diloco.components.telemetry import Telemetry
@@ -19,11 +21,9 @@ from torchtitan_diloco.data.corpus import open_split, own_name
 from torchtitan_diloco.data.loader import ValidationBatches
 from torchtitan_diloco.data.shards import TooLittleText
 from torchtitan_diloco.data.tokenizer import Tokenizer
-from torchtitan_diloco.diloco.fragments import drop_gathered
 from torchtitan_diloco.diloco.streaming import OuterLoop
 from torchtitan_diloco.distributed.collectives import PendingSum
 from torchtitan_diloco.distributed.world import World
-from torchtitan_diloco.log import logger
 
 # --- the text -------------------------------------------------------------------------------------
 

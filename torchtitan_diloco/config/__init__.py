@@ -1,6 +1,6 @@
 """Configuration of a run.
 
-Types and ranges are in schema.py, checks across settings in loader.py; for [diloco] and [islands]
+Types and ranges are in schema.py, checks across settings in checks.py; for [diloco] and [islands]
 both are in diloco/config.py and islands/config.py. Checks that need the data or the number of
 processes are in components/run_plan.py and distributed/world.py.
 """

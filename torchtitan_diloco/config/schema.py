@@ -2,7 +2,7 @@
 
 The docstring of a field is its text in `--help`. A setting that is None is "not set", and is left
 out of TOML files, which have no null. To add a setting, add a field with type, range, default and
-docstring. If another setting decides whether it is read, name both in `READ_WITH` of loader.py.
+docstring. If another setting decides whether it is read, name both in `READ_WITH` of checks.py.
 """
 
 import json
@@ -11,10 +11,10 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from torchtitan_diloco.diloco.config import DiLoCoConfig, Fraction, NotNegative, Positive
-from torchtitan_diloco.diloco.fields import Length
-from torchtitan_diloco.diloco.fields import flat_settings as flat_settings
-from torchtitan_diloco.diloco.fields import flatten as flatten
+from torchtitan_diloco.base.settings import Fraction, Length, NotNegative, Positive
+from torchtitan_diloco.base.settings import flat_settings as flat_settings
+from torchtitan_diloco.base.settings import flatten as flatten
+from torchtitan_diloco.diloco.config import DiLoCoConfig
 from torchtitan_diloco.islands.config import Islands
 
 

@@ -11,6 +11,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from torchtitan_diloco.base.formatting import counted
+from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.data.shards import (
     INDEX_NAME,
     SPLITS,
@@ -23,8 +25,6 @@ from torchtitan_diloco.data.shards import (
     read_or_begin_index,
 )
 from torchtitan_diloco.data.tokenizer import Tokenizer
-from torchtitan_diloco.formatting import counted
-from torchtitan_diloco.user import UserError
 
 _SAMPLE = 8192  # documents that decide where to split
 _ITERATIONS = 20

@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Callable
 from pathlib import Path
 
+from torchtitan_diloco.base.user import UserError, command_line
 from torchtitan_diloco.config.schema import WORKER_FIELD, Data
 from torchtitan_diloco.data.hub import HUGGING_FACE_PREFIX, Dataset
 from torchtitan_diloco.data.pieces import Corpus
@@ -22,7 +23,6 @@ from torchtitan_diloco.data.shards import (
 )
 from torchtitan_diloco.data.text import STDLIB, open_corpus, text_kind
 from torchtitan_diloco.data.tokenizer import Tokenizer
-from torchtitan_diloco.user import UserError, command_line
 
 
 def open_corpora(data: Data, tokenizer: Tokenizer, worker: str) -> dict[str, TokenShards]:

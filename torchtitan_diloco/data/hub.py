@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
+from torchtitan_diloco.base.user import UserError, install_command
 from torchtitan_diloco.data.pieces import (
     BEGINNING,
     Corpus,
@@ -26,7 +27,6 @@ from torchtitan_diloco.data.pieces import (
     text_field,
     utf8_size,
 )
-from torchtitan_diloco.user import UserError, install_command
 
 HUGGING_FACE_PREFIX = "hf:"
 DATASETS = "hf:OWNER/DATASET[/SUBSET][:SPLIT] or hf:/FOLDER[:SPLIT]"

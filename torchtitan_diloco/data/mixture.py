@@ -14,8 +14,8 @@ from functools import cached_property, lru_cache
 import numpy as np
 import numpy.typing as npt
 
+from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.config.weights import Weights, turns_of
-from torchtitan_diloco.user import UserError
 
 Indices = npt.NDArray[np.int64]
 

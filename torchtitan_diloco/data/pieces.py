@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import msgspec
 from tqdm import tqdm
 
-from torchtitan_diloco.formatting import progress_options
-from torchtitan_diloco.user import UserError
+from torchtitan_diloco.base.formatting import progress_options
+from torchtitan_diloco.base.user import UserError
 
 PIECE_CHARACTERS = 32 * 1024
 

@@ -15,6 +15,9 @@ from pathlib import Path
 
 import msgspec
 
+from torchtitan_diloco.base.formatting import counted
+from torchtitan_diloco.base.hardware import available_cores
+from torchtitan_diloco.base.user import Parser, UserError, command_line, paths_of_option
 from torchtitan_diloco.data.clusters import cluster_folders, write_clusters
 from torchtitan_diloco.data.pieces import PIECE_CHARACTERS, Corpus, Position, Reading
 from torchtitan_diloco.data.progress import Amount, Progress
@@ -40,9 +43,6 @@ from torchtitan_diloco.data.tokenizing import (
     tokenize,
     usual_processes,
 )
-from torchtitan_diloco.formatting import counted
-from torchtitan_diloco.hardware import available_cores
-from torchtitan_diloco.user import Parser, UserError, command_line, paths_of_option
 
 DEFAULT_SHARD_TOKENS = 2**28  # half a gigabyte at two bytes a token
 _RECORD_TOKENS = 2**24

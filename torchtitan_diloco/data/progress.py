@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from torchtitan_diloco.formatting import BAR_SECONDS, FIRST_LINE_SECONDS, clock, counted
-from torchtitan_diloco.process import say
+from torchtitan_diloco.base.formatting import BAR_SECONDS, FIRST_LINE_SECONDS, clock, counted
+from torchtitan_diloco.base.process import say
 
 LINE_SECONDS = 30.0
 """Seconds between two lines."""

@@ -22,11 +22,11 @@ import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
+from torchtitan_diloco.base.formatting import progress_options
+from torchtitan_diloco.base.hardware import available_cores, write_whole
+from torchtitan_diloco.base.user import UserError, command_line
 from torchtitan_diloco.data.pieces import Position
 from torchtitan_diloco.data.tokenizer import Tokenizer
-from torchtitan_diloco.formatting import progress_options
-from torchtitan_diloco.hardware import available_cores, write_whole
-from torchtitan_diloco.user import UserError, command_line
 
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, ...] = ("train", "validation")

@@ -17,6 +17,7 @@ from typing import BinaryIO, cast
 
 from msgspec.structs import replace
 
+from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.data.hub import HUGGING_FACE_PREFIX, open_dataset
 from torchtitan_diloco.data.pieces import (
     BEGINNING,
@@ -29,7 +30,6 @@ from torchtitan_diloco.data.pieces import (
     text_field,
     utf8_size,
 )
-from torchtitan_diloco.user import UserError
 
 STDLIB = "stdlib"
 TEXT_FIELD = "text"

@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import tiktoken
 
+from torchtitan_diloco.base.user import Parser, UserError, command_line, installed, paths_of_option
 from torchtitan_diloco.data.text import SOURCES, TEXT_FIELD, open_source, whole_number
-from torchtitan_diloco.user import Parser, UserError, command_line, installed, paths_of_option
 
 END_OF_DOCUMENT = "<|endoftext|>"
 ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "<|eot_id|>", "</s>", "<eos>", "<|im_end|>")

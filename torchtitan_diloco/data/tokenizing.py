@@ -18,11 +18,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from torchtitan_diloco.base.hardware import available_cores, end_with_parent
+from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.data.pieces import Located, Position, is_held_out
 from torchtitan_diloco.data.shards import Split
 from torchtitan_diloco.data.tokenizer import Ids, Tokenizer, build_tokenizer
-from torchtitan_diloco.hardware import available_cores, end_with_parent
-from torchtitan_diloco.user import UserError
 
 MOST_PROCESSES = 8
 """By default: reading, which is done by one process, is often slower than more of them."""

@@ -22,10 +22,10 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from torchtitan_diloco.base.hardware import SHORT_OF_CORES
 from torchtitan_diloco.diagnosis.kinds import ALL, Cause, Kind, Verdict
 from torchtitan_diloco.diloco.flags import NOT_FINITE, OUTLIER
 from torchtitan_diloco.diloco.vitals import Report, Vitals
-from torchtitan_diloco.hardware import SHORT_OF_CORES
 
 FLOOR = 0.1
 """A share of the time of a step, or of a cycle, that is worth a verdict."""

@@ -9,6 +9,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Self
 
+from torchtitan_diloco.base.hardware import GLOO_INTERFACE, write_whole
+from torchtitan_diloco.base.log import logger
+from torchtitan_diloco.base.process import STACKS_SIGNAL
 from torchtitan_diloco.components.records import VerdictRecord
 from torchtitan_diloco.components.telemetry import Telemetry
 from torchtitan_diloco.config.schema import format_value
@@ -21,10 +24,7 @@ from torchtitan_diloco.diloco.streaming import OuterLoop, StreamingDiLoCo
 from torchtitan_diloco.diloco.vitals import Report
 from torchtitan_diloco.diloco.witness import Witness
 from torchtitan_diloco.distributed.world import World
-from torchtitan_diloco.hardware import GLOO_INTERFACE, write_whole
-from torchtitan_diloco.log import logger
 from torchtitan_diloco.planner.ladder import settings_that_fit
-from torchtitan_diloco.process import STACKS_SIGNAL
 
 REPEAT_SECONDS = 60.0
 """Seconds between two lines about a verdict."""

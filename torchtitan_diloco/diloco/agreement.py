@@ -12,12 +12,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from torchtitan_diloco.diloco.messages import gather_objects
-from torchtitan_diloco.hardware import describe_machine, release_of
-from torchtitan_diloco.log import logger
-from torchtitan_diloco.user import UserError
+from torchtitan_diloco.base.hardware import describe_machine, release_of
+from torchtitan_diloco.base.log import logger
+from torchtitan_diloco.base.messages import gather_objects
+from torchtitan_diloco.base.user import UserError
 
-PACKAGE = Path(__file__).parent
+DILOCO = Path(__file__).parent
+PLACES = (DILOCO, DILOCO.with_name("base"))
+"""Code that decides the bits of the outer loop."""
 
 # --- groups and models that cannot work -----------------------------------------------------------
 
@@ -97,7 +99,7 @@ def agree(
         results: digests of the results of this rank, by operation.
     """
     mine = Started(
-        facts={**facts, **code_facts(PACKAGE), "torch version": release_of(torch.__version__)},
+        facts={**facts, **code_facts(*PLACES), "torch version": release_of(torch.__version__)},
         results=dict(results or {}),
         machine=describe_machine(),
     )
@@ -124,12 +126,13 @@ def code_facts(*places: Path) -> dict[str, str]:
 
 
 @cache
-def code_fingerprint(place: Path = PACKAGE) -> str:
-    """Return a hash of a source file, or of all files in a folder. Default: this package."""
+def code_fingerprint(*places: Path) -> str:
+    """Return a hash of source files, each given or below a folder that is given."""
     digest = hashlib.sha256()
-    for path in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
-        name = str(path.relative_to(place.parent))
-        digest.update(name.encode() + b"\0" + path.read_bytes() + b"\0")
+    for place in places:
+        for path in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
+            name = str(path.relative_to(place.parent))
+            digest.update(name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
 
 

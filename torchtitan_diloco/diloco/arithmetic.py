@@ -20,10 +20,10 @@ from typing import get_args, get_type_hints
 import torch
 from torch import Tensor
 
+from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.diloco.agreement import find_differences
 from torchtitan_diloco.diloco.codecs import CODECS, UNIT, build_codec
 from torchtitan_diloco.diloco.config import CodecName, OuterOptimizer, Quantization
-from torchtitan_diloco.user import UserError
 
 BLOCK = 65_536
 """Values processed at once on a CPU, so that they stay in cache during a step."""

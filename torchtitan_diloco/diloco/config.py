@@ -1,17 +1,21 @@
 """Settings of the outer loop: the `[diloco]` section, its checks, and advice."""
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from torchtitan_diloco.diloco.fields import Length, Section, steps_of
+from torchtitan_diloco.base.settings import (
+    Fraction,
+    Length,
+    Mistakes,
+    NotNegative,
+    Positive,
+    Section,
+    steps_of,
+)
 
-Positive = Annotated[int, Meta(ge=1)]
-NotNegative = Annotated[int, Meta(ge=0)]
-Fraction = Annotated[float, Meta(ge=0, le=1)]
 MOST_STREAMS = 32
 STREAM_BYTES = 3_000_000
 """Bytes that a TCP stream carries in a round trip: its window, which Linux limits by default.
@@ -162,9 +166,6 @@ BLOCK_SIZES = (16, 32, 64, 128, 256, 512, 1024)
 MOST_TOP_VALUES = 256
 FEW_ROUNDS = 100
 """With fewer outer rounds, the loss stays behind that of data parallelism."""
-
-Mistakes = Iterator[tuple[str, str]]
-"""Pairs of the dotted key of a setting and what is wrong with it."""
 
 
 def diloco_mistakes(diloco: DiLoCoConfig, *, islands: bool = False) -> Mistakes:

@@ -9,11 +9,11 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
+from torchtitan_diloco.base.log import logger
+from torchtitan_diloco.base.messages import TransferError, transfers
+from torchtitan_diloco.base.user import UserError, cause_of
 from torchtitan_diloco.diloco.flags import NOT_FINITE, OUTLIER, WENT_WRONG
-from torchtitan_diloco.diloco.messages import TransferError, transfers
 from torchtitan_diloco.diloco.transport import Header, WorkerLostError
-from torchtitan_diloco.log import logger
-from torchtitan_diloco.user import UserError, cause_of
 
 LATEST = 32  # norms in the median
 FEWEST = 5  # norms that are needed to find an outlier

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from torchtitan_diloco.diloco.fragments import local_of
-from torchtitan_diloco.diloco.messages import gather_objects
-from torchtitan_diloco.formatting import counted, progress_options
-from torchtitan_diloco.log import is_first_on_node, logger
+from torchtitan_diloco.base.formatting import counted, progress_options
+from torchtitan_diloco.base.log import is_first_on_node, logger
+from torchtitan_diloco.base.messages import gather_objects
+from torchtitan_diloco.base.tensors import local_of
 
 HASHED_BYTES = 2**24
 """Bytes of a tensor that are in host memory at once while its checksum is computed."""

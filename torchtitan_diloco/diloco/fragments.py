@@ -4,12 +4,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
+from torchtitan_diloco.base.settings import nearest
+from torchtitan_diloco.base.tensors import local_of
+from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.diloco.config import Fragments
-from torchtitan_diloco.diloco.fields import nearest
-from torchtitan_diloco.user import UserError
 
 REST = "embedding, head and norms"
 
@@ -29,19 +28,6 @@ class Part:
         return self.name == module or self.name.startswith(f"{module}.")
 
 
-def shard_rows(rows: int, rank: int, ranks: int) -> range:
-    """Return the rows of a rank under FSDP2: equal ranges, of which the last may be shorter or
-    empty."""
-    size = -(-rows // ranks)
-    return range(min(rows, rank * size), min(rows, (rank + 1) * size))
-
-
-def local_of(value: Tensor) -> Tensor:
-    """Return this rank's shard."""
-    value = value.detach()
-    return value.to_local() if isinstance(value, DTensor) else value
-
-
 def local_rows(name: str, value: Tensor) -> Tensor:
     """Return this rank's shard of a parameter as a flat view."""
     shard = local_of(value)
@@ -51,16 +37,6 @@ def local_rows(name: str, value: Tensor) -> Tensor:
             "make it contiguous before StreamingDiLoCo is built"
         )
     return shard.view(-1)
-
-
-def drop_gathered(model: nn.Module) -> None:
-    """Reshard FSDP2 modules, so that the next forward pass sees changes of the shards.
-
-    A forward pass without a backward pass may leave gathered parameters behind.
-    """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
 
 
 @dataclass(frozen=True)

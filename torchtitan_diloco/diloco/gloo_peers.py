@@ -13,18 +13,19 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from torchtitan_diloco.base.messages import broadcast_object
+from torchtitan_diloco.base.settings import check_class, flat_settings, raise_mistakes
+from torchtitan_diloco.base.tensors import local_of
 from torchtitan_diloco.diloco import arithmetic, delta_norms
 from torchtitan_diloco.diloco import state_dict as saving
 from torchtitan_diloco.diloco.agreement import agree, check_group, check_model
 from torchtitan_diloco.diloco.codecs import build_codec
 from torchtitan_diloco.diloco.config import MAY_DIFFER, DiLoCoConfig, diloco_mistakes
 from torchtitan_diloco.diloco.exchange import Exchange, bytes_from_each
-from torchtitan_diloco.diloco.fields import check_class, flat_settings, raise_mistakes
 from torchtitan_diloco.diloco.first_weights import take_from_first_worker
 from torchtitan_diloco.diloco.flags import DROPPED, WENT_WRONG
-from torchtitan_diloco.diloco.fragments import describe_layout, local_of
+from torchtitan_diloco.diloco.fragments import describe_layout
 from torchtitan_diloco.diloco.liveness import Liveness
-from torchtitan_diloco.diloco.messages import broadcast_object
 from torchtitan_diloco.diloco.peers import Apply, Peers, Send, close, local_share
 from torchtitan_diloco.diloco.round import InFlight, Round
 from torchtitan_diloco.diloco.schedule import is_dropped, is_measured

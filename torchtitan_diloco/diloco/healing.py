@@ -1,18 +1,13 @@
 """Fragments whose parameters or inner optimizer state are not finite."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchtitan_diloco.base.tensors import is_finite
 from torchtitan_diloco.diloco.fragments import Fragment, local_rows
-
-
-def is_finite(tensors: Iterable[Tensor]) -> Tensor:
-    """Return whether all values and the sums of their squares are finite, as a tensor."""
-    norms = [torch.linalg.vector_norm(tensor, dtype=torch.float32) for tensor in tensors]
-    return torch.stack([norm.to(norms[0].device) for norm in norms]).isfinite().all()
 
 
 def find_broken(

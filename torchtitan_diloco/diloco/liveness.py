@@ -18,11 +18,11 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from torchtitan_diloco.diloco.messages import TransferError, transfers
+from torchtitan_diloco.base.hardware import memory_kills
+from torchtitan_diloco.base.log import logger
+from torchtitan_diloco.base.messages import TransferError, transfers
+from torchtitan_diloco.base.user import cause_of
 from torchtitan_diloco.diloco.transport import WorkerLostError
-from torchtitan_diloco.hardware import memory_kills
-from torchtitan_diloco.log import logger
-from torchtitan_diloco.user import cause_of
 
 Result = TypeVar("Result")
 FOREVER = timedelta(days=3650)

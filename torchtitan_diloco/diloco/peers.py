@@ -13,20 +13,21 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan_diloco.diloco.background import ENCODING_THREADS, BackgroundThread
+from torchtitan_diloco.base.background import ENCODING_THREADS, BackgroundThread
+from torchtitan_diloco.base.formatting import counted
+from torchtitan_diloco.base.hardware import GIB
+from torchtitan_diloco.base.tensors import drop_gathered
 from torchtitan_diloco.diloco.codecs import build_codec, describe
 from torchtitan_diloco.diloco.config import DiLoCoConfig
 from torchtitan_diloco.diloco.exchange import Exchange
 from torchtitan_diloco.diloco.flags import DROPPED, WENT_WRONG
-from torchtitan_diloco.diloco.fragments import Fragment, build_fragments, drop_gathered
+from torchtitan_diloco.diloco.fragments import Fragment, build_fragments
 from torchtitan_diloco.diloco.liveness import Liveness
 from torchtitan_diloco.diloco.outer_state import OuterState, pick_state_device
 from torchtitan_diloco.diloco.round import Meter, Round
 from torchtitan_diloco.diloco.schedule import Schedule, build_schedule
 from torchtitan_diloco.diloco.state_dict import OuterFacts, SavedState
 from torchtitan_diloco.diloco.witness import Witness
-from torchtitan_diloco.formatting import counted
-from torchtitan_diloco.hardware import GIB
 
 
 @dataclass(frozen=True)

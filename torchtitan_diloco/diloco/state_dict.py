@@ -15,14 +15,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from torchtitan_diloco.base.tensors import copy_to_host, local_of
+from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.diloco.arithmetic import slot_count
 from torchtitan_diloco.diloco.codecs import build_codec
 from torchtitan_diloco.diloco.config import DiLoCoConfig
 from torchtitan_diloco.diloco.flags import WENT_WRONG
-from torchtitan_diloco.diloco.fragments import local_of, local_rows
+from torchtitan_diloco.diloco.fragments import local_rows
 from torchtitan_diloco.diloco.outer_state import OuterState, state_bytes
 from torchtitan_diloco.diloco.round import Round
-from torchtitan_diloco.user import UserError
 
 Named = dict[str, Tensor]
 
@@ -93,12 +94,6 @@ class OuterFacts:
         """Return the facts for a worker that the saved run did not have, with nothing to send."""
         fragments = [replace(fragment, weight=0.0, delta_norms=[]) for fragment in self.fragments]
         return replace(self, healed=0, fragments=fragments)
-
-
-def copy_to_host(value: Tensor) -> Tensor:
-    """Return a copy in host memory. From a GPU, it is only queued on the current stream."""
-    copy = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
-    return copy.copy_(value, non_blocking=True)
 
 
 @dataclass

@@ -22,17 +22,18 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from torchtitan_diloco.base.log import logger
+from torchtitan_diloco.base.tensors import drop_gathered
+from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.diloco import healing
 from torchtitan_diloco.diloco import state_dict as saving
 from torchtitan_diloco.diloco.config import DiLoCoConfig
-from torchtitan_diloco.diloco.fragments import Fragment, check_identity, drop_gathered
+from torchtitan_diloco.diloco.fragments import Fragment, check_identity
 from torchtitan_diloco.diloco.gloo_peers import GlooPeers
 from torchtitan_diloco.diloco.peers import Apply, Peers, Send
 from torchtitan_diloco.diloco.round import Round
 from torchtitan_diloco.diloco.schedule import is_measured
 from torchtitan_diloco.diloco.state_dict import OuterFacts, SavedState
-from torchtitan_diloco.log import logger
-from torchtitan_diloco.user import UserError
 
 
 class StreamingDiLoCo:

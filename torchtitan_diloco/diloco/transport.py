@@ -15,11 +15,11 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan_diloco.diloco.background import BackgroundThread
-from torchtitan_diloco.diloco.messages import TransferError, transfers
+from torchtitan_diloco.base.background import BackgroundThread
+from torchtitan_diloco.base.messages import TransferError, transfers
+from torchtitan_diloco.base.user import PeersLostError, UserError, cause_of
 from torchtitan_diloco.diloco.round import Traffic
 from torchtitan_diloco.diloco.vitals import NOTHING_SAID, Vitals
-from torchtitan_diloco.user import PeersLostError, UserError, cause_of
 
 
 class WorkerLostError(PeersLostError):

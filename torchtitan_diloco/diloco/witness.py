@@ -9,11 +9,11 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from torchtitan_diloco.base.log import logger
 from torchtitan_diloco.diloco.liveness import LATE_SECONDS, Answer, Liveness
 from torchtitan_diloco.diloco.round import LEAST_LINK_BYTES, Traffic
 from torchtitan_diloco.diloco.transport import Header, Transport
 from torchtitan_diloco.diloco.vitals import STOPPED, STUCK, Action, Report, Signs, Vitals
-from torchtitan_diloco.log import logger
 
 HANG_STEPS = 10
 """A step hangs if it takes this multiple of the usual time, and at least `LATE_SECONDS`."""

@@ -13,15 +13,15 @@ from typing import NamedTuple, Self, TypeVar
 import torch
 import torch.distributed as dist
 
+from torchtitan_diloco.base.log import is_first_on_node, logger
+from torchtitan_diloco.base.messages import TransferError, gather_objects, transfers
+from torchtitan_diloco.base.process import SAME_SIGNAL_SECONDS, STOP_SIGNALS
+from torchtitan_diloco.base.user import PeersLostError, UserError, cause_of
 from torchtitan_diloco.config.schema import Run
 from torchtitan_diloco.diloco.config import DiLoCoConfig
-from torchtitan_diloco.diloco.messages import TransferError, gather_objects, transfers
 from torchtitan_diloco.diloco.transport import WorkerLostError
 from torchtitan_diloco.distributed.notices import Notice, NoticeWatch
 from torchtitan_diloco.distributed.world import World
-from torchtitan_diloco.log import is_first_on_node, logger
-from torchtitan_diloco.process import SAME_SIGNAL_SECONDS, STOP_SIGNALS
-from torchtitan_diloco.user import PeersLostError, UserError, cause_of
 
 Value = TypeVar("Value")
 ASK_EVERY = 2

@@ -7,6 +7,8 @@ from datetime import timedelta
 import msgspec
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from torchtitan_diloco.base.hardware import memory_kills
+from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.diloco.rendezvous import (
     TOKEN,
     Mistake,
@@ -15,8 +17,6 @@ from torchtitan_diloco.diloco.rendezvous import (
     mistake_among,
     store_of_job,
 )
-from torchtitan_diloco.hardware import memory_kills
-from torchtitan_diloco.user import UserError
 
 START = "torchtitan_diloco/start/{}"
 """Key of what a rank notes for its next start."""

@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import NamedTuple, Self
 from urllib.error import HTTPError
 
-from torchtitan_diloco.log import logger
+from torchtitan_diloco.base.log import logger
 
 POLL_SECONDS = {"aws": 5.0, "gcp": 1.0, "azure": 1.0}
 """Seconds between queries, as the providers recommend."""

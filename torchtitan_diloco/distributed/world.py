@@ -11,15 +11,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from torchtitan_diloco.base.hardware import GLOO_INTERFACE, check_device, interfaces, is_loopback
+from torchtitan_diloco.base.log import logger
+from torchtitan_diloco.base.messages import gather_objects
+from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.config.schema import Distributed
 from torchtitan_diloco.diloco.config import Link
 from torchtitan_diloco.diloco.liveness import Liveness
-from torchtitan_diloco.diloco.messages import gather_objects
 from torchtitan_diloco.diloco.rendezvous import store_of_attempt, store_of_job
 from torchtitan_diloco.diloco.witness import GlooWitness
-from torchtitan_diloco.hardware import GLOO_INTERFACE, check_device, interfaces, is_loopback
-from torchtitan_diloco.log import logger
-from torchtitan_diloco.user import UserError
 
 WORKER = "worker"
 """Dimension of the grid: this rank and its counterparts in the other workers."""

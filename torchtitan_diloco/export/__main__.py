@@ -18,6 +18,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from torchtitan_diloco import __version__
+from torchtitan_diloco.base.process import run_and_exit
+from torchtitan_diloco.base.user import USER_ERROR, Parser, UserError, command_line
 from torchtitan_diloco.config import to_toml
 from torchtitan_diloco.data.text import whole_number
 from torchtitan_diloco.distributed.world import pick_device
@@ -25,8 +27,6 @@ from torchtitan_diloco.export.hugging_face import TOKENIZER_NAME, WEIGHTS_NAME, 
 from torchtitan_diloco.export.torchtitan import save_torchtitan
 from torchtitan_diloco.export.weights import SavedModel, open_saved
 from torchtitan_diloco.models.interface import parameter_counts
-from torchtitan_diloco.process import run_and_exit
-from torchtitan_diloco.user import USER_ERROR, Parser, UserError, command_line
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

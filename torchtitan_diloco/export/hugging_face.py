@@ -15,10 +15,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from torchtitan_diloco.base.log import logger
+from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.data.tokenizer import Tokenizer
-from torchtitan_diloco.log import logger
 from torchtitan_diloco.models.decoder import HIGH, LOW, SHORT_LENGTH, shape_of
-from torchtitan_diloco.user import UserError
 
 WEIGHTS_NAME = "model.safetensors"
 CONFIG_NAME = "config.json"

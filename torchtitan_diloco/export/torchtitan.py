@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.models.decoder import shape_of
-from torchtitan_diloco.user import UserError
 
 if TYPE_CHECKING:
     from torchtitan_diloco.export.dcp import Stored

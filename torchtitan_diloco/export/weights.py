@@ -16,9 +16,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from torchtitan_diloco.components.checkpoint import (
+from torchtitan_diloco.base.formatting import counted
+from torchtitan_diloco.base.log import logger
+from torchtitan_diloco.base.user import UserError, no_run
+from torchtitan_diloco.components.checkpoint import MODEL
+from torchtitan_diloco.components.checkpoint_folder import (
     MANIFEST,
-    MODEL,
     DamagedError,
     check_files,
     complete_checkpoints,
@@ -45,12 +48,9 @@ from torchtitan_diloco.export.torchtitan import (
     settings_of_checkpoint,
     torchtitan_names,
 )
-from torchtitan_diloco.formatting import counted
-from torchtitan_diloco.log import logger
 from torchtitan_diloco.models import build_model, vocabulary_rows
 from torchtitan_diloco.models.decoder import shape_of
 from torchtitan_diloco.models.interface import copy_shard
-from torchtitan_diloco.user import UserError, no_run
 
 PART_BYTES = 1 << 20
 """Part of each file that is read for its fingerprint."""

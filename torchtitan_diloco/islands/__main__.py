@@ -19,6 +19,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
+from torchtitan_diloco.base.log import logger
+from torchtitan_diloco.base.process import STOP_SIGNALS, run_and_exit
+from torchtitan_diloco.base.user import USER_ERROR, Parser, UserError, command_line
 from torchtitan_diloco.islands.changes import CHANGEABLE, parse_change, parse_value, settings_of
 from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.connection import Connection
@@ -30,9 +33,6 @@ from torchtitan_diloco.islands.records import Close, Leave, encode, name_of
 from torchtitan_diloco.islands.server import Server, free_port, make_streams, open_folder
 from torchtitan_diloco.islands.server_folder import ISLAND, LOOPBACK, Folder
 from torchtitan_diloco.islands.session import REMEDY, GapError, TrimmedError
-from torchtitan_diloco.log import logger
-from torchtitan_diloco.process import STOP_SIGNALS, run_and_exit
-from torchtitan_diloco.user import USER_ERROR, Parser, UserError, command_line
 
 LEAVE_SECONDS, CHANGE_SECONDS, CHECK_SECONDS = 60.0, 10.0, 600.0
 say = partial(print, flush=True)

@@ -19,6 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
+from torchtitan_diloco.base.log import logger
 from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.records import Chunk, digest
 from torchtitan_diloco.islands.session import (
@@ -29,7 +30,6 @@ from torchtitan_diloco.islands.session import (
     subject_of,
 )
 from torchtitan_diloco.islands.wire import ServerError, Wire
-from torchtitan_diloco.log import logger
 
 Bulk: TypeAlias = Literal["parts", "snapshots", "states"]
 CHUNK_BYTES = 1_000_000  # by default, a server accepts messages of at most 1 MiB

@@ -11,10 +11,10 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from torchtitan_diloco.diloco.config import CodecName, DiLoCoConfig, Fraction, Positive
-from torchtitan_diloco.diloco.fields import convert, nearest
+from torchtitan_diloco.base.settings import Fraction, Positive, convert, nearest
+from torchtitan_diloco.base.user import UserError
+from torchtitan_diloco.diloco.config import CodecName, DiLoCoConfig
 from torchtitan_diloco.islands.records import CODEC, MOST_SLOTS, Change, Facts, VoidError
-from torchtitan_diloco.user import UserError
 
 MOST_STEPS = 10**6
 SPARSE = "topk"

@@ -14,10 +14,17 @@ from urllib.parse import quote, unquote
 
 from msgspec import Meta
 
-from torchtitan_diloco.diloco.config import DiLoCoConfig, Mistakes, NotNegative, diloco_mistakes
-from torchtitan_diloco.diloco.fields import Section, check_class, convert, raise_mistakes
+from torchtitan_diloco.base.settings import (
+    Mistakes,
+    NotNegative,
+    Section,
+    check_class,
+    convert,
+    raise_mistakes,
+)
+from torchtitan_diloco.base.user import UserError, command_line
+from torchtitan_diloco.diloco.config import DiLoCoConfig, diloco_mistakes
 from torchtitan_diloco.islands.records import LARGEST, Positive
-from torchtitan_diloco.user import UserError, command_line
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
+from torchtitan_diloco.base.log import logger
+from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.islands.bulk import Bulk, ClosedError, Streams
 from torchtitan_diloco.islands.config import Join, LoginError, RefusedError, explain
 from torchtitan_diloco.islands.members import MOST_OF_SITE, Hint, Members
@@ -40,8 +42,6 @@ from torchtitan_diloco.islands.session import (
     TrimmedError,
     subject_of,
 )
-from torchtitan_diloco.log import logger
-from torchtitan_diloco.user import UserError
 
 T = TypeVar("T")
 RECORD_BYTES = 1_000_000  # by default, a server accepts messages of at most 1 MiB

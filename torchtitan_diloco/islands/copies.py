@@ -20,14 +20,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchtitan_diloco.base.messages import broadcast_object
+from torchtitan_diloco.base.settings import flat_settings
 from torchtitan_diloco.diloco import arithmetic
 from torchtitan_diloco.diloco.arithmetic import outer_step
 from torchtitan_diloco.diloco.codecs import CODECS, Codec, add_to_mean, build_codec
 from torchtitan_diloco.diloco.config import DiLoCoConfig
 from torchtitan_diloco.diloco.exchange import GPU_CHUNK, PIECE
-from torchtitan_diloco.diloco.fields import flat_settings
 from torchtitan_diloco.diloco.fragments import describe_layout
-from torchtitan_diloco.diloco.messages import broadcast_object
 from torchtitan_diloco.diloco.outer_state import OuterState
 from torchtitan_diloco.islands.changes import SPARSE
 from torchtitan_diloco.islands.shards import Layout, Ranks, collect

@@ -11,8 +11,10 @@ from collections.abc import Iterator
 
 import msgspec
 
+from torchtitan_diloco.base.background import BackgroundThread
+from torchtitan_diloco.base.log import logger
+from torchtitan_diloco.base.user import UserError, command_line
 from torchtitan_diloco.diloco.agreement import find_differences
-from torchtitan_diloco.diloco.background import BackgroundThread
 from torchtitan_diloco.islands.bulk import ChunkError
 from torchtitan_diloco.islands.changes import CHANGEABLE, settings_of
 from torchtitan_diloco.islands.connection import Connection
@@ -31,8 +33,6 @@ from torchtitan_diloco.islands.records import (
     encode,
     name_of,
 )
-from torchtitan_diloco.log import logger
-from torchtitan_diloco.user import UserError, command_line
 
 STATE_EVERY = 1000
 """Number of records between two states that an island stores for readers of the log."""

@@ -12,7 +12,8 @@ import msgspec
 import torch
 from torch import Tensor
 
-from torchtitan_diloco.diloco.background import ENCODING_THREADS
+from torchtitan_diloco.base.background import ENCODING_THREADS
+from torchtitan_diloco.base.log import logger
 from torchtitan_diloco.diloco.vitals import STUCK, Action, Report
 from torchtitan_diloco.diloco.witness import STILL_RATIO, STILL_SECONDS
 from torchtitan_diloco.islands.bulk import CHUNK_BYTES, UNDER_WAY, ClosedError
@@ -35,7 +36,6 @@ from torchtitan_diloco.islands.records import (
     name_of,
 )
 from torchtitan_diloco.islands.rounds import Timing
-from torchtitan_diloco.log import logger
 
 BEAT, REPORT = 0.5, 10.0
 """Seconds between heartbeats, and between log messages about waiting."""

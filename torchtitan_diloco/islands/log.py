@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
+from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.islands.changes import changed
 from torchtitan_diloco.islands.ledger import Entry, Fragment, Ledger, Outcome, Slot, count_vote
 from torchtitan_diloco.islands.records import (
@@ -33,7 +34,6 @@ from torchtitan_diloco.islands.records import (
     encode,
     name_of,
 )
-from torchtitan_diloco.user import UserError
 
 VERSIONS_LATE = 4
 """Number of entries that may leave a part out. If the next one does too, the part is dropped."""

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.diloco.vitals import Action
 from torchtitan_diloco.islands.actions import HUNG, Others
 from torchtitan_diloco.islands.changes import DELAY, EVERY, settings_of
@@ -43,7 +44,6 @@ from torchtitan_diloco.islands.records import (
     name_of,
 )
 from torchtitan_diloco.islands.rounds import Checked, Rounds, Timing
-from torchtitan_diloco.user import UserError
 
 RETRY = 0.5
 """Seconds between attempts to append a record: only the log shows whether it is valid."""

@@ -8,11 +8,11 @@ from typing import Annotated
 
 import msgspec
 
+from torchtitan_diloco.base.user import FENCED, PeersLostError, UserError
 from torchtitan_diloco.diloco.vitals import HUNG, NOTHING_SAID, STOPPED, Report, Signs, Vitals
 from torchtitan_diloco.islands.changes import SLOTS
 from torchtitan_diloco.islands.log import State
 from torchtitan_diloco.islands.records import Count, Name, Seconds, name_of
-from torchtitan_diloco.user import FENCED, PeersLostError, UserError
 
 
 class IslandFencedError(UserError):

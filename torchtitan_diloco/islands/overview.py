@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from torchtitan_diloco.base.formatting import brief, clock, markdown_table
 from torchtitan_diloco.diloco.vitals import STOPPED
-from torchtitan_diloco.formatting import brief, clock, markdown_table
 from torchtitan_diloco.islands.ledger import Outcome
 from torchtitan_diloco.islands.log import State
 from torchtitan_diloco.islands.members import Members, Numbers

@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
+from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.islands.config import Join, is_loopback
 from torchtitan_diloco.islands.overview import TABLES, History, Stay, headline, table
 from torchtitan_diloco.islands.reader import Reader, open_reader
 from torchtitan_diloco.islands.server import Server
 from torchtitan_diloco.islands.server_folder import LOOPBACK
-from torchtitan_diloco.user import UserError
 
 CACHE_SECONDS = 1.0
 RETRY_SECONDS = 5.0

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from torchtitan_diloco.diloco.background import BackgroundThread
+from torchtitan_diloco.base.background import BackgroundThread
 from torchtitan_diloco.diloco.codecs import CODECS
 from torchtitan_diloco.islands.bulk import ChunkError
 from torchtitan_diloco.islands.connection import Connection

@@ -16,16 +16,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from torchtitan_diloco.base.background import BackgroundThread
+from torchtitan_diloco.base.log import logger
+from torchtitan_diloco.base.messages import broadcast_object
+from torchtitan_diloco.base.settings import check_class
+from torchtitan_diloco.base.tensors import drop_gathered
+from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.diloco import delta_norms
 from torchtitan_diloco.diloco import state_dict as saving
-from torchtitan_diloco.diloco.agreement import agree, code_fingerprint
-from torchtitan_diloco.diloco.background import BackgroundThread
+from torchtitan_diloco.diloco.agreement import PLACES, agree, code_fingerprint
 from torchtitan_diloco.diloco.config import DiLoCoConfig
-from torchtitan_diloco.diloco.fields import check_class
 from torchtitan_diloco.diloco.flags import NOT_FINITE, OUTLIER
-from torchtitan_diloco.diloco.fragments import drop_gathered
 from torchtitan_diloco.diloco.liveness import LATE_SECONDS, Liveness
-from torchtitan_diloco.diloco.messages import broadcast_object
 from torchtitan_diloco.diloco.peers import Apply, Peers, Send, close, local_share
 from torchtitan_diloco.diloco.round import InFlight, Round
 from torchtitan_diloco.diloco.schedule import build_schedule
@@ -50,8 +52,6 @@ from torchtitan_diloco.islands.members import Gauges
 from torchtitan_diloco.islands.records import Facts, Part
 from torchtitan_diloco.islands.rounds import Timing
 from torchtitan_diloco.islands.shards import Ranks, collect
-from torchtitan_diloco.log import logger
-from torchtitan_diloco.user import UserError
 
 LOOK = 0.05  # seconds between two looks at the log at the end of the run
 
@@ -164,7 +164,7 @@ class IslandPeers(Peers, Witness):
             checksums=tuple(declare(one, 0) for one in range(len(self.states))),
             block=self._samples_per_step,
             fingerprints=fingerprints(config, self.states, self._facts),
-            code=code_fingerprint(),
+            code=code_fingerprint(*PLACES),
         )
         limit = config.delta_norm_limit
         timing = Timing(self.schedule, chosen.grace_seconds, limit, chosen.action)

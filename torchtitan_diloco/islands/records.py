@@ -6,7 +6,7 @@ from typing import Annotated, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from torchtitan_diloco.user import UserError
+from torchtitan_diloco.base.user import UserError
 
 
 class VoidError(ValueError):

@@ -18,7 +18,10 @@ from typing import IO, Any, NoReturn
 
 import msgspec
 
-from torchtitan_diloco.hardware import end_with_parent
+from torchtitan_diloco.base.hardware import end_with_parent
+from torchtitan_diloco.base.log import logger
+from torchtitan_diloco.base.process import STACKS_SIGNAL, STOP_SIGNALS
+from torchtitan_diloco.base.user import LOCAL_ISLANDS, UserError, command_line
 from torchtitan_diloco.islands.config import Join, local_names
 from torchtitan_diloco.islands.server_folder import (
     ADMIN,
@@ -40,9 +43,6 @@ from torchtitan_diloco.islands.session import (
     stream_of,
     subject_of,
 )
-from torchtitan_diloco.log import logger
-from torchtitan_diloco.process import STACKS_SIGNAL, STOP_SIGNALS
-from torchtitan_diloco.user import LOCAL_ISLANDS, UserError, command_line
 
 ISLAND_MAY = {
     "publish": [

@@ -16,9 +16,9 @@ from typing import IO, Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from torchtitan_diloco.diloco.fields import convert, setting_types
+from torchtitan_diloco.base.settings import convert, setting_types
+from torchtitan_diloco.base.user import UserError, install_command, no_run
 from torchtitan_diloco.islands.config import HOST_PATTERN, NAME, RUN_PATTERN, Join
-from torchtitan_diloco.user import UserError, install_command, no_run
 
 ANY_IPV4, ANY_IPV6, LOOPBACK = "0.0.0.0", "::", "127.0.0.1"
 ISLAND, ADMIN = "island", "admin"

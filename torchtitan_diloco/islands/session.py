@@ -9,10 +9,10 @@ from typing import Any
 
 import msgspec
 
+from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.records import AnotherLogError, Chunk, digest
 from torchtitan_diloco.islands.wire import Message, Wire
-from torchtitan_diloco.user import UserError
 
 PATIENCE = 10.0  # seconds without a byte of an answer
 STATE_INDEX = "state"

@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan_diloco.diloco.fragments import Fragment, shard_rows
+from torchtitan_diloco.base.tensors import shard_rows
+from torchtitan_diloco.diloco.fragments import Fragment
 
 PATIENCE = timedelta(days=365)
 """Ranks wait for the first one, which may wait for other islands. `Liveness` detects failures."""

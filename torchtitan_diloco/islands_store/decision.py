@@ -12,8 +12,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.islands_store.names import COPY, LARGEST, OUTER, VERSION, Object
-from torchtitan_diloco.user import UserError
 
 PROTOCOL = 1
 MOST_PLAIN = 16 * 2**20

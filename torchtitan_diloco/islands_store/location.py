@@ -1,9 +1,9 @@
 """Whether a location contains the run of an island, in the state that the island knows."""
 
+from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.islands_store.checkpoint import Saved
 from torchtitan_diloco.islands_store.decision import Decision
 from torchtitan_diloco.islands_store.note import Founding
-from torchtitan_diloco.user import UserError
 
 
 def check_empty(founds: Founding | None, saved: Saved | None) -> None:

@@ -6,10 +6,10 @@ from difflib import get_close_matches
 import torch
 from torch import nn
 
+from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.config.schema import Model
 from torchtitan_diloco.models.decoder import SHAPES, build_decoder
 from torchtitan_diloco.models.interface import check_model, separate_documents
-from torchtitan_diloco.user import UserError
 
 __all__ = ["FLAVORS", "Builder", "build_model", "vocabulary_rows"]
 

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
+from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.config.schema import Model
 from torchtitan_diloco.models.interface import STD, Head, parameter_counts
-from torchtitan_diloco.user import UserError
 
 SHORT_LENGTH = 8192
 """Original length of the texts, for rotary scaling."""

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from torchtitan_diloco.user import UserError
+from torchtitan_diloco.base.user import UserError
 
 Head = Callable[[Tensor, Tensor], Any]
 """Called with the last hidden states [batch, length, width] and the output matrix [vocabulary,

@@ -15,9 +15,9 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.config.schema import ActivationCheckpoint, Compile, Parallel
 from torchtitan_diloco.models.interface import blocks_of, init_weights
-from torchtitan_diloco.user import UserError
 
 PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.linear.default}
 """A product with a matrix of parameters, as autograd or a compiler sees it."""

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from torchtitan_diloco.formatting import clock, markdown_table
-from torchtitan_diloco.user import UserError
+from torchtitan_diloco.base.formatting import clock, markdown_table
+from torchtitan_diloco.base.user import UserError
 
 RARE = 999
 """Checkpoints that only serve a disaster: training takes so many times the time of a save, so that

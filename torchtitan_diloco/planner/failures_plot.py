@@ -8,9 +8,9 @@ import numpy as np
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
+from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.planner.failures import Fleet, Outlook, Rules, elastic, islands, one_job
 from torchtitan_diloco.report.charts import BLUE, STYLE, SVG, series_color, short_number
-from torchtitan_diloco.user import UserError
 
 
 def write_plot(path: Path, fleet: Fleet, rules: Sequence[Rules]) -> None:

@@ -8,9 +8,9 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
+from torchtitan_diloco.base.formatting import clock, markdown_table
 from torchtitan_diloco.diloco.codecs import bits_per_parameter, build_codec
 from torchtitan_diloco.diloco.config import FEW_ROUNDS, CodecName, DiLoCoConfig, Quantization
-from torchtitan_diloco.formatting import clock, markdown_table
 from torchtitan_diloco.planner.prediction import Conditions, Prediction, Workload
 
 DELAYS = (1, 2, 5, 10)

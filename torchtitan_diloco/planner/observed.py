@@ -6,9 +6,9 @@ from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
+from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.planner.prediction import Conditions, coded_bytes
 from torchtitan_diloco.report.run_records import Run, open_runs
-from torchtitan_diloco.user import UserError
 
 UNLIMITED = 1e12
 """Bits per second of a link whose transfers were too short to be measured."""

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from torchtitan_diloco.formatting import markdown_table
+from torchtitan_diloco.base.formatting import markdown_table
 
 Array = npt.NDArray[np.float64]
 

@@ -20,6 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import nn
 
+from torchtitan_diloco.base.formatting import clock, markdown_table
+from torchtitan_diloco.base.hardware import GIB, PEAK_BF16_FLOPS
+from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.components.metrics import GRADIENTS, all_reduce_bytes
 from torchtitan_diloco.components.run_plan import RunPlan, plan_run
 from torchtitan_diloco.config.loader import load_config, shipped_configs
@@ -37,11 +40,8 @@ from torchtitan_diloco.diloco.fragments import build_fragments
 from torchtitan_diloco.diloco.outer_state import state_bytes
 from torchtitan_diloco.diloco.schedule import build_schedule
 from torchtitan_diloco.diloco.transport import header_bytes
-from torchtitan_diloco.formatting import clock, markdown_table
-from torchtitan_diloco.hardware import GIB, PEAK_BF16_FLOPS
 from torchtitan_diloco.models import build_model
 from torchtitan_diloco.models.interface import flops_per_token, parameter_counts
-from torchtitan_diloco.user import UserError
 
 STEADY_ROUNDS = 30
 """Simulated rounds of every fragment in the steady state."""

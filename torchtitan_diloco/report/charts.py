@@ -19,8 +19,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatter
 
+from torchtitan_diloco.base.formatting import brief
 from torchtitan_diloco.components.records import NAN, RoundRecord
-from torchtitan_diloco.formatting import brief
 from torchtitan_diloco.report.run_records import Array
 
 SURFACE = "#ffffff"

@@ -16,6 +16,8 @@ import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from matplotlib.ticker import EngFormatter
 
+from torchtitan_diloco.base.formatting import brief, clock, counted
+from torchtitan_diloco.base.user import Parser, UserError, command_line
 from torchtitan_diloco.components.metrics import (
     BASELINE,
     compute_percent,
@@ -24,13 +26,11 @@ from torchtitan_diloco.components.metrics import (
 )
 from torchtitan_diloco.components.records import NAN
 from torchtitan_diloco.config.schema import format_value
-from torchtitan_diloco.formatting import brief, clock, counted
 from torchtitan_diloco.islands.overview import LEAST_GAP
 from torchtitan_diloco.islands.page import TEMPLATES, time_text
 from torchtitan_diloco.report.charts import Exchange
 from torchtitan_diloco.report.figures import figures
 from torchtitan_diloco.report.run_records import Run, Worker, of_known, open_runs
-from torchtitan_diloco.user import Parser, UserError, command_line
 
 METHODS = {"streaming": "Streaming DiLoCo", "none": "data parallelism"}
 ABSENT = "–"  # noqa: RUF001 - a dash for an empty cell

@@ -13,6 +13,7 @@ import numpy as np
 import tomli
 from numpy.typing import NDArray
 
+from torchtitan_diloco.base.user import RUN_REMEDY, UserError, no_run
 from torchtitan_diloco.components.metrics import (
     GRADIENTS,
     Gradients,
@@ -37,7 +38,6 @@ from torchtitan_diloco.config.schema import Parallel, flatten
 from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.overview import History, Stay, headline
 from torchtitan_diloco.islands.reader import LISTEN_SECONDS, open_reader
-from torchtitan_diloco.user import RUN_REMEDY, UserError, no_run
 
 Array = NDArray[np.float64]
 ELAPSED_SECONDS = "worker/elapsed_seconds"

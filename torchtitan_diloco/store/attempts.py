@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from torchtitan_diloco.formatting import brief
-from torchtitan_diloco.log import logger
+from torchtitan_diloco.base.formatting import brief
+from torchtitan_diloco.base.log import logger
 from torchtitan_diloco.store.errors import AwayError, ClosedError, PassingError
 
 T = TypeVar("T")

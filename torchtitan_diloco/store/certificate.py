@@ -5,7 +5,7 @@ import ipaddress
 import ssl
 from datetime import datetime
 
-from torchtitan_diloco.user import UserError, install_command
+from torchtitan_diloco.base.user import UserError, install_command
 
 NAME = "torchtitan-diloco"
 FIRST_DAY = datetime(2020, 1, 1)

@@ -1,6 +1,6 @@
 """Errors of a store. Each is one line for users, which names the location and a remedy."""
 
-from torchtitan_diloco.user import UserError
+from torchtitan_diloco.base.user import UserError
 
 
 class StoreError(UserError):

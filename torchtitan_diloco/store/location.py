@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 from pathlib import Path
 
+from torchtitan_diloco.base.user import UserError, install_command
 from torchtitan_diloco.store.address import Address, read_join_file
 from torchtitan_diloco.store.errors import RefusedError
 from torchtitan_diloco.store.folder import Folder
 from torchtitan_diloco.store.store import PATIENCE_SECONDS, Backend, Store
-from torchtitan_diloco.user import UserError, install_command
 
 BUCKETS = ("s3", "gs", "az")
 KINDS = "a folder, a join file, https://, s3://, gs:// or az://"

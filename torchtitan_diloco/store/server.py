@@ -20,8 +20,9 @@ from typing import TypeVar
 
 import msgspec
 
-from torchtitan_diloco.hardware import raise_open_files_limit
-from torchtitan_diloco.log import logger
+from torchtitan_diloco.base.hardware import raise_open_files_limit
+from torchtitan_diloco.base.log import logger
+from torchtitan_diloco.base.user import UserError, install_command
 from torchtitan_diloco.store.errors import (
     DamagedError,
     FullError,
@@ -48,7 +49,6 @@ from torchtitan_diloco.store.quota import Quota, Quotas
 from torchtitan_diloco.store.rights import may_create, may_replace
 from torchtitan_diloco.store.store import MOST_RAW_BYTES, SLOWEST, Store
 from torchtitan_diloco.store.watches import Watches
-from torchtitan_diloco.user import UserError, install_command
 
 try:
     from aiohttp import BasicAuth, web

@@ -2,7 +2,7 @@
 
 To add a board, write a class of `Board` (base.py) in a file here, with a setting in `Metrics`
 (config/schema.py), and open it in `open_boards`. If it needs a package, add an extra to
-pyproject.toml, and a line to `missing` in preflight.py.
+pyproject.toml, and a line to `missing` in launching/preflight.py.
 """
 
 from torchtitan_diloco.components.boards.base import Board, GuardedBoard, Shown

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchtitan_diloco.log import logger
-from torchtitan_diloco.user import UserError, cause_of
+from torchtitan_diloco.base.log import logger
+from torchtitan_diloco.base.user import UserError, cause_of
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from mlflow import MlflowClient
 from mlflow.entities import Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
 
+from torchtitan_diloco.base.log import logger
+from torchtitan_diloco.base.user import UserError, cause_of
 from torchtitan_diloco.components.boards.base import Board, Shown
-from torchtitan_diloco.log import logger
-from torchtitan_diloco.user import UserError, cause_of
 
 GROUP = "torchtitan_diloco.run"
 """Tag that the islands of a run have in common."""

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 
 import wandb
 
+from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.components.boards.base import Board, Shown
-from torchtitan_diloco.user import UserError
 
 
 class WeightsAndBiases(Board):

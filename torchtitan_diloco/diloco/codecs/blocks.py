@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from torchtitan_diloco.base.log import logger
 from torchtitan_diloco.diloco.codecs.base import BIAS, LOWEST, NOT_FINITE_SCALE, UNIT, Codec
 from torchtitan_diloco.diloco.config import BLOCK_SIZES
-from torchtitan_diloco.log import logger
 
 
 @cache

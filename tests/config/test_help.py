@@ -1,0 +1,89 @@
+"""The help of a training has what it says, without torch."""
+
+import re
+
+import pytest
+
+from torchtitan_diloco.cli import COMMANDS
+from torchtitan_diloco.config import Config, load_config
+from torchtitan_diloco.config.help import MATTER_MOST, print_help
+from torchtitan_diloco.config.loader import shipped_configs
+from torchtitan_diloco.config.schema import flat_settings
+from torchtitan_diloco.launching import launch
+
+TEXTS = {name: text for name, (_, text) in COMMANDS.items()}
+
+
+def entries(text: str) -> dict[str, str]:
+    """Return the text of each option."""
+    found = re.split(r"\n\W{2,4}--(?=\w)", text)[1:]
+    return {entry.split()[0]: " ".join(entry.replace("│", " ").split()) for entry in found}
+
+
+def test_a_short_help_has_the_settings_that_matter_and_the_commands(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert print_help(["--run.seed", "x", "--help"], TEXTS)
+    text = capsys.readouterr().out
+    shown, defaults = entries(text), flat_settings(Config())
+    assert list(shown) == ["config", "print-config", "help", *MATTER_MOST]
+    assert len(MATTER_MOST) == 20
+    for key in MATTER_MOST:
+        default = defaults[key] if defaults[key] not in (None, "") else "not set"
+        assert f". (default: {default})" in shown[key]
+    assert "Number of workers. (default: 1)" in shown["diloco.workers"]
+    assert ", ".join(shipped_configs()) in shown["config"].replace("- ", "-")
+    assert re.findall(r"^    (\w+) {2,}\w", text, re.M) == list(COMMANDS)
+    assert f"All {len(defaults)} settings: " in text
+    assert len(text.splitlines()) < 100
+
+
+def test_a_command_of_the_help_is_in_one_line_however_long_it_is(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    for length in (10, 60, 100):
+        program = f"/{'x' * length}/python"
+        monkeypatch.setattr("sys.executable", program)
+        assert print_help(["--help"], TEXTS)
+        lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+        command = f"{program} -m torchtitan_diloco"
+        assert f"{command} COMMAND --help" in lines
+        assert f"All {len(flat_settings(Config()))} settings: {command} train --help all" in lines
+
+
+@pytest.mark.parametrize("words", ["--help all", "-h all", "--help=all"])
+def test_the_long_help_has_every_setting_with_its_text_and_default(
+    words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert print_help(words.split(), TEXTS)
+    shown = entries(capsys.readouterr().out)
+    assert shown.pop("config").startswith("config NAME_OR_PATH A TOML file, or the name of one in")
+    assert shown.keys() - {"help"} == flat_settings(Config()).keys()
+    for key in flat_settings(Config()):
+        assert ". (default: " in shown[key], f"{key} has no docstring"
+    assert shown["run.seed"].startswith("run.seed INT Seed of the initial weights")
+
+
+@pytest.mark.parametrize("words", ["--help diloco", "-h diloco.overlap", "--help=diloco"])
+def test_the_help_of_a_section_has_its_settings(
+    words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert print_help(["--run.seed", "3", *words.split(), "--config", "1b"], TEXTS)
+    shown = entries(capsys.readouterr().out)
+    of_section = {key for key in flat_settings(Config()) if key.startswith("diloco.")}
+    assert shown.keys() - {"help", "config"} == of_section
+    assert "Number of workers." in shown["diloco.workers"]
+
+
+def test_the_help_of_no_section_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert launch.main(["--help", "optimzer"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: --help optimzer: there is no such section; did you mean opt")
+    assert "; give all, or one of run, model, data, " in line
+
+
+def test_settings_are_no_question() -> None:
+    assert not print_help([], TEXTS)
+    assert not print_help(["--run.name", "all", "--config", "debug"], TEXTS)
+    assert load_config("debug", {"run.name": "help"}).run.name == "help"

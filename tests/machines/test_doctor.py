@@ -1,0 +1,284 @@
+"""The doctor names the hop that fails, and its remedy."""
+
+import dataclasses
+import re
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout, suppress
+from io import StringIO
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.conftest import REPOSITORY
+from tests.diloco.toy import fused
+from tests.islands.servers import Listener, free_port, need_server, running_server, wait_until
+from tests.islands.written import FACTS
+from torchtitan_diloco.base import hardware
+from torchtitan_diloco.base.hardware import describe_machine
+from torchtitan_diloco.base.reach import dial, split_address
+from torchtitan_diloco.base.user import UserError
+from torchtitan_diloco.data.prepare import prepare
+from torchtitan_diloco.data.text import open_corpus
+from torchtitan_diloco.data.tokenizer import build_tokenizer
+from torchtitan_diloco.diloco import arithmetic
+from torchtitan_diloco.diloco.codecs import base
+from torchtitan_diloco.islands.config import Join
+from torchtitan_diloco.islands.copies import named
+from torchtitan_diloco.islands.log import State
+from torchtitan_diloco.islands.records import encode
+from torchtitan_diloco.islands.server_folder import find_server
+from torchtitan_diloco.machines import doctor, link
+
+need_server()
+
+MACHINE = ["versions", "processor", "GPU", "interfaces", "arithmetic"]
+ADDRESS = ["name", "route", "port"]
+ISLANDS = [*ADDRESS, "TLS and password", "clock", "packets", "rate", "run"]
+ENDPOINT = [*ADDRESS, "rendezvous", "packets", "rate", "arithmetic of both"]
+
+Examine = Callable[..., str]
+"""Calls the doctor with hops that are reached, and arguments, and returns the line of a failure."""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Join]:
+    with running_server(tmp_path_factory.mktemp("server")) as found:
+        yield found.join
+
+
+@pytest.fixture
+def examine(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Examine:
+    monkeypatch.setattr(link, "LEAST_SECONDS", 0.05)
+    monkeypatch.setattr(link, "SHORT_SECONDS", 0.0)  # measure rates
+
+    def run(hops: list[str], *arguments: str) -> str:
+        code = doctor.main(["--streams", "2", *arguments])
+        lines = capsys.readouterr().out.splitlines()
+        for line, hop in zip(lines, MACHINE + hops, strict=True):
+            assert line[8:].startswith(hop)
+        failed = [line for line in lines if not line.startswith("ok      ")]
+        assert all(line.startswith("FAILED  ") for line in failed)
+        assert code == len(failed) <= 1
+        return "".join(failed)
+
+    return run
+
+
+def refuse(*_: object) -> None:
+    raise UserError("an average: use another GPU")
+
+
+def test_this_machine(examine: Examine, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not examine([])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(arithmetic, "check_device", refuse)
+    assert "arithmetic: an average: use another GPU" in examine([])
+
+
+def test_versions_say_if_torch_is_newer_than_those_tested(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "NEWEST_TORCH", "999.0")
+    assert "tested" not in doctor._versions()
+    monkeypatch.setattr(hardware, "NEWEST_TORCH", "2.0")
+    assert f"; torch {torch.__version__} is newer than 2.0" in doctor._versions()
+
+
+def test_a_corpus(examine: Examine, tmp_path: Path) -> None:
+    text, folder, bytes_ = tmp_path / "text.txt", tmp_path / "shards", build_tokenizer("bytes")
+    text.write_text("a line of some words\n" * 9000)
+    with redirect_stdout(StringIO()):
+        prepare(open_corpus(str(text)), bytes_, folder, validation_fraction=0.2, shard_tokens=9000)
+    assert not examine(["corpus"], "--corpus", str(folder))
+    files = sorted(folder.glob("train-*"))
+    for file in files[1:3]:
+        file.write_bytes(b"#" * file.stat().st_size)
+    named = [f"{file.name}: its checksum is wrong" for file in files[1:3]]
+    failure = examine(["corpus"], "--corpus", str(folder))
+    assert f"are damaged: {'; '.join(named)}: copy these files again, or prepare" in failure
+    assert "does not exist: give the folder" in examine(["corpus"], "--corpus", f"{folder}/none")
+
+
+# --- islands --------------------------------------------------------------------------------------
+
+
+def test_looking_at_the_port_of_a_server_leaves_no_error_in_its_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG", "torchtitan_diloco")
+    with running_server(tmp_path) as found:
+        host, port = split_address(found.join.addresses[0])
+        dial(host, port, found.join.context())
+        dial(host, port)
+        wait_until(lambda: "TLS handshake error" in caplog.text, "the error of the other way")
+    assert caplog.text.count("[ERR]") == 1
+
+
+def test_a_server_and_its_run(examine: Examine, server: Join, tmp_path: Path) -> None:
+    file = tmp_path / "join.txt"
+    file.write_text(str(server))
+    assert not examine(ISLANDS, "--join", str(file))
+    with running_server(tmp_path / "server") as found, Listener(found.join, "a") as island:
+        mine = named(arithmetic.compute_all(["int8", "sgd"]))
+        same, other = (
+            msgspec.structs.replace(FACTS, fingerprints=theirs)
+            for theirs in (mine, mine | {"arithmetic.average-of-int8": "another"})
+        )
+        island.connection.append(encode(same))
+        island.read_to(1)
+        assert not examine(ISLANDS, "--join", str(found.join))
+        island.connection.store_state(State(facts=other).encode())  # of a long run
+        failure = examine(ISLANDS, "--join", str(found.join))
+        assert "arithmetic.average-of-int8: another there (its islands), " in failure
+
+
+def test_a_wrong_clock_and_a_wrong_password(
+    examine: Examine, server: Join, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "MOST_APART", -1.0)
+    assert "s from the server's clock: set it" in examine(ISLANDS, "--join", str(server))
+    wrong = dataclasses.replace(server, password="wrong")
+    failure = examine(ISLANDS[:4], "--join", str(wrong))
+    assert "refuses the user or the password" in failure
+
+
+def test_a_server_without_tls(examine: Examine, server: Join) -> None:
+    port = free_port()
+    plain = subprocess.Popen(
+        [find_server(), "--addr", "127.0.0.1", "--port", str(port)], stderr=subprocess.DEVNULL
+    )
+    try:
+        wait_until(lambda: answers(port), "the server")
+        join = dataclasses.replace(server, addresses=(f"127.0.0.1:{port}",))
+        assert "does not start with a TLS handshake" in examine(ISLANDS[:4], "--join", str(join))
+    finally:
+        plain.kill()
+        plain.wait()
+
+
+# --- an address -----------------------------------------------------------------------------------
+
+
+def answers(port: int) -> bool:
+    with socket.socket() as dialing:
+        return dialing.connect_ex(("127.0.0.1", port)) == 0
+
+
+def test_a_name_that_nobody_knows(examine: Examine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(*_: object, **__: object) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    failure = examine(ADDRESS[:1], "--endpoint", "nobody:29500")
+    assert "name nobody: Name or service not known: give the IP address" in failure
+
+
+def test_a_closed_port(examine: Examine) -> None:
+    port = free_port()
+    failure = examine(ADDRESS, "--endpoint", f"127.0.0.1:{port}")
+    assert "nothing listens there: start the" in failure
+    assert f"doctor --endpoint :{port} --listen` there" in failure
+
+
+@pytest.mark.parametrize("address", ["host", "host:http", ":0"])
+def test_what_is_no_address(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor.main(["--endpoint", address]) == 2
+    assert f"--endpoint {address}: give HOST:PORT" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "remedy"),
+    [
+        ("--streams 4", "--streams 4: there is no link to measure: give --endpoint or --join"),
+        ("--endpoint a:1 --streams 0", "--streams 0: give a number from 1 to 32"),
+        ("--endpoint a:1 --streams 33", "--streams 33: give a number from 1 to 32"),
+        ("--endpoint 192.0.2.1:29500 --listen", "29500: .*: give an address of this machine"),
+    ],
+)
+def test_wrong_options_name_the_remedy(
+    words: str, remedy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert doctor.main(words.split()) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(remedy, line), line
+
+
+# --- torchrun's endpoint --------------------------------------------------------------------------
+
+
+def test_a_store_of_torchrun(examine: Examine) -> None:
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(doctor, "PATIENCE", 0.5)
+        assert not examine(ENDPOINT[:4], "--endpoint", f"127.0.0.1:{store.port}")
+
+
+def test_two_doctors_measure_the_link(examine: Examine) -> None:
+    port = free_port()
+    words = [sys.executable, "-m", "torchtitan_diloco", "doctor", "--endpoint", f"127.0.0.1:{port}"]
+    other = subprocess.Popen(
+        [*words, "--listen"], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert other.stdout is not None
+        assert f":{port}`" in other.stdout.readline()
+        assert not examine(ENDPOINT, "--endpoint", f"127.0.0.1:{port}")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(base, "add_to_mean", fused)
+            arithmetic.compute.cache_clear()
+            failure = examine(ENDPOINT, "--endpoint", f"127.0.0.1:{port}")
+            arithmetic.compute.cache_clear()
+        assert "arithmetic of both: the machines compute different bits" in failure
+        usual = arithmetic.compute("int8")["average of int8"]
+        assert f"average of int8: {usual} there ({describe_machine()}), " in failure
+        other.send_signal(signal.SIGINT)
+        assert other.wait() == 0
+    finally:
+        other.kill()
+        other.wait()
+
+
+@contextmanager
+def answering(answer: bytes) -> Iterator[str]:
+    """Answer single bytes, and nothing to larger packets."""
+
+    def serve() -> None:
+        while True:
+            try:
+                client, _ = listening.accept()
+            except OSError:
+                return
+            clients.append(client)
+            with suppress(ConnectionError):
+                while client.recv(9, socket.MSG_WAITALL)[:8] == struct.pack("!Q", 1):
+                    client.sendall(answer)
+
+    clients = list[socket.socket]()
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield f"127.0.0.1:{listening.getsockname()[1]}"
+        listening.shutdown(socket.SHUT_RDWR)
+        thread.join()
+    for client in clients:
+        client.close()
+
+
+def test_another_program_has_the_port(examine: Examine) -> None:
+    with answering(b"SSH-2.0-OpenSSH_9.2") as address:
+        assert "another program uses port" in examine(ENDPOINT[:4], "--endpoint", address)
+
+
+def test_large_packets_that_are_lost(examine: Examine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link, "PATIENCE", 0.5)
+    with answering(b".") as address:
+        assert "lower the MTU" in examine(ENDPOINT[:5], "--endpoint", address)

@@ -1,0 +1,87 @@
+"""Whether a TCP address can be reached from here: its name, the route to it, and its port."""
+
+import socket
+import ssl
+import struct
+import time
+from contextlib import closing, suppress
+from ipaddress import ip_address
+
+from torchtitan_diloco.base.hardware import interfaces
+from torchtitan_diloco.base.user import UserError, command_line
+
+PATIENCE = 5.0
+"""Seconds in which a connection must open, and the other end answer."""
+PROBE = struct.pack("!Q", 1) + b"."
+"""Message that `doctor` answers with `DOCTOR`, and a store of torchrun not at all."""
+DOCTOR = b"."
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Return host and port of an option."""
+    host, _, port = address.rpartition(":")
+    if not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise UserError(f"--endpoint {address}: give HOST:PORT, such as node0:29500")
+    return host.strip("[]") or "localhost", int(port)
+
+
+def resolve(host: str, port: int) -> list[str]:
+    """Return the addresses that a name has."""
+    try:
+        answers = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise UserError(
+            f"{error.strerror}: give the IP address, or add the name to /etc/hosts"
+        ) from error
+    return [*dict.fromkeys(str(address[0]) for *_, address in answers)]
+
+
+def route(host: str, port: int) -> str:
+    """Return the address of this machine, and its interface, from which packets go there."""
+    family, *_, there = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    try:
+        with closing(socket.socket(family, socket.SOCK_DGRAM)) as asking:
+            asking.connect(there)  # sends nothing
+            here = str(asking.getsockname()[0])
+    except OSError as error:
+        raise UserError(f"{error.strerror}: start the VPN, or add a route to {there[0]}") from error
+    names = [name for name, address in interfaces().items() if address == here]
+    if not names:
+        names = ["loopback" if ip_address(here.partition("%")[0]).is_loopback else "IPv6"]
+    return f"{here} ({', '.join(names)})"
+
+
+def dial(host: str, port: int, tls: ssl.SSLContext | None = None) -> float:
+    """Return the seconds until a connection is open.
+
+    `tls`: of a server that expects a TLS handshake, and logs an error without one.
+    """
+    started = time.perf_counter()
+    try:
+        connection = socket.create_connection((host, port), PATIENCE)
+    except ConnectionRefusedError as error:
+        raise UserError(
+            "nothing listens there: start the server or the first node, or run "
+            f"`{command_line('doctor')} --endpoint :{port} --listen` there to test the connection"
+        ) from error
+    except OSError as error:
+        reason = error.strerror or "no answer"
+        raise UserError(f"{reason}: open the port in firewalls, or correct the address") from error
+    seconds = time.perf_counter() - started
+    with connection, suppress(OSError):  # the login, which is checked next, names such an error
+        if tls is not None:
+            tls.wrap_socket(connection, server_hostname=host).close()
+    return seconds
+
+
+def is_doctor(host: str, port: int, patience: float = PATIENCE) -> bool:
+    """Return whether `doctor` listens, and not a store of torchrun. Raise an error for any other
+    program."""
+    answer = b""
+    with socket.create_connection((host, port), patience) as other:
+        other.sendall(PROBE)
+        with suppress(ConnectionError, TimeoutError):
+            answer = other.recv(1)
+    if answer not in (b"", DOCTOR):
+        raise UserError(f"another program uses port {port}: use another port")
+    return answer == DOCTOR

@@ -1,0 +1,180 @@
+"""Types and values of settings by dotted key, and their validation by msgspec."""
+
+import difflib
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, fields, is_dataclass
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+import msgspec
+from msgspec import Meta
+
+from torchtitan_diloco.base.user import UserError
+
+NAMES = {
+    "`int`": "a whole number",
+    "`int | null`": 'a whole number, or "none"',
+    "`float`": "a number",
+    "`float | null`": 'a number, or "none"',
+    "`bool`": "true or false",
+    "`str`": "text, in quotes",
+}
+TOO_LARGE = "expected a number that fits in 64 bits"
+EXPONENTS = {"K": 3, "M": 6, "G": 9, "B": 9, "T": 12}
+WITH_SUFFIX = re.compile(rf"(\d*\.?\d+)\s*([{''.join(EXPONENTS)}])", re.IGNORECASE)
+WITH_SEPARATORS = re.compile(r"\d{1,3}([_, ]\d{3})+")
+
+Positive = Annotated[int, Meta(ge=1)]
+NotNegative = Annotated[int, Meta(ge=0)]
+Fraction = Annotated[float, Meta(ge=0, le=1)]
+Length = Annotated[int, Meta(ge=0)] | Annotated[float, Meta(ge=0, lt=1)]
+"""Length of a part of a run: steps, or a share of the run if below 1."""
+
+
+def steps_of(length: float, total_steps: int) -> int:
+    """Return a length in steps, in a run of `total_steps` steps."""
+    return round(length * total_steps) if length < 1 else int(length)
+
+
+Mistakes = Iterator[tuple[str, str]]
+"""Pairs of the dotted key of a setting and what is wrong with it."""
+
+
+class Section:
+    """Base class of config dataclasses, which refuses invalid values."""
+
+    def __post_init__(self) -> None:
+        """Convert values to the types of the settings, such as 1e2 to 100."""
+        kinds = _types(type(self))
+        wrong = []
+        for entry in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, entry.name)
+            try:
+                object.__setattr__(self, entry.name, convert(value, kinds[entry.name]))
+            except ValueError as error:
+                shown = f" = {value!r}" if entry.repr else ""
+                wrong.append(f"{type(self).__name__}.{entry.name}{shown}: {error}")
+        if wrong:
+            raise UserError("\n".join(wrong))
+
+
+def _types(section: type) -> dict[str, Any]:
+    return get_type_hints(section, include_extras=True)
+
+
+def setting_types(section: type, prefix: str = "") -> dict[str, Any]:
+    """Return the type of each setting of a dataclass by dotted key, nested sections included."""
+    kinds: dict[str, Any] = {}
+    for name, kind in _types(section).items():
+        if isinstance(kind, type) and is_dataclass(kind):
+            kinds |= setting_types(kind, f"{prefix}{name}.")
+        else:
+            kinds[prefix + name] = kind
+    return kinds
+
+
+def flat_settings(section: Any, prefix: str = "") -> dict[str, Any]:
+    """Return the value of each setting of a dataclass by dotted key, nested sections included."""
+    tables = [key for key, kind in setting_types(type(section)).items() if is_table(kind)]
+    return flatten(asdict(section), prefix, whole=[prefix + key for key in tables])
+
+
+def is_table(kind: Any) -> bool:
+    """Return whether a setting is itself a table, with names that a user chooses."""
+    return get_origin(kind) is dict
+
+
+def flatten(
+    table: Mapping[str, Any], prefix: str = "", *, whole: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Return the values of nested tables by dotted key. `whole`: keys of tables that are values."""
+    values: dict[str, Any] = {}
+    for name, value in table.items():
+        key = prefix + name
+        if isinstance(value, dict) and key not in whole:
+            values |= flatten(value, f"{key}.", whole=whole)
+        else:
+            values[key] = value
+    return values
+
+
+def convert(value: Any, kind: Any, *, is_word: bool = False) -> Any:
+    """Convert `value` to the type of a setting, or raise a ValueError that says what is expected.
+
+    Integers may be whole floats, such as 25e9. A word of a command line may be a number.
+    """
+    if kind == Length:
+        return _convert_length(value, is_word=is_word)
+    try:  # without `strict`, msgspec converts text and whole floats
+        converted = msgspec.convert(value, kind, strict=not (is_word or isinstance(value, float)))
+    except msgspec.ValidationError as error:
+        if "out of range" in str(error):
+            raise UserError(TOO_LARGE) from None
+        parts = [part for part in (kind, *get_args(kind)) if get_origin(part) is Literal]
+        choices = [choice for part in parts for choice in get_args(part)]
+        if not choices:
+            expected = str(error).partition(", got")[0].removeprefix("Expected ")
+            words = NAMES | {"`object`": f"{getattr(kind, '__name__', '')}(...)"}
+            for name, text in words.items():
+                expected = expected.replace(name, text)
+            raise UserError(f"expected {expected}{_number_meant(value, expected)}") from None
+        number = "" if kind in parts else "a number, or "  # 0.1 | "1/steps"
+        hint = nearest(str(value), choices)
+        raise UserError(f"expected {number}one of {', '.join(choices)}{hint}") from None
+    if isinstance(converted, float) and math.isnan(converted):
+        raise UserError("expected a number, which nan is not")
+    if isinstance(converted, int | float) and not abs(converted) < 2**63:
+        raise UserError(TOO_LARGE)
+    return converted
+
+
+def _number_meant(value: Any, expected: str) -> str:
+    """Return a hint about a number with a suffix or separators, such as `1M` or `1,000`, or an
+    empty string."""
+    if not (isinstance(value, str) and expected.startswith(("a whole number", "a number"))):
+        return ""
+    if match := WITH_SUFFIX.fullmatch(value):
+        return f"; did you mean {match[1]}e{EXPONENTS[match[2].upper()]}?"
+    if WITH_SEPARATORS.fullmatch(value):
+        return f"; did you mean {re.sub('[_, ]', '', value)}?"
+    return ""
+
+
+def _convert_length(value: Any, *, is_word: bool) -> int | float:
+    for kind in get_args(Length):
+        try:
+            length: int | float = convert(value, kind, is_word=is_word)
+        except ValueError:
+            continue
+        return length
+    raise UserError("expected a whole number of steps of at least 0, or a share of the run below 1")
+
+
+def nearest(key: str, known: Iterable[str]) -> str:
+    """Return a hint that names the known key most similar to an unknown one, or an empty string."""
+    known = list(known)
+    last_word = key.rpartition(".")[2]
+    same_name = [other for other in known if other.rpartition(".")[2] == last_word]
+    for candidates, cutoff in ((known, 0.8), (same_name, 0.0), (known, 0.67)):
+        if matches := difflib.get_close_matches(key, candidates, n=1, cutoff=cutoff):
+            return f"; did you mean {matches[0]}?"
+    return ""
+
+
+def check_class(section: object, key: str, kind: type[Section]) -> None:
+    """Raise a TypeError if an argument is not a section of this class."""
+    if not isinstance(section, kind):
+        given = f"the class {section.__name__}" if isinstance(section, type) else type(section)
+        raise TypeError(f"{key}: must be {kind.__name__}(...), not {given}")
+
+
+def raise_mistakes(mistakes: Iterable[tuple[str, str]], **sections: Section) -> None:
+    """Raise a ValueError that lists the mistakes with the values of the settings, if there are
+    any."""
+    values: dict[str, Any] = {}
+    for prefix, section in sections.items():
+        values |= flat_settings(section, f"{prefix}.")
+    shown = {key: f" = {value!r}" for key, value in values.items() if value != ""}
+    if lines := [f"{key}{shown.get(key, '')}: {reason}" for key, reason in mistakes]:
+        raise UserError("\n".join(lines))

@@ -1,0 +1,185 @@
+"""The help of a training: the settings that matter most, those of a section, or all of them."""
+
+import argparse
+import os
+import shutil
+import sys
+import textwrap
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import field, fields, make_dataclass
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+from docstring_parser import parse_from_object
+
+from torchtitan_diloco.base.settings import nearest
+from torchtitan_diloco.base.user import UserError, command_line
+from torchtitan_diloco.config import Config
+from torchtitan_diloco.config.loader import DEFAULT_CONFIG, TYPES, shipped_configs
+from torchtitan_diloco.config.schema import flat_settings
+
+MATTER_MOST = (
+    "run.folder",
+    "run.device",
+    "model.flavor",
+    "data.corpus",
+    "data.tokenizer",
+    "training.sequence_length",
+    "training.batch_size",
+    "training.global_batch_size",
+    "training.steps",
+    "training.tokens_per_parameter",
+    "optimizer.lr",
+    "lr_schedule.warmup",
+    "parallel.fsdp",
+    "diloco.method",
+    "diloco.workers",
+    "diloco.sync_every",
+    "diloco.overlap.delay",
+    "diloco.quantization.codec",
+    "islands.join",
+    "checkpoint.every_minutes",
+)
+"""Settings of the short help."""
+DESCRIPTION = (
+    "Train. The command line takes precedence over the TOML file of --config, and the file over "
+    "the defaults below."
+)
+CONFIG = f"A TOML file, or the name of one in train_configs/: {', '.join(shipped_configs())}."
+PRINT_CONFIG = (
+    "Print the settings that the run would use, its warnings, and what is missing to start it."
+)
+ALL = "all"
+"""The topic of the help that has all settings."""
+MANY = 5
+"""Number of choices of a setting from which on the short help lists them in its text."""
+WIDTH = "108"
+"""Columns if there is no terminal: as wide as the docstrings of the settings."""
+
+
+def print_help(words: Sequence[str], commands: Mapping[str, str]) -> bool:
+    """Print the help if the words ask for it (`--help`, `--help SECTION`, `--help all`). Return
+    whether they do.
+
+    `commands`: the text of each command, for the short help.
+    """
+    topic = _topic(words)
+    if topic is None:
+        return False
+    sections = [section.name for section in fields(Config)]
+    section = topic.partition(".")[0]  # of a setting
+    if topic and section not in (ALL, *sections):
+        raise UserError(
+            f"--help {topic}: there is no such section{nearest(section, sections)}; give {ALL}, or "
+            f"one of {', '.join(sections)}"
+        )
+    if not sys.stdout.isatty():
+        os.environ.setdefault("COLUMNS", WIDTH)
+    if topic:
+        _print_settings(sections if section == ALL else [section])
+    else:
+        print(_short_help(commands), end="")
+    return True
+
+
+def _topic(words: Sequence[str]) -> str | None:
+    """Return the word after `--help`, which may be empty, or None without `--help`."""
+    for word, after in zip(words, [*words, ""][1:], strict=True):
+        option, _, value = word.partition("=")
+        if option in ("--help", "-h"):
+            return value or ("" if after.startswith("-") else after)
+    return None
+
+
+def _short_help(commands: Mapping[str, str]) -> str:
+    program = command_line("train")
+    parser = argparse.ArgumentParser(
+        usage=f"{program} [--config NAME_OR_PATH] [--section.key VALUE ...]",
+        description=textwrap.fill(DESCRIPTION, shutil.get_terminal_size().columns - 2),
+        epilog=f"All {len(TYPES)} settings: {program} --help {ALL}\n"
+        f"Those of a section: {program} --help diloco",
+        formatter_class=argparse.RawDescriptionHelpFormatter,  # a command is never broken
+        add_help=False,
+    )
+    config = f"{CONFIG} (default: {DEFAULT_CONFIG})"
+    parser.add_argument("--config", metavar="NAME_OR_PATH", help=config)
+    parser.add_argument("--print-config", action="store_true", help=PRINT_CONFIG)
+    parser.add_argument(
+        "--help",
+        metavar=f"{ALL}|SECTION",
+        nargs="?",
+        help="Print this text, all settings, or those of a section.",
+    )
+    settings = parser.add_argument_group("settings")
+    defaults = flat_settings(Config())
+    for key in MATTER_MOST:
+        metavar = _metavar(TYPES[key])
+        text = _first_sentence(key)
+        if metavar.count(",") >= MANY:
+            choices = metavar.strip("{}").replace(",", ", ")
+            text = f"{text} One of {choices}."
+            metavar = "NAME"
+        default = "not set" if defaults[key] in (None, "") else defaults[key]
+        text = f"{text} (default: {default})".replace("%", "%%")
+        settings.add_argument(f"--{key}", metavar=metavar, help=text)
+    usage = f"{command_line('COMMAND')} --help"
+    subparsers = parser.add_subparsers(title="commands", description=usage, metavar="COMMAND")
+    for name, text in commands.items():
+        subparsers.add_parser(name, help=text)
+    return parser.format_help()
+
+
+def _first_sentence(key: str) -> str:
+    """Return the first sentence of the docstring of a setting."""
+    *sections, name = key.split(".")
+    owner: Any = Config
+    for section in sections:
+        owner = get_type_hints(owner)[section]
+    texts = {entry.arg_name: entry.description or "" for entry in parse_from_object(owner).params}
+    sentence, *others = " ".join(texts[name].split()).split(". ")
+    return f"{sentence}." if others else sentence
+
+
+def _metavar(kind: Any) -> str:
+    """Return the choices of a setting of this type, or the name of the type, such as INT."""
+    if get_origin(kind) is Literal:
+        return f"{{{','.join(get_args(kind))}}}"
+    parts = get_args(kind)  # of `Annotated[int, ...]` and of `int | None`
+    return _metavar(parts[0]) if parts else str(kind.__name__).upper()
+
+
+def _print_settings(sections: Sequence[str]) -> None:
+    """Print all settings of some sections."""
+    import tyro  # takes longer than all other imports
+
+    kinds = get_type_hints(Config)
+    config = Annotated[str, tyro.conf.arg(metavar="NAME_OR_PATH", help=CONFIG)]
+    entries = [(name, kinds[name], field(default_factory=kinds[name])) for name in sections]
+    command = make_dataclass("Settings", [*entries, ("config", config, DEFAULT_CONFIG)])
+    registry = tyro.constructors.ConstructorRegistry()
+
+    @registry.primitive_rule
+    def phases(
+        info: tyro.constructors.PrimitiveTypeInfo,
+    ) -> tyro.constructors.PrimitiveConstructorSpec[Any] | None:
+        """Show a list of tables as one value, which tyro would omit."""
+        if info.type != TYPES["data.phases"]:
+            return None
+        return tyro.constructors.PrimitiveConstructorSpec(
+            nargs=1,
+            metavar="TABLES",
+            instance_from_str=lambda _: (),
+            is_instance=lambda value: isinstance(value, tuple),
+            str_from_instance=lambda value: [str(list(value))],
+        )
+
+    with suppress(SystemExit):
+        tyro.cli(
+            command,
+            prog=f"{command_line('train')} [--config NAME_OR_PATH] [--print-config]",
+            description=DESCRIPTION,
+            args=["--help"],
+            use_underscores=True,
+            config=(tyro.conf.FlagConversionOff,),
+            registry=registry,
+        )

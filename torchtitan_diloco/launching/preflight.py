@@ -1,0 +1,189 @@
+"""Check that this machine has what a run needs, before any process of the run starts."""
+
+import os
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+from torchtitan_diloco.base.formatting import counted
+from torchtitan_diloco.base.hardware import GLOO_INTERFACE, check_device, check_interfaces
+from torchtitan_diloco.base.user import UserError, command_line, install_command, installed
+from torchtitan_diloco.config import Config
+from torchtitan_diloco.config.checks import run_warnings
+from torchtitan_diloco.config.schema import WORKER_FIELD
+from torchtitan_diloco.data.corpus import find_corpus, own_name
+from torchtitan_diloco.data.hub import HUGGING_FACE_PREFIX
+from torchtitan_diloco.data.tokenizer import USUAL, build_tokenizer
+from torchtitan_diloco.islands.config import Join, local_names
+from torchtitan_diloco.store.location import KINDS, is_bucket, unknown_kind
+
+MLFLOW_SERVER = "MLFLOW_TRACKING_URI"
+PUBLISHED = {
+    "llama-1b": "meta-llama/Llama-3.2-1B",
+    "llama-3b": "meta-llama/Llama-3.2-3B",
+    "llama-8b": "meta-llama/Llama-3.1-8B",
+}
+"""Names of published weights on the Hugging Face Hub, by `model.flavor`."""
+
+
+def check_inputs(config: Config) -> None:
+    """Raise an error that lists everything that is missing or inconsistent."""
+    if problems := [*missing(config)] or [*_tried(_check_model, config)]:
+        count = counted(len(problems), "thing")
+        raise UserError("\n  ".join([f"{count} to do before this run can start:", *problems]))
+
+
+def early_warnings(config: Config) -> list[str]:
+    """Return the warnings about the settings, or none if the model has a mistake, which
+    `check_inputs` reports."""
+    from torchtitan_diloco.planner.prediction import Workload
+
+    try:
+        plan = Workload.of(config, vocabulary_rows_of(config)).plan
+    except UserError:
+        return []
+    return run_warnings(config, plan.total_steps)
+
+
+def missing(config: Config) -> Iterator[str]:
+    """Yield what has to be installed, found, downloaded and prepared, in this order."""
+    files = [*_missing_files(config)]
+    packages = {
+        "wandb": ("wandb", config.metrics.wandb),
+        "obstore": ("bucket", is_bucket(config.checkpoint.mirror)),
+        "mlflow": ("mlflow", config.metrics.mlflow),
+        "datasets": ("c4", any(f"--source {HUGGING_FACE_PREFIX}" in problem for problem in files)),
+    }
+    for package, (extra, needed) in packages.items():
+        if needed and find_spec(package) is None:
+            yield f"install {package}: {install_command(extra)}"
+    if scheme := unknown_kind(config.checkpoint.mirror):
+        yield f"checkpoint.mirror: there is no kind of store {scheme[:20]}://: give {KINDS}"
+    if config.metrics.mlflow and not os.environ.get(MLFLOW_SERVER):
+        given = f'metrics.mlflow = "{config.metrics.mlflow}"'
+        yield f"{given}: set {MLFLOW_SERVER} to the address of the tracking server"
+    yield from _tried(check_device, config.run.device)
+    if config.islands.local:
+        from torchtitan_diloco.islands.server_folder import find_server
+
+        yield from _tried(find_server)
+    if config.islands.join:
+        yield from _tried(Join.parse, config.islands.join)
+    yield from _missing_interfaces(config)
+    yield from _tried(_check_folder, config)
+    yield from files
+
+
+def _missing_interfaces(config: Config) -> Iterator[str]:
+    chosen = config.diloco.link.interface
+    yield from _tried(check_interfaces, f'diloco.link.interface = "{chosen}"', chosen)
+    of_gloo = os.environ.get(GLOO_INTERFACE, "")
+    yield from _tried(check_interfaces, f"{GLOO_INTERFACE}={of_gloo}", of_gloo)
+
+
+def _check_folder(config: Config) -> None:
+    folder = Path(config.run.folder).expanduser()
+    above = (folder, *folder.parents)
+    there = next(path for path in above if os.path.exists(path))  # noqa: PTH110
+    if config.run.folder and not (there.is_dir() and os.access(there, os.W_OK)):
+        reason = f"{there} is not a writable folder: choose another"
+        raise UserError(f'run.folder = "{config.run.folder}": {reason}')
+
+
+def _missing_files(config: Config) -> Iterator[str]:
+    data = config.data
+    weights = Path(config.model.weights).expanduser()
+    absent = config.model.weights and not weights.exists() and not _goes_on(config)
+    if absent:
+        remedy = "give the folder of an export, or of a Llama or Qwen3 written by another program"
+        if name := PUBLISHED.get(config.model.flavor):
+            remedy = f"{installed('hf')} download {name} --local-dir {config.model.weights}"
+        yield f'model.weights = "{config.model.weights}": there is no such file or folder: {remedy}'
+    tokenizer = Path(data.tokenizer).expanduser()
+    if not (absent and tokenizer.is_relative_to(weights)):  # else it comes with the weights
+        yield from _tried(_check_tokenizer, config)
+    named = [(data.corpora_key, name) for name in data.corpora]
+    if data.validation_corpus:
+        named.append(("data.validation_corpus", data.validation_corpus))
+    for key, name in named:
+        for spec in _own_names(config, name):
+            yield from _tried(find_corpus, data, key, spec, lambda: _prepare_options(config))
+
+
+def _own_names(config: Config, name: str) -> list[str]:
+    """Return the names of a corpus for the workers on this machine. In a job on several nodes, each
+    node has only the corpora of its own workers, so none is checked."""
+    if WORKER_FIELD not in name:
+        return [name]
+    if config.islands.local:
+        workers = local_names(config.islands.local)
+    elif config.islands.join:
+        workers = [config.islands.name]
+    else:
+        is_only_node = os.environ.get("NNODES", "1") in ("", "1")
+        count = config.diloco.workers if is_only_node else 0
+        workers = [str(worker) for worker in range(count)]
+    return [own_name(name, worker) for worker in workers]
+
+
+def _tried(check: Callable[..., object], *arguments: object) -> Iterator[str]:
+    try:
+        check(*arguments)
+    except UserError as error:
+        yield str(error)
+
+
+def _goes_on(config: Config) -> bool:
+    """Return whether checkpoints, on this or another node, may contain the weights."""
+    several = os.environ.get("NNODES", "1") not in ("", "1")
+    saved = Path(config.run.folder).expanduser().glob("worker-*/step-*")
+    return bool(config.run.folder) and (several or any(saved))
+
+
+def _check_tokenizer(config: Config) -> None:
+    data = config.data
+    path = Path(config.data.tokenizer).expanduser()
+    if path.suffix == ".json" and not path.exists() and data.source:
+        size = config.model.vocab_size or USUAL
+        words = f"--source {data.source} --vocab-size {size} --out {path}"
+        raise UserError(
+            f'data.tokenizer = "{data.tokenizer}": there is no such file: copy it from another '
+            f"machine, or train one:\n    {command_line('tokenizer')} {words}"
+        )
+    build_tokenizer(data.tokenizer)
+
+
+def _prepare_options(config: Config) -> list[str]:
+    """Return the options of `prepare` for as many tokens as the run reads."""
+    from torchtitan_diloco.planner.prediction import Workload
+
+    plan = Workload.of(config, vocabulary_rows_of(config)).plan
+    begin = ["--begin-token"] if config.model.flavor in PUBLISHED else []
+    return ["--max-tokens", str(plan.total_steps * plan.tokens_per_step), *begin]
+
+
+def vocabulary_rows_of(config: Config) -> int:
+    """Return the rows of the embedding, even if there is no tokenizer yet."""
+    from torchtitan_diloco.models import vocabulary_rows
+
+    if config.model.vocab_size:
+        return config.model.vocab_size
+    try:
+        return vocabulary_rows(config.model, build_tokenizer(config.data.tokenizer).vocab_size)
+    except UserError:  # it is listed as missing, with the command that trains one
+        return USUAL
+
+
+def _check_model(config: Config) -> None:
+    """Raise an error if the settings of model, fragments, tokenizer and weights are
+    inconsistent."""
+    from torchtitan_diloco.diloco.fragments import build_fragments
+    from torchtitan_diloco.export.weights import check_weights
+    from torchtitan_diloco.models import build_model, vocabulary_rows
+
+    rows = vocabulary_rows(config.model, build_tokenizer(config.data.tokenizer).vocab_size)
+    model = build_model(config.model, rows, config.training.sequence_length)
+    if config.diloco.method != "none":
+        build_fragments(model, config.diloco.fragments)
+    if config.model.weights and not _goes_on(config):
+        check_weights(model, config.model.weights)

@@ -1,0 +1,188 @@
+"""Compare what two machines can do on their link, and what one of them does alone.
+
+The rows are in the order of what they cost in loss: one machine alone and data parallelism nothing,
+then DiLoCo, streaming, streaming in few bits, and the rung of the ladder that the link needs. The
+first that is almost as fast as the fastest is the best.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+
+from torchtitan_diloco.base.formatting import markdown_table
+from torchtitan_diloco.diloco.codecs import bits_per_parameter, build_codec
+from torchtitan_diloco.diloco.config import DiLoCoConfig, Overlap, Quantization
+from torchtitan_diloco.planner.ladder import climb
+from torchtitan_diloco.planner.prediction import Conditions, Workload
+
+ALMOST = 0.95
+"""Share of the fastest that is as good."""
+NOISY = 0.05
+"""Uncertainty of a mean step time, as a share of it, from which speeds are ranges."""
+FEW_BITS = Quantization(codec="fp4_e3m0")
+AT_ONCE = Overlap(delay=0, mixing=0.0)
+
+
+@dataclass(frozen=True)
+class Row:
+    name: str
+    diloco: DiLoCoConfig
+    machine: int | None
+    """Number of the machine that trains alone; None for both together."""
+    tokens_per_second: float
+    least_and_most: tuple[float, float]
+    """Tokens per second if the steps of both machines take as long, or as short, as they may."""
+    sent_bytes_per_step: float = 0.0
+
+
+def compare(
+    load: Workload,
+    conditions: Conditions,
+    given: DiLoCoConfig,
+    names: Sequence[str],
+    uncertainties: Sequence[float] = (0.0, 0.0),
+) -> list[Row]:
+    """Predict each method with these settings, at equal tokens a step.
+
+    `names`: of the machines. `uncertainties`: of the mean step time of each machine, as a share of
+    it.
+    """
+    tokens = load.plan.tokens_per_step
+    slow_and_fast = (conditions, conditions)
+    if max(uncertainties) > NOISY:
+        longest = [1 + share for share in uncertainties]
+        shortest = [1 / factor for factor in longest]
+        slow_and_fast = (_scaled(conditions, longest), _scaled(conditions, shortest))
+    rows = []
+    for machine, name in enumerate(names):
+        share = tokens / load.workers
+        least, most = (share / ends.step_seconds[machine] for ends in slow_and_fast)
+        rows.append(
+            Row(
+                name=f"{name} alone",
+                diloco=replace(given, method="none", workers=1),
+                machine=machine,
+                tokens_per_second=share / conditions.step_seconds[machine],
+                least_and_most=(least, most),
+            )
+        )
+    for name, diloco in methods(load, conditions, given).items():
+        prediction = load.predict(diloco, conditions)
+        least, most = (tokens / load.predict(diloco, ends).step_seconds for ends in slow_and_fast)
+        rows.append(
+            Row(
+                name=name,
+                diloco=diloco,
+                machine=None,
+                tokens_per_second=tokens / prediction.step_seconds,
+                least_and_most=(least, most),
+                sent_bytes_per_step=prediction.sent_bytes_per_step,
+            )
+        )
+    return rows
+
+
+def _scaled(conditions: Conditions, factors: Sequence[float]) -> Conditions:
+    """Return the conditions with the step time of each machine multiplied by its factor."""
+    pairs = zip(conditions.step_seconds, factors, strict=False)
+    return replace(conditions, step_seconds=tuple(seconds * factor for seconds, factor in pairs))
+
+
+def methods(load: Workload, conditions: Conditions, given: DiLoCoConfig) -> dict[str, DiLoCoConfig]:
+    """Return the settings of each method that two machines can train with."""
+    plain = replace(given, method="streaming", quantization=Quantization())
+    wire = given.quantization
+    whole = replace(given.fragments, layers_per_fragment=0)
+    if bits(wire) > bits(FEW_BITS):
+        wire = FEW_BITS
+    few = replace(plain, quantization=wire)
+    by_name = {
+        "data parallelism": replace(plain, method="none"),
+        f"DiLoCo, H {given.sync_every}": replace(plain, fragments=whole, overlap=AT_ONCE),
+        f"streaming, {steps_of(plain)}": plain,
+        f"streaming, {bits(wire):.1g} bits, {steps_of(few)}": few,
+    }
+    # Machines of different speed never reach the utilization of equal ones.
+    evenness = fmean(conditions.step_seconds) / max(conditions.step_seconds)
+    _, tuned = climb(load, conditions, given=few, wanted=ALMOST * evenness)
+    by_name.setdefault(f"streaming, {bits(tuned.quantization):.1g} bits, {steps_of(tuned)}", tuned)
+    return by_name
+
+
+def bits(wire: Quantization) -> float:
+    return bits_per_parameter(build_codec(wire))
+
+
+def steps_of(diloco: DiLoCoConfig) -> str:
+    return f"H {diloco.sync_every}, tau {diloco.overlap.delay}"
+
+
+def best_of(rows: Sequence[Row]) -> Row:
+    """Return the first row that is almost as fast as the fastest, one machine before two."""
+    fastest_alone = _fastest_alone(rows)
+    enough = ALMOST * max(row.tokens_per_second for row in rows)
+    candidates = [fastest_alone, *(row for row in rows if row.machine is None)]
+    return next(row for row in candidates if row.tokens_per_second >= enough)
+
+
+def table(load: Workload, rows: Sequence[Row], best: Row | None) -> str:
+    """Return the table of all rows, in which the best, if there is one, is marked."""
+    tokens = load.plan.total_steps * load.plan.tokens_per_step
+    alone = _fastest_alone(rows)
+    cells = []
+    for row in rows:
+        speeds = row.least_and_most
+        cells.append(
+            [
+                f"* {row.name}" if row is best else row.name,
+                _range(f"{speed:,.{0 if speed >= 100 else 2}f}" for speed in speeds),
+                _range(hours(tokens / speed) for speed in reversed(speeds)),
+                _gain(row, alone),
+                f"{row.sent_bytes_per_step / 1e6:,.2f}" if row.machine is None else "",
+            ]
+        )
+    columns = ["", "tokens/s", "hours", "of one machine", "MB sent a step"]
+    return markdown_table(columns, cells)
+
+
+def _fastest_alone(rows: Sequence[Row]) -> Row:
+    alone = [row for row in rows if row.machine is not None]
+    return max(alone, key=lambda row: row.tokens_per_second)
+
+
+def _gain(row: Row, alone: Row) -> str:
+    """Return how many times as fast a row is as one machine alone, under the same conditions."""
+    pairs = zip(row.least_and_most, alone.least_and_most, strict=True)
+    return _range(times(gain) for gain in sorted(speed / one for speed, one in pairs))
+
+
+def _range(ends: Iterable[str]) -> str:
+    """Return both ends of a range, or the only text if they are the same."""
+    return " ... ".join(dict.fromkeys(ends))
+
+
+def hours(seconds: float) -> str:
+    """Return hours with enough digits, also of a run of minutes."""
+    length = seconds / 3600
+    digits = max(0, 1 - math.floor(math.log10(length))) if 0 < length < 100 else 0
+    return f"{length:,.{min(digits, 4)}f}"
+
+
+def times(factor: float) -> str:
+    return f"{factor:.2f} x" if factor >= 0.095 else f"{factor:.1g} x"
+
+
+def verdict(rows: Sequence[Row], best: Row) -> str:
+    """Say in a line what the machines should do."""
+    alone = _fastest_alone(rows)
+    if best.machine is not None:
+        return f"* {best.name} is about as fast as both together: a second machine gains nothing"
+    data_parallel = next(row for row in rows if row.machine is None)
+    ways = {"the row with *": best}
+    if best is not data_parallel:
+        ways[data_parallel.name] = data_parallel
+    gains = []
+    for name, way in ways.items():
+        gains.append(f"{name} makes two machines {_gain(way, alone)} as fast as {alone.name}")
+    return "; ".join(gains)
