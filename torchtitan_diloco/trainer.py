@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -132,23 +133,24 @@ class Trainer:
         """Find what the run starts from, here or in its mirror."""
         config = self.config
         world = self.world
+        resume = config.checkpoint.resume
         verified = set[Path]()
-        find = partial(
-            find_start,
-            world,
-            resume=config.checkpoint.resume,
-            run_folder=config.run.folder,
-            verified=verified,
-        )
-        self.start = find()
+        find = partial(find_start, world, run_folder=config.run.folder, verified=verified)
         tokenizer = self.tokenizer
         check = partial(check_tokenizer, name=tokenizer.name, fingerprint=tokenizer.fingerprint)
         self.mirror = build_mirror(config, world, self.toml, check=check)
+        # A run that has lost its folder may also have lost what it started from, so that its mirror
+        # comes before `checkpoint.resume`.
+        self.start = find(resume="auto" if self.mirror else resume)
         manifest = self.start.manifest
         goes_on = self.start.goes_on
         self.run_identity = manifest.run if goes_on and manifest else new_identity(world)
         if self.mirror is not None:
-            self.start = self.mirror.join(self.start, self.run_identity, find, verified)
+            find_here = partial(find, resume="auto")
+            start = self.mirror.join(self.start, self.run_identity, find_here, verified)
+            if resume != "auto":
+                start = replace(find(resume=resume), adopted_from=start.adopted_from)
+            self.start = start
             self.run_identity = self.mirror.run
 
     @property

@@ -392,7 +392,8 @@ def test_a_start_from_another_run_has_a_mirror_of_its_own(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """It goes on from there once its own folder is lost, and from no mirror of a third run."""
+    """It goes on from there once its own folder and the other run are lost, and never from the
+    mirror of another run."""
     caplog.set_level("INFO")
     first = tmp_path / "first"
     run(mirrored(text, first, tmp_path / "mirror", **{"training.stop_after": 8}))
@@ -403,6 +404,7 @@ def test_a_start_from_another_run_has_a_mirror_of_its_own(
     more = {"training.stop_after": 12} | resume
     run(mirrored(text, tmp_path / "run", tmp_path / "own", **more))
     shutil.rmtree(tmp_path / "run")
+    shutil.rmtree(first)
     caplog.clear()
     run(mirrored(text, tmp_path / "run", tmp_path / "own", **resume))
     assert "step 12 was taken from" in caplog.text
