@@ -132,8 +132,8 @@ def _split_blocks(
     modules = dict(model.named_modules())
     if container not in modules:
         raise UserError(
-            f'diloco.fragments.blocks = "{container}" is not a module of the model'
-            + nearest(container, modules)
+            f'diloco.fragments.blocks = "{container}" is not a module of the model: name the one '
+            f"that contains its blocks, or leave it empty{nearest(container, modules)}"
         )
     names = [f"{container}.{child}" for child, _ in modules[container].named_children()]
     groups = [(name, [part for part in trained if part.is_in(name)]) for name in names]
