@@ -1,5 +1,6 @@
 """Hints name the program that the user started: run_train.sh or torchtitan-diloco."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -34,6 +35,12 @@ def test_after_run_train_sh_the_installed_command_if_there_is_one(
     without = f"PYTHONPATH={REPOSITORY} {PYTHON} torchtitan_diloco report"
     assert command_line("report") == without, "PYTHON is one that lacks the package"
     Path(installed("torchtitan-diloco")).touch()
+    assert command_line("report") == without, "of another version, or copied by hand"
+    origin = scripts / "torchtitan_diloco-0.2.0.dist-info/direct_url.json"
+    origin.parent.mkdir()
+    origin.write_text(json.dumps({"url": "file:///another/checkout"}))
+    assert command_line("report") == without, "of another checkout"
+    origin.write_text(json.dumps({"url": REPOSITORY.as_uri()}))
     assert command_line("report") == "'re po/.venv/bin/torchtitan-diloco' report"
     monkeypatch.chdir(root)
     assert command_line("train") == "./run_train.sh"
