@@ -249,25 +249,24 @@ def test_a_batch_whose_activations_do_not_fit_is_named_before_training(
 ) -> None:
     """Two ranks with 1 GiB of state each, and 8 GiB of activations for 64 sequences."""
     caplog.set_level(logging.WARNING)
-    config = debug(training__batch_size="64")
     plan = plan_run(Training(steps=10), 1, GIB // 16, 0, activation_bytes=8 * GIB)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.setattr(run_plan, "available_memory_bytes", lambda: available)
-    available = 18 * GIB
-    check_activations(plan, ALONE, config)
+
+    def check(available: int, **changed: str) -> None:
+        monkeypatch.setattr(run_plan, "available_memory_bytes", lambda: available)
+        check_activations(plan, ALONE, debug(training__batch_size="64", **changed))
+
+    check(18 * GIB)
     assert caplog.messages == []
-    available = 18 * GIB - 1
-    check_activations(plan, ALONE, config)
+    check(18 * GIB - 1)
     (warning,) = caplog.messages
     assert warning.startswith("training.batch_size = 64: the activations of 2 ranks need about 16.")
     assert 'lower it to 63, or set activation_checkpoint.mode = "full"' in warning
-    available = 6 * GIB
     with pytest.raises(UserError, match=r"6\.0 GiB are available: lower it to 16, or set"):
-        check_activations(plan, ALONE, config)
-    available = GIB
+        check(6 * GIB)
     with pytest.raises(UserError, match=r"lower training.sequence_length and it, or set"):
-        check_activations(plan, ALONE, config)
-    check_activations(plan, ALONE, debug(training__batch_size="64", compile__enable="true"))
+        check(GIB)
+    check(GIB, compile__enable="true")
     assert len(caplog.messages) == 2, "compiled blocks keep less"
 
 

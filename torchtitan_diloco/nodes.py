@@ -18,6 +18,7 @@ TELL_SECONDS = 30.0
 ANSWER_SECONDS = 2.0
 """Seconds within which a program other than torchrun's store would answer."""
 ENDPOINT = "RDZV_ENDPOINT="
+"""How users give the endpoint of a run."""
 TWICE = "if this is not the first node, NODE_RANK=0 was given twice: number the nodes from 0"
 
 
