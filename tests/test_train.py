@@ -273,22 +273,22 @@ def test_a_batch_whose_activations_do_not_fit_is_named_before_training(
     config = replace(debug(training__batch_size="64"), diloco=NONE, checkpoint=NO_SAVES)
     plan = plan_run(Training(steps=10), 1, GIB // 16, 0, muon=False, activation_bytes=8 * GIB)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    available = 18 * GIB
-    monkeypatch.setattr(run_plan, "available_memory_bytes", lambda: available)
-    check_memory(plan, ALONE, config)
+
+    def check(available: int, config: Config = config) -> None:
+        monkeypatch.setattr(run_plan, "available_memory_bytes", lambda: available)
+        check_memory(plan, ALONE, config)
+
+    check(18 * GIB)
     assert caplog.messages == []
-    available = 18 * GIB - 1
-    check_memory(plan, ALONE, config)
+    check(18 * GIB - 1)
     (warning,) = caplog.messages
     assert warning.startswith("training.batch_size = 64: the activations of 2 ranks need about 16.")
     assert 'lower it to 63, or set activation_checkpoint.mode = "full"' in warning
-    available = 6 * GIB
     with pytest.raises(UserError, match=r"6\.0 GiB are available: lower it to 16, or set"):
-        check_memory(plan, ALONE, config)
-    available = 2 * GIB
+        check(6 * GIB)
     with pytest.raises(UserError, match=r"lower training.sequence_length and it, or set"):
-        check_memory(plan, ALONE, config)
-    check_memory(plan, ALONE, replace(config, compile=Compile(enable=True)))
+        check(2 * GIB)
+    check(2 * GIB, replace(config, compile=Compile(enable=True)))
     assert len(caplog.messages) == 2, "compiled blocks keep less"
 
 

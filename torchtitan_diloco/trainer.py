@@ -97,7 +97,11 @@ COMPUTES = (
 
 
 class Trainer:
-    def __init__(self, config: Config, world: World) -> None:
+    def __init__(
+        self, config: Config, world: World, note_step: Callable[[], None] = lambda: None
+    ) -> None:
+        """`note_step`: called after each step."""
+        self._note_step = note_step
         self.config = config
         self.world = world
         self.toml = to_toml(portable(config))
@@ -160,11 +164,8 @@ class Trainer:
 
     # --- the run ----------------------------------------------------------------------------------
 
-    def run(self, note_step: Callable[[], None] = lambda: None) -> Path:
-        """Train until the last step, `stop_after` or a signal, and return the run folder.
-
-        `note_step`: called after each step.
-        """
+    def run(self) -> Path:
+        """Train until the last step, `stop_after` or a signal, and return the run folder."""
         config = self.config
         folder = Path(config.run.folder).expanduser()
         own_folder = folder_of_worker(folder, self.world.worker)
@@ -189,7 +190,7 @@ class Trainer:
                 stacks.expect_step(telemetry.vitals().step)
                 telemetry.measure(partial(self.train_step, batches))
                 stacks.expect_nothing()
-                note_step()
+                self._note_step()
                 telemetry.begin_phase(self.data.new_phase(self.plan, self.step))
                 diagnosis.after_step(self.step)
                 if profiler is not None:

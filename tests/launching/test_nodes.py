@@ -12,7 +12,13 @@ from tests.machines.test_doctor import answering
 from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.launching import nodes as module
 from torchtitan_diloco.launching.launch import main
-from torchtitan_diloco.launching.nodes import Nodes, check_endpoint, wait_for_first_node
+from torchtitan_diloco.launching.nodes import (
+    TWICE,
+    Nodes,
+    check_endpoint,
+    wait_for_first_node,
+    why_not_met,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -88,8 +94,22 @@ def test_the_first_node_listens_where_the_others_look(
     check_endpoint(here)  # which leaves nothing behind
     taken = f"127.0.0.1:{listening.getsockname()[1]}"
     check_endpoint(Nodes(2, 1, taken))
-    with pytest.raises(UserError, match=f"{taken}: port .* is in use on this node: stop"):
+    with pytest.raises(
+        UserError, match=f"{taken}: port .* is in use on this node: stop.*; {TWICE}"
+    ):
         check_endpoint(Nodes(2, 0, taken))
     monkeypatch.setattr(module, "dial", lambda *_: 0.0)  # another machine answers
-    with pytest.raises(UserError, match=f"127.0.0.1:{port}: is not an address of this node, which"):
+    other = f"127.0.0.1:{port}: is not an address of this node, which is .*; {TWICE}"
+    with pytest.raises(UserError, match=other):
         check_endpoint(here)
+
+
+def test_two_first_nodes_that_start_at_the_same_time(listening: socket.socket) -> None:
+    port = listening.getsockname()[1]
+    first = Nodes(2, 0, f"127.0.0.1:{port}")
+    with pytest.raises(RuntimeError) as taken:
+        dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    reason = f"another program listens at RDZV_ENDPOINT=127.0.0.1:{port} on this node; {TWICE}"
+    assert why_not_met(first, 60, taken.value) == reason
+    reason = why_not_met(first, 60, RuntimeError("1/2 clients joined"))
+    assert "each with its own NODE_RANK from 0 to 1, and check the address and firewalls" in reason

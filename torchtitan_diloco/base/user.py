@@ -1,6 +1,7 @@
 """What users get to read beside the log: errors, exit codes, and commands to type."""
 
 import argparse
+import json
 import os
 import re
 import shlex
@@ -143,7 +144,7 @@ def command_line(name: str) -> str:
         if name == "train":
             return _relative(program)
         program = installed("torchtitan-diloco")
-        if not Path(program).exists():  # a Python of the user, without this package
+        if not Path(program).exists() or not _is_installed_from_here():  # a Python of the user
             return f"PYTHONPATH={shlex.quote(str(REPOSITORY))} {_relative(sys.executable)} {module}"
     if program:
         return f"{_relative(program)} {name}"
@@ -169,6 +170,18 @@ def training_command() -> str:
 def installed(program: str) -> str:
     """Return the path at which pip puts a program for this Python."""
     return str(Path(sysconfig.get_path("scripts"), program))
+
+
+def _is_installed_from_here() -> bool:
+    """Return whether the package that pip has installed for this Python is this checkout."""
+    from importlib.metadata import distributions
+
+    places = [sysconfig.get_path("purelib")]
+    origins = [
+        json.loads(package.read_text("direct_url.json") or "{}").get("url")
+        for package in distributions(name="torchtitan_diloco", path=places)
+    ]
+    return origins == [REPOSITORY.resolve().as_uri()]
 
 
 def _relative(program: str) -> str:

@@ -32,6 +32,7 @@ from torchtitan_diloco.launching.nodes import (
     read_nodes,
     read_whole_number,
     wait_for_first_node,
+    why_not_met,
 )
 
 if TYPE_CHECKING:
@@ -94,11 +95,7 @@ def main(arguments: list[str], module: str = "torchtitan_diloco.train") -> int:
     except (RuntimeError, OSError) as error:
         if nodes.total == 1:
             return _fail(f"the processes could not be started: {cause_of(error)}", code=1)
-        return _fail(
-            f"did not meet the other nodes at RDZV_ENDPOINT={nodes.endpoint} within {patience} s: "
-            f"start all nodes, and check the address and firewalls ({cause_of(error)})",
-            code=1,
-        )
+        return _fail(why_not_met(nodes, patience, error), code=1)
 
 
 def _run_ranks(launch: "LaunchConfig", command: list[str], messages: Path) -> int:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torchtitan_diloco.base.hardware import is_loopback
 from torchtitan_diloco.base.reach import dial, is_doctor, resolve, route
-from torchtitan_diloco.base.user import UserError
+from torchtitan_diloco.base.user import UserError, cause_of
 
 DEFAULT_PORT = 29500
 DIAL_SECONDS = 1.0
@@ -17,13 +17,16 @@ TELL_SECONDS = 30.0
 """Seconds between two messages about a first node that does not listen."""
 ANSWER_SECONDS = 2.0
 """Seconds within which a program other than torchrun's store would answer."""
+ENDPOINT = "RDZV_ENDPOINT="
+"""How users give the endpoint of a run."""
+TWICE = "if this is not the first node, NODE_RANK=0 was given twice: number the nodes from 0"
 
 
 class Nodes(NamedTuple):
     total: int = 1
     rank: int = 0
     endpoint: str = "localhost:0"
-    setting: str = "RDZV_ENDPOINT="
+    setting: str = ENDPOINT
     """How the user gave the endpoint, for errors."""
 
     @property
@@ -88,9 +91,22 @@ def check_endpoint(nodes: Nodes) -> None:
         resolve(host, port)
         route(host, port)
         if nodes.rank == 0:
-            _try_to_listen(host, port)
+            is_numbered = nodes.setting == ENDPOINT  # by the user
+            _try_to_listen(host, port, hint=f"; {TWICE}" if is_numbered else "")
     except UserError as error:
         raise UserError(f"{nodes.setting}{nodes.endpoint}: {error}") from error
+
+
+def why_not_met(nodes: Nodes, patience: float, error: Exception) -> str:
+    """Return why the nodes did not meet, from the error of torch or of `wait_for_first_node`."""
+    endpoint = f"{nodes.setting}{nodes.endpoint}"
+    if nodes.rank == 0 and "EADDRINUSE" in str(error):  # since `check_endpoint`
+        return f"another program listens at {endpoint} on this node; {TWICE}"
+    return (
+        f"did not meet the other nodes at {endpoint} within {patience} s: start all nodes, each "
+        f"with its own NODE_RANK from 0 to {nodes.total - 1}, and check the address and firewalls "
+        f"({cause_of(error)})"
+    )
 
 
 def wait_for_first_node(nodes: Nodes, patience: float, say: Callable[[str], None]) -> None:
@@ -110,8 +126,11 @@ def wait_for_first_node(nodes: Nodes, patience: float, say: Callable[[str], None
         time.sleep(DIAL_SECONDS)
 
 
-def _try_to_listen(host: str, port: int) -> None:
-    """Listen for a moment, and raise an error if the address does not belong to this machine."""
+def _try_to_listen(host: str, port: int, hint: str) -> None:
+    """Listen for a moment, and raise an error if the address does not belong to this machine.
+
+    `hint`: ends the error.
+    """
     two_kinds = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if two_kinds else socket.AF_INET
     try:
@@ -120,7 +139,7 @@ def _try_to_listen(host: str, port: int) -> None:
         if error.errno == errno.EADDRINUSE:
             reason = (
                 "is in use on this node: stop the program that listens there, "
-                "or use another port on all nodes"
+                f"or use another port on all nodes{hint}"
             )
         else:
             reason = (
@@ -135,7 +154,7 @@ def _try_to_listen(host: str, port: int) -> None:
         except (UserError, TimeoutError) as error:
             raise UserError(
                 "is not an address of this node, which is the first: start the first "
-                "node there, or give an address of this machine"
+                f"node there, or give an address of this machine{hint}"
             ) from error
 
 

@@ -64,8 +64,8 @@ def _train(config: Config, job: Job) -> int:
     config = replace(config, run=replace(config.run, folder=folder_of_run(config)))
     world = join(config)
     job.begin()
-    trainer = Trainer(config, world)
-    trainer.run(job.complete_step)
+    trainer = Trainer(config, world, note_step=job.complete_step)
+    trainer.run()
     leave_world(world)
     if not trainer.only_noticed:
         return 0
