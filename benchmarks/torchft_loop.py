@@ -10,7 +10,6 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -142,8 +141,8 @@ class TorchftTrainer(Trainer):
             address=os.environ["WORKER_ADDRESS"],
         )
 
-    def run(self, note_step: Callable[[], None] = lambda: None) -> Path:
-        folder = super().run(note_step)
+    def run(self) -> Path:
+        folder = super().run()
         self.outer.close()
         dist.barrier()  # the lighthouse has to answer until all ranks have ended
         return folder
