@@ -203,6 +203,8 @@ def change(simulation: Simulation, rng: random.Random) -> None:
             Set("delay", "2"),
             Set("sync_every", "nonsense"),
             Set("codec", "other"),
+            Set("codec", "int8"),
+            Set("total_tokens", "1e3"),
             Leave(rng.choice(names)),
             Evict(rng.choice(names)),
             Admit(rng.choice(names)),
@@ -252,8 +254,6 @@ def hostile_note(simulation: Simulation, login: str, counter: int, rng: random.R
                 end=taken + (3 if wrong != "end" else 10**9),
                 weight=21 if wrong != "weight" else 10**9,
                 size=100 if wrong != "size" else 10**10,
-                chunks=1,
-                digest="00",
                 is_loss=rng.random() < 0.1,
             )
             raw = msgspec.json.encode(part)
@@ -270,7 +270,8 @@ def hostile_note(simulation: Simulation, login: str, counter: int, rng: random.R
         parts=parts,
         is_idle=rng.random() < 0.2,
         needs_copies=True,
-        founds=msgspec.Raw(b'["x",{}]'),
+        entered=[10**11, 3],
+        gauges=msgspec.Raw(rng.choice([b"[]", b'["x",{}]', b"[[1e300]]"])),
     )
     return encode_note(note)
 
@@ -307,7 +308,8 @@ def build(seed: int, faults: tuple[str, ...] = FAULTS) -> Simulation:
         failing=0.0 if is_calm else rng.choice([0.0, 0.05, 0.15]),
         lag=0.0 if is_calm else rng.choice([0.0, 0.2]),
         latency=rng.choice([(0.002, 0.02), (0.02, 0.06)]),
-        commit_seconds=rng.choice([0.2, 0.2, 1.0]),
+        commit_seconds=rng.choice([0.05, 0.05, 1.0]),
+        phases=rng.choice([(), (0.3,), (0.2, 0.6)]),
     )
     simulation = Simulation(plan, seed)
     simulation.is_calm = is_calm
