@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.islands_store import test_commit, test_island, test_syncer
+from tests.islands_store import test_changes, test_commit, test_island, test_syncer
 from torchtitan_diloco.islands_store import commit, founding, ledger, names
 from torchtitan_diloco.islands_store.changes import Changes
 from torchtitan_diloco.islands_store.fragment import OwnFragment
@@ -176,7 +176,7 @@ MUTATIONS = {
         Changes.make,
         "is_done = name in state.done",
         "is_done = False",
-        test_syncer.test_a_change_counts_once_wherever_its_name_is_in_the_list,
+        test_changes.test_a_change_counts_once_wherever_its_name_is_in_the_list,
     ),
     "what is over is refused": Mutation(
         ledger.judge,

@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.islands_store.desk import A, B, C, Desk, checksum, founded
-from torchtitan_diloco.islands_store.changes import Change, Evict, Leave, Set
+from torchtitan_diloco.islands_store.changes import Set
 from torchtitan_diloco.islands_store.decision import (
-    BARRED,
     PROTOCOL,
     REPLACED,
     RUNNING,
@@ -282,28 +281,6 @@ def test_a_version_is_announced_before_and_named_after_its_upload() -> None:
     assert version.name not in {
         one.name for fragment in by_number[kept.number].fragments for one in fragment.objects(0)
     }
-
-
-def test_a_change_counts_once_wherever_its_name_is_in_the_list() -> None:
-    desk = Desk(founded())
-
-    def ask(name: str, change: Change) -> None:
-        desk.syncer.on_change(name, msgspec.json.encode(change))
-        desk.pass_time(1.0)
-
-    ask("change/9", Set("sync_every", "20"))
-    ask("change/1", Set("sync_every", "30"))
-    ask("change/9", Set("sync_every", "20"))
-    assert desk.state.settings.sync_every == 30
-    assert desk.deleted.count("change/9") == 1
-    ask("change/2", Set("sync_every", "0"))
-    ask("change/3", Set("start_with", "1"))
-    ask("change/4", Set("slots", "2"))
-    assert all(desk.state.done[f"change/{number}"] for number in (2, 3, 4))
-    ask("change/5", Leave("a"))
-    ask("change/6", Evict("b"))
-    assert desk.state.told == {A: "leave", B: BARRED}
-    assert desk.state.owners() == [A]
 
 
 def test_an_outer_step_that_is_not_finite_is_not_published() -> None:

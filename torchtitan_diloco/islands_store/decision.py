@@ -79,9 +79,9 @@ class Ledger(msgspec.Struct, array_like=True):
     """Fate of part `number`."""
     version: Count = 0
     """Version that contains its last merged part."""
-    since: Count = 0
-    """Age of the run, in seconds, when `taken` last changed, or the slot was given to a new
-    island."""
+    since: Annotated[float, Meta(ge=0)] = 0.0
+    """Age of the run, in seconds, when `taken` last changed, or the slot was given to a new island:
+    its samples are bounded by the time since then."""
 
 
 class Slot(msgspec.Struct, array_like=True):

@@ -54,10 +54,18 @@ def judge(decision: Decision, slot: int, part: Part, age: float) -> Fate:
     return Fate.NONE
 
 
-def decide(ledger: Ledger, fate: Fate, number: int, age: float, end: int = 0) -> None:
+def decide(
+    ledger: Ledger, fate: Fate, number: int, *, settings: Settings, age: float, end: int = 0
+) -> None:
     """Record the fate of a part. `end`: end of its range, which counts if it is merged or lost."""
     ledger.number, ledger.fate = number, fate
     is_lost = fate is Fate.LOSS or fate.is_lost
-    if fate is Fate.MERGED or is_lost:
-        ledger.lost += (end - ledger.taken) * is_lost
-        ledger.taken, ledger.since = end, int(age)
+    if fate is not Fate.MERGED and not is_lost:
+        return
+    samples = end - ledger.taken
+    ledger.lost += samples * is_lost
+    ledger.taken = end
+    # What a part has taken of the slack is missing for the next one: otherwise, many small parts
+    # would take it many times.
+    used = samples / settings.fastest if settings.fastest else 0.0
+    ledger.since = round(max(age, ledger.since + used), 2)

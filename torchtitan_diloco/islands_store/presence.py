@@ -290,5 +290,5 @@ class Seats:
         self._worked[incarnation] = self._presence.listened
         if before is None or name_of(before) != name_of(incarnation):
             for ledger in slot.ledgers:
-                ledger.since = int(age)  # it cannot have trained on more since
+                ledger.since = round(age, 2)  # it cannot have trained on more since
         return before

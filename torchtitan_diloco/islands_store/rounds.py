@@ -5,15 +5,20 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from torchtitan_diloco.islands_store.decision import Decision, Fate, SharedFragment
 from torchtitan_diloco.islands_store.ledger import judge
 from torchtitan_diloco.islands_store.note import Part
 from torchtitan_diloco.islands_store.presence import Presence
+from torchtitan_diloco.islands_store.settings import Settings
 
 PACE = 0.9
 """Share of H steps that the pacing island completes from one opening to the next."""
 SECOND_PACES = 3
 """Number of islands from which on the second fastest one sets the pace."""
+HEADROOM, FASTEST = 100.0, 1e9
+"""`fastest` is this multiple of the speed of the islands, and at most this value."""
 FIRST_JUDGED = 5
 """Number of versions from which on the usual norm is known."""
 USUAL = 4
@@ -24,6 +29,25 @@ def pacing(fastest_first: Sequence[float]) -> float:
     """Return the value that counts among several islands: with three or more the second, so that a
     single one with wrong reports cannot set the pace."""
     return fastest_first[1 if len(fastest_first) >= SECOND_PACES else 0]
+
+
+class Speeds:
+    """Measures how fast islands are, to limit what a part may contain."""
+
+    def __init__(self) -> None:
+        self._speeds = dict[int, float]()  # samples per second, by slot
+
+    def measure(self, slot: int, samples: int, seconds: float) -> None:
+        """`seconds`: time since the last merged part of the slot."""
+        speed = samples / max(1.0, seconds)
+        self._speeds[slot] = max(self._speeds.get(slot, 0.0), speed)
+
+    def limit(self, settings: Settings) -> Settings:
+        """Return the settings with `fastest`, if it was unknown."""
+        if settings.fastest:
+            return settings
+        speed = HEADROOM * pacing(sorted(self._speeds.values(), reverse=True))
+        return msgspec.structs.replace(settings, fastest=float(f"{min(FASTEST, speed):.3g}"))
 
 
 @dataclass

@@ -11,8 +11,6 @@ What cannot be undone, such as a deletion, follows from `committed` alone.
 import math
 from collections.abc import Iterable
 
-import msgspec
-
 from torchtitan_diloco.islands_store.changes import Changes, describe
 from torchtitan_diloco.islands_store.decision import (
     BARRED,
@@ -21,6 +19,7 @@ from torchtitan_diloco.islands_store.decision import (
     Decision,
     Fate,
     Kept,
+    Ledger,
     SharedFragment,
     Stored,
 )
@@ -43,7 +42,7 @@ from torchtitan_diloco.islands_store.ledger import decide, judge, most_samples
 from torchtitan_diloco.islands_store.names import COPY, OUTER, VERSION, Object, name_of
 from torchtitan_diloco.islands_store.note import Note, Part, PartHead, decode_note
 from torchtitan_diloco.islands_store.presence import SILENT, Handover, Presence, Seats
-from torchtitan_diloco.islands_store.rounds import Round, Waiting, pacing
+from torchtitan_diloco.islands_store.rounds import Round, Speeds, Waiting
 from torchtitan_diloco.islands_store.writer import Uploads, Writer
 
 COPY_VERSIONS, COPY_SECONDS = 8, 600.0
@@ -51,9 +50,8 @@ COPY_VERSIONS, COPY_SECONDS = 8, 600.0
 WRONG_IN_A_ROW = 16
 """Number of wrong parts of an island in a fragment, without a good one, after which rounds do not
 wait for it."""
-MEASURED_VERSIONS, HEADROOM = 2, 100.0
-"""Number of versions after which `fastest` is set, as a multiple of the speed of the islands."""
-FASTEST = 1e9
+MEASURED_VERSIONS = 2
+"""Number of versions of a fragment after which the speed of islands is known."""
 YEARS = 1e9
 
 
@@ -94,7 +92,7 @@ class Syncer:
         self._copied_at = dict.fromkeys(fragments, self._now)
         self._checksums = dict[int, str]()  # of the versions that are being uploaded
         self._wrong = dict[tuple[str, int], int]()
-        self._speeds = dict[int, float]()  # samples per second, by slot
+        self._speeds = Speeds()
         for number, shared in enumerate(state.fragments):
             shared.is_open = False
             self.uploads.plan(VERSION, number, shared.version + 1)
@@ -174,19 +172,23 @@ class Syncer:
                 self._refuse(incarnation, slot, part, Fate.MALFORMED)
                 continue
             if (fate := judge(self.state, slot, part, self.age())) is Fate.LOSS:
-                decide(ledger, fate, part.number, self.age(), part.end)
+                self._decide(ledger, fate, part.number, part.end)
             elif fate is not Fate.NONE:
                 self._refuse(incarnation, slot, part, fate)
             else:
                 self.rounds[part.fragment].waiting[slot] = Waiting(incarnation, slot, part)
                 self._jobs.append(Fetch(incarnation, part))
 
+    def _decide(self, ledger: Ledger, fate: Fate, number: int, end: int) -> None:
+        assert self.state is not None
+        decide(ledger, fate, number, settings=self.state.settings, age=self.age(), end=end)
+
     def _refuse(self, incarnation: str, slot: int, part: Part | PartHead, fate: Fate) -> None:
         assert self.state is not None
         ledger = self.state.slots[slot].ledgers[part.fragment]
         self.rounds[part.fragment].waiting.pop(slot, None)
         end = part.end if isinstance(part, Part) else 0
-        decide(ledger, fate, part.number, self.age(), end)
+        self._decide(ledger, fate, part.number, end)
         self.state.history.add_left_out(incarnation, is_lost=fate.is_lost)
         what = f"fragment {part.fragment}, part {part.number} of island {incarnation}"
         remedy = ": if it is that fast, raise `fastest`" if fate is Fate.TOO_LONG else ""
@@ -320,9 +322,8 @@ class Syncer:
         shared.version = stored.version
         for one in current.merging:
             part, ledger = one.part, self.state.slots[one.slot].ledgers[number]
-            speed = (part.end - part.start) / max(1.0, self.age() - ledger.since)
-            self._speeds[one.slot] = max(self._speeds.get(one.slot, 0.0), speed)
-            decide(ledger, Fate.MERGED, part.number, self.age(), part.end)
+            self._speeds.measure(one.slot, part.end - part.start, self.age() - ledger.since)
+            self._decide(ledger, Fate.MERGED, part.number, part.end)
             ledger.version = shared.version
             shared.clock += part.weight
             self._wrong.pop((one.incarnation, number), None)
@@ -333,15 +334,8 @@ class Syncer:
             self.state.history.add_merged(one.incarnation, part.weight, note, late=is_late)
         current.note_merged()
         self.uploads.plan(VERSION, number, shared.version + 1)
-        self._limit_speed(self.state, shared)
-
-    def _limit_speed(self, state: Decision, shared: SharedFragment) -> None:
-        """Set `fastest` once it is known how fast the islands are."""
-        if state.settings.fastest or shared.version < MEASURED_VERSIONS:
-            return
-        speed = pacing(sorted(self._speeds.values(), reverse=True))
-        fastest = float(f"{min(FASTEST, HEADROOM * speed):.3g}")
-        state.settings = msgspec.structs.replace(state.settings, fastest=fastest)
+        if shared.version >= MEASURED_VERSIONS:
+            self.state.settings = self._speeds.limit(self.state.settings)
 
     def on_recorded(self, number: int) -> None:
         """An object of the history is stored."""
@@ -420,9 +414,7 @@ class Syncer:
         state.history.note_handover(self.age(), before, after, is_evicted=is_evicted)
 
     def _look_at_owners(self, state: Decision) -> None:
-        """Report what is known of the owners, and who is silent."""
-        owners = [slot.owner for slot in state.slots]
-        state.seen = [None if owner is None else self.presence.see(owner) for owner in owners]
+        """Note which owners have become silent, or are heard again."""
         away = {one for one in state.owners() if self.presence.silence(one) > SILENT}
         for one in sorted(away ^ (self._away & set(state.owners()))):
             what = What.AWAY if one in away else What.BACK
@@ -478,6 +470,8 @@ class Syncer:
         state.written = round(self._wall + self._now - self._began, 1)
         if not self._writer.is_writing:
             state.writing = self.uploads.announce(state.number)
+            owners = [slot.owner for slot in state.slots]
+            state.seen = [None if owner is None else self.presence.see(owner) for owner in owners]
         commit = self._writer.write_if_due(state, self._now)
         if commit is not None:
             self._jobs.append(commit)
