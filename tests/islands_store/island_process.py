@@ -130,8 +130,10 @@ class IslandProcess(Process):
             run=f"run-{nonce}",
             settings=self.simulation.settings,
             shapes=[SHAPES] * plan.fragments,
-            checksums=[toy.checksum(toy.START)] * plan.fragments,
+            checksums=[toy.checksum(one) for one in self.tensors.published],
         )
+        if saved is not None:
+            self.founding = saved.found(self.founding)
         self.incarnation = f"{self.name}/{nonce}"
         self.hands: dict[str, Vector] = {}
         self.machine = Island(
@@ -159,7 +161,8 @@ class IslandProcess(Process):
             yield READ_SECONDS
         for fragment in range(self.world.plan.fragments):
             yield self.nature.upload
-            yield from self.put(founding_name(self.incarnation, fragment), toy.START)
+            copy = self.tensors.published[fragment]
+            yield from self.put(founding_name(self.incarnation, fragment), copy)
 
     def read(self) -> Thread:
         reader = Reader()

@@ -85,6 +85,12 @@ class Simulation:
         """Phase of the data in which an incarnation has read a sample."""
         self.superseded = self.terms = self.restores = self.went_back = 0
         self.note_bytes = self.decision_bytes = 0
+        self.extra_objects = 0
+        """Objects that others have written on purpose."""
+        self.slot_seconds: set[float] = set()
+        """All values that this setting has had, each from a change of its own."""
+        self.kills_after: set[str] = set()
+        """Changes after whose commit their syncer is killed."""
         self.upload_seconds = plan.upload
         self.save_every = 0
         self.is_exact = True
@@ -178,6 +184,9 @@ class Simulation:
         assert new.number == self.last.number + 1, "a decision is left out"
         old = self.last
         assert new.age >= old.age or self.restores
+        if new.settings.slot_seconds != old.settings.slot_seconds and not self.restores:
+            assert new.settings.slot_seconds not in self.slot_seconds, "a change is made again"
+            self.slot_seconds.add(new.settings.slot_seconds)
         if not old.is_founded:
             return
         assert new.run == old.run
@@ -313,10 +322,10 @@ class Simulation:
         assert last.ended
         for fragment, shared in enumerate(last.fragments):
             assert shared.clock >= total
-            merged = sum(
-                one.taken - one.lost for one in (slot.ledgers[fragment] for slot in last.slots)
-            )
-            assert merged * toy.TOKENS == shared.clock, "the clock is what was merged"
+            first = self.first_founded
+            merged = self.merged(last, fragment) - self.merged(first, fragment)
+            clock = shared.clock - first.fragments[fragment].clock
+            assert merged * toy.TOKENS == clock, "the clock is what was merged"
         for process in self.islands:
             read = process.machine.decision
             if process.ending != ENDED or self.restores or read is None:
@@ -330,9 +339,20 @@ class Simulation:
         for old, new in pairwise(self.decisions):
             assert old.number + 1 == new.number
         self.check_history()
-        assert self.world.store.most <= MOST_OBJECTS, self.world.store.most
+        most = self.world.store.most - self.extra_objects
+        assert most <= MOST_OBJECTS, most
         assert self.note_bytes <= MOST_NOTE_BYTES, self.note_bytes
         assert self.decision_bytes <= MOST_DECISION_BYTES, self.decision_bytes
+
+    @property
+    def first_founded(self) -> Decision:
+        return next(one for one in self.decisions if one.fragments)
+
+    @staticmethod
+    def merged(decision: Decision, fragment: int) -> int:
+        """Return the number of samples that a fragment has merged."""
+        ledgers = [slot.ledgers[fragment] for slot in decision.slots]
+        return sum(ledger.taken - ledger.lost for ledger in ledgers)
 
     def check_history(self) -> None:
         """All merged tokens are in the history once, whoever was killed."""
@@ -346,7 +366,8 @@ class Simulation:
                 assert number == last.number
                 assert last.closed is not None, "only a closed bin is stored"
         tokens = sum(sums.tokens for one in bins for sums in one.islands.values())
-        assert tokens == sum(shared.clock for shared in self.last.fragments) or self.restores
+        clocks = [sum(f.clock for f in d.fragments) for d in (self.first_founded, self.last)]
+        assert tokens == clocks[1] - clocks[0] or self.restores
 
 
 __all__ = ["CHANGE", "ENDED", "ISLAND", "LEFT", "Nature", "Plan", "Simulation"]

@@ -125,11 +125,11 @@ class SyncerProcess(Process):
                         self.machine.on_note(incarnation, raw[: MOST_NOTE + 1])
                 if self.machine.state is None or not self.machine.state.is_founded:
                     yield from self.read_foundings()
-                for name in (yield from self.call(List(CHANGE))):
+                self.machine.on_poll(self.now)
+                for name in self.machine.choose_changes((yield from self.call(List(CHANGE)))):
                     raw = yield from self.call(Get(name))
                     if raw is not None:
                         self.machine.on_change(name, raw)
-                self.machine.on_poll(self.now)
             except CallFailedError:
                 pass
             yield POLL
@@ -180,6 +180,11 @@ class SyncerProcess(Process):
             case Settle():
                 self.settle(job)
             case Delete():
+                if self.simulation.kills_after.intersection(job.names):
+                    self.simulation.kills_after.difference_update(job.names)
+                    self.is_alive = False
+                    self.simulation.start_syncer(after=1.0)
+                    return
                 for name in job.names:
                     self.simulation.check_garbage(name)
                     self.world.store.delete(name)

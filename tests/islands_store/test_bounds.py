@@ -1,12 +1,11 @@
 """What one island writes, or one login, is bounded: it harms nobody else and fills nothing."""
 
 import itertools
-from typing import Any
 
 import msgspec
 import pytest
 
-from tests.islands_store.desk import A, B, C, Desk, checksum, founded
+from tests.islands_store.desk import A, B, Desk, checksum, founded
 from torchtitan_diloco.islands_store.decision import RUNNING, Decision, Fate, Seen
 from torchtitan_diloco.islands_store.fields import FURTHEST
 from torchtitan_diloco.islands_store.jobs import Settle
@@ -20,53 +19,6 @@ from torchtitan_diloco.islands_store.presence import (
     WITHOUT_WORK,
 )
 from torchtitan_diloco.islands_store.rounds import HEADROOM
-
-
-def train(desk: Desk, *, seconds: float, step_seconds: float = 0.1, **cheat: Any) -> int:
-    """Let A train and deliver each H steps, and B cheat with each note. Return the parts of A."""
-    sent, parts = 0, 0
-    for step in range(1, 1 + round(seconds / step_seconds)):
-        if step - sent >= 10 and desk.ledger(0).number == parts:
-            parts, sent = parts + 1, step
-            desk.note(A, desk.part(0), step=step)
-        else:
-            desk.note(A, step=step)
-        lie = cheat.get("lie", 0)
-        desk.note(B, desk.part(1, 1), step=step * lie, is_idle=cheat.get("is_idle", False))
-        desk.pass_time(step_seconds)
-    return parts
-
-
-@pytest.mark.parametrize("cheat", [{"is_idle": True}, {"lie": 0}])
-def test_who_has_stopped_hurries_a_round_once(cheat: dict[str, Any]) -> None:
-    """Sent one sample at a time, its parts open two rounds per cycle of the others at most."""
-    desk = Desk(founded(total_tokens=10**6))
-    parts = train(desk, seconds=30.0, **cheat)
-    cycles = 30.0 / 1.0
-    assert desk.state.fragments[0].version <= 2.5 * cycles
-    assert parts >= 0.7 * cycles
-    assert desk.ledger(0).fate is Fate.MERGED
-
-
-def test_all_that_step_set_the_pace_whether_they_are_ready_or_not() -> None:
-    """Of three, one says that it is a thousand times as fast, and sends small parts. The others
-    deliver too seldom to be ready."""
-    desk = Desk(founded((A, B, C), total_tokens=10**6))
-    late: dict[int, int] = {}
-    for step in range(1, 300):
-        for slot, one in ((0, A), (2, C)):
-            sent = late.setdefault(slot, 0)
-            if step - sent >= 10 and step % 10 == 0:
-                late[slot] = step
-                desk.note(one, desk.part(slot), step=step)
-            else:
-                desk.note(one, step=step)
-        desk.note(B, desk.part(1, 1), step=1000 * step)
-        desk.pass_time(0.1)
-    assert desk.state.fragments[0].version <= 1.5 * 30
-    for slot in (0, 2):
-        assert desk.ledger(slot).taken >= 200
-        assert desk.ledger(slot).lost == 0
 
 
 def test_losses_do_not_use_up_the_numbers_of_a_slot() -> None:
@@ -292,7 +244,8 @@ def test_the_rate_of_decisions_is_limited_and_not_their_distance(
     assert min(gaps) <= 0.15, "two at once are possible"
 
 
-def test_one_version_at_most_stands_beside_the_one_that_counts() -> None:
+def test_a_merge_waits_for_the_version_before_it() -> None:
+    """So at most one state of a fragment stands beside the one that counts."""
     desk = Desk(founded())
     for slot, one in enumerate((A, B)):
         desk.note(one, desk.part(slot), step=10)
@@ -300,10 +253,16 @@ def test_one_version_at_most_stands_beside_the_one_that_counts() -> None:
     assert desk.settled == [Settle(0, 1)]
     for slot, one in enumerate((A, B)):
         desk.note(one, desk.part(slot), step=20)
-    desk.commits_last = True
     desk.merges_last = True
     desk.pass_time(2.0)
-    assert len(desk.merges) == 2
+    desk.commits_last = True
     desk.syncer.on_merged(0, 2, checksum(2))
     desk.pass_time(0.2)
-    assert desk.settled == [Settle(0, 1)], "its decision does not count yet"
+    assert desk.syncer.state is not None
+    assert desk.syncer.state.fragments[0].version == 2
+    for slot, one in enumerate((A, B)):
+        part = desk.part(slot, number=3, start=20, end=30, base=2, checksum=checksum(2))
+        desk.note(one, part, step=30)
+    desk.pass_time(2.0)
+    assert len(desk.merges) == 2
+    assert desk.settled == [Settle(0, 1)], "version 2 does not count yet"

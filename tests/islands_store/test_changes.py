@@ -35,8 +35,8 @@ class Requests:
 
     def pass_time(self, seconds: float) -> None:
         for _ in range(round(seconds / 0.1)):
-            for name, raw in sorted(self.listed.items()):
-                self.desk.syncer.on_change(name, raw)
+            for name in self.desk.syncer.choose_changes(sorted(self.listed)):
+                self.desk.syncer.on_change(name, self.listed[name])
             self.desk.pass_time(0.1)
             for name in self.desk.deleted:
                 self.listed.pop(name, None)
@@ -86,6 +86,7 @@ def test_a_change_is_deleted_once_its_decision_counts() -> None:
     desk.commits_last = True
     change = msgspec.json.encode(Set("sync_every", "20"))
     for _ in range(5):
+        desk.syncer.choose_changes(["change/1"])
         desk.syncer.on_change("change/1", change)
         desk.pass_time(0.5)
     assert desk.deleted == []
@@ -160,8 +161,9 @@ def test_done_changes_are_kept_while_they_are_listed() -> None:
     changes, state = Changes(), founded()
     raw = msgspec.json.encode(Set("sync_every", "20"))
     for second in range(60):
-        made = changes.make(state, "change/1", raw, float(second))
+        chosen = changes.choose(state, ["change/1"], float(second))
+        assert chosen == (["change/1"] if second == 0 else [])
+        made = changes.make(state, "change/1", raw)
         assert (made is None) == (second > 0)
-        changes.forget_unlisted(state, float(second))
-    changes.forget_unlisted(state, 61.0 + SETTLED_SECONDS)
+    changes.choose(state, [], 61.0 + SETTLED_SECONDS)
     assert not state.done

@@ -155,6 +155,7 @@ def test_a_lost_location_is_founded_from_a_checkpoint() -> None:
     saved = save(before, [3, 4], clock=510)
     founding = saved.found(Founding("r2", before.settings, [SHAPES] * 2, ["0", "1"]))
     state = decode_founding(encode_founding(founding)).decision(2, "s", B)
+    assert state.run == "r", "the other islands return with their checkpoints"
     assert [one.clock for one in state.fragments] == [500, 490]
     assert [[one.taken for one in slot.ledgers] for slot in state.slots] == [[70, 70], [80, 80]]
     assert (state.slots[0].corpus, state.slots[0].entered) == ("aa", [40])

@@ -10,7 +10,15 @@ from typing import Any
 
 import pytest
 
-from tests.islands_store import test_changes, test_commit, test_island, test_syncer
+from tests.islands_store import (
+    test_bounds,
+    test_changes,
+    test_commit,
+    test_founding,
+    test_island,
+    test_simulation,
+    test_syncer,
+)
 from torchtitan_diloco.islands_store import commit, founding, ledger, names
 from torchtitan_diloco.islands_store.changes import Changes
 from torchtitan_diloco.islands_store.fragment import OwnFragment
@@ -18,6 +26,7 @@ from torchtitan_diloco.islands_store.island import Island
 from torchtitan_diloco.islands_store.presence import Presence, Seats
 from torchtitan_diloco.islands_store.rounds import Round
 from torchtitan_diloco.islands_store.syncer import Syncer
+from torchtitan_diloco.islands_store.writer import Writer
 
 
 @contextmanager
@@ -174,9 +183,129 @@ MUTATIONS = {
     ),
     "changes are done once": Mutation(
         Changes.make,
-        "is_done = name in state.done",
-        "is_done = False",
-        test_changes.test_a_change_counts_once_wherever_its_name_is_in_the_list,
+        "name in state.done or ",
+        "",
+        test_changes.test_done_changes_are_kept_while_they_are_listed,
+    ),
+    "a change that is listed stays done": Mutation(
+        Changes.choose,
+        "self._listed[name] = listened",
+        "pass",
+        test_changes.test_done_changes_are_kept_while_they_are_listed,
+    ),
+    "a change is deleted after its commit": Mutation(
+        Syncer.choose_changes,
+        "if name in committed.done",
+        "if name in state.done",
+        test_changes.test_a_change_is_deleted_once_its_decision_counts,
+    ),
+    "who has stopped hurries once": Mutation(
+        Round._is_paced,
+        "stopped - self.hurried",
+        "stopped",
+        lambda: test_simulation.test_an_island_that_lies_starves_nobody(1, {"is_idle": True}),
+    ),
+    "all that step set the pace": Mutation(
+        Round._is_paced,
+        "in self.decision.owners() if",
+        "in self.ready().values() if",
+        lambda: test_simulation.test_an_island_that_lies_starves_nobody(2, {"faster": 1000}),
+    ),
+    "a loss takes its time": Mutation(
+        ledger.decide,
+        "ledger.since =",
+        "if fate is Fate.MERGED: ledger.since =",
+        test_bounds.test_losses_do_not_use_up_the_numbers_of_a_slot,
+    ),
+    "the slack is taken once": Mutation(
+        ledger.decide,
+        "max(age, ledger.since + used)",
+        "age",
+        test_bounds.test_losses_do_not_use_up_the_numbers_of_a_slot,
+    ),
+    "positions have an end": Mutation(
+        ledger.judge,
+        "part.end > FURTHEST",
+        "False",
+        test_bounds.test_a_part_beyond_all_positions_is_refused,
+    ),
+    "the speed is unknown at first": Mutation(
+        ledger.most_samples,
+        "if not settings.fastest:",
+        "if not settings.fastest: return 1e18\n    if False:",
+        test_bounds.test_a_part_is_bounded_before_the_speed_is_known,
+    ),
+    "starts of a name are bounded": Mutation(
+        Presence.choose,
+        "heard[by_name] >= MOST_STARTS or ",
+        "",
+        test_bounds.test_a_hundred_starts_of_a_name_are_eight,
+    ),
+    "islands of a login are bounded": Mutation(
+        Presence.choose,
+        " or heard[by_login] >= MOST_OF_LOGIN",
+        "",
+        test_bounds.test_islands_of_a_login_are_bounded_and_owners_are_heard_always,
+    ),
+    "messages are forgotten": Mutation(
+        Presence.forgotten,
+        "is_gone = incarnation not in self.members and",
+        "is_gone = False and",
+        test_bounds.test_messages_to_incarnations_that_are_gone_are_forgotten,
+    ),
+    "losses are no work": Mutation(
+        Syncer._decide,
+        "assert self.state is not None",
+        "for slot in self.state.slots: self.seats.note_merged(slot.owner or '')",
+        test_bounds.test_losses_hold_no_slot,
+    ),
+    "a version waits for the one before it": Mutation(
+        Syncer._is_settled,
+        "return ",
+        "return True or ",
+        test_bounds.test_a_merge_waits_for_the_version_before_it,
+    ),
+    "what is seen writes no decision": Mutation(
+        Writer.write_if_due,
+        "seen=[], ",
+        "",
+        test_bounds.test_steps_alone_write_no_decisions,
+    ),
+    "phases begin with the run": Mutation(
+        Syncer._read_phases,
+        "len(slot.entered) >= self.state.phases or ",
+        "",
+        test_bounds.test_streams_enter_phases_once_and_before_later_parts_count,
+    ),
+    "phases begin after what is merged": Mutation(
+        Syncer._read_phases,
+        "least <= position <= slot.furthest + most",
+        "True",
+        test_bounds.test_streams_enter_phases_once_and_before_later_parts_count,
+    ),
+    "a stand-by counts time in which it could read": Mutation(
+        commit.StandBy.watch,
+        "min(now - self._read_at, MOST_LISTENED)",
+        "now - self._read_at",
+        test_commit.test_a_stand_by_does_not_count_an_outage_of_the_store,
+    ),
+    "a reader lists": Mutation(
+        commit.Reader.read,
+        "now - self._listed_at < LIST_SECONDS",
+        "True",
+        test_commit.test_a_reader_that_slept_finds_the_highest_decision,
+    ),
+    "a reader takes the highest": Mutation(
+        commit.Reader.read,
+        "content = yield Get(run_name(highest))",
+        "content = yield Get(run_name(known + 1))",
+        test_commit.test_a_reader_that_slept_finds_the_highest_decision,
+    ),
+    "another founder follows": Mutation(
+        founding.Founders.choose,
+        "self._presence.silence(current) <= SILENT",
+        "True",
+        test_founding.test_another_founder_follows_one_that_dies,
     ),
     "what is over is refused": Mutation(
         ledger.judge,

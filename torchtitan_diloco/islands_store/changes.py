@@ -1,5 +1,6 @@
 """Changes that a person may make during a run."""
 
+from collections.abc import Iterable
 from typing import Annotated, Any, TypeAlias, get_args
 
 import msgspec
@@ -134,13 +135,22 @@ class Changes:
     def __init__(self) -> None:
         self._listed = dict[str, float]()  # time at which those that are done were last listed
 
-    def make(self, state: Decision, name: str, raw: bytes, listened: float) -> Change | str | None:
-        """Make a listed change, unless it is done or has to wait. Return why it is refused, or
-        None if nothing was made."""
-        is_done = name in state.done
-        if is_done or len(state.done) < MOST_DONE:
-            self._listed[name] = listened
-        if is_done or len(state.done) >= MOST_DONE:
+    def choose(self, state: Decision, names: Iterable[str], listened: float) -> list[str]:
+        """Return which of all listed changes to make now."""
+        new = list[str]()
+        for name in names:
+            if name in state.done:
+                self._listed[name] = listened
+            elif len(state.done) + len(new) < MOST_DONE:
+                new.append(name)
+        for name in list(state.done):
+            if listened - self._listed.setdefault(name, listened) > SETTLED_SECONDS:
+                del state.done[name], self._listed[name]
+        return new
+
+    def make(self, state: Decision, name: str, raw: bytes) -> Change | str | None:
+        """Make a change. Return why it is refused, or None if it is done or has to wait."""
+        if name in state.done or len(state.done) >= MOST_DONE:
             return None
         try:
             change = make(state, raw)
@@ -149,11 +159,6 @@ class Changes:
             return state.done[name]
         state.done[name] = ""
         return change
-
-    def forget_unlisted(self, state: Decision, listened: float) -> None:
-        for name in list(state.done):
-            if listened - self._listed.setdefault(name, listened) > SETTLED_SECONDS:
-                del state.done[name], self._listed[name]
 
 
 def describe(change: Change) -> str:

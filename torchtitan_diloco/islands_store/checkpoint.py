@@ -40,8 +40,11 @@ class Saved(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, fragments=fragments)
 
     def found(self, founding: Founding) -> Founding:
-        """Return the founding of a run that continues this one, whose location is lost."""
-        return msgspec.structs.replace(founding, clocks=self.clocks, slots=self.slots)
+        """Return the founding that continues this run in a new location, because its own is lost.
+
+        It keeps its name, so that the other islands can return with their checkpoints.
+        """
+        return msgspec.structs.replace(founding, run=self.run, clocks=self.clocks, slots=self.slots)
 
 
 def save(decision: Decision, versions: Sequence[int], clock: int) -> Saved:

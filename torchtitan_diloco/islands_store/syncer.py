@@ -9,7 +9,7 @@ What cannot be undone, such as a deletion, follows from `committed` alone.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from torchtitan_diloco.islands_store.changes import Changes, describe
 from torchtitan_diloco.islands_store.decision import (
@@ -120,10 +120,8 @@ class Syncer:
         return [] if self.state is None else self.state.owners()
 
     def on_poll(self, now: float) -> None:
-        """All notes to read, and all changes, were passed."""
+        """All notes to read were passed."""
         self.presence.listen(now)
-        if self.state is not None:
-            self._changes.forget_unlisted(self.state, self.presence.listened)
 
     def on_note(self, incarnation: str, raw: bytes) -> None:
         """Process the note of an incarnation of an island, whose name is that of the object."""
@@ -218,22 +216,27 @@ class Syncer:
             (one for one in waiting if (one.incarnation, one.part) == (incarnation, part)), None
         )
 
+    def choose_changes(self, names: Collection[str]) -> list[str]:
+        """Return which of all listed changes to read. Those that are done are deleted once the
+        decision that says so counts."""
+        state, committed = self.state, self.committed
+        if state is None or committed is None or not state.is_founded:
+            return []
+        if done := tuple(name for name in names if name in committed.done):
+            self._jobs.append(Delete(done))
+        return self._changes.choose(state, names, self.presence.listened)
+
     def on_change(self, name: str, raw: bytes) -> None:
-        """Apply the change that a person requests, once. It stays listed until a decision that
-        names it as done counts."""
-        state = self.state
-        if state is None or not state.is_founded:
+        """Make the change that a person requests, once."""
+        if self.state is None or not self.state.is_founded:
             return
-        change = self._changes.make(state, name, raw, self.presence.listened)
-        if change is None:
-            if self.committed is not None and name in self.committed.done:
-                self._jobs.append(Delete((name,)))
-        elif isinstance(change, str):
+        change = self._changes.make(self.state, name, raw)
+        if isinstance(change, str):
             self._say(f"change {name}: {change}")
-        else:
-            self._say(f"change {name}: {describe(change)}")
-            who = name.rpartition("/")[2]
-            state.history.note(self.age(), What.CHANGED, who, describe(change))
+        elif change is not None:
+            who, what = name.rpartition("/")[2], describe(change)
+            self._say(f"change {name}: {what}")
+            self.state.history.note(self.age(), What.CHANGED, who, what)
 
     # --- found ------------------------------------------------------------------------------------
 
