@@ -332,5 +332,8 @@ class SyncerProcess(Process):
         self.simulation.check_upload(stored, self.machine.session)
         factor = 1 if stored.kind == VERSION else 4
         yield self.simulation.upload_seconds * factor
-        yield from self.put(stored.name, content)
-        self.machine.on_uploaded(stored)
+        if (yield from self.put(stored.name, content)):
+            self.machine.on_uploaded(stored)
+        else:
+            assert self.simulation.restores, f"{stored.name} has another content"
+            self.resign()

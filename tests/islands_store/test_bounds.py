@@ -4,12 +4,21 @@ import itertools
 
 import msgspec
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from tests.islands_store.desk import A, B, Desk, checksum, founded
-from torchtitan_diloco.islands_store.decision import RUNNING, Decision, Fate, Seen
+from torchtitan_diloco.islands_store.decision import (
+    RUNNING,
+    Decision,
+    Fate,
+    Seen,
+    decode_decision,
+    encode_decision,
+)
 from torchtitan_diloco.islands_store.fields import FURTHEST
 from torchtitan_diloco.islands_store.jobs import Settle
-from torchtitan_diloco.islands_store.names import ISLAND, VERSION
+from torchtitan_diloco.islands_store.names import ISLAND, LARGEST, VERSION
 from torchtitan_diloco.islands_store.note import Gauges, Vitals
 from torchtitan_diloco.islands_store.presence import (
     FORGOTTEN,
@@ -131,6 +140,40 @@ def test_malformed_values_for_users_silence_no_island() -> None:
         assert seen is not None
         assert seen.step == 3
         assert seen.vitals == Vitals()
+
+
+_EXTREME = st.sampled_from([0, 1, FURTHEST - 1, FURTHEST, LARGEST])
+_FLOATS = st.sampled_from([0.0, 1e-300, 1.0, 1e6, 1e15, 1e308])
+
+
+@given(
+    fastest=st.sampled_from([0.0, 1e-300, 1.0, 1e9]),
+    parts=st.lists(st.tuples(_EXTREME, _EXTREME, _EXTREME, st.booleans()), max_size=4),
+    position=_EXTREME,
+    loss=_FLOATS,
+    seconds=_FLOATS,
+)
+@example(fastest=1e9, parts=[], position=0, loss=1e308, seconds=0.0)
+def test_no_values_of_an_island_make_decisions_unreadable(
+    fastest: float,
+    parts: list[tuple[int, int, int, bool]],
+    position: int,
+    loss: float,
+    seconds: float,
+) -> None:
+    """A value that a reader refuses would end the run for all."""
+    desk = Desk(founded((A, B), fastest=fastest, tokens_per_sample=10**6, total_tokens=10**15))
+    gauges = msgspec.json.encode([[seconds] * 6, loss, [position, loss]])
+    for start, end, weight, is_loss in [(0, 10, 10, False), (10, 20, 10, False), *parts]:
+        part = desk.part(0, start=start, end=max(1, end), weight=weight, is_loss=is_loss)
+        fields = {"tokens": position, "position": position, "entered": [position]}
+        step_seconds = min(seconds, 1e6)
+        raw = msgspec.Raw(gauges)
+        desk.note(A, part, step=end, step_seconds=step_seconds, gauges=raw, **fields)
+        desk.pass_time(1.2)
+    desk.note(A, wish="give", position=position)
+    desk.pass_time(1.5)
+    assert decode_decision(encode_decision(desk.state), desk.state.number) == desk.state
 
 
 # --- what users see of an island ------------------------------------------------------------------

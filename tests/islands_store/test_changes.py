@@ -17,6 +17,7 @@ from torchtitan_diloco.islands_store.changes import (
     Leave,
     Set,
     changed,
+    make,
 )
 from torchtitan_diloco.islands_store.decision import BARRED
 from torchtitan_diloco.islands_store.fields import MalformedError
@@ -149,6 +150,17 @@ def test_tokens_may_be_written_as_people_do() -> None:
     for key, value in (("total_tokens", "1.5"), ("mixing", "nan"), ("fastest", "inf")):
         with pytest.raises(MalformedError):
             changed(settings, Set(key, value))
+
+
+def test_a_run_is_not_shorter_than_what_is_merged() -> None:
+    state = founded()
+    state.fragments[0].clock = 500
+    with pytest.raises(MalformedError, match="the run has merged 500, give at least that"):
+        make(state, msgspec.json.encode(Set("total_tokens", "400")))
+    make(state, msgspec.json.encode(Set("total_tokens", "500")))
+    state.fragments[0].clock = 530
+    make(state, msgspec.json.encode(Set("grace", "2")))
+    assert (state.settings.total_tokens, state.settings.grace) == (500, 2.0)
 
 
 @pytest.mark.parametrize("key", ["streams", "block", "phases", "outer_optimizer", "facts"])

@@ -4,6 +4,7 @@ import msgspec
 import pytest
 
 from tests.islands_store.desk import SHAPES, A, B, Desk, checksum, founded
+from torchtitan_diloco.diloco.config import DiLoCoConfig
 from torchtitan_diloco.islands_store.checkpoint import save
 from torchtitan_diloco.islands_store.decision import Decision, Ledger, Slot, decode_decision
 from torchtitan_diloco.islands_store.fields import MalformedError
@@ -15,10 +16,10 @@ from torchtitan_diloco.islands_store.founding import (
     encode_founding,
 )
 from torchtitan_diloco.islands_store.jobs import Adopt, Commit, Job, Upload
-from torchtitan_diloco.islands_store.names import COPY, founding_name, part_name
+from torchtitan_diloco.islands_store.names import COPY, founding_name, part_name, run_name
 from torchtitan_diloco.islands_store.note import Note, encode_note
 from torchtitan_diloco.islands_store.presence import SILENT
-from torchtitan_diloco.islands_store.settings import RATES
+from torchtitan_diloco.islands_store.settings import RATES, Settings
 from torchtitan_diloco.islands_store.syncer import Syncer
 
 FOUNDING = Founding("r", founded().settings, [SHAPES], [checksum(0)])
@@ -111,6 +112,9 @@ def test_a_successor_fetches_the_copies_of_the_founder_again() -> None:
         {"shapes": [[(0, 4)]]},
         {"clocks": [1, 2]},
         {"slots": [Began()] * 4},
+        {"settings": founded(start_with=4).settings},
+        {"settings": founded(delay=10).settings},
+        {"settings": founded(streams=4).settings},
     ],
 )
 def test_a_founding_is_bounded(changed: dict[str, object]) -> None:
@@ -136,12 +140,13 @@ def test_foundings_of_a_run_that_is_founded_are_garbage() -> None:
     desk = Desk(founded((A,)))
     desk.note(A, step=1)
     names = [founding_name(A), founding_name(B, 3), part_name(A, 0, 1)]
-    assert desk.syncer.garbage(names) == names[:2]
+    assert desk.syncer.garbage([*names, run_name(desk.state.number)]) == names[:2]
+    assert desk.syncer.garbage([*names, run_name(1)]) == [], "the store was put back"
     unfounded = Founders()
     unfounded.hear(A)
     unfounded.syncer.on_founding(A, encode_founding(FOUNDING))
     unfounded.tick(0.2)
-    assert unfounded.syncer.garbage(names) == []
+    assert unfounded.syncer.garbage([*names, run_name(1)]) == []
 
 
 def test_a_lost_location_is_founded_from_a_checkpoint() -> None:
@@ -160,6 +165,15 @@ def test_a_lost_location_is_founded_from_a_checkpoint() -> None:
     assert [[one.taken for one in slot.ledgers] for slot in state.slots] == [[70, 70], [80, 80]]
     assert (state.slots[0].corpus, state.slots[0].entered) == ("aa", [40])
     assert state.owners() == []
+
+
+def test_outliers_are_judged_as_in_one_job() -> None:
+    settings = Settings(
+        sync_every=1, delay=0, total_tokens=1, slots=1, start_with=1, streams=1, block=1
+    )
+    job = DiLoCoConfig()
+    assert settings.norm_limit == job.delta_norm_limit
+    assert settings.block_size == job.quantization.block_size
 
 
 def test_rates_and_copies_follow_the_kind_of_the_store() -> None:

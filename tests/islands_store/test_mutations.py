@@ -301,6 +301,12 @@ MUTATIONS = {
         "content = yield Get(run_name(known + 1))",
         test_commit.test_a_reader_that_slept_finds_the_highest_decision,
     ),
+    "a sweep looks whether its decision is there": Mutation(
+        Writer.garbage,
+        " or run_name(decision.number) not in names",
+        "",
+        test_founding.test_foundings_of_a_run_that_is_founded_are_garbage,
+    ),
     "another founder follows": Mutation(
         founding.Founders.choose,
         "self._presence.silence(current) <= SILENT",

@@ -85,16 +85,14 @@ class Process:
         except StopIteration as end:
             return end.value
 
-    def put(self, name: str, content: object) -> Thread:
-        """Create an object of tensors, as often as it takes."""
+    def put(self, name: str, content: object) -> Generator[float, None, bool]:
+        """Create an object of tensors, as often as it takes. Return whether it has this content."""
         while True:
             self.calls += 1
             try:
-                yield from self.world.store.write(name, content, self, replaces=False)
+                return (yield from self.world.store.write(name, content, self, replaces=False))
             except CallFailedError:
                 yield 0.5
-            else:
-                return
 
     def patient(self, call: Call) -> Generator[float, None, Any]:
         """Repeat a call until it succeeds."""

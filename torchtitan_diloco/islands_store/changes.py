@@ -114,7 +114,14 @@ def make(state: Decision, raw: bytes) -> Change:
     change = decode_change(raw)
     match change:
         case Set():
-            state.settings = changed(state.settings, change)
+            after = changed(state.settings, change)
+            merged = max(one.clock for one in state.fragments)
+            if after.total_tokens < min(merged, state.settings.total_tokens):
+                raise MalformedError(
+                    f"total_tokens {after.total_tokens}: the run has merged {merged}, give at "
+                    "least that"
+                )
+            state.settings = after
         case Leave():
             state.told |= dict.fromkeys(_owners(state, change.name), LEAVE)
         case Evict():

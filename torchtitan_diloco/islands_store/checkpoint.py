@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import msgspec
 
 from torchtitan_diloco.islands_store.decision import Decision
-from torchtitan_diloco.islands_store.fields import Checksum, Count, Name
+from torchtitan_diloco.islands_store.fields import Checksum, Count, Name, Tokens
 from torchtitan_diloco.islands_store.founding import Began, Founding
 
 
@@ -23,11 +23,11 @@ class SavedFragment(msgspec.Struct, array_like=True, frozen=True):
 
 class Saved(msgspec.Struct, frozen=True):
     run: Name
-    clock: Count
+    clock: Tokens
     """Tokens of the run, which determine the inner learning rate."""
     fragments: list[SavedFragment]
     """Empty before the island has all copies."""
-    clocks: list[Count]
+    clocks: list[Tokens]
     """Merged tokens of each fragment, from which a lost location can be founded again."""
     slots: list[Began]
 

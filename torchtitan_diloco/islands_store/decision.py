@@ -22,6 +22,7 @@ from torchtitan_diloco.islands_store.fields import (
     Positive,
     Seconds,
     Shapes,
+    Tokens,
 )
 from torchtitan_diloco.islands_store.history import History
 from torchtitan_diloco.islands_store.names import COPY, OUTER, VERSION, Object
@@ -109,7 +110,7 @@ class Seen(msgspec.Struct, array_like=True, frozen=True):
     still: Seconds = 0.0
     """Seconds since its last step."""
     step: Count = 0
-    tokens: Count = 0
+    tokens: Tokens = 0
     position: Count = 0
     step_seconds: Seconds = 0.0
     vitals: Vitals = Vitals()
@@ -141,7 +142,7 @@ class Stored(msgspec.Struct, array_like=True, frozen=True):
 class SharedFragment(msgspec.Struct, array_like=True):
     shapes: Shapes
     version: Count = 0
-    clock: Count = 0
+    clock: Tokens = 0
     """Number of merged tokens."""
     is_open: bool = False
     """Whether a round waits for parts."""

@@ -7,11 +7,15 @@ from msgspec import Meta
 from torchtitan_diloco.islands_store.names import LARGEST
 
 MOST_SLOTS, MOST_FRAGMENTS, MOST_PARAMETERS, MOST_PHASES = 1024, 4096, 65_536, 64
+MOST_TOKENS = 10**15
+"""Maximum number of tokens of a run."""
 FURTHEST = LARGEST // 2
 """Largest position of a sample that counts, so that no slot reaches the largest number."""
 
 Count = Annotated[int, Meta(ge=0, le=LARGEST)]
 Positive = Annotated[int, Meta(ge=1, le=LARGEST)]
+Tokens = Annotated[int, Meta(ge=0, le=10**18)]
+"""More than `MOST_TOKENS`, and what the last round adds."""
 Seconds = Annotated[float, Meta(ge=0, le=1e6)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Name = Annotated[str, Meta(pattern=r"^[\x21-\x7e]{1,128}\Z")]

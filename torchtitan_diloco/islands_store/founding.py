@@ -28,6 +28,7 @@ from torchtitan_diloco.islands_store.fields import (
     MalformedError,
     Name,
     Shapes,
+    Tokens,
 )
 from torchtitan_diloco.islands_store.presence import SILENT, Presence
 from torchtitan_diloco.islands_store.settings import Settings
@@ -65,7 +66,7 @@ class Founding(msgspec.Struct, array_like=True, frozen=True):
     settings: Settings
     shapes: Annotated[list[Shapes], Meta(min_length=1, max_length=MOST_FRAGMENTS)]
     checksums: Annotated[list[Checksum], Meta(max_length=MOST_FRAGMENTS)]
-    clocks: Annotated[list[Count], Meta(max_length=MOST_FRAGMENTS)] = []
+    clocks: Annotated[list[Tokens], Meta(max_length=MOST_FRAGMENTS)] = []
     """Tokens that the fragments have merged in the run that it continues."""
     slots: Annotated[list[Began], Meta(max_length=MOST_SLOTS)] = []
     """Slots of that run."""
@@ -76,6 +77,10 @@ class Founding(msgspec.Struct, array_like=True, frozen=True):
             raise MalformedError("its lists differ in length")
         if max(len(self.slots), settings.streams) > settings.slots:
             raise MalformedError(f"it has more slots or streams than {settings.slots} slots")
+        if settings.start_with > settings.slots:
+            raise MalformedError(
+                f"start_with {settings.start_with} is above {settings.slots} slots"
+            )
         if settings.delay >= settings.sync_every:
             raise MalformedError(f"delay {settings.delay} is not below {settings.sync_every}")
 

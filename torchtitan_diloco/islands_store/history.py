@@ -13,7 +13,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from torchtitan_diloco.islands_store.fields import Count, MalformedError
+from torchtitan_diloco.islands_store.fields import Count, MalformedError, Tokens
 from torchtitan_diloco.islands_store.names import name_of
 from torchtitan_diloco.islands_store.note import Note
 
@@ -56,7 +56,7 @@ class Event(msgspec.Struct, array_like=True, frozen=True):
 class Sums(msgspec.Struct, array_like=True):
     """Sums of an island in a bin."""
 
-    tokens: Count = 0
+    tokens: Tokens = 0
     parts: Count = 0
     """Merged parts."""
     late: Count = 0
@@ -81,7 +81,7 @@ class Bin(msgspec.Struct, array_like=True):
     """Number of events that did not fit."""
     islands: dict[str, Sums] = {}
     """By the name of the island."""
-    validated: list[tuple[Count, float]] = []
+    validated: list[tuple[Tokens, float]] = []
     """Merged tokens, and the loss of the shared model."""
 
 

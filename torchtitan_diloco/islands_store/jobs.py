@@ -82,7 +82,11 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Upload:
-    """Upload a merged or kept object: `on_uploaded`. An existing object of this name is its own."""
+    """Upload a merged or kept object: `on_uploaded`.
+
+    If an object of this name exists with other bytes, the store was restored to an older copy while
+    a syncer was still uploading: stand by, as if superseded.
+    """
 
     stored: Object
 

@@ -68,4 +68,4 @@ def decide(
     # What a part has taken of the slack is missing for the next one: otherwise, many small parts
     # would take it many times.
     used = samples / settings.fastest if settings.fastest else 0.0
-    ledger.since = round(max(age, ledger.since + used), 2)
+    ledger.since = round(min(max(age, ledger.since + used), age + SLACK_SECONDS), 2)

@@ -16,11 +16,16 @@ from torchtitan_diloco.islands_store.fields import (
     Name,
     Positive,
     Seconds,
+    Tokens,
 )
 
 MOST_NOTE = 512 * 1024
 """Maximum number of bytes of a note."""
 MOST_RANKS = 1024
+
+Loss = Annotated[float, Meta(ge=-1e6, le=1e6)]
+Rate = Annotated[float, Meta(ge=0, le=1e15)]
+Bytes = Annotated[int, Meta(ge=0, le=10**18)]
 
 JOIN, GIVE = "join", "give"
 """Requests: to get a slot, and to give it back."""
@@ -70,18 +75,18 @@ class Gauges(msgspec.Struct, array_like=True, frozen=True):
     """Values of an island for users. No decision depends on them."""
 
     vitals: Vitals = Vitals()
-    loss: float | None = None  # its training loss
-    validated: tuple[Count, float] | None = None
+    loss: Loss | None = None  # its training loss
+    validated: tuple[Tokens, Loss] | None = None
     """Tokens that the run had merged, and the loss of the shared model then."""
-    tokens_per_second: Annotated[float, Meta(ge=0)] = 0.0
+    tokens_per_second: Rate = 0.0
     waited: Annotated[float, Meta(ge=0, le=1)] = 0.0
     """Share of the time in which it waited for others."""
     round_trip: Seconds = 0.0
     """Seconds from a send to the version with the part."""
-    upload_rate: Annotated[float, Meta(ge=0)] = 0.0
+    upload_rate: Rate = 0.0
     """Bytes per second of its latest part."""
-    sent: Count = 0  # bytes since its start
-    received: Count = 0
+    sent: Bytes = 0  # since its start
+    received: Bytes = 0
     says: Annotated[int, Meta(ge=0, le=255)] = 0
     """Code of what the island says of itself. 0: nothing."""
     site: Annotated[str, Meta(max_length=60)] = ""
@@ -93,7 +98,7 @@ class Note(msgspec.Struct, array_like=True):
     wish: Annotated[str, Meta(pattern=r"^(join|give)?\Z")] = ""
     step: Count = 0
     """Number of its steps since it has its slot."""
-    tokens: Count = 0
+    tokens: Tokens = 0
     position: Count = 0
     """First sample that it has not trained on."""
     step_seconds: Seconds = 0.0

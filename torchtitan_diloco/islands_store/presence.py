@@ -17,6 +17,7 @@ from torchtitan_diloco.islands_store.decision import (
     Seen,
     Slot,
 )
+from torchtitan_diloco.islands_store.fields import FURTHEST
 from torchtitan_diloco.islands_store.ledger import most_samples
 from torchtitan_diloco.islands_store.names import ISLAND, incarnation_of, login_of, name_of
 from torchtitan_diloco.islands_store.note import GIVE, JOIN, Note
@@ -214,7 +215,8 @@ class Seats:
         note = self._presence.note_of(slot.owner)
         if note is not None:
             most = max(most_samples(self._decision.settings, one, age) for one in slot.ledgers)
-            slot.read_twice += int(min(max(0, note.position - slot.furthest), most))
+            again = int(min(max(0, note.position - slot.furthest), most))
+            slot.read_twice = min(slot.read_twice + again, FURTHEST)
         self._worked.pop(slot.owner or "", None)
         slot.owner = None
 

@@ -27,7 +27,7 @@ USUAL = 4
 
 def pacing(fastest_first: Sequence[float]) -> float:
     """Return the value that counts among several islands: with three or more the second, so that a
-    single one with wrong reports cannot set the pace."""
+    single one with wrong reports cannot set the pace. Of two, one can, up to `fastest`."""
     return fastest_first[1 if len(fastest_first) >= SECOND_PACES else 0]
 
 

@@ -8,6 +8,7 @@ from msgspec import Meta
 from torchtitan_diloco.islands_store.fields import (
     MOST_PHASES,
     MOST_SLOTS,
+    MOST_TOKENS,
     Count,
     Name,
     Positive,
@@ -41,7 +42,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """H."""
     delay: Count
     """tau."""
-    total_tokens: Positive
+    total_tokens: Annotated[int, Meta(ge=1, le=MOST_TOKENS)]
     slots: Annotated[int, Meta(ge=1, le=MOST_SLOTS)]
     """Maximum number of islands that train at a time, each on a separate stream of samples."""
     start_with: Positive

@@ -487,7 +487,8 @@ class Syncer:
         return self.is_stopping and self.committed is not None and self.committed.stopped
 
     def garbage(self, names: list[str]) -> list[str]:
-        """Return which of all names are garbage."""
+        """Return which names are garbage. `names`: of all objects, those of decisions among
+        them."""
         if self.state is None:
             return []
         gone = self.presence.forgotten(self.state)

@@ -15,6 +15,7 @@ from torchtitan_diloco.islands_store.names import (
     Object,
     incarnation_of,
     is_garbage,
+    run_name,
     run_number,
 )
 from torchtitan_diloco.islands_store.presence import Presence
@@ -148,9 +149,13 @@ class Writer:
         self, names: list[str], presence: Presence, gone: Collection[str], now: float
     ) -> list[str]:
         """Return which of all names are garbage: orphans of dead syncers, objects of incarnations
-        that are `gone`, foundings of a run that is founded, and old decisions."""
+        that are `gone`, foundings of a run that is founded, and old decisions.
+
+        Nothing is if the last decision that counts is not listed: the store was restored to an
+        older copy, whose decisions name other objects.
+        """
         decision, oldest = self.committed, self._oldest_kept(now)
-        if decision is None:
+        if decision is None or run_name(decision.number) not in names:
             return []
         known, owners, found = decision.names, set(decision.owners()), list[str]()
         for name in names:
