@@ -358,10 +358,11 @@ class Simulation:
         """All merged tokens are in the history once, whoever was killed."""
         last = self.last.history
         bins = [last.open, *([last.closed] if last.closed else [])]
-        for number, name in enumerate(self.world.store.names(HISTORY)):
+        entries = self.world.store.entries  # also those that are not visible yet
+        for number, name in enumerate(sorted(one for one in entries if one.startswith(HISTORY))):
             assert name == history_name(number)
             if number < last.number:
-                bins.append(decode_bin(self.world.store.look(name)))
+                bins.append(decode_bin(entries[name].content))
             else:
                 assert number == last.number
                 assert last.closed is not None, "only a closed bin is stored"

@@ -21,7 +21,7 @@ from torchtitan_diloco.islands_store.changes import (
 )
 from torchtitan_diloco.islands_store.decision import BARRED
 from torchtitan_diloco.islands_store.fields import MalformedError
-from torchtitan_diloco.islands_store.history import What
+from torchtitan_diloco.islands_store.history import EventKind
 
 
 class Requests:
@@ -62,8 +62,8 @@ def test_a_change_counts_once_wherever_its_name_is_in_the_list() -> None:
     assert not requests.listed
     requests.pass_time(SETTLED_SECONDS + 1)
     assert not desk.state.done
-    events = [(event.what, event.text) for event in desk.state.history.open.events]
-    assert (What.CHANGED, "sync_every = 30") in events
+    events = [(event.kind, event.text) for event in desk.state.history.open.events]
+    assert (EventKind.CHANGED, "sync_every = 30") in events
 
 
 def test_a_hundred_changes_are_made_in_order_and_once() -> None:

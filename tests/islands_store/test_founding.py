@@ -10,8 +10,8 @@ from torchtitan_diloco.islands_store.decision import Decision, Ledger, Slot, dec
 from torchtitan_diloco.islands_store.fields import MalformedError
 from torchtitan_diloco.islands_store.founding import (
     RETRY_SECONDS,
-    Began,
     Founding,
+    SlotStart,
     decode_founding,
     encode_founding,
 )
@@ -111,7 +111,7 @@ def test_a_successor_fetches_the_copies_of_the_founder_again() -> None:
         {"shapes": [[]]},
         {"shapes": [[(0, 4)]]},
         {"clocks": [1, 2]},
-        {"slots": [Began()] * 4},
+        {"slots": [SlotStart()] * 4},
         {"settings": founded(start_with=4).settings},
         {"settings": founded(delay=10).settings},
         {"settings": founded(streams=4).settings},

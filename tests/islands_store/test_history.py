@@ -15,9 +15,9 @@ from torchtitan_diloco.islands_store.history import (
     MOST_VALIDATED,
     Bin,
     Event,
+    EventKind,
     History,
     Sums,
-    What,
     decode_bin,
     encode_bin,
 )
@@ -56,7 +56,7 @@ def test_a_bin_is_stored_after_its_decision_counts() -> None:
 def test_a_successor_stores_the_same_bin() -> None:
     """Its predecessor was killed after the bin was closed, before or after it was stored."""
     history = History()
-    history.note(1.0, What.JOINED, "a")
+    history.note(1.0, EventKind.JOINED, "a")
     history.add_merged(A, 40, Note(counter=1), late=True)
     history.close_if_due(BIN_SECONDS)
     assert history.closed is not None
@@ -83,12 +83,12 @@ def test_what_becomes_of_islands_is_an_event() -> None:
     desk.note(B, wish="join")
     desk.pass_time(0.5)
     events = desk.state.history.open.events
-    assert [(one.what, one.who) for one in events if one.what is not What.LED] == [
-        (What.JOINED, "a"),
-        (What.BEGUN, ""),
-        (What.RETURNED, "a"),
-        (What.LEFT, "a"),
-        (What.JOINED, "b"),
+    assert [(one.kind, one.who) for one in events if one.kind is not EventKind.LED] == [
+        (EventKind.JOINED, "a"),
+        (EventKind.BEGUN, ""),
+        (EventKind.RETURNED, "a"),
+        (EventKind.LEFT, "a"),
+        (EventKind.JOINED, "b"),
     ]
 
 
@@ -100,13 +100,13 @@ def test_an_island_that_is_silent_for_some_time_is_away() -> None:
             desk.note(B, step=step)
         desk.pass_time(0.5)
     events = desk.state.history.open.events
-    assert [one.what for one in events if one.who == "b"] == [What.AWAY, What.BACK]
+    assert [one.kind for one in events if one.who == "b"] == [EventKind.AWAY, EventKind.BACK]
 
 
 def test_a_bin_is_bounded() -> None:
     history = History()
     for number in range(10 * MOST_EVENTS):
-        history.note(1.0, What.CHANGED, "x" * 1000, "y" * 1000)
+        history.note(1.0, EventKind.CHANGED, "x" * 1000, "y" * 1000)
         note = Note(counter=1, gauges=msgspec.Raw(f"[[],null,[{number},1.5]]".encode()))
         history.add_merged(f"island-{number}/0000", 10**11, note, late=False)
     assert len(history.open.events) == MOST_EVENTS
@@ -122,20 +122,20 @@ def test_a_bin_is_bounded() -> None:
 def test_a_bin_that_is_full_of_events_is_closed_early() -> None:
     history = History()
     for _ in range(MOST_EVENTS):
-        history.note(1.0, What.AWAY, "a")
+        history.note(1.0, EventKind.AWAY, "a")
     history.close_if_due(2.0)
     assert len(history.open.events) == MOST_EVENTS, "not at once"
     history.close_if_due(61.0)
     assert history.open.events == []
     for _ in range(MOST_EVENTS):
-        history.note(62.0, What.BACK, "a")
+        history.note(62.0, EventKind.BACK, "a")
     history.close_if_due(1000.0)
     assert history.closed is not None
-    assert history.closed.events[0].what is What.AWAY, "one bin after the other"
+    assert history.closed.events[0].kind is EventKind.AWAY, "one bin after the other"
 
 
 def test_an_altered_bin_is_not_read() -> None:
-    raw = encode_bin(Bin(events=[Event(1, What.LED)]))
+    raw = encode_bin(Bin(events=[Event(1, EventKind.LED)]))
     for altered in (raw[:-1], raw + b"x" * MOST_BIN, b"", b"junk"):
         with pytest.raises(MalformedError):
             decode_bin(altered)
@@ -147,4 +147,4 @@ def test_islands_that_leave_on_request_are_no_loss() -> None:
     desk.note(A, wish="give")
     desk.pass_time(1.0)
     events = desk.state.history.open.events
-    assert [(one.what, one.who) for one in events][-1] == (What.LEFT, "a")
+    assert [(one.kind, one.who) for one in events][-1] == (EventKind.LEFT, "a")

@@ -124,6 +124,17 @@ def test_it_sends_at_its_turn_and_mixes_in_time(hand: Hand) -> None:
     assert (send.part.start, send.part.end, send.part.weight, send.part.base) == (10, 20, 10, 1)
 
 
+def test_a_part_says_how_its_bytes_are_made() -> None:
+    """A syncer decodes the shards of all ranks with this alone."""
+    hand = Hand(founded((A,), codec="int8"), ranks=4)
+    hand.boundary()
+    [send] = hand.step(10).sends
+    assert (send.part.codec, send.part.ranks) == ("int8", 4)
+    [listed] = hand.note.read_parts()
+    assert isinstance(listed, Part)
+    assert (listed.ranks, listed.size) == (4, 100)
+
+
 def test_a_version_that_comes_late_keeps_half_of_the_local_parameters(hand: Hand) -> None:
     hand.step(15)
     hand.publish()

@@ -10,7 +10,7 @@ import msgspec
 
 from torchtitan_diloco.islands_store.decision import Decision
 from torchtitan_diloco.islands_store.fields import Checksum, Count, Name, Tokens
-from torchtitan_diloco.islands_store.founding import Began, Founding
+from torchtitan_diloco.islands_store.founding import Founding, SlotStart
 
 
 class SavedFragment(msgspec.Struct, array_like=True, frozen=True):
@@ -29,7 +29,7 @@ class Saved(msgspec.Struct, frozen=True):
     """Empty before the island has all copies."""
     clocks: list[Tokens]
     """Merged tokens of each fragment, from which a lost location can be founded again."""
-    slots: list[Began]
+    slots: list[SlotStart]
 
     def with_checksums(self, checksums: Sequence[str]) -> "Saved":
         """Return the same with the checksums of the copies as they were loaded."""
@@ -55,5 +55,7 @@ def save(decision: Decision, versions: Sequence[int], clock: int) -> Saved:
         clock=clock,
         fragments=[SavedFragment(version) for version in versions] if has_all else [],
         clocks=[one.clock for one in decision.fragments],
-        slots=[Began(slot.furthest, list(slot.entered), slot.corpus) for slot in decision.slots],
+        slots=[
+            SlotStart(slot.furthest, list(slot.entered), slot.corpus) for slot in decision.slots
+        ],
     )

@@ -51,7 +51,7 @@ class WentBackError(UserError):
         )
 
 
-class Began(msgspec.Struct, array_like=True, frozen=True):
+class SlotStart(msgspec.Struct, array_like=True, frozen=True):
     """Where the samples of a slot begin."""
 
     position: Count = 0
@@ -68,7 +68,7 @@ class Founding(msgspec.Struct, array_like=True, frozen=True):
     checksums: Annotated[list[Checksum], Meta(max_length=MOST_FRAGMENTS)]
     clocks: Annotated[list[Tokens], Meta(max_length=MOST_FRAGMENTS)] = []
     """Tokens that the fragments have merged in the run that it continues."""
-    slots: Annotated[list[Began], Meta(max_length=MOST_SLOTS)] = []
+    slots: Annotated[list[SlotStart], Meta(max_length=MOST_SLOTS)] = []
     """Slots of that run."""
 
     def check(self) -> None:

@@ -30,7 +30,7 @@ MOST_PLAIN = 2**20
 Text = Annotated[str, Meta(max_length=MOST_TEXT)]
 
 
-class What(IntEnum):
+class EventKind(IntEnum):
     LED = 0  # a syncer has taken over
     BEGUN = 1
     ENDED = 2
@@ -47,7 +47,7 @@ class What(IntEnum):
 
 class Event(msgspec.Struct, array_like=True, frozen=True):
     age: Count
-    what: What
+    kind: EventKind
     who: str = ""
     """Name of an island, or of a change."""
     text: Text = ""
@@ -92,25 +92,25 @@ class History(msgspec.Struct, array_like=True):
     closed: Bin | None = None
     """A bin that no object contains yet."""
 
-    def note(self, age: float, what: What, who: str = "", text: str = "") -> None:
+    def note(self, age: float, kind: EventKind, who: str = "", text: str = "") -> None:
         """Add an event."""
         if len(self.open.events) >= MOST_EVENTS:
             self.open.left_out += 1
             return
-        self.open.events.append(Event(int(age), what, who[:MOST_TEXT], text[:MOST_TEXT]))
+        self.open.events.append(Event(int(age), kind, who[:MOST_TEXT], text[:MOST_TEXT]))
 
     def note_handover(
         self, age: float, before: str | None, after: str | None, *, is_evicted: bool
     ) -> None:
         """Add the events of a slot whose owner, an incarnation, changes."""
         if before is not None and after is not None and name_of(before) == name_of(after):
-            self.note(age, What.RETURNED, name_of(after))
+            self.note(age, EventKind.RETURNED, name_of(after))
             return
         if before is not None:
-            what = What.LEFT if after is None else What.LOST
-            self.note(age, What.EVICTED if is_evicted else what, name_of(before))
+            kind = EventKind.LEFT if after is None else EventKind.LOST
+            self.note(age, EventKind.EVICTED if is_evicted else kind, name_of(before))
         if after is not None:
-            self.note(age, What.JOINED, name_of(after))
+            self.note(age, EventKind.JOINED, name_of(after))
 
     def _sums(self, incarnation: str) -> Sums:
         name = name_of(incarnation)

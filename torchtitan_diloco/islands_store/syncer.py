@@ -25,7 +25,7 @@ from torchtitan_diloco.islands_store.decision import (
 )
 from torchtitan_diloco.islands_store.fields import MalformedError
 from torchtitan_diloco.islands_store.founding import Founders, Founding
-from torchtitan_diloco.islands_store.history import What, encode_bin
+from torchtitan_diloco.islands_store.history import EventKind, encode_bin
 from torchtitan_diloco.islands_store.jobs import (
     Adopt,
     Delete,
@@ -97,7 +97,7 @@ class Syncer:
             shared.is_open = False
             self.uploads.plan(VERSION, number, shared.version + 1)
         if state.is_founded:
-            state.history.note(self.age(), What.LED, text=self.session)
+            state.history.note(self.age(), EventKind.LED, text=self.session)
             self._jobs += [load(shared, number) for number, shared in enumerate(state.fragments)]
 
     @property
@@ -196,7 +196,9 @@ class Syncer:
             self._wrong[key] = self._wrong.get(key, 0) + 1
             if self._wrong[key] >= WRONG_IN_A_ROW and incarnation not in self.state.told:
                 self.state.told[incarnation] = SICK
-                self.state.history.note(self.age(), What.WRONG, name_of(incarnation), fate.words)
+                self.state.history.note(
+                    self.age(), EventKind.WRONG, name_of(incarnation), fate.words
+                )
 
     def on_part(self, incarnation: str, part: Part, found: float | Fate) -> None:
         """Process the norm of a fetched part, or why it is unusable."""
@@ -236,7 +238,7 @@ class Syncer:
         elif change is not None:
             who, what = name.rpartition("/")[2], describe(change)
             self._say(f"change {name}: {what}")
-            self.state.history.note(self.age(), What.CHANGED, who, what)
+            self.state.history.note(self.age(), EventKind.CHANGED, who, what)
 
     # --- found ------------------------------------------------------------------------------------
 
@@ -385,7 +387,7 @@ class Syncer:
             self._note_handover(state, handover)
         if not state.begun and len(state.owners()) >= state.settings.start_with:
             state.begun = True
-            state.history.note(self.age(), What.BEGUN)
+            state.history.note(self.age(), EventKind.BEGUN)
         for one in self.rounds:
             for waiting, fate in one.drop_refused(self.age()):
                 self._refuse(waiting.incarnation, waiting.slot, waiting.part, fate)
@@ -420,8 +422,8 @@ class Syncer:
         """Note which owners have become silent, or are heard again."""
         away = {one for one in state.owners() if self.presence.silence(one) > SILENT}
         for one in sorted(away ^ (self._away & set(state.owners()))):
-            what = What.AWAY if one in away else What.BACK
-            state.history.note(self.age(), what, name_of(one))
+            kind = EventKind.AWAY if one in away else EventKind.BACK
+            state.history.note(self.age(), kind, name_of(one))
         self._away = away
 
     def _close(self, one: Round) -> None:
@@ -464,7 +466,7 @@ class Syncer:
             one.clock >= total and one.copies[-1].version == one.version for one in state.fragments
         )
         if state.ended and not was_ended:
-            state.history.note(self.age(), What.ENDED)
+            state.history.note(self.age(), EventKind.ENDED)
         state.stopped = self.is_stopping and not any(one.merging for one in self.rounds)
 
     def _write(self, state: Decision) -> None:
