@@ -4,19 +4,19 @@ from typing import Any
 
 import msgspec
 
-from torchtitan_diloco.islands_store.commit import Outcome
 from torchtitan_diloco.islands_store.decision import (
     PROTOCOL,
     Decision,
     Fate,
-    Fragment,
     Kept,
     Ledger,
-    Settings,
+    SharedFragment,
     Slot,
     Stored,
     decode_decision,
 )
+from torchtitan_diloco.islands_store.fields import Shape
+from torchtitan_diloco.islands_store.history import Bin, decode_bin
 from torchtitan_diloco.islands_store.jobs import (
     Commit,
     Delete,
@@ -24,13 +24,17 @@ from torchtitan_diloco.islands_store.jobs import (
     Job,
     Load,
     Merge,
+    Record,
+    Settle,
     Snapshot,
     Upload,
 )
 from torchtitan_diloco.islands_store.note import Note, Part, encode_note
+from torchtitan_diloco.islands_store.settings import Settings
 from torchtitan_diloco.islands_store.syncer import Syncer
 
 A, B, C = "a/0000", "b/0000", "c/0000"
+SHAPES: list[Shape] = [(100, 10)]
 
 
 def checksum(version: int) -> str:
@@ -47,6 +51,9 @@ def settings(**changed: Any) -> Settings:
         "fastest": 100.0,
         "grace": 1.0,
         "slot_seconds": 10.0,
+        "norm_limit": 0.0,
+        "streams": 3,
+        "block": 1,
     }
     return Settings(**(fields | changed))
 
@@ -60,7 +67,7 @@ def founded(owners: tuple[str, ...] = (A, B), fragments: int = 1, **changed: Any
         run="r",
         settings=settings(**changed),
         fragments=[
-            Fragment(1000, kept=[Kept(0, checksum(0), 0)], copies=[Stored(0, 1)])
+            SharedFragment(SHAPES, kept=[Kept(0, checksum(0), 0)], copies=[Stored(0, 1)])
             for _ in range(fragments)
         ],
         slots=[Slot([Ledger() for _ in range(fragments)], owner) for owner in owners],
@@ -75,6 +82,10 @@ class Desk:
         self.decisions = [state]
         self.merges: list[Merge] = []
         self.deleted: list[str] = []
+        self.settled: list[Settle] = []
+        self.history: list[Bin] = []
+        self.commits_last = False
+        """Whether commits do not end for now."""
         self.merges_last, self.is_finite = False, True
         """Whether merges do not end for now, and whether they are finite."""
         self.norm: float | Fate = 1.0
@@ -111,7 +122,6 @@ class Desk:
             "end": ledger.taken + samples,
             "weight": samples,
             "size": 100,
-            "chunks": 1,
         }
         return Part(**(fields | changed))
 
@@ -132,8 +142,9 @@ class Desk:
         syncer = self.syncer
         match job:
             case Commit():
-                self.decisions.append(decode_decision(job.content, job.number))
-                syncer.on_committed(job.number, Outcome.COMMITTED)
+                if not self.commits_last:
+                    self.decisions.append(decode_decision(job.content, job.number))
+                    syncer.on_committed()
             case Load():
                 syncer.on_loaded(job.fragment)
             case Fetch():
@@ -147,5 +158,11 @@ class Desk:
                 syncer.on_snapshot(job.fragment, job.version)
             case Upload():
                 syncer.on_uploaded(job.stored)
+            case Settle():
+                self.settled.append(job)
+            case Record():
+                assert job.number == len(self.history)
+                self.history.append(decode_bin(job.content))
+                syncer.on_recorded(job.number)
             case Delete():
                 self.deleted += job.names

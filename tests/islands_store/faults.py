@@ -3,13 +3,15 @@
 import copy
 import random
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
 from tests.islands_store.island_process import IslandProcess, Nature
-from tests.islands_store.simulation import CHANGE, ISLAND, Plan, Simulation
+from tests.islands_store.liars import Liar, ask, change_often, start_often
+from tests.islands_store.simulation import ISLAND, Plan, Simulation
 from tests.islands_store.syncers import SyncerProcess
-from torchtitan_diloco.islands_store.changes import Admit, Evict, Leave, Set
+from torchtitan_diloco.islands_store.changes import Admit, Change, Evict, Leave, Set
 from torchtitan_diloco.islands_store.note import Note, Part, encode_note
 
 MOST_FAULTS = 6
@@ -40,6 +42,19 @@ def inject(simulation: Simulation, fault: str, rng: random.Random) -> None:
         be_hostile(simulation, rng)
     elif fault == "change":
         change(simulation, rng)
+    elif fault in LIES:
+        Liar(simulation, f"liar{simulation.next_nonce()}", **LIES[fault](rng))
+    elif fault == "many starts":
+        names = [one.name for one in simulation.islands] or ["nobody"]
+        start_often(simulation, rng.choice(names))
+    elif fault == "many changes":
+        change_often(simulation)
+    elif fault == "kill after change":
+        value = f"{8 + simulation.next_nonce() / 1e6:.6f}"
+        simulation.kills_after.add(ask(simulation, Set("slot_seconds", value)))
+    elif fault == "store away beside a stand-by":
+        simulation.start_syncer()
+        store.away_until = max(store.away_until, world.now + rng.uniform(3.5, 23))
     elif fault == "all die":
         for process in (*living, *syncers):
             process.is_alive = False
@@ -123,6 +138,27 @@ def stop_and_return(simulation: Simulation, victim: IslandProcess, rng: random.R
     simulation.world.schedule(rng.uniform(0.5, 4), None, come_back)
 
 
+def sleep(simulation: Simulation, victim: IslandProcess, rng: random.Random) -> None:
+    """So long that all decisions that it could read next are deleted."""
+    victim.paused_until = simulation.world.now + rng.uniform(20, 60)
+
+
+def heir_then_checkpoint(simulation: Simulation, victim: IslandProcess, rng: random.Random) -> None:
+    """Another island takes the slot of one that was killed, and leaves. Then that one comes back
+    with its old checkpoint."""
+    victim.is_alive = False
+    name = f"heir{len(simulation.islands)}"
+    simulation.start(name, victim.nature)
+
+    def leave_again() -> None:
+        for one in simulation.living:
+            if one.name == name:
+                one.machine.leave()
+        simulation.start(victim.name, victim.nature, victim.checkpoint, after=rng.uniform(0.5, 3))
+
+    simulation.world.schedule(simulation.plan.slot_seconds + rng.uniform(2, 6), None, leave_again)
+
+
 FAULTS_OF_ISLANDS: dict[str, Callable[[Simulation, IslandProcess, random.Random], None]] = {
     "kill": kill,
     "kill between calls": kill_between_calls,
@@ -135,6 +171,8 @@ FAULTS_OF_ISLANDS: dict[str, Callable[[Simulation, IslandProcess, random.Random]
     "flip": flip,
     "wrong": go_wrong,
     "stop and return": stop_and_return,
+    "sleep": sleep,
+    "heir, then checkpoint": heir_then_checkpoint,
 }
 
 
@@ -195,21 +233,20 @@ def restore(simulation: Simulation, seconds: float, rng: random.Random) -> None:
 
 def change(simulation: Simulation, rng: random.Random) -> None:
     names = [one.name for one in simulation.islands] or ["nobody"]
-    asked = rng.choice(
-        [
-            Set("sync_every", rng.choice(["3", "4", "9"])),
-            Set("slots", str(rng.choice([5, 6]))),
-            Set("total_tokens", str(int(simulation.settings.total_tokens * 1.2))),
-            Set("delay", "2"),
-            Set("sync_every", "nonsense"),
-            Set("codec", "other"),
-            Leave(rng.choice(names)),
-            Evict(rng.choice(names)),
-            Admit(rng.choice(names)),
-        ]
-    )
-    name = f"{CHANGE}{rng.getrandbits(32):08x}"
-    simulation.world.store.put(name, msgspec.json.encode(asked), replaces=False)
+    possible: list[Change] = [
+        Set("sync_every", rng.choice(["3", "4", "9"])),
+        Set("slots", str(rng.choice([5, 6]))),
+        Set("total_tokens", str(int(simulation.settings.total_tokens * 1.2))),
+        Set("delay", "2"),
+        Set("sync_every", "nonsense"),
+        Set("codec", "other"),
+        Set("codec", "int8"),
+        Set("total_tokens", "1e3"),
+        Leave(rng.choice(names)),
+        Evict(rng.choice(names)),
+        Admit(rng.choice(names)),
+    ]
+    ask(simulation, rng.choice(possible))
 
 
 def be_hostile(simulation: Simulation, rng: random.Random) -> None:
@@ -252,8 +289,6 @@ def hostile_note(simulation: Simulation, login: str, counter: int, rng: random.R
                 end=taken + (3 if wrong != "end" else 10**9),
                 weight=21 if wrong != "weight" else 10**9,
                 size=100 if wrong != "size" else 10**10,
-                chunks=1,
-                digest="00",
                 is_loss=rng.random() < 0.1,
             )
             raw = msgspec.json.encode(part)
@@ -270,13 +305,31 @@ def hostile_note(simulation: Simulation, login: str, counter: int, rng: random.R
         parts=parts,
         is_idle=rng.random() < 0.2,
         needs_copies=True,
-        founds=msgspec.Raw(b'["x",{}]'),
+        entered=[10**11, 3],
+        gauges=msgspec.Raw(rng.choice([b"[]", b'["x",{}]', b"[[1e300]]"])),
     )
     return encode_note(note)
 
 
-OTHERS = ("second syncer", "store away", "restored", "joiners", "hostile", "change", "all die")
-FAULTS = (*FAULTS_OF_ISLANDS, *FAULTS_OF_SYNCERS, *OTHERS)
+LIES: dict[str, Callable[[random.Random], dict[str, Any]]] = {
+    "flood of parts": lambda rng: {"is_idle": rng.random() < 0.7, "samples": rng.choice([1, 1, 5])},
+    "flood of losses": lambda _: {"losses": True},
+    "lying steps": lambda rng: {"faster": 1000, "samples": rng.choice([1, 20])},
+}
+OTHERS = (
+    "second syncer",
+    "store away",
+    "restored",
+    "joiners",
+    "hostile",
+    "change",
+    "all die",
+    "many starts",
+    "many changes",
+    "kill after change",
+    "store away beside a stand-by",
+)
+FAULTS = (*FAULTS_OF_ISLANDS, *FAULTS_OF_SYNCERS, *OTHERS, *LIES)
 
 
 def nature(simulation: Simulation, rng: random.Random) -> Nature:
@@ -307,7 +360,8 @@ def build(seed: int, faults: tuple[str, ...] = FAULTS) -> Simulation:
         failing=0.0 if is_calm else rng.choice([0.0, 0.05, 0.15]),
         lag=0.0 if is_calm else rng.choice([0.0, 0.2]),
         latency=rng.choice([(0.002, 0.02), (0.02, 0.06)]),
-        commit_seconds=rng.choice([0.2, 0.2, 1.0]),
+        commit_seconds=rng.choice([0.05, 0.05, 1.0]),
+        phases=rng.choice([(), (0.3,), (0.2, 0.6)]),
     )
     simulation = Simulation(plan, seed)
     simulation.is_calm = is_calm

@@ -1,27 +1,26 @@
 """A simulated process of an island: it drives the shipped machine, with toy tensors."""
 
-import copy
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING
-
-import msgspec
 
 from tests.islands_store import toy
 from tests.islands_store.toy import Account, Vector
 from tests.islands_store.world import Process, Thread
 from torchtitan_diloco.islands_store.checkpoint import Saved
-from torchtitan_diloco.islands_store.commit import Get, StoreError, read_newest
+from torchtitan_diloco.islands_store.commit import CallFailedError, Get, Reader
 from torchtitan_diloco.islands_store.decision import Decision, decode_decision
+from torchtitan_diloco.islands_store.founding import Founding, WentBackError, encode_founding
 from torchtitan_diloco.islands_store.fragment import Apply, Mode
 from torchtitan_diloco.islands_store.island import REJOIN, Island
-from torchtitan_diloco.islands_store.names import COPY, ISLAND, part_names
-from torchtitan_diloco.islands_store.note import Founding, Part
+from torchtitan_diloco.islands_store.names import COPY, ISLAND, founding_name, part_name
+from torchtitan_diloco.islands_store.note import Gauges, Part
 
 if TYPE_CHECKING:
     from tests.islands_store.simulation import Simulation
 
 NOTE_SECONDS, READ_SECONDS, LOOK = 0.3, 0.2, 0.06
+SHAPES = [(100, 10)]
 
 
 @lru_cache(maxsize=64)
@@ -51,16 +50,13 @@ class Nature:
 @dataclass
 class Payload:
     delta: Vector
-    digest: str
     norm: float
 
 
 @dataclass
 class Checkpoint:
     saved: Saved
-    theta: list[Vector]
     published: list[Vector]
-    accounts: list[Account]
 
 
 @dataclass
@@ -93,74 +89,66 @@ class IslandProcess(Process):
         self.is_founder = is_founder
         self.checkpoint: Checkpoint | None = None  # of this process
         self.ending = ""
-        self.error = ""
-        self.starts = 0
         self.waited = Waited()
         self.poisoned = set[int]()
         self.is_flipped = False
-        self.left_slot: int | None = None
-        """Which it has given back."""
-        self.spawn(self.live(checkpoint))
+        self.begin(checkpoint)
+        for thread in (self.read(), self.write_notes(), self.download(), self.found()):
+            self.spawn(self.until_end(thread))
+        self.spawn(self.live())
 
     @property
     def is_over(self) -> bool:
-        return bool(self.ending or self.error)
+        return bool(self.ending)
 
-    def live(self, checkpoint: Checkpoint | None) -> Thread:
-        """Go on with new starts in the same process, while one has to join anew."""
-        while not self.is_over:
-            self.starts += 1
-            self.begin(checkpoint)
-            for thread in (self.read(), self.write_notes(), self.download(), self.found()):
-                self.spawn(self.in_start(thread))
-            yield from self.train()
-            if self.machine.ending != REJOIN:
-                self.ending = self.machine.ending
-                self.simulation.take_news(self)
-            checkpoint = None
+    def fail(self, error: WentBackError) -> None:
+        """The store was put back: end, and be started again."""
+        assert self.simulation.restores, error
+        self.ending = "went back"
+        self.simulation.went_back += 1
+        self.simulation.start(self.name, self.nature, self.checkpoint, after=1.0)
+
+    def live(self) -> Thread:
+        yield from self.train()
+        self.ending = self.ending or self.machine.ending
+        if self.ending == REJOIN:
+            self.simulation.start(self.name, self.nature, self.checkpoint, after=1.0)
 
     def begin(self, checkpoint: Checkpoint | None) -> None:
-        world, plan = self.world, self.world.plan
+        plan = self.world.plan
         nonce = f"{self.simulation.next_nonce():08x}"
-        fragments = range(plan.fragments)
         saved = None
         self.tensors = Tensors([toy.START] * plan.fragments, [toy.START] * plan.fragments)
         if checkpoint is not None:
-            self.tensors = Tensors(
-                list(checkpoint.theta),
-                list(checkpoint.published),
-                copy.deepcopy(checkpoint.accounts),
-            )
-            checksums = [toy.checksum(one) for one in checkpoint.published]
-            saved = msgspec.structs.replace(
-                checkpoint.saved,
-                fragments=[
-                    msgspec.structs.replace(one, checksum=checksum)
-                    for one, checksum in zip(checkpoint.saved.fragments, checksums, strict=True)
-                ],
-            )
-        founding = Founding(
+            self.checkpoint = checkpoint
+            published = list(checkpoint.published)
+            self.tensors = Tensors([toy.ZERO] * plan.fragments, published)
+            saved = checkpoint.saved
+            if saved.fragments:
+                saved = saved.with_checksums([toy.checksum(one) for one in published])
+        self.founding = Founding(
             run=f"run-{nonce}",
             settings=self.simulation.settings,
-            elements=[1000] * plan.fragments,
-            checksums=[toy.checksum(toy.START)] * plan.fragments,
-            chunks=[1] * plan.fragments,
+            shapes=[SHAPES] * plan.fragments,
+            checksums=[toy.checksum(one) for one in self.tensors.published],
         )
+        if saved is not None:
+            self.founding = saved.found(self.founding)
         self.incarnation = f"{self.name}/{nonce}"
         self.hands: dict[str, Vector] = {}
         self.machine = Island(
-            self.incarnation, founds=founding if self.is_founder else None, saved=saved
+            self.incarnation,
+            facts=self.founding.settings.facts,
+            shapes=self.founding.shapes,
+            founds=self.founding if self.is_founder else None,
+            saved=saved,
         )
-        self.has_account = bool(self.tensors.accounts)
         self.is_note_due = True
-        self.poisoned = set()
-        assert world.plan.fragments == len(fragments)
 
-    def in_start(self, thread: Thread) -> Thread:
-        machine = self.machine
+    def until_end(self, thread: Thread) -> Thread:
         for seconds in thread:
             yield seconds
-            if self.machine is not machine or machine.ending or self.is_over:
+            if self.machine.ending or self.is_over:
                 return
 
     # --- threads of the store ---------------------------------------------------------------------
@@ -168,18 +156,26 @@ class IslandProcess(Process):
     def found(self) -> Thread:
         while not self.machine.may_found:
             yield READ_SECONDS
+        yield from self.put(founding_name(self.incarnation), encode_founding(self.founding))
+        while not self.machine.is_founder:
+            yield READ_SECONDS
         for fragment in range(self.world.plan.fragments):
-            [name] = part_names(self.incarnation, fragment, "founds", 1)
-            yield from self.put(name, toy.START)
-        self.machine.on_founding_stored()
+            yield self.nature.upload
+            copy = self.tensors.published[fragment]
+            yield from self.put(founding_name(self.incarnation, fragment), copy)
 
     def read(self) -> Thread:
+        reader = Reader()
         while True:
-            newest = yield from self.drive(read_newest())
-            if newest is None:
-                self.machine.on_empty(self.now)
-            else:
-                self.machine.on_decision(decode(newest[1], newest[0]), self.now)
+            try:
+                raw = yield from self.drive(reader.read(self.now))
+            except CallFailedError:
+                yield READ_SECONDS
+                continue
+            if reader.number is None:
+                self.machine.on_empty()
+            elif raw is not None:
+                self.machine.on_decision(decode(raw, reader.number), self.now)
                 self.is_note_due = True
             yield READ_SECONDS
 
@@ -188,12 +184,13 @@ class IslandProcess(Process):
         while True:
             if self.is_note_due or self.world.now - last >= NOTE_SECONDS:
                 last, self.is_note_due = self.world.now, False
-                raw = self.machine.note()
+                merged = max(self.simulation.clocks.get(self.incarnation, 0), 0)
+                raw = self.machine.note(Gauges(loss=2.5, validated=(merged, 3.0), says=1))
                 self.simulation.note_bytes = max(self.simulation.note_bytes, len(raw))
                 name = ISLAND + self.incarnation
                 try:
                     yield from self.world.store.write(name, raw, self, replaces=True)
-                except StoreError:
+                except CallFailedError:
                     self.is_note_due = True
                 for name in self.machine.take_garbage():
                     self.world.store.delete(name)
@@ -209,7 +206,7 @@ class IslandProcess(Process):
             try:
                 yield self.nature.download * (4 if stored.kind == COPY else 1)
                 content = yield from self.call(Get(stored.name))
-            except StoreError:
+            except CallFailedError:
                 continue
             if content is None:  # not visible yet, or old: look at the next decision
                 yield 0.3
@@ -233,23 +230,21 @@ class IslandProcess(Process):
         if 0 <= self.nature.overflows_at <= self.machine.step:
             self.simulation.overflowing.add((self.incarnation, fragment, part.number))
             self.nature.overflows_at = -1
-        digest = f"{self.world.random.getrandbits(64):016x}"
-        payload = Payload(delta, digest, norm)
-        self.spawn(self.in_start(self.upload(part, payload, is_finite)))
+        payload = Payload(delta, norm)
+        self.spawn(self.until_end(self.upload(part, payload, is_finite)))
 
     def upload(self, part: Part, payload: Payload, is_finite: bool) -> Thread:
         if self.nature.is_mute:
             return
-        machine, chunks = self.machine, int(is_finite)
+        machine = self.machine
         if is_finite:
             yield self.nature.upload
-            [name] = part_names(self.incarnation, part.fragment, part.number, 1)
-            yield from self.put(name, payload)
-        machine.on_stored(part, 100 * chunks, chunks, payload.digest, self.now, is_finite=is_finite)
+            yield from self.put(part_name(self.incarnation, part.fragment, part.number), payload)
+        machine.on_stored(part, 100, self.now, is_finite=is_finite)
         if is_finite:
             sent = machine.fragments[part.fragment].sent
             assert sent is not None
-            self.simulation.parts[self.incarnation, part.fragment, part.number] = sent
+            self.simulation.parts[self.incarnation, part.fragment, part.number] = sent.part
         self.is_note_due = True
 
     # --- train ------------------------------------------------------------------------------------
@@ -267,6 +262,10 @@ class IslandProcess(Process):
                     self.open_accounts()
                 for send in due.sends:
                     self.send(send.part)
+                while len(machine.entered) < due.phases:
+                    ahead = self.world.random.randint(0, 3)
+                    machine.enter_phase(max([machine.position + ahead, *machine.entered]))
+                    self.is_note_due = True
                 if due.applies or due.sends:
                     self.is_note_due = True
                 elif machine.ending or due.waits_until is None:
@@ -302,9 +301,10 @@ class IslandProcess(Process):
     def step(self) -> None:
         machine, batch = self.machine, self.world.plan.batch
         assert machine.slot is not None
-        self.left_slot = machine.slot
         for sample in range(machine.position, machine.position + batch):
             toy.train(self.tensors.theta, machine.slot, sample)
+            phase = sum(position <= sample for position in machine.entered)
+            self.simulation.phases[self.incarnation, sample] = phase
         machine.finish_step(batch, batch * toy.TOKENS, self.nature.step)
         if machine.step == self.nature.not_finite_at:
             self.poisoned = set(range(self.world.plan.fragments))
@@ -314,12 +314,8 @@ class IslandProcess(Process):
 
     def save(self) -> None:
         saved = self.machine.save()
-        if saved is not None and not self.poisoned and not self.is_flipped:
-            tensors = self.tensors
-            accounts = copy.deepcopy(tensors.accounts)
-            self.checkpoint = Checkpoint(
-                saved, list(tensors.theta), list(tensors.published), accounts
-            )
+        if saved is not None:
+            self.checkpoint = Checkpoint(saved, list(self.tensors.published))
 
     def apply(self, apply: Apply) -> None:
         tensors, fragment = self.tensors, apply.fragment

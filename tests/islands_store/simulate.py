@@ -35,7 +35,8 @@ def simulate(seed: int) -> tuple[int, Counter[str], str]:
     counts["terms of syncers"] = simulation.terms
     counts["superseded syncers"] = simulation.superseded
     counts["stores put back"] = simulation.restores
-    counts["starts of islands"] = sum(one.starts for one in simulation.islands)
+    counts["processes that saw it"] = simulation.went_back
+    counts["starts of islands"] = len(simulation.islands)
     for one in simulation.islands:
         counts[f"  ended: {one.ending or 'killed'}"] += 1
     counts["faults"] = len(simulation.planned)

@@ -8,27 +8,30 @@ from typing import Any
 from unittest.mock import patch
 
 from tests.islands_store import toy
-from tests.islands_store.island_process import Checkpoint, IslandProcess, Nature
+from tests.islands_store.island_process import READ_SECONDS, Checkpoint, IslandProcess, Nature
 from tests.islands_store.syncers import SyncerProcess
 from tests.islands_store.world import Plan, World
-from torchtitan_diloco.islands_store import presence, writer
+from torchtitan_diloco.islands_store import history, presence, writer
 from torchtitan_diloco.islands_store.decision import (
     VERSIONS_LATE,
     Decision,
     Fate,
     Ledger,
-    Settings,
     decode_decision,
 )
+from torchtitan_diloco.islands_store.history import decode_bin
 from torchtitan_diloco.islands_store.island import ENDED, LEFT, Island
 from torchtitan_diloco.islands_store.jobs import Merge
 from torchtitan_diloco.islands_store.names import (
     CHANGE,
+    HISTORY,
     ISLAND,
+    history_name,
     incarnation_of,
     run_number,
 )
 from torchtitan_diloco.islands_store.note import Part
+from torchtitan_diloco.islands_store.settings import Settings
 
 FORGOTTEN, KEPT_SECONDS = 12.0, 3.0
 """Runs here last half a minute, so what is old gets old sooner."""
@@ -40,6 +43,7 @@ class Simulation:
     def __init__(self, plan: Plan, seed: int = 0) -> None:
         self.plan, self.world = plan, World(plan, seed)
         self.world.store.on_create = self.on_create
+        self.world.store.on_delete = self.on_delete
         self.settings = Settings(
             sync_every=plan.sync_every,
             delay=plan.delay,
@@ -55,6 +59,10 @@ class Simulation:
             norm_limit=plan.norm_limit,
             copies_every=plan.copies_every,
             commit_seconds=plan.commit_seconds,
+            poll_seconds=READ_SECONDS,
+            streams=plan.slots,
+            block=plan.batch,
+            phases=plan.phases,
         )
         self.islands: list[IslandProcess] = []
         self.syncers: list[SyncerProcess] = []
@@ -73,19 +81,24 @@ class Simulation:
         self.late: list[int] = []
         self.losses: list[tuple[int, int, int]] = []
         self.fates: dict[Fate, int] = {}
-        self.superseded = self.terms = self.restores = 0
+        self.phases: dict[tuple[str, int], int] = {}
+        """Phase of the data in which an incarnation has read a sample."""
+        self.superseded = self.terms = self.restores = self.went_back = 0
         self.note_bytes = self.decision_bytes = 0
+        self.extra_objects = 0
+        """Objects that others have written on purpose."""
+        self.slot_seconds: set[float] = set()
+        """All values that this setting has had, each from a change of its own."""
+        self.kills_after: set[str] = set()
+        """Changes after whose commit their syncer is killed."""
         self.upload_seconds = plan.upload
         self.save_every = 0
         self.is_exact = True
         """Whether each syncer has begun with the newest outer state."""
         self.is_restored = False
-        self.begun_with: dict[str, Decision] = {}
-        """Older decisions that sessions have begun with, as objects of the newest one were lost."""
         self.is_calm = False
         self.planned: list[tuple[float, str]] = []
         """Faults, and when they come."""
-        self.news: list[str] = []
         self._nonce = 0
 
     # --- actors -----------------------------------------------------------------------------------
@@ -122,9 +135,6 @@ class Simulation:
 
         self.world.schedule(after, None, begin)
 
-    def take_news(self, process: IslandProcess) -> None:
-        self.news += process.machine.news
-
     @property
     def living(self) -> list[IslandProcess]:
         return [one for one in self.islands if one.is_alive and not one.is_over]
@@ -154,19 +164,29 @@ class Simulation:
         self.check_decision(decision)
         self.decisions.append(decision)
 
+    def on_delete(self, name: str) -> None:
+        """A syncer withdraws a decision after the store was put back."""
+        if self.decisions and run_number(name) == self.last.number:
+            assert self.restores
+            self.decisions.pop()
+            self.is_restored = True
+
     def check_decision(self, new: Decision) -> None:
         for fragment, shared in enumerate(new.fragments):
             for kept in shared.kept:
                 known = self.known.setdefault((fragment, kept.version), set())
                 known.add(kept.checksum)
                 assert len(known) <= 1 + self.restores, "two versions of one number"
-            assert shared.version in {kept.version for kept in shared.kept} or not shared.copies
+            assert shared.version in {kept.version for kept in shared.kept}
         if not self.decisions:
             assert new.number == 1
             return
         assert new.number == self.last.number + 1, "a decision is left out"
-        old = self.begun_with.pop(new.session, self.last)
+        old = self.last
         assert new.age >= old.age or self.restores
+        if new.settings.slot_seconds != old.settings.slot_seconds and not self.restores:
+            assert new.settings.slot_seconds not in self.slot_seconds, "a change is made again"
+            self.slot_seconds.add(new.settings.slot_seconds)
         if not old.is_founded:
             return
         assert new.run == old.run
@@ -200,6 +220,9 @@ class Simulation:
                 assert (part.start, part.end) == (ledger.taken, after.taken)
                 assert after.lost == ledger.lost
                 assert after.version == shared.version == before.version + 1
+                for sample in range(part.start, part.end):
+                    phase = sum(position <= sample for position in slot.entered)
+                    assert self.phases[owner, sample] == phase, "read in another phase"
                 assert part.base >= ledger.version, "it contains the slot's last part again"
                 late = shared.version - 1 - part.base
                 assert 0 <= late <= VERSIONS_LATE
@@ -238,7 +261,11 @@ class Simulation:
             return
         assert name not in self.last.names, f"{name} is deleted and named"
         incarnation = incarnation_of(name)
-        if incarnation is not None and incarnation in self.last.owners() and "founds" not in name:
+        if (
+            incarnation is not None
+            and incarnation in self.last.owners()
+            and not name.startswith("found/")
+        ):
             raise AssertionError(f"{name} of an owner is deleted by a syncer")
 
     # --- run --------------------------------------------------------------------------------------
@@ -263,6 +290,7 @@ class Simulation:
         with (
             patch.object(presence, "FORGOTTEN", FORGOTTEN),
             patch.object(writer, "KEPT_SECONDS", KEPT_SECONDS),
+            patch.object(history, "BIN_SECONDS", self.plan.bin_seconds),
         ):
             is_over = self.world.run(self.is_over, until)
         assert is_over, f"no end after {until} s"
@@ -278,8 +306,8 @@ class Simulation:
         """Nobody starves, and nothing is lost, where nothing fails."""
         assert set(self.fates) <= {Fate.MERGED, Fate.LOSS, Fate.OVER}, self.fates
         for process in self.islands:
-            machine = process.machine
-            assert machine.news == [], machine.news
+            news = [line for line in process.machine.news if not line.startswith("waiting")]
+            assert not news, news
         for fragment in range(self.plan.fragments):
             made = self.last.fragments[fragment].version
             steps = max(process.machine.step for process in self.islands)
@@ -294,10 +322,10 @@ class Simulation:
         assert last.ended
         for fragment, shared in enumerate(last.fragments):
             assert shared.clock >= total
-            merged = sum(
-                one.taken - one.lost for one in (slot.ledgers[fragment] for slot in last.slots)
-            )
-            assert merged * toy.TOKENS == shared.clock, "the clock is what was merged"
+            first = self.first_founded
+            merged = self.merged(last, fragment) - self.merged(first, fragment)
+            clock = shared.clock - first.fragments[fragment].clock
+            assert merged * toy.TOKENS == clock, "the clock is what was merged"
         for process in self.islands:
             read = process.machine.decision
             if process.ending != ENDED or self.restores or read is None:
@@ -310,9 +338,37 @@ class Simulation:
                     assert toy.checksum(published) == shared.checksum(shared.version)
         for old, new in pairwise(self.decisions):
             assert old.number + 1 == new.number
-        assert self.world.store.most <= MOST_OBJECTS, self.world.store.most
+        self.check_history()
+        most = self.world.store.most - self.extra_objects
+        assert most <= MOST_OBJECTS, most
         assert self.note_bytes <= MOST_NOTE_BYTES, self.note_bytes
         assert self.decision_bytes <= MOST_DECISION_BYTES, self.decision_bytes
+
+    @property
+    def first_founded(self) -> Decision:
+        return next(one for one in self.decisions if one.fragments)
+
+    @staticmethod
+    def merged(decision: Decision, fragment: int) -> int:
+        """Return the number of samples that a fragment has merged."""
+        ledgers = [slot.ledgers[fragment] for slot in decision.slots]
+        return sum(ledger.taken - ledger.lost for ledger in ledgers)
+
+    def check_history(self) -> None:
+        """All merged tokens are in the history once, whoever was killed."""
+        last = self.last.history
+        bins = [last.open, *([last.closed] if last.closed else [])]
+        entries = self.world.store.entries  # also those that are not visible yet
+        for number, name in enumerate(sorted(one for one in entries if one.startswith(HISTORY))):
+            assert name == history_name(number)
+            if number < last.number:
+                bins.append(decode_bin(entries[name].content))
+            else:
+                assert number == last.number
+                assert last.closed is not None, "only a closed bin is stored"
+        tokens = sum(sums.tokens for one in bins for sums in one.islands.values())
+        clocks = [sum(f.clock for f in d.fragments) for d in (self.first_founded, self.last)]
+        assert tokens == clocks[1] - clocks[0] or self.restores
 
 
 __all__ = ["CHANGE", "ENDED", "ISLAND", "LEFT", "Nature", "Plan", "Simulation"]

@@ -1,6 +1,5 @@
 """A simulated process of the syncer: it drives the shipped machine, with toy tensors."""
 
-import copy
 from collections import deque
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
@@ -8,15 +7,15 @@ from typing import TYPE_CHECKING, Any
 from tests.islands_store.toy import Outer, Vector, add, checksum
 from tests.islands_store.world import Process, Thread
 from torchtitan_diloco.islands_store.commit import (
+    CallFailedError,
     Get,
     List,
     Outcome,
     StandBy,
-    StoreError,
     commit,
-    read_newest,
 )
-from torchtitan_diloco.islands_store.decision import Decision, Fate, decode_decision
+from torchtitan_diloco.islands_store.decision import Fate
+from torchtitan_diloco.islands_store.founding import WentBackError
 from torchtitan_diloco.islands_store.jobs import (
     Adopt,
     Commit,
@@ -25,21 +24,25 @@ from torchtitan_diloco.islands_store.jobs import (
     Job,
     Load,
     Merge,
+    Record,
+    Settle,
     Snapshot,
     Upload,
 )
 from torchtitan_diloco.islands_store.names import (
     CHANGE,
     COPY,
+    FOUND,
     ISLAND,
     PART,
     RUN,
     VERSION,
     Object,
+    founding_name,
+    history_name,
     incarnation_of,
-    part_names,
+    part_name,
     run_name,
-    run_number,
 )
 from torchtitan_diloco.islands_store.note import MOST_NOTE, Part
 from torchtitan_diloco.islands_store.syncer import Syncer
@@ -60,44 +63,39 @@ class SyncerProcess(Process):
         self.term = 0
         """How often it has led. Threads of earlier terms end."""
         self.outers: dict[int, Outer] = {}
+        self.merged: dict[int, Outer] = {}
+        """States of versions that do not count yet, beside the ones before them."""
         self.fetched: dict[tuple[str, Part], Any] = {}
         self.prepared: dict[tuple[str, int, int], Any] = {}
         self.fragment_jobs: dict[int, deque[Thread]] = {}
-        self.lost_from = 0
-        """Decisions from this one on name objects that the store has lost."""
         self.spawn(self.stand_by())
+
+    def fail(self, error: WentBackError) -> None:
+        """The store was put back: end, and be started again."""
+        assert self.simulation.restores, error
+        self.is_alive = False
+        self.simulation.went_back += 1
+        self.simulation.start_syncer(after=1.0)
 
     def stand_by(self) -> Thread:
         stand_by = StandBy()
         while True:
-            newest = yield from self.drive(read_newest())
-            number = None if newest is None else newest[0]
-            decision = None if newest is None else decode_decision(newest[1], number)
-            is_stopped = decision is not None and decision.stopped
-            if stand_by.look(number, is_stopped, self.now):
-                break
+            try:
+                if (yield from self.drive(stand_by.watch(self.now))):
+                    break
+            except CallFailedError:
+                pass
             yield POLL * 2
+        decision = stand_by.newest
         self.term += 1
-        self.outers, self.prepared, self.fragment_jobs, self.fetched = {}, {}, {}, {}
+        self.outers, self.merged, self.prepared = {}, {}, {}
+        self.fragment_jobs, self.fetched = {}, {}
         session = f"{self.world.random.getrandbits(64):016x}"
-        while decision is not None and self.lost_from and decision.number >= self.lost_from:
-            decision = yield from self.older(decision.number)
-            assert decision is not None, "all decisions that are kept name lost objects"
-            self.simulation.begun_with[session] = copy.deepcopy(decision)
-        self.machine = Syncer(decision, session, self.now, self.world.now, newest=number or 0)
+        self.machine = Syncer(decision, session, self.now, self.world.now)
         self.begun_at = 0 if decision is None else decision.number
         self.simulation.terms += 1
         for thread in (self.poll(), self.ticks(), self.sweeps()):
             self.spawn(self.in_term(thread))
-
-    def older(self, number: int) -> Generator[float, None, Decision | None]:
-        """Return the next decision before this one."""
-        names = yield from self.patient(List(RUN))
-        before = [name for name in names if name < run_name(number)]
-        if not before:
-            return None
-        raw = yield from self.patient(Get(before[-1]))
-        return decode_decision(raw, run_number(before[-1]))
 
     def in_term(self, thread: Thread) -> Thread:
         """End a thread when its term ends."""
@@ -120,19 +118,30 @@ class SyncerProcess(Process):
         while self.machine is not None:
             try:
                 names = yield from self.call(List(ISLAND))
-                for name in names:
+                for name in self.machine.choose_notes(names):
                     raw = self.world.store.look(name)  # all at once, in the same round trip
                     incarnation = incarnation_of(name)
                     if raw is not None and incarnation is not None:
                         self.machine.on_note(incarnation, raw[: MOST_NOTE + 1])
-                for name in (yield from self.call(List(CHANGE))):
+                if self.machine.state is None or not self.machine.state.is_founded:
+                    yield from self.read_foundings()
+                self.machine.on_poll(self.now)
+                for name in self.machine.choose_changes((yield from self.call(List(CHANGE)))):
                     raw = yield from self.call(Get(name))
                     if raw is not None:
                         self.machine.on_change(name, raw)
-                self.machine.on_poll(self.now)
-            except StoreError:
+            except CallFailedError:
                 pass
             yield POLL
+
+    def read_foundings(self) -> Thread:
+        for name in (yield from self.call(List(FOUND))):
+            incarnation = incarnation_of(name)
+            if incarnation is None or name != founding_name(incarnation):
+                continue
+            raw = yield from self.call(Get(name))
+            if raw is not None and self.machine is not None:
+                self.machine.on_founding(incarnation, raw)
 
     def ticks(self) -> Thread:
         while self.machine is not None:
@@ -144,9 +153,9 @@ class SyncerProcess(Process):
         while self.machine is not None:
             try:
                 names = list[str]()
-                for prefix in ("version/", "copy/", "outer/", PART, ISLAND, RUN):
+                for prefix in ("version/", "copy/", "outer/", PART, ISLAND, FOUND, RUN):
                     names += yield from self.call(List(prefix))
-            except StoreError:
+            except CallFailedError:
                 yield 1.0
                 continue
             for name in self.machine.garbage(names):
@@ -166,7 +175,16 @@ class SyncerProcess(Process):
                 self.spawn(self.in_term(self.fetch(job)))
             case Upload():
                 self.spawn(self.in_term(self.upload(job.stored)))
+            case Record():
+                self.spawn(self.in_term(self.record(job)))
+            case Settle():
+                self.settle(job)
             case Delete():
+                if self.simulation.kills_after.intersection(job.names):
+                    self.simulation.kills_after.difference_update(job.names)
+                    self.is_alive = False
+                    self.simulation.start_syncer(after=1.0)
+                    return
                 for name in job.names:
                     self.simulation.check_garbage(name)
                     self.world.store.delete(name)
@@ -196,24 +214,36 @@ class SyncerProcess(Process):
         if outcome is Outcome.SUPERSEDED:
             self.resign()
             return
-        self.machine.on_committed(job.number, outcome)
+        self.machine.on_committed()
         if self.machine.has_stopped:
             self.is_alive = False
+
+    def record(self, job: Record) -> Thread:
+        yield from self.put(history_name(job.number), job.content)
+        assert self.machine is not None
+        self.machine.on_recorded(job.number)
+
+    def settle(self, job: Settle) -> None:
+        """The newest version counts. One that did not would have to be computed again."""
+        state = self.merged.pop(job.fragment, None)
+        assert state is not None
+        assert state.version == job.version
+        self.outers[job.fragment] = state
 
     def adopt(self, job: Adopt) -> Thread:
         yield self.world.plan.upload
         found = list[Vector]()
-        for fragment, chunks in enumerate(job.founding.chunks):
-            for name in part_names(job.incarnation, fragment, "founds", chunks):
-                content = yield from self.patient(Get(name))
-                found += [] if content is None else [content]
+        for fragment in range(len(job.founding.shapes)):
+            name = founding_name(job.incarnation, fragment)
+            content = yield from self.patient(Get(name))
+            found += [] if content is None else [content]
         assert self.machine is not None
         is_whole = [checksum(one) for one in found] == job.founding.checksums
         if is_whole:
             self.outers = {f: Outer(0, one, one) for f, one in enumerate(found)}
             for fragment, one in enumerate(found):
                 self.prepared[COPY, fragment, 0] = one
-        self.machine.on_adopted(job.founding, is_whole)
+        self.machine.on_adopted(job.incarnation, job.founding, is_whole)
 
     def load(self, job: Load) -> Thread:
         yield self.world.plan.upload
@@ -221,10 +251,10 @@ class SyncerProcess(Process):
         for stored in (job.copy, *job.versions, *([job.outer] if job.outer else [])):
             found[stored] = yield from self.read(stored)
             if found[stored] is None:
+                # A syncer was killed before it could withdraw a decision: somebody deletes it.
                 assert self.simulation.restores, f"{stored.name} is named and gone"
-                self.lost_from = self.begun_at
-                self.resign()
-                return
+                self.world.store.delete(run_name(self.begun_at))
+                raise WentBackError(f"{stored.name} is gone")
         published: Vector = found[job.copy]
         for stored in job.versions:
             published = add(published, found[stored])
@@ -254,16 +284,12 @@ class SyncerProcess(Process):
     def fetch(self, job: Fetch) -> Thread:
         part = job.part
         yield self.world.plan.upload
-        names = part_names(job.incarnation, part.fragment, part.number, part.chunks)
+        name = part_name(job.incarnation, part.fragment, part.number)
         found: float | Fate = Fate.UNREADABLE
         for _ in range(10):
-            contents = []
-            for name in names:
-                contents.append((yield from self.patient(Get(name))))
-            if None not in contents:
-                payload = contents[0]
-                whole = len(contents) > 0 and payload.digest == part.digest
-                found = payload.norm if whole else Fate.UNREADABLE
+            payload = yield from self.patient(Get(name))
+            if payload is not None:
+                found = payload.norm
                 self.fetched[job.incarnation, part] = payload
                 break
             yield 0.3  # not visible yet
@@ -285,14 +311,15 @@ class SyncerProcess(Process):
         assert before.version == job.version - 1
         stepped = before.step(deltas, weights, job.weight_of_all)
         outer, update = stepped.publish(self.world.plan.is_rough)
-        self.outers[job.fragment] = outer
+        assert job.fragment not in self.merged, "two versions beside the one that counts"
+        self.merged[job.fragment] = outer
         self.prepared[VERSION, job.fragment, job.version] = update
         self.simulation.merges[self.machine.session, job.fragment, job.version] = job
         self.machine.on_merged(job.fragment, job.version, checksum(outer.published))
 
     def snapshot(self, job: Snapshot) -> Thread:
         yield 0.01
-        outer = self.outers[job.fragment]
+        outer = self.merged.get(job.fragment, self.outers[job.fragment])
         assert outer.version == job.version
         self.prepared[COPY, job.fragment, job.version] = outer.published
         self.prepared["outer", job.fragment, job.version] = outer
@@ -305,5 +332,8 @@ class SyncerProcess(Process):
         self.simulation.check_upload(stored, self.machine.session)
         factor = 1 if stored.kind == VERSION else 4
         yield self.simulation.upload_seconds * factor
-        yield from self.put(stored.name, content)
-        self.machine.on_uploaded(stored)
+        if (yield from self.put(stored.name, content)):
+            self.machine.on_uploaded(stored)
+        else:
+            assert self.simulation.restores, f"{stored.name} has another content"
+            self.resign()

@@ -5,14 +5,25 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.islands_store.desk import A, B, checksum, founded
+from tests.islands_store.desk import SHAPES, A, B, checksum, founded
 from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.islands_store.checkpoint import Saved
-from torchtitan_diloco.islands_store.decision import REPLACED, Decision, Fate, Kept, Ledger
+from torchtitan_diloco.islands_store.decision import REPLACED, SICK, Decision, Fate, Kept, Ledger
+from torchtitan_diloco.islands_store.founding import Founding, WentBackError
 from torchtitan_diloco.islands_store.fragment import Boundary, Mode
-from torchtitan_diloco.islands_store.island import REJOIN, WENT_BACK, Island
+from torchtitan_diloco.islands_store.island import REJOIN, Island
 from torchtitan_diloco.islands_store.names import COPY, VERSION, Object
-from torchtitan_diloco.islands_store.note import Founding, Note, decode_note
+from torchtitan_diloco.islands_store.note import Note, Part, decode_note
+from torchtitan_diloco.islands_store.settings import RATES
+
+
+def build_island(fragments: int = 1, **options: Any) -> Island:
+    return Island(A, **({"facts": {}, "shapes": [SHAPES] * fragments} | options))
+
+
+def founding(**changed: Any) -> Founding:
+    fields: dict[str, Any] = {"run": "r", "settings": founded().settings, "shapes": [SHAPES]}
+    return Founding(**(fields | {"checksums": ["0"]} | changed))
 
 
 class Hand:
@@ -20,7 +31,7 @@ class Hand:
 
     def __init__(self, state: Decision, **options: Any) -> None:
         self.now, self.state = 0.0, state
-        self.island = Island(A, **options)
+        self.island = build_island(**options)
         self.applied: list[tuple[int, Mode, float]] = []
         self.read()
 
@@ -46,7 +57,7 @@ class Hand:
                 self.applied.append((apply.version, apply.mode, apply.share))
                 self.island.on_checksum(apply.fragment, apply.version, checksum(apply.version))
             for send in due.sends:
-                self.island.on_stored(send.part, 100, 1, "", self.now)
+                self.island.on_stored(send.part, 100, self.now)
             total.applies += due.applies
             total.sends += due.sends
             if not due.applies and not due.sends:
@@ -63,18 +74,22 @@ class Hand:
         return due
 
     @property
+    def sent(self) -> Part:
+        outstanding = self.island.fragments[0].sent
+        assert outstanding is not None
+        return outstanding.part
+
+    @property
     def note(self) -> Note:
         return decode_note(self.island.note())
 
     def publish(self, *, fate: Fate = Fate.MERGED, own: bool = True, keeps: int = 99) -> None:
         """Let the syncer make the next version, with the own part or without."""
         shared, ledger = self.state.fragments[0], self.state.slots[0].ledgers[0]
-        sent = self.island.fragments[0].sent
         if own:
-            assert sent is not None
-            ledger.number, ledger.fate = sent.number, fate
+            ledger.number, ledger.fate = self.sent.number, fate
             if fate is Fate.MERGED or fate.is_lost:
-                ledger.taken = sent.end
+                ledger.taken = self.sent.end
         if fate is Fate.MERGED:
             shared.version += 1
             shared.clock += 20
@@ -107,6 +122,17 @@ def test_it_sends_at_its_turn_and_mixes_in_time(hand: Hand) -> None:
     assert hand.applied[-1] == (1, Mode.MIX, 0.25)
     [send] = hand.step(8).sends
     assert (send.part.start, send.part.end, send.part.weight, send.part.base) == (10, 20, 10, 1)
+
+
+def test_a_part_says_how_its_bytes_are_made() -> None:
+    """A syncer decodes the shards of all ranks with this alone."""
+    hand = Hand(founded((A,), codec="int8"), ranks=4)
+    hand.boundary()
+    [send] = hand.step(10).sends
+    assert (send.part.codec, send.part.ranks) == ("int8", 4)
+    [listed] = hand.note.read_parts()
+    assert isinstance(listed, Part)
+    assert (listed.ranks, listed.size) == (4, 100)
 
 
 def test_a_version_that_comes_late_keeps_half_of_the_local_parameters(hand: Hand) -> None:
@@ -153,9 +179,8 @@ def test_what_a_reset_has_lost_is_declared(hand: Hand) -> None:
     hand.boundary()
     assert hand.applied[-1] == (0, Mode.RESET, 0.0)
     [part] = hand.note.read_parts()
-    loss = hand.island.fragments[0].sent
+    loss = hand.sent
     assert part == loss
-    assert loss is not None
     assert (loss.is_loss, loss.start, loss.end) == (True, 10, 13)
     ledger = hand.state.slots[0].ledgers[0]
     ledger.number, ledger.taken, ledger.fate = 2, 13, Fate.LOSS
@@ -168,7 +193,7 @@ def test_a_part_that_is_not_finite_becomes_a_loss(hand: Hand) -> None:
     for _ in range(10):
         hand.island.finish_step(1, 1, 0.1)
     [send] = hand.island.boundary(1.0).sends
-    hand.island.on_stored(send.part, 0, 0, "", 1.0, is_finite=False)
+    hand.island.on_stored(send.part, 0, 1.0, is_finite=False)
     [part] = hand.note.read_parts()
     assert (part.number, getattr(part, "is_loss", False)) == (1, True)
     assert hand.boundary().applies[0].mode is Mode.RESET
@@ -189,37 +214,29 @@ def test_a_wrong_bit_is_mended_by_a_copy(hand: Hand) -> None:
     assert island.fragments[0].copy == Object(COPY, 3, 0, 1)
     hand.boundary()
     assert hand.applied[-1] == (1, Mode.TAKE, 0.0)
-    sent = island.fragments[0].sent
-    assert sent is not None
-    assert (sent.is_loss, sent.start, sent.end) == (True, 10, 12)
+    assert (hand.sent.is_loss, hand.sent.start, hand.sent.end) == (True, 10, 12)
 
 
-def test_a_store_that_was_put_back_shows_in_the_copy(hand: Hand) -> None:
-    """The same version has another checksum in the decision that is read now."""
+@pytest.mark.parametrize("what", ["run", "version", "checksum", "ledger", "slots"])
+def test_a_store_that_was_put_back_is_an_error_for_people(hand: Hand, what: str) -> None:
+    """A later decision contradicts one that was read."""
     hand.step(10)
     hand.publish()
-    hand.step(2)
-    assert hand.island.fragments[0].applied == 1
-    kept = hand.state.fragments[0].kept
-    kept[-1] = msgspec.structs.replace(kept[-1], checksum="ffff")
-    hand.read()
-    assert hand.island.fragments[0].is_wrong
-
-
-@pytest.mark.parametrize("what", ["number", "version", "ledger"])
-def test_it_joins_anew_if_what_was_decided_is_no_longer_so(hand: Hand, what: str) -> None:
-    hand.step(10)
-    hand.publish()
-    older = founded((A,))
-    older.number = hand.state.number + (1 if what != "number" else -1)
-    if what == "ledger":
+    older = founded((A,), sync_every=10, delay=2, mixing=0.25)
+    older.number = hand.state.number + 1
+    if what != "version":
         older.fragments = hand.state.fragments
-    hand.island.on_decision(older, hand.now)
-    if what == "number":
-        assert not hand.island.ending, "a list may be late"
-        hand.island.on_decision(older, hand.now + WENT_BACK)
-    assert hand.island.ending == REJOIN
-    assert "joins again" in hand.island.news[-1]
+    if what == "run":
+        older.run = "other"
+    elif what == "checksum":
+        older = msgspec.json.decode(msgspec.json.encode(hand.state), type=Decision)
+        older.number += 1
+        kept = older.fragments[0].kept
+        kept[-1] = msgspec.structs.replace(kept[-1], checksum="ffff")
+    elif what == "slots":
+        older.slots = []
+    with pytest.raises(WentBackError, match="restart the syncer and all islands"):
+        hand.island.on_decision(older, hand.now)
 
 
 def test_it_waits_for_its_grace_at_most_and_not_in_vain() -> None:
@@ -296,46 +313,61 @@ def test_an_owner_of_nothing_joins_anew_and_a_replaced_start_ends(hand: Hand) ->
     assert again.island.ending == REPLACED
 
 
+def test_a_sick_island_says_so_and_goes_on(hand: Hand) -> None:
+    hand.read(told={A: SICK})
+    hand.step(3)
+    assert not hand.island.ending
+    assert hand.island.is_training
+    assert ["numbers are repeatedly wrong" in line for line in hand.island.news] == [True]
+
+
 def saved_of(hand: Hand) -> Saved:
     saved = hand.island.save()
     assert saved is not None
-    fragments = [
-        msgspec.structs.replace(one, checksum=checksum(one.version)) for one in saved.fragments
-    ]
-    return msgspec.structs.replace(saved, fragments=fragments)
+    return saved.with_checksums([checksum(one.version) for one in saved.fragments])
 
 
-def test_a_restart_goes_on_from_its_checkpoint_if_the_ledger_fits(hand: Hand) -> None:
-    hand.step(10)
-    hand.step(1)
+def test_a_restart_takes_the_copy_of_its_checkpoint_and_reads_again(hand: Hand) -> None:
+    """The part that was undecided is merged, and theta is P: what came after it is read again."""
+    hand.step(11)
     saved = saved_of(hand)
     hand.publish()
     again = Hand(hand.state, saved=saved)
-    due = again.boundary()
-    assert again.applied == [(1, Mode.MIX, 0.5)], "the part that was undecided is in"
-    assert not due.sends
-    assert again.island.position == 11
-    [send] = again.step(9).sends
-    assert (send.part.start, send.part.end, send.part.weight) == (10, 20, 10)
-
-
-def test_a_restart_takes_the_copies_if_the_ledger_has_moved(hand: Hand) -> None:
-    saved = saved_of(hand)
-    hand.step(10)
-    hand.publish()
-    again = Hand(hand.state, saved=saved)
-    again.boundary()
+    assert again.boundary().clock >= saved.clock
     assert again.applied == [(0, Mode.TAKE, 0.0), (1, Mode.ADD, 0.0)]
     assert again.island.position == 10
     [send] = again.step(10).sends
-    assert (send.part.start, send.part.end) == (10, 20)
+    assert (send.part.start, send.part.end, send.part.weight) == (10, 20, 10)
+
+
+def test_a_heir_and_then_an_old_checkpoint_merge_nothing_twice(hand: Hand) -> None:
+    """Its part 1 is [0, 10), and that of its heir [0, 4)."""
+    hand.step(10)
+    saved = saved_of(hand)
+    hand.state.slots[0].ledgers[0] = Ledger(1, 4, 0, Fate.MERGED, 0, 0)
+    again = Hand(hand.state, saved=saved)
+    again.boundary()
+    [send] = again.step(10).sends
+    assert (send.part.number, send.part.start, send.part.end) == (2, 4, 14)
 
 
 def test_a_checkpoint_with_a_wrong_bit_is_not_carried_on(hand: Hand) -> None:
-    saved = saved_of(hand)
-    wrong = [msgspec.structs.replace(saved.fragments[0], checksum="bad")]
-    again = Hand(hand.state, saved=msgspec.structs.replace(saved, fragments=wrong))
+    saved = saved_of(hand).with_checksums(["bad"])
+    again = Hand(hand.state, saved=saved)
     assert again.boundary().applies[0].source == Object(COPY, 1, 0, 0)
+
+
+def test_a_checkpoint_names_its_run_at_any_time(hand: Hand) -> None:
+    """Else a restart would found another one in an empty folder."""
+    joins = build_island()
+    assert joins.save() is None
+    joins.on_decision(founded((B,)), 0.0)
+    saved = joins.save()
+    assert saved is not None
+    assert (saved.run, saved.fragments) == ("r", [])
+    hand.step(10)
+    hand.publish(fate=Fate.NOT_FINITE)
+    assert saved_of(hand).run == "r"
 
 
 def test_a_joiner_takes_a_copy_and_the_versions_after_it() -> None:
@@ -345,7 +377,7 @@ def test_a_joiner_takes_a_copy_and_the_versions_after_it() -> None:
         shared.kept = [Kept(v, checksum(v), 50 + v) for v in range(10)]
         copy = msgspec.structs.replace(shared.copies[0], version=8, number=40 + number)
         shared.copies.append(copy)
-    island = Island(A)
+    island = build_island(fragments=2)
     island.on_decision(state, 0.0)
     assert island.wanted() == [
         Object(COPY, 40, 0, 8),
@@ -362,16 +394,91 @@ def test_a_joiner_takes_a_copy_and_the_versions_after_it() -> None:
 def test_an_empty_or_another_location_is_an_error_for_people(hand: Hand) -> None:
     saved = saved_of(hand)
     with pytest.raises(UserError, match="run r"):
-        Island(A, saved=saved).on_empty(0.0)
+        build_island(saved=saved).on_empty()
     state = founded((A,))
     state.run = "other"
     with pytest.raises(UserError, match="the checkpoint belongs to run r"):
-        Island(A, saved=saved).on_decision(state, 0.0)
-    Island(A, founds=Founding("r", state.settings, [1], ["0"], [1]), saved=saved).on_empty(0.0)
+        build_island(saved=saved).on_decision(state, 0.0)
+    may_found = build_island(founds=founding(), saved=saved)
+    may_found.on_empty()
+    assert may_found.may_found
 
 
-def test_another_tokenizer_is_an_error_for_people() -> None:
-    own = msgspec.structs.replace(founded().settings, facts={"tokenizer": "a"})
-    founding = Founding("r", own, [1], ["0"], [1])
+def test_an_island_that_may_not_found_waits_and_says_for_whom() -> None:
+    island = build_island()
+    island.on_empty()
+    assert not island.may_found
+    assert island.news == [
+        "the location is empty: waiting for an island that may found the run",
+    ]
+    unfounded = founded(())
+    unfounded.fragments, unfounded.founder = [], B
+    island.on_decision(unfounded, 0.0)
+    assert island.news[-1] == f"waiting for island {B} to store the first copies"
+    assert not island.is_founder
+    founder = build_island(founds=founding())
+    unfounded.founder = A
+    founder.on_decision(unfounded, 0.0)
+    assert founder.is_founder
+    founder.on_decision(msgspec.structs.replace(founded(), number=2), 0.0)
+    assert not founder.is_founder
+
+
+@pytest.mark.parametrize("is_saved", [False, True])
+def test_another_tokenizer_or_model_is_an_error_for_people(hand: Hand, *, is_saved: bool) -> None:
+    """Also if the island resumes."""
+    saved = saved_of(hand) if is_saved else None
     with pytest.raises(UserError, match="tokenizer is a here and None in the run"):
-        Island(A, founds=founding).on_decision(founded(), 0.0)
+        build_island(facts={"tokenizer": "a"}, saved=saved).on_decision(founded(), 0.0)
+    with pytest.raises(UserError, match="fragment 0 has other parameters here"):
+        build_island(shapes=[[(100, 11)]], saved=saved).on_decision(founded(), 0.0)
+    with pytest.raises(UserError, match="2 fragments here and 1 in the run"):
+        build_island(fragments=2, saved=saved).on_decision(founded(), 0.0)
+
+
+def test_a_healed_fragment_declares_its_work_lost(hand: Hand) -> None:
+    """The skipped step belongs to what is lost. The part in flight counts, and is added."""
+    hand.step(12)
+    hand.island.finish_step(1, 0, 0.1)
+    hand.island.on_reset(0)
+    hand.publish()
+    hand.boundary()
+    assert hand.applied[-1] == (1, Mode.ADD, 0.0)
+    assert (hand.sent.is_loss, hand.sent.start, hand.sent.end) == (True, 10, 13)
+
+
+def test_a_stream_enters_a_phase_where_it_says(hand: Hand) -> None:
+    state = founded((A,), phases=(0.5,), total_tokens=100)
+    state.slots[0].entered = []
+    hand = Hand(state)
+    assert hand.boundary().phases == 0
+    hand.step(10)
+    hand.state.fragments[0].clock = 50
+    hand.read()
+    assert hand.island.boundary(hand.now).phases == 1
+    hand.island.enter_phase(13)
+    assert hand.note.entered == [13]
+    assert hand.island.boundary(hand.now).phases == 1
+    hand.state.slots[0].entered = [13]
+    heir = Hand(hand.state)
+    heir.boundary()
+    assert heir.island.entered == [13]
+
+
+def test_the_mixing_changes_over_the_run() -> None:
+    settings = founded(mixing=0.2, mixing_end=0.6, total_tokens=100).settings
+    assert [settings.mixing_at(tokens) for tokens in (0, 50, 100, 200)] == [0.2, 0.4, 0.6, 0.6]
+    assert founded(mixing=0.2).settings.mixing_at(50) == 0.2
+
+
+def test_it_stops_waiting_sooner_where_decisions_are_faster() -> None:
+    """On a folder after about two seconds without a decision, in a cloud after eight."""
+    for kind, seconds in (("folder", 2.0), ("cloud", 8.0)):
+        rates = RATES[kind]._replace(grace=100.0)
+        hand = Hand(founded((A,), delay=0, **rates._asdict()))
+        hand.boundary()
+        assert hand.step(10).waits_until is not None
+        hand.now += seconds - 0.1
+        assert hand.boundary().waits_until is not None
+        hand.now += 0.5
+        assert hand.boundary().waits_until is None

@@ -10,14 +10,23 @@ from typing import Any
 
 import pytest
 
-from tests.islands_store import test_commit, test_island, test_syncer
-from torchtitan_diloco.islands_store import commit, ledger, location, names
-from torchtitan_diloco.islands_store.checkpoint import SavedFragment
+from tests.islands_store import (
+    test_bounds,
+    test_changes,
+    test_commit,
+    test_founding,
+    test_island,
+    test_simulation,
+    test_syncer,
+)
+from torchtitan_diloco.islands_store import commit, founding, ledger, names
+from torchtitan_diloco.islands_store.changes import Changes
 from torchtitan_diloco.islands_store.fragment import OwnFragment
 from torchtitan_diloco.islands_store.island import Island
 from torchtitan_diloco.islands_store.presence import Presence, Seats
 from torchtitan_diloco.islands_store.rounds import Round
 from torchtitan_diloco.islands_store.syncer import Syncer
+from torchtitan_diloco.islands_store.writer import Writer
 
 
 @contextmanager
@@ -68,13 +77,19 @@ def commits(outcome: commit.Outcome) -> Callable[[], None]:
 
 MUTATIONS = {
     "a decision with other bytes": Mutation(
-        commit.commit, "if there != content", "if False", commits(commit.Outcome.SUPERSEDED)
+        commit.commit,
+        "return Outcome.SUPERSEDED\n            for",
+        "pass\n            for",
+        commits(commit.Outcome.SUPERSEDED),
     ),
     "a higher decision": Mutation(
         commit.commit, "other > name", "False", commits(commit.Outcome.SUPERSEDED)
     ),
     "a store that was put back": Mutation(
-        commit.commit, "before in names", "True", commits(commit.Outcome.RESTORED)
+        commit.commit,
+        "before in names",
+        "True",
+        test_commit.test_a_decision_after_one_that_is_gone_is_withdrawn,
     ),
     "the base holds the slot's last part": Mutation(
         ledger.judge,
@@ -120,14 +135,14 @@ MUTATIONS = {
     ),
     "the fastest paces": Mutation(
         Round._is_paced,
-        "return pace >=",
-        "return True or",
+        "is_due = ",
+        "is_due = True or ",
         test_syncer.test_a_late_part_opens_no_round_of_its_own,
     ),
     "who is gone paces nothing": Mutation(
         Round._is_paced,
-        "if any(not self._steps(owner) for owner in owners)",
-        "if False",
+        "stopped - self.hurried or (stopped and not training)",
+        "False",
         test_syncer.test_the_part_of_an_island_that_is_gone_is_merged_at_once,
     ),
     "the outer rate is scaled": Mutation(
@@ -167,10 +182,136 @@ MUTATIONS = {
         test_syncer.test_the_next_start_of_a_killed_island_takes_its_slot,
     ),
     "changes are done once": Mutation(
-        Syncer.on_change,
+        Changes.make,
+        "name in state.done or ",
+        "",
+        test_changes.test_done_changes_are_kept_while_they_are_listed,
+    ),
+    "a change that is listed stays done": Mutation(
+        Changes.choose,
+        "self._listed[name] = listened",
+        "pass",
+        test_changes.test_done_changes_are_kept_while_they_are_listed,
+    ),
+    "a change is deleted after its commit": Mutation(
+        Syncer.choose_changes,
+        "if name in committed.done",
         "if name in state.done",
-        "if False",
-        test_syncer.test_a_change_counts_once_wherever_its_name_is_in_the_list,
+        test_changes.test_a_change_is_deleted_once_its_decision_counts,
+    ),
+    "who has stopped hurries once": Mutation(
+        Round._is_paced,
+        "stopped - self.hurried",
+        "stopped",
+        lambda: test_simulation.test_an_island_that_lies_starves_nobody(1, {"is_idle": True}),
+    ),
+    "all that step set the pace": Mutation(
+        Round._is_paced,
+        "in self.decision.owners() if",
+        "in self.ready().values() if",
+        lambda: test_simulation.test_an_island_that_lies_starves_nobody(2, {"faster": 1000}),
+    ),
+    "a loss takes its time": Mutation(
+        ledger.decide,
+        "ledger.since =",
+        "if fate is Fate.MERGED: ledger.since =",
+        test_bounds.test_losses_do_not_use_up_the_numbers_of_a_slot,
+    ),
+    "the slack is taken once": Mutation(
+        ledger.decide,
+        "max(age, ledger.since + used)",
+        "age",
+        test_bounds.test_losses_do_not_use_up_the_numbers_of_a_slot,
+    ),
+    "positions have an end": Mutation(
+        ledger.judge,
+        "part.end > FURTHEST",
+        "False",
+        test_bounds.test_a_part_beyond_all_positions_is_refused,
+    ),
+    "the speed is unknown at first": Mutation(
+        ledger.most_samples,
+        "if not settings.fastest:",
+        "if not settings.fastest: return 1e18\n    if False:",
+        test_bounds.test_a_part_is_bounded_before_the_speed_is_known,
+    ),
+    "starts of a name are bounded": Mutation(
+        Presence.choose,
+        "heard[by_name] >= MOST_STARTS or ",
+        "",
+        test_bounds.test_a_hundred_starts_of_a_name_are_eight,
+    ),
+    "islands of a login are bounded": Mutation(
+        Presence.choose,
+        " or heard[by_login] >= MOST_OF_LOGIN",
+        "",
+        test_bounds.test_islands_of_a_login_are_bounded_and_owners_are_heard_always,
+    ),
+    "messages are forgotten": Mutation(
+        Presence.forgotten,
+        "is_gone = incarnation not in self.members and",
+        "is_gone = False and",
+        test_bounds.test_messages_to_incarnations_that_are_gone_are_forgotten,
+    ),
+    "losses are no work": Mutation(
+        Syncer._decide,
+        "assert self.state is not None",
+        "for slot in self.state.slots: self.seats.note_merged(slot.owner or '')",
+        test_bounds.test_losses_hold_no_slot,
+    ),
+    "a version waits for the one before it": Mutation(
+        Syncer._is_settled,
+        "return ",
+        "return True or ",
+        test_bounds.test_a_merge_waits_for_the_version_before_it,
+    ),
+    "what is seen writes no decision": Mutation(
+        Writer.write_if_due,
+        "seen=[], ",
+        "",
+        test_bounds.test_steps_alone_write_no_decisions,
+    ),
+    "phases begin with the run": Mutation(
+        Syncer._read_phases,
+        "len(slot.entered) >= self.state.phases or ",
+        "",
+        test_bounds.test_streams_enter_phases_once_and_before_later_parts_count,
+    ),
+    "phases begin after what is merged": Mutation(
+        Syncer._read_phases,
+        "least <= position <= slot.furthest + most",
+        "True",
+        test_bounds.test_streams_enter_phases_once_and_before_later_parts_count,
+    ),
+    "a stand-by counts time in which it could read": Mutation(
+        commit.StandBy.watch,
+        "min(now - self._read_at, MOST_LISTENED)",
+        "now - self._read_at",
+        test_commit.test_a_stand_by_does_not_count_an_outage_of_the_store,
+    ),
+    "a reader lists": Mutation(
+        commit.Reader.read,
+        "now - self._listed_at < LIST_SECONDS",
+        "True",
+        test_commit.test_a_reader_that_slept_finds_the_highest_decision,
+    ),
+    "a reader takes the highest": Mutation(
+        commit.Reader.read,
+        "content = yield Get(run_name(highest))",
+        "content = yield Get(run_name(known + 1))",
+        test_commit.test_a_reader_that_slept_finds_the_highest_decision,
+    ),
+    "a sweep looks whether its decision is there": Mutation(
+        Writer.garbage,
+        " or run_name(decision.number) not in names",
+        "",
+        test_founding.test_foundings_of_a_run_that_is_founded_are_garbage,
+    ),
+    "another founder follows": Mutation(
+        founding.Founders.choose,
+        "self._presence.silence(current) <= SILENT",
+        "True",
+        test_founding.test_another_founder_follows_one_that_dies,
     ),
     "what is over is refused": Mutation(
         ledger.judge,
@@ -178,11 +319,11 @@ MUTATIONS = {
         "pass",
         test_syncer.test_the_run_ends_with_its_copies_and_goes_on_with_a_larger_total,
     ),
-    "a stop saves": Mutation(
-        Syncer._copy_if_due,
-        "is_due |= self.is_stopping",
-        "is_due |= False",
-        test_syncer.test_a_clean_stop_saves_the_outer_state_of_the_last_version,
+    "a stop waits for what is merged": Mutation(
+        Syncer._end,
+        " and not any(one.merging for one in self.rounds)",
+        "",
+        test_syncer.test_a_stop_in_order_publishes_what_is_merged,
     ),
     "a part is sent once": Mutation(
         OwnFragment.next_send,
@@ -210,21 +351,15 @@ MUTATIONS = {
     ),
     "no wait for nobody": Mutation(
         OwnFragment.waits_until,
-        "now > island.heard_at + FRESH or ",
+        "now > island.heard_at + fresh or ",
         "",
         test_island.test_it_waits_for_no_decision_that_does_not_come,
     ),
     "the copy is compared": Mutation(
-        OwnFragment._compare,
-        "known is None or self.checksum in (None, known)",
+        OwnFragment.on_checksum,
+        "known in (None, checksum)",
         "True",
         with_hand(test_island.test_a_checkpoint_with_a_wrong_bit_is_not_carried_on),
-    ),
-    "also in each decision": Mutation(
-        OwnFragment.on_decision,
-        "self._compare()",
-        "pass",
-        with_hand(test_island.test_a_store_that_was_put_back_shows_in_the_copy),
     ),
     "an early send fits": Mutation(
         OwnFragment._is_due,
@@ -238,17 +373,11 @@ MUTATIONS = {
         "merged + (self.tokens - tokens) * ready",
         with_hand(test_island.test_the_clock_of_the_learning_rate_never_goes_back),
     ),
-    "a checkpoint fits": Mutation(
-        SavedFragment.fits,
-        "(ledger.number, ledger.taken) == (self.number, self.taken)",
-        "True",
-        with_hand(test_island.test_a_restart_takes_the_copies_if_the_ledger_has_moved),
-    ),
     "a decision goes back": Mutation(
-        location.went_back,
+        founding.check_continues,
         "old.number > new.number",
         "False",
-        with_hand(test_island.test_it_joins_anew_if_what_was_decided_is_no_longer_so, "ledger"),
+        with_hand(test_island.test_a_store_that_was_put_back_is_an_error_for_people, "ledger"),
     ),
     "garbage has an old number": Mutation(
         names.is_garbage,
@@ -259,12 +388,15 @@ MUTATIONS = {
 }
 
 
+FAILURES = AssertionError, LookupError, ValueError, ExceptionGroup, pytest.fail.Exception
+
+
 @pytest.mark.parametrize("rule", MUTATIONS)
 def test_a_case_fails_without_the_rule(rule: str) -> None:
     mutation = MUTATIONS[rule]
     mutation.case()
     with (
         mutated(mutation.function, mutation.old, mutation.new),
-        pytest.raises((AssertionError, LookupError, ValueError, ExceptionGroup)),
+        pytest.raises(FAILURES),
     ):
         mutation.case()

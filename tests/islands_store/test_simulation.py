@@ -3,15 +3,19 @@
 `python -m tests.islands_store.simulate --seeds 5000` runs many more with faults.
 """
 
+from typing import Any
+
 import pytest
 
 from tests.islands_store import toy
 from tests.islands_store.faults import build, stop_and_return
 from tests.islands_store.island_process import Nature
+from tests.islands_store.liars import Liar
 from tests.islands_store.simulation import Plan, Simulation
 from torchtitan_diloco.diloco.schedule import Schedule
 from torchtitan_diloco.islands_store import fragment
 from torchtitan_diloco.islands_store.decision import Fate
+from torchtitan_diloco.islands_store.names import name_of
 
 SEEDS, EACH = 200, 10
 
@@ -126,6 +130,91 @@ def test_rounds_come_at_the_pace_of_the_fastest_and_all_work_is_merged(
         assert process.waited.seconds <= 0.03 * simulation.world.now
 
 
+@pytest.mark.parametrize(
+    ("honest", "lies"),
+    [
+        (1, {"is_idle": True}),
+        (1, {"faster": 0}),
+        (2, {"faster": 1000, "samples": 1}),
+        (2, {"faster": 1000, "samples": 20}),
+    ],
+)
+def test_an_island_that_lies_starves_nobody(honest: int, lies: dict[str, Any]) -> None:
+    """The uploads of the others take about a cycle, or two: if versions came faster, their parts
+    would be too old. With a single honest island, one that lies about its steps could set the pace.
+    """
+    plan = Plan(sync_every=30, steps=4000, start_with=1, step=0.1, delay=5, fragments=1)
+    simulation = Simulation(plan, seed=5)
+    simulation.start_syncer()
+    for number in range(honest):
+        simulation.start(f"i{number}", Nature(step=0.1, upload=2.5 * honest))
+    simulation.world.run(lambda: False, until=3.0)
+    Liar(simulation, "liar", notes=10_000, **lies)
+    simulation.world.run(lambda: False, until=50.0)
+    step = max(one.machine.step for one in simulation.islands)
+    [shared] = simulation.last.fragments
+    assert shared.version <= 2.3 * step / plan.sync_every
+    assert Fate.STALE not in simulation.fates
+    for one in simulation.islands:
+        assert one.machine.slot is not None
+        ledger = simulation.last.slots[one.machine.slot].ledgers[0]
+        unmerged = plan.batch * one.machine.step - ledger.taken
+        assert unmerged <= 4 * plan.sync_every * plan.batch
+        assert ledger.lost == 0
+
+
+def test_a_store_that_is_restarted_leaves_the_leader_in_its_place() -> None:
+    plan = Plan(steps=60, start_with=2)
+    simulation = lockstep(plan)
+    simulation.start_syncer()
+    simulation.start_syncer(after=1.0)
+    simulation.world.schedule(
+        6.0, None, lambda: setattr(simulation.world.store, "away_until", simulation.world.now + 23)
+    )
+    simulation.run()
+    assert (simulation.terms, simulation.superseded) == (1, 0)
+    assert not simulation.losses
+
+
+def test_an_island_that_slept_goes_on_with_the_highest_decision() -> None:
+    plan = Plan(steps=200, start_with=2)
+    simulation = lockstep(plan)
+    simulation.start_syncer()
+    simulation.world.run(lambda: False, until=8.0)
+    sleeper = simulation.islands[0]
+    before = sleeper.machine.decision
+    sleeper.paused_until = 50.0
+    simulation.run()
+    assert before is not None
+    assert sleeper.machine.decision is not None
+    assert sleeper.machine.decision.number > before.number + 20
+    assert sleeper.ending in ("ended", "rejoin")
+
+
+def test_a_lost_location_goes_on_from_a_checkpoint() -> None:
+    """Its ranges and clocks go on where they were."""
+    simulation = lockstep(Plan(steps=60))
+    simulation.save_every = 5
+    simulation.start_syncer()
+    simulation.world.run(lambda: False, until=12.0)
+    again = Simulation(simulation.plan, seed=2)
+    again.start_syncer()
+    for process in simulation.islands:
+        again.start(process.name, checkpoint=process.checkpoint)
+    again.run()
+    first = again.first_founded
+    founder = name_of(first.founder)
+    checkpoint = next(one for one in simulation.islands if one.name == founder).checkpoint
+    assert checkpoint is not None
+    assert first.run == checkpoint.saved.run
+    assert [one.clock for one in first.fragments] == checkpoint.saved.clocks
+    assert all(
+        ledger.taken == began.position
+        for slot, began in zip(first.slots, checkpoint.saved.slots, strict=True)
+        for ledger in slot.ledgers
+    )
+
+
 def test_a_mute_island_stalls_nobody() -> None:
     plan = Plan(steps=90, start_with=2, grace=2.0, step=0.2)
     simulation = Simulation(plan, seed=4)
@@ -151,7 +240,6 @@ def test_a_planned_stop_loses_nothing() -> None:
     assert simulation.islands[0].ending == "left"
     assert not simulation.losses
     assert simulation.islands[2].name == simulation.islands[0].name
-    assert simulation.islands[2].machine.slot == simulation.islands[0].left_slot
 
 
 def test_the_bits_of_uploads_that_outlast_ten_decisions() -> None:

@@ -7,7 +7,16 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any, TypeAlias
 
-from torchtitan_diloco.islands_store.commit import Call, Create, Get, List, Sleep, StoreError
+from torchtitan_diloco.islands_store.commit import (
+    Call,
+    CallFailedError,
+    Create,
+    Delete,
+    Get,
+    List,
+    Sleep,
+)
+from torchtitan_diloco.islands_store.founding import WentBackError
 
 Thread: TypeAlias = Generator[float, None, Any]
 """Yields the seconds that it sleeps."""
@@ -38,7 +47,14 @@ class Process:
             seconds = next(thread)
         except StopIteration:
             return
+        except WentBackError as error:
+            self.fail(error)
+            return
         self.world.schedule(seconds, self, lambda: self._resume(thread))
+
+    def fail(self, error: WentBackError) -> None:
+        """End with an error for people."""
+        raise error
 
     def call(self, call: Call) -> Generator[float, None, Any]:
         """Do a call of the store."""
@@ -62,30 +78,28 @@ class Process:
             while True:
                 try:
                     result = yield from self.call(call)
-                except StoreError as error:
+                except CallFailedError as error:
                     call = calls.throw(error)
                 else:
                     call = calls.send(result)
         except StopIteration as end:
             return end.value
 
-    def put(self, name: str, content: object) -> Thread:
-        """Create an object of tensors, as often as it takes."""
+    def put(self, name: str, content: object) -> Generator[float, None, bool]:
+        """Create an object of tensors, as often as it takes. Return whether it has this content."""
         while True:
             self.calls += 1
             try:
-                yield from self.world.store.write(name, content, self, replaces=False)
-            except StoreError:
+                return (yield from self.world.store.write(name, content, self, replaces=False))
+            except CallFailedError:
                 yield 0.5
-            else:
-                return
 
     def patient(self, call: Call) -> Generator[float, None, Any]:
         """Repeat a call until it succeeds."""
         while True:
             try:
                 result = yield from self.call(call)
-            except StoreError:
+            except CallFailedError:
                 yield 0.5
             else:
                 return result
@@ -118,7 +132,9 @@ class Plan:
     """Probability that an object is visible up to a second late."""
     upload: float = 0.02
     """Seconds of an object of the syncer."""
-    commit_seconds: float = 0.2
+    commit_seconds: float = 0.05
+    phases: tuple[float, ...] = ()
+    bin_seconds: float = 5.0
 
 
 @dataclass
@@ -139,11 +155,13 @@ class Store:
         self.most = 0
         """Largest number of objects."""
         self.on_create: Callable[[str, Any], None] = lambda *_: None
+        self.on_delete: Callable[[str], None] = lambda _: None
 
     def put(self, name: str, content: Any, *, replaces: bool) -> bool:
+        """Return whether the object holds this content now."""
         known = self.entries.get(name)
         if known is not None and not replaces:
-            return False
+            return bool(known.content == content)
         world = self.world
         lag = world.random.uniform(0, 1) if world.random.random() < world.plan.lag else 0.0
         before = None if known is None else known.content
@@ -162,11 +180,13 @@ class Store:
         return sorted(name for name in found if self.look(name) is not None)
 
     def delete(self, name: str) -> None:
-        self.entries.pop(name, None)
+        if self.entries.pop(name, None) is not None:
+            self.on_delete(name)
 
     def _write(self, name: str, content: Any, replaces: bool) -> bool:
+        is_new = name not in self.entries
         is_done = self.put(name, content, replaces=replaces)
-        if is_done:
+        if is_new:
             self.on_create(name, content)
         return is_done
 
@@ -188,29 +208,34 @@ class Store:
                         self._write(name, content, replaces)
 
                 world.schedule(world.random.uniform(0, 3), None, land)
-            raise StoreError(f"the write of {name} failed")
+            raise CallFailedError(f"the write of {name} failed")
         done = self._write(name, content, replaces)
         yield world.latency()
         return done
 
-    def do(self, call: Create | Get | List, process: Process) -> Generator[float, None, Any]:
+    def do(
+        self, call: Create | Get | List | Delete, process: Process
+    ) -> Generator[float, None, Any]:
         if isinstance(call, Create):
-            result = yield from self.write(call.name, call.content, process, replaces=False)
-            return result
+            return (yield from self.write(call.name, call.content, process, replaces=False))
         yield from self._travel(process)
         if self.world.random.random() < self.world.plan.failing:
-            raise StoreError("a read failed")
-        found = (
-            self.look(call.name) if isinstance(call, Get) else self.names(call.prefix, call.after)
-        )
+            raise CallFailedError("a call failed")
+        result: Any = None
+        if isinstance(call, Delete):
+            self.delete(call.name)
+        elif isinstance(call, Get):
+            result = self.look(call.name)
+        else:
+            result = self.names(call.prefix, call.after)
         yield self.world.latency()
-        return found
+        return result
 
     def _travel(self, process: Process) -> Generator[float, None, None]:
         yield self.world.latency()
         if self.world.now < max(self.away_until, process.cut_until):
             yield 0.3
-            raise StoreError("no connection")
+            raise CallFailedError("no connection")
 
 
 class World:

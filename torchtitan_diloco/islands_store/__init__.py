@@ -6,17 +6,19 @@ follow its decisions. This package contains the rules, without tensors, store an
 
 | file | contents |
 |---|---|
-| `names.py` | names of objects, and which of them are garbage |
+| `names.py`, `fields.py` | names of objects, and which of them are garbage; types of values |
+| `settings.py`, `founding.py` | settings of a run, and how it begins |
 | `decision.py` | the decisions of the syncer: the state of a run |
+| `history.py` | what has happened in it |
 | `note.py`, `changes.py` | reports of an island, and requests of a person |
 | `commit.py` | how a decision takes effect, and when a standby takes over |
 | `ledger.py` | which parts count |
 | `presence.py` | which islands are running, and their slots |
 | `rounds.py` | when a round opens and closes, and for which islands it waits |
-| `uploads.py`, `writer.py` | objects and decisions in flight, and old ones |
+| `writer.py` | objects and decisions in flight, and old ones |
 | `syncer.py`, `jobs.py` | the syncer, and the jobs of its threads |
 | `fragment.py` | when an island sends, applies and waits |
-| `checkpoint.py`, `location.py` | where an island resumes, and whether that is its run |
+| `checkpoint.py` | from which copies an island resumes |
 | `island.py` | an island |
 
 **Decisions** are created, never replaced, and contain the whole state. All processes use the
@@ -31,9 +33,16 @@ rounding error stays in Theta - P.
 where the ledger ends, and its base is at least the version with the slot's last part. Each sample
 is therefore merged at most once. Refused work stays in the parameters, and is sent again.
 
+**Streams.** A slot is a stream of samples, which its owners read in turn. It enters a phase of the
+data at a position that its owner reports, and the next decision contains. So each owner reads the
+same samples.
+
 **No island blocks the others.** A round closes when its grace period is over, late parts go into
 the next one, and training waits at most for the grace period of its own send. Without syncer or
 store, all islands keep training.
+
+**What users see** follows from the newest decision, and `history/`: it contains what the syncer has
+last seen of each owner, and the sums of the current ten minutes. No decision depends on it.
 
 **Guarantees.** The same version has the same bits on every island. Each range is merged once. All
 work of a running island is merged, at most four versions late. Whatever an island writes affects

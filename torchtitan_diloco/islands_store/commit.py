@@ -1,29 +1,34 @@
-"""How a decision takes effect: it is created once, and there is no higher one.
+"""How a decision takes effect, and how decisions are read.
 
-Both functions yield calls of the store, and are sent the results. The caller throws a `StoreError`
-into them if it does not know whether a call had an effect.
+A decision is created once, and counts if there is no higher one. All generators yield calls of the
+store, and are sent the results. The caller throws a `CallFailedError` into them if it does not know
+whether a call had an effect.
 """
 
+import math
 from collections.abc import Generator
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeAlias
 
+from torchtitan_diloco.islands_store.decision import Decision, decode_decision
+from torchtitan_diloco.islands_store.founding import WentBackError
 from torchtitan_diloco.islands_store.names import RUN, run_name, run_number
+from torchtitan_diloco.islands_store.presence import MOST_LISTENED
 
-RETRY = 0.5
+RETRY = 0.3
 """Seconds after which a failed call is repeated."""
 LOOKS, VISIBLE_SECONDS = 3, 0.6
-"""Number of attempts, and seconds between them, to read a decision that a list does not show."""
+"""Number of attempts, and seconds between them, to see a decision that a list does not show."""
 
 
-class StoreError(ConnectionError):
+class CallFailedError(ConnectionError):
     """A call failed: it had an effect, had none, or will have one later."""
 
 
 @dataclass(frozen=True)
 class Create:
-    """Create an object, and return whether the name was free."""
+    """Create an object, and return whether it holds this content now."""
 
     name: str
     content: bytes
@@ -45,20 +50,22 @@ class List:
 
 
 @dataclass(frozen=True)
+class Delete:
+    name: str
+
+
+@dataclass(frozen=True)
 class Sleep:
     seconds: float
 
 
-Call: TypeAlias = Create | Get | List | Sleep
+Call: TypeAlias = Create | Get | List | Delete | Sleep
 
 
 class Outcome(Enum):
     COMMITTED = "committed"
     SUPERSEDED = "superseded"
     """Another syncer decides. This one discards its state, deletes nothing and stands by."""
-    RESTORED = "restored"
-    """It counts, but the previous decision is missing: the store was restored to an older copy, and
-    objects may be missing."""
 
 
 def commit(number: int, content: bytes) -> Generator[Call, Any, Outcome]:
@@ -66,17 +73,18 @@ def commit(number: int, content: bytes) -> Generator[Call, Any, Outcome]:
 
     `content`: bytes that no other syncer writes. The number may be free because it is old, since
     only the newest decisions are kept. It therefore counts only if no higher one is listed
-    afterwards.
+    afterwards. If the decision before it is missing, the store was restored to an older copy: it is
+    withdrawn, as objects that it names may be missing, and a WentBackError is raised.
     """
     name, before = run_name(number), run_name(number - 1)
+    went_back = False
     while True:
         try:
+            if went_back:
+                yield Delete(name)
+                break
             if not (yield Create(name, content)):
-                there = yield Get(name)
-                if there is None:  # not visible yet
-                    raise StoreError(f"{name} exists, but cannot be read")
-                if there != content:
-                    return Outcome.SUPERSEDED
+                return Outcome.SUPERSEDED
             for _ in range(LOOKS):
                 names = yield List(RUN, after=run_name(number - 2))
                 if any(other > name for other in names):
@@ -84,25 +92,62 @@ def commit(number: int, content: bytes) -> Generator[Call, Any, Outcome]:
                 if number == 1 or before in names:
                     return Outcome.COMMITTED
                 yield Sleep(VISIBLE_SECONDS)
-            return Outcome.RESTORED
-        except StoreError:
+            went_back = True
+        except CallFailedError:
             yield Sleep(RETRY)
+    raise WentBackError(f"decision {number - 1} is no longer stored")
 
 
-def read_newest() -> Generator[Call, Any, tuple[int, bytes] | None]:
-    """Return the highest decision, or None in an empty location."""
-    while True:
-        try:
-            names = yield List(RUN)
-            numbers = [number for name in names if (number := run_number(name)) is not None]
-            if not numbers:
-                return None
-            content = yield Get(run_name(max(numbers)))
-            if content is not None:
-                return max(numbers), content
-        except StoreError:
-            pass
-        yield Sleep(RETRY)  # or it was listed, and is not readable yet, or was old
+LIST_SECONDS = 5.0
+"""Seconds after which the decisions are listed, although the next one is not there. A reader that
+slept may find the next one deleted, and newer ones stored."""
+WENT_BACK_SECONDS = 10.0
+"""Seconds for which the highest decision is older than a known one, after which the store counts as
+restored to an older copy. Lists may be late."""
+
+
+class Reader:
+    """Reads the decisions of a run.
+
+    The highest one counts, never the next one: a paused syncer that has woken up may create the
+    next number again, after it was deleted because it was old.
+    """
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+        """Number of the highest decision that was read. None: the location is empty."""
+        self._listed_at, self._lower_since = -math.inf, math.inf
+
+    @property
+    def is_lower(self) -> bool:
+        """Whether only older decisions were listed than one that was read."""
+        return self._lower_since < math.inf
+
+    def read(self, now: float) -> Generator[Call, Any, bytes | None]:
+        """Return the highest decision if it is new, and None otherwise. Call this repeatedly.
+
+        Raise a WentBackError if only older decisions are listed for some time.
+        """
+        is_listed = self.number is not None and now - self._listed_at < LIST_SECONDS
+        if is_listed and (yield Get(run_name((self.number or 0) + 1))) is None:
+            return None
+        names = yield List(RUN)
+        numbers = [number for name in names if (number := run_number(name)) is not None]
+        highest, known = max(numbers, default=0), self.number or 0
+        if highest < known:
+            self._lower_since = min(self._lower_since, now)
+            if now - self._lower_since >= WENT_BACK_SECONDS:
+                raise WentBackError(f"decision {known} was read, and the highest is {highest}")
+            return None
+        self._lower_since = math.inf
+        content: bytes | None = None
+        if highest > known:
+            content = yield Get(run_name(highest))
+            if content is None:
+                return None  # it is not visible yet, or was old: list again
+            self.number = highest
+        self._listed_at = now
+        return content
 
 
 STANDSTILL = 10.0
@@ -111,18 +156,32 @@ STANDSTILL = 10.0
 
 class StandBy:
     """A syncer that waits until the number stops growing. It uses its own clock: two syncers that
-    lead at the same time do no harm, because decisions are created once."""
+    lead at the same time do no harm, because decisions are created once.
 
-    def __init__(self) -> None:
-        self._newest: int | None = None
-        self._since = 0.0
-        self._has_looked = False
+    Only time in which it could read the store counts. After an outage, the leading syncer needs
+    some time to continue, too.
+    """
 
-    def look(self, number: int | None, is_stopped: bool, now: float) -> bool:
-        """Return whether to take over. `number`: of the newest decision; None: there is none.
+    def __init__(self, died: str = "") -> None:
+        """`died`: session of a syncer that is known to have died."""
+        self.newest: Decision | None = None
+        """The newest decision. None: the location is empty."""
+        self._died, self._reader = died, Reader()
+        self._read_at: float | None = None
+        self._still = 0.0
 
-        `is_stopped`: whether the decision says that its syncer has ended in order.
-        """
-        if not self._has_looked or number != self._newest:
-            self._newest, self._since, self._has_looked = number, now, True
-        return number is None or is_stopped or now - self._since >= STANDSTILL
+    def watch(self, now: float) -> Generator[Call, Any, bool]:
+        """Read the newest decision, and return whether to take over."""
+        content = yield from self._reader.read(now)
+        if content is not None:
+            self.newest = decode_decision(content, self._reader.number)
+        if content is not None or self._read_at is None or self._reader.is_lower:
+            self._still = 0.0
+        else:
+            self._still += min(now - self._read_at, MOST_LISTENED)
+        self._read_at = now
+        if self._reader.is_lower:
+            return False
+        if self.newest is None or self.newest.stopped or self.newest.session == self._died:
+            return True
+        return self._still >= STANDSTILL

@@ -13,28 +13,32 @@ import msgspec
 from msgspec import Meta
 
 from torchtitan_diloco.base.user import UserError
-from torchtitan_diloco.islands_store.names import COPY, LARGEST, OUTER, VERSION, Object
+from torchtitan_diloco.islands_store.fields import (
+    Checksum,
+    Count,
+    Digest,
+    Entered,
+    MalformedError,
+    Name,
+    Positive,
+    Seconds,
+    Shapes,
+    Tokens,
+)
+from torchtitan_diloco.islands_store.history import History
+from torchtitan_diloco.islands_store.names import COPY, OUTER, VERSION, Object
+from torchtitan_diloco.islands_store.note import Vitals
+from torchtitan_diloco.islands_store.settings import Settings
 
 PROTOCOL = 1
 MOST_PLAIN = 16 * 2**20
 """Maximum number of bytes of a decision before compression."""
-MOST_SLOTS, MOST_FRAGMENTS = 1024, 4096
 VERSIONS_LATE = 4
 """Maximum number of versions by which the base of a part may be older than the newest one."""
-
-Count = Annotated[int, Meta(ge=0, le=LARGEST)]
-Positive = Annotated[int, Meta(ge=1, le=LARGEST)]
-Seconds = Annotated[float, Meta(ge=0, le=1e6)]
-Name = Annotated[str, Meta(pattern=r"^[\x21-\x7e]{1,128}\Z")]
-Checksum = Annotated[str, Meta(pattern=r"^[0-9a-f]{1,16}\Z")]
 
 
 class NewerProtocolError(UserError):
     """The run is written by newer code."""
-
-
-class DamagedError(ValueError):
-    """An object differs from what its writer has written."""
 
 
 class Fate(IntEnum):
@@ -63,36 +67,6 @@ class Fate(IntEnum):
         return self.name.lower().replace("_", " ")
 
 
-class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Settings of a run, set by the island that founds it."""
-
-    sync_every: Positive
-    """H."""
-    delay: Count
-    """tau."""
-    total_tokens: Positive
-    slots: Annotated[int, Meta(ge=1, le=MOST_SLOTS)]
-    """Maximum number of islands that train at a time, each on a separate stream of samples."""
-    start_with: Positive
-    mixing: Annotated[float, Meta(ge=0, le=1)] = 0.0
-    """alpha."""
-    outer_lr: Annotated[float, Meta(gt=0, le=100)] = 1.0
-    codec: Name = "fp32"
-    grace: Seconds = 1.0
-    slot_seconds: Annotated[float, Meta(gt=0, le=1e6)] = 60.0
-    fastest: Annotated[float, Meta(gt=0, le=1e9)] = 1e6
-    """Maximum number of samples per second of an island."""
-    tokens_per_sample: Positive = 1
-    norm_limit: Annotated[float, Meta(ge=0, le=1e9)] = 0.0
-    """Multiple of the usual norm above which a part is an outlier. 0: no part is."""
-    copies_every: Positive = 8
-    """Number of versions between two copies if no island requests one."""
-    commit_seconds: Annotated[float, Meta(ge=0.05, le=60)] = 0.2
-    """Minimum seconds between two decisions: 1 on a bucket."""
-    facts: dict[Name, Name] = {}
-    """Fingerprints of all other facts on which islands must agree."""
-
-
 class Ledger(msgspec.Struct, array_like=True):
     """The fate of a slot's samples in a fragment."""
 
@@ -106,15 +80,48 @@ class Ledger(msgspec.Struct, array_like=True):
     """Fate of part `number`."""
     version: Count = 0
     """Version that contains its last merged part."""
-    since: Count = 0
-    """Age of the run, in seconds, when it was merged."""
+    since: Annotated[float, Meta(ge=0)] = 0.0
+    """Age of the run, in seconds, when `taken` last changed, or the slot was given to a new island:
+    its samples are bounded by the time since then."""
 
 
 class Slot(msgspec.Struct, array_like=True):
     ledgers: list[Ledger]
     owner: str | None = None
-    corpus: str = ""
+    corpus: Digest = ""
     """Digest of the corpus in which its samples are numbered."""
+    entered: Entered = []
+    """Positions at which its stream entered the first, second, ... phase of the data."""
+    read_twice: Count = 0
+    """Number of samples that an owner had read, and the next one had to read again."""
+
+    @property
+    def furthest(self) -> int:
+        """Position of the first sample that is not merged or lost in any fragment."""
+        return max((ledger.taken for ledger in self.ledgers), default=0)
+
+
+class Seen(msgspec.Struct, array_like=True, frozen=True):
+    """What the syncer has last seen of the owner of a slot, on its clock. For users: no decision
+    depends on it."""
+
+    heard: Seconds = 0.0
+    """Seconds since its last note, in time during which the syncer has listened."""
+    still: Seconds = 0.0
+    """Seconds since its last step."""
+    step: Count = 0
+    tokens: Tokens = 0
+    position: Count = 0
+    step_seconds: Seconds = 0.0
+    vitals: Vitals = Vitals()
+    flags: Annotated[int, Meta(ge=0, le=255)] = 0
+    """`IS_IDLE` and `IS_SENDING`."""
+    says: Annotated[int, Meta(ge=0, le=255)] = 0
+    """Code of what the island says of itself. 0: nothing."""
+
+
+IS_IDLE, IS_SENDING = 1, 2
+"""Flags: it has stopped on purpose, and an upload is in flight."""
 
 
 class Kept(msgspec.Struct, array_like=True, frozen=True):
@@ -132,10 +139,10 @@ class Stored(msgspec.Struct, array_like=True, frozen=True):
     number: Count
 
 
-class Fragment(msgspec.Struct, array_like=True):
-    elements: Count
+class SharedFragment(msgspec.Struct, array_like=True):
+    shapes: Shapes
     version: Count = 0
-    clock: Count = 0
+    clock: Tokens = 0
     """Number of merged tokens."""
     is_open: bool = False
     """Whether a round waits for parts."""
@@ -145,6 +152,10 @@ class Fragment(msgspec.Struct, array_like=True):
     copies: list[Stored] = []
     """At most two copies, the newest one last."""
     outer: Stored | None = None
+
+    @property
+    def elements(self) -> int:
+        return sum(rows * width for rows, width in self.shapes)
 
     def checksum(self, version: int) -> str | None:
         return next((one.checksum for one in self.kept if one.version == version), None)
@@ -169,12 +180,13 @@ class Fragment(msgspec.Struct, array_like=True):
 
 class Decision(msgspec.Struct, array_like=True):
     protocol: int
-    number: Count
+    number: Positive
     session: str
     """Nonce of the syncer, so that two syncers never write the same bytes."""
     run: Name
     settings: Settings
-    fragments: list[Fragment]
+    fragments: list[SharedFragment] = []
+    """Empty while the copies of the founder are not stored."""
     slots: list[Slot] = []
     age: float = 0.0
     """Seconds since the run was founded."""
@@ -185,16 +197,21 @@ class Decision(msgspec.Struct, array_like=True):
     told: dict[str, str] = {}
     """Messages to incarnations of islands: a key of `ORDERS`."""
     barred: list[str] = []
-    """Logins that are evicted until they are admitted."""
+    """Names of islands that are evicted until they are admitted."""
     done: dict[str, str] = {}
     """The latest changes, and why they were refused, or empty if they were applied. They are not
-    applied again, and their objects are deleted."""
+    applied again, and their objects are deleted once this decision counts."""
     writing: list[Object] = []
     """Objects whose upload may start once this decision counts."""
+    founder: str = ""
+    """Incarnation of the island whose copies the run begins with."""
     begun: bool = False
     ended: bool = False
     stopped: bool = False
     """Whether the syncer has ended in order, so that another one may follow at once."""
+    seen: list[Seen | None] = []
+    """What is known of the owner of each slot."""
+    history: History = msgspec.field(default_factory=History)
 
     @property
     def is_founded(self) -> bool:
@@ -205,6 +222,11 @@ class Decision(msgspec.Struct, array_like=True):
         """Names of all objects that this decision names or announces."""
         named = (one for f, part in enumerate(self.fragments) for one in part.objects(f))
         return {one.name for one in named} | {one.name for one in self.writing}
+
+    @property
+    def phases(self) -> int:
+        """Number of phases of the data that have begun."""
+        return self.settings.phases_at(max((one.clock for one in self.fragments), default=0))
 
     def owners(self) -> list[str]:
         return [slot.owner for slot in self.slots if slot.owner is not None]
@@ -228,9 +250,11 @@ ORDERS = {
     BARRED: (
         "the owner of the run has evicted this island: ask the owner for `islands change admit`"
     ),
-    SICK: "its numbers were repeatedly wrong: check its memory and machine",
+    SICK: "its numbers are repeatedly wrong, and rounds do not wait for it: check its memory",
     LEAVE: "the owner of the run has asked it to leave",
 }
+ENDS = {RUNNING, REPLACED, BARRED}
+"""Messages after which an incarnation ends at once."""
 
 
 def encode_decision(decision: Decision) -> bytes:
@@ -238,13 +262,13 @@ def encode_decision(decision: Decision) -> bytes:
 
 
 def decode_decision(raw: bytes, number: int | None = None) -> Decision:
-    """Return a decision. Raise a DamagedError if its bytes are incomplete, and a NewerProtocolError
-    if newer code wrote them."""
+    """Return a decision. Raise a MalformedError if its bytes are incomplete, and a
+    NewerProtocolError if newer code wrote them."""
     inflate = zlib.decompressobj()
     try:
         plain = inflate.decompress(raw, MOST_PLAIN)
         if not inflate.eof or inflate.unconsumed_tail:
-            raise DamagedError("it is truncated, or too large")
+            raise MalformedError("it is truncated, or too large")
         head = msgspec.json.decode(plain, type=_Head)
         if head.protocol > PROTOCOL:
             raise NewerProtocolError(
@@ -253,7 +277,7 @@ def decode_decision(raw: bytes, number: int | None = None) -> Decision:
             )
         decision = msgspec.json.decode(plain, type=Decision)
     except (zlib.error, msgspec.DecodeError) as error:
-        raise DamagedError(f"decision {number}: {error}") from error
+        raise MalformedError(f"decision {number}: {error}") from error
     if number is not None and decision.number != number:
-        raise DamagedError(f"decision {number} contains the number {decision.number}")
+        raise MalformedError(f"decision {number} contains the number {decision.number}")
     return decision

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from torchtitan_diloco.islands_store.decision import (
     VERSIONS_LATE,
     Fate,
-    Fragment,
     Ledger,
+    SharedFragment,
 )
 from torchtitan_diloco.islands_store.names import COPY, VERSION, Object
 from torchtitan_diloco.islands_store.note import Part
@@ -23,8 +23,9 @@ LATE_MIXING = 0.5
 work."""
 TRIPS = 8
 """Number of round trips, and of uploads, whose median is the usual value."""
-FRESH = 3.0
-"""Seconds without a new decision after which training no longer waits."""
+FRESH, FRESH_CALLS = 2.0, 3
+"""Seconds, and number of decisions and polls, without a new decision after which training no longer
+waits."""
 
 
 class Mode(Enum):
@@ -54,7 +55,7 @@ class Apply:
 
 @dataclass(frozen=True)
 class Send:
-    """Take the delta theta - P now, store its chunks, then call `on_stored`."""
+    """Take the delta theta - P now, store it, then call `on_stored`."""
 
     part: Part
 
@@ -71,6 +72,27 @@ class Boundary:
     """Training waits: ask again after the next event, or at this time."""
     is_training: bool = False
     """Whether to take a step next, unless training waits."""
+    phases: int = 0
+    """Number of phases of the data that its stream should have entered: call `enter_phase` for each
+    one more than before."""
+
+
+@dataclass
+class Outstanding:
+    """A part of this island, until it is decided and, if it is merged, applied:
+
+    sent -> stored -> merged -> applied
+                   -> refused: its work is still in theta, and is sent again
+                   -> lost: theta takes P
+    """
+
+    part: Part
+    step: int
+    at: float
+    """Time of the send."""
+    is_stored: bool
+    is_in_theta: bool = True
+    """Whether theta still contains the work that was sent."""
 
 
 @dataclass
@@ -79,8 +101,6 @@ class OwnFragment:
     number: int
     applied: int = -1
     """Version of P. -1: none yet."""
-    checksum: str | None = None
-    """Checksum of P, once it is known."""
     is_wrong: bool = False
     """Whether P differs from the published copy, so that only a copy repairs it."""
     resets: Mode | None = None
@@ -89,13 +109,7 @@ class OwnFragment:
     """Updates by version, downloaded but not applied."""
     copy: Object | None = None
     """Copy, downloaded but not applied."""
-    sent: Part | None = None
-    """Part that is not decided or not applied yet."""
-    sent_step: int = -1
-    sent_at: float = 0.0
-    is_stored: bool = False
-    is_in_theta: bool = True
-    """Whether theta still contains the work that was sent."""
+    sent: Outstanding | None = None
     turn: int = 0
     """Step of this island at which it sends next."""
     lost_to: int = 0
@@ -108,7 +122,7 @@ class OwnFragment:
     uploads: deque[float] = field(default_factory=lambda: deque(maxlen=TRIPS))
 
     @property
-    def shared(self) -> Fragment:
+    def shared(self) -> SharedFragment:
         assert self.island.decision is not None
         return self.island.decision.fragments[self.number]
 
@@ -120,12 +134,12 @@ class OwnFragment:
 
     @property
     def is_undecided(self) -> bool:
-        return self.sent is not None and self.ledger.number < self.sent.number
+        return self.sent is not None and self.ledger.number < self.sent.part.number
 
     @property
     def is_sending(self) -> bool:
         """Whether the upload of a part is in flight."""
-        return self.sent is not None and not self.is_stored
+        return self.sent is not None and not self.sent.is_stored
 
     # --- downloads --------------------------------------------------------------------------------
 
@@ -163,45 +177,41 @@ class OwnFragment:
             self.copy = stored
         else:
             self.updates[stored.version] = stored
-        if self.island.is_training and self._is_merged() and stored.version == self.ledger.version:
-            self.trips.append(now - self.sent_at)
+        if self.sent is not None and self._is_merged() and stored.version == self.ledger.version:
+            self.trips.append(now - self.sent.at)
 
     # --- decisions --------------------------------------------------------------------------------
 
     def _is_merged(self) -> bool:
         if self.sent is None:
             return False
-        return self.ledger.number == self.sent.number and self.ledger.fate is Fate.MERGED
+        return self.ledger.number == self.sent.part.number and self.ledger.fate is Fate.MERGED
 
     def on_decision(self, now: float) -> None:
         """Process the fate of this island's part."""
-        self._compare()
         self.opened_at = (self.opened_at or now) if self.shared.is_open else None
         if self.sent is None or self.is_undecided or self._is_merged():
             return
         if self.ledger.fate.is_lost:
             self.resets = Mode.RESET
-        elif self.is_in_theta and not self.sent.is_loss:
-            self.counted -= self.sent.weight  # refused: it is in theta, and sent again
+        elif self.sent.is_in_theta and not self.sent.part.is_loss:
+            self.counted -= self.sent.part.weight  # refused: it is in theta, and sent again
         self.sent = None
 
     def lose(self) -> None:
         """Declare the work that theta has lost, because it now equals P."""
-        self.resets, self.is_in_theta = None, False
+        self.resets = None
+        if self.sent is not None:
+            self.sent.is_in_theta = False
         self.lost_to, self.counted = self.island.position, self.island.tokens
 
     def on_checksum(self, version: int, checksum: str) -> None:
-        """Take the computed checksum of P."""
-        if version == self.applied:
-            self.checksum = checksum
-            self._compare()
-
-    def _compare(self) -> None:
-        """Compare P with the published copy. Each decision may come from a store that was
-        restored."""
-        known = self.shared.checksum(self.applied)
-        is_same = known is None or self.checksum in (None, known)
-        if not self.is_wrong and not (is_same and self.applied <= self.shared.version):
+        """Take the computed checksum of P, and compare it with the published one."""
+        if version != self.applied:
+            return
+        known = self.shared.checksum(version)
+        is_same = version <= self.shared.version and known in (None, checksum)
+        if not is_same and not self.is_wrong:
             self.is_wrong, self.copy, self.updates = True, None, {}
             self.resets = self.resets or Mode.TAKE
             self.island.say(
@@ -222,28 +232,27 @@ class OwnFragment:
         source = self.updates.get(self.applied + 1)
         if source is None and copy is not None and copy.version > self.applied:
             source = copy
-        if source is None or island.is_resuming:
+        if source is None:
             return None
         if not island.is_training:
             return self._apply(source, Mode.TAKE)
         is_own = self._is_merged() and self.applied < self.ledger.version <= source.version
-        if not is_own or not self.is_in_theta:
+        if self.sent is None or not is_own or not self.sent.is_in_theta:
             return self._apply(source, Mode.ADD)
-        late = island.step - self.sent_step - island.settings.delay
+        late = island.step - self.sent.step - island.settings.delay
         if late < 0 and not island.is_stopped:
             return None
-        mixing = island.settings.mixing
+        mixing = island.settings.mixing_at(island.clock)
         return self._apply(source, Mode.MIX, mixing if late <= 0 else max(mixing, LATE_MIXING))
 
     def _apply(self, source: Object, mode: Mode, share: float = 0.0) -> Apply:
-        self.applied, self.checksum = source.version, None
+        self.applied = source.version
         self.updates = {v: one for v, one in self.updates.items() if v > self.applied}
         if self.copy is not None and self.copy.version <= self.applied:
             self.copy = None
         if mode in (Mode.TAKE, Mode.RESET):
             self.is_wrong = False
             self.lose()
-            self.island.drop_saved()
         if self._is_merged() and self.applied >= self.ledger.version:
             self.sent = None
         self.island.on_applied(self, mode)
@@ -261,7 +270,7 @@ class OwnFragment:
         end = self.lost_to if is_loss else island.position
         if end <= ledger.taken or not (is_loss or (may_send and self._is_due(now))):
             return None
-        self.sent = Part(
+        part = Part(
             fragment=self.number,
             number=ledger.number + 1,
             base=self.applied,
@@ -270,13 +279,14 @@ class OwnFragment:
             end=end,
             weight=0 if is_loss else island.tokens - self.counted,
             codec=island.settings.codec,
+            ranks=island.ranks,
             is_loss=is_loss,
         )
-        self.is_stored, self.is_in_theta = is_loss, True
+        self.sent = Outstanding(part, step=island.step, at=now, is_stored=is_loss)
         if not is_loss:
-            self.sent_step, self.sent_at, self.counted = island.step, now, island.tokens
+            self.counted = island.tokens
             self.turn = island.step + island.settings.sync_every
-        return self.sent
+        return part
 
     def _is_due(self, now: float) -> bool:
         """Return whether it is time to send.
@@ -303,13 +313,14 @@ class OwnFragment:
         It waits at the boundary at which that version is applied, even while the upload is in
         flight, but not if no decisions arrive, and not if waiting is usually in vain.
         """
-        island = self.island
-        if self.sent is None or self.sent.is_loss or not self.is_in_theta:
+        island, sent, settings = self.island, self.sent, self.island.settings
+        if sent is None or sent.part.is_loss or not sent.is_in_theta or island.is_stopped:
             return None
-        if island.step != self.sent_step + island.settings.delay or island.is_stopped:
+        if island.step != sent.step + settings.delay:
             return None
+        fresh = FRESH + FRESH_CALLS * (settings.commit_seconds + settings.poll_seconds)
         usual = statistics.median(self.trips) if self.trips else 0.0
-        if now > island.heard_at + FRESH or usual > island.grace:
+        if now > island.heard_at + fresh or usual > island.grace:
             return None
-        until = self.sent_at + island.grace
+        until = sent.at + island.grace
         return until if now < until else None

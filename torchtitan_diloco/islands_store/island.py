@@ -5,34 +5,40 @@ Pass it what was read and done (`on_...`). Between two steps, do what `boundary`
 """
 
 import math
+from collections.abc import Sequence
 
 import msgspec
 
 from torchtitan_diloco.diloco.schedule import Schedule
-from torchtitan_diloco.islands_store.checkpoint import Saved, can_save, resume, save
+from torchtitan_diloco.islands_store.checkpoint import Saved, save
+from torchtitan_diloco.islands_store.decision import ENDS, SICK, Decision
 from torchtitan_diloco.islands_store.decision import LEAVE as LEAVE_ORDER
-from torchtitan_diloco.islands_store.decision import Decision, Settings
+from torchtitan_diloco.islands_store.fields import Shapes
+from torchtitan_diloco.islands_store.founding import (
+    Facts,
+    Founding,
+    check_continues,
+    check_empty,
+    check_run,
+)
 from torchtitan_diloco.islands_store.fragment import (
     Boundary,
     Mode,
     OwnFragment,
     Send,
 )
-from torchtitan_diloco.islands_store.location import check_empty, check_run, went_back
-from torchtitan_diloco.islands_store.names import Object, part_names
-from torchtitan_diloco.islands_store.note import GIVE, JOIN, Founding, Note, Part, encode_note
+from torchtitan_diloco.islands_store.names import Object, part_name
+from torchtitan_diloco.islands_store.note import GIVE, JOIN, Gauges, Note, Part, encode_note
+from torchtitan_diloco.islands_store.settings import Settings
 
-WENT_BACK = 10.0
-"""Seconds for which the newest decision of the store is older than the known one, after which the
-store counts as restored to an older copy. Lists may be late."""
 BEHIND = 1
 """Maximum number of versions that an island may be behind when it requests a slot."""
 COPY_VERSIONS = 8
 """Number of versions after which a newer copy is a smaller download."""
 
 ENDED, LEFT, REJOIN = "ended", "left", "rejoin"
-"""Why an incarnation of an island is over, in addition to `ORDERS`. After REJOIN, the same process
-continues as a new incarnation, with its inner optimizer."""
+"""Why an incarnation of an island is over, in addition to `ENDS`. After REJOIN, its process is to
+be restarted."""
 
 
 class Island:
@@ -40,30 +46,35 @@ class Island:
         self,
         incarnation: str,
         *,
+        facts: Facts,
+        shapes: Sequence[Shapes],
         founds: Founding | None = None,
         saved: Saved | None = None,
         corpus: str = "",
+        ranks: int = 1,
     ) -> None:
-        """`founds`: the run to found in an empty location. `saved`: state in its own checkpoint."""
-        self.incarnation, self.founds, self.corpus = incarnation, founds, corpus
+        """`facts`, `shapes`: compared with those of the run. `founds`: the run to found in an empty
+        location, if it may found one. `saved`: state in its own checkpoint."""
+        self.incarnation, self.founds, self.corpus, self.ranks = incarnation, founds, corpus, ranks
         self.decision: Decision | None = None
         self.slot: int | None = None
         self.fragments = list[OwnFragment]()
         self.is_training = False
         self.may_found = False
-        """Whether to store the copies of the run that it founds, and then call
-        `on_founding_stored`."""
+        """Whether to store its founding."""
         self.ending = ""
         """Why this incarnation is over, or empty while it is not."""
         self.step, self.tokens, self.position, self.step_seconds = 0, 0, 0, 0.0
         self.is_stopped, self.is_leaving = False, False
+        self.entered = list[int]()
+        """Positions at which its stream has entered phases of the data."""
         self.heard_at = -math.inf
         """Time at which a new decision was read."""
         self.news = list[str]()
-        self._saved, self._is_founding = saved, False
-        self._counter, self._lower_since = 0, math.inf
+        self._facts, self._shapes, self._saved = facts, list(shapes), saved
+        self._counter = 0
         self._stored = list[Part]()  # parts whose objects exist
-        self._clock_floor, self._clock_base = 0, (0, 0, 1)
+        self._clock_floor, self._clock_base = 0 if saved is None else saved.clock, (0, 0, 1)
         self._trains_until, self._sent_step = 0, -1
 
     # --- what it knows ----------------------------------------------------------------------------
@@ -79,12 +90,6 @@ class Island:
         return max(self.settings.grace, self.settings.delay * self.step_seconds)
 
     @property
-    def is_resuming(self) -> bool:
-        """Whether theta may be that of the checkpoint, so that nothing is applied before it
-        starts."""
-        return self._saved is not None and not self.is_training
-
-    @property
     def clock(self) -> int:
         """Merged tokens, plus its tokens since then times the ready islands. It never decreases."""
         merged, tokens, ready = self._clock_base
@@ -92,35 +97,44 @@ class Island:
         return self._clock_floor
 
     def say(self, line: str) -> None:
-        self.news.append(line)
+        if line not in self.news[-8:]:
+            self.news.append(line)
 
     # --- decisions --------------------------------------------------------------------------------
 
-    def on_empty(self, now: float) -> None:
+    @property
+    def is_founder(self) -> bool:
+        """Whether to store its copies, because the syncer has chosen it to found the run."""
+        decision = self.decision
+        if decision is None or decision.fragments:
+            return False
+        return decision.founder == self.incarnation
+
+    def on_empty(self) -> None:
         """The location contains no decision."""
-        if self.decision is not None:
-            self._note_lower(now)
-        else:
-            check_empty(self.founds, self._saved)
-            self.may_found = True
+        self.may_found = self.founds is not None
+        if not self.may_found:
+            check_empty(self._saved_run)
+            self.say("the location is empty: waiting for an island that may found the run")
+
+    @property
+    def _saved_run(self) -> str | None:
+        return None if self._saved is None else self._saved.run
 
     def on_decision(self, decision: Decision, now: float) -> None:
-        """Take the newest decision that the store lists."""
+        """Take the highest decision. Raise a UserError if this island does not fit the run."""
         before = self.decision
         if before is not None and decision.number <= before.number:
-            if decision.number < before.number:
-                self._note_lower(now)
             return
-        if before is None:
-            check_run(decision, self.founds, self._saved)
-        self._lower_since, self.heard_at = math.inf, now
-        if before is not None and went_back(before, decision, self.slot):
-            self._end(REJOIN, "the store was restored to an older state: the island joins again")
-            return
-        self.decision = decision
+        if not decision.fragments:
+            self.may_found = self.founds is not None  # if the chosen founder dies
+            self.say(f"waiting for island {decision.founder} to store the first copies")
+        elif before is None or not before.fragments:
+            check_run(decision, self._facts, self._shapes, self._saved_run)
+        else:
+            check_continues(before, decision, self.slot)
+        self.decision, self.heard_at = decision, now
         self._obey(decision)
-        if not decision.is_founded and not decision.writing:
-            self.may_found = self.founds is not None  # its founder has died before it was adopted
         if self.ending or not decision.is_founded:
             return
         if not self.fragments:
@@ -132,27 +146,22 @@ class Island:
                 self._take_turns(self.step + 1 - self.settings.sync_every)
         self._begin_if_ready()
 
-    def _note_lower(self, now: float) -> None:
-        self._lower_since = min(self._lower_since, now)
-        if now - self._lower_since >= WENT_BACK:
-            self._end(
-                REJOIN, "the store has only older decisions than were read: the island joins again"
-            )
-
     def _obey(self, decision: Decision) -> None:
         """Take this island's slot, and process its loss, or an order."""
         told = decision.told.get(self.incarnation, "")
         if told == LEAVE_ORDER:
             self.is_leaving = True
-        elif told:
+        elif told in ENDS:
             self._end(told, "")
             return
+        elif told == SICK:
+            self.say("its numbers are repeatedly wrong, and rounds do not wait for it")
         slot = decision.slot_of(self.incarnation)
         if self.slot is not None and slot != self.slot:
             if self.is_leaving:
                 self._end(LEFT, "")
             else:
-                self._end(REJOIN, "its slot was given to another island: it joins again")
+                self._end(REJOIN, "its slot was given to another island: it has to be restarted")
         self.slot = slot
 
     def _end(self, why: str, line: str) -> None:
@@ -162,25 +171,13 @@ class Island:
 
     # --- join -------------------------------------------------------------------------------------
 
-    def on_founding_stored(self) -> None:
-        """The copies of the run that it founds are stored under its name."""
-        self._is_founding = True
-
     def _prepare(self) -> None:
         assert self.decision is not None
-        saved = self._saved
-        for number in range(len(self.decision.fragments)):
-            one = OwnFragment(self, number)
-            self.fragments.append(one)
-            if saved is not None and number < len(saved.fragments):
-                one.applied = saved.fragments[number].version
-                if (checksum := saved.fragments[number].checksum) is not None:
-                    one.on_checksum(one.applied, checksum)
-
-    def drop_saved(self) -> None:
-        """A fragment takes a copy, so that theta is no longer that of the checkpoint."""
-        if not self.is_training:
-            self._saved = None
+        self.fragments = [OwnFragment(self, n) for n in range(len(self.decision.fragments))]
+        saved = [] if self._saved is None else self._saved.fragments
+        for one, copy in zip(self.fragments, saved, strict=False):
+            one.applied = copy.version
+            one.on_checksum(copy.version, copy.checksum or "unknown")
 
     def wanted(self) -> list[Object]:
         """Return the objects to download, in this order."""
@@ -209,24 +206,14 @@ class Island:
             return
         if not self._is_near() or any(one.applied < 0 for one in self.fragments):
             return
-        ledgers = decision.slots[self.slot].ledgers
-        saved, self._saved = self._saved, None
-        if saved is not None:
-            self._clock_floor = saved.clock
-            if any(one.is_wrong for one in self.fragments) or not saved.fits(self.slot, ledgers):
-                saved = None
-        self.position = max(ledger.taken for ledger in ledgers)
-        if saved is not None:
-            self.position, self.tokens = saved.position, saved.tokens
+        slot = decision.slots[self.slot]
+        self.position, self.entered = slot.furthest, list(slot.entered)
         newest = max(one.clock for one in decision.fragments)
         self._clock_base = newest, self.tokens, max(1, len(decision.owners()))
         self.is_training = True
         self._take_turns(0)
         for one in self.fragments:
-            if saved is not None:
-                resume(one, saved.fragments[one.number])
-            else:
-                one.resets = Mode.TAKE
+            one.resets = Mode.TAKE
 
     def _take_turns(self, step: int) -> None:
         """Let the fragments take turns in the H steps that follow H steps from `step` on."""
@@ -242,6 +229,17 @@ class Island:
         self.position += samples
         self.tokens += tokens
         self.step_seconds = seconds
+
+    def on_reset(self, fragment: int) -> None:
+        """Theta of a fragment was replaced by P, because it was not finite. Call this after the
+        `finish_step` of that step, so that the lost work includes it."""
+        self.fragments[fragment].lose()
+
+    def enter_phase(self, position: int) -> None:
+        """The stream enters the next phase of the data at this position, which it has not read
+        yet."""
+        assert position >= max([self.position, *self.entered])
+        self.entered.append(position)
 
     def leave(self) -> None:
         """Send all work, give the slot back and end."""
@@ -281,23 +279,22 @@ class Island:
         waits = [until for one in self.fragments if (until := one.waits_until(now)) is not None]
         due.waits_until = max(waits, default=None)
         due.is_training = not self.is_stopped
+        due.phases = max(len(self.entered), self.decision.phases)
         self._finish()
         return due
 
-    def on_stored(
-        self, part: Part, size: int, chunks: int, digest: str, now: float, *, is_finite: bool = True
-    ) -> None:
+    def on_stored(self, part: Part, size: int, now: float, *, is_finite: bool = True) -> None:
         """The bytes of a part are stored. If it is not finite, it has none and becomes a loss."""
         one = self.fragments[part.fragment]
-        if one.sent is not part:
+        if one.sent is None or one.sent.part is not part:
             return
-        self._stored.append(msgspec.structs.replace(part, chunks=chunks))
-        one.uploads.append(now - one.sent_at)
-        one.is_stored = True
+        one.uploads.append(now - one.sent.at)
+        one.sent.is_stored = True
         if is_finite:
-            one.sent = msgspec.structs.replace(part, size=size, chunks=chunks, digest=digest)
+            self._stored.append(part)
+            one.sent.part = msgspec.structs.replace(part, size=size)
             return
-        one.sent = msgspec.structs.replace(part, weight=0, is_loss=True)
+        one.sent.part = msgspec.structs.replace(part, weight=0, is_loss=True)
         one.resets = Mode.RESET
 
     def _look_at_end(self) -> None:
@@ -342,59 +339,45 @@ class Island:
         )
         return "" if is_busy else GIVE
 
-    def note(self) -> bytes:
+    def note(self, gauges: Gauges | None = None) -> bytes:
         """Return the note of this incarnation."""
         self._counter += 1
         behind = (one.shared.version - one.held for one in self.fragments)
-        founds = self.founds if self._is_founding else None
         return encode_note(
             Note(
                 counter=self._counter,
                 wish=self._wish(),
                 step=self.step,
                 tokens=self.tokens,
+                position=self.position,
                 step_seconds=self.step_seconds,
                 is_idle=self.is_training and self.is_stopped,
                 sending=[one.number for one in self.fragments if one.is_sending],
                 parts=[
-                    msgspec.Raw(msgspec.json.encode(one.sent))
+                    msgspec.Raw(msgspec.json.encode(one.sent.part))
                     for one in self.fragments
-                    if one.is_stored and one.is_undecided
+                    if one.sent is not None and one.sent.is_stored and one.is_undecided
                 ],
                 corpus=self.corpus,
-                slot=-1 if self._saved is None else self._saved.slot,
                 needs_copies=self.slot is None and max(behind, default=0) > COPY_VERSIONS,
-                founds=msgspec.Raw(msgspec.json.encode(founds)),
+                entered=self.entered,
+                gauges=msgspec.Raw(msgspec.json.encode(gauges or Gauges())),
             )
         )
 
     def take_garbage(self) -> list[str]:
-        """Return the objects of parts that are decided, and copies of the founder that are adopted,
-        to be deleted."""
-        decided, waiting = list[str](), list[Part]()
-        if self._is_founding and self.fragments and self.founds is not None:
-            self._is_founding = False
-            for number, chunks in enumerate(self.founds.chunks):
-                decided += part_names(self.incarnation, number, "founds", chunks)
+        """Return the objects of parts that are decided, to be deleted."""
+        waiting, decided = list[Part](), list[str]()
         for part in self._stored:
             if part.number <= self.fragments[part.fragment].ledger.number:
-                decided += part_names(self.incarnation, part.fragment, part.number, part.chunks)
+                decided.append(part_name(self.incarnation, part.fragment, part.number))
             else:
                 waiting.append(part)
         self._stored = waiting
         return decided
 
     def save(self) -> Saved | None:
-        """Return the content of a checkpoint, or None while a restart could not resume from it."""
-        if not self.is_training or self.decision is None or self.slot is None:
+        """Return the content of a checkpoint, or None before the run is founded."""
+        if self.decision is None or not self.decision.fragments:
             return None
-        if not all(can_save(one) for one in self.fragments):
-            return None
-        return Saved(
-            run=self.decision.run,
-            slot=self.slot,
-            position=self.position,
-            tokens=self.tokens,
-            clock=self.clock,
-            fragments=[save(one) for one in self.fragments],
-        )
+        return save(self.decision, [one.applied for one in self.fragments], self.clock)

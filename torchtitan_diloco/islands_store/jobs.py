@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from torchtitan_diloco.islands_store.decision import Fragment
+from torchtitan_diloco.islands_store.decision import SharedFragment
+from torchtitan_diloco.islands_store.founding import Founding
 from torchtitan_diloco.islands_store.names import COPY, OUTER, VERSION, Object
-from torchtitan_diloco.islands_store.note import Founding, Part
+from torchtitan_diloco.islands_store.note import Part
 from torchtitan_diloco.islands_store.rounds import Waiting
 
 
@@ -19,7 +20,7 @@ class Commit:
 
 @dataclass(frozen=True)
 class Adopt:
-    """Fetch and check the copies of a founder: `on_adopted`."""
+    """Look for the copies of a founder. If all are stored, fetch and check them: `on_adopted`."""
 
     incarnation: str
     founding: Founding
@@ -29,7 +30,7 @@ class Adopt:
 class Load:
     """Load a fragment, after a takeover: `on_loaded`. P is the copy and the versions after it.
 
-    If an object is missing, start again from an older decision.
+    If an object is missing, the store has lost it, which is an error.
     """
 
     fragment: int
@@ -51,14 +52,23 @@ class Fetch:
 class Merge:
     """Average parts in this order, step the outer optimizer, encode the update: `on_merged`.
 
-    The learning rate is scaled by the weight of the parts over `weight_of_all`. If the result is
-    not finite, the momentum stays as it was.
+    The learning rate is scaled by the weight of the parts over `weight_of_all`. The new state
+    stands beside the one before it until a `Settle`, so that nothing has to be undone. If the
+    result is not finite, it is dropped, with its momentum.
     """
 
     fragment: int
     version: int
     parts: tuple[Waiting, ...]
     weight_of_all: int
+
+
+@dataclass(frozen=True)
+class Settle:
+    """The decision that names this version counts: drop the state before it."""
+
+    fragment: int
+    version: int
 
 
 @dataclass(frozen=True)
@@ -72,9 +82,22 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Upload:
-    """Upload a merged or kept object: `on_uploaded`. An existing object of this name is its own."""
+    """Upload a merged or kept object: `on_uploaded`.
+
+    If an object of this name exists with other bytes, the store was restored to an older copy while
+    a syncer was still uploading: stand by, as if superseded.
+    """
 
     stored: Object
+
+
+@dataclass(frozen=True)
+class Record:
+    """Create an object of the history: `on_recorded`. An existing object of this name has the same
+    content."""
+
+    number: int
+    content: bytes
 
 
 @dataclass(frozen=True)
@@ -82,10 +105,12 @@ class Delete:
     names: tuple[str, ...]
 
 
-Job: TypeAlias = Commit | Adopt | Load | Fetch | Merge | Snapshot | Upload | Delete
+Job: TypeAlias = (
+    Commit | Adopt | Load | Fetch | Merge | Settle | Snapshot | Upload | Record | Delete
+)
 
 
-def load(shared: Fragment, number: int) -> Load:
+def load(shared: SharedFragment, number: int) -> Load:
     """Return the job that loads a fragment from the objects that a decision names."""
     copy, outer = shared.copies[-1], shared.outer
     later = (one for one in shared.kept if one.version > copy.version)

@@ -1,12 +1,23 @@
 """Which parts count: the rules by which the syncer judges the parts in a note."""
 
 from torchtitan_diloco.islands_store.decision import VERSIONS_LATE, Decision, Fate, Ledger
+from torchtitan_diloco.islands_store.fields import FURTHEST
 from torchtitan_diloco.islands_store.note import Part
+from torchtitan_diloco.islands_store.settings import Settings
 
-SLACK_SAMPLES_SECONDS = 1.0
-"""Factor by which an island may exceed `fastest`, because clocks and notes are not exact."""
+SLACK_SECONDS = 1.0
+"""Seconds by which clocks and notes are not exact."""
+UNKNOWN_CYCLES = 100
+"""Number of cycles of the founder that a part may contain while `fastest` is unknown."""
 BYTES_PER_ELEMENT, HEADER_BYTES = 8, 2**20
 """Maximum size of a part: no codec needs more."""
+
+
+def most_samples(settings: Settings, ledger: Ledger, age: float) -> float:
+    """Return the number of samples that a slot can have read since `ledger.taken`."""
+    if not settings.fastest:
+        return UNKNOWN_CYCLES * settings.sync_every * settings.block
+    return settings.fastest * (age - ledger.since + SLACK_SECONDS)
 
 
 def judge(decision: Decision, slot: int, part: Part, age: float) -> Fate:
@@ -19,15 +30,15 @@ def judge(decision: Decision, slot: int, part: Part, age: float) -> Fate:
     the work of the last part again.
     """
     fragment = decision.fragments[part.fragment]
-    ledgers = decision.slots[slot].ledgers
-    ledger, settings = ledgers[part.fragment], decision.settings
+    ledger, settings = decision.slots[slot].ledgers[part.fragment], decision.settings
     samples = part.end - part.start
-    allowed = settings.fastest * (age - ledger.since + SLACK_SAMPLES_SECONDS)
+    allowed = most_samples(settings, ledger, age)
     if part.start != ledger.taken or samples <= 0:
         return Fate.WRONG_START
+    if part.end > FURTHEST:
+        return Fate.TOO_LONG
     if part.is_loss:
-        furthest = max(one.taken for one in ledgers)
-        is_bounded = samples <= allowed or part.end <= furthest
+        is_bounded = samples <= allowed or part.end <= decision.slots[slot].furthest
         return Fate.LOSS if is_bounded else Fate.TOO_LONG
     if fragment.clock >= settings.total_tokens:
         return Fate.OVER
@@ -43,11 +54,18 @@ def judge(decision: Decision, slot: int, part: Part, age: float) -> Fate:
     return Fate.NONE
 
 
-def decide(ledger: Ledger, fate: Fate, number: int, end: int = 0) -> None:
+def decide(
+    ledger: Ledger, fate: Fate, number: int, *, settings: Settings, age: float, end: int = 0
+) -> None:
     """Record the fate of a part. `end`: end of its range, which counts if it is merged or lost."""
     ledger.number, ledger.fate = number, fate
-    if fate is Fate.MERGED:
-        ledger.taken = end
-    elif fate is Fate.LOSS or fate.is_lost:
-        ledger.lost += end - ledger.taken
-        ledger.taken = end
+    is_lost = fate is Fate.LOSS or fate.is_lost
+    if fate is not Fate.MERGED and not is_lost:
+        return
+    samples = end - ledger.taken
+    ledger.lost += samples * is_lost
+    ledger.taken = end
+    # What a part has taken of the slack is missing for the next one: otherwise, many small parts
+    # would take it many times.
+    used = samples / settings.fastest if settings.fastest else 0.0
+    ledger.since = round(min(max(age, ledger.since + used), age + SLACK_SECONDS), 2)

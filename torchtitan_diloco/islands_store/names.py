@@ -1,33 +1,44 @@
-"""Names of the objects of a run, and which of them are garbage.
+"""Names of the objects of a run, who may write them, and which of them are garbage.
 
 | name | written by |
 |---|---|
 | `run/000000000123` | the syncer: decision 123, created once |
 | `version/N-F-V`, `copy/N-F-V`, `outer/N-F-V` | the syncer, once decision N has announced it |
-| `island/LOGIN/NONCE` | that incarnation of the island LOGIN |
-| `part/LOGIN/NONCE-F-NUMBER-CHUNK`, `part/LOGIN/NONCE-F-founds-CHUNK` | the same |
-| `change/...` | a person |
+| `history/000012` | the syncer, created once |
+| `island/NAME/NONCE` | that incarnation of the island NAME, which also replaces it |
+| `part/NAME/NONCE-F-NUMBER` | the same |
+| `found/NAME/NONCE`, `found/NAME/NONCE-F` | the same, with a login of an owner |
+| `change/...` | a person with a login of an owner |
+| `mirror/NAME/...` | the island NAME: mirrors of its checkpoints |
 
-All objects that an island writes are under its login, so permissions by prefix suffice. The name of
-a part is derived from the name of the note that lists it, and is never read from a note.
+Where a store has logins, NAME is `LOGIN`, or `LOGIN.` and any other characters, so a site may run
+several islands with one login. All objects that an island writes are under its name, so permissions
+by prefix suffice. The name of a part is derived from the name of the note that lists it, and is
+never read from a note. Contents of any size have one name here; a store may hold them in chunks.
 """
 
 import re
 from collections.abc import Collection
 from typing import NamedTuple
 
-RUN, ISLAND, PART, CHANGE = "run/", "island/", "part/", "change/"
+RUN, HISTORY, ISLAND, PART = "run/", "history/", "island/", "part/"
+FOUND, CHANGE, MIRROR = "found/", "change/", "mirror/"
 VERSION, COPY, OUTER = "version", "copy", "outer"
 DIGITS = 12
 LARGEST = 10**DIGITS - 1
 """Digits of numbers in names: enough for 30,000 years of decisions."""
-LOGIN_PATTERN = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,59}"
-INCARNATION_PATTERN = rf"{LOGIN_PATTERN}/[0-9a-f]{{4,16}}"
+HISTORY_DIGITS = 6
+LOGIN_PATTERN = r"[A-Za-z0-9_][A-Za-z0-9_-]{0,39}"
+NAME_PATTERN = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,59}"
+INCARNATION_PATTERN = rf"{NAME_PATTERN}/[0-9a-f]{{4,16}}"
 
 _RUN = re.compile(rf"run/([0-9]{{{DIGITS}}})")
 _OBJECT = re.compile(r"(version|copy|outer)/([0-9]{1,12})-([0-9]{1,6})-([0-9]{1,12})")
-_ISLAND = re.compile(rf"island/({INCARNATION_PATTERN})")
-_PART = re.compile(rf"part/({INCARNATION_PATTERN})-[0-9]{{1,6}}-(?:[0-9]{{1,16}}|founds)-[0-9]+")
+_OF_INCARNATION = re.compile(
+    rf"(?:island/({INCARNATION_PATTERN})"
+    rf"|part/({INCARNATION_PATTERN})-[0-9]{{1,6}}-[0-9]{{1,16}}"
+    rf"|found/({INCARNATION_PATTERN})(?:-[0-9]{{1,6}})?)"
+)
 
 
 class Object(NamedTuple):
@@ -56,24 +67,38 @@ def run_number(name: str) -> int | None:
     return int(found[1]) if found else None
 
 
+def history_name(number: int) -> str:
+    return f"{HISTORY}{number:0{HISTORY_DIGITS}d}"
+
+
+def part_name(incarnation: str, fragment: int, number: int) -> str:
+    return f"{PART}{incarnation}-{fragment}-{number}"
+
+
+def founding_name(incarnation: str, fragment: int | None = None) -> str:
+    """Return the name of a founding, or of its copy of a fragment."""
+    return f"{FOUND}{incarnation}" if fragment is None else f"{FOUND}{incarnation}-{fragment}"
+
+
 def object_of(name: str) -> Object | None:
     found = _OBJECT.fullmatch(name)
     return Object(found[1], int(found[2]), int(found[3]), int(found[4])) if found else None
 
 
 def incarnation_of(name: str) -> str | None:
-    """Return the incarnation of an island, LOGIN/NONCE, to which a note or a part belongs."""
-    found = _ISLAND.fullmatch(name) or _PART.fullmatch(name)
-    return found[1] if found else None
+    """Return the incarnation of an island, NAME/NONCE, to which an object belongs."""
+    found = _OF_INCARNATION.fullmatch(name)
+    return next(filter(None, found.groups())) if found else None
 
 
-def login_of(incarnation: str) -> str:
+def name_of(incarnation: str) -> str:
+    """Return the name of an island."""
     return incarnation.partition("/")[0]
 
 
-def part_names(incarnation: str, fragment: int, number: int | str, chunks: int) -> list[str]:
-    prefix = f"{PART}{incarnation}-{fragment}-{number}"
-    return [f"{prefix}-{chunk}" for chunk in range(chunks)]
+def login_of(incarnation: str) -> str:
+    """Return the login of an island, which contains no dot."""
+    return name_of(incarnation).partition(".")[0]
 
 
 def is_garbage(name: str, number: int, known: Collection[str]) -> bool:

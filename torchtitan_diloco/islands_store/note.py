@@ -6,35 +6,33 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from torchtitan_diloco.islands_store.decision import (
+from torchtitan_diloco.islands_store.fields import (
     MOST_FRAGMENTS,
-    MOST_SLOTS,
-    PROTOCOL,
     Checksum,
     Count,
-    DamagedError,
-    Decision,
-    Fragment,
-    Kept,
-    Ledger,
+    Digest,
+    Entered,
+    MalformedError,
     Name,
     Positive,
     Seconds,
-    Settings,
-    Slot,
+    Tokens,
 )
 
 MOST_NOTE = 512 * 1024
 """Maximum number of bytes of a note."""
-MOST_CHUNKS = 4096
+MOST_RANKS = 1024
+
+Loss = Annotated[float, Meta(ge=-1e6, le=1e6)]
+Rate = Annotated[float, Meta(ge=0, le=1e15)]
+Bytes = Annotated[int, Meta(ge=0, le=10**18)]
 
 JOIN, GIVE = "join", "give"
 """Requests: to get a slot, and to give it back."""
-_Digest = Annotated[str, Meta(pattern=r"^[0-9a-f]{0,64}\Z")]
 
 
 class Part(msgspec.Struct, array_like=True, frozen=True):
-    """The delta of a fragment, whose chunks are stored, or a loss."""
+    """The delta of a fragment, which is stored, or a loss."""
 
     fragment: Annotated[int, Meta(ge=0, lt=MOST_FRAGMENTS)]
     number: Positive
@@ -44,9 +42,9 @@ class Part(msgspec.Struct, array_like=True, frozen=True):
     end: Positive  # range of the slot's samples, `end` excluded
     weight: Count = 0  # tokens of the range, without skipped steps
     size: Count = 0  # bytes
-    chunks: Annotated[int, Meta(ge=0, le=MOST_CHUNKS)] = 0
-    digest: _Digest = ""  # SHA-256 of the bytes
     codec: Name = "fp32"
+    ranks: Annotated[int, Meta(ge=1, le=MOST_RANKS)] = 1
+    """Number of ranks whose shards the bytes contain, one after the other."""
     is_loss: bool = False
     """Whether its parameters lack the work of the range."""
 
@@ -58,50 +56,40 @@ class PartHead(msgspec.Struct, array_like=True, frozen=True):
     number: Positive
 
 
-class Founding(msgspec.Struct, array_like=True, frozen=True):
-    """Settings of a run by the island that founds it. Its copies are stored under its name."""
-
-    run: Name
-    settings: Settings
-    elements: Annotated[list[Positive], Meta(min_length=1, max_length=MOST_FRAGMENTS)]
-    checksums: list[Checksum]
-    chunks: Annotated[list[Positive], Meta(max_length=MOST_FRAGMENTS)]
-    clocks: list[Count] = []  # tokens that the fragments have merged in the run that was lost
-    positions: Annotated[list[Count], Meta(max_length=MOST_SLOTS)] = []  # of its slots
-
-    def check(self) -> None:
-        fragments = len(self.elements)
-        if not fragments == len(self.checksums) == len(self.chunks):
-            raise DamagedError("its lists differ in length")
-        if len(self.clocks) not in (0, fragments) or len(self.positions) > self.settings.slots:
-            raise DamagedError("its clocks or positions are inconsistent")
-
-    def decision(self, number: int, session: str) -> Decision:
-        """Return the state of the run before any island has a slot."""
-        clocks = self.clocks or [0] * len(self.elements)
-        fragments = [
-            Fragment(elements, clock=clock, kept=[Kept(0, checksum, 0)])
-            for elements, checksum, clock in zip(self.elements, self.checksums, clocks, strict=True)
-        ]
-        return Decision(
-            protocol=PROTOCOL,
-            number=number,
-            session=session,
-            run=self.run,
-            settings=self.settings,
-            fragments=fragments,
-            slots=[Slot([Ledger(taken=taken) for _ in fragments]) for taken in self.positions],
-        )
-
-
 class Vitals(msgspec.Struct, array_like=True, frozen=True):
-    """Values of an island for users. No decision depends on them."""
+    """Seconds of a step, of checkpoints per step, and of transfers per cycle. 0: unknown."""
 
     compute: Seconds = 0.0
     data: Seconds = 0.0
     save: Seconds = 0.0
+    queued: Seconds = 0.0
     upload: Seconds = 0.0
     download: Seconds = 0.0
+
+    def rounded(self) -> "Vitals":
+        """Return the values with three digits."""
+        return Vitals(*(float(f"{value:.3g}") for value in msgspec.structs.astuple(self)))
+
+
+class Gauges(msgspec.Struct, array_like=True, frozen=True):
+    """Values of an island for users. No decision depends on them."""
+
+    vitals: Vitals = Vitals()
+    loss: Loss | None = None  # its training loss
+    validated: tuple[Tokens, Loss] | None = None
+    """Tokens that the run had merged, and the loss of the shared model then."""
+    tokens_per_second: Rate = 0.0
+    waited: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    """Share of the time in which it waited for others."""
+    round_trip: Seconds = 0.0
+    """Seconds from a send to the version with the part."""
+    upload_rate: Rate = 0.0
+    """Bytes per second of its latest part."""
+    sent: Bytes = 0  # since its start
+    received: Bytes = 0
+    says: Annotated[int, Meta(ge=0, le=255)] = 0
+    """Code of what the island says of itself. 0: nothing."""
+    site: Annotated[str, Meta(max_length=60)] = ""
 
 
 class Note(msgspec.Struct, array_like=True):
@@ -110,7 +98,9 @@ class Note(msgspec.Struct, array_like=True):
     wish: Annotated[str, Meta(pattern=r"^(join|give)?\Z")] = ""
     step: Count = 0
     """Number of its steps since it has its slot."""
-    tokens: Count = 0
+    tokens: Tokens = 0
+    position: Count = 0
+    """First sample that it has not trained on."""
     step_seconds: Seconds = 0.0
     is_idle: bool = False
     """Whether it is stopped: it leaves, or the run should have all its tokens."""
@@ -118,13 +108,12 @@ class Note(msgspec.Struct, array_like=True):
     """Fragments whose upload is in flight."""
     parts: Annotated[list[msgspec.Raw], Meta(max_length=MOST_FRAGMENTS)] = []
     """Parts that are stored but not decided yet, at most one per fragment."""
-    corpus: _Digest = ""
-    slot: Annotated[int, Meta(ge=-1, lt=MOST_SLOTS)] = -1
-    """Slot that it had when its checkpoint was written."""
+    corpus: Digest = ""
     needs_copies: bool = False
     """Whether it is so far behind that a newer copy would help."""
-    founds: msgspec.Raw = msgspec.Raw(b"null")
-    vitals: Vitals = Vitals()
+    entered: Entered = []
+    """Positions at which its stream has entered phases of the data."""
+    gauges: msgspec.Raw = msgspec.Raw(b"[]")
 
     def read_parts(self) -> Iterator[Part | PartHead]:
         """Yield each part, or the readable content of a malformed one."""
@@ -142,14 +131,12 @@ class Note(msgspec.Struct, array_like=True):
                 seen.add(part.fragment)
                 yield part
 
-    def read_founding(self) -> Founding | None:
+    def read_gauges(self) -> Gauges:
+        """Return the values for users, or none if they are malformed."""
         try:
-            founding = msgspec.json.decode(self.founds, type=Founding | None)
-            if founding is not None:
-                founding.check()
-        except (msgspec.DecodeError, DamagedError):
-            return None
-        return founding
+            return msgspec.json.decode(self.gauges, type=Gauges)
+        except msgspec.DecodeError:
+            return Gauges()
 
 
 def encode_note(note: Note) -> bytes:
@@ -158,8 +145,8 @@ def encode_note(note: Note) -> bytes:
 
 def decode_note(raw: bytes) -> Note:
     if len(raw) > MOST_NOTE:
-        raise DamagedError(f"a note has {len(raw)} bytes, which is more than {MOST_NOTE}")
+        raise MalformedError(f"a note has {len(raw)} bytes, which is more than {MOST_NOTE}")
     try:
         return msgspec.json.decode(raw, type=Note)
     except msgspec.DecodeError as error:
-        raise DamagedError(f"a note is malformed: {error}") from error
+        raise MalformedError(f"a note is malformed: {error}") from error

@@ -1,18 +1,25 @@
 """Which islands are running, in time during which the syncer has listened, and their slots."""
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torchtitan_diloco.islands_store.decision import (
     BARRED,
+    ENDS,
+    IS_IDLE,
+    IS_SENDING,
     REPLACED,
     RUNNING,
-    SICK,
     Decision,
     Ledger,
+    Seen,
     Slot,
 )
-from torchtitan_diloco.islands_store.names import login_of
+from torchtitan_diloco.islands_store.fields import FURTHEST
+from torchtitan_diloco.islands_store.ledger import most_samples
+from torchtitan_diloco.islands_store.names import ISLAND, incarnation_of, login_of, name_of
 from torchtitan_diloco.islands_store.note import GIVE, JOIN, Note
 
 MOST_LISTENED = 1.5
@@ -30,6 +37,9 @@ WITHOUT_WORK = 3
 taken."""
 LONGEST_CYCLE = 60
 """A cycle counts at most this multiple of `slot_seconds`, because islands report its length."""
+MOST_STARTS, MOST_OF_LOGIN = 8, 64
+"""Maximum number of incarnations of a name, and of a login, that are heard at a time, in addition
+to the owners of slots."""
 
 
 @dataclass
@@ -54,11 +64,33 @@ class Presence:
             self.listened += min(now - self._polled, MOST_LISTENED)
         self._polled = now
 
-    def hear(self, incarnation: str, note: Note) -> bool:
-        """Process a note, and return whether it is new."""
+    def choose(self, names: Iterable[str], owners: Collection[str]) -> list[str]:
+        """Return the names of the notes to read: those of owners of slots and of known
+        incarnations, and as many others as may be heard, the first ones of each island."""
+        heard = Counter[tuple[str, str]]()
+        for known in self.members:
+            if known not in owners and self.is_heard(known):
+                heard.update(_groups(known))
+        chosen = list[str]()
+        for name in names:
+            incarnation = incarnation_of(name)
+            if incarnation is None:
+                continue
+            if incarnation not in owners and incarnation not in self.members:
+                by_name, by_login = groups = _groups(incarnation)
+                if heard[by_name] >= MOST_STARTS or heard[by_login] >= MOST_OF_LOGIN:
+                    continue
+                heard.update(groups)
+            chosen.append(name)
+        return chosen
+
+    def hear(self, incarnation: str, note: Note, owners: Collection[str] = ()) -> bool:
+        """Process a note, and return whether it is new, and its island may be heard."""
         known = self.members.get(incarnation)
         at = self.listened
         if known is None:
+            if not self.choose([ISLAND + incarnation], owners):
+                return False
             self.members[incarnation] = Member(note, arrived=at, heard=at, stepped=at)
             return True
         if note.counter <= known.note.counter:
@@ -91,6 +123,24 @@ class Presence:
         """Return whether an incarnation has no note, although all notes were read for long."""
         return incarnation not in self.members and self.listened > FORGOTTEN
 
+    def see(self, owner: str) -> Seen | None:
+        """Return what is known of an owner of a slot."""
+        member = self.members.get(owner)
+        if member is None:
+            return None
+        note, gauges = member.note, member.note.read_gauges()
+        return Seen(
+            heard=round(min(1e6, self.listened - member.heard), 1),
+            still=round(min(1e6, self.listened - member.stepped), 1),
+            step=note.step,
+            tokens=note.tokens,
+            position=note.position,
+            step_seconds=float(f"{note.step_seconds:.3g}"),
+            vitals=gauges.vitals.rounded(),
+            flags=IS_IDLE * note.is_idle | IS_SENDING * bool(note.sending),
+            says=gauges.says,
+        )
+
     def forgotten(self, decision: Decision) -> list[str]:
         """Return incarnations without a slot that are gone, and forget them."""
         owners = set(decision.owners())
@@ -101,8 +151,23 @@ class Presence:
         ]
         for incarnation in gone:
             del self.members[incarnation]
-            decision.told.pop(incarnation, None)
+        for incarnation in list(decision.told):
+            is_gone = incarnation not in self.members and incarnation not in owners
+            if is_gone and self.listened > FORGOTTEN:
+                del decision.told[incarnation]
         return gone
+
+
+def _groups(incarnation: str) -> tuple[tuple[str, str], tuple[str, str]]:
+    return ("name", name_of(incarnation)), ("login", login_of(incarnation))
+
+
+class Handover(NamedTuple):
+    """A slot changes its owner."""
+
+    slot: int
+    before: str | None
+    after: str | None
 
 
 class Seats:
@@ -114,37 +179,52 @@ class Seats:
         """`is_busy`: whether a part of a slot waits. The owner of such a slot does not change,
         because its successor starts where the ledger ends once the part is decided."""
         self._decision, self._presence, self._is_busy = decision, presence, is_busy
-        self._given = dict[str, float]()  # age at which an owner was first seen
+        self._worked = dict[str, float]()
+        """Time listened when a part of an owner was last merged, or it got its slot."""
 
-    def update(self, age: float) -> Iterator[tuple[int, str | None]]:
-        """Free and give slots. Yield each slot whose owner changes, with its new owner."""
+    def note_merged(self, owner: str) -> None:
+        self._worked[owner] = self._presence.listened
+
+    def update(self, age: float) -> Iterator[Handover]:
+        """Free and give slots."""
         decision = self._decision
         for number, slot in enumerate(decision.slots):
-            if slot.owner is None or self._is_busy(number):
+            owner = slot.owner
+            if owner is None or self._is_busy(number):
                 continue
-            note = self._presence.note_of(slot.owner)
+            note = self._presence.note_of(owner)
             gives = note is not None and note.wish == GIVE
-            if gives or decision.told.get(slot.owner) in (BARRED, SICK):
-                slot.owner = None
-                yield number, None
+            if gives or decision.told.get(owner) == BARRED:
+                self._release(slot, age)
+                yield Handover(number, owner, None)
         self._tell_twins()
         for incarnation, member in self._presence.members.items():
             waits = member.note.wish == JOIN and self._presence.is_heard(incarnation)
             if not waits or incarnation in decision.told or incarnation in decision.owners():
                 continue
-            if login_of(incarnation) in decision.barred:
+            if name_of(incarnation) in decision.barred:
                 decision.told[incarnation] = BARRED
                 continue
-            found = self._find(incarnation, member.note, age)
+            found = self._find(incarnation, member.note)
             if found is not None:
-                self._give(found, incarnation, member.note, age)
-                yield found, incarnation
+                before = self._give(found, incarnation, member.note, age)
+                yield Handover(found, before, incarnation)
 
-    def _starts(self, login: str) -> list[str]:
+    def _release(self, slot: Slot, age: float) -> None:
+        """Free a slot, and count the samples that its next owner reads again."""
+        note = self._presence.note_of(slot.owner)
+        if note is not None:
+            most = max(most_samples(self._decision.settings, one, age) for one in slot.ledgers)
+            again = int(min(max(0, note.position - slot.furthest), most))
+            slot.read_twice = min(slot.read_twice + again, FURTHEST)
+        self._worked.pop(slot.owner or "", None)
+        slot.owner = None
+
+    def _starts(self, name: str) -> list[str]:
         """Return the incarnations of an island, starting with the one that counts."""
         owners = self._decision.owners()
-        starts = [one for one in self._presence.members if login_of(one) == login]
-        starts += [one for one in owners if login_of(one) == login and one not in starts]
+        starts = [one for one in self._presence.members if name_of(one) == name]
+        starts += [one for one in owners if name_of(one) == name and one not in starts]
         return sorted(starts, key=lambda one: one not in owners)
 
     def _tell_twins(self) -> None:
@@ -155,36 +235,35 @@ class Seats:
         seconds later.
         """
         members, told = self._presence.members, self._decision.told
-        for login in {login_of(incarnation) for incarnation in members}:
-            first, *others = self._starts(login)
+        for name in {name_of(incarnation) for incarnation in members}:
+            first, *others = self._starts(name)
             for incarnation in others:
-                if first in members and first not in told and incarnation not in told:
+                is_over = told.get(first) in ENDS
+                if first in members and not is_over and incarnation not in told:
                     lasts = members[first].heard - members[incarnation].arrived
                     if lasts > SILENT and self._presence.is_heard(incarnation):
                         told[incarnation] = RUNNING
 
-    def _find(self, incarnation: str, note: Note, age: float) -> int | None:
+    def _find(self, incarnation: str, note: Note) -> int | None:
         """Return the slot for an island that waits."""
         decision, slots = self._decision, self._decision.slots
-        login = login_of(incarnation)
+        name = name_of(incarnation)
         for number, slot in enumerate(slots):
-            if slot.owner is not None and login_of(slot.owner) == login:
+            if slot.owner is not None and name_of(slot.owner) == name:
                 if self._presence.silence(slot.owner) <= SILENT:
                     return None
                 if slot.corpus in ("", note.corpus):
                     return None if self._is_busy(number) else number
         fitting = [n for n, slot in enumerate(slots) if slot.corpus in ("", note.corpus)]
         free = [number for number in fitting if slots[number].owner is None]
-        if note.slot in free:
-            return note.slot
         if free:
             return free[0]
         if len(slots) < decision.settings.slots:
             return len(slots)
-        idle = (n for n in fitting if self._is_replaceable(n, age) and not self._is_busy(n))
+        idle = (n for n in fitting if self._is_replaceable(n) and not self._is_busy(n))
         return next(idle, None)
 
-    def _is_replaceable(self, number: int, age: float) -> bool:
+    def _is_replaceable(self, number: int) -> bool:
         """Return whether another island may take a slot, because its owner is silent, or nothing of
         it is merged, for long."""
         settings, slot = self._decision.settings, self._decision.slots[number]
@@ -196,18 +275,22 @@ class Seats:
         step = 0.0 if note is None else note.step_seconds
         cycle = min(settings.sync_every * step, LONGEST_CYCLE * settings.slot_seconds)
         patience = WITHOUT_WORK * max(settings.slot_seconds, cycle)
-        since = self._given.setdefault(owner, age)
-        return age - max([since, *(ledger.since for ledger in slot.ledgers)]) > patience
+        listened = self._presence.listened
+        return listened - self._worked.setdefault(owner, listened) > patience
 
-    def _give(self, number: int, incarnation: str, note: Note, age: float) -> None:
+    def _give(self, number: int, incarnation: str, note: Note, age: float) -> str | None:
+        """Give a slot to an island, and return its owner until now."""
         decision = self._decision
         if number == len(decision.slots):
             decision.slots.append(Slot([Ledger() for _ in decision.fragments]))
         slot = decision.slots[number]
-        is_new = slot.owner is None or login_of(slot.owner) != login_of(incarnation)
-        if slot.owner is not None:
-            decision.told[slot.owner] = REPLACED
+        before = slot.owner
+        if before is not None:
+            decision.told[before] = REPLACED
+            self._release(slot, age)
         slot.owner, slot.corpus = incarnation, note.corpus
-        self._given[incarnation] = age
-        for ledger in slot.ledgers if is_new else ():
-            ledger.since = int(age)  # it cannot have trained on more since
+        self._worked[incarnation] = self._presence.listened
+        if before is None or name_of(before) != name_of(incarnation):
+            for ledger in slot.ledgers:
+                ledger.since = round(age, 2)  # it cannot have trained on more since
+        return before

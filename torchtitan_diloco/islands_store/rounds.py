@@ -5,25 +5,49 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from torchtitan_diloco.islands_store.decision import Decision, Fate, Fragment
+import msgspec
+
+from torchtitan_diloco.islands_store.decision import Decision, Fate, SharedFragment
 from torchtitan_diloco.islands_store.ledger import judge
 from torchtitan_diloco.islands_store.note import Part
 from torchtitan_diloco.islands_store.presence import Presence
+from torchtitan_diloco.islands_store.settings import Settings
 
 PACE = 0.9
 """Share of H steps that the pacing island completes from one opening to the next."""
 SECOND_PACES = 3
-"""Number of ready islands from which on the second fastest one sets the pace."""
+"""Number of islands from which on the second fastest one sets the pace."""
+HEADROOM, FASTEST = 100.0, 1e9
+"""`fastest` is this multiple of the speed of the islands, and at most this value."""
 FIRST_JUDGED = 5
 """Number of versions from which on the usual norm is known."""
 USUAL = 4
 """Number of latest parts of an island that determine its usual weight."""
 
 
-def _pacing(fastest_first: Sequence[float]) -> float:
+def pacing(fastest_first: Sequence[float]) -> float:
     """Return the value that counts among several islands: with three or more the second, so that a
-    single one with wrong reports cannot set the pace."""
+    single one with wrong reports cannot set the pace. Of two, one can, up to `fastest`."""
     return fastest_first[1 if len(fastest_first) >= SECOND_PACES else 0]
+
+
+class Speeds:
+    """Measures how fast islands are, to limit what a part may contain."""
+
+    def __init__(self) -> None:
+        self._speeds = dict[int, float]()  # samples per second, by slot
+
+    def measure(self, slot: int, samples: int, seconds: float) -> None:
+        """`seconds`: time since the last merged part of the slot."""
+        speed = samples / max(1.0, seconds)
+        self._speeds[slot] = max(self._speeds.get(slot, 0.0), speed)
+
+    def limit(self, settings: Settings) -> Settings:
+        """Return the settings with `fastest`, if it was unknown."""
+        if settings.fastest:
+            return settings
+        speed = HEADROOM * pacing(sorted(self._speeds.values(), reverse=True))
+        return msgspec.structs.replace(settings, fastest=float(f"{min(FASTEST, speed):.3g}"))
 
 
 @dataclass
@@ -74,13 +98,15 @@ class Round:
     opened_at: float = 0.0
     steps: dict[str, int] = field(default_factory=dict)
     """Steps of each island at the last opening."""
+    hurried: set[int] = field(default_factory=set)
+    """Slots whose part has opened a round before its time, since the last one that came in time."""
     began: dict[str, int] = field(default_factory=dict)
     """Version at which an island got its slot, or was first seen in it."""
     weights: dict[str, deque[int]] = field(default_factory=dict)
     """Weights of the latest merged parts of each island."""
 
     @property
-    def shared(self) -> Fragment:
+    def shared(self) -> SharedFragment:
         return self.decision.fragments[self.fragment]
 
     def is_busy(self, slot: int) -> bool:
@@ -117,7 +143,7 @@ class Round:
         settings = self.decision.settings
         notes = (self.presence.note_of(owner) for owner in self.decision.owners())
         steps = sorted(note.step_seconds for note in notes if note and note.step_seconds > 0)
-        step = _pacing(steps) if steps else 0.0
+        step = pacing(steps) if steps else 0.0
         return max(settings.grace, settings.delay * step)
 
     # --- open -------------------------------------------------------------------------------------
@@ -139,19 +165,26 @@ class Round:
     def _is_paced(self) -> bool:
         """Return whether the pacing island has completed nearly H steps since the last opening.
 
-        A late part does not open a round, which would make the others send early repeatedly.
+        A late part does not open a round, which would make the others send early repeatedly. The
+        part of an island that has stopped, leaves or is absent does, as it waits for nothing else:
+        once per slot until the next round in time, unless no island trains. Otherwise, an island
+        could close rounds as fast as it sends samples. All owners that complete steps set the pace,
+        and not only those that are ready: who is late does not become the only one that counts.
         """
-        owners = [one.incarnation for one in self.waiting.values()]
-        if any(not self._steps(owner) for owner in owners):
-            return True  # it stopped, leaves or is absent, so it waits for nothing else
-        pacing = [owner for owner in self.ready().values() if self._steps(owner)] or owners
+        stopped = {slot for slot, one in self.waiting.items() if not self._steps(one.incarnation)}
+        training = [owner for owner in self.decision.owners() if self._steps(owner)]
+        if stopped - self.hurried or (stopped and not training):
+            self.hurried |= stopped
+            return True
         made = list[float]()
-        for owner in pacing:
+        for owner in training or [one.incarnation for one in self.waiting.values()]:
             note = self.presence.note_of(owner)
             assert note is not None
             made.append(note.step - self.steps.get(owner, -self.decision.settings.sync_every))
-        pace = _pacing(sorted(made, reverse=True))
-        return pace >= PACE * self.decision.settings.sync_every
+        is_due = pacing(sorted(made, reverse=True)) >= PACE * self.decision.settings.sync_every
+        if is_due:
+            self.hurried = set()
+        return is_due
 
     def _steps(self, owner: str) -> bool:
         return self.presence.is_stepping(owner, self.grace)
