@@ -61,6 +61,7 @@ from torchtitan_diloco.distributed.collectives import (
     Requests,
     StopRequest,
     longest_lag,
+    on_all_ranks,
     watch_notices,
 )
 from torchtitan_diloco.distributed.world import FSDP, World
@@ -422,7 +423,8 @@ class Trainer:
         if self._initial_weights:
             from torchtitan_diloco.export.weights import load_initial_weights
 
-            load_initial_weights(self.model, self._initial_weights)
+            load = partial(load_initial_weights, self.model, self._initial_weights)
+            on_all_ranks(self.world.saving, load)  # disks may be slow
 
     @property
     def _initial_weights(self) -> str:
@@ -473,7 +475,7 @@ class Trainer:
         if weights:
             from torchtitan_diloco.export.weights import weights_fingerprint
 
-            weights = weights_fingerprint(weights)
+            weights = on_all_ranks(self.world.saving, partial(weights_fingerprint, weights))
         facts |= {"tokenizer": self.tokenizer.fingerprint, "model.weights": weights}
         if join := self.config.islands.join:
             facts["run in islands.join"] = Join.parse(join).run

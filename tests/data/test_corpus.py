@@ -115,6 +115,15 @@ def test_a_split_that_is_empty_says_how_many_pieces_there_are(data: Data) -> Non
         open_split(nothing, BYTES, "validation")
 
 
+def test_a_cache_that_is_a_file_names_its_setting(data: Data, tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.touch()
+    with pytest.raises(UserError, match=rf'data.cache_folder = "{path}" is a file: give a folder'):
+        open_split(
+            dataclasses.replace(data, cache_folder=str(path)), build_tokenizer("bytes"), "train"
+        )
+
+
 def test_a_missing_folder_names_the_command_that_makes_it(data: Data, tmp_path: Path) -> None:
     folder = tmp_path / "my shards-10.5B"
     wanted = Data(corpus=str(folder), source=data.corpus)

@@ -116,7 +116,10 @@ def _folder(data: Data, key: str, spec: str, tokenizer: Tokenizer, *, fraction: 
         return corpus
     made_of = f"{corpus.fingerprint[:8]}-{tokenizer.fingerprint[:8]}-{fraction:g}"
     name = f"{_slug(corpus.spec)[-40:]}-{made_of}-v{FORMAT_VERSION}"
-    folder = Path(data.cache_folder).expanduser() / name
+    cache = Path(data.cache_folder).expanduser()
+    if cache.is_file():
+        raise UserError(f'data.cache_folder = "{data.cache_folder}" is a file: give a folder')
+    folder = cache / name
     if not (folder / INDEX_NAME).exists():
         prepare(corpus, tokenizer, folder, validation_fraction=fraction, wait=True)
     return folder
