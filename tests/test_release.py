@@ -157,9 +157,9 @@ def test_agents_page_has_the_commands_of_ci() -> None:
 def test_ci_runs_the_tests_as_the_readme_says_before_it_installs_anything() -> None:
     """Otherwise a test could need what only CI has."""
     script = (REPOSITORY / ".ci/run").read_text()
-    tests = script.index("\ncheck \"tests\" run_tests\n")
+    tests = script.index('\ncheck "tests" run_tests\n')
     assert re.search(r"^    \./run_tests\.sh 2>&1 ", script, re.M)
-    assert script.index("\ncheck \"lint, format and types\" ./scripts/check.sh\n") > tests
+    assert script.index('\ncheck "lint, format and types" ./scripts/check.sh\n') > tests
     for word in ("environment.sh", "prepare_", "pip install", "PYTHON="):
         assert word not in script, word
     checks = (REPOSITORY / "scripts/check.sh").read_text()
