@@ -87,10 +87,6 @@ class Bucket(Backend):
         options["read_timeout"] = f"{SILENCE_SECONDS}s"
         self._small = self._client(location, options)
 
-    @classmethod
-    def joined(cls, join: JoinFile) -> "Bucket":
-        return cls(join.location, join)
-
     def _client(self, location: str, options: dict[str, Any]) -> "ObjectStore":
         once: RetryConfig = {"max_retries": 0}  # attempts.py repeats, and says so
         config = dict(ONE_BY_ONE) if self._scheme == "s3" else {}

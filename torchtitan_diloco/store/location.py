@@ -77,4 +77,4 @@ def _backend(location: str, *, make: bool) -> Backend:
         from torchtitan_diloco.store.bucket import Bucket
     except ImportError:
         raise UserError(f"install obstore: {install_command('bucket')}") from None
-    return Bucket.joined(place) if isinstance(place, JoinFile) else Bucket(place)
+    return Bucket(place.location, place) if isinstance(place, JoinFile) else Bucket(place)
