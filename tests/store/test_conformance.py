@@ -111,6 +111,18 @@ def test_a_list_is_sorted_and_begins_where_it_is_told_to(place: Place, store: St
     assert {one.size for one in store.list(f"{place.own}b.")} == {len(f"{place.own}b.1")}
 
 
+def test_a_list_may_be_short(place: Place, store: Store) -> None:
+    names = {f"{place.own}{number}" for number in range(5)}
+    for name in names:
+        store.create(name, b"")
+    found = [entry.name for entry in store.list(place.own, most=3)]
+    assert len(found) == 3
+    assert found == sorted(found)
+    assert set(found) < names
+    assert {entry.name for entry in store.list(place.own, most=5)} == names
+    assert len(store.list(place.own, after=f"{place.own}2", most=3)) == 2
+
+
 @pytest.mark.parametrize("name", ["", "..", "a/../b", ".a", "a/.b", "/a", "a/", "a//b", "a b", "ä"])
 def test_no_other_names(store: Store, name: str) -> None:
     for call in (store.get, store.delete, lambda name: store.create(name, b"")):
@@ -209,7 +221,7 @@ def test_damage_is_named(place: Place, store: Store, damage: str) -> None:
 def test_a_login_writes_below_its_own_names_only(seaweed: SeaweedServer, tmp_path: Path) -> None:
     """What it may not is refused at once, and not tried again."""
     place = seaweed_place(seaweed, tmp_path)
-    store = place.open(patience=PATIENCE)
+    store = place.open().with_patience(5.0)
     owner = open_store(seaweed.join_file(tmp_path / "owner.toml", "owner"))
     for name in ("run/1", "version/1", "found/a/1", "change/1", "part/site-b/1", "island/site-b/1"):
         owner.replace(name, b"")

@@ -70,7 +70,7 @@ def _write_and_die(path: Path, verb: str) -> list[str]:
         raw = folder.get("a/b", large=False)
         contents = {sealed(OLD): "old", sealed(NEW): "new"}
         found.append(contents.get(raw.content, "broken") if raw else "missing")
-        assert [one.name for one in folder.list("", "")] == ["a/b"] * (raw is not None)
+        assert [one.name for one in folder.list("", "", None)] == ["a/b"] * (raw is not None)
         # Whatever was left is in nobody's way.
         assert folder.create("a/b", sealed(NEW), large=False) == (found[-1] != "old")
         folder.replace("a/b", sealed(NEW), large=False, durable=True)

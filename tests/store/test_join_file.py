@@ -73,7 +73,7 @@ def test_without_an_endpoint_it_is_aws(tmp_path: Path) -> None:
 def test_what_is_wrong_in_a_join_file(
     tmp_path: Path, changes: Mapping[str, object], says: str
 ) -> None:
-    path = write(tmp_path, LOGIN | changes)
+    path = write(tmp_path, {**LOGIN, **changes})
     with pytest.raises(RefusedError, match=rf"join\.toml: .*{says}") as raised:
         check_location(str(path))
     assert SECRET not in str(raised.value)
@@ -194,7 +194,7 @@ def server(certificate: Certificate | None = None) -> Iterator[int]:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(certificate.certificate, certificate.key)
         found.socket = context.wrap_socket(found.socket, server_side=True)
-    found.handle_error = lambda *_: None  # type: ignore[method-assign,assignment]
+    found.handle_error = lambda *_: None  # type: ignore[method-assign]
     thread = threading.Thread(target=found.serve_forever)
     thread.start()
     try:

@@ -27,6 +27,8 @@ ATTEMPT_SECONDS = 60
 SILENCE_SECONDS = 2
 """Seconds without an answer after which an attempt without a large content fails, and to
 connect. Of a content that is written, they include the upload."""
+PAGE = 1000
+"""Objects in a reply to a list."""
 ENDPOINTS = {
     "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
     "gs": (),
@@ -63,26 +65,24 @@ class Bucket(Backend):
 
     def __init__(self, location: str, join: JoinFile | None = None) -> None:
         """`join`: server and login, otherwise those of the environment."""
-        self.location = join.shown if join else location
-        self.own_prefix = join.prefix if join else ""
         self._scheme = location.partition("://")[0]
         self._join = join
-        variable = next((key for key in ENDPOINTS[self._scheme] if os.environ.get(key)), "")
-        endpoint = os.environ.get(variable, "")
-        if join is not None:
-            endpoint = join.server
-        elif variable:
-            check_endpoint(variable, endpoint)
-        certificate = join.certificate if join else ""
-        kind = join.kind if join else ""
-        self.kind = Kind(kind) if kind else kind_of(endpoint, certificate)
         options: dict[str, Any] = {
             "timeout": f"{ATTEMPT_SECONDS}s",
             "connect_timeout": f"{SILENCE_SECONDS}s",
-            "allow_http": endpoint.startswith("http://"),
         }
-        if certificate:
-            options["root_certificate"] = certificate
+        if join is None:
+            self.location = location
+            endpoint = _endpoint_of_environment(self._scheme)
+            self.kind = kind_of(endpoint)
+        else:
+            self.location = join.shown
+            self.own_prefix = join.prefix
+            endpoint = join.server
+            self.kind = Kind(join.kind) if join.kind else kind_of(endpoint, join.certificate)
+            if join.certificate:
+                options["root_certificate"] = join.certificate
+        options["allow_http"] = endpoint.startswith("http://")
         self._large = self._client(location, options)
         options["read_timeout"] = f"{SILENCE_SECONDS}s"
         self._small = self._client(location, options)
@@ -144,24 +144,28 @@ class Bucket(Backend):
         except (BaseError, OSError) as error:
             raise self._explained("get", name, error) from error
 
-    def list(self, prefix: str, after: str) -> list[Listed]:
+    def list(self, prefix: str, after: str, most: int | None) -> list[Listed]:
         # A bucket lists whole segments, and servers disagree about the order of "a.b" and "a/b":
         # what is wanted is chosen here.
         folder = prefix.rpartition("/")[0]
+        objects = list[Listed]()
         try:
-            objects = obstore.list(self._small, folder or None, chunk_size=1000).collect()
+            for page in obstore.list(self._small, folder or None, chunk_size=PAGE):
+                objects += (
+                    Listed(
+                        meta["path"],
+                        size=meta["size"],
+                        modified=meta["last_modified"].timestamp(),
+                        tag=meta["e_tag"] or meta["version"] or meta["last_modified"].isoformat(),
+                    )
+                    for meta in page
+                    if meta["path"].startswith(prefix) and meta["path"] > after
+                )
+                if most is not None and len(objects) >= most:
+                    break
         except (BaseError, OSError) as error:
             raise self._explained("list", prefix, error) from error
-        return sorted(
-            Listed(
-                meta["path"],
-                size=meta["size"],
-                modified=meta["last_modified"].timestamp(),
-                tag=meta["e_tag"] or meta["version"] or meta["last_modified"].isoformat(),
-            )
-            for meta in objects
-            if meta["path"].startswith(prefix) and meta["path"] > after
-        )
+        return sorted(objects[:most])
 
     def delete(self, name: str) -> None:
         try:
@@ -267,6 +271,15 @@ class Bucket(Backend):
 
 def _says(error: Exception, words: tuple[str, ...]) -> bool:
     return any(word in str(error) for word in words)
+
+
+def _endpoint_of_environment(scheme: str) -> str:
+    """Return the URL of a server that a variable names, or an empty string."""
+    for variable in ENDPOINTS[scheme]:
+        if endpoint := os.environ.get(variable, ""):
+            check_endpoint(variable, endpoint)
+            return endpoint
+    return ""
 
 
 def _config(join: JoinFile) -> dict[str, str]:

@@ -15,6 +15,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from io import FileIO
+from itertools import islice
 from pathlib import Path
 
 from torchtitan_diloco.store.errors import (
@@ -99,10 +100,10 @@ class Folder(Backend):
                 self._check_identity()
                 return None
 
-    def list(self, prefix: str, after: str) -> list[Listed]:
+    def list(self, prefix: str, after: str, most: int | None) -> list[Listed]:
         with self._explain():
             self._check_identity()
-            return sorted(
+            objects = (
                 Listed(
                     name,
                     size=status.st_size,
@@ -112,6 +113,7 @@ class Folder(Backend):
                 for name, status in self._files(prefix)
                 if name > after
             )
+            return sorted(islice(objects, most))
 
     def delete(self, name: str) -> None:
         with self._explain(), suppress(FileNotFoundError):

@@ -102,8 +102,8 @@ class Backend(ABC):
     def get(self, name: str, *, large: bool) -> Raw | None: ...
 
     @abstractmethod
-    def list(self, prefix: str, after: str) -> list[Listed]:
-        """Return the objects, sorted by name."""
+    def list(self, prefix: str, after: str, most: int | None) -> list[Listed]:
+        """Return the objects, or any `most` of them, sorted by name."""
 
     @abstractmethod
     def delete(self, name: str) -> None: ...
@@ -176,11 +176,14 @@ class Store:
         content, digest = unseal(f"{self.location}: {name}", raw.content)
         return Found(content, age=self._age(raw.modified), checksum=digest)
 
-    def list(self, prefix: str, after: str = "") -> list[Entry]:
-        """Return the sorted objects whose names start with `prefix` and follow `after`."""
+    def list(self, prefix: str, after: str = "", most: int | None = None) -> list[Entry]:
+        """Return the sorted objects whose names start with `prefix` and follow `after`.
+
+        `most`: return any so many of them, so that a writer of a million does not delay a reader.
+        """
         check_prefix(prefix)
         check_prefix(after)
-        objects = self._attempts.run("list", prefix, lambda: self.backend.list(prefix, after))
+        objects = self._attempts.run("list", prefix, lambda: self.backend.list(prefix, after, most))
         return [
             Entry(
                 listed.name,
