@@ -87,13 +87,17 @@ def test_a_connection_that_is_silent(bucket: Place, monkeypatch: pytest.MonkeyPa
     for key, value in bucket_environment(proxy.port).items():
         monkeypatch.setenv(key, value)
     store = open_store(bucket.location).with_patience(10.0)
-    store.create("a", b"1")
-    proxy.silence()
-    assert store.get("a") is not None
-    proxy.silence()
-    assert [one.name for one in store.list("")] == ["a"]
-    proxy.silence()
-    assert store.create("b", b"2")
+    for call in (
+        lambda: store.create("a", b"1"),
+        lambda: store.get("a"),
+        lambda: store.list(""),
+        lambda: store.replace("a", b"2"),
+        lambda: store.delete("a"),
+    ):
+        proxy.cut()  # so that the next call needs another connection
+        proxy.silence_next()
+        call()
+        assert proxy.silences == 0, "the call has met it"
     proxy.close()
 
 
