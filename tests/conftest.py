@@ -11,6 +11,11 @@ import pytest
 from hypothesis import settings
 
 from tests.processes import ProcessPool
+from tests.store.fixtures import bucket as bucket
+from tests.store.fixtures import bucket_server as bucket_server
+from tests.store.fixtures import place as place
+from tests.store.fixtures import seaweed as seaweed
+from tests.store.fixtures import store as store
 from torchtitan_diloco.base.log import logger
 from torchtitan_diloco.base.process import STOP_SIGNALS
 from torchtitan_diloco.data.tokenizer import train_tokenizer

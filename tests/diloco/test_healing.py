@@ -9,7 +9,18 @@ import pytest
 import torch
 from torch import nn
 
-from tests.diloco.toy import config, full, inner_step, join, loss, parameters, sharded, start
+from tests.diloco.toy import (
+    alone,
+    config,
+    full,
+    inner_step,
+    join,
+    loss,
+    parameters,
+    sharded,
+    start,
+    train,
+)
 from tests.processes import ProcessPool
 from torchtitan_diloco.base.tensors import local_of
 from torchtitan_diloco.diloco import DiLoCoConfig, Quantization, StreamingDiLoCo
@@ -187,3 +198,17 @@ def test_moments_that_are_not_finite_heal_their_fragment() -> None:
         assert torch.equal(value, (shared if "blocks.1" in name else moved)[name])
     assert weight not in optimizer.state
     assert outer.heal() == []
+
+
+def test_steps_before_a_reset_are_not_counted_even_after_a_save() -> None:
+    outer, model, optimizer = alone(config(2))
+    train(outer, model, optimizer, range(1, 4))
+    model.gain.data.fill_(math.nan)
+    assert outer.heal() == [4]
+
+    def weights() -> list[float]:
+        return [fragment["weight"] for fragment in outer.state_dict()["facts"]["fragments"]]
+
+    assert weights() == [3, 3, 3, 3, 0]
+    outer.step()
+    assert weights() == [4, 4, 4, 4, 1]

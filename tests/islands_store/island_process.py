@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 from tests.islands_store import toy
 from tests.islands_store.toy import Account, Vector
 from tests.islands_store.world import Process, Thread
+from torchtitan_diloco.diloco.modes import Mode
 from torchtitan_diloco.islands_store.checkpoint import Saved
 from torchtitan_diloco.islands_store.commit import CallFailedError, Get, Reader
 from torchtitan_diloco.islands_store.decision import Decision, decode_decision
 from torchtitan_diloco.islands_store.founding import Founding, WentBackError, encode_founding
-from torchtitan_diloco.islands_store.fragment import Apply, Mode
+from torchtitan_diloco.islands_store.fragment import Apply
 from torchtitan_diloco.islands_store.island import REJOIN, Island
 from torchtitan_diloco.islands_store.names import COPY, ISLAND, founding_name, part_name
 from torchtitan_diloco.islands_store.note import Gauges, Part

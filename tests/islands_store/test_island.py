@@ -7,10 +7,11 @@ import pytest
 
 from tests.islands_store.desk import SHAPES, A, B, checksum, founded
 from torchtitan_diloco.base.user import UserError
+from torchtitan_diloco.diloco.modes import Mode
 from torchtitan_diloco.islands_store.checkpoint import Saved
 from torchtitan_diloco.islands_store.decision import REPLACED, SICK, Decision, Fate, Kept, Ledger
 from torchtitan_diloco.islands_store.founding import Founding, WentBackError
-from torchtitan_diloco.islands_store.fragment import Boundary, Mode
+from torchtitan_diloco.islands_store.fragment import Boundary
 from torchtitan_diloco.islands_store.island import REJOIN, Island
 from torchtitan_diloco.islands_store.names import COPY, VERSION, Object
 from torchtitan_diloco.islands_store.note import Note, Part, decode_note

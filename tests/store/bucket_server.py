@@ -1,12 +1,15 @@
 """S3 by moto, in a process of its own. It prints its port.
 
-Some buckets have faults: `plain` has no conditional writes, `clock` finds every clock wrong,
-`wrong` every signature, `readonly` takes no objects, `busy` refuses every third request for now.
+Some buckets have faults: `plain` has no conditional writes, `racing` looks and then writes, so that
+of several writers at once all succeed, `clock` finds every clock wrong, `wrong` every signature,
+`readonly` takes no objects, `full` has no space, `busy` refuses every third request for now.
 """
 
+import io
 import itertools
 import logging
 import threading
+import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,11 +17,15 @@ import boto3  # type: ignore[import-untyped]
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import make_server
 
-BUCKETS = "run", "plain", "clock", "wrong", "readonly", "busy"
+BUCKETS = "run", "plain", "racing", "clock", "wrong", "readonly", "full", "busy"
+WRITES = ("PUT", "DELETE", "POST")
+RACE_SECONDS = 0.2
+"""Between the look and the write of a bucket that races."""
 REFUSALS = {
     "clock": ("403 Forbidden", "RequestTimeTooSkewed", "The difference is too large."),
     "wrong": ("403 Forbidden", "SignatureDoesNotMatch", "Check your key."),
     "readonly": ("403 Forbidden", "AccessDenied", "Access Denied"),
+    "full": ("507 Insufficient Storage", "XMinioStorageFull", "The drive is full."),
     "busy": ("503 Slow Down", "SlowDown", "Reduce your request rate."),
 }
 
@@ -35,20 +42,38 @@ class Application:
     def __call__(self, environ: dict[str, Any], start: Any) -> Iterable[bytes]:
         bucket = environ["PATH_INFO"].split("/")[1]
         refused = bucket in REFUSALS and self.is_ready
-        if bucket == "readonly":
-            refused = refused and environ["REQUEST_METHOD"] in ("PUT", "DELETE", "POST")
+        if bucket in ("readonly", "full"):
+            refused = refused and environ["REQUEST_METHOD"] in WRITES
         if bucket == "busy":
             refused = refused and next(self._count) % 3 == 0
-        if bucket == "plain":
+        if bucket == "plain" or (bucket == "racing" and not self._is_there(environ)):
             environ.pop("HTTP_IF_NONE_MATCH", None)
-        if not refused:
-            with self._lock:
-                return list(self._moto(environ, start))
-        status, code, message = REFUSALS[bucket]
-        environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
-        body = f"<Error><Code>{code}</Code><Message>{message}</Message></Error>".encode()
-        start(status, [("Content-Type", "application/xml"), ("Content-Length", str(len(body)))])
-        return [body]
+        if refused:
+            status, code, message = REFUSALS[bucket]
+            text = f"<Error><Code>{code}</Code><Message>{message}</Message></Error>"
+            return _reply(environ, start, status, text)
+        with self._lock:
+            return list(self._moto(environ, start))
+
+    def _is_there(self, environ: dict[str, Any]) -> bool:
+        """Return whether an object was there some time ago."""
+        if "HTTP_IF_NONE_MATCH" not in environ:
+            return False
+        statuses = list[str]()
+        look = {**environ, "REQUEST_METHOD": "HEAD", "wsgi.input": io.BytesIO()}
+        for key in ("HTTP_IF_NONE_MATCH", "CONTENT_LENGTH"):
+            look.pop(key, None)
+        with self._lock:
+            list(self._moto(look, lambda status, *_: statuses.append(status)))
+        time.sleep(RACE_SECONDS)
+        return statuses[0].startswith("200")
+
+
+def _reply(environ: dict[str, Any], start: Any, status: str, text: str) -> Iterable[bytes]:
+    environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
+    body = text.encode()
+    start(status, [("Content-Type", "application/xml"), ("Content-Length", str(len(body)))])
+    return [body]
 
 
 def main() -> None:

@@ -1,8 +1,9 @@
-"""Stores for tests: a folder, an https server in this process, a bucket in another process."""
+"""Stores for tests: a folder, and buckets of two servers in other processes."""
 
 import os
 import subprocess
 import sys
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -11,13 +12,12 @@ from typing import Any
 
 import pytest
 
+from tests.store.seaweed import SITE, SeaweedServer
 from torchtitan_diloco.store import Store, open_store
-from torchtitan_diloco.store.store import Raw
 
 PATIENCE = 100.0
 """Seconds after which a test counts as hanging."""
-SITE = "site-a"
-KINDS = ("folder", "https", "bucket")
+KINDS = ("folder", "bucket", "seaweed")
 
 
 @dataclass
@@ -28,10 +28,12 @@ class Place:
     location: str
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables that other processes need."""
-    raw: Callable[[], Store] | None = None
-    """Opens the store with all rights, if `open` does not."""
+    name: str = SITE
+    """Name of an island: this login may write the parts and notes of it."""
     port: int = 0
     """Port of the server, 0 if there is none."""
+    at_port: Callable[[int], str] | None = None
+    """Returns the location of the same store through another port, if the location names one."""
 
     def open(self, **options: Any) -> Store:
         return open_store(self.location, **options)
@@ -39,38 +41,26 @@ class Place:
     @property
     def own(self) -> str:
         """Prefix below which this login may create objects."""
-        return f"part/{SITE}/"
+        return f"part/{self.name}/"
+
+    @property
+    def notes(self) -> str:
+        """Prefix of objects that this login may replace."""
+        return f"island/{self.name}/"
 
     @property
     def note(self) -> str:
-        """An object that this login may replace."""
-        return f"island/{SITE}-1"
+        return f"{self.notes}1"
 
     def write_raw(self, name: str, content: bytes) -> None:
         """Write a content without a checksum, as a damaged disk would."""
-        (self.raw or self.open)().backend.replace(name, content, PATIENCE)
+        backend = self.open(writes=None).backend
+        backend.replace(name, content, large=True, durable=True)
 
     def read_raw(self, name: str) -> bytes:
-        found = (self.raw or self.open)().backend.get(name, PATIENCE)
-        assert isinstance(found, Raw)
+        found = self.open(writes=None).backend.get(name, large=True)
+        assert found is not None
         return found.content
-
-
-@contextmanager
-def https_place(folder: Path, **options: Any) -> Iterator[tuple[Place, Any]]:
-    """Yield a place, and its server."""
-    pytest.importorskip("aiohttp", reason="needs aiohttp")
-    from torchtitan_diloco.store.server import Server
-
-    server = Server(folder, host="127.0.0.1", **options)
-    server.start()
-    try:
-        server.logins.set_address("127.0.0.1", server.port)
-        join = server.logins.add(SITE)
-        everything = lambda: open_store(folder)  # noqa: E731
-        yield Place("https", str(join), raw=everything, port=server.port), server
-    finally:
-        server.stop()
 
 
 class BucketServer:
@@ -107,6 +97,18 @@ def bucket_environment(port: int) -> dict[str, str]:
 def bucket_place(server: BucketServer, path: str, bucket: str = "run") -> Iterator[Place]:
     """Yield a place. This process needs its environment."""
     yield Place("bucket", f"s3://{bucket}/{path}", server.environment, port=server.port)
+
+
+def seaweed_place(server: SeaweedServer, folder: Path) -> Place:
+    """Return a place of its own, whose join file is in a folder."""
+    name = f"{SITE}.{uuid.uuid4().hex}"
+    prefix = f"mirror/{SITE}/{name}/"
+
+    def at_port(port: int) -> str:
+        path = folder / f"join-{port}.toml"
+        return str(server.join_file(path, endpoint=f"https://127.0.0.1:{port}", prefix=prefix))
+
+    return Place("seaweed", at_port(server.port), name=name, port=server.port, at_port=at_port)
 
 
 def start_writer(place: Place, *words: str) -> "subprocess.Popen[str]":

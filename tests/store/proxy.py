@@ -18,6 +18,7 @@ class Proxy:
         self._lock = threading.Lock()
         self._open = set[socket.socket]()
         self._silent = set[socket.socket]()
+        self.silences = 0
         self._cuts: list[int] = []
         self.passed, self.cuts = 0, 0
         threading.Thread(target=self._accept, daemon=True).start()
@@ -28,14 +29,14 @@ class Proxy:
             self.passed = 0
             self._cuts = list(sizes)
 
-    def silence(self) -> None:
-        """Pass on nothing any more on the connections that are open, and do not close them."""
+    def silence_next(self) -> None:
+        """Pass on nothing on the next connection, and do not close it."""
         with self._lock:
-            self._silent |= self._open
+            self.silences += 1
 
     def close(self) -> None:
         self._listening.close()
-        self._cut()
+        self.cut()
 
     def _accept(self) -> None:
         with suppress(OSError):
@@ -44,6 +45,9 @@ class Proxy:
                 far = socket.create_connection(("127.0.0.1", self._target))
                 with self._lock:
                     self._open |= {near, far}
+                    if self.silences:
+                        self.silences -= 1
+                        self._silent |= {near, far}
                 for source, sink in ((near, far), (far, near)):
                     threading.Thread(target=self._pass_on, args=(source, sink), daemon=True).start()
 
@@ -54,7 +58,7 @@ class Proxy:
                     continue
                 sink.sendall(data)
                 if self._counts(len(data)):
-                    self._cut()
+                    self.cut()
         self._end(source, sink)
 
     def _counts(self, size: int) -> bool:
@@ -68,7 +72,8 @@ class Proxy:
             self.cuts += 1
             return True
 
-    def _cut(self) -> None:
+    def cut(self) -> None:
+        """Cut all connections."""
         with self._lock:
             victims = list(self._open)
         self._end(*victims)

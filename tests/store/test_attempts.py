@@ -8,7 +8,7 @@ import pytest
 
 from torchtitan_diloco.store import AwayError, ClosedError, RefusedError
 from torchtitan_diloco.store import attempts as module
-from torchtitan_diloco.store.attempts import ATTEMPT_SECONDS, Attempts
+from torchtitan_diloco.store.attempts import Attempts
 from torchtitan_diloco.store.errors import PassingError
 
 
@@ -16,24 +16,52 @@ from torchtitan_diloco.store.errors import PassingError
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PAUSE", 1e-4)
     monkeypatch.setattr(module, "LONGEST_PAUSE", 1e-3)
+    monkeypatch.setattr(module, "LONGEST_LARGE_PAUSE", 1e-3)
 
 
 class Flaky:
     def __init__(self, failures: int) -> None:
-        self.failures, self.seconds = failures, list[float]()
+        self.failures = failures
+        self.calls = 0
 
-    def __call__(self, seconds: float) -> str:
-        self.seconds.append(seconds)
-        if len(self.seconds) <= self.failures:
+    def __call__(self) -> str:
+        self.calls += 1
+        if self.calls <= self.failures:
             raise PassingError("it is busy")
         return "done"
 
 
-def test_later_attempts_wait_for_longer(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_call_is_repeated(caplog: pytest.LogCaptureFixture) -> None:
     call = Flaky(6)
     assert Attempts("place", 60.0).run("get", "a", call) == "done"
-    assert call.seconds == [*ATTEMPT_SECONDS, *ATTEMPT_SECONDS[-1:] * 3]
+    assert call.calls == 7
     assert caplog.messages == ["place: could not get a (it is busy); trying again"]
+
+
+@pytest.mark.parametrize(("large", "longest"), [(False, 0.3), (True, 3.0)])
+def test_pauses_grow_up_to_a_limit(
+    monkeypatch: pytest.MonkeyPatch, large: bool, longest: float
+) -> None:
+    """Decisions and notes are tried again soon, and a busy server gets few large contents."""
+    monkeypatch.undo()
+    pauses = list[float]()
+    attempts = Attempts("place", 60.0)
+    monkeypatch.setattr(attempts._closed, "wait", pauses.append)
+    attempts.run("get", "a", Flaky(12), large=large)
+    assert 0.1 <= pauses[0] <= 0.15
+    assert longest / 1.5 <= max(pauses) <= longest
+
+
+def test_a_thread_may_have_less_patience(caplog: pytest.LogCaptureFixture) -> None:
+    attempts = Attempts("place", 1e9)
+    hasty = attempts.with_patience(0.0)
+    with pytest.raises(AwayError, match="for 0 s"):
+        hasty.run("get", "a", Flaky(10**6))
+    assert attempts.run("get", "a", Flaky(3)) == "done"
+    assert len(caplog.messages) == 1, "both log the same"
+    attempts.close()
+    with pytest.raises(ClosedError):
+        hasty.run("get", "a", Flaky(0))
 
 
 def test_a_call_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
@@ -45,7 +73,7 @@ def test_a_call_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_what_another_attempt_would_meet_is_raised_at_once() -> None:
-    def refuse(_: float) -> None:
+    def refuse() -> None:
         raise RefusedError("no")
 
     with pytest.raises(RefusedError):
@@ -73,4 +101,4 @@ def test_an_end_while_it_tries_again() -> None:
     with pytest.raises(ClosedError, match="place was closed"):
         attempts.run("get", "a", call)
     timer.join()
-    assert call.seconds
+    assert call.calls

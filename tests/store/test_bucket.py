@@ -6,9 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.store.places import Place
+from tests.store.places import Place, bucket_environment
+from tests.store.proxy import Proxy
 from torchtitan_diloco.base.user import UserError
-from torchtitan_diloco.store import AwayError, RefusedError, StoreError, open_store
+from torchtitan_diloco.store import (
+    AwayError,
+    FullError,
+    Kind,
+    RefusedError,
+    StoreError,
+    open_store,
+)
 
 
 @pytest.mark.parametrize(
@@ -17,6 +25,8 @@ from torchtitan_diloco.store import AwayError, RefusedError, StoreError, open_st
         ("s3://nowhere/run", "", "there is no such bucket .* create it, or check its name"),
         ("s3://nowhere/run", None, "there is no such bucket"),
         ("s3://plain/run", "", "a second writer could create an object that already exists"),
+        ("s3://racing/run", "", "a second writer could create an object that already exists"),
+        ("s3://full/run", "", "XMinioStorageFull: The drive is full.; free some space there"),
         ("s3://clock/run", "", "the clock of this machine differs .* set the clock"),
         ("s3://clock/run", None, "the clock of this machine differs"),
         ("s3://wrong/run", "", "the credentials were refused .* set AWS_ACCESS_KEY_ID"),
@@ -27,8 +37,9 @@ def test_a_bucket_that_cannot_be_used(
     bucket: Place, location: str, writes: str | None, says: str
 ) -> None:
     assert bucket.kind == "bucket"
-    with pytest.raises(RefusedError, match=says) as raised:
+    with pytest.raises(StoreError, match=says) as raised:
         open_store(location, writes=writes)
+    assert isinstance(raised.value, RefusedError | FullError)
     assert str(raised.value).startswith(f"{location}: ")
     assert "\n" not in str(raised.value)
 
@@ -55,29 +66,58 @@ def test_a_bucket_that_is_busy(bucket: Place, caplog: pytest.LogCaptureFixture) 
     assert any("SlowDown: Reduce your request rate" in one for one in caplog.messages)
 
 
+def test_a_bucket_that_races_refuses_a_second_writer_later(bucket: Place) -> None:
+    """So that only writers at the same time find the fault."""
+    store = open_store(f"s3://racing/{bucket.location.rpartition('/')[2]}", writes=None)
+    assert store.create("a", b"1")
+    assert not store.create("a", b"2")
+
+
 def test_an_endpoint_that_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("obstore", reason="needs obstore")
-    for key in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.setenv(key, "a")
-    credentials = {"endpoint": "http://127.0.0.1:9", "region": "us-east-1"}
-    with pytest.raises(AwayError, match=r"could not create test-.* for 0.2 s \(HTTP error"):
-        open_store("s3://run/x", credentials=credentials, patience=0.2)
+    for key, value in bucket_environment(9).items():
+        monkeypatch.setenv(key, value)
+    with pytest.raises(AwayError, match=r"create test-.* for 0.2 s \(Connection refused\)"):
+        open_store("s3://run/x", patience=0.2)
+
+
+def test_a_connection_that_is_silent(bucket: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small call is repeated over another connection long before a large one would fail."""
+    proxy = Proxy(bucket.port)
+    for key, value in bucket_environment(proxy.port).items():
+        monkeypatch.setenv(key, value)
+    store = open_store(bucket.location).with_patience(10.0)
+    for call in (
+        lambda: store.create("a", b"1"),
+        lambda: store.get("a"),
+        lambda: store.list(""),
+        lambda: store.replace("a", b"2"),
+        lambda: store.delete("a"),
+    ):
+        proxy.cut()  # so that the next call needs another connection
+        proxy.silence_next()
+        call()
+        assert proxy.silences == 0, "the call has met it"
+    proxy.close()
 
 
 @pytest.mark.parametrize(
-    ("location", "credentials", "says"),
+    ("location", "variables", "says"),
     [
-        ("s3://run/x", {"bogus": "1"}, "'bogus' is not valid .* set AWS_ACCESS_KEY_ID"),
         ("az://container/x", {}, "Account must be specified; set AZURE_STORAGE_ACCOUNT_NAME"),
+        ("s3://run/x", {"AWS_ENDPOINT_URL": "host:1"}, "AWS_ENDPOINT_URL = 'host:1' is not the"),
+        ("s3://run/x", {"AWS_ENDPOINT": "https://a:secret@b"}, "AWS_ENDPOINT = 'b' is not the"),
     ],
 )
-def test_credentials_that_cannot_be(
-    location: str, credentials: dict[str, str], says: str, monkeypatch: pytest.MonkeyPatch
+def test_environments_that_cannot_be(
+    location: str, variables: dict[str, str], says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("obstore", reason="needs obstore")
     monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME", raising=False)
+    for key, value in variables.items():
+        monkeypatch.setenv(key, value)
     with pytest.raises(RefusedError, match=says):
-        open_store(location, credentials=credentials)
+        open_store(location)
 
 
 def test_all_three_providers_are_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -85,15 +125,18 @@ def test_all_three_providers_are_known(monkeypatch: pytest.MonkeyPatch, tmp_path
     pytest.importorskip("obstore", reason="needs obstore")
     from torchtitan_diloco.store.bucket import Bucket
 
-    for location, credentials in (
-        ("s3://bucket/run", {"region": "eu-west-1"}),
-        ("gs://bucket/run", {"skip_signature": "true"}),
-        ("az://container/run", {"account_name": "a", "access_key": "aGVsbG8="}),
-    ):
-        assert Bucket(location, credentials).location == location
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "a")
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "aGVsbG8=")
+    monkeypatch.setenv("GOOGLE_SKIP_SIGNATURE", "true")
+    for location in ("s3://bucket/run", "gs://bucket/run", "az://container/run"):
+        found = Bucket(location)
+        assert found.location == location
+        assert found.kind is Kind.CLOUD
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    assert Bucket("s3://bucket/run").kind is Kind.NEAR
     monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT", str(tmp_path / "missing.json"))
     with pytest.raises(StoreError, match="set GOOGLE_SERVICE_ACCOUNT"):
-        Bucket("gs://bucket/run", {})
+        Bucket("gs://bucket/run")
 
 
 def test_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

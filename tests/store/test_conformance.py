@@ -12,19 +12,23 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as some
 
-from tests.store.places import PATIENCE, Place, bucket_environment, start_writer
+from tests.store.places import PATIENCE, Place, bucket_environment, seaweed_place, start_writer
 from tests.store.proxy import Proxy
+from tests.store.seaweed import SeaweedServer
 from tests.store.writer import payload
 from torchtitan_diloco.store import (
     MOST_BYTES,
     AwayError,
     ClosedError,
     DamagedError,
+    Found,
+    Kind,
     LargeObjects,
+    RefusedError,
     Store,
     StoreError,
+    open_store,
 )
-from torchtitan_diloco.store.address import read_join_file
 
 SEGMENTS = some.from_regex(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,20}", fullmatch=True)
 CONTENTS = some.binary(max_size=2000)
@@ -56,9 +60,26 @@ def test_a_note_is_replaced(place: Place, store: Store) -> None:
         assert found is not None
         assert found.content == content
         assert 0 <= found.age < PATIENCE
-    [entry] = store.list("island/")
+    [entry] = store.list(place.notes)
     assert entry[:2] == (place.note, 0)
     assert 0 <= entry.age < PATIENCE
+
+
+def test_each_replacement_has_another_tag(place: Place, store: Store) -> None:
+    """Contents of one size, several in each second: some stores give only whole seconds."""
+    tags = list[str]()
+    for number in range(10):
+        store.replace(place.note, b"%03d" % number, durable=False)
+        [entry] = store.list(place.notes)
+        assert [again.tag for again in store.list(place.notes)] == [entry.tag]
+        assert entry.size == 3
+        tags.append(entry.tag)
+        time.sleep(0.02)
+    assert len(set(tags)) == len(tags)
+
+
+def test_the_kind_of_a_store(place: Place, store: Store) -> None:
+    assert store.kind is (Kind.FOLDER if place.kind == "folder" else Kind.NEAR)
 
 
 @SAME_STORE
@@ -90,6 +111,18 @@ def test_a_list_is_sorted_and_begins_where_it_is_told_to(place: Place, store: St
     assert {one.size for one in store.list(f"{place.own}b.")} == {len(f"{place.own}b.1")}
 
 
+def test_a_list_may_be_short(place: Place, store: Store) -> None:
+    names = {f"{place.own}{number}" for number in range(5)}
+    for name in names:
+        store.create(name, b"")
+    found = [entry.name for entry in store.list(place.own, most=3)]
+    assert len(found) == 3
+    assert found == sorted(found)
+    assert set(found) < names
+    assert {entry.name for entry in store.list(place.own, most=5)} == names
+    assert len(store.list(place.own, after=f"{place.own}2", most=3)) == 2
+
+
 @pytest.mark.parametrize("name", ["", "..", "a/../b", ".a", "a/.b", "/a", "a/", "a//b", "a b", "ä"])
 def test_no_other_names(store: Store, name: str) -> None:
     for call in (store.get, store.delete, lambda name: store.create(name, b"")):
@@ -101,13 +134,14 @@ def test_sizes_are_bounded(place: Place, store: Store) -> None:
     with pytest.raises(StoreError, match="split it into chunks"):
         store.create(f"{place.own}a", bytes(MOST_BYTES + 1))
     assert store.create(f"{place.own}a", bytes(MOST_BYTES))
-    found = store.get(f"{place.own}a")
+    found = store.get(f"{place.own}a", large=True)
     assert found is not None
     assert found.content == bytes(MOST_BYTES)
 
 
-def test_of_two_processes_one_creates(place: Place, store: Store) -> None:
-    count, owners = 20, ("one", "two")
+def test_of_several_processes_one_creates(place: Place, store: Store) -> None:
+    count = 20
+    owners = ("one", "two", "three")
     prefix = f"{place.own}race/"
     writers = [start_writer(place, "race", prefix, own, str(count)) for own in owners]
     for writer in writers:
@@ -117,12 +151,12 @@ def test_of_two_processes_one_creates(place: Place, store: Store) -> None:
         assert writer.stdin is not None
         writer.stdin.write("\n")
         writer.stdin.flush()
-    first, second = (json.loads(writer.communicate(timeout=PATIENCE)[0]) for writer in writers)
+    created = [json.loads(writer.communicate(timeout=PATIENCE)[0]) for writer in writers]
     for number in range(count):
-        assert first[number] != second[number]
+        winners = [own for own, did in zip(owners, created, strict=True) if did[number]]
         found = store.get(f"{prefix}{number}")
         assert found is not None
-        assert found.content == owners[second[number]].encode()
+        assert [found.content.decode()] == winners
 
 
 def test_a_list_has_all_that_was_there_before(place: Place, store: Store) -> None:
@@ -166,40 +200,6 @@ def test_readers_see_one_content_or_the_other(place: Place, store: Store) -> Non
     assert seen
 
 
-def test_a_wait_ends_when_something_changes(place: Place, store: Store) -> None:
-    mark = store.wait(place.own, "", PATIENCE)
-    assert mark
-    for change in (
-        lambda: store.create(f"{place.own}a", b"1"),
-        lambda: store.delete(f"{place.own}a"),
-    ):
-        timer = threading.Timer(0.05, change)
-        timer.start()
-        # A bucket tells nothing: it sleeps.
-        seconds = 0.2 if place.kind == "bucket" else PATIENCE
-        following = store.wait(place.own, mark, seconds)
-        assert (following != mark) == (place.kind != "bucket")
-        mark = following
-        timer.join()
-
-
-def test_a_wait_misses_nothing(place: Place, store: Store) -> None:
-    """A change between a mark and the wait with it ends the wait at once."""
-    store.replace(place.note, b"0")
-    mark = store.wait("island/", "", PATIENCE)
-    for number in range(5):
-        store.replace(place.note, str(number).encode())
-        mark = store.wait("island/", mark, 0.01 if place.kind == "bucket" else PATIENCE)
-        found = store.get(place.note)
-        assert found is not None
-        assert found.content == str(number).encode()
-
-
-def test_a_wait_without_changes_ends(place: Place, store: Store) -> None:
-    mark = store.wait(place.own, "", PATIENCE)
-    assert store.wait(place.own, mark, 0.1) == mark
-
-
 @pytest.mark.parametrize("damage", ["truncated", "altered", "emptied", "longer"])
 def test_damage_is_named(place: Place, store: Store, damage: str) -> None:
     name = f"{place.own}a"
@@ -216,6 +216,40 @@ def test_damage_is_named(place: Place, store: Store, damage: str) -> None:
     )
     with pytest.raises(DamagedError, match=name):
         store.get(name)
+
+
+def test_a_login_writes_below_its_own_names_only(seaweed: SeaweedServer, tmp_path: Path) -> None:
+    """What it may not is refused at once, and not tried again."""
+    place = seaweed_place(seaweed, tmp_path)
+    store = place.open().with_patience(5.0)
+    owner = open_store(seaweed.join_file(tmp_path / "owner.toml", "owner"))
+    for name in ("run/1", "version/1", "found/a/1", "change/1", "part/site-b/1", "island/site-b/1"):
+        owner.replace(name, b"")
+        for verb, call in (
+            ("create", lambda name: store.create(f"{name}x", b"")),
+            ("replace", lambda name: store.replace(name, b"1")),
+            ("delete", store.delete),
+        ):
+            with pytest.raises(RefusedError, match=rf"no permission to {verb} {name}x? .*grant it"):
+                call(name)
+        found = store.get(name)
+        assert found is not None
+        assert found.content == b""
+        owner.delete(name)
+
+
+@pytest.mark.parametrize("writes", ["", "part", "island"])
+def test_a_store_is_tested_where_its_login_may_write(
+    seaweed: SeaweedServer, tmp_path: Path, writes: str
+) -> None:
+    place = seaweed_place(seaweed, tmp_path)
+    open_store(place.location, writes=writes and f"{writes}/{place.name}/")
+    with pytest.raises(RefusedError, match=r"no permission to create part/site-b/test-"):
+        open_store(place.location, writes="part/site-b/")
+    root = seaweed.join_file(tmp_path / "root.toml")
+    with pytest.raises(RefusedError, match=r"no permission to create test-"):
+        open_store(root)
+    assert isinstance(open_store(root, writes=None).list(place.own), list)
 
 
 def test_a_closed_store_says_so(place: Place) -> None:
@@ -252,6 +286,55 @@ def test_a_content_of_any_size(place: Place, store: Store, large: LargeObjects, 
     large.delete(name)
     assert large.get(name, size) is None
     assert store.list(place.own) == []
+
+
+@pytest.mark.parametrize("size", [0, 1, 999, 1000, 3500])
+def test_a_content_into_memory_that_is_there(place: Place, large: LargeObjects, size: int) -> None:
+    name, content = f"{place.own}a", bytes(number % 251 for number in range(size))
+    room = bytearray(b"x" * 4000)
+    assert large.get(name, into=memoryview(room)) is None
+    large.create(name, content)
+    found = large.get(name, into=memoryview(room))
+    assert found is not None
+    assert found.obj is room
+    assert found == content
+    assert room == content + b"x" * (4000 - size)
+    if size:
+        with pytest.raises(DamagedError, match=rf"declares {size} bytes, but at most {size - 1} "):
+            large.get(name, into=memoryview(room)[: size - 1])
+
+
+def test_nothing_is_written_into_memory_after_an_error(tmp_path: Path) -> None:
+    """A chunk is missing while others are under way: the caller uses the memory for something
+    else."""
+    store = open_store(tmp_path)
+    with LargeObjects(store, 4, chunk_bytes=1000) as large:
+        large.create("a", b"a" * 4000)
+        chunks = [entry.name for entry in store.list("a.")]
+        store.delete(chunks[0])
+        under_way = threading.Barrier(4)
+        is_over = threading.Event()
+        get = Store.get
+        late = list[Found | None]()
+
+        def get_late(self: Store, name: str, **options: bool) -> Found | None:
+            found = get(self, name, **options)
+            if name in chunks:
+                under_way.wait(PATIENCE)
+            if name in chunks[1:]:
+                assert is_over.wait(PATIENCE)
+                late.append(found)
+            return found
+
+        room = bytearray(4000)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Store, "get", get_late)
+            with pytest.raises(DamagedError, match="chunk 1 of 4 of a is missing"):
+                large.get("a", into=memoryview(room))
+            is_over.set()
+            large._pool.shutdown()  # wait for the chunks under way
+    assert len(late) == 3
+    assert room == bytes(4000)
 
 
 def test_damage_of_a_chunk_is_named(place: Place, store: Store, large: LargeObjects) -> None:
@@ -308,6 +391,15 @@ def test_a_writer_may_claim_anything(
         large.get(f"{place.own}a", 5000)
 
 
+def through(place: Place, proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> Place:
+    """Return a place behind a proxy."""
+    if place.at_port is not None:
+        return replace(place, location=place.at_port(proxy.port))
+    for key, value in bucket_environment(proxy.port).items():
+        monkeypatch.setenv(key, value)
+    return place
+
+
 def test_a_cut_does_not_end_a_transfer(
     place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -316,14 +408,7 @@ def test_a_cut_does_not_end_a_transfer(
         pytest.skip("a folder has no connections")
     caplog.set_level(logging.INFO, "torchtitan_diloco")
     proxy = Proxy(place.port)
-    if place.kind == "https":
-        address = replace(read_join_file(Path(place.location)), port=proxy.port)
-        through = replace(place, location=address.line)
-    else:
-        through = place
-        for key, value in bucket_environment(proxy.port).items():
-            monkeypatch.setenv(key, value)
-    store, content, name = through.open(), payload(64), f"{place.own}large"
+    store, content, name = through(place, proxy, monkeypatch).open(), payload(64), f"{place.own}a"
     with LargeObjects(store, 4) as large:
         proxy.cut_after(20_000_000, 20_000_000)
         assert large.create(name, content)

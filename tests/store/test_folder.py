@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,12 +21,11 @@ from torchtitan_diloco.store import (
     RefusedError,
     Store,
     StoreError,
-    notify,
     open_store,
 )
 from torchtitan_diloco.store import folder as module
 from torchtitan_diloco.store.folder import Folder
-from torchtitan_diloco.store.seal import checksum, seal
+from torchtitan_diloco.store.store import checksum, seal
 
 OLD, NEW = b"old content" * 100, b"new content" * 200
 
@@ -55,22 +55,25 @@ def _write_and_die(path: Path, verb: str) -> list[str]:
     while True:
         folder = Folder(path / str(len(found)))
         if verb == "replace":
-            folder.replace("a/b", sealed(OLD), PATIENCE)
+            folder.replace("a/b", sealed(OLD), large=False, durable=True)
         child = os.fork()
         if child == 0:
             end_with_parent()
             _kill_before_call(len(found) + 1)
-            getattr(folder, verb)("a/b", sealed(NEW), PATIENCE)
+            if verb == "create":
+                folder.create("a/b", sealed(NEW), large=False)
+            else:
+                folder.replace("a/b", sealed(NEW), large=False, durable=True)
             sys.setprofile(None)
             os._exit(0)
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        raw = folder.get("a/b", PATIENCE)
+        raw = folder.get("a/b", large=False)
         contents = {sealed(OLD): "old", sealed(NEW): "new"}
         found.append(contents.get(raw.content, "broken") if raw else "missing")
-        assert [one.name for one in folder.list("", "", PATIENCE)] == ["a/b"] * (raw is not None)
+        assert [one.name for one in folder.list("", "", None)] == ["a/b"] * (raw is not None)
         # Whatever was left is in nobody's way.
-        assert folder.create("a/b", sealed(NEW), PATIENCE) == (found[-1] != "old")
-        folder.replace("a/b", sealed(NEW), PATIENCE)
+        assert folder.create("a/b", sealed(NEW), large=False) == (found[-1] != "old")
+        folder.replace("a/b", sealed(NEW), large=False, durable=True)
         if code == 0:
             return found
         assert code == -signal.SIGKILL
@@ -93,7 +96,7 @@ def test_a_writer_that_is_killed_leaves_all_or_nothing(
     for path in tmp_path.iterdir():
         for one in path.rglob(f".*{module.TEMPORARY}"):
             os.utime(one, (0, 0))
-        Folder(path).tidy()
+        Folder(path).tidy(time.time())
     assert not [one for one in tmp_path.rglob(".*") if one.suffix == module.TEMPORARY]
 
 
@@ -107,6 +110,42 @@ def test_temporary_files_are_kept_for_their_writer(tmp_path: Path) -> None:
     assert young.exists()
     assert other.exists()
     assert store.list("") == []
+
+
+def test_the_clock_of_the_store_says_how_old_a_temporary_file_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process whose clock is a year ahead leaves the files of living writers alone."""
+    year = 3.15e7
+    now = time.time
+    monkeypatch.setattr("torchtitan_diloco.store.store.time.time", lambda: now() + year)
+    path = tmp_path / ".a.1234.tmp"
+    path.write_text("")
+    store = open_store(tmp_path)
+    store.tidy()
+    assert path.exists()
+    os.utime(path, (now() - 2 * module.STALE_SECONDS,) * 2)
+    store.tidy()
+    assert not path.exists()
+
+
+def test_a_note_needs_no_flush(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, flushed = open_store(tmp_path), list[int]()
+    fsync = os.fsync
+
+    def note_and_flush(descriptor: int) -> None:
+        flushed.append(descriptor)
+        fsync(descriptor)
+
+    store.create("island/a", b"0")
+    monkeypatch.setattr(os, "fsync", note_and_flush)
+    store.replace("island/a", b"1", durable=False)
+    assert flushed == []
+    store.replace("island/a", b"2")
+    assert len(flushed) == 2, "the file and its folder"
+    found = store.get("island/a")
+    assert found is not None
+    assert found.content == b"2"
 
 
 def test_no_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +175,7 @@ def _fill_a_disk(folder: str) -> None:
         store.create("b", bytes(200_000))
     except FullError as error:
         assert store.get("b") is None
-        assert not [one for one in os.listdir(folder) if one != "a"]  # noqa: PTH208
+        assert not [one for one in os.listdir(folder) if one not in ("a", module.MARKER)]  # noqa: PTH208
         print(error)
 
 
@@ -172,16 +211,38 @@ def test_another_folder_in_its_place(tmp_path: Path) -> None:
         lambda: store.create("b", b"1"),
         lambda: store.get("a"),
         lambda: store.list(""),
-        lambda: store.wait("", "", 1.0),
     ):
         with pytest.raises(AwayError, match="not the same folder as before; is it mounted"):
             call()
     assert not list(path.iterdir())
-    path.rmdir()
+    path.joinpath(module.MARKER).write_text("that of another store")
+    with pytest.raises(AwayError, match="not the same folder as before"):
+        store.list("")
+    shutil.rmtree(path)
     with pytest.raises(AwayError, match="No such file"):
         store.get("a")
     aside.rename(path)
     assert store.create("b", b"1")
+
+
+def test_the_same_folder_with_another_number(tmp_path: Path) -> None:
+    """Such as one on a server, which was mounted again: calls go on."""
+    path = tmp_path / "run"
+    store, other = open_store(path, patience=0.2), open_store(path, patience=0.2, writes=None)
+    store.create("a", b"1")
+    path.rename(tmp_path / "aside")
+    shutil.copytree(tmp_path / "aside", path)
+    assert [one.name for one in store.list("")] == ["a"]
+    assert store.create("b", b"1")
+    assert other.get("b") is not None
+    assert [one.name for one in open_store(path, writes=None).list("")] == ["a", "b"]
+
+
+def test_two_that_open_a_new_folder_agree_on_its_marker(tmp_path: Path) -> None:
+    folders = [Folder(tmp_path / "run") for _ in range(2)]
+    marker = (tmp_path / "run" / module.MARKER).read_bytes()
+    assert marker
+    assert [folder._marker for folder in folders] == [marker] * 2
 
 
 def test_a_folder_is_made_only_in_one_that_is_there(tmp_path: Path) -> None:
@@ -236,45 +297,6 @@ def test_the_clock_of_the_store_counts(tmp_path: Path, monkeypatch: pytest.Monke
     found = store.get("a")
     assert found is not None
     assert found.age < PATIENCE
-
-
-@pytest.mark.parametrize("tells", [True, False])
-def test_a_wait_sleeps_until_it_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tells: bool
-) -> None:
-    """Without inotify, as on other systems, it looks again now and then."""
-    if tells and sys.platform != "linux":
-        pytest.skip("only on Linux")
-    if not tells:
-        monkeypatch.setattr(sys, "platform", "other")
-    else:
-        monkeypatch.setattr(notify, "TOLD_SECONDS", PATIENCE)
-    store, looks = open_store(tmp_path), list[str]()
-    mark_of = Folder._mark
-
-    def look(self: Folder, prefix: str) -> str:
-        looks.append(prefix)
-        return mark_of(self, prefix)
-
-    monkeypatch.setattr(Folder, "_mark", look)
-    store.create("run/1", b"")
-    mark = store.wait("run/", "", PATIENCE)
-    looks.clear()
-    timer = threading.Timer(0.3, lambda: store.create("run/2", b""))
-    timer.start()
-    assert store.wait("run/", mark, PATIENCE) != mark
-    timer.join()
-    if tells:
-        assert len(looks) <= 5, "one for each file operation of the writer"
-
-
-def test_a_wait_for_a_folder_that_is_not_there_yet(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
-    mark = store.wait("run/", "", PATIENCE)
-    timer = threading.Timer(0.1, lambda: store.create("run/1", b""))
-    timer.start()
-    assert store.wait("run/", mark, PATIENCE) != mark
-    timer.join()
 
 
 def test_empty_folders_do_not_pile_up(tmp_path: Path) -> None:

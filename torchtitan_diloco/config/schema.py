@@ -307,9 +307,9 @@ class Checkpoint:
     """Number of latest checkpoints to keep."""
     keep_every: NotNegative = 0
     """Also keep all checkpoints whose step is a multiple of this. 0: none."""
-    mirror: str = field(default="", repr=False)  # may contain a password
+    mirror: str = field(default="", repr=False)  # someone may write a login into it
     """Location to which each checkpoint is copied during training, and from which a run that has
-    lost `run.folder` continues: a folder, a join file of an https store, `s3://BUCKET/PATH`,
+    lost `run.folder` continues: a folder, a join file of an S3 server, `s3://BUCKET/PATH`,
     `gs://...` or `az://...`. Use a separate one for each run, the same for all its workers. Empty:
     none."""
     adopt: bool = False

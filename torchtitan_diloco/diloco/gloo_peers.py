@@ -26,6 +26,7 @@ from torchtitan_diloco.diloco.first_weights import take_from_first_worker
 from torchtitan_diloco.diloco.flags import DROPPED, WENT_WRONG
 from torchtitan_diloco.diloco.fragments import describe_layout
 from torchtitan_diloco.diloco.liveness import Liveness
+from torchtitan_diloco.diloco.modes import Mode
 from torchtitan_diloco.diloco.peers import Apply, Peers, Send, close, local_share
 from torchtitan_diloco.diloco.round import InFlight, Round
 from torchtitan_diloco.diloco.schedule import is_dropped, is_measured
@@ -165,9 +166,11 @@ class GlooPeers(Peers):
 
     # --- training thread --------------------------------------------------------------------------
 
-    def due_tasks(self, weight: float) -> Iterator[Send | Apply]:
+    def due_tasks(self, weight: float, reset: Collection[int]) -> Iterator[Send | Apply]:
         self.step += 1
         self._liveness.finish_step(self.step)
+        for index in reset:
+            self._weights[index] = 0.0
         self._weights = [before + weight for before in self._weights]
         self.check()
         applied = self.schedule.applied_at(self.step)
@@ -201,9 +204,13 @@ class GlooPeers(Peers):
             average = self.schedule.is_average(round_.sent_step)
             usual = 0.0 if average else self.config.overlap.mixing_at(self.progress)
             share = local_share(usual, round_.flags, round_.participants)
-            copy = self.states[index].delta
-            resets = bool(round_.flags & WENT_WRONG)
-            yield Apply(round_, copy, share=share, resets=resets)
+            state = self.states[index]
+            mode = Mode.MIX
+            if round_.flags & WENT_WRONG:
+                mode = Mode.RESET
+            elif state.sent is not None and share < 1:
+                mode = Mode.TAKE_BACK
+            yield Apply(round_, state.delta, mode, share)
 
     def check(self) -> None:
         self._liveness.check(f"seen by worker {self.worker} after its step {self.step}")
@@ -218,9 +225,6 @@ class GlooPeers(Peers):
         where = f"in the exchange of fragment {index} ({name}), sent after step {step}"
         where = f"seen by worker {self.worker} {where}"
         self._liveness.wait(exchanged, step, where=where, onlooker=self._witness)
-
-    def forget(self, fragment: int) -> None:
-        self._weights[fragment] = 0.0
 
     @property
     def progress(self) -> float:

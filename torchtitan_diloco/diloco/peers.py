@@ -6,7 +6,7 @@ workers of one job, and `IslandPeers`, separate jobs that share a log.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +23,7 @@ from torchtitan_diloco.diloco.exchange import Exchange
 from torchtitan_diloco.diloco.flags import DROPPED, WENT_WRONG
 from torchtitan_diloco.diloco.fragments import Fragment, build_fragments
 from torchtitan_diloco.diloco.liveness import Liveness
+from torchtitan_diloco.diloco.modes import Mode
 from torchtitan_diloco.diloco.outer_state import OuterState, pick_state_device
 from torchtitan_diloco.diloco.round import Meter, Round
 from torchtitan_diloco.diloco.schedule import Schedule, build_schedule
@@ -43,13 +44,9 @@ class Apply:
 
     round: Round
     copy: Tensor
+    mode: Mode
     share: float = 0.0
-    """Weight of the local parameters in the mix with the copy."""
-    adds: bool = False
-    """Add the change of the shared copy to the local parameters instead of mixing."""
-    resets: bool = False
-    """Take the whole copy, and drop the inner optimizer's state: this worker's delta was left
-    out."""
+    """Weight of the local parameters for `MIX`."""
 
 
 class Peers(ABC):
@@ -120,9 +117,11 @@ class Peers(ABC):
     # --- training thread --------------------------------------------------------------------------
 
     @abstractmethod
-    def due_tasks(self, weight: float) -> Iterator[Send | Apply]:
+    def due_tasks(self, weight: float, reset: Collection[int]) -> Iterator[Send | Apply]:
         """Count an inner step. Yield what to do after it, in order, after waiting if it must.
 
+        `reset`: fragments that were reset to the shared parameters after this step, or before it,
+        since the last call.
         The loop does each before it asks for the next one. Once it has taken a delta, the peers
         turn it into the next shared copy in the background.
         """
@@ -134,9 +133,6 @@ class Peers(ABC):
     @abstractmethod
     def check(self) -> None:
         """Raise if a worker is lost or an exchange has failed."""
-
-    def forget(self, fragment: int) -> None:  # noqa: B027 - islands count all their tokens
-        """Do not count the steps of a fragment since its last send, because it was reset."""
 
     @property
     @abstractmethod

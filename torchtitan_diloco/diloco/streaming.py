@@ -30,6 +30,7 @@ from torchtitan_diloco.diloco import state_dict as saving
 from torchtitan_diloco.diloco.config import DiLoCoConfig
 from torchtitan_diloco.diloco.fragments import Fragment, check_identity
 from torchtitan_diloco.diloco.gloo_peers import GlooPeers
+from torchtitan_diloco.diloco.modes import Mode
 from torchtitan_diloco.diloco.peers import Apply, Peers, Send
 from torchtitan_diloco.diloco.round import Round
 from torchtitan_diloco.diloco.schedule import is_measured
@@ -79,6 +80,8 @@ class StreamingDiLoCo:
         self._states = peers.states
         self._meter = peers.meter
         self._healed = 0
+        self._reset = set[int]()
+        """Fragments that were reset since the last step: work before that is in no delta."""
         self._model = model
         self._optimizer = optimizer
 
@@ -108,7 +111,9 @@ class StreamingDiLoCo:
                 f"StreamingDiLoCo.step(weight={weight}): pass a finite number of at least 0, such "
                 "as the tokens of this worker in this step"
             )
-        self._carry_out(self.peers.due_tasks(weight))
+        reset = sorted(self._reset)
+        self._reset.clear()
+        self._carry_out(self.peers.due_tasks(weight, reset))
 
     def drain(self) -> None:
         """Wait for the fragments in flight, and apply them in the order of their sends.
@@ -151,13 +156,17 @@ class StreamingDiLoCo:
         round_.applied_step = self.step_count
         measured = is_measured(round_.outer_round, self.config.measure_every)
         begin = state.moment()
-        takes_back = state.sent is not None and not task.resets and task.share < 1
-        if task.adds or takes_back:
-            state.add_change(task.copy, takes_back=not task.adds)
-        else:
-            round_.drift = state.apply(task.copy, task.share, measured=measured)
+        match task.mode:
+            case Mode.ADD:
+                state.add_change(task.copy)
+            case Mode.TAKE_BACK:
+                state.add_change(task.copy, takes_back=True)
+            case Mode.MIX:
+                round_.drift = state.apply(task.copy, task.share, measured=measured)
+            case Mode.TAKE | Mode.RESET:
+                round_.drift = state.apply(task.copy, 0.0, measured=measured)
         round_.applying = begin, state.moment()
-        if task.resets:
+        if task.mode is Mode.RESET:
             self._start_afresh(round_.fragment)
         round_.applied = time.perf_counter()
         self._meter.applied(round_)
@@ -189,7 +198,7 @@ class StreamingDiLoCo:
         if self._optimizer is not None:
             for part in self.fragments[index].parts:
                 self._optimizer.state.pop(part.parameter, None)
-        self.peers.forget(index)
+        self._reset.add(index)
         self._healed += 1
         self._meter.healed()
 
@@ -249,7 +258,10 @@ class StreamingDiLoCo:
             layout=saving.layout_of(self._states),
             healed=self._healed,
         )
-        return self.peers.save(facts, mesh).to_dict()
+        saved = self.peers.save(facts, mesh)
+        for index in self._reset:
+            saved.facts.fragments[index].weight = 0.0
+        return saved.to_dict()
 
     def load_state_dict(self, saved: SavedState | dict[str, Any]) -> list[str]:
         """Resume from a saved state, dropping fragments in flight. Load the model first.
@@ -262,6 +274,7 @@ class StreamingDiLoCo:
         saving.check_same_model(self._states, saved)
         self.peers.restart()
         drop_gathered(self._model)
+        self._reset.clear()
         self.peers.step = saved.facts.step
         self._healed = saved.facts.healed
         return self.peers.load(saved)
@@ -269,6 +282,7 @@ class StreamingDiLoCo:
     def restart_from_model(self, step: int) -> None:
         """Start over at a step from the model, which must be equal on all workers."""
         self.peers.restart()
+        self._reset.clear()
         self.peers.step = step
         for state in self._states:
             state.restart()

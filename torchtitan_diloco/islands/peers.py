@@ -6,7 +6,7 @@ import statistics
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from functools import cache, partial
 
@@ -22,7 +22,7 @@ from torchtitan_diloco.base.messages import broadcast_object
 from torchtitan_diloco.base.settings import check_class
 from torchtitan_diloco.base.tensors import drop_gathered
 from torchtitan_diloco.base.user import UserError
-from torchtitan_diloco.diloco import delta_norms
+from torchtitan_diloco.diloco import delta_norms, modes
 from torchtitan_diloco.diloco import state_dict as saving
 from torchtitan_diloco.diloco.agreement import PLACES, agree, code_fingerprint
 from torchtitan_diloco.diloco.config import DiLoCoConfig
@@ -229,7 +229,11 @@ class IslandPeers(Peers, Witness):
 
     # --- training thread --------------------------------------------------------------------------
 
-    def due_tasks(self, weight: float) -> Iterator[Send | Apply]:
+    def due_tasks(
+        self,
+        weight: float,
+        reset: Collection[int],  # noqa: ARG002 - islands count all their tokens
+    ) -> Iterator[Send | Apply]:
         """When the run should have all its tokens, wait until they are merged, or continue to train
         if some are missing."""
         if self._leader is None and self._follower is None:
@@ -325,16 +329,16 @@ class IslandPeers(Peers, Witness):
         if due.own and due.waited > 1e-3:  # the exchange lasted until now
             round_.ready = now
         round_.traffic.bytes_received = due.received
-        if resets := due.mode is Mode.RESET:
+        share = due.mode.share(self.config.overlap.mixing_at(self.progress))
+        mode = modes.Mode.MIX
+        if due.mode is Mode.ADD:
+            mode = modes.Mode.ADD
+        elif due.mode is Mode.RESET:
             round_.flags = round_.flags or OUTLIER
-        alpha = self.config.overlap.mixing_at(self.progress)
-        yield Apply(
-            round_,
-            copy.versions[due.version],
-            share=0.0 if resets else due.mode.share(alpha),
-            adds=due.mode is Mode.ADD,
-            resets=resets,
-        )
+            mode = modes.Mode.RESET
+        elif self.states[fragment].sent is not None and share < 1:
+            mode = modes.Mode.TAKE_BACK
+        yield Apply(round_, copy.versions[due.version], mode, share)
         if old.is_cuda:  # allocated on the background thread's stream
             old.record_stream(torch.cuda.current_stream())
         copy.drop_before(due.version)

@@ -3,9 +3,9 @@
 import statistics
 from collections import deque
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import TYPE_CHECKING
 
+from torchtitan_diloco.diloco.modes import Mode
 from torchtitan_diloco.islands_store.decision import (
     VERSIONS_LATE,
     Fate,
@@ -26,19 +26,6 @@ TRIPS = 8
 FRESH, FRESH_CALLS = 2.0, 3
 """Seconds, and number of decisions and polls, without a new decision after which training no longer
 waits."""
-
-
-class Mode(Enum):
-    """Effect of a version on the parameters theta. P: the published copy, before and after."""
-
-    MIX = "mix"
-    """theta = share theta + (1 - share) P: the version contains this island's part."""
-    ADD = "add"
-    """theta += P - P before: it does not."""
-    TAKE = "take"
-    """theta = P."""
-    RESET = "reset"
-    """The same, and the inner optimizer state is reset, because theta is unusable."""
 
 
 @dataclass(frozen=True)

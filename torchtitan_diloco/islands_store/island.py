@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from torchtitan_diloco.diloco.modes import Mode
 from torchtitan_diloco.diloco.schedule import Schedule
 from torchtitan_diloco.islands_store.checkpoint import Saved, save
 from torchtitan_diloco.islands_store.decision import ENDS, SICK, Decision
@@ -23,7 +24,6 @@ from torchtitan_diloco.islands_store.founding import (
 )
 from torchtitan_diloco.islands_store.fragment import (
     Boundary,
-    Mode,
     OwnFragment,
     Send,
 )

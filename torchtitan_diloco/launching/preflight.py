@@ -15,7 +15,7 @@ from torchtitan_diloco.data.corpus import find_corpus, own_name
 from torchtitan_diloco.data.hub import HUGGING_FACE_PREFIX
 from torchtitan_diloco.data.tokenizer import USUAL, build_tokenizer
 from torchtitan_diloco.islands.config import Join, local_names
-from torchtitan_diloco.store.location import KINDS, is_bucket, unknown_kind
+from torchtitan_diloco.store.location import check_location, is_bucket
 
 MLFLOW_SERVER = "MLFLOW_TRACKING_URI"
 PUBLISHED = {
@@ -57,8 +57,9 @@ def missing(config: Config) -> Iterator[str]:
     for package, (extra, needed) in packages.items():
         if needed and find_spec(package) is None:
             yield f"install {package}: {install_command(extra)}"
-    if scheme := unknown_kind(config.checkpoint.mirror):
-        yield f"checkpoint.mirror: there is no kind of store {scheme[:20]}://: give {KINDS}"
+    if config.checkpoint.mirror:
+        for problem in _tried(check_location, config.checkpoint.mirror):
+            yield f"checkpoint.mirror: {problem}"
     if config.metrics.mlflow and not os.environ.get(MLFLOW_SERVER):
         given = f'metrics.mlflow = "{config.metrics.mlflow}"'
         yield f"{given}: set {MLFLOW_SERVER} to the address of the tracking server"

@@ -1,8 +1,8 @@
-"""A store: objects under names, in a folder, behind an https server, or in a bucket.
+"""A store: objects under names, in a folder or in a bucket.
 
-`open_store(location)` takes the path of a folder, a join file or `https://` for a folder that
-`server.py` serves, `s3://BUCKET/PATH`, `gs://BUCKET/PATH` or `az://CONTAINER/PATH`. All of
-them give the same guarantees, and any thread may call a store. Calls block.
+`open_store(location)` takes the path of a folder, a join file for the bucket of an S3 server
+(join_file.py), or `s3://BUCKET/PATH`, `gs://BUCKET/PATH` or `az://CONTAINER/PATH` with the login of
+the environment. All of them give the same guarantees, and any thread may call a store. Calls block.
 
 Names
     `a/b-1/c.txt`: see names.py. A name with others below it, such as `a/b-1`, has no object.
@@ -15,22 +15,23 @@ Verbs
                             the other. An abandoned replacement may still take effect later.
     get(name)               Return the complete content with its age, or None if there is none.
     list(prefix, after)     Return the sorted names that start with `prefix` and follow `after`,
-                            with sizes and ages, of all objects that exist during the call.
+                            with sizes, ages and tags, of all objects that exist during the call.
     delete(name)            Delete an object, if there is one.
-    wait(prefix, mark, s)   Return when something below a prefix may have changed since a mark.
 
-Created and replaced objects are durable once the call returns. A content has at most `MOST_BYTES`;
-`LargeObjects` splits larger ones into chunks, over several connections.
+Created and replaced objects are durable once the call returns, unless the caller does not ask for
+it. A content has at most `MOST_BYTES`; `LargeObjects` splits larger ones into chunks, over several
+connections. Readers poll: of a list, they read what has another size or tag than before. How often
+follows the `kind` of the store.
 
 Failures
     Each content is stored with its checksum, which is checked when it is read: DamagedError.
     Temporary failures, such as a server that restarts, are retried for `patience` seconds, and
-    logged; then AwayError is raised. Other failures raise at once: FullError for a full disk or
-    quota; RefusedError for all that another attempt would also meet, such as a wrong password, a
-    missing bucket or a wrong clock. Each error is one line for users.
+    logged; then AwayError is raised. `with_patience` gives a thread that must go on a shorter one.
+    Other failures raise at once: FullError for a full disk or quota; RefusedError for all that
+    another attempt would also meet, such as a wrong login, a missing bucket or a wrong clock. Each
+    error is one line for users.
 
-Nothing here depends on the meaning of the objects, except the permissions of the server
-(logins.py).
+Nothing here depends on the meaning of the objects.
 """
 
 from torchtitan_diloco.store.errors import (
@@ -43,7 +44,7 @@ from torchtitan_diloco.store.errors import (
 )
 from torchtitan_diloco.store.large import LargeObjects
 from torchtitan_diloco.store.location import open_store
-from torchtitan_diloco.store.store import MOST_BYTES, Entry, Found, Store
+from torchtitan_diloco.store.store import MOST_BYTES, Entry, Found, Kind, Store
 
 __all__ = [
     "MOST_BYTES",
@@ -53,6 +54,7 @@ __all__ = [
     "Entry",
     "Found",
     "FullError",
+    "Kind",
     "LargeObjects",
     "RefusedError",
     "Store",

@@ -1,5 +1,6 @@
 """Attempts: retry temporary failures for some time, and log them."""
 
+import copy
 import random
 import threading
 import time
@@ -11,13 +12,12 @@ from torchtitan_diloco.base.log import logger
 from torchtitan_diloco.store.errors import AwayError, ClosedError, PassingError
 
 T = TypeVar("T")
-ATTEMPT_SECONDS = (3.0, 6.0, 12.0, 24.0)
-"""Seconds without an answer after which an attempt fails: a new connection is often faster than one
-whose packets were lost. Later attempts wait longer, because a link may be slow."""
 PAUSE = 0.1
 """Seconds between two attempts, which double after each, plus up to half of them at random."""
-LONGEST_PAUSE = 2.0
-"""Longest of these pauses, in seconds."""
+LONGEST_PAUSE = 0.2
+"""Longest of these pauses, in seconds: decisions and notes go on as soon as a cut is over."""
+LONGEST_LARGE_PAUSE = 2.0
+"""The same for contents of some MB, of which a busy server is to get fewer."""
 QUIET_SECONDS = 10.0
 """Minimum seconds between two log lines about the same verb."""
 
@@ -36,17 +36,22 @@ class Attempts:
         self._failing: dict[str, float] = {}  # verb -> when it began to fail
         self._said: dict[str, float] = {}
 
-    def run(self, verb: str, name: str, call: Callable[[float], T]) -> T:
-        """Return the result of `call`, which takes the seconds that an attempt waits for an
-        answer."""
+    def with_patience(self, patience: float) -> "Attempts":
+        """Return attempts that are retried for another time, and are logged and closed with
+        these."""
+        others = copy.copy(self)
+        others._patience = patience
+        return others
+
+    def run(self, verb: str, name: str, call: Callable[[], T], *, large: bool = False) -> T:
+        """Return the result of `call`. `large`: its content may have some MB."""
         end = time.monotonic() + self._patience
-        number = 0
         pause = PAUSE
         while True:
             if self._closed.is_set():
                 raise ClosedError(f"{self._location} was closed")
             try:
-                result = call(ATTEMPT_SECONDS[min(number, len(ATTEMPT_SECONDS) - 1)])
+                result = call()
             except PassingError as error:
                 self._note_failure(verb, name, error)
                 if time.monotonic() + pause > end:
@@ -56,8 +61,7 @@ class Attempts:
                         "be reached from here"
                     ) from error
                 self._closed.wait(pause * random.uniform(1.0, 1.5))
-                number += 1
-                pause = min(2 * pause, LONGEST_PAUSE)
+                pause = min(2 * pause, LONGEST_LARGE_PAUSE if large else LONGEST_PAUSE)
             else:
                 self._note_success(verb)
                 return result
@@ -65,10 +69,6 @@ class Attempts:
     def close(self) -> None:
         """End the attempts of all threads with ClosedError, once the current ones have failed."""
         self._closed.set()
-
-    @property
-    def closed(self) -> threading.Event:
-        return self._closed
 
     def _note_failure(self, verb: str, name: str, error: PassingError) -> None:
         if self._quiet:

@@ -2,29 +2,41 @@
 
 import os
 import re
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError
-from obstore.store import from_url
+from obstore.store import S3Store, from_url
 
 from torchtitan_diloco.store.errors import (
     DamagedError,
+    FullError,
     PassingError,
     RefusedError,
     StoreError,
 )
-from torchtitan_diloco.store.store import MOST_RAW_BYTES, Backend, Listed, Raw
+from torchtitan_diloco.store.join_file import JoinFile, check_endpoint, kind_of
+from torchtitan_diloco.store.store import MOST_RAW_BYTES, Backend, Kind, Listed, Raw
 
 if TYPE_CHECKING:
-    from obstore.store import ObjectStore
+    from obstore.store import ObjectStore, RetryConfig
 
-ANSWER_SECONDS = 60
+ATTEMPT_SECONDS = 60
 """Seconds for an attempt, including its content."""
-CONNECT_SECONDS = 5
-"""Seconds to connect."""
-ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT")
+SILENCE_SECONDS = 2
+"""Seconds without an answer after which an attempt without a large content fails, and to
+connect. Of a content that is written, they include the upload."""
+PAGE = 1000
+"""Objects in a reply to a list."""
+ENDPOINTS = {
+    "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
+    "gs": (),
+    "az": ("AZURE_STORAGE_ENDPOINT",),
+}
+"""Variables that name the server of a bucket, by its scheme."""
+ONE_BY_ONE = {"disable_bulk_delete": "true"}
+"""A deletion in bulk is answered with status 200 even if it is refused."""
 NO_BUCKET = ("NoSuchBucket", "ContainerNotFound", "bucket does not exist")
 WRONG_CLOCK = ("RequestTimeTooSkewed", "date header too old", "iat and exp")
 """Messages of S3, Azure and Google about a wrong clock."""
@@ -34,6 +46,7 @@ WRONG_LOGIN = (
 )
 NO_LOGIN = ("169.254.169.254", "169.254.170.2", "metadata.google.internal")
 """Endpoints that provide credentials if none are given."""
+FULL = ("QuotaExceeded", "StorageFull")
 PASSING = {408, 425, 429, 500, 502, 503, 504}
 LOGIN_REMEDY = {
     "s3": "set AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_REGION",
@@ -42,39 +55,64 @@ LOGIN_REMEDY = {
 }
 _STATUS = re.compile(r"status code: (\d{3})")
 _SAID = re.compile(r"<(?:Message|Code)>([^<]{1,200})")
+_CERTIFICATE = re.compile(r"InvalidCertificate\(\s*(\w+)")
+_CAUSE = re.compile(r'(?:message|error): "([^"\n]{1,200})"')
+"""Why a connection failed, in obstore's description of an error."""
 
 
 class Bucket(Backend):
     """A bucket, below a path in it."""
 
-    def __init__(self, location: str, credentials: Mapping[str, str]) -> None:
-        self.location = location
+    def __init__(self, location: str, join: JoinFile | None = None) -> None:
+        """`join`: server and login, otherwise those of the environment."""
         self._scheme = location.partition("://")[0]
-        endpoints = [
-            credentials.get("endpoint", ""),
-            *(os.environ.get(key, "") for key in ENDPOINTS),
-        ]
-        config: dict[str, Any] = dict(credentials)
+        self._join = join
+        options: dict[str, Any] = {
+            "timeout": f"{ATTEMPT_SECONDS}s",
+            "connect_timeout": f"{SILENCE_SECONDS}s",
+        }
+        if join is None:
+            self.location = location
+            endpoint = _endpoint_of_environment(self._scheme)
+            self.kind = kind_of(endpoint)
+        else:
+            self.location = join.shown
+            self.own_prefix = join.prefix
+            endpoint = join.server
+            self.kind = Kind(join.kind) if join.kind else kind_of(endpoint, join.certificate)
+            if join.certificate:
+                options["root_certificate"] = join.certificate
+        options["allow_http"] = endpoint.startswith("http://")
+        self._large = self._client(location, options)
+        options["read_timeout"] = f"{SILENCE_SECONDS}s"
+        self._small = self._client(location, options)
+
+    def _client(self, location: str, options: dict[str, Any]) -> "ObjectStore":
+        once: RetryConfig = {"max_retries": 0}  # attempts.py repeats, and says so
+        config = dict(ONE_BY_ONE) if self._scheme == "s3" else {}
         try:
-            self._store: ObjectStore = from_url(
-                location,
-                config=config or None,  # type: ignore[call-overload]
-                client_options={
-                    "timeout": f"{ANSWER_SECONDS}s",
-                    "connect_timeout": f"{CONNECT_SECONDS}s",
-                    "allow_http": any(endpoint.startswith("http://") for endpoint in endpoints),
-                },
-                retry_config={"max_retries": 0},  # attempts.py repeats, and says so
+            if self._join is None:
+                client: ObjectStore = from_url(  # type: ignore[call-overload]
+                    location, config=config, client_options=options, retry_config=once
+                )
+                return client
+            parts = urlsplit(location)
+            return S3Store(
+                parts.netloc,
+                prefix=parts.path.strip("/") or None,
+                config=config | _config(self._join),  # type: ignore[arg-type]
+                client_options=options,  # type: ignore[arg-type]
+                retry_config=once,
             )
         except (BaseError, ValueError) as error:
             reason = str(error).partition("\n")[0]
-            raise RefusedError(f"{location}: {reason}; {LOGIN_REMEDY[self._scheme]}") from error
+            raise RefusedError(f"{self.location}: {reason}; {self._login_remedy}") from error
 
-    def create(self, name: str, content: bytes, seconds: float) -> bool:
+    def create(self, name: str, content: bytes, *, large: bool) -> bool:
         try:
-            obstore.put(self._store, name, content, mode="create")
+            obstore.put(self._chosen(large), name, content, mode="create")
         except AlreadyExistsError:
-            stored = self.get(name, seconds)
+            stored = self.get(name, large=large)
             if stored is None:  # deleted meanwhile, or another writer is about to create it
                 raise PassingError("another writer is writing it") from None
             return stored.content == content
@@ -84,15 +122,15 @@ class Bucket(Backend):
             raise self._explained("create", name, error) from error
         return True
 
-    def replace(self, name: str, content: bytes, seconds: float) -> None:  # noqa: ARG002
+    def replace(self, name: str, content: bytes, *, large: bool, durable: bool) -> None:  # noqa: ARG002
         try:
-            obstore.put(self._store, name, content, use_multipart=False)
+            obstore.put(self._chosen(large), name, content, use_multipart=False)
         except (BaseError, OSError) as error:
             raise self._explained("replace", name, error) from error
 
-    def get(self, name: str, seconds: float) -> Raw | None:  # noqa: ARG002
+    def get(self, name: str, *, large: bool) -> Raw | None:
         try:
-            answer = obstore.get(self._store, name)
+            answer = obstore.get(self._chosen(large), name)
             if (size := answer.meta["size"]) > MOST_RAW_BYTES:
                 raise DamagedError(
                     f"{self.location}: {name} has {size} bytes, and objects of "
@@ -100,45 +138,61 @@ class Bucket(Backend):
                 )
             return Raw(bytes(answer.bytes()), answer.meta["last_modified"].timestamp())
         except FileNotFoundError as error:
-            if _says(error, NO_BUCKET):
+            if _says(error, NO_BUCKET) or self._is_other_server(str(error)):
                 raise self._explained("get", name, error) from error
             return None
         except (BaseError, OSError) as error:
             raise self._explained("get", name, error) from error
 
-    def list(self, prefix: str, after: str, seconds: float) -> list[Listed]:  # noqa: ARG002
-        folder, _, start = prefix.rpartition("/")  # a bucket lists whole segments
-        offset = max(after, prefix[:-1]) if start else after
+    def list(self, prefix: str, after: str, most: int | None) -> list[Listed]:
+        # A bucket lists whole segments, and servers disagree about the order of "a.b" and "a/b":
+        # what is wanted is chosen here.
+        folder = prefix.rpartition("/")[0]
+        objects = list[Listed]()
         try:
-            objects = obstore.list(
-                self._store, folder or None, offset=offset or None, chunk_size=1000
-            ).collect()
+            for page in obstore.list(self._small, folder or None, chunk_size=PAGE):
+                objects += (
+                    Listed(
+                        meta["path"],
+                        size=meta["size"],
+                        modified=meta["last_modified"].timestamp(),
+                        tag=meta["e_tag"] or meta["version"] or meta["last_modified"].isoformat(),
+                    )
+                    for meta in page
+                    if meta["path"].startswith(prefix) and meta["path"] > after
+                )
+                if most is not None and len(objects) >= most:
+                    break
         except (BaseError, OSError) as error:
             raise self._explained("list", prefix, error) from error
-        return sorted(
-            Listed(meta["path"], meta["size"], meta["last_modified"].timestamp())
-            for meta in objects
-            if meta["path"].startswith(prefix) and meta["path"] > after
-        )
+        return sorted(objects[:most])
 
-    def delete(self, name: str, seconds: float) -> None:  # noqa: ARG002
+    def delete(self, name: str) -> None:
         try:
-            obstore.delete(self._store, name)
+            obstore.delete(self._small, name)
         except FileNotFoundError as error:
-            if _says(error, NO_BUCKET):
+            if _says(error, NO_BUCKET) or self._is_other_server(str(error)):
                 raise self._explained("delete", name, error) from error
         except (BaseError, OSError) as error:
             raise self._explained("delete", name, error) from error
 
+    def _chosen(self, large: bool) -> "ObjectStore":
+        return self._large if large else self._small
+
     # --- what may fail ----------------------------------------------------------------------------
 
+    @property
+    def _login_remedy(self) -> str:
+        if self._join is not None:
+            return f"{self._join.path} is not valid here: use the newest join file of this site"
+        return LOGIN_REMEDY[self._scheme]
+
     def _explained(self, verb: str, name: str, error: Exception) -> Exception:
-        text = str(error).partition("\n\nDebug source:")[0]
+        text, _, debug = str(error).partition("\n\nDebug source:")
         match = _STATUS.search(text)
         status = int(match[1]) if match else 0
         said = ": ".join(_SAID.findall(text)) or text.rpartition(" - ")[2]
         said = " ".join(said.split())[:300]
-        remedy = LOGIN_REMEDY[self._scheme]
         if _says(error, NO_BUCKET):
             return RefusedError(
                 f"{self.location}: there is no such bucket ({said}); create it, "
@@ -150,19 +204,62 @@ class Bucket(Backend):
                 f"that of the bucket ({said}); set the clock, for example with NTP"
             )
         if _says(error, NO_LOGIN):
-            return RefusedError(f"{self.location}: no credentials were found; {remedy}")
+            return RefusedError(f"{self.location}: no credentials were found; {self._login_remedy}")
         if status == 401 or _says(error, WRONG_LOGIN):
-            return RefusedError(f"{self.location}: the credentials were refused ({said}); {remedy}")
+            return RefusedError(
+                f"{self.location}: the credentials were refused ({said}); {self._login_remedy}"
+            )
+        if self._is_other_server(text):
+            return RefusedError(
+                f"{self.location}: the server there does not speak S3 (status {status}: {said}); "
+                "check its endpoint"
+            )
+        if status == 507 or _says(error, FULL):
+            return FullError(f"{self.location}: {said}; free some space there")
         if status == 403:
             return RefusedError(
                 f"{self.location}: these credentials have no permission to {verb} "
-                f"{name} ({said}); grant it"
+                f"{name or 'all'} ({said}); grant it"
             )
         if status == 501:
             return self._without_conditions()
-        if status in PASSING or not status:
-            return PassingError(f"status {status}: {said}" if status else said)
+        if not status:
+            return self._unreached(said, debug)
+        if status in PASSING:
+            return PassingError(f"status {status}: {said}")
         return StoreError(f"{self.location}: cannot {verb} {name}: {said} (status {status})")
+
+    def _is_other_server(self, text: str) -> bool:
+        """Return whether an error is not one of S3, which says what was not found."""
+        match = _STATUS.search(text)
+        is_wrong = match is not None and int(match[1]) in (400, 404, 405)
+        return self._scheme == "s3" and is_wrong and "<Code>" not in text
+
+    def _unreached(self, said: str, debug: str) -> Exception:
+        """Return an error about a server that gave no answer."""
+        if certificate := _CERTIFICATE.search(debug):
+            return RefusedError(f"{self.location}: {self._about_certificate(certificate[1])}")
+        if "InvalidMessage" in debug:
+            return RefusedError(
+                f"{self.location}: the server there does not use TLS; check its endpoint"
+            )
+        if "kind: Timeout" in debug:
+            return PassingError("no answer")
+        cause = _CAUSE.search(debug)
+        return PassingError(cause[1] if cause else said)
+
+    def _about_certificate(self, reason: str) -> str:
+        if reason.startswith(("Expired", "NotValidYet")):
+            return f"its certificate is not valid now ({reason}); set the clock, or renew it"
+        if self._join is not None and self._join.certificate:
+            return (
+                f"its certificate is not the one in {self._join.path} ({reason}): it is another "
+                "server, or has a new one; use the newest join file that it has written"
+            )
+        return (
+            f"this system does not trust its certificate ({reason}); give a join file with its "
+            "`certificate`"
+        )
 
     def _without_conditions(self) -> RefusedError:
         return RefusedError(
@@ -174,3 +271,25 @@ class Bucket(Backend):
 
 def _says(error: Exception, words: tuple[str, ...]) -> bool:
     return any(word in str(error) for word in words)
+
+
+def _endpoint_of_environment(scheme: str) -> str:
+    """Return the URL of a server that a variable names, or an empty string."""
+    for variable in ENDPOINTS[scheme]:
+        if endpoint := os.environ.get(variable, ""):
+            check_endpoint(variable, endpoint)
+            return endpoint
+    return ""
+
+
+def _config(join: JoinFile) -> dict[str, str]:
+    """Return obstore's settings for a join file, so that none comes from the environment."""
+    return {
+        "access_key_id": join.access_key_id,
+        "secret_access_key": join.secret_access_key,
+        "session_token": "",
+        "skip_signature": "false",
+        "region": join.region,
+        "aws_endpoint_url_s3": join.server,  # of all variables for it, this one takes precedence
+        "virtual_hosted_style_request": "false",
+    }

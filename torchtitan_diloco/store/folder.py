@@ -3,17 +3,19 @@
 A writer fills a temporary file beside the object, whose name starts with a dot, flushes it, and
 then links it to its name, which fails if the name exists, or renames it to replace one. A file
 under its name is therefore complete, whenever a writer is killed.
+
+The file `.store-id` identifies the folder: a file system that was mounted again may give it another
+number, and an empty folder in its place has no such file.
 """
 
 import errno
-import hashlib
 import os
 import secrets
 import stat
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from io import FileIO
+from itertools import islice
 from pathlib import Path
 
 from torchtitan_diloco.store.errors import (
@@ -24,10 +26,10 @@ from torchtitan_diloco.store.errors import (
     StoreError,
 )
 from torchtitan_diloco.store.names import is_segment
-from torchtitan_diloco.store.notify import watch
-from torchtitan_diloco.store.store import MOST_RAW_BYTES, Backend, Listed, Raw
+from torchtitan_diloco.store.store import MOST_RAW_BYTES, Backend, Kind, Listed, Raw
 
 TEMPORARY = ".tmp"
+MARKER = ".store-id"
 STALE_SECONDS = 3600.0
 """Age in seconds of a temporary file after which its writer must be dead."""
 FOLDER_ATTEMPTS = 20
@@ -40,9 +42,11 @@ NOT_A_NAME = {errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG}
 class Folder(Backend):
     """A folder."""
 
+    kind = Kind.FOLDER
+
     def __init__(self, path: Path, *, make: bool = True) -> None:
-        """`make`: create the folder if it does not exist. Its parent must exist, to detect
-        typos."""
+        """`make`: create the folder and its marker if they do not exist. Its parent must exist, to
+        detect typos."""
         self.path = path.absolute()
         self.location = str(self.path)
         try:
@@ -59,30 +63,32 @@ class Folder(Backend):
             ) from None
         except OSError as error:
             raise RefusedError(f"{path}: {error.strerror}; give another folder") from error
+        self._marker = b""
+        try:
+            self._marker = self._find_marker(make=make)
+        except PassingError as error:
+            raise RefusedError(f"{path}: {error}; give another folder") from error
 
-    def create(self, name: str, content: bytes, seconds: float) -> bool:
+    def create(self, name: str, content: bytes, *, large: bool) -> bool:
         with self._explain():
             path = self.path / name
-            while not path.exists():
-                with self._temporary(path, content) as temporary:
-                    if not self._link(temporary, path):
-                        continue  # another writer was faster
-                _flush_folder(path.parent)
+            if self._create_file(path, content):
                 return True
-            stored = self.get(name, seconds)
+            stored = self.get(name, large=large)
             if stored is None:
                 raise PassingError("it was deleted in the meantime")
             _flush_folder(path.parent)  # whoever has linked it may be dead
             return stored.content == content
 
-    def replace(self, name: str, content: bytes, seconds: float) -> None:  # noqa: ARG002
+    def replace(self, name: str, content: bytes, *, large: bool, durable: bool) -> None:  # noqa: ARG002
         with self._explain():
             path = self.path / name
-            with self._temporary(path, content) as temporary:
+            with self._temporary(path, content, durable=durable) as temporary:
                 temporary.replace(path)
-            _flush_folder(path.parent)
+            if durable:
+                _flush_folder(path.parent)
 
-    def get(self, name: str, seconds: float) -> Raw | None:  # noqa: ARG002
+    def get(self, name: str, *, large: bool) -> Raw | None:  # noqa: ARG002
         with self._explain():
             try:
                 with (self.path / name).open("rb", buffering=0) as file:
@@ -94,32 +100,31 @@ class Folder(Backend):
                 self._check_identity()
                 return None
 
-    def list(self, prefix: str, after: str, seconds: float) -> list[Listed]:  # noqa: ARG002
+    def list(self, prefix: str, after: str, most: int | None) -> list[Listed]:
         with self._explain():
             self._check_identity()
-            return sorted(
-                Listed(name, status.st_size, status.st_mtime)
+            objects = (
+                Listed(
+                    name,
+                    size=status.st_size,
+                    modified=status.st_mtime,
+                    tag=f"{status.st_ino}-{status.st_mtime_ns}",
+                )
                 for name, status in self._files(prefix)
                 if name > after
             )
+            return sorted(islice(objects, most))
 
-    def delete(self, name: str, seconds: float) -> None:  # noqa: ARG002
+    def delete(self, name: str) -> None:
         with self._explain(), suppress(FileNotFoundError):
             path = self.path / name
             path.unlink()
             with suppress(OSError):  # it is not empty
-                for _ in range(name.count("/") - 1):  # not the first one, which many watch
+                for _ in range(name.count("/") - 1):  # the first one is used all the time
                     path = path.parent
                     path.rmdir()
 
-    def wait(self, prefix: str, mark: str, seconds: float) -> str:
-        end = time.monotonic() + seconds
-        with self._explain(), watch(self._folders(prefix)) as sleep:
-            while (now := self._mark(prefix)) == mark and (left := end - time.monotonic()) > 0:
-                sleep(left)
-        return now
-
-    def tidy(self) -> None:
+    def tidy(self, now: float) -> None:
         """Delete temporary files that are old."""
         with self._explain():
             for folder, _, names in os.walk(self.path):
@@ -128,13 +133,23 @@ class Folder(Backend):
                     if not (name.startswith(".") and name.endswith(TEMPORARY)):
                         continue
                     with suppress(FileNotFoundError):
-                        if time.time() - path.stat().st_mtime > STALE_SECONDS:
+                        if now - path.stat().st_mtime > STALE_SECONDS:
                             path.unlink()
 
     # --- files ------------------------------------------------------------------------------------
 
+    def _create_file(self, path: Path, content: bytes) -> bool:
+        """Create a file, or return False if it exists."""
+        while not path.exists():
+            with self._temporary(path, content) as temporary:
+                if not self._link(temporary, path):
+                    continue  # another writer was faster
+            _flush_folder(path.parent)
+            return True
+        return False
+
     @contextmanager
-    def _temporary(self, path: Path, content: bytes) -> Iterator[Path]:
+    def _temporary(self, path: Path, content: bytes, *, durable: bool = True) -> Iterator[Path]:
         """Write a file beside an object, flush it, and delete it at the end."""
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{TEMPORARY}")
         self._check_identity()
@@ -143,7 +158,8 @@ class Folder(Backend):
                 unwritten = memoryview(content)
                 while unwritten:
                     unwritten = unwritten[file.write(unwritten) :]
-                os.fsync(file.fileno())
+                if durable:
+                    os.fsync(file.fileno())
             yield temporary
         finally:
             temporary.unlink(missing_ok=True)  # it is gone if it was renamed
@@ -202,32 +218,27 @@ class Folder(Backend):
                         yield name, status
             start = ""  # in the folders below
 
-    def _mark(self, prefix: str) -> str:
-        """Return a digest of the existing files. Each file that is written gets a new number."""
-        self._check_identity()
-        lines = sorted(
-            f"{name} {status.st_ino} {status.st_mtime_ns} {status.st_size}"
-            for name, status in self._files(prefix)
-        )
-        return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
-
-    def _folders(self, prefix: str) -> Sequence[Path]:
-        """Return the folder of a prefix and its subfolders, or the lowest parent that exists."""
-        folder = self.path / prefix.rpartition("/")[0]
-        while not folder.is_dir() and folder != self.path:
-            folder = folder.parent
-        with suppress(FileNotFoundError):
-            below = [Path(entry.path) for entry in os.scandir(folder) if entry.is_dir()]
-            return [folder, *below]
-        return []
-
     # --- what may fail ----------------------------------------------------------------------------
+
+    def _find_marker(self, *, make: bool) -> bytes:
+        """Return the content of the marker, or b"" if there is none. `make`: create it then."""
+        path = self.path / MARKER
+        with self._explain():
+            if make:
+                self._create_file(path, secrets.token_hex(16).encode())
+            with suppress(FileNotFoundError):
+                return path.read_bytes()
+        return b""
 
     def _check_identity(self) -> None:
         """Raise an error if the folder is not the same as at the start, so that nothing is stored
         in a mount point whose file system is gone."""
-        if _identity(self.path) != self._identity:
+        identity = _identity(self.path)
+        if identity == self._identity:
+            return
+        if not self._marker or self._find_marker(make=False) != self._marker:
             raise PassingError("it is not the same folder as before; is it mounted?")
+        self._identity = identity  # it was mounted again
 
     @contextmanager
     def _explain(self) -> Iterator[None]:

