@@ -1,70 +1,45 @@
-"""Rates and times of the three stores on this machine.
+"""Rates and times of a folder and of a bucket on this machine.
 
-    .venv/bin/python -m benchmarks.store [--stores folder,https,bucket] [--streams 1,4] [--rounds 7]
+    .venv/bin/python -m benchmarks.store [--stores folder,seaweed] [--streams 1,4] [--rounds 7]
 
 A large object of --megabytes is stored and fetched, in chunks over --streams connections. The small
 operations have a content of 2 kB, as a decision has. Client and server are processes of their own
-on the same machine, over the loopback: what a link adds is not in it. The bucket is moto, a
-stand-in for tests, whose own time is most of what is measured: only real providers show what theirs
-take. CPU is that of the client.
+on the same machine, over the loopback with TLS: what a link adds is not in it. CPU is that of the
+client.
 """
 
 import contextlib
-import multiprocessing
 import os
 import tempfile
-import threading
-import time
 from collections.abc import Iterator
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 from benchmarks import core
-from tests.store.places import SITE, BucketServer
-from torchtitan_diloco.base.hardware import end_with_parent
+from tests.store.seaweed import SITE, SeaweedServer
 from torchtitan_diloco.store import LargeObjects, Store, open_store
 
-STORES = "folder", "https", "bucket"
-OWN, NOTE = f"part/{SITE}/", f"island/{SITE}-1"
-SMALL, LISTED = bytes(2000), 100
+STORES = "folder", "seaweed"
+OWN = f"part/{SITE}/"
+NOTE = f"island/{SITE}/1"
+SMALL = bytes(2000)
+LISTED = 100
 RATE_HEADER = "store | streams | up, MB/s | down, MB/s | CPU up, ms/MB | CPU down, ms/MB | n"
-TIME_HEADER = f"store | create | replace | get | get, missing | list of {LISTED} | wait | n"
-
-
-def serve(folder: Path, pipe: Connection) -> None:
-    """Serve a folder in this process, and send the path of a join file."""
-    from torchtitan_diloco.store.server import Server
-
-    end_with_parent()
-    server = Server(folder, host="127.0.0.1")
-    server.start()
-    server.logins.set_address("127.0.0.1", server.port)
-    pipe.send(server.logins.add(SITE))
-    with contextlib.suppress(EOFError):
-        pipe.recv()
-    server.stop()
+TIME_HEADER = (
+    f"store | create | replace | replace, not durable | get | get, missing | list of {LISTED} | n"
+)
 
 
 @contextlib.contextmanager
 def opened(kind: str) -> Iterator[Store]:
     """Yield a store of this kind that is empty."""
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        location = f"{folder}/run"
-        if kind == "https":
-            here, there = multiprocessing.Pipe()
-            server = multiprocessing.get_context("spawn").Process(
-                target=serve, args=(Path(location), there), daemon=True
-            )
-            server.start()
-            location = str(here.recv())
-            stack.callback(server.join)
-            stack.callback(here.send, None)
-        elif kind == "bucket":
-            bucket = BucketServer()
-            stack.callback(bucket.close)
-            os.environ |= bucket.environment
-            location = "s3://run/benchmark"
-        store = open_store(location)
+        location = Path(folder, "run")
+        if kind == "seaweed":
+            location.mkdir()
+            server = SeaweedServer(location)
+            stack.callback(server.close)
+            location = server.join_file(Path(folder, "join.toml"))
+        store = open_store(location, writes=OWN)
         stack.callback(store.close)
         yield store
 
@@ -94,6 +69,7 @@ def times(store: Store, kind: str, rounds: int) -> list[str]:
     tasks = {
         "create": lambda: store.create(f"{OWN}{next(numbers)}", SMALL),
         "replace": lambda: store.replace(NOTE, SMALL),
+        "note": lambda: store.replace(NOTE, SMALL, durable=False),
         "get": lambda: store.get(f"{OWN}listed/050"),
         "missing": lambda: store.get(f"{OWN}missing"),
         "list": lambda: store.list(f"{OWN}listed/"),
@@ -102,26 +78,8 @@ def times(store: Store, kind: str, rounds: int) -> list[str]:
         {name: lambda task=task: core.timed(task).wall for name, task in tasks.items()},  # type: ignore[misc]
         rounds,
     )
-    found["wait"] = [] if kind == "bucket" else [wait_time(store) for _ in range(rounds)]
-    columns = [core.summary(values, ".1f", 1e3) if values else "-" for values in found.values()]
+    columns = [core.summary(values, ".1f", 1e3) for values in found.values()]
     return [kind, *columns, str(rounds)]
-
-
-def wait_time(store: Store) -> float:
-    """Return the seconds from the end of a change to the end of a wait for it."""
-    ended, mark = list[float](), store.wait("island/", "", 10.0)
-
-    def wait() -> None:
-        store.wait("island/", mark, 10.0)
-        ended.append(time.perf_counter())
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    time.sleep(0.1)
-    store.replace(NOTE, SMALL)
-    changed = time.perf_counter()
-    thread.join()
-    return ended[0] - changed
 
 
 def main() -> None:
