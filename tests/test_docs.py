@@ -4,6 +4,7 @@ The checkout has links to the files of the repository, and a `.venv` that finds 
 Python, as one that is set up. `.ci/walk` begins with nothing, and shortens nothing: 20 minutes.
 """
 
+import json
 import re
 import shlex
 import subprocess
@@ -92,10 +93,14 @@ def checkout(tmp_path: Path) -> Path:
     (packages,) = environment.glob("lib/*/site-packages")
     installed = [path for path in sys.path if path.endswith("-packages")]
     (packages / "all.pth").write_text("\n".join([str(folder), *installed]))
+    about = packages / "torchtitan_diloco-0.2.0.dist-info"  # of `pip install -e`
+    about.mkdir()
+    (about / "direct_url.json").write_text(json.dumps({"url": folder.as_uri()}))
     for name, module in PROGRAMS.items():
         program = environment / "bin" / name
         lines = f"#!{environment}/bin/python", "import sys", f"from {module} import main"
-        program.write_text("\n".join([*lines, "sys.exit(main())"]))
+        guarded = "if __name__ == '__main__':", "    sys.exit(main())"  # as that of pip
+        program.write_text("\n".join([*lines, *guarded]))
         program.chmod(0o755)
     return folder
 
