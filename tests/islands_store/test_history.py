@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from tests.islands_store.desk import A, B, Desk, founded
+from torchtitan_diloco.islands_store import history
 from torchtitan_diloco.islands_store.decision import LEAVE
 from torchtitan_diloco.islands_store.fields import MalformedError
 from torchtitan_diloco.islands_store.history import (
@@ -23,8 +24,16 @@ from torchtitan_diloco.islands_store.history import (
 )
 from torchtitan_diloco.islands_store.note import Gauges, Note
 
+SOON = 20.0
 
-def test_bins_of_ten_minutes_have_the_sums_of_each_island() -> None:
+
+@pytest.fixture
+def _short_bins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history, "BIN_SECONDS", SOON)
+
+
+@pytest.mark.usefixtures("_short_bins")
+def test_bins_have_the_sums_of_each_island() -> None:
     desk = Desk(founded(total_tokens=10**6))
     gauges = msgspec.Raw(msgspec.json.encode(Gauges(loss=2.5, validated=(10, 3.0))))
     for number in range(1, 5):
@@ -36,36 +45,36 @@ def test_bins_of_ten_minutes_have_the_sums_of_each_island() -> None:
     assert (sums["a"].tokens, sums["a"].parts, sums["a"].loss / sums["a"].with_loss) == (40, 4, 2.5)
     assert sums["a"].step_seconds / sums["a"].parts == pytest.approx(0.1)
     assert desk.state.history.open.validated == [(10, 3.0)]
-    for _ in range(round(BIN_SECONDS)):
-        desk.pass_time(1.0)
+    desk.pass_time(SOON)
     assert [one.islands["a"].tokens for one in desk.history] == [40]
-    history = desk.state.history
-    assert (history.number, history.closed, history.open.islands) == (1, None, {})
+    known = desk.state.history
+    assert (known.number, known.closed, known.open.islands) == (1, None, {})
 
 
+@pytest.mark.usefixtures("_short_bins")
 def test_a_bin_is_stored_after_its_decision_counts() -> None:
     """Otherwise, a syncer that is superseded could store what never counted."""
     desk = Desk(founded(total_tokens=10**6))
     desk.note(A, desk.part(0), step=10)
     desk.pass_time(2.0)
     desk.commits_last = True
-    desk.pass_time(BIN_SECONDS + 10)
+    desk.pass_time(2 * SOON)
     assert not desk.history
 
 
 def test_a_successor_stores_the_same_bin() -> None:
     """Its predecessor was killed after the bin was closed, before or after it was stored."""
-    history = History()
-    history.note(1.0, EventKind.JOINED, "a")
-    history.add_merged(A, 40, Note(counter=1), late=True)
-    history.close_if_due(BIN_SECONDS)
-    assert history.closed is not None
+    known = History()
+    known.note(1.0, EventKind.JOINED, "a")
+    known.add_merged(A, 40, Note(counter=1), late=True)
+    known.close_if_due(BIN_SECONDS)
+    assert known.closed is not None
     state = founded()
-    state.history = copy.deepcopy(history)
+    state.history = copy.deepcopy(known)
     state.history.add_merged(A, 2, None, late=False)
     desk = Desk(state)
     desk.pass_time(1.0)
-    assert [encode_bin(one) for one in desk.history] == [encode_bin(history.closed)]
+    assert [encode_bin(one) for one in desk.history] == [encode_bin(known.closed)]
     assert desk.state.history.number == 1
     assert desk.state.history.open.islands["a"] == Sums(tokens=2, parts=1)
 
@@ -104,34 +113,34 @@ def test_an_island_that_is_silent_for_some_time_is_away() -> None:
 
 
 def test_a_bin_is_bounded() -> None:
-    history = History()
+    known = History()
     for number in range(10 * MOST_EVENTS):
-        history.note(1.0, EventKind.CHANGED, "x" * 1000, "y" * 1000)
+        known.note(1.0, EventKind.CHANGED, "x" * 1000, "y" * 1000)
         note = Note(counter=1, gauges=msgspec.Raw(f"[[],null,[{number},1.5]]".encode()))
-        history.add_merged(f"island-{number}/0000", 10**11, note, late=False)
-    assert len(history.open.events) == MOST_EVENTS
-    assert history.open.left_out == 9 * MOST_EVENTS
-    assert len(history.open.validated) <= MOST_VALIDATED
+        known.add_merged(f"island-{number}/0000", 10**11, note, late=False)
+    assert len(known.open.events) == MOST_EVENTS
+    assert known.open.left_out == 9 * MOST_EVENTS
+    assert len(known.open.validated) <= MOST_VALIDATED
     for number in range(3000):
-        history.add_left_out(f"other-{number}-{'z' * 50}/0000", is_lost=number % 2 == 0)
-    raw = encode_bin(history.open)
+        known.add_left_out(f"other-{number}-{'z' * 50}/0000", is_lost=number % 2 == 0)
+    raw = encode_bin(known.open)
     assert len(raw) <= MOST_BIN
-    assert decode_bin(raw) == history.open
+    assert decode_bin(raw) == known.open
 
 
 def test_a_bin_that_is_full_of_events_is_closed_early() -> None:
-    history = History()
+    known = History()
     for _ in range(MOST_EVENTS):
-        history.note(1.0, EventKind.AWAY, "a")
-    history.close_if_due(2.0)
-    assert len(history.open.events) == MOST_EVENTS, "not at once"
-    history.close_if_due(61.0)
-    assert history.open.events == []
+        known.note(1.0, EventKind.AWAY, "a")
+    known.close_if_due(2.0)
+    assert len(known.open.events) == MOST_EVENTS, "not at once"
+    known.close_if_due(61.0)
+    assert known.open.events == []
     for _ in range(MOST_EVENTS):
-        history.note(62.0, EventKind.BACK, "a")
-    history.close_if_due(1000.0)
-    assert history.closed is not None
-    assert history.closed.events[0].kind is EventKind.AWAY, "one bin after the other"
+        known.note(62.0, EventKind.BACK, "a")
+    known.close_if_due(1000.0)
+    assert known.closed is not None
+    assert known.closed.events[0].kind is EventKind.AWAY, "one bin after the other"
 
 
 def test_an_altered_bin_is_not_read() -> None:

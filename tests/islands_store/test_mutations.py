@@ -307,6 +307,22 @@ MUTATIONS = {
         "",
         test_founding.test_foundings_of_a_run_that_is_founded_are_garbage,
     ),
+    "facts are compared": Mutation(
+        founding.check_run,
+        "facts.get(key) != of_run.get(key)",
+        "False",
+        lambda: test_island.test_another_tokenizer_or_model_is_an_error_for_people(
+            test_island.build_hand(), is_saved=True
+        ),
+    ),
+    "parameters are compared": Mutation(
+        founding.check_run,
+        "own != shared.shapes",
+        "False",
+        lambda: test_island.test_another_tokenizer_or_model_is_an_error_for_people(
+            test_island.build_hand(), is_saved=True
+        ),
+    ),
     "another founder follows": Mutation(
         founding.Founders.choose,
         "self._presence.silence(current) <= SILENT",
