@@ -228,16 +228,17 @@ def test_samples_that_the_next_owner_reads_again_are_counted() -> None:
 def test_streams_enter_phases_once_and_before_later_parts_count() -> None:
     state = founded((A, B), phases=(0.002, 0.5), total_tokens=10_000)
     desk = Desk(state)
-    desk.note(A, step=1, entered=[5], position=5)
-    desk.pass_time(0.3)
+    desk.note(A, desk.part(0), step=1, entered=[5], position=5)
+    desk.pass_time(1.5)
     assert desk.state.slots[0].entered == [], "the run is not there yet"
+    assert desk.ledger(0).number == 0, "half of it may be of another phase"
     for slot, one in enumerate((A, B)):
         desk.note(one, desk.part(slot), step=10)
     desk.pass_time(1.0)
     assert desk.state.phases == 1
     desk.note(A, desk.part(0), step=20, entered=[14])
-    desk.note(B, desk.part(1), step=20, entered=[3])
-    desk.pass_time(1.0)
+    desk.note(B, step=20, entered=[3])
+    desk.pass_time(2.0)
     assert desk.ledger(0).taken == 20
     assert desk.state.slots[0].entered == [14]
     assert desk.state.slots[1].entered == [], "that sample is merged"

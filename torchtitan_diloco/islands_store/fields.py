@@ -9,7 +9,7 @@ from torchtitan_diloco.islands_store.names import LARGEST
 MOST_SLOTS, MOST_FRAGMENTS, MOST_PARAMETERS, MOST_PHASES = 1024, 4096, 65_536, 64
 MOST_TOKENS = 10**15
 """Maximum number of tokens of a run."""
-FURTHEST = LARGEST // 2
+FURTHEST: int = LARGEST // 2
 """Largest position of a sample that counts, so that no slot reaches the largest number."""
 
 Count = Annotated[int, Meta(ge=0, le=LARGEST)]

@@ -23,7 +23,7 @@ from torchtitan_diloco.islands_store.decision import (
     SharedFragment,
     Stored,
 )
-from torchtitan_diloco.islands_store.fields import MalformedError
+from torchtitan_diloco.islands_store.fields import FURTHEST, MalformedError
 from torchtitan_diloco.islands_store.founding import Founders, Founding
 from torchtitan_diloco.islands_store.history import EventKind, encode_bin
 from torchtitan_diloco.islands_store.jobs import (
@@ -137,17 +137,16 @@ class Syncer:
         self._is_asked = self._is_asked or note.needs_copies
         slot = self.state.slot_of(incarnation)
         if slot is not None and self.state.told.get(incarnation) != BARRED:
-            self._read_phases(slot, note)
-            self._read_parts(incarnation, slot, note)
+            self._read_parts(incarnation, slot, note, self._read_phases(slot, note))
 
     def _say(self, line: str) -> None:
         if line not in self.news[-8:]:
             self.news.append(line)
 
-    def _read_phases(self, number: int, note: Note) -> None:
-        """Record where the stream of a slot has entered phases of the data, before its later parts
-        count. Each position is recorded once, so the order of samples is the same for all owners.
-        """
+    def _read_phases(self, number: int, note: Note) -> int:
+        """Record, once, where the stream of a slot has entered phases of the data. Return the first
+        position that is not recorded, at which parts have to end: the order of samples would differ
+        between owners."""
         assert self.state is not None
         slot, settings = self.state.slots[number], self.state.settings
         most = max(most_samples(settings, ledger, self.age()) for ledger in slot.ledgers)
@@ -155,13 +154,15 @@ class Syncer:
             least = max([slot.furthest, *slot.entered])
             is_plausible = least <= position <= slot.furthest + most
             if len(slot.entered) >= self.state.phases or not is_plausible:
-                return
+                return position
             slot.entered.append(position)
+        return FURTHEST
 
-    def _read_parts(self, incarnation: str, slot: int, note: Note) -> None:
+    def _read_parts(self, incarnation: str, slot: int, note: Note, last: int) -> None:
         assert self.state is not None
         for part in note.read_parts():
-            if part.fragment >= len(self.rounds):
+            is_later = isinstance(part, Part) and last < part.end <= FURTHEST and not part.is_loss
+            if part.fragment >= len(self.rounds) or is_later:
                 continue
             ledger = self.state.slots[slot].ledgers[part.fragment]
             if part.number != ledger.number + 1 or self.rounds[part.fragment].is_busy(slot):
