@@ -23,6 +23,7 @@ from torchtitan_diloco.trainer import Trainer
 
 CHANGED = {
     "": "",
+    "base/tensors.py": "code of base (install the same commit on all machines): ",
     "components/optimizer.py": "code of components (install the same commit on all machines): ",
     "data/loader.py": "code of data ",
     "diloco/arithmetic.py": "code of diloco ",
@@ -49,7 +50,7 @@ def _start(chosen: dict[str, str], copies: dict[str, Path]) -> dict[str, str]:
         with pytest.MonkeyPatch.context() as patched:
             if world.rank == 1:
                 patched.setattr(trainer, "PACKAGE", copy)
-                patched.setattr(agreement, "PACKAGE", copy / "diloco")
+                patched.setattr(agreement, "PLACES", (copy / "diloco", copy / "base"))
             if changed == "mine.py":
                 patched.setitem(FLAVORS, "debug", build_mine)
                 patched.setattr(sys.modules[__name__], "__file__", f"{copy}/{world.rank}/mine.py")

@@ -4,12 +4,12 @@ import re
 
 import pytest
 
+from torchtitan_diloco import cli
 from torchtitan_diloco.cli import COMMANDS
 from torchtitan_diloco.config import Config, load_config
 from torchtitan_diloco.config.help import MATTER_MOST, print_help
 from torchtitan_diloco.config.loader import shipped_configs
 from torchtitan_diloco.config.schema import flat_settings
-from torchtitan_diloco.launching import launch
 
 TEXTS = {name: text for name, (_, text) in COMMANDS.items()}
 
@@ -77,7 +77,7 @@ def test_the_help_of_a_section_has_its_settings(
 
 
 def test_the_help_of_no_section_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert launch.main(["--help", "optimzer"]) == 2
+    assert cli.run(["train", "--help", "optimzer"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: --help optimzer: there is no such section; did you mean opt")
     assert "; give all, or one of run, model, data, " in line

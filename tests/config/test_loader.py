@@ -425,7 +425,7 @@ def test_a_config_builds_and_repeats_nothing_that_it_inherits(name: str) -> None
         ({"data.mixture": "a=1 b=1 a=2"}, "a is given several times, as 1 and 2: give each name"),
         ({"data.mixture": "a=1 b=x"}, 'the weight of "b" is "x": expected a number'),
         ({"data.mixture": "{a = 1, b = true}"}, 'the weight of "b" is true: expected a number'),
-        ({"data.mixture": "a=1 a=2"}, "a is given more than once: give each name one value"),
+        ({"data.mixture": "a=1 a=2"}, "a is given several times, as 1 and 2: give each name once"),
         ({"data.mixture": "{a = nan}"}, 'the weight of "a" is NaN: expected a number, which nan'),
         ({"data.mixture": "3"}, "expected weights by name, such as {"),
         ({"data.phases": "[3]"}, "data.phases[0] = 3: expected a table with start and mixture"),

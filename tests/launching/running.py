@@ -14,7 +14,8 @@ from tests.launching.stand_in import is_alive
 
 START = """
 import functools, sys
-from torchtitan_diloco import launch, process
+from torchtitan_diloco.base import process
+from torchtitan_diloco.launching import launch
 process.run_and_exit(functools.partial(launch.main, module="{}"), sys.argv[1:])
 """
 PATIENCE_SECONDS = 200.0

@@ -38,7 +38,7 @@ ROW = re.compile(r"\| (\* )?(\S.*?) +\| ([\d,.]+)[\d,. ]* +\| [\d. ]+ +\| [\d.x 
 
 ON_BUSY_CORES = """
 import sys
-from torchtitan_diloco import compare
+from torchtitan_diloco.machines import compare
 compare.doubts_about = lambda names, times: ()
 sys.exit(compare.main())
 """
