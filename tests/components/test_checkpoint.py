@@ -476,7 +476,7 @@ def test_without_locks_a_start_deletes_only_what_it_has_begun(
 ) -> None:
     """As another run may be in the folder, such as on some network file systems."""
     own = folder_of_worker(tmp_path / "run", 0)
-    few = {"checkpoint.keep_latest": 1, "checkpoint.mirror": tmp_path / "mirror"}
+    few = {"checkpoint.keep_latest": 1}
     run(chosen(text, tmp_path / "run", **few, **{"training.stop_after": 8}))
     assert saved_steps(own) == [8]
     monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.ENOLCK, "No locks")))

@@ -21,7 +21,8 @@ LOCAL_ISLANDS = "TORCHTITAN_DILOCO_LOCAL_ISLANDS"
 """Environment variable: the folder of a run of `islands.local`, whose islands are below it."""
 STARTED_BY = "TORCHTITAN_DILOCO_STARTED_BY"
 """Environment variable: the program that the user started, run_train.sh or torchtitan-diloco."""
-REPOSITORY = Path(__file__).parents[2]
+PACKAGE = Path(__file__).parents[1]
+REPOSITORY = PACKAGE.parent
 
 
 class UserError(ValueError):
@@ -156,7 +157,7 @@ def training_command() -> str:
     torchrun with a program of the user, which may add a model that `train` does not know."""
     started = sys.modules["__main__"]
     path = Path(getattr(started, "__file__", None) or __file__)
-    if "TORCHELASTIC_RUN_ID" not in os.environ or path.is_relative_to(Path(__file__).parent):
+    if "TORCHELASTIC_RUN_ID" not in os.environ or path.is_relative_to(PACKAGE):
         return command_line("train")
     spec = started.__spec__  # None if it was not started with `-m`
     program = f"-m {spec.name}" if spec else _relative(str(path.absolute()))
