@@ -1,6 +1,5 @@
 """Islands in fp32 that start together have the versions of one job, bit for bit."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,8 @@ STEPS = 100
 VERSIONS = 11
 """Of each fragment: the first one after H steps and its offset."""
 
+FRAGMENTS = {0: 1, 8: 2, 2: 5}
+"""Number of fragments by layers per fragment."""
 Versions = dict[tuple[int, int], Tensor]
 
 
@@ -45,28 +46,30 @@ def islands(
     return [one.versions for one in pair], ends
 
 
-OUTERS: list[dict[str, Any]] = [
-    {"name": "nesterov"},
-    {"name": "adam", "lr": 0.05, "beta2": 0.9},
-    {"name": "sgd", "lr": 1.0},
-]
-
-
 @pytest.mark.parametrize(
-    ("outer", "delay", "tokens"),
-    [(OUTERS[0], 1, [100, 100]), (OUTERS[1], 5, [100, 170]), (OUTERS[2], 0, [130, 170])],
+    ("layers", "outer", "delay", "tokens"),
+    [
+        (2, {"name": "nesterov"}, 1, [100, 100]),
+        (8, {"name": "adam", "lr": 0.05, "beta2": 0.9}, 5, [100, 170]),
+        (0, {"name": "sgd", "lr": 1.0}, 0, [130, 170]),
+    ],
     ids=["nesterov", "adam", "average"],
 )
 def test_islands_have_the_versions_of_one_job(
-    processes: ProcessPool, tmp_path: Path, outer: dict[str, Any], delay: int, tokens: list[int]
+    processes: ProcessPool,
+    tmp_path: Path,
+    layers: int,
+    outer: dict[str, Any],
+    delay: int,
+    tokens: list[int],
 ) -> None:
-    chosen = config(2, delay=delay, **outer)
-    chosen = replace(chosen, measure_every=0)
+    chosen = config(layers, delay=delay, **outer)
     results = processes.run(one_job, 2, chosen, tokens)
     found, ends = islands(chosen, tokens, tmp_path)
     expected = results[0][0]
-    assert len(expected) >= 5 * VERSIONS - 5
-    assert max(version for _, version in expected) >= VERSIONS
+    assert {fragment for fragment, version in expected if version == VERSIONS} == set(
+        range(FRAGMENTS[layers])
+    )
     for versions in found:
         for key, value in expected.items():
             assert torch.equal(versions[key], value), f"fragment and version {key}"

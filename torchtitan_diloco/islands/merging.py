@@ -6,6 +6,8 @@ Theta - P. Nothing here depends on the number of ranks or islands, and with fp32
 run has the bits of one job.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -39,7 +41,7 @@ def outer_optimizer(settings: Settings) -> OuterOptimizer:
         chosen = OuterOptimizer(
             name=settings.outer_optimizer,  # type: ignore[arg-type]
             lr=settings.outer_lr,
-            **settings.outer_numbers,  # type: ignore[arg-type]
+            **settings.outer_numbers,
         )
         slot_count(chosen)
     except TypeError as error:
@@ -89,7 +91,7 @@ def merge(
     before: FragmentState,
     after: FragmentState,
     layout: Layout,
-    parts: list[tuple[Buffer, int]],
+    parts: Sequence[tuple[Buffer, int]],
     settings: Settings,
     weight_of_all: int,
 ) -> Tensor | None:

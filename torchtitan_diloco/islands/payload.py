@@ -65,7 +65,7 @@ def bytes_of(content: Buffer) -> Tensor:
 
 def memory_of(values: Tensor) -> memoryview:
     """Return the memory of a tensor of bytes on the host."""
-    return memoryview(values.numpy())
+    return memoryview(values.numpy())  # type: ignore[arg-type] # a buffer from Python 3.12 on
 
 
 class _Codecs(threading.local):

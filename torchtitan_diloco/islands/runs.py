@@ -63,9 +63,10 @@ class Run:
             case List():
                 return [entry.name for entry in self.brief.list(call.prefix, call.after)]
             case Delete():
-                return self.brief.delete(call.name)
+                self.brief.delete(call.name)
             case _:
-                return sleep(call.seconds)
+                sleep(call.seconds)
+        return None
 
     def newest(self) -> Decision | None:
         """Return the highest decision, or None if the location is empty."""

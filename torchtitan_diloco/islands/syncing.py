@@ -293,7 +293,7 @@ class Term:
                 lane = job.stored.kind, job.stored.fragment
                 self._transfer.submit(lane, partial(self._transfers.upload, job))
             case _:
-                self._transfer.submit(type(job), partial(self._transfers.do, job))
+                self._transfer.submit(type(job).__name__, partial(self._transfers.do, job))
 
     def _commit(self) -> None:
         while (job := self._commits.get()) is not None:
