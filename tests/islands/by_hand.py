@@ -38,7 +38,7 @@ from torchtitan_diloco.islands_store.settings import Settings
 from torchtitan_diloco.store import open_store
 
 SAMPLES, TOKENS_PER_SAMPLE = 2, 100
-PATIENCE = 120.0
+PATIENCE = 300.0
 NOTE_SECONDS = 0.5
 
 
