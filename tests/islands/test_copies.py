@@ -21,7 +21,7 @@ from torchtitan_diloco.diloco.fragments import Fragment, Part, build_fragments
 from torchtitan_diloco.diloco.outer_state import OuterState
 from torchtitan_diloco.islands.copies import Copies, encode_delta, fingerprints
 from torchtitan_diloco.islands.joining import check_facts
-from torchtitan_diloco.islands.shards import Layout, Ranks
+from torchtitan_diloco.islands.layout import Layout, Ranks, shapes_of
 
 PIECE = UNIT
 """Values per piece: few, so that a fragment has several pieces."""
@@ -34,7 +34,7 @@ def fragment_of(shapes: list[tuple[int, ...]]) -> Fragment:
 
 
 def shard(whole: Tensor, fragment: Fragment, ranks: int, rank: int) -> Tensor:
-    layout = Layout(fragment, ranks, rank)
+    layout = Layout(shapes_of(fragment), ranks, rank)
     values = torch.empty(layout.sizes(ranks)[rank])
     layout.scatter(whole, values)
     return values
@@ -50,7 +50,7 @@ def test_shards_are_those_of_fsdp_and_their_checksums_add_up(
     shapes: list[tuple[int, ...]], ranks: int, seed: int
 ) -> None:
     fragment = fragment_of(shapes)
-    layout = Layout(fragment)
+    layout = Layout(shapes_of(fragment))
     whole = torch.randn(layout.values, generator=torch.Generator().manual_seed(seed))
     parameters, start = [], 0
     for part in fragment_of(shapes).parts:
@@ -63,7 +63,7 @@ def test_shards_are_those_of_fsdp_and_their_checksums_add_up(
         chunks = [one.chunk(ranks) for one in parameters]
         mine = [one[rank].flatten() for one in chunks if rank < len(one)]
         assert torch.equal(values, torch.cat([*mine, torch.empty(0)]))
-        total += Layout(fragment, ranks, rank).checksum(values)
+        total += Layout(shapes_of(fragment), ranks, rank).checksum(values)
     assert total == layout.checksum(whole)
     changed = whole.clone()
     changed.view(torch.int32)[seed % layout.values] ^= 1 << (seed % 32)
@@ -96,7 +96,7 @@ def copies_of(
     alone.size, alone.rank = ranks, rank
     if ranks > 1:
         for state in states:
-            size = Layout(state.fragment).sizes(ranks)[rank]
+            size = Layout(shapes_of(state.fragment)).sizes(ranks)[rank]
             cast("Any", state).outer = torch.ones(size)
             state.slots = [torch.ones(size) for _ in state.slots]
     return Copies(states, config, alone), states
@@ -116,7 +116,7 @@ def test_parts_are_read_by_islands_with_other_ranks(senders: int, readers: int, 
     )
     model = nn.Sequential(nn.Linear(40, 37), nn.Linear(37, 5))
     fragment = build_fragments(model, config.fragments)[0]
-    layout = Layout(fragment)
+    layout = Layout(shapes_of(fragment))
     whole = torch.randn(layout.values, generator=torch.Generator().manual_seed(7))
     coder = build_codec(config.quantization)
     payloads, expected = [], torch.empty(layout.values)

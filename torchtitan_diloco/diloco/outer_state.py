@@ -1,7 +1,7 @@
 """Buffers of one fragment on one rank, their device, and transfers between them and the model."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 
@@ -47,7 +47,8 @@ class OuterState:
     """Shared parameters, optimizer state and delta of a fragment: flat fp32, allocated once.
 
     `outer` is the shared copy. With a gloo group, `delta` holds this worker's delta, then the mean,
-    then the next shared copy; `apply` swaps the two.
+    then the next shared copy; `apply` swaps the two. On an island, another process has the outer
+    optimizer, and `delta` holds the delta until it is encoded, and later the next shared copy.
 
     With the state in host memory and the model on a GPU, a snapshot of the parameters is staged on
     the GPU, so that training continues while it is copied to the host. The result is staged there
@@ -61,8 +62,10 @@ class OuterState:
         device: torch.device,
         *,
         is_sparse: bool = False,
+        has_optimizer: bool = True,
     ) -> None:
-        """`is_sparse`: the codec sends only a part of a delta. The rest stays in the model."""
+        """`is_sparse`: the codec sends only a part of a delta. The rest stays in the model.
+        `has_optimizer`: whether outer steps are made here."""
         self.fragment = fragment
         self._config = config
         self._sizes = [local.numel() for local in self._locals()]
@@ -70,7 +73,7 @@ class OuterState:
         self.model_device = self._locals()[0].device
         self._on_host = device != self.model_device
         self._block = BLOCK if device.type == "cpu" else max(1, self.values)
-        count = 2 + slot_count(config) + is_sparse
+        count = 2 + slot_count(config) * has_optimizer + is_sparse
         self._buffers = [
             torch.zeros(self.values, dtype=torch.float32, device=device, pin_memory=self._on_host)
             for _ in range(count)
@@ -292,6 +295,26 @@ class OuterState:
     def keep_copy(self) -> None:
         """Make the current shared copy the next one, after a round without participants."""
         self.delta.copy_(self.outer)
+        self._stage()
+
+    @torch.no_grad()
+    def prepare(self, pieces: Iterable[Tensor], *, replaces: bool) -> None:
+        """Write the next shared copy to `delta`, and start to stage it.
+
+        The pieces, in order, are the copy itself if it `replaces` this one, and else its change.
+        `delta` must not be in use: what was taken before is encoded.
+        """
+        start = 0
+        for piece in pieces:
+            end = start + piece.numel()
+            if replaces:
+                self.delta[start:end].copy_(piece)
+            else:
+                torch.add(self.outer[start:end], piece, out=self.delta[start:end])
+            start = end
+        assert start == self.values, "a copy of another size"
+        if self._on_host:  # training may still copy the last one from what was staged before
+            self._staging = torch.empty(self.values, dtype=torch.float32, device=self.model_device)
         self._stage()
 
     def _stage(self) -> None:

@@ -1,6 +1,7 @@
 """Serve, watch and change a run of islands.
 
 .venv/bin/torchtitan-diloco islands serve --folder DIR
+.venv/bin/torchtitan-diloco islands sync LOCATION
 .venv/bin/torchtitan-diloco islands site NAME --folder DIR
 .venv/bin/torchtitan-diloco islands check DIR
 .venv/bin/torchtitan-diloco islands status --join STRING
@@ -67,6 +68,13 @@ def _parser() -> argparse.ArgumentParser:
 
     serve = add("serve", _serve, "run a server, and write the join string of its run to a file")
     _add_server_arguments(serve)
+    sync = add("sync", _sync, "decide for a run in a store, and merge the parts of its islands")
+    sync.add_argument("location", help="a folder, a join file, s3://, gs:// or az://")
+    sync.add_argument("--stay", action="store_true", help="go on after the end of the run")
+    cores = "cores that average and encode fragments (default: 1)"
+    sync.add_argument("--threads", type=int, default=1, help=cores)
+    folder = "folder for the newest versions in fp32 (default: .cache/syncer)"
+    sync.add_argument("--scratch", type=Path, default=Path(".cache/syncer"), help=folder)
     site = add("site", _change_site, "give a site its own login, or remove it")
     site.add_argument("name", help="name of the site")
     site.add_argument("--folder", type=Path, required=True, help="folder of the server")
@@ -166,6 +174,21 @@ def _invitation(server: Server) -> str:
         text = f"The join string, which contains a password, is in {file}. Give this file to each "
         text += "island: --islands.join FILE."
     return f"{text} Islands connect to {address}. Ctrl-C ends the server."
+
+
+def _sync(options: argparse.Namespace) -> None:
+    """Run a syncer until the run has ended. A signal ends it in order, and a second one at once."""
+    from torchtitan_diloco.islands.syncing import sync  # needs torch
+
+    if options.threads < 1:
+        raise UserError(f"--threads {options.threads}: give at least 1")
+    sync(
+        options.location,
+        options.scratch,
+        threads=options.threads,
+        stays=options.stay,
+        say=say,
+    )
 
 
 def _change_site(options: argparse.Namespace) -> None:

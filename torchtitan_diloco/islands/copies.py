@@ -30,7 +30,7 @@ from torchtitan_diloco.diloco.exchange import GPU_CHUNK, PIECE
 from torchtitan_diloco.diloco.fragments import describe_layout
 from torchtitan_diloco.diloco.outer_state import OuterState
 from torchtitan_diloco.islands.changes import SPARSE
-from torchtitan_diloco.islands.shards import Layout, Ranks, collect
+from torchtitan_diloco.islands.layout import Layout, Ranks, collect, hexadecimal, shapes_of
 
 MAY_DIFFER = re.compile(r"diloco\.(link\.|workers|measure_every)")
 """Settings in which islands may differ."""
@@ -88,7 +88,8 @@ class Copies:
         self.ranks, self._optimizer = ranks, config.outer_optimizer
         self._quantization = config.quantization
         self.fragments = [
-            SharedCopy(state, Layout(state.fragment, ranks.size, ranks.rank)) for state in states
+            SharedCopy(state, Layout(shapes_of(state.fragment), ranks.size, ranks.rank))
+            for state in states
         ]
         self.saves: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
         """Tasks of `save` on this rank, in order."""
@@ -195,7 +196,7 @@ class Copies:
         total = copy.layout.checksum(copy.versions[copy.newest]).cpu()
         if self.ranks.copies is not None:
             dist.all_reduce(total, group=self.ranks.copies)
-        return f"{int(total) % 2**64:016x}"
+        return hexadecimal(total)
 
     def write_model(self, versions: list[int]) -> None:
         """Write these versions of the fragments to the model, and drop those before them."""

@@ -45,13 +45,13 @@ from torchtitan_diloco.islands.config import (
 from torchtitan_diloco.islands.connection import Connection
 from torchtitan_diloco.islands.copies import Copies, arithmetic_of, encode_delta, fingerprints
 from torchtitan_diloco.islands.joining import StaleError
+from torchtitan_diloco.islands.layout import Ranks, collect
 from torchtitan_diloco.islands.leader import Leader, Seat
 from torchtitan_diloco.islands.ledger import Boundary, Due, Mode
 from torchtitan_diloco.islands.log import State
 from torchtitan_diloco.islands.members import Gauges
 from torchtitan_diloco.islands.records import Facts, Part
 from torchtitan_diloco.islands.rounds import Timing
-from torchtitan_diloco.islands.shards import Ranks, collect
 
 LOOK = 0.05  # seconds between two looks at the log at the end of the run
 

@@ -1,7 +1,8 @@
 """Ranks of an island, and the values of a fragment on each of them."""
 
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -63,25 +64,36 @@ class Span(NamedTuple):
     size: int
 
 
+Shapes: TypeAlias = Sequence[tuple[int, int]]
+"""Rows, and values per row, of each parameter of a fragment."""
+
+
+def shapes_of(fragment: Fragment) -> list[tuple[int, int]]:
+    """Return the shapes of the whole parameters, which ranks share by rows."""
+    shapes = list[tuple[int, int]]()
+    for part in fragment.parts:
+        rows = part.parameter.shape[0] if part.parameter.dim() else 1
+        shapes.append((rows, part.parameter.numel() // max(1, rows)))
+    return shapes
+
+
 class Layout:
     """Flat order of all values of a fragment: its parameters in order, their rows in order.
 
     Other islands may have a different number of ranks.
     """
 
-    def __init__(self, fragment: Fragment, ranks: int = 1, rank: int = 0) -> None:
-        self._parts = list[tuple[int, int]]()
-        """Rows and values per row of each parameter."""
-        for part in fragment.parts:
-            rows = part.parameter.shape[0] if part.parameter.dim() else 1
-            self._parts.append((rows, part.parameter.numel() // max(1, rows)))
-        self.values = sum(rows * width for rows, width in self._parts)
-        self.ranks, self.rank, self.mine = ranks, rank, self.spans(ranks, rank)
+    def __init__(self, shapes: Shapes, ranks: int = 1, rank: int = 0) -> None:
+        self.shapes = shapes
+        self.values = sum(rows * width for rows, width in shapes)
+        self.ranks = ranks
+        self.rank = rank
+        self.mine = self.spans(ranks, rank)
 
     def spans(self, ranks: int, rank: int) -> list[Span]:
         """Return the spans of a rank."""
         found, local, base = [], 0, 0
-        for rows, width in self._parts:
+        for rows, width in self.shapes:
             mine = shard_rows(rows, rank, ranks)
             size = len(mine) * width
             found.append(Span(local, base + mine.start * width, size))
@@ -110,7 +122,8 @@ class Layout:
             values[span.local :][: span.size].copy_(whole[span.whole :][: span.size])
 
     def checksum(self, values: Tensor) -> Tensor:
-        """Return this rank's summand of the checksum of a fragment, a sum of int64 that wraps.
+        """Return this rank's summand of the checksum of a fragment, a sum of int64 that wraps. The
+        sum over all ranks is written as `hexadecimal`.
 
         The sum of a row is weighted by the place of the row in the whole fragment. The weights are
         odd, so any change of a single word changes the sum.
@@ -125,6 +138,11 @@ class Layout:
                 total += weights.mul_(sums).sum()
                 place += block.numel()
         return total
+
+
+def hexadecimal(total: Tensor) -> str:
+    """Return a checksum as decisions contain it."""
+    return f"{int(total) % 2**64:016x}"
 
 
 def _row_sums(words: Tensor, before: int) -> Tensor:

@@ -1,0 +1,77 @@
+"""Islands in fp32 that start together have the versions of one job, bit for bit."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.diloco.toy import config, inner_step, parameters, start
+from tests.islands.by_hand import HandIsland, newest, open_run, syncer, train
+from tests.processes import ProcessPool
+from torchtitan_diloco.diloco import DiLoCoConfig
+
+STEPS = 100
+VERSIONS = 11
+"""Of each fragment: the first one after H steps and its offset."""
+
+FRAGMENTS = {0: 1, 8: 2}
+"""Number of fragments by layers per fragment."""
+Versions = dict[tuple[int, int], Tensor]
+
+
+def one_job(chosen: DiLoCoConfig, tokens: list[int]) -> tuple[Versions, dict[str, Tensor]]:
+    """Return all versions of the shared copies, and the parameters of this worker at the end."""
+    outer, model, optimizer = start(chosen, 2, adam=True)
+    versions: Versions = {}
+    for step in range(1, STEPS + 1):
+        inner_step(model, optimizer, outer.worker, step)
+        outer.step(tokens[outer.worker])
+        for round_ in outer.rounds():
+            state = outer.peers.states[round_.fragment]
+            versions[round_.fragment, round_.outer_round] = state.outer.clone()
+    return versions, parameters(model)
+
+
+@pytest.mark.parametrize(
+    ("layers", "outer", "delay", "tokens"),
+    [
+        (8, {"name": "nesterov"}, 1, [100, 100]),
+        (0, {"name": "adam", "lr": 0.05, "beta2": 0.9}, 5, [100, 170]),
+        (8, {"name": "sgd", "lr": 1.0}, 0, [130, 170]),
+    ],
+    ids=["nesterov", "adam", "average"],
+)
+def test_islands_have_the_versions_of_one_job(
+    processes: ProcessPool,
+    tmp_path: Path,
+    layers: int,
+    outer: dict[str, Any],
+    delay: int,
+    tokens: list[int],
+) -> None:
+    """Also if their syncer is stopped and started again on the same machine."""
+    chosen = config(layers, delay=delay, **outer)
+    results = processes.run(one_job, 2, chosen, tokens)
+    store = tmp_path / "store"
+    with open_run(store) as run:
+        pair = [HandIsland(run, name, chosen, adam=True) for name in ("a", "b")]
+        with syncer(store, tmp_path / "scratch"):
+            train(pair, STEPS // 2, tokens)
+        with syncer(store, tmp_path / "scratch"):
+            train(pair, STEPS, tokens)
+    expected = results[0][0]
+    assert {fragment for fragment, version in expected if version == VERSIONS} == set(
+        range(FRAGMENTS[layers])
+    )
+    for island in pair:
+        for key, value in expected.items():
+            assert torch.equal(island.versions[key], value), f"fragment and version {key}"
+        slot = island.machine.slot
+        assert slot is not None
+        for name, value in parameters(island.model).items():
+            assert torch.equal(value, results[slot][1][name]), f"{name} of worker {slot}"
+    decision = newest(store)
+    assert decision.stopped
+    assert [sum(ledger.lost for ledger in slot.ledgers) for slot in decision.slots] == [0, 0]

@@ -1,0 +1,178 @@
+"""Bytes of parts, versions and copies."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from torchtitan_diloco.islands.layout import Layout, hexadecimal
+from torchtitan_diloco.islands.merging import Mean, apply_version, merge, read_outer
+from torchtitan_diloco.islands.payload import (
+    HEADER_BYTES,
+    Header,
+    check_part,
+    codec_for,
+    encode,
+    encode_values,
+    memory_of,
+    read_header,
+    write_header,
+)
+from torchtitan_diloco.islands.scratch import FragmentState, Scratch
+from torchtitan_diloco.islands_store.fields import MalformedError
+from torchtitan_diloco.islands_store.note import Part
+from torchtitan_diloco.islands_store.settings import Settings
+
+SHAPES = [(1031, 257), (1, 1), (7, 3)]
+"""More than two pieces, and rows that no number of ranks divides."""
+LAYOUT = Layout(SHAPES)
+
+
+def numbers(seed: int) -> Tensor:
+    return torch.randn(LAYOUT.values, generator=torch.Generator().manual_seed(seed))
+
+
+def part_of(values: Tensor, header: Header) -> memoryview:
+    """Return the bytes of a part by several ranks."""
+    codec = codec_for(header.codec, header.block_size)
+    shards = list[Tensor]()
+    for rank in range(header.ranks):
+        spans = LAYOUT.spans(header.ranks, rank)
+        mine = torch.cat([values[one.whole :][: one.size] for one in spans] or [values[:0]])
+        shards.append(torch.empty(codec.wire_bytes(mine.numel()), dtype=torch.uint8))
+        encode_values(codec, mine, shards[-1])
+    payload = torch.cat([torch.empty(HEADER_BYTES, dtype=torch.uint8), *shards])
+    write_header(payload, header)
+    return memory_of(payload)
+
+
+@pytest.mark.parametrize("codec", ["fp32", "bf16", "int8", "fp8_e5m2", "fp4_e3m0"])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_the_mean_does_not_depend_on_the_ranks_of_a_part(codec: str, ranks: int) -> None:
+    """Except for the blocks of the codec, which are those of the shards."""
+    mean = torch.empty(LAYOUT.values)
+    adding = Mean(SHAPES, mean)
+    header = Header(codec, 32, ranks)
+    for seed in (0, 1):
+        adding.add(part_of(numbers(seed), header), 3 + seed)
+    exact = numbers(0) + (numbers(1) - numbers(0)) * (4 / 7)
+    if codec == "fp32":
+        assert torch.equal(mean, exact)
+    assert (mean - exact).norm() < 0.3 * exact.norm()
+
+
+def test_foreign_bytes_are_malformed() -> None:
+    values = numbers(0)
+    content = bytes(memory_of(encode(values, Header("fp4_e3m0", 64))))
+    part = Part(0, 1, 0, "0", 0, 1, size=len(content), codec="fp4_e3m0")
+    assert check_part(bytearray(content), part, LAYOUT, 64) == pytest.approx(
+        float(values.norm()), rel=0.1
+    )
+    for wrong in (b"", content[:20], content[:-1], content + b"\0", b"x" + content[1:]):
+        with pytest.raises(MalformedError):
+            check_part(bytearray(wrong), part, LAYOUT, 64)
+    with pytest.raises(MalformedError):
+        check_part(bytearray(content), part, LAYOUT, 32)
+    values[-1] = math.nan
+    payload = encode(values, Header("fp4_e3m0", 64))
+    assert math.isnan(check_part(memory_of(payload), part, LAYOUT, 64))
+    with pytest.raises(MalformedError):
+        read_header(Header("topk").pack())
+
+
+def new_settings(codec: str, outer: str = "nesterov") -> Settings:
+    return Settings(
+        sync_every=8,
+        delay=1,
+        total_tokens=1000,
+        slots=2,
+        start_with=1,
+        streams=1,
+        block=1,
+        codec=codec,
+        outer_lr=0.7,
+        outer_optimizer=outer,
+    )
+
+
+def begun(scratch: Scratch) -> FragmentState:
+    state = scratch.take(0)
+    for one in (state.published, state.theta):
+        one.copy_(numbers(7))
+    for slot in state.slots:
+        slot.zero_()
+    state.complete(0)
+    return state
+
+
+def test_what_is_rounded_away_goes_with_the_next_version(tmp_path: Path) -> None:
+    """The copy of an island is that of the syncer, and stays near Theta."""
+    scratch = Scratch(tmp_path, [SHAPES], slots=1)
+    state = begun(scratch)
+    copy = state.published.clone()
+    for seed in range(6):
+        codec = ["fp4_e3m0", "fp32", "fp4_e3m0"][seed // 2]
+        delta = 0.01 * numbers(seed)
+        part = memory_of(encode(delta, Header("fp4_e3m0")))
+        after = scratch.take(0)
+        payload = merge(state, after, LAYOUT, [(part, 5)], new_settings(codec), 5)
+        assert payload is not None
+        apply_version(copy, memory_of(payload))
+        assert torch.equal(copy, after.published)
+        assert torch.equal(after.published, after.theta) == (codec == "fp32")
+        moved = (after.theta - state.published).norm()
+        assert (after.theta - after.published).norm() < 0.3 * moved
+        scratch.release(state)
+        state = after
+    assert state.steps == 6
+
+
+def test_a_version_that_is_not_finite_is_dropped(tmp_path: Path) -> None:
+    scratch = Scratch(tmp_path, [SHAPES], slots=2)
+    state = begun(scratch)
+    delta = numbers(0)
+    delta[-1] = 3e38
+    parts = [(memory_of(encode(delta, Header())), 1)]
+    after = scratch.take(0)
+    settings = new_settings("fp32", "adam")
+    assert merge(state, after, LAYOUT, parts, settings, 1) is None, "its second moment"
+    assert state.steps == 0
+    assert torch.equal(state.theta, numbers(7))
+
+
+def test_a_part_of_the_weight_makes_a_part_of_the_step(tmp_path: Path) -> None:
+    scratch = Scratch(tmp_path, [SHAPES], slots=1)
+    state = begun(scratch)
+    parts = [(memory_of(encode(numbers(0), Header())), 10)]
+    found = list[Tensor]()
+    for weight_of_all in (10, 20):
+        after = scratch.take(0)
+        merge(state, after, LAYOUT, parts, new_settings("fp32"), weight_of_all)
+        found.append(after.theta - state.theta)
+    torch.testing.assert_close(found[0], 2 * found[1])
+    after = scratch.take(0)
+    idle = [(memory_of(encode(numbers(0), Header())), 0)]
+    assert merge(state, after, LAYOUT, idle, new_settings("fp32"), 0) is not None
+    assert torch.equal(after.theta, state.theta), "its steps were all skipped"
+
+
+def test_only_a_complete_version_is_found_again(tmp_path: Path) -> None:
+    scratch = Scratch(tmp_path, [SHAPES], slots=1)
+    state = begun(scratch)
+    scratch.keep(state, 0, 3)
+    checksum = hexadecimal(LAYOUT.checksum(state.published))
+    scratch.take(0)
+    again = Scratch(tmp_path, [SHAPES], slots=1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0-3"]
+    found = again.find(0, 3, checksum)
+    assert found is not None
+    assert torch.equal(found.theta, numbers(7))
+    copied = again.take(0)
+    assert read_outer(bytearray(state.outer_content()), copied) == 0
+    assert torch.equal(copied.theta, state.theta)
+    assert again.find(0, 3, "0") is None, "another copy"
+    assert again.find(0, 2, checksum) is None
+    state.slots[0][5] = 1.0
+    assert again.find(0, 3, checksum) is None, "it was not written completely"

@@ -1,0 +1,137 @@
+"""Syncers as processes, which are killed, paused and replaced."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.conftest import REPOSITORY
+from tests.diloco.toy import config
+from tests.islands.by_hand import HandIsland, newest, open_run, syncer, train
+from torchtitan_diloco.base.user import UserError
+from torchtitan_diloco.islands.scratch import lock_folder
+
+TOKENS = [100, 170]
+PATIENCE = 120.0
+
+
+@contextmanager
+def sync(store: Path, scratch: Path, *options: str) -> Iterator["subprocess.Popen[str]"]:
+    """Run the command of a syncer."""
+    command = [sys.executable, "-m", "torchtitan_diloco", "islands", "sync", str(store)]
+    command += ["--scratch", str(scratch), *options]
+    process = subprocess.Popen(
+        command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGCONT)
+            process.kill()
+        process.communicate()
+
+
+def wait_for(is_true: Callable[[], bool]) -> None:
+    until = time.monotonic() + PATIENCE
+    while not is_true():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def equal_versions(pair: list[HandIsland]) -> None:
+    first, second = (one.versions for one in pair)
+    for key in first.keys() & second.keys():
+        assert torch.equal(first[key], second[key]), key
+    for one, other in zip(pair[0].states, pair[1].states, strict=True):
+        assert torch.equal(one.outer, other.outer)
+
+
+def test_a_run_ends_although_its_syncer_is_killed(tmp_path: Path) -> None:
+    """Islands train on without it. The command ends with the run."""
+    store = tmp_path / "store"
+    chosen = config(0, delay=1)
+    total = 96 * sum(TOKENS)
+    with open_run(store) as run:
+        pair = [HandIsland(run, name, chosen, total_tokens=total) for name in ("a", "b")]
+        with sync(store, tmp_path / "scratch") as process:
+            train(pair, 45, TOKENS)
+            process.kill()
+            process.wait()
+        before = newest(store)
+        assert not before.stopped
+        with sync(store, tmp_path / "scratch") as process:
+            train(pair, 1000, TOKENS)
+            assert [one.machine.ending for one in pair] == ["ended", "ended"]
+            assert process.wait(PATIENCE) == 0
+        after = newest(store)
+        assert after.ended
+        assert after.stopped
+        assert after.session != before.session
+        assert after.fragments[0].clock >= total
+        equal_versions(pair)
+        ledgers = [slot.ledgers[0] for slot in after.slots]
+        assert [one.lost for one in ledgers] == [0, 0]
+        weights = sum(one.taken // 2 * TOKENS[slot] for slot, one in enumerate(ledgers))
+        assert weights == after.fragments[0].clock, "all samples once"
+
+
+def test_a_syncer_on_another_machine_makes_the_same_copies(tmp_path: Path) -> None:
+    """It has no files of the first one. The momentum may be older, and the residual is lost."""
+    store = tmp_path / "store"
+    chosen = config(8, delay=1)
+    with open_run(store) as run:
+        pair = [HandIsland(run, name, chosen, codec="fp4_e3m0") for name in ("a", "b")]
+        for number in range(2):
+            with syncer(store, tmp_path / f"scratch-{number}"):
+                train(pair, 40 * (number + 1), TOKENS)
+        joins = HandIsland(run, "c", chosen, codec="fp4_e3m0")
+        joins.look()
+        assert len(joins.held) > 2, "two copies, and the versions after them"
+        equal_versions(pair)
+    decision = newest(store)
+    assert min(shared.version for shared in decision.fragments) >= 8
+    assert all(shared.outer is not None for shared in decision.fragments)
+
+
+def test_a_paused_syncer_that_wakes_up_stands_by(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    chosen = config(0, delay=1)
+    with open_run(store) as run:
+        pair = [HandIsland(run, name, chosen) for name in ("a", "b")]
+        with sync(store, tmp_path / "one") as first:
+            train(pair, 30, TOKENS)
+            os.kill(first.pid, signal.SIGSTOP)
+            before = newest(store)
+            with sync(store, tmp_path / "two") as second:
+                train(pair, 50, TOKENS)
+                os.kill(first.pid, signal.SIGCONT)
+                train(pair, 90, TOKENS)
+                after = newest(store)
+                assert after.session != before.session
+                second.terminate()
+                assert second.wait(PATIENCE) == 0
+                wait_for(lambda: newest(store).session not in (before.session, after.session))
+                train(pair, 100, TOKENS)
+            first.terminate()
+            assert first.wait(PATIENCE) == 0
+            assert first.stdout is not None
+            assert "another syncer decides: standing by" in first.stdout.read()
+        equal_versions(pair)
+        assert [slot.ledgers[0].lost for slot in newest(store).slots] == [0, 0]
+
+
+def test_one_folder_has_one_syncer(tmp_path: Path) -> None:
+    file = lock_folder(tmp_path)
+    try:
+        with pytest.raises(UserError, match="give another one with --scratch"):
+            lock_folder(tmp_path)
+    finally:
+        os.close(file)

@@ -1,0 +1,164 @@
+"""Bytes of the objects with tensors: a header, and encoded values.
+
+| object | values |
+|---|---|
+| part | delta of a fragment, P - theta: those of each rank, one after the other |
+| version | change of the published copy P; with fp32 the next P itself |
+| copy, and that of a founding | P in fp32 |
+| outer | Theta in fp32, then the state of the outer optimizer |
+
+P, Theta and versions are in the flat order of the whole fragment (layout.py). All are encoded in
+pieces of a fixed number of values, so a range of them can be decoded alone.
+"""
+
+import struct
+import threading
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchtitan_diloco.diloco.codecs import Codec, build_codec
+from torchtitan_diloco.diloco.config import BLOCK_SIZES, Quantization
+from torchtitan_diloco.diloco.exchange import GPU_CHUNK, PIECE
+from torchtitan_diloco.islands.layout import Layout
+from torchtitan_diloco.islands_store.changes import CODECS
+from torchtitan_diloco.islands_store.fields import MalformedError
+from torchtitan_diloco.islands_store.note import MOST_RANKS, Part
+
+_MAGIC = b"tdv1"
+_HEADER = struct.Struct("<4sI8sIIQ")
+HEADER_BYTES = _HEADER.size
+Buffer = bytes | bytearray | memoryview
+
+
+class Header(NamedTuple):
+    codec: str = "fp32"
+    block_size: int = 64
+    ranks: int = 1
+    """Number of ranks whose values follow each other."""
+    steps: int = 0
+    """Of an outer state: number of steps of the optimizer."""
+
+    def pack(self) -> bytes:
+        codec = self.codec.encode()
+        return _HEADER.pack(_MAGIC, self.ranks, codec, self.block_size, 0, self.steps)
+
+
+def read_header(content: Buffer) -> Header:
+    """Return the header of a content. Raise a MalformedError if it is not one."""
+    if len(content) < HEADER_BYTES:
+        raise MalformedError("it is shorter than its header")
+    magic, ranks, codec, block_size, _, steps = _HEADER.unpack_from(content)
+    header = Header(codec.rstrip(b"\0").decode("ascii", "replace"), block_size, ranks, steps)
+    is_known = magic == _MAGIC and header.codec in CODECS and block_size in BLOCK_SIZES
+    if not is_known or not 1 <= ranks <= MOST_RANKS:
+        raise MalformedError("its header is unknown")
+    return header
+
+
+def bytes_of(content: Buffer) -> Tensor:
+    """Return the memory of a content as a tensor of bytes."""
+    return torch.frombuffer(content, dtype=torch.uint8)
+
+
+def memory_of(values: Tensor) -> memoryview:
+    """Return the memory of a tensor of bytes on the host."""
+    return memoryview(values.numpy())  # type: ignore[arg-type] # a buffer from Python 3.12 on
+
+
+class _Codecs(threading.local):
+    """Codecs of a thread: they have scratch buffers."""
+
+    def __init__(self) -> None:
+        self.built = dict[tuple[str, int], Codec]()
+
+
+_codecs = _Codecs()
+
+
+def codec_for(name: str, block_size: int) -> Codec:
+    """Return a codec for use in this thread."""
+    key = name, block_size
+    if key not in _codecs.built:
+        chosen = Quantization(codec=name, block_size=block_size)  # type: ignore[arg-type]
+        _codecs.built[key] = build_codec(chosen)
+    return _codecs.built[key]
+
+
+# --- encode ---------------------------------------------------------------------------------------
+
+
+def encode(values: Tensor, header: Header) -> Tensor:
+    """Return a header and encoded values, in host memory that nothing else uses."""
+    codec = codec_for(header.codec, header.block_size)
+    size = HEADER_BYTES + codec.wire_bytes(values.numel())
+    payload = torch.empty(size, dtype=torch.uint8, device=values.device)
+    encode_values(codec, values, payload[HEADER_BYTES:])
+    payload = payload.cpu()
+    write_header(payload, header)
+    return payload
+
+
+def write_header(payload: Tensor, header: Header) -> None:
+    """Write a header to the beginning of a tensor of bytes."""
+    payload[:HEADER_BYTES].copy_(bytes_of(bytearray(header.pack())))
+
+
+def encode_values(codec: Codec, values: Tensor, payload: Tensor) -> None:
+    """Encode values piece by piece, without a header."""
+    piece = GPU_CHUNK if values.is_cuda else PIECE
+    pieces = payload.split(codec.wire_bytes(piece))
+    for part, encoded in zip(values.split(piece), pieces, strict=True):
+        codec.encode(part, encoded)
+
+
+# --- decode ---------------------------------------------------------------------------------------
+
+
+class Piece(NamedTuple):
+    """Decoded values."""
+
+    rank: int
+    start: int
+    """Index of the first value among those of the rank."""
+    values: Tensor
+    """A scratch buffer: valid until the next piece."""
+
+
+def decode(content: Buffer, sizes: Sequence[int]) -> Iterator[Piece]:
+    """Yield the decoded values of each rank in turn.
+
+    `sizes`: number of values of each rank. Raise a MalformedError if the content has another size.
+    """
+    header = read_header(content)
+    codec = codec_for(header.codec, header.block_size)
+    shards = [codec.wire_bytes(size) for size in sizes]
+    if len(sizes) != header.ranks or len(content) != HEADER_BYTES + sum(shards):
+        raise MalformedError(f"it has {len(content)} bytes, of {header.ranks} ranks")
+    room = torch.empty(min(PIECE, max(sizes, default=0)), dtype=torch.float32)
+    payload = bytes_of(content)[HEADER_BYTES:]
+    for rank, (size, shard) in enumerate(zip(sizes, payload.split(shards), strict=True)):
+        if shard.data_ptr() % 4:  # codecs view bytes as words
+            shard = shard.clone()
+        encoded = shard.split(codec.wire_bytes(PIECE))
+        for number, start in enumerate(range(0, size, PIECE)):
+            values = room[: min(PIECE, size - start)]
+            codec.decode(encoded[number], values)
+            yield Piece(rank, start, values)
+
+
+def check_part(content: Buffer, part: Part, layout: Layout, block_size: int) -> float:
+    """Return the norm of a part, NaN or infinite if a value is.
+
+    Raise a MalformedError if the bytes are not what its note says. `layout`: that of its ranks.
+    """
+    header = read_header(content)
+    if header != Header(part.codec, block_size, part.ranks) or len(content) != part.size:
+        raise MalformedError("its bytes differ from its note")
+    norms = [
+        torch.linalg.vector_norm(piece.values, dtype=torch.float64)
+        for piece in decode(content, layout.sizes(part.ranks))
+    ]
+    return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0

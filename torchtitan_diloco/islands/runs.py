@@ -1,0 +1,96 @@
+"""A run of islands in a store: its decisions, and its objects with tensors."""
+
+import time
+from collections.abc import Callable, Generator
+from typing import Any, TypeVar
+
+from torchtitan_diloco.islands_store.commit import (
+    Call,
+    CallFailedError,
+    Create,
+    Delete,
+    Get,
+    List,
+    Reader,
+)
+from torchtitan_diloco.islands_store.decision import Decision, decode_decision
+from torchtitan_diloco.store import AwayError, LargeObjects, Store
+
+STREAMS = 8
+"""Default number of chunks of large objects that are in flight at a time."""
+Result = TypeVar("Result")
+
+
+class Run:
+    """The objects of a run. Any thread may use this."""
+
+    def __init__(self, store: Store, streams: int = STREAMS) -> None:
+        """`streams`: number of chunks of large objects in flight at a time."""
+        self.store = store
+        self.location = store.location
+        self.large = LargeObjects(store, streams)
+        self.brief = store.with_patience(0.0)
+        """The same store, for threads that repeat a failed call themselves."""
+
+    def drive(
+        self, calls: Generator[Call, Any, Result], sleep: Callable[[float], None] = time.sleep
+    ) -> Result:
+        """Make the calls that a generator of the rules yields, and return its result.
+
+        Raise a CallFailedError if a call failed that the generator does not repeat, and an error
+        for users if the store refuses one.
+        """
+        try:
+            call = next(calls)
+            while True:
+                try:
+                    result = self._make(call, sleep)
+                except AwayError as error:
+                    call = calls.throw(CallFailedError(str(error)))
+                else:
+                    call = calls.send(result)
+        except StopIteration as end:
+            found: Result = end.value
+            return found
+
+    def _make(self, call: Call, sleep: Callable[[float], None]) -> object:
+        match call:
+            case Create():
+                return self.brief.create(call.name, call.content)
+            case Get():
+                found = self.brief.get(call.name)
+                return None if found is None else found.content
+            case List():
+                return [entry.name for entry in self.brief.list(call.prefix, call.after)]
+            case Delete():
+                self.brief.delete(call.name)
+            case _:
+                sleep(call.seconds)
+        return None
+
+    def newest(self) -> Decision | None:
+        """Return the highest decision, or None if the location is empty."""
+        return Decisions(self).next()
+
+    def close(self) -> None:
+        self.large.close()
+        self.store.close()
+
+
+class Decisions:
+    """Reads the decisions of a run, in one thread."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._reader = Reader()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the location had no decision when it was last read."""
+        return self._reader.number is None
+
+    def next(self) -> Decision | None:
+        """Return the highest decision if it is new. Raise a CallFailedError if the store is away,
+        and a MalformedError for damaged bytes."""
+        content = self._run.drive(self._reader.read(time.monotonic()))
+        return None if content is None else decode_decision(content, self._reader.number)

@@ -1,0 +1,178 @@
+"""Versions of fragments in the memory of the syncer, as mapped files in its scratch folder.
+
+A file contains the objects `copy` and `outer` of a version one after the other, so both are
+uploaded from it. A complete version has the name FRAGMENT-VERSION: a syncer that is restarted on
+this machine continues from it exactly, even if the object `outer` is older. Files that are no
+longer used are written again, because fresh pages cost more than the arithmetic on them.
+"""
+
+import fcntl
+import itertools
+import os
+import threading
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from torchtitan_diloco.base.user import UserError
+from torchtitan_diloco.islands.layout import Layout, hexadecimal
+from torchtitan_diloco.islands.payload import (
+    HEADER_BYTES,
+    Header,
+    bytes_of,
+    memory_of,
+    read_header,
+    write_header,
+)
+from torchtitan_diloco.islands_store.fields import MalformedError
+
+ALIGNMENT = 64
+SPARE = "spare"
+
+
+class FragmentState:
+    """P, Theta and the state of the outer optimizer after a version, in one mapped file."""
+
+    def __init__(self, path: Path, values: int, slots: int) -> None:
+        self.path = path
+        self.values = values
+        self.users = 1
+        """How often it is in use: as a version, and by uploads."""
+        self._copy_bytes = HEADER_BYTES + 4 * values
+        self._start = -(-self._copy_bytes // ALIGNMENT) * ALIGNMENT
+        outer_bytes = HEADER_BYTES + 4 * values * (1 + slots)
+        self._end = self._start + outer_bytes
+        size = self._end + HEADER_BYTES  # of the checksum
+        with path.open("ab") as file:
+            os.posix_fallocate(file.fileno(), 0, size)  # a write to a full disk would be a signal
+        self._memory = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
+        self.published = self._values(HEADER_BYTES, values)
+        begin = self._start + HEADER_BYTES
+        tensors = [self._values(begin + 4 * values * n, values) for n in range(1 + slots)]
+        self.theta, *self.slots = tensors
+
+    def _values(self, start: int, count: int) -> Tensor:
+        return self._memory[start : start + 4 * count].view(torch.float32)
+
+    @property
+    def steps(self) -> int:
+        """Number of steps of the outer optimizer with these slots."""
+        return read_header(memory_of(self._memory)[self._start :][:HEADER_BYTES]).steps
+
+    def complete(self, steps: int) -> None:
+        """Write the headers, and the checksum by which a later process recognizes its own file."""
+        write_header(self._memory, Header())
+        write_header(self._memory[self._start :], Header(steps=steps))
+        self._memory[self._end :].copy_(bytes_of(bytearray(self._checksum())))
+
+    def _checksum(self) -> bytes:
+        """Return the checksum of the outer state. That of P is in the decision."""
+        whole = Layout([(1 + len(self.slots), self.values)])
+        values = self._values(self._start + HEADER_BYTES, whole.values)
+        text = f"{hexadecimal(whole.checksum(values))}-{self.steps}"
+        return text.encode()[:HEADER_BYTES].ljust(HEADER_BYTES)
+
+    @property
+    def is_complete(self) -> bool:
+        try:
+            return bytes(memory_of(self._memory)[self._end :]) == self._checksum()
+        except MalformedError:
+            return False
+
+    def copy_content(self) -> memoryview:
+        """Return the content of the object `copy`."""
+        return memory_of(self._memory)[: self._copy_bytes]
+
+    def outer_content(self) -> memoryview:
+        """Return the content of the object `outer`."""
+        return memory_of(self._memory)[self._start : self._end]
+
+
+class Scratch:
+    """The files of a syncer. Any thread may call this."""
+
+    def __init__(self, folder: Path, shapes: Sequence[Sequence[tuple[int, int]]], slots: int):
+        """`folder`: of one run on this machine. `slots`: buffers of the outer optimizer."""
+        self.layouts = [Layout(shape) for shape in shapes]
+        self._slots = slots
+        self._folder = folder
+        self._spares = defaultdict[int, list[FragmentState]](list)
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in folder.glob(f"{SPARE}-*"):
+            path.unlink()
+
+    def take(self, fragment: int) -> FragmentState:
+        """Return a file to write a version of a fragment to. Its content is undefined."""
+        values = self.layouts[fragment].values
+        with self._lock:
+            if self._spares[values]:
+                spare = self._spares[values].pop()
+                spare.users = 1
+                return spare
+            path = self._folder / f"{SPARE}-{next(self._numbers)}"
+        try:
+            return FragmentState(path, values, self._slots)
+        except OSError as error:
+            raise UserError(
+                f"{self._folder}: {error.strerror}, and the syncer needs "
+                f"{4 * (2 + self._slots)} bytes for each parameter there: free some space, or give "
+                "another folder with --scratch"
+            ) from error
+
+    def keep(self, state: FragmentState, fragment: int, version: int) -> None:
+        """Give the file of a complete version its name."""
+        state.path = state.path.rename(self._folder / f"{fragment}-{version}")
+
+    def find(self, fragment: int, version: int, checksum: str) -> FragmentState | None:
+        """Return a version that an earlier process has completed, if its P has this checksum."""
+        path = self._folder / f"{fragment}-{version}"
+        layout = self.layouts[fragment]
+        if not path.exists():
+            return None
+        state = FragmentState(path, layout.values, self._slots)
+        is_same = hexadecimal(layout.checksum(state.published)) == checksum
+        if not is_same or not state.is_complete:
+            return None
+        return state
+
+    def hold(self, state: FragmentState) -> None:
+        """Keep a file unchanged until `release`."""
+        with self._lock:
+            state.users += 1
+
+    def release(self, state: FragmentState) -> None:
+        """Write the file again if nothing else uses it."""
+        with self._lock:
+            state.users -= 1
+            if state.users:
+                return
+            spare = self._folder / f"{SPARE}-{next(self._numbers)}"
+            state.path = state.path.rename(spare)
+            self._spares[state.values].append(state)
+
+    def drop_others(self, fragment: int, version: int) -> None:
+        """Delete the files of all other versions of a fragment."""
+        for path in self._folder.glob(f"{fragment}-*"):
+            if path.name != f"{fragment}-{version}":
+                path.unlink()
+
+
+def lock_folder(folder: Path) -> int:
+    """Lock a folder for this process, and return the open file. Raise a UserError if another
+    syncer on this machine uses it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(file)
+        raise UserError(
+            f"{folder}: another syncer of this run uses this folder: give another one with "
+            "--scratch"
+        ) from None
+    return file

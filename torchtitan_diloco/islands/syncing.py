@@ -1,0 +1,415 @@
+"""The process that decides: it stands by, and then leads the run.
+
+| thread | task |
+|---|---|
+| the one that calls `lead` | asks the rules what to do, each time something has happened |
+| poll | reads notes, changes and foundings |
+| commit | creates decisions; does nothing else, so nothing delays it |
+| work, one per core | loads, merges and encodes, the jobs of a fragment in order |
+| transfer | fetches and uploads, of each login and kind one at a time |
+| sweep | deletes garbage, once a minute |
+
+All share the machine of the rules (islands_store/syncer.py) under one lock, which is never held
+during a call of the store or arithmetic. What belongs to one time of leading is in `Term`, and
+results of an earlier one are dropped with it.
+"""
+
+import hashlib
+import secrets
+import signal
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from queue import SimpleQueue
+
+from torchtitan_diloco.base.log import logger
+from torchtitan_diloco.base.process import STOP_SIGNALS
+from torchtitan_diloco.islands.lanes import Lanes
+from torchtitan_diloco.islands.runs import Run
+from torchtitan_diloco.islands.scratch import lock_folder
+from torchtitan_diloco.islands.tasks import FragmentTasks, OverError, TransferTasks
+from torchtitan_diloco.islands_store.commit import CallFailedError, Outcome, StandBy, commit
+from torchtitan_diloco.islands_store.decision import Decision
+from torchtitan_diloco.islands_store.fields import MalformedError
+from torchtitan_diloco.islands_store.founding import MOST_FOUNDING
+from torchtitan_diloco.islands_store.jobs import (
+    Adopt,
+    Commit,
+    Fetch,
+    Job,
+    Load,
+    Merge,
+    Settle,
+    Snapshot,
+    Upload,
+)
+from torchtitan_diloco.islands_store.names import (
+    CHANGE,
+    COPY,
+    FOUND,
+    ISLAND,
+    OUTER,
+    PART,
+    RUN,
+    VERSION,
+    founding_name,
+    incarnation_of,
+    login_of,
+)
+from torchtitan_diloco.islands_store.note import MOST_NOTE
+from torchtitan_diloco.islands_store.presence import SILENT
+from torchtitan_diloco.islands_store.settings import RATES
+from torchtitan_diloco.islands_store.syncer import Syncer
+from torchtitan_diloco.store import AwayError, DamagedError, open_store
+from torchtitan_diloco.store.large import owner_of
+
+TICK, BUSY = 0.02, 3.0
+"""Seconds between two ticks of the rules without an event, and multiple of the time of a tick."""
+NOTE_SECONDS = 0.1
+"""Minimum seconds between two readings of a note, however often its island writes it."""
+MOST_LISTED = 10_000
+"""Maximum number of notes, foundings or changes that are listed."""
+SWEEP_SECONDS = 60.0
+LINES = 8
+"""Number of lines of the machine to keep."""
+TRANSFERS = 8
+"""Number of parts and objects that are fetched or uploaded at a time."""
+
+
+class SyncerProcess:
+    """A syncer. `run` returns when the run has ended, or after `stop`."""
+
+    def __init__(
+        self,
+        run: Run,
+        scratch: Path,
+        *,
+        threads: int = 1,
+        stays: bool = False,
+        died: str = "",
+        say: Callable[[str], None] = logger.info,
+    ) -> None:
+        """`scratch`: folder for this process alone. `threads`: cores for arithmetic. `stays`:
+        whether to go on after the end of the run, which a change of its length undoes. `died`:
+        session of a syncer that is known to have died."""
+        self._run = run
+        self._scratch = scratch
+        self._threads = threads
+        self._stays = stays
+        self._died = died
+        self._say = say
+        self._stopping = threading.Event()
+        self._poll_seconds = RATES[run.store.kind].poll_seconds
+
+    def stop(self) -> None:
+        """Publish what is being merged, and end. Any thread may call this."""
+        self._stopping.set()
+
+    def run(self) -> None:
+        """Stand by and lead until the end. Raise an error for users if that is impossible."""
+        while not self._stopping.is_set():
+            decision = self._stand_by()
+            if self._stopping.is_set():
+                return
+            term = Term(
+                self._run,
+                self._scratch,
+                decision,
+                threads=self._threads,
+                stays=self._stays,
+                stopping=self._stopping,
+                say=self._say,
+            )
+            if term.lead():
+                return
+            self._died = ""
+            self._say("another syncer decides: standing by")
+
+    def _stand_by(self) -> Decision | None:
+        """Wait until no other syncer leads, and return the newest decision."""
+        watch = StandBy(self._died)
+        is_said = False
+        while not self._stopping.is_set():
+            try:
+                if self._run.drive(watch.watch(time.monotonic())):
+                    break
+            except CallFailedError:
+                pass  # the store says so
+            except MalformedError as error:
+                self._say(f"{self._run.location}: {error}")
+            if watch.newest is not None and not is_said:
+                is_said = True
+                self._say(f"standing by: run {watch.newest.run} may have another syncer")
+            self._stopping.wait(max(0.1, 2 * self._poll_seconds))
+        return watch.newest
+
+
+class Term:
+    """A time in which this process leads. It ends when another syncer has decided."""
+
+    def __init__(
+        self,
+        run: Run,
+        scratch: Path,
+        decision: Decision | None,
+        *,
+        threads: int,
+        stays: bool,
+        stopping: threading.Event,
+        say: Callable[[str], None],
+    ) -> None:
+        self._run = run
+        self._stays = stays
+        self._stopping = stopping
+        self._say = say
+        self._session = secrets.token_hex(8)
+        self.machine = Syncer(decision, self._session, time.monotonic(), time.time())
+        self._lock = threading.Lock()
+        self._happened = threading.Event()
+        self._over = threading.Event()
+        self._is_superseded = False
+        self._error: BaseException | None = None
+        self._commits = SimpleQueue[Commit | None]()
+        self._work = Lanes("syncer-work", threads, self._fail)
+        self._transfer = Lanes("syncer-transfer", TRANSFERS, self._fail)
+        self._fragments = FragmentTasks(run, scratch, self._deliver, self._sleep)
+        self._transfers = TransferTasks(
+            run, self._fragments, self._deliver, self._sleep, self._supersede
+        )
+        self._tags = dict[str, tuple[int, str]]()  # size and tag of notes as they were read
+        self._read_at = dict[str, float]()
+        self._read_once = set[str]()  # foundings
+        self._said = 0
+        """Number of lines of the machine that were said."""
+
+    # --- its life ---------------------------------------------------------------------------------
+
+    def lead(self) -> bool:
+        """Lead until the end. Return False if another syncer has decided meanwhile."""
+        self._say(f"leads, in session {self._session}")
+        threads = [
+            threading.Thread(target=self._guard, args=(body,), name=f"syncer-{name}", daemon=True)
+            for name, body in {
+                "poll": self._poll,
+                "commit": self._commit,
+                "sweep": self._sweep,
+            }.items()
+        ]
+        for thread in threads:
+            thread.start()
+        try:
+            while not self._over.is_set():
+                self._tick()
+        finally:
+            self._over.set()
+            self._commits.put(None)
+            self._work.close()  # a later term reads the files that these tasks write
+            self._transfer.close()
+            for thread in threads:
+                thread.join()
+        if self._error is not None:
+            raise self._error
+        return not self._is_superseded
+
+    def _guard(self, body: Callable[[], None]) -> None:
+        try:
+            body()
+        except BaseException as error:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        """End with the first error."""
+        if not isinstance(error, OverError) and not self._over.is_set():
+            self._error = error
+            self._over.set()
+            self._happened.set()
+
+    def _supersede(self) -> None:
+        self._is_superseded = True
+        self._over.set()
+        self._happened.set()
+
+    def _sleep(self, seconds: float) -> None:
+        """Sleep. Raise an OverError if this term is over."""
+        if self._over.wait(seconds):
+            raise OverError
+
+    def _deliver(self, call: Callable[[Syncer], None]) -> None:
+        """Pass a result to the machine."""
+        with self._lock:
+            if not self._over.is_set():
+                call(self.machine)
+        self._happened.set()
+
+    # --- decide -----------------------------------------------------------------------------------
+
+    def _tick(self) -> None:
+        began = time.monotonic()
+        with self._lock:
+            self.machine.is_stopping |= self._stopping.is_set() or self._is_done()
+            jobs = self.machine.tick(began)
+            needed = {
+                (one.incarnation, one.part)
+                for round_ in self.machine.rounds
+                for one in (*round_.waiting.values(), *round_.merging)
+            }
+            news = self.machine.news[self._said :]
+            del self.machine.news[:-LINES]  # the rules repeat none of the last ones
+            self._said = len(self.machine.news)
+        self._fragments.forget_parts(needed)
+        for line in news:
+            self._say(line)
+        for job in jobs:
+            self._begin(job)
+        if self.machine.has_stopped:
+            self._over.set()
+            return
+        self._happened.wait(max(TICK, BUSY * (time.monotonic() - began)))
+        self._happened.clear()
+
+    def _is_done(self) -> bool:
+        """Return whether the run has ended, and all islands have read it."""
+        decision = self.machine.committed
+        if self._stays or decision is None or not decision.ended:
+            return False
+        silences = (self.machine.presence.silence(owner) for owner in decision.owners())
+        return all(silence > SILENT for silence in silences)
+
+    def _begin(self, job: Job) -> None:
+        """Pass a job to the threads."""
+        match job:
+            case Commit():
+                self._commits.put(job)
+            case Load() | Merge() | Settle() | Snapshot():
+                self._work.submit(job.fragment, partial(self._fragments.do, job))
+            case Adopt():
+                self._work.submit("found", partial(self._fragments.adopt, job))
+            case Fetch():
+                login = login_of(job.incarnation)
+                self._transfer.submit((PART, login), partial(self._transfers.fetch, job))
+            case Upload():
+                lane = job.stored.kind, job.stored.fragment
+                self._transfer.submit(lane, partial(self._transfers.upload, job))
+            case _:
+                self._transfer.submit(type(job).__name__, partial(self._transfers.do, job))
+
+    def _commit(self) -> None:
+        while (job := self._commits.get()) is not None:
+            outcome = self._run.drive(commit(job.number, job.content), self._sleep)
+            if outcome is Outcome.SUPERSEDED:
+                self._supersede()
+                return
+            self._deliver(Syncer.on_committed)
+
+    # --- read -------------------------------------------------------------------------------------
+
+    def _poll(self) -> None:
+        while True:
+            seconds = RATES[self._run.store.kind].poll_seconds
+            try:
+                self._read_notes()
+                self._read_changes()
+            except AwayError:
+                pass  # the store says so
+            with self._lock:
+                if self.machine.state is not None:
+                    seconds = self.machine.state.settings.poll_seconds
+            self._sleep(seconds)
+
+    def _read_notes(self) -> None:
+        """Read the notes that have changed, and foundings until there is a run."""
+        entries = self._run.brief.list(ISLAND, most=MOST_LISTED)
+        entries.sort(key=lambda entry: entry.age)
+        found = {entry.name: (entry.size, entry.tag) for entry in entries}
+        with self._lock:
+            chosen = self.machine.choose_notes(found)
+            is_founded = self.machine.state is not None and self.machine.state.is_founded
+        self._tags = {name: tag for name, tag in self._tags.items() if name in found}
+        now = time.monotonic()
+        self._read_at = {name: at for name, at in self._read_at.items() if name in found}
+        for name in chosen:
+            incarnation = incarnation_of(name)
+            is_new = found[name] != self._tags.get(name)
+            is_due = now - self._read_at.get(name, -NOTE_SECONDS) >= NOTE_SECONDS
+            if incarnation is None or not is_new or not is_due or found[name][0] > MOST_NOTE:
+                continue
+            self._read_at[name] = now
+            raw = self._read(name)
+            self._tags[name] = found[name]
+            if raw is not None:
+                self._deliver(partial(Syncer.on_note, incarnation=incarnation, raw=raw))
+        if not is_founded:
+            self._read_foundings()
+        self._deliver(partial(Syncer.on_poll, now=time.monotonic()))
+
+    def _read_foundings(self) -> None:
+        for entry in self._run.brief.list(FOUND, most=MOST_LISTED):
+            incarnation = incarnation_of(entry.name)
+            is_new = entry.name not in self._read_once and entry.size <= MOST_FOUNDING
+            if incarnation is None or entry.name != founding_name(incarnation) or not is_new:
+                continue
+            self._read_once.add(entry.name)
+            raw = self._read(entry.name)
+            if raw is not None:
+                self._deliver(partial(Syncer.on_founding, incarnation=incarnation, raw=raw))
+
+    def _read_changes(self) -> None:
+        names = [entry.name for entry in self._run.brief.list(CHANGE, most=MOST_LISTED)]
+        with self._lock:
+            chosen = self.machine.choose_changes(names)
+        for name in chosen:
+            raw = self._read(name)
+            if raw is not None:
+                self._deliver(partial(Syncer.on_change, name=name, raw=raw))
+
+    def _read(self, name: str) -> bytes | None:
+        """Return the content of a small object of others, or None if it is gone or damaged."""
+        try:
+            found = self._run.brief.get(name)
+        except DamagedError:
+            return None
+        return None if found is None else found.content
+
+    # --- sweep ------------------------------------------------------------------------------------
+
+    def _sweep(self) -> None:
+        while True:
+            self._sleep(SWEEP_SECONDS)
+            try:
+                names = set[str]()
+                for prefix in (f"{VERSION}/", f"{COPY}/", f"{OUTER}/", PART, ISLAND, FOUND, RUN):
+                    names |= {owner_of(entry.name) for entry in self._run.store.list(prefix)}
+                with self._lock:
+                    garbage = self.machine.garbage(sorted(names))
+                for name in garbage:
+                    self._run.large.delete(name)
+                self._run.store.tidy()
+            except AwayError:
+                pass  # the store says so
+
+
+def sync(
+    location: str, scratch: Path, *, threads: int, stays: bool, say: Callable[[str], None]
+) -> None:
+    """Run a syncer in this process, until a signal or the end of the run."""
+    folder = scratch / hashlib.sha256(location.encode()).hexdigest()[:16]
+    lock_folder(folder)  # until the process ends
+    run = Run(open_store(location))
+    process = SyncerProcess(run, folder, threads=threads, stays=stays, say=say)
+
+    def stop(number: int, _: object) -> None:
+        """Stop in order, and at once for a second signal."""
+        for other in STOP_SIGNALS:
+            signal.signal(other, signal.SIG_DFL)
+        say(f"{signal.Signals(number).name}: publishes what is merged, and ends")
+        process.stop()
+
+    for number in STOP_SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, stop)
+    try:
+        process.run()
+    finally:
+        run.close()

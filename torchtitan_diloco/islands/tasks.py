@@ -1,0 +1,357 @@
+"""Jobs of the syncer with tensors and transfers, each in a thread of its own."""
+
+import hashlib
+import threading
+from collections.abc import Callable, Collection
+from functools import partial
+from pathlib import Path
+from typing import TypeAlias, TypeVar
+
+from torchtitan_diloco.base.log import logger
+from torchtitan_diloco.diloco.arithmetic import slot_count
+from torchtitan_diloco.islands.layout import Layout, Shapes, hexadecimal
+from torchtitan_diloco.islands.merging import (
+    apply_version,
+    merge,
+    outer_optimizer,
+    read_copy,
+    read_outer,
+)
+from torchtitan_diloco.islands.payload import HEADER_BYTES, check_part, memory_of
+from torchtitan_diloco.islands.runs import Run
+from torchtitan_diloco.islands.scratch import FragmentState, Scratch
+from torchtitan_diloco.islands_store.decision import Decision, Fate
+from torchtitan_diloco.islands_store.fields import MalformedError
+from torchtitan_diloco.islands_store.founding import WentBackError
+from torchtitan_diloco.islands_store.jobs import (
+    Adopt,
+    Delete,
+    Fetch,
+    Job,
+    Load,
+    Merge,
+    Record,
+    Settle,
+    Snapshot,
+    Upload,
+)
+from torchtitan_diloco.islands_store.names import (
+    COPY,
+    OUTER,
+    VERSION,
+    Object,
+    founding_name,
+    history_name,
+    part_name,
+)
+from torchtitan_diloco.islands_store.note import Part
+from torchtitan_diloco.islands_store.settings import Settings
+from torchtitan_diloco.islands_store.syncer import Syncer
+from torchtitan_diloco.store import AwayError, DamagedError, FullError
+
+LOOKS, LOOK_SECONDS = 10, 0.3
+"""Number of attempts to find an object that is not visible yet, and the seconds between them."""
+AGAIN_SECONDS = 1.0
+"""Seconds after which a failed transfer is repeated."""
+SPARE_BYTES = 4096
+"""Bytes of an object in addition to its values."""
+
+Deliver: TypeAlias = Callable[[Callable[[Syncer], None]], None]
+Sleep: TypeAlias = Callable[[float], None]
+Result = TypeVar("Result")
+
+
+class OverError(Exception):
+    """The term is over: its tasks end."""
+
+
+def patiently(call: Callable[[], Result], sleep: Sleep) -> Result:
+    """Repeat a transfer until the store is there, and has room."""
+    while True:
+        try:
+            return call()
+        except AwayError:
+            sleep(AGAIN_SECONDS)  # the store says so
+        except FullError as error:
+            logger.warning(f"{error}; islands train on, and nothing is merged until there is room")
+            sleep(10 * AGAIN_SECONDS)
+
+
+class FragmentTasks:
+    """Loads and merges fragments. The tasks of a fragment run in order."""
+
+    def __init__(self, run: Run, folder: Path, deliver: Deliver, sleep: Sleep) -> None:
+        self._run = run
+        self._folder = folder
+        self._deliver = deliver
+        self._sleep = sleep
+        self._lock = threading.Lock()
+        self._scratch: Scratch | None = None
+        self._settled = dict[int, FragmentState]()
+        """States of the versions that count."""
+        self._merged = dict[int, FragmentState]()
+        """States of versions that do not count yet."""
+        self._versions = dict[int, int]()  # of the newest state of each fragment
+        self._parts = dict[tuple[str, Part], bytearray]()
+        self._contents = dict[tuple[str, int, int], tuple[memoryview, FragmentState | None]]()
+        """Contents to upload by kind, fragment and version, with the state whose memory they
+        are."""
+
+    def open(self, run: str, shapes: list[Shapes], settings: Settings) -> Scratch:
+        """Open the scratch folder of a run."""
+        with self._lock:
+            if self._scratch is None:
+                slots = slot_count(outer_optimizer(settings))
+                name = hashlib.sha256(run.encode()).hexdigest()[:16]
+                self._scratch = Scratch(self._folder / name, shapes, slots)
+            return self._scratch
+
+    @property
+    def scratch(self) -> Scratch:
+        assert self._scratch is not None
+        return self._scratch
+
+    def layout(self, fragment: int) -> Layout:
+        return self.scratch.layouts[fragment]
+
+    def _state_of(self, machine: Syncer) -> Decision:
+        assert machine.state is not None
+        return machine.state
+
+    def settings(self) -> Settings:
+        """Return the settings of the run now."""
+        found = list[Settings]()
+        self._deliver(lambda machine: found.append(self._state_of(machine).settings))
+        if not found:
+            raise OverError
+        return found[0]
+
+    def do(self, job: Job) -> None:
+        match job:
+            case Load():
+                self._load(job)
+            case Merge():
+                self._merge(job)
+            case Settle():
+                self._settle(job)
+            case Snapshot():
+                self._snapshot(job)
+
+    # --- begin ------------------------------------------------------------------------------------
+
+    def adopt(self, job: Adopt) -> None:
+        """Read the copies of a founder."""
+        founding = job.founding
+        scratch = self.open(founding.run, list(founding.shapes), founding.settings)
+        states = list[FragmentState]()
+        is_whole = True
+        for fragment, checksum in enumerate(founding.checksums):
+            states.append(scratch.take(fragment))
+            name = founding_name(job.incarnation, fragment)
+            is_whole = self._read_founding(name, states[-1], scratch.layouts[fragment]) == checksum
+            if not is_whole:
+                break
+        if is_whole:
+            for fragment, state in enumerate(states):
+                scratch.keep(state, fragment, 0)
+                scratch.hold(state)
+                self._settled[fragment] = state
+                self._versions[fragment] = 0
+                self._contents[COPY, fragment, 0] = state.copy_content(), state
+        else:
+            self._scratch = None  # another founder may have other fragments
+        self._deliver(lambda machine: machine.on_adopted(job.incarnation, founding, is_whole))
+
+    def _read_founding(self, name: str, state: FragmentState, layout: Layout) -> str:
+        """Read a copy of a founder, and return its checksum, or nothing if there is none."""
+        most = HEADER_BYTES + 4 * layout.values
+        try:
+            content = patiently(lambda: self._run.large.get(name, most), self._sleep)
+            if content is None:
+                return ""
+            read_copy(content, state.published)
+        except (DamagedError, MalformedError):
+            return ""
+        state.theta.copy_(state.published)
+        for slot in state.slots:
+            slot.zero_()
+        state.complete(steps=0)
+        return hexadecimal(layout.checksum(state.published))
+
+    def _load(self, job: Load) -> None:
+        """Load the newest version, from the files of this machine or from the store."""
+        machine_state = list[Decision]()
+        self._deliver(lambda machine: machine_state.append(self._state_of(machine)))
+        if not machine_state:
+            raise OverError
+        [decision] = machine_state
+        shapes: list[Shapes] = [shared.shapes for shared in decision.fragments]
+        scratch = self.open(decision.run, shapes, decision.settings)
+        version = job.versions[-1].version if job.versions else job.copy.version
+        state = scratch.find(job.fragment, version, job.checksum)
+        if state is None:
+            state = self._load_objects(job, version)
+            scratch.keep(state, job.fragment, version)
+        scratch.drop_others(job.fragment, version)
+        self._settled[job.fragment] = state
+        self._versions[job.fragment] = version
+        self._deliver(lambda machine: machine.on_loaded(job.fragment))
+
+    def _load_objects(self, job: Load, version: int) -> FragmentState:
+        state = self.scratch.take(job.fragment)
+        layout = self.layout(job.fragment)
+        most = SPARE_BYTES + 4 * layout.values
+        read_copy(self._get(job.copy, most), state.published)
+        for stored in job.versions:
+            apply_version(state.published, self._get(stored, most))
+        if hexadecimal(layout.checksum(state.published)) != job.checksum:
+            raise WentBackError(f"version {version} of fragment {job.fragment} has other bits")
+        state.theta.copy_(state.published)
+        for slot in state.slots:
+            slot.zero_()
+        steps = 0
+        if job.outer is not None:
+            content = self._get(job.outer, most * (1 + len(state.slots)))
+            steps = read_outer(content, state)
+            if job.outer.version != version:  # the momentum is older, the residual is lost
+                state.theta.copy_(state.published)
+        state.complete(steps)
+        return state
+
+    def _get(self, stored: Object, most: int) -> bytearray:
+        """Return a content that a decision names."""
+        for _ in range(LOOKS):
+            content = patiently(lambda: self._run.large.get(stored.name, most), self._sleep)
+            if content is not None:
+                return content
+            self._sleep(LOOK_SECONDS)
+        raise WentBackError(f"{stored.name} is no longer stored")
+
+    # --- merge ------------------------------------------------------------------------------------
+
+    def keep_part(self, incarnation: str, part: Part, content: bytearray) -> None:
+        with self._lock:
+            self._parts[incarnation, part] = content
+
+    def forget_parts(self, needed: Collection[tuple[str, Part]]) -> None:
+        """Forget all parts except those that wait or are being merged."""
+        with self._lock:
+            for key in [key for key in self._parts if key not in needed]:
+                del self._parts[key]
+
+    def _merge(self, job: Merge) -> None:
+        fragment = job.fragment
+        scratch = self.scratch
+        assert fragment not in self._merged, "two versions beside the one that counts"
+        before = self._settled[fragment]
+        after = scratch.take(fragment)
+        with self._lock:
+            parts = [(self._parts[one.incarnation, one.part], one.part.weight) for one in job.parts]
+        payload = merge(
+            before, after, self.layout(fragment), parts, self.settings(), job.weight_of_all
+        )
+        if payload is None:
+            scratch.release(after)
+            self._deliver(lambda machine: machine.on_merged(fragment, job.version, None))
+            return
+        checksum = hexadecimal(self.layout(fragment).checksum(after.published))
+        scratch.keep(after, fragment, job.version)
+        self._merged[fragment] = after
+        self._versions[fragment] = job.version
+        with self._lock:
+            self._contents[VERSION, fragment, job.version] = memory_of(payload), None
+        self._deliver(lambda machine: machine.on_merged(fragment, job.version, checksum))
+
+    def _settle(self, job: Settle) -> None:
+        """The newest version counts. One that did not would have to be computed again."""
+        assert self._versions[job.fragment] == job.version
+        before = self._settled[job.fragment]
+        self._settled[job.fragment] = self._merged.pop(job.fragment)
+        self.scratch.release(before)
+
+    def _snapshot(self, job: Snapshot) -> None:
+        """Keep copy and outer state until they are uploaded."""
+        state = self._merged.get(job.fragment, self._settled[job.fragment])
+        assert self._versions[job.fragment] == job.version
+        self.scratch.hold(state)
+        self.scratch.hold(state)
+        with self._lock:
+            self._contents[COPY, job.fragment, job.version] = state.copy_content(), state
+            self._contents[OUTER, job.fragment, job.version] = state.outer_content(), state
+        self._deliver(lambda machine: machine.on_snapshot(job.fragment, job.version))
+
+    # --- contents to upload -----------------------------------------------------------------------
+
+    def content_of(self, stored: Object) -> memoryview:
+        with self._lock:
+            return self._contents[stored.kind, stored.fragment, stored.version][0]
+
+    def forget_content(self, stored: Object) -> None:
+        with self._lock:
+            _, state = self._contents.pop((stored.kind, stored.fragment, stored.version))
+        if state is not None:
+            self.scratch.release(state)
+
+
+class TransferTasks:
+    """Fetches parts, and uploads objects."""
+
+    def __init__(
+        self,
+        run: Run,
+        fragments: FragmentTasks,
+        deliver: Deliver,
+        sleep: Sleep,
+        supersede: Callable[[], None],
+    ) -> None:
+        self._run = run
+        self._fragments = fragments
+        self._deliver = deliver
+        self._sleep = sleep
+        self._supersede = supersede
+
+    def fetch(self, job: Fetch) -> None:
+        """Fetch a part and judge its bytes."""
+        part = job.part
+        name = part_name(job.incarnation, part.fragment, part.number)
+        found: float | Fate = Fate.UNREADABLE
+        try:
+            for _ in range(LOOKS):
+                content = patiently(lambda: self._run.large.get(name, part.size), self._sleep)
+                if content is not None:
+                    found = self._judge(job, content)
+                    break
+                self._sleep(LOOK_SECONDS)
+        except DamagedError:
+            pass
+        self._deliver(lambda machine: machine.on_part(job.incarnation, part, found))
+
+    def _judge(self, job: Fetch, content: bytearray) -> float | Fate:
+        part = job.part
+        layout = self._fragments.layout(part.fragment)
+        try:
+            norm = check_part(content, part, layout, self._fragments.settings().block_size)
+        except MalformedError:
+            return Fate.MALFORMED
+        self._fragments.keep_part(job.incarnation, part, content)
+        return norm
+
+    def upload(self, job: Upload) -> None:
+        stored = job.stored
+        content = self._fragments.content_of(stored)
+        create = partial(self._run.large.create, stored.name, content, resume=True)
+        if not patiently(create, self._sleep):
+            self._supersede()
+            return
+        self._fragments.forget_content(stored)
+        self._deliver(lambda machine: machine.on_uploaded(stored))
+
+    def do(self, job: Job) -> None:
+        match job:
+            case Record():
+                name = history_name(job.number)
+                patiently(lambda: self._run.store.create(name, job.content), self._sleep)
+                self._deliver(lambda machine: machine.on_recorded(job.number))
+            case Delete():
+                for name in job.names:
+                    patiently(partial(self._run.large.delete, name), self._sleep)
