@@ -251,7 +251,9 @@ def open_folder(
             raise UserError(f"{path} is a file; give a new folder")
         if not (path / "serve.json").exists():
             if path.exists() and any(path.iterdir()):
-                raise UserError(f"{path} has files, but is not the folder of a bucket; give a new one")
+                raise UserError(
+                    f"{path} has files, but is not the folder of a bucket; give a new one"
+                )
             if address is None:
                 raise UserError(
                     "--address is missing; give the name or address at which sites reach this "

@@ -36,17 +36,21 @@ from torchtitan_diloco.islands.bucket_folder import (
     write_secret,
 )
 from torchtitan_diloco.store import Store, StoreError
+from torchtitan_diloco.store.bucket import Bucket
+from torchtitan_diloco.store.errors import PassingError
 from torchtitan_diloco.store.join_file import read_join_file
 
 OLDEST = (4, 18)
 """Before this version, two writers could create an object at the same time."""
 LOCAL = "127.0.0.1"
-PORTS = ("master.port", "volume.port", "filer.port")
-"""Options of SeaweedFS for ports on the loopback, each also with `.grpc`."""
-GRPC = "grpc.volume", "grpc.master", "grpc.filer", "grpc.s3", "grpc.client"
+ROLES = "master", "volume", "filer"
+"""Parts of SeaweedFS with a port on the loopback. With S3, each has one of gRPC, too."""
+GRPC_ROLES = *ROLES, "s3"
 VOLUME_MB = 1024
 """Size of the files in which SeaweedFS keeps objects. Only whole ones are rewritten without what
 was deleted."""
+VOLUMES_AT_ONCE = 2
+"""Number of these files that are made when all are full."""
 FREE_PERCENT = 5
 """Share of the disk below which SeaweedFS stores nothing more."""
 LOOK_SECONDS, WAITING_SECONDS = 0.5, 5.0
@@ -57,6 +61,9 @@ STOP_SECONDS = 3.0
 """SeaweedFS does not end on SIGTERM while it has connections."""
 STARTS = 3
 """Attempts to start SeaweedFS on ports that were free a moment before."""
+FIRST = "test-first"
+"""Name of the object that is stored to see whether SeaweedFS is ready."""
+TEST_SECONDS = 60.0
 REASON = re.compile(r"^F\d{4} \S+ +\d* ?\S+\] (.*)", re.MULTILINE)
 """A line of SeaweedFS's log about why it ends."""
 Say = Callable[[str], object]
@@ -134,6 +141,7 @@ class BucketServer:
         self._weed = weed
         self._say = say
         self._logins = folder.identities.stat()
+        self._grpc_ports = dict[str, int]()
         self._is_full = False
 
     def start(self) -> None:
@@ -151,7 +159,11 @@ class BucketServer:
                 f"{self.folder.path}: SeaweedFS did not start: {why}; try again, as ports that "
                 "were free are taken"
             )
-        self.folder.save_settings()
+        store = self._open(TEST_SECONDS)
+        try:
+            store.self_test("")
+        finally:
+            store.close()
 
     def keep_running(self) -> NoReturn:
         """Start SeaweedFS again whenever it ends, and let it read the logins when they change."""
@@ -169,16 +181,20 @@ class BucketServer:
 
     def stop(self) -> None:
         self.seaweed.stop(STOP_SECONDS)
+        self._remove_sockets()
 
     # --- SeaweedFS --------------------------------------------------------------------------------
 
     def _launch(self) -> subprocess.Popen[bytes]:
         settings = self.folder.settings
         check_port(settings.host, settings.port)
-        ports = _free_ports(2 * len(PORTS) + 1)
+        ports = _free_ports(len(ROLES) + len(GRPC_ROLES))
+        http_ports = dict(zip(ROLES, ports, strict=False))
+        self._remove_sockets()
+        self._grpc_ports = dict(zip(GRPC_ROLES, ports[len(ROLES) :], strict=True))
         server = self.folder.server
         with files_of(self.folder.path):
-            for path in (self.folder.data, server, server / "log"):
+            for path in (self.folder.data, server, server / "log", server / "master"):
                 path.mkdir(mode=0o700, exist_ok=True)
             self._write_security()
             files = self.folder.certify()
@@ -186,11 +202,13 @@ class BucketServer:
             output = (server / "output").open("wb")
         options = {
             "dir": str(self.folder.data),
+            "disableHttp": "true",  # of master and filer, where others could delete all objects
             "ip": LOCAL,
             "ip.bind": LOCAL,
-            **{name: ports.pop() for name in PORTS},
-            **{f"{name}.grpc": ports.pop() for name in PORTS},
+            **{f"{role}.port": port for role, port in http_ports.items()},
+            **{f"{role}.port.grpc": port for role, port in self._grpc_ports.items()},
             "master.telemetry": "false",
+            "master.dir": "master",
             "master.resumeState": "false",  # it names the ports of an earlier start
             "master.volumeSizeLimitMB": VOLUME_MB,
             "volume.max": 0,  # as many as the disk has room for
@@ -200,7 +218,6 @@ class BucketServer:
             "s3": "true",
             "s3.ip.bind": settings.host,
             "s3.port": settings.port,
-            "s3.port.grpc": ports.pop(),
             "s3.port.iceberg": 0,
             "s3.port.lance": 0,
             "s3.iam": "false",
@@ -246,12 +263,18 @@ class BucketServer:
             "jwt": signing,
             "access": {"ui": False},
             "filer": {"expose_directory_metadata": {"enabled": False}},
-            "grpc": {"ca": str(authority_file)}
-            | {name.removeprefix("grpc."): keys for name in GRPC},
+            "grpc": {"ca": str(authority_file), **dict.fromkeys((*GRPC_ROLES, "client"), keys)},
         }
         write_secret(server / "security.toml", tomli_w.dumps(security).encode())
         filer = {"leveldb2": {"enabled": True, "dir": str(self.folder.data / "filerldb2")}}
         write_secret(server / "filer.toml", tomli_w.dumps(filer).encode())
+        master = {"master": {"volume_growth": {"copy_1": VOLUMES_AT_ONCE}}}
+        write_secret(server / "master.toml", tomli_w.dumps(master).encode())
+
+    def _remove_sockets(self) -> None:
+        """Remove the sockets of an earlier start, which SeaweedFS always makes in /tmp."""
+        for role, port in self._grpc_ports.items():
+            Path(f"/tmp/seaweedfs-{role}-grpc-{port}.sock").unlink(missing_ok=True)
 
     def _becomes_ready(self) -> bool:
         """Wait until SeaweedFS has stored an object. Return False if it has ended."""
@@ -265,27 +288,30 @@ class BucketServer:
             if now - said >= WAITING_SECONDS:
                 said = now
                 self._say(
-                    f"waiting until SeaweedFS stores a first object ({now - began:.0f} s): {problem}"
+                    f"waiting for {now - began:.0f} s until SeaweedFS stores an object: {problem}"
                 )
             time.sleep(0.2)
         return False
 
     def _problem(self) -> str:
         """Store an object, and return why this failed, or an empty string."""
-        from torchtitan_diloco.store.bucket import Bucket
-
+        store = self._open(0.0)
         try:
-            join = read_join_file(self.folder.join_file(OWNER))
-            local = read_join_file(self.folder.join_file(SYNCER))
-            join = replace(join, endpoint=local.endpoint)
-            store = Store(Bucket(join.location, join), patience=0.0, quiet=True)
-            try:
-                store.self_test("")
-            finally:
-                store.close()
-        except StoreError as error:
+            # As a large one, as SeaweedFS may take seconds for the first one.
+            store.backend.replace(FIRST, b"", large=True, durable=True)
+            store.backend.delete(FIRST)
+        except (StoreError, PassingError) as error:
             return str(error)
+        finally:
+            store.close()
         return ""
+
+    def _open(self, patience: float) -> Store:
+        """Return the store of the owner, as reached from this machine."""
+        join = read_join_file(self.folder.join_file(OWNER))
+        near = read_join_file(self.folder.join_file(SYNCER))
+        join = replace(join, endpoint=near.endpoint)
+        return Store(Bucket(join.location, join), patience, quiet=True)
 
     def _why(self) -> str:
         """Return why SeaweedFS has ended, if it said so."""
@@ -402,13 +428,12 @@ def _flags(options: Mapping[str, object]) -> list[str]:
 def _environment(home: Path) -> dict[str, str]:
     """Return variables for SeaweedFS: none that changes its settings or adds a login."""
     kept = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("WEED_", "AWS_"))
+        name: value for name, value in os.environ.items() if not name.startswith(("WEED_", "AWS_"))
     }
     return kept | {"HOME": str(home)}
 
 
 def _end_with_parent() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored under nohup, and inherited
+    os.umask(0o077)
     end_with_parent()
