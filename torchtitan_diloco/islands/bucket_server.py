@@ -22,7 +22,7 @@ from typing import NoReturn
 
 import tomli_w
 
-from torchtitan_diloco.base.hardware import end_with_parent
+from torchtitan_diloco.base.hardware import end_with_parent, flush_to_disk
 from torchtitan_diloco.base.user import UserError, install_command
 from torchtitan_diloco.islands.bucket_folder import (
     BUCKET,
@@ -46,6 +46,16 @@ LOCAL = "127.0.0.1"
 ROLES = "master", "volume", "filer"
 """Parts of SeaweedFS with a port on the loopback. With S3, each has one of gRPC, too."""
 GRPC_ROLES = *ROLES, "s3"
+LOGGING = {
+    "config_dir": ".",
+    "logdir": "log",
+    "log_max_size_mb": 16,
+    "alsologtostderr": "false",
+    "stderrthreshold": "FATAL",
+}
+"""Options before a command of SeaweedFS, which runs in the folder of the server."""
+NAMES = "filerldb2"
+"""Folder of the names of all objects, in a database."""
 VOLUME_MB = 1024
 """Size of the files in which SeaweedFS keeps objects. Only whole ones are rewritten without what
 was deleted."""
@@ -141,6 +151,7 @@ class BucketServer:
         self._weed = weed
         self._say = say
         self._logins = folder.identities.stat()
+        self._http_ports = dict[str, int]()
         self._grpc_ports = dict[str, int]()
         self._is_full = False
 
@@ -159,6 +170,7 @@ class BucketServer:
                 f"{self.folder.path}: SeaweedFS did not start: {why}; try again, as ports that "
                 "were free are taken"
             )
+        self._flush_contents()
         store = self._open(TEST_SECONDS)
         try:
             store.self_test("")
@@ -177,6 +189,7 @@ class BucketServer:
                 self._say("SeaweedFS stores objects again")
             if is_ready:
                 self._take_up_logins()
+                self._flush_names()
             self._watch_disk()
 
     def stop(self) -> None:
@@ -189,7 +202,7 @@ class BucketServer:
         settings = self.folder.settings
         check_port(settings.host, settings.port)
         ports = _free_ports(len(ROLES) + len(GRPC_ROLES))
-        http_ports = dict(zip(ROLES, ports, strict=False))
+        self._http_ports = dict(zip(ROLES, ports, strict=False))
         self._remove_sockets()
         self._grpc_ports = dict(zip(GRPC_ROLES, ports[len(ROLES) :], strict=True))
         server = self.folder.server
@@ -205,7 +218,7 @@ class BucketServer:
             "disableHttp": "true",  # of master and filer, where others could delete all objects
             "ip": LOCAL,
             "ip.bind": LOCAL,
-            **{f"{role}.port": port for role, port in http_ports.items()},
+            **{f"{role}.port": port for role, port in self._http_ports.items()},
             **{f"{role}.port.grpc": port for role, port in self._grpc_ports.items()},
             "master.telemetry": "false",
             "master.dir": "master",
@@ -226,14 +239,7 @@ class BucketServer:
             "s3.key.file": str(files.key),
             "s3.localSocket": "s3.sock",
         }
-        logging = {
-            "config_dir": ".",
-            "logdir": "log",
-            "log_max_size_mb": 16,
-            "alsologtostderr": "false",
-            "stderrthreshold": "FATAL",
-        }
-        words = [str(self._weed), *_flags(logging), "server", *_flags(options)]
+        words = [str(self._weed), *_flags(LOGGING), "server", *_flags(options)]
         with output:
             return subprocess.Popen(
                 words,
@@ -245,6 +251,33 @@ class BucketServer:
                 process_group=0,  # Ctrl-C is for this process, which stops it
                 preexec_fn=_end_with_parent,
             )
+
+    def _flush_contents(self) -> None:
+        """Let SeaweedFS flush each content to the disk before it says that it is stored."""
+        servers = {"master": f"{LOCAL}:{self._http_ports['master']}.{self._grpc_ports['master']}"}
+        servers["filer"] = f"{LOCAL}:{self._http_ports['filer']}.{self._grpc_ports['filer']}"
+        command = f"fs.configure -locationPrefix=/buckets/{BUCKET}/ -fsync -apply\n"
+        try:
+            subprocess.run(
+                [str(self._weed), *_flags(LOGGING), "shell", *_flags(servers)],
+                cwd=self.folder.server,
+                env=_environment(self.folder.server),
+                input=command,
+                capture_output=True,
+                text=True,
+                check=True,
+                timeout=TEST_SECONDS,
+            )
+        except subprocess.SubprocessError as error:
+            raise UserError(
+                f"{self.folder.path}: SeaweedFS cannot be configured: {error}"
+            ) from error
+
+    def _flush_names(self) -> None:
+        """Flush the names of objects to the disk, which SeaweedFS leaves to the system."""
+        with suppress(OSError):  # it begins a new file
+            for path in (self.folder.data / NAMES).glob("*/*.log"):
+                flush_to_disk(path)
 
     def _write_security(self) -> None:
         """Write keys without which no port of SeaweedFS but that of S3 answers requests."""
@@ -266,7 +299,7 @@ class BucketServer:
             "grpc": {"ca": str(authority_file), **dict.fromkeys((*GRPC_ROLES, "client"), keys)},
         }
         write_secret(server / "security.toml", tomli_w.dumps(security).encode())
-        filer = {"leveldb2": {"enabled": True, "dir": str(self.folder.data / "filerldb2")}}
+        filer = {"leveldb2": {"enabled": True, "dir": str(self.folder.data / NAMES)}}
         write_secret(server / "filer.toml", tomli_w.dumps(filer).encode())
         master = {"master": {"volume_growth": {"copy_1": VOLUMES_AT_ONCE}}}
         write_secret(server / "master.toml", tomli_w.dumps(master).encode())
