@@ -220,10 +220,15 @@ def flush_to_disk(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file atomically, even if this process is killed."""
+def write_whole(path: Path, content: bytes, *, is_secret: bool = False) -> None:
+    """Write a file atomically, even if this process is killed.
+
+    `is_secret`: only this user can read it.
+    """
     aside = path.with_name(f".{path.name}.partial")
     with aside.open("wb") as file:
+        if is_secret:
+            os.fchmod(file.fileno(), 0o600)
         file.write(content)
         file.flush()
         os.fsync(file.fileno())

@@ -1,5 +1,7 @@
 """Serve, watch and change a run of islands.
 
+.venv/bin/torchtitan-diloco islands serve FOLDER --address HOST
+.venv/bin/torchtitan-diloco islands site FOLDER NAME
 .venv/bin/torchtitan-diloco islands serve --folder DIR
 .venv/bin/torchtitan-diloco islands sync LOCATION
 .venv/bin/torchtitan-diloco islands site NAME --folder DIR
@@ -19,10 +21,18 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 from torchtitan_diloco.base.log import logger
 from torchtitan_diloco.base.process import STOP_SIGNALS, run_and_exit
-from torchtitan_diloco.base.user import USER_ERROR, Parser, UserError, command_line
+from torchtitan_diloco.base.user import (
+    USER_ERROR,
+    Parser,
+    UserError,
+    command_line,
+    install_command,
+)
+from torchtitan_diloco.islands.bucket_folder import BucketFolder, Change
 from torchtitan_diloco.islands.changes import CHANGEABLE, parse_change, parse_value, settings_of
 from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.connection import Connection
@@ -66,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(act=act)
         return command
 
-    serve = add("serve", _serve, "run a server, and write the join string of its run to a file")
+    serve = add("serve", _serve, "serve a bucket of your own, or the log of a run")
     _add_server_arguments(serve)
     sync = add("sync", _sync, "decide for a run in a store, and merge the parts of its islands")
     sync.add_argument("location", help="a folder, a join file, s3://, gs:// or az://")
@@ -76,8 +86,10 @@ def _parser() -> argparse.ArgumentParser:
     folder = "folder for the newest versions in fp32 (default: .cache/syncer)"
     sync.add_argument("--scratch", type=Path, default=Path(".cache/syncer"), help=folder)
     site = add("site", _change_site, "give a site its own login, or remove it")
-    site.add_argument("name", help="name of the site")
-    site.add_argument("--folder", type=Path, required=True, help="folder of the server")
+    site.add_argument(
+        "words", nargs="+", metavar="[FOLDER] NAME", help="folder of a bucket, and name of the site"
+    )
+    site.add_argument("--folder", type=Path, help="folder of a log")
     action = site.add_mutually_exclusive_group()
     for flag, text in (
         ("renew", "give the site a new password"),
@@ -113,21 +125,22 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_server_arguments(parser: Parser) -> None:
-    parser.add_argument(
-        "--folder",
-        type=Path,
-        required=True,
-        help="a new folder, or the folder of the run to continue",
+    bucket = parser.add_argument_group("a bucket of your own (in development; see docs/islands.md)")
+    bucket.add_argument("bucket", nargs="?", type=Path, metavar="FOLDER", help="its folder")
+    both = parser.add_argument_group("both")
+    both.add_argument("--address", help="name or address that others connect to")
+    both.add_argument("--host", help="address to listen on (default: 0.0.0.0; for IPv6, ::)")
+    both.add_argument(
+        "--port", type=int, help="TCP port to listen on (default: 8333; of a log, 4222)"
     )
-    parser.add_argument("--run", help="name of the run (default: a random one)")
-    parser.add_argument("--host", help="address to listen on (default: 0.0.0.0; for IPv6, ::)")
-    parser.add_argument("--port", type=int, help="TCP port to listen on (default: 4222)")
-    parser.add_argument(
-        "--address", help="name or address that islands connect to (default: this host's)"
+    log = parser.add_argument_group("the log of a run")
+    log.add_argument(
+        "--folder", type=Path, help="a new folder, or the folder of the run to continue"
     )
-    parser.add_argument("--keep-gb", type=float, help=KEEP)
+    log.add_argument("--run", help="name of the run (default: a random one)")
+    log.add_argument("--keep-gb", type=float, help=KEEP)
     where = "(default: only to this machine, without TLS)"
-    parser.add_argument(
+    log.add_argument(
         "--http", metavar="[HOST:]PORT", help=f"serve a page about the run, and /metrics {where}"
     )
 
@@ -136,10 +149,12 @@ def _add_server_arguments(parser: Parser) -> None:
 
 
 def _serve(options: argparse.Namespace) -> None:
+    if (options.bucket is None) == (options.folder is None):
+        raise UserError("give either FOLDER, to serve a bucket, or --folder, to serve a log")
+    if options.bucket is not None:
+        _serve_bucket(options)
     address = page_address(options.http) if options.http else None
-    for number in STOP_SIGNALS:
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
-            signal.signal(number, lambda *_: sys.exit())
+    _exit_on_signals()
     names = "run", "host", "port", "address", "keep_gb"
     server = open_folder(options.folder, say=say, **{name: vars(options)[name] for name in names})
     page: PageServer | None = None
@@ -161,6 +176,25 @@ def _serve(options: argparse.Namespace) -> None:
         if page is not None:
             page.close()
         server.stop()
+
+
+def _serve_bucket(options: argparse.Namespace) -> NoReturn:
+    for name in ("run", "keep_gb", "http"):
+        if vars(options)[name] is not None:
+            raise UserError(f"--{name.replace('_', '-')} is only for a log: leave it out")
+    try:
+        from torchtitan_diloco.islands.bucket_server import serve
+    except ImportError:
+        raise UserError(f"install obstore: {install_command('islands')}") from None
+    _exit_on_signals()
+    serve(options.bucket, address=options.address, host=options.host, port=options.port, say=say)
+
+
+def _exit_on_signals() -> None:
+    """Let signals that stop a run end this process in order."""
+    for number in STOP_SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, lambda *_: sys.exit())
 
 
 def _invitation(server: Server) -> str:
@@ -192,7 +226,13 @@ def _sync(options: argparse.Namespace) -> None:
 
 
 def _change_site(options: argparse.Namespace) -> None:
-    folder, site = Folder(options.folder), options.name
+    *paths, site = options.words
+    if len(paths) + (options.folder is not None) != 1:
+        raise UserError("give the FOLDER of a bucket and the NAME of a site, or NAME and --folder")
+    if paths:
+        _change_site_of_bucket(BucketFolder(Path(paths[0]).expanduser()), site, options.change)
+        return
+    folder = Folder(options.folder)
     join = folder.change_site(site, options.change or "add")
     if join is None:
         print(f"removed the login of {site}; a running `serve` disconnects it")
@@ -202,6 +242,14 @@ def _change_site(options: argparse.Namespace) -> None:
             f"Give this line, which contains a password, to the islands of {site} only, or the "
             f"file {folder.join_file(site)}."
         )
+
+
+def _change_site_of_bucket(folder: BucketFolder, site: str, change: Change | None) -> None:
+    path = folder.change_site(site, change or "add")
+    if change == "revoke":
+        print(f"removed the login of {site}; a running `serve` refuses it within a second")
+    else:
+        print(f"Give {path}, which contains a secret, to {site} only; a running `serve` accepts it")
 
 
 def _check(options: argparse.Namespace) -> bool:

@@ -101,6 +101,12 @@ def login_of(incarnation: str) -> str:
     return name_of(incarnation).partition(".")[0]
 
 
+def site_prefixes(login: str) -> list[str]:
+    """Return the prefixes below which the login of a site writes: those of all its islands."""
+    names = (f"{login}/", f"{login}.")
+    return [f"{kind}{name}" for kind in (ISLAND, PART, MIRROR) for name in names]
+
+
 def is_garbage(name: str, number: int, known: Collection[str]) -> bool:
     """Return whether an object of a syncer is garbage permanently, for every process.
 

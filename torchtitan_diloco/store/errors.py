@@ -29,4 +29,4 @@ class ClosedError(StoreError):
 
 
 class PassingError(Exception):
-    """An attempt of a backend failed, and the next one may succeed. Only `attempts.py` sees it."""
+    """An attempt of a backend failed, and the next one may succeed. A Store repeats it."""
