@@ -14,6 +14,7 @@ from torch import Tensor
 from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.diloco.arithmetic import outer_step, slot_count
 from torchtitan_diloco.diloco.codecs import add_to_mean
+from torchtitan_diloco.diloco.codecs.base import Codec
 from torchtitan_diloco.diloco.config import OuterOptimizer
 from torchtitan_diloco.diloco.exchange import PIECE
 from torchtitan_diloco.islands.layout import Layout, Shapes
@@ -134,21 +135,39 @@ def merge(
         else:
             theta.copy_(before.theta[start:end])
         largest += [torch.linalg.vector_norm(one, ord=torch.inf) for one in (theta, *slots)]
-        published = before.published[start:end]
-        next_copy = after.published[start:end]
-        if codec.is_fp32:
-            codec.encode(theta, encoded[number])
-            next_copy.copy_(theta)
-        else:
-            change = room[: theta.numel()]
-            torch.sub(theta, published, out=change)
-            codec.encode(change, encoded[number])
-            codec.decode(encoded[number], change)
-            torch.add(published, change, out=next_copy)
+        _publish(
+            codec,
+            theta,
+            published=before.published[start:end],
+            next_copy=after.published[start:end],
+            encoded=encoded[number],
+            room=room,
+        )
     if not bool(torch.stack(largest).isfinite().all()):
         return None
     after.complete(steps)
     return payload
+
+
+def _publish(
+    codec: Codec,
+    theta: Tensor,
+    *,
+    published: Tensor,
+    next_copy: Tensor,
+    encoded: Tensor,
+    room: Tensor,
+) -> None:
+    """Encode a piece of the next version, and write to `next_copy` what it makes of `published`."""
+    if codec.is_fp32:
+        codec.encode(theta, encoded)
+        next_copy.copy_(theta)
+        return
+    change = room[: theta.numel()]
+    torch.sub(theta, published, out=change)
+    codec.encode(change, encoded)
+    codec.decode(encoded, change)
+    torch.add(published, change, out=next_copy)
 
 
 @torch.no_grad()
