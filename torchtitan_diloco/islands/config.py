@@ -25,6 +25,7 @@ from torchtitan_diloco.base.settings import (
 from torchtitan_diloco.base.user import UserError, command_line
 from torchtitan_diloco.diloco.config import DiLoCoConfig, diloco_mistakes
 from torchtitan_diloco.islands.records import LARGEST, Positive
+from torchtitan_diloco.store.location import BUCKETS, check_location
 
 
 @dataclass(frozen=True)
@@ -67,11 +68,13 @@ def local_names(count: int) -> list[str]:
 
 def islands_mistakes(islands: Islands, begin: int) -> Mistakes:
     """Check the settings of an island. `begin`: number of islands that start together."""
-    if islands.join and not _is_file(islands.join):  # a file need not be here to plan
-        try:
+    try:
+        if is_location(islands.join):
+            check_location(islands.join)
+        elif islands.join and not _is_file(islands.join):  # a file need not be here to plan
             Join.parse(islands.join)
-        except ValueError as error:
-            yield "islands.join", str(error).removeprefix("islands.join = ")
+    except ValueError as error:
+        yield "islands.join", str(error).removeprefix("islands.join = ")
     if islands.name and not re.fullmatch(NAME, islands.name):
         yield (
             "islands.name",
@@ -97,6 +100,18 @@ def islands_mistakes(islands: Islands, begin: int) -> Mistakes:
                 "run, such as that of its site"
             ),
         )
+
+
+def is_location(join: str) -> bool:
+    """Return whether a run is in a store: a folder, a join file of a bucket, or the URL of one."""
+    scheme, separator, _ = join.partition("://")
+    if separator:
+        return scheme in BUCKETS
+    if not _FILE.fullmatch(join) or Path(join).suffix == ".txt":
+        return False
+    with suppress(OSError, ValueError):
+        return not _JOIN.fullmatch(Path(join).read_text().strip())
+    return True
 
 
 def own_loop_settings(islands: Islands, config: DiLoCoConfig) -> tuple[Islands, DiLoCoConfig]:
