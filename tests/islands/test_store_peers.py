@@ -25,7 +25,8 @@ def test_two_islands_have_the_versions_of_one_job(processes: ProcessPool, tmp_pa
     chosen = config(8, delay=1)
     results = processes.run(one_job, 2, chosen, [TOKENS, TOKENS])
     store = tmp_path / "store"
-    pair = [Trainee(store, name, chosen, total_tokens=100 * 2 * TOKENS) for name in ("a", "b")]
+    total = 100 * 2 * TOKENS
+    pair = [Trainee(store, name, chosen, total_tokens=total, grace=60.0) for name in ("a", "b")]
     found: list[Versions] = [{}, {}]
     for one, versions in zip(pair, found, strict=True):
 
@@ -90,9 +91,9 @@ def test_a_run_without_its_location_is_founded_again_only_if_asked(tmp_path: Pat
         pass
     empty = tmp_path / "empty"
     again = Trainee(empty, "a", chosen, total_tokens=total, begin=1, slots=1, saved=first.saved)
-    with pytest.raises(UserError, match="the location is empty, and the checkpoint is of run"):
-        with syncer(empty, tmp_path / "two"), trained(again):
-            pass
+    message = "the location is empty, and the checkpoint is of run"
+    with pytest.raises(UserError, match=message), syncer(empty, tmp_path / "two"), trained(again):
+        pass
     more = Trainee(
         empty, "a", chosen, total_tokens=total, begin=1, slots=1, saved=first.saved, found=True
     )

@@ -33,9 +33,10 @@ class Trainee:
         slots: int = 2,
         saved: dict[str, Any] | None = None,
         step_seconds: float = 0.0,
+        grace: float = 1.0,
         **options: Any,
     ) -> None:
-        islands = Islands(str(store), name, slots=slots, begin=begin, grace_seconds=60.0)
+        islands = Islands(str(store), name, slots=slots, begin=begin, grace_seconds=grace)
         self.model = Net()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.02)
         self.peers = StorePeers(
