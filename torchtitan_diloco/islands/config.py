@@ -2,6 +2,7 @@
 
 import base64
 import binascii
+import hashlib
 import ipaddress
 import re
 import ssl
@@ -25,6 +26,7 @@ from torchtitan_diloco.base.settings import (
 from torchtitan_diloco.base.user import UserError, command_line
 from torchtitan_diloco.diloco.config import DiLoCoConfig, diloco_mistakes
 from torchtitan_diloco.islands.records import LARGEST, Positive
+from torchtitan_diloco.store.join_file import read_join_file
 from torchtitan_diloco.store.location import BUCKETS, check_location
 
 
@@ -34,8 +36,8 @@ class Islands(Section):
 
     join: str = field(default="", repr=False)  # contains a password
     """Join string of a server, or the file `join.txt` that `islands serve` writes, which keeps the
-    password out of process lists. Empty: all workers are one job. With islands, each job is one
-    worker."""
+    password out of process lists. Alternatively the folder of a run, for which `islands sync`
+    decides. Empty: all workers are one job. With islands, each job is one worker."""
     name: str = ""
     """Name of this island. A job with the name of an island that has died takes its place."""
     slots: NotNegative = 0
@@ -112,6 +114,17 @@ def is_location(join: str) -> bool:
     with suppress(OSError, ValueError):
         return not _JOIN.fullmatch(Path(join).read_text().strip())
     return True
+
+
+def run_of(join: str) -> str:
+    """Return a short id of the run that `islands.join` names, without a password."""
+    if not is_location(join):
+        return Join.parse(join).run
+    path = Path(join).expanduser()
+    place = read_join_file(path).location if path.is_file() else join
+    if "://" not in place:
+        place = str(path.absolute())
+    return f"store-{hashlib.sha256(place.encode()).hexdigest()[:8]}"
 
 
 def own_loop_settings(islands: Islands, config: DiLoCoConfig) -> tuple[Islands, DiLoCoConfig]:
