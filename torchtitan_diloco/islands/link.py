@@ -21,6 +21,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from enum import Enum
 from queue import Empty, SimpleQueue
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -69,6 +70,16 @@ class _ClosedError(Exception):
     """The island ends."""
 
 
+class Prepared(NamedTuple):
+    """The next P of a fragment, in its buffer."""
+
+    source: Object
+    at: float
+    """Time of `time.perf_counter` since when it is there."""
+    size: int
+    """Bytes that were downloaded."""
+
+
 class Link:
     def __init__(
         self,
@@ -89,7 +100,7 @@ class Link:
         self._claims = [Claim.FREE] * len(states)
         self._sends = set[int]()
         """Fragments whose buffer a send waits for."""
-        self._prepared = dict[int, Object]()
+        self._prepared = dict[int, Prepared]()
         self._is_note_due = threading.Event()
         self._uploads = SimpleQueue[tuple[Part, Tensor | None]]()
         self._closed = threading.Event()
@@ -194,13 +205,14 @@ class Link:
         assert fragment not in self._prepared, "a version is applied before the next send"
         self._claims[fragment] = Claim.SENDING
 
-    def prepared(self, apply: Apply) -> Tensor:
-        """Return the copy to apply."""
+    def copy_for(self, apply: Apply) -> tuple[Tensor, Prepared | None]:
+        """Return the copy to apply, and its download, if it is not the P that is there already."""
         state = self._states[apply.fragment]
         if apply.source is None:
-            return state.outer
-        assert self._prepared[apply.fragment] == apply.source
-        return state.delta
+            return state.outer, None
+        prepared = self._prepared[apply.fragment]
+        assert prepared.source == apply.source
+        return state.delta, prepared
 
     def on_applied(self, apply: Apply) -> None:
         """A copy was applied: compare the checksum of P, and free the buffer."""
@@ -335,7 +347,8 @@ class Link:
                 if stored not in self.machine.wanted():
                     return
                 self._claims[stored.fragment] = Claim.PREPARED
-                self._prepared[stored.fragment] = stored
+                now = time.perf_counter()
+                self._prepared[stored.fragment] = Prepared(stored, now, len(content))
                 self.machine.on_held(stored, time.monotonic())
                 self._notify()
             return

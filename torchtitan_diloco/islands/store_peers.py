@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchtitan_diloco.base.log import logger
 from torchtitan_diloco.base.settings import check_class
 from torchtitan_diloco.base.tensors import drop_gathered
-from torchtitan_diloco.base.user import PeersLostError, UserError
+from torchtitan_diloco.base.user import PeersLostError, UserError, command_line
 from torchtitan_diloco.diloco import state_dict as saving
 from torchtitan_diloco.diloco.config import DiLoCoConfig
 from torchtitan_diloco.diloco.flags import NOT_FINITE, OUTLIER
@@ -45,6 +45,7 @@ from torchtitan_diloco.islands.founding import (
     settings_of,
     write_saved,
 )
+from torchtitan_diloco.islands.gauges import STEP_TIMES, Gauges
 from torchtitan_diloco.islands.layout import Layout, shapes_of
 from torchtitan_diloco.islands.link import Link
 from torchtitan_diloco.islands.members import IslandFencedError
@@ -58,8 +59,6 @@ from torchtitan_diloco.islands_store.island import ENDED, LEFT, REJOIN, Island
 from torchtitan_diloco.islands_store.settings import Settings
 from torchtitan_diloco.store import open_store
 
-STEP_TIMES = 16
-"""Number of latest steps whose median is the usual time of a step."""
 AWAY_SECONDS = 10.0
 """Seconds without the store after which an island that leaves gives up."""
 
@@ -74,46 +73,6 @@ class Seat:
     block: int
     position: int
     """First sample of the slot for this island."""
-
-
-class Gauges:
-    """Measures an island for its notes. The training thread writes it."""
-
-    def __init__(self) -> None:
-        self.loss: float | None = None
-        self.validated: tuple[int, float] | None = None
-        self.waited = 0.0
-        """Seconds for which training has waited since the start."""
-        self.sent = 0
-        self.received = 0
-        self._steps = deque[tuple[float, int, float]](maxlen=STEP_TIMES)
-
-    def finish_step(self, tokens: int) -> None:
-        """`tokens`: those on which this island has trained so far."""
-        self._steps.append((time.monotonic(), tokens, self.waited))
-
-    def read(self, witness: Witness) -> notes.Gauges:
-        steps = list(self._steps) or [(0.0, 0, 0.0)]
-        began, tokens, waited = steps[0]
-        now, tokens_now, waited_now = steps[-1]
-        seconds = now - began or math.inf
-        vitals = witness.vitals
-        return notes.Gauges(
-            vitals=notes.Vitals(
-                vitals.compute,
-                vitals.data,
-                vitals.save,
-                vitals.queued,
-                vitals.upload,
-                vitals.download,
-            ),
-            loss=self.loss,
-            validated=self.validated,
-            tokens_per_second=(tokens_now - tokens) / seconds,
-            waited=min(1.0, (waited_now - waited) / seconds),
-            sent=self.sent,
-            received=self.received,
-        )
 
 
 class StorePeers(Peers, Witness):
@@ -198,6 +157,7 @@ class StorePeers(Peers, Witness):
             for _ in self._boundary(applies=self._take):
                 raise AssertionError("nothing is sent before the run has begun")
             self._raise_if_over()
+            self._raise_if_ended()
             self._say_wait(began, "the run to begin")
         for _ in self._boundary(applies=self._take):
             raise AssertionError("nothing is sent before the first step")
@@ -369,7 +329,6 @@ class StorePeers(Peers, Witness):
             started = time.perf_counter()
             due = link.decide()
             waited = time.perf_counter() - started
-            self.meter.waited(waited)
             self.gauges.waited += waited
             self.check()
             self._may_train = due.is_training and due.waits_until is None
@@ -379,8 +338,10 @@ class StorePeers(Peers, Witness):
                 if applies is not None:
                     applies(apply)
                 else:
-                    yield self._apply(apply)
+                    yield self._apply(apply, waited)
+                    waited = 0.0  # counted with that round
                 link.on_applied(apply)
+            self.meter.waited(waited)
             for send in due.sends:
                 yield from self._send(send)
             if not due.applies and not due.sends:
@@ -390,10 +351,13 @@ class StorePeers(Peers, Witness):
         """Take a version while this island joins. The model is written at the end."""
         assert self._link is not None
         state = self.states[apply.fragment]
-        state.apply(self._link.prepared(apply), 0.0)
+        copy, _ = self._link.copy_for(apply)
+        state.apply(copy, 0.0)
 
-    def _apply(self, apply: rules.Apply) -> Apply:
+    def _apply(self, apply: rules.Apply, waited: float) -> Apply:
+        """`waited`: seconds for which training has waited for it."""
         assert self._link is not None
+        copy, prepared = self._link.copy_for(apply)
         fragment = apply.fragment
         now = time.perf_counter()
         round_ = self._sent.pop(fragment, None) if apply.mode is Mode.MIX else None
@@ -401,14 +365,18 @@ class StorePeers(Peers, Witness):
             round_ = Round(fragment, apply.version, self.step, self.states[fragment].values)
             round_.due = round_.taken = round_.begun = round_.ready = now
         round_.outer_round = apply.version
-        round_.asked = now
+        round_.asked = now - waited
         round_.fetched = now
+        if prepared is not None:
+            round_.ready = max(prepared.at, round_.begun)
+            round_.traffic.bytes_received = prepared.size
+            self.gauges.received += prepared.size
         decision = self.machine.decision
         assert decision is not None
         round_.participants = len(decision.ready)
         if apply.mode is Mode.RESET:
             round_.flags = round_.flags or OUTLIER
-        return Apply(round_, self._link.prepared(apply), apply.mode, apply.share)
+        return Apply(round_, copy, apply.mode, apply.share)
 
     def _send(self, send: rules.Send) -> Iterator[Send]:
         part = send.part
@@ -428,6 +396,16 @@ class StorePeers(Peers, Witness):
         if ending == REJOIN:
             raise PeersLostError(f"island {name} has lost its slot, and is to be started again")
 
+    def _raise_if_ended(self) -> None:
+        """Raise an error if there is nothing left to train."""
+        decision = self.machine.decision
+        if decision is not None and decision.ended and self.machine.slot is None:
+            raise UserError(
+                f"run {decision.run} in {self.islands.join} has ended after "
+                f"{decision.fragments[0].clock:,} tokens: join another one, or make this one "
+                f"longer with a larger total_tokens"
+            )
+
     def _say_wait(self, since: float, what: str) -> None:
         """Log what training waits for, at growing intervals."""
         waited = time.monotonic() - since
@@ -435,9 +413,14 @@ class StorePeers(Peers, Witness):
             self._said_seconds = 0.0
         elif waited > max(LATE_SECONDS, 2 * self._said_seconds):
             self._said_seconds = waited
-            away = self._link.away_seconds if self._link is not None else 0.0
+            assert self._link is not None
+            away = self._link.away_seconds
+            place = self._link.run.location
             if away > STILL_SECONDS:
-                what = f"the store, which cannot be reached since {away:.0f} s"
+                what = f"the store {place}, which cannot be reached since {away:.0f} s"
+            elif time.monotonic() - self.machine.heard_at > STILL_SECONDS:
+                command = f"{command_line('islands')} sync {place}"
+                what = f"a syncer: start `{command}`, if none is running"
             logger.warning(f"island {self.islands.name}: waiting since {waited:.0f} s for {what}")
 
     def _use(self, settings: Settings) -> None:
@@ -481,7 +464,6 @@ class StorePeers(Peers, Witness):
             round_.traffic.bytes_sent = payload.numel()
             self.gauges.sent += payload.numel()
         self._link.store(part, payload)
-        round_.ready = time.perf_counter()
 
     # --- restart ----------------------------------------------------------------------------------
 
