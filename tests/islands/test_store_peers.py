@@ -1,6 +1,7 @@
 """Islands in a folder: they found, join, leave, return and end."""
 
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,9 @@ from tests.islands.test_one_job import Versions, one_job
 from tests.islands.trainees import TOKENS, Trainee, trained
 from tests.processes import ProcessPool
 from torchtitan_diloco.base.user import UserError
+from torchtitan_diloco.diloco.round import Round
 from torchtitan_diloco.islands.store_peers import StorePeers
+from torchtitan_diloco.islands_store.note import Part
 
 
 def same(one: Trainee, other: Trainee) -> None:
@@ -129,3 +132,31 @@ def test_steps_before_a_join_are_refused(tmp_path: Path) -> None:
         one.outer.step(1)
     assert isinstance(one.peers, StorePeers)
     one.outer.close()
+
+
+def test_a_version_of_others_waits_for_the_buffer_of_a_slow_upload(tmp_path: Path) -> None:
+    """It leaves the delta as it was taken, and is applied once the delta is encoded."""
+    store = tmp_path / "store"
+    chosen = config(0, delay=1)
+    total = 80 * 2 * TOKENS
+    slow, fast = (
+        Trainee(store, name, chosen, total_tokens=total, step_seconds=0.02) for name in "ab"
+    )
+    encode = slow.peers._encode
+    seen = list[tuple[int, int]]()  # version of a part's base, and the newest one afterwards
+
+    def encode_late(part: Part, round_: Round) -> None:
+        state = slow.peers.states[part.fragment]
+        taken = state.delta.clone()
+        if part.number in (2, 4):
+            time.sleep(2.5)  # rounds close after a second
+        assert torch.equal(state.delta, taken)
+        seen.append((part.base, slow.peers.machine.fragments[0].shared.version))
+        encode(part, round_)
+
+    slow.peers._encode = encode_late  # type: ignore[method-assign]
+    with syncer(store, tmp_path / "scratch"), trained(slow, fast):
+        pass
+    same(slow, fast)
+    assert any(newest_version > base for base, newest_version in seen), "others were merged"
+    assert not any(ledger.lost for slot in newest(store).slots for ledger in slot.ledgers)
