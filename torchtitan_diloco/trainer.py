@@ -89,6 +89,7 @@ COMPUTES = (
     "export",
     "island_course.py",
     "islands",
+    "islands_store",
     "models",
     "store",
     "trainer.py",
