@@ -13,7 +13,8 @@ from torchtitan_diloco.data.loader import Stream
 from torchtitan_diloco.diloco.peers import Peers
 from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.islands import IslandPeers
-from torchtitan_diloco.islands.config import Join
+from torchtitan_diloco.islands.config import is_location, run_of
+from torchtitan_diloco.islands.store_peers import StorePeers
 
 
 class IslandCourse:
@@ -21,13 +22,14 @@ class IslandCourse:
         self, config: Config, plan: RunPlan, world: World, step: int, identity: Mapping[str, Any]
     ) -> None:
         """`identity`: data and tokenizer, which must be the same on all islands."""
-        self.run = Join.parse(config.islands.join).run
+        self.run = run_of(config.islands.join)
         self.step = step
         self._plan = plan
         self._shard_by = config.data.shard_by
         self._validated: tuple[int, float, float] | None = None
         tokens = plan.tokens_per_step // config.workers
-        self._peers = IslandPeers(
+        kind = StorePeers if is_location(config.islands.join) else IslandPeers
+        self._peers: StorePeers | IslandPeers = kind(
             config.islands,
             total_tokens=plan.total_steps * plan.tokens_per_step,
             tokens_per_step=tokens,

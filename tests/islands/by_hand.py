@@ -193,8 +193,8 @@ class HandIsland:
 
 
 @contextmanager
-def open_run(folder: Path) -> Iterator[Run]:
-    run = Run(open_store(folder), streams=2)
+def open_run(location: Path | str) -> Iterator[Run]:
+    run = Run(open_store(location), streams=2)
     try:
         yield run
     finally:
@@ -202,7 +202,7 @@ def open_run(folder: Path) -> Iterator[Run]:
 
 
 @contextmanager
-def syncer(store: Path, scratch: Path) -> Iterator[SyncerProcess]:
+def syncer(store: Path | str, scratch: Path) -> Iterator[SyncerProcess]:
     """Run a syncer in threads of this process, and stop it in order."""
     errors = list[BaseException]()
 
@@ -244,8 +244,8 @@ def train(islands: list[HandIsland], steps: int, tokens: list[int]) -> None:
         assert time.monotonic() < until, [one.machine.news for one in islands]
 
 
-def newest(folder: Path) -> Decision:
-    with open_run(folder) as run:
+def newest(location: Path | str) -> Decision:
+    with open_run(location) as run:
         decision = run.newest()
         assert decision is not None
         return decision

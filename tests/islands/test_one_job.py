@@ -1,5 +1,6 @@
 """Islands in fp32 that start together have the versions of one job, bit for bit."""
 
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +11,13 @@ from torch import Tensor
 from tests.diloco.toy import config, inner_step, parameters, start
 from tests.islands.by_hand import HandIsland, newest, open_run, syncer, train
 from tests.processes import ProcessPool
+from tests.store.seaweed import BUCKET, SeaweedServer
 from torchtitan_diloco.diloco import DiLoCoConfig
 
 STEPS = 100
 VERSIONS = 11
 """Of each fragment: the first one after H steps and its offset."""
 
-FRAGMENTS = {0: 1, 8: 2}
-"""Number of fragments by layers per fragment."""
 Versions = dict[tuple[int, int], Tensor]
 
 
@@ -32,6 +32,37 @@ def one_job(chosen: DiLoCoConfig, tokens: list[int]) -> tuple[Versions, dict[str
             state = outer.peers.states[round_.fragment]
             versions[round_.fragment, round_.outer_round] = state.outer.clone()
     return versions, parameters(model)
+
+
+def compare(
+    processes: ProcessPool,
+    chosen: DiLoCoConfig,
+    tokens: list[int],
+    store: Path | str,
+    scratch: Path,
+) -> None:
+    """Compare the versions, and the parameters at the end, of islands and of one job."""
+    results = processes.run(one_job, 2, chosen, tokens)
+    with open_run(store) as run:
+        pair = [HandIsland(run, name, chosen, adam=True) for name in ("a", "b")]
+        with syncer(store, scratch):
+            train(pair, STEPS // 2, tokens)
+        with syncer(store, scratch):
+            train(pair, STEPS, tokens)
+    expected = results[0][0]
+    assert {fragment for fragment, version in expected if version == VERSIONS} == {
+        fragment for fragment, _ in expected
+    }
+    for island in pair:
+        for key, value in expected.items():
+            assert torch.equal(island.versions[key], value), f"fragment and version {key}"
+        slot = island.machine.slot
+        assert slot is not None
+        for name, value in parameters(island.model).items():
+            assert torch.equal(value, results[slot][1][name]), f"{name} of worker {slot}"
+    decision = newest(store)
+    assert decision.stopped
+    assert [sum(ledger.lost for ledger in slot.ledgers) for slot in decision.slots] == [0, 0]
 
 
 @pytest.mark.parametrize(
@@ -53,25 +84,12 @@ def test_islands_have_the_versions_of_one_job(
 ) -> None:
     """Also if their syncer is stopped and started again on the same machine."""
     chosen = config(layers, delay=delay, **outer)
-    results = processes.run(one_job, 2, chosen, tokens)
-    store = tmp_path / "store"
-    with open_run(store) as run:
-        pair = [HandIsland(run, name, chosen, adam=True) for name in ("a", "b")]
-        with syncer(store, tmp_path / "scratch"):
-            train(pair, STEPS // 2, tokens)
-        with syncer(store, tmp_path / "scratch"):
-            train(pair, STEPS, tokens)
-    expected = results[0][0]
-    assert {fragment for fragment, version in expected if version == VERSIONS} == set(
-        range(FRAGMENTS[layers])
-    )
-    for island in pair:
-        for key, value in expected.items():
-            assert torch.equal(island.versions[key], value), f"fragment and version {key}"
-        slot = island.machine.slot
-        assert slot is not None
-        for name, value in parameters(island.model).items():
-            assert torch.equal(value, results[slot][1][name]), f"{name} of worker {slot}"
-    decision = newest(store)
-    assert decision.stopped
-    assert [sum(ledger.lost for ledger in slot.ledgers) for slot in decision.slots] == [0, 0]
+    compare(processes, chosen, tokens, tmp_path / "store", tmp_path / "scratch")
+
+
+def test_islands_have_the_versions_of_one_job_in_a_bucket(
+    processes: ProcessPool, tmp_path: Path, seaweed: SeaweedServer
+) -> None:
+    run = f"s3://{BUCKET}/{uuid.uuid4().hex}"
+    join_file = seaweed.join_file(tmp_path / "join.toml", "owner", location=run)
+    compare(processes, config(8, delay=1), [100, 170], str(join_file), tmp_path / "scratch")

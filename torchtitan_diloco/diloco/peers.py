@@ -56,6 +56,8 @@ class Peers(ABC):
     `StreamingDiLoCo` as its group.
     """
 
+    makes_outer_steps = True
+    """Whether the shared copies are computed here, with the outer optimizer."""
     workers = 1
     """Number of workers in each exchange."""
     worker = 0
@@ -89,7 +91,13 @@ class Peers(ABC):
         self.agree(device)
         is_sparse = build_codec(config.quantization).is_sparse
         self.states = [
-            OuterState(fragment, config.outer_optimizer, device, is_sparse=is_sparse)
+            OuterState(
+                fragment,
+                config.outer_optimizer,
+                device,
+                is_sparse=is_sparse,
+                has_optimizer=self.makes_outer_steps,
+            )
             for fragment in self.fragments
         ]
         self.background = BackgroundThread("diloco-exchange", torch_threads=ENCODING_THREADS)

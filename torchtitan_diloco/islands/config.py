@@ -2,6 +2,7 @@
 
 import base64
 import binascii
+import hashlib
 import ipaddress
 import re
 import ssl
@@ -25,6 +26,8 @@ from torchtitan_diloco.base.settings import (
 from torchtitan_diloco.base.user import UserError, command_line
 from torchtitan_diloco.diloco.config import DiLoCoConfig, diloco_mistakes
 from torchtitan_diloco.islands.records import LARGEST, Positive
+from torchtitan_diloco.store.join_file import read_join_file
+from torchtitan_diloco.store.location import BUCKETS, check_location
 
 
 @dataclass(frozen=True)
@@ -33,8 +36,8 @@ class Islands(Section):
 
     join: str = field(default="", repr=False)  # contains a password
     """Join string of a server, or the file `join.txt` that `islands serve` writes, which keeps the
-    password out of process lists. Empty: all workers are one job. With islands, each job is one
-    worker."""
+    password out of process lists. Alternatively the folder of a run, for which `islands sync`
+    decides. Empty: all workers are one job. With islands, each job is one worker."""
     name: str = ""
     """Name of this island. A job with the name of an island that has died takes its place."""
     slots: NotNegative = 0
@@ -67,11 +70,13 @@ def local_names(count: int) -> list[str]:
 
 def islands_mistakes(islands: Islands, begin: int) -> Mistakes:
     """Check the settings of an island. `begin`: number of islands that start together."""
-    if islands.join and not _is_file(islands.join):  # a file need not be here to plan
-        try:
+    try:
+        if is_location(islands.join):
+            check_location(islands.join)
+        elif islands.join and not _is_file(islands.join):  # a file need not be here to plan
             Join.parse(islands.join)
-        except ValueError as error:
-            yield "islands.join", str(error).removeprefix("islands.join = ")
+    except ValueError as error:
+        yield "islands.join", str(error).removeprefix("islands.join = ")
     if islands.name and not re.fullmatch(NAME, islands.name):
         yield (
             "islands.name",
@@ -97,6 +102,29 @@ def islands_mistakes(islands: Islands, begin: int) -> Mistakes:
                 "run, such as that of its site"
             ),
         )
+
+
+def is_location(join: str) -> bool:
+    """Return whether a run is in a store: a folder, a join file of a bucket, or the URL of one."""
+    scheme, separator, _ = join.partition("://")
+    if separator:
+        return scheme in BUCKETS
+    if not _FILE.fullmatch(join) or Path(join).suffix == ".txt":
+        return False
+    with suppress(OSError, ValueError):
+        return not _JOIN.fullmatch(Path(join).read_text().strip())
+    return True
+
+
+def run_of(join: str) -> str:
+    """Return a short id of the run that `islands.join` names, without a password."""
+    if not is_location(join):
+        return Join.parse(join).run
+    path = Path(join).expanduser()
+    place = read_join_file(path).location if path.is_file() else join
+    if "://" not in place:
+        place = str(path.absolute())
+    return f"store-{hashlib.sha256(place.encode()).hexdigest()[:8]}"
 
 
 def own_loop_settings(islands: Islands, config: DiLoCoConfig) -> tuple[Islands, DiLoCoConfig]:

@@ -7,6 +7,7 @@ run has the bits of one job.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -105,13 +106,7 @@ def merge(
     weight = sum(weight for _, weight in counted)
     optimizer = outer_optimizer(settings)
     if weight != weight_of_all and weight_of_all:
-        optimizer = OuterOptimizer(
-            optimizer.name,
-            optimizer.lr * (weight / weight_of_all),
-            optimizer.momentum,
-            optimizer.beta2,
-            optimizer.epsilon,
-        )
+        optimizer = replace(optimizer, lr=optimizer.lr * (weight / weight_of_all))
     delta = after.theta  # the step replaces the mean with the next Theta
     mean = Mean(layout.shapes, delta)
     for content, own in counted:

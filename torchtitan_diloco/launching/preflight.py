@@ -14,7 +14,7 @@ from torchtitan_diloco.config.schema import WORKER_FIELD
 from torchtitan_diloco.data.corpus import find_corpus, own_name
 from torchtitan_diloco.data.hub import HUGGING_FACE_PREFIX
 from torchtitan_diloco.data.tokenizer import USUAL, build_tokenizer
-from torchtitan_diloco.islands.config import Join, local_names
+from torchtitan_diloco.islands.config import local_names, run_of
 from torchtitan_diloco.store.location import check_location, is_bucket
 
 MLFLOW_SERVER = "MLFLOW_TRACKING_URI"
@@ -69,7 +69,7 @@ def missing(config: Config) -> Iterator[str]:
 
         yield from _tried(find_server)
     if config.islands.join:
-        yield from _tried(Join.parse, config.islands.join)
+        yield from _tried(run_of, config.islands.join)
     yield from _missing_interfaces(config)
     yield from _tried(_check_folder, config)
     yield from files

@@ -1,0 +1,89 @@
+"""The trainer on islands in a folder: the command of the syncer, and those of two islands."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+from tests.components.test_resume import last
+from tests.conftest import REPOSITORY
+from tests.islands.by_hand import newest
+from tests.islands.test_run import SETTINGS
+from tests.islands.test_syncing import sync
+from torchtitan_diloco.components.checkpoint_folder import read_manifest
+
+PATIENCE = 240.0
+
+
+def island(folder: Path, name: str, **more: object) -> "subprocess.Popen[str]":
+    """Start an island of the trainer."""
+    settings = {key: value for key, value in SETTINGS.items() if key != "islands.local"}
+    settings |= {
+        "islands.join": folder / "store",
+        "islands.name": name,
+        "islands.begin": 2,
+        "run.folder": folder / name,
+        "islands.grace_seconds": 1,
+    }
+    settings |= {key.replace("__", "."): value for key, value in more.items()}
+    words = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
+    command = [sys.executable, "-m", "torchtitan_diloco", "train", "--config", "debug", *words]
+    return subprocess.Popen(
+        command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def end_of(process: "subprocess.Popen[str]") -> str:
+    output, _ = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0, output
+    return output
+
+
+def steps_of(folder: Path, name: str) -> int:
+    """Return the last step in the records of an island."""
+    files = list((folder / name).glob("worker-0/metrics.jsonl"))
+    lines = files[0].read_text().splitlines() if files else []
+    return max((json.loads(line).get("step", 0) for line in lines if line.endswith("}")), default=0)
+
+
+def test_islands_stop_are_killed_and_go_on(tmp_path: Path) -> None:
+    """Both stop in order; then one is killed, and the other trains on."""
+    more = {"metrics__log_every": 1, "checkpoint__every": 10, "training__steps": 120}
+    with sync(tmp_path / "store", tmp_path / "scratch") as syncer, ExitStack() as started:
+
+        def start(name: str, **changed: object) -> "subprocess.Popen[str]":
+            process = island(tmp_path, name, **(more | changed))
+            started.callback(process.kill)
+            return process
+
+        for output in map(end_of, [start(name, training__stop_after=20) for name in "ab"]):
+            assert "has slot" in output
+        decision = newest(tmp_path / "store")
+        assert not decision.ended
+        assert decision.owners() == [], "both have left"
+        assert not any(ledger.lost for slot in decision.slots for ledger in slot.ledgers)
+        first, second = start("a"), start("b")
+        until = time.monotonic() + PATIENCE
+        while steps_of(tmp_path, "b") < 35:
+            assert second.poll() is None
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        second.send_signal(signal.SIGKILL)
+        second.wait()
+        again = start("b")
+        assert "run 100 %" in end_of(first)
+        output, _ = again.communicate(timeout=PATIENCE)
+        assert again.returncode == 0 or "has ended after" in output, output
+        assert syncer.wait(PATIENCE) == 0
+    decision = newest(tmp_path / "store")
+    assert decision.ended
+    assert decision.stopped
+    assert read_manifest(last(tmp_path / "a")).step >= 60
+    total = decision.settings.total_tokens
+    for number, shared in enumerate(decision.fragments):
+        samples = sum(slot.ledgers[number].taken for slot in decision.slots)
+        lost = sum(slot.ledgers[number].lost for slot in decision.slots)
+        assert shared.clock == (samples - lost) * decision.settings.tokens_per_sample >= total

@@ -1,0 +1,122 @@
+"""What an island brings to a run: its settings, what must be equal, its copies and checkpoint."""
+
+import hashlib
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from torchtitan_diloco.base.user import UserError
+from torchtitan_diloco.diloco.config import DiLoCoConfig
+from torchtitan_diloco.diloco.fragments import Fragment, describe_layout
+from torchtitan_diloco.diloco.outer_state import OuterState
+from torchtitan_diloco.islands.config import Islands
+from torchtitan_diloco.islands.layout import Layout, hexadecimal, shapes_of
+from torchtitan_diloco.islands.payload import Header, encode, memory_of
+from torchtitan_diloco.islands.runs import Run
+from torchtitan_diloco.islands_store.checkpoint import Saved
+from torchtitan_diloco.islands_store.founding import Founding
+from torchtitan_diloco.islands_store.names import founding_name
+from torchtitan_diloco.islands_store.settings import RATES, Settings
+
+
+def settings_of(
+    config: DiLoCoConfig,
+    islands: Islands,
+    kind: str,
+    *,
+    total_tokens: int,
+    tokens_per_step: int,
+    samples_per_step: int,
+    facts: Mapping[str, str],
+) -> Settings:
+    """Return the settings of a run that this island founds. `kind`: that of the store."""
+    outer = config.outer_optimizer
+    rates = RATES[kind]
+    return Settings(
+        sync_every=config.sync_every,
+        delay=config.overlap.delay,
+        total_tokens=total_tokens,
+        slots=islands.slots,
+        start_with=islands.begin,
+        streams=islands.slots,
+        block=samples_per_step,
+        tokens_per_sample=-(-tokens_per_step // samples_per_step),
+        mixing=config.overlap.mixing,
+        mixing_end=config.overlap.mixing_end,
+        outer_optimizer=outer.name,
+        outer_lr=outer.lr,
+        outer_numbers={
+            "momentum": outer.momentum,
+            "beta2": outer.beta2,
+            "epsilon": outer.epsilon,
+        },
+        codec=config.quantization.codec,
+        block_size=config.quantization.block_size,
+        grace=max(rates.grace, islands.grace_seconds),
+        slot_seconds=islands.slot_seconds or 1e-3,
+        norm_limit=config.delta_norm_limit,
+        copies_every=rates.copies_every,
+        commit_seconds=rates.commit_seconds,
+        poll_seconds=rates.poll_seconds,
+        facts=dict(facts),
+    )
+
+
+def facts_of(fragments: Sequence[Fragment], facts: Mapping[str, str]) -> dict[str, str]:
+    """Return what must be equal on all islands: the model, and what the caller adds."""
+    found = {"model": "\n".join(describe_layout(fragments)), **facts}
+    return {key.replace(" ", "-"): _short(value) for key, value in found.items()}
+
+
+def _short(value: str) -> str:
+    """Return the value, or its hash if it is no name of the rules."""
+    fits = re.fullmatch(r"[\x21-\x7e]{1,100}", value)
+    return value if fits else hashlib.sha256(value.encode()).hexdigest()[:16]
+
+
+def checksum_of(state: OuterState, layout: Layout) -> str:
+    """Return the checksum of P of a fragment on an island with one rank."""
+    return hexadecimal(layout.checksum(state.outer))
+
+
+def new_founding(states: Sequence[OuterState], settings: Settings) -> Founding:
+    """Return a founding of a new run with these copies P."""
+    layouts = [Layout(shapes_of(state.fragment)) for state in states]
+    pairs = zip(states, layouts, strict=True)
+    return Founding(
+        run=f"run-{secrets.token_hex(4)}",
+        settings=settings,
+        shapes=[list(layout.shapes) for layout in layouts],
+        checksums=[checksum_of(state, layout) for state, layout in pairs],
+    )
+
+
+def store_copies(run: Run, incarnation: str, states: Sequence[OuterState]) -> bool:
+    """Store the copies of a founder. Return whether all hold them now."""
+    return all(
+        run.large.create(
+            founding_name(incarnation, number),
+            memory_of(encode(state.outer, Header())),
+            resume=True,
+        )
+        for number, state in enumerate(states)
+    )
+
+
+def read_saved(text: str) -> Saved | None:
+    """Return what a checkpoint of an island contains about its run, or None if it is of a job."""
+    if not text:
+        return None
+    try:
+        return msgspec.json.decode(text.encode(), type=Saved)
+    except msgspec.DecodeError as error:
+        raise UserError(
+            f"the checkpoint belongs to a run of islands on a NATS server ({error}): continue "
+            "there, or give another run.folder"
+        ) from error
+
+
+def write_saved(saved: Saved | None) -> str:
+    return "" if saved is None else msgspec.json.encode(saved).decode()

@@ -1,0 +1,421 @@
+"""First rank of an island: threads around the rules of an island (islands_store/island.py).
+
+| thread | task |
+|---|---|
+| read | reads decisions |
+| note | writes the note, each second and after changes |
+| download | fetches versions and copies, and prepares the next P of a fragment |
+| upload | stores parts, and deletes those that are decided |
+
+The training thread asks between two steps what to do (`decide`). All use the machine under the lock
+of one condition, which is notified after each change.
+
+The buffer `delta` of a fragment has two uses: the own delta, until it is encoded, and the next P,
+until it is applied. `Claim` says which. A send that is due wins: a download is then prepared again
+from its bytes.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
+from enum import Enum
+from queue import Empty, SimpleQueue
+from typing import NamedTuple
+
+from torch import Tensor
+
+from torchtitan_diloco.base.log import logger
+from torchtitan_diloco.diloco.outer_state import OuterState
+from torchtitan_diloco.diloco.witness import STILL_SECONDS
+from torchtitan_diloco.islands.founding import store_copies
+from torchtitan_diloco.islands.layout import Layout, hexadecimal
+from torchtitan_diloco.islands.payload import HEADER_BYTES, decode, memory_of, read_header
+from torchtitan_diloco.islands.runs import Decisions, Run
+from torchtitan_diloco.islands_store.commit import CallFailedError
+from torchtitan_diloco.islands_store.fields import MalformedError
+from torchtitan_diloco.islands_store.founding import encode_founding
+from torchtitan_diloco.islands_store.fragment import Apply, Boundary
+from torchtitan_diloco.islands_store.island import Island
+from torchtitan_diloco.islands_store.names import ISLAND, Object, founding_name, part_name
+from torchtitan_diloco.islands_store.note import Gauges, Part
+from torchtitan_diloco.islands_store.settings import RATES
+from torchtitan_diloco.store import AwayError, DamagedError, FullError, Kind
+
+BEAT = 1.0
+"""Seconds between two notes without a change."""
+LEAST_PAUSE = {Kind.FOLDER: 0.02, Kind.NEAR: 0.05, Kind.CLOUD: 1.0}
+"""Minimum seconds between two notes: a bucket of a provider takes one write a second of a name."""
+LOOK = 0.1
+"""Longest single wait of training, because a thread may have failed in the meantime."""
+AGAIN_SECONDS = 0.5
+"""Seconds after which a failed transfer is repeated."""
+LINES = 8
+
+
+class Claim(Enum):
+    """Use of the buffer `delta` of a fragment."""
+
+    FREE = "free"
+    SENDING = "sending"
+    PREPARING = "preparing"
+    PREPARED = "prepared"
+
+
+class _ClaimedError(Exception):
+    """A send needs the buffer."""
+
+
+class _ClosedError(Exception):
+    """The island ends."""
+
+
+class Prepared(NamedTuple):
+    """The next P of a fragment, in its buffer."""
+
+    source: Object
+    at: float
+    """Time of `time.perf_counter` since when it is there."""
+    size: int
+    """Bytes that were downloaded."""
+
+
+class Link:
+    def __init__(
+        self,
+        run: Run,
+        machine: Island,
+        states: Sequence[OuterState],
+        layouts: Sequence[Layout],
+    ) -> None:
+        self.run = run
+        self.machine = machine
+        self.gauges: Callable[[], Gauges] = Gauges
+        """Returns values for users, for the next note."""
+        self.read_at = time.monotonic()
+        """Time at which the store was last read."""
+        self._states = states
+        self._layouts = layouts
+        self._changed = threading.Condition()
+        self._claims = [Claim.FREE] * len(states)
+        self._sends = set[int]()
+        """Fragments whose buffer a send waits for."""
+        self._prepared = dict[int, Prepared]()
+        self._is_note_due = threading.Event()
+        self._uploads = SimpleQueue[tuple[Part, Tensor | None]]()
+        self._closed = threading.Event()
+        self._failure: BaseException | None = None
+        self._said = 0
+        self._is_founding_stored = False
+        self._are_copies_stored = False
+        bodies = (self._read, self._write_notes, self._download, self._upload)
+        self._threads = [
+            threading.Thread(
+                target=self._guard, args=(body,), name=f"island{body.__name__}", daemon=True
+            )
+            for body in bodies
+        ]
+
+    # --- its life ---------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def check(self) -> None:
+        """Raise the error of a thread."""
+        if self._failure is not None:
+            raise self._failure
+
+    def close(self, *, deletes_note: bool) -> None:
+        """End the threads. `deletes_note`: whether this island has left in order."""
+        self._closed.set()
+        self._is_note_due.set()
+        with self._changed:
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join(timeout=5.0)
+        if deletes_note:
+            with suppress(AwayError):  # the syncer deletes it later
+                self.run.brief.delete(ISLAND + self.machine.incarnation)
+        self.run.close()
+
+    def _guard(self, body: Callable[[], None]) -> None:
+        try:
+            body()
+        except _ClosedError:
+            pass
+        except BaseException as error:
+            if not self._closed.is_set():
+                self._failure = error
+                with self._changed:
+                    self._changed.notify_all()
+
+    def _sleep(self, seconds: float) -> None:
+        if self._closed.wait(seconds):
+            raise _ClosedError
+
+    def _notify(self) -> None:
+        """Wake the other threads. Hold the lock."""
+        self._is_note_due.set()
+        self._changed.notify_all()
+
+    # --- training thread --------------------------------------------------------------------------
+
+    def finish_step(
+        self, samples: int, tokens: int, seconds: float, reset: Collection[int] = ()
+    ) -> None:
+        """Count a step, and the fragments that were reset after it or before."""
+        with self._changed:
+            self.machine.finish_step(samples, tokens, seconds)
+            for fragment in reset:
+                self.machine.on_reset(fragment)
+            self._notify()
+
+    def decide(self, *, wait: bool = True) -> Boundary:
+        """Return what to do next, after waiting for it. Carry it out, and call this again.
+
+        Return without anything to do if a step is next, if the island is over, and now and then
+        while it waits, so that the caller can look for failures.
+        """
+        began = time.monotonic()
+        with self._changed:
+            while True:
+                self.check()
+                now = time.monotonic()
+                due = self.machine.boundary(now)
+                for send in due.sends:
+                    self._claim_for_send(send.part.fragment)
+                self._say_news()
+                is_next = due.is_training and due.waits_until is None
+                if due.applies or due.sends or is_next or self.machine.ending or not wait:
+                    return due
+                if now - began > STILL_SECONDS:
+                    return due
+                self._is_note_due.set()
+                left = LOOK if due.waits_until is None else min(LOOK, due.waits_until - now)
+                self._changed.wait(max(0.0, left))
+
+    def _claim_for_send(self, fragment: int) -> None:
+        """Claim the buffer of a fragment for its delta. Hold the lock."""
+        self._sends.add(fragment)
+        while self._claims[fragment] is Claim.PREPARING:
+            self._changed.wait(LOOK)
+        self._sends.discard(fragment)
+        assert fragment not in self._prepared, "a version is applied before the next send"
+        self._claims[fragment] = Claim.SENDING
+
+    def copy_for(self, apply: Apply) -> tuple[Tensor, Prepared | None]:
+        """Return the copy to apply, and its download, if it is not the P that is there already."""
+        state = self._states[apply.fragment]
+        if apply.source is None:
+            return state.outer, None
+        prepared = self._prepared[apply.fragment]
+        assert prepared.source == apply.source
+        return state.delta, prepared
+
+    def on_applied(self, apply: Apply) -> None:
+        """A copy was applied: compare the checksum of P, and free the buffer."""
+        state = self._states[apply.fragment]
+        checksum = hexadecimal(self._layouts[apply.fragment].checksum(state.outer))
+        with self._changed:
+            if apply.source is not None:
+                self._free(apply.fragment)
+            self.machine.on_checksum(apply.fragment, apply.version, checksum)
+            if self.machine.fragments[apply.fragment].is_wrong:
+                self._free(apply.fragment)  # what was prepared has a wrong base
+            self._notify()
+
+    def _free(self, fragment: int) -> None:
+        self._prepared.pop(fragment, None)
+        self._claims[fragment] = Claim.FREE
+
+    def leave(self) -> None:
+        with self._changed:
+            self.machine.leave()
+            self._notify()
+
+    def enter_phase(self, position: int) -> None:
+        with self._changed:
+            self.machine.enter_phase(position)
+            self._notify()
+
+    # --- background thread ------------------------------------------------------------------------
+
+    def store(self, part: Part, payload: Tensor | None) -> None:
+        """Upload an encoded part, or declare that it is not finite (None)."""
+        with self._changed:
+            self._free(part.fragment)
+            self._notify()
+        self._uploads.put((part, payload))
+
+    # --- own threads ------------------------------------------------------------------------------
+
+    def _say_news(self) -> None:
+        news = self.machine.news[self._said :]
+        del self.machine.news[:-LINES]  # the rules repeat none of the last ones
+        self._said = len(self.machine.news)
+        for line in news:
+            logger.info(f"island {self.machine.incarnation.partition('/')[0]}: {line}")
+
+    def _read(self) -> None:
+        decisions = Decisions(self.run)
+        seconds = RATES[self.run.store.kind].poll_seconds
+        while True:
+            try:
+                decision = decisions.next()
+            except (CallFailedError, MalformedError):
+                self._sleep(seconds)  # the store says so
+                continue
+            self.read_at = time.monotonic()
+            if decision is not None:
+                seconds = decision.settings.poll_seconds
+                with self._changed:
+                    self.machine.on_decision(decision, time.monotonic())
+                    self._notify()
+            elif decisions.is_empty:
+                with self._changed:
+                    self.machine.on_empty()
+            self._sleep(seconds)
+
+    def _write_notes(self) -> None:
+        pause = LEAST_PAUSE[self.run.store.kind]
+        name = ISLAND + self.machine.incarnation
+        while True:
+            self._is_note_due.wait(BEAT)
+            self._is_note_due.clear()
+            with self._changed:
+                content = self.machine.note(self.gauges())
+            try:
+                self.run.brief.replace(name, content, durable=False)
+            except (AwayError, FullError):
+                self._is_note_due.set()
+            self._sleep(pause)
+
+    def _download(self) -> None:
+        while True:
+            with self._changed:
+                stored = next(
+                    (
+                        one
+                        for one in self.machine.wanted()
+                        if self._claims[one.fragment] is not Claim.PREPARED
+                    ),
+                    None,
+                )
+                if stored is None:
+                    self._changed.wait(LOOK)
+                    if self._closed.is_set():
+                        return
+                    continue
+            most = HEADER_BYTES + 4 * self._layouts[stored.fragment].values
+            try:
+                content = self.run.large.get(stored.name, most)
+            except (AwayError, DamagedError) as error:
+                logger.warning(f"{error}; trying again")
+                self._sleep(AGAIN_SECONDS)
+                continue
+            if content is None:  # not visible yet, or old: look at the next decision
+                self._sleep(LOOK)
+                continue
+            self._prepare(stored, content)
+
+    def _prepare(self, stored: Object, content: bytearray) -> None:
+        """Write the next P of a fragment to its buffer, unless it is no longer wanted."""
+        state = self._states[stored.fragment]
+        replaces = read_header(content).codec == "fp32"
+        while True:
+            with self._changed:
+                while self._is_needed_by_send(stored.fragment):
+                    self._changed.wait(LOOK)
+                    if self._closed.is_set():
+                        raise _ClosedError
+                if stored not in self.machine.wanted():
+                    return
+                self._claims[stored.fragment] = Claim.PREPARING
+            is_whole = True
+            try:
+                with state.background(state.moment()):
+                    state.prepare(self._pieces(stored.fragment, content), replaces=replaces)
+            except _ClaimedError:
+                is_whole = False
+            with self._changed:
+                self._free(stored.fragment)
+                self._changed.notify_all()
+                if not is_whole or stored.fragment in self._sends:
+                    continue
+                if stored not in self.machine.wanted():
+                    return
+                self._claims[stored.fragment] = Claim.PREPARED
+                now = time.perf_counter()
+                self._prepared[stored.fragment] = Prepared(stored, now, len(content))
+                self.machine.on_held(stored, time.monotonic())
+                self._notify()
+            return
+
+    def _is_needed_by_send(self, fragment: int) -> bool:
+        return self._claims[fragment] is Claim.SENDING or fragment in self._sends
+
+    def _pieces(self, fragment: int, content: bytearray) -> Iterator[Tensor]:
+        """Yield the values of a version, until a send needs the buffer."""
+        device = self._states[fragment].outer.device
+        for piece in decode(content, [self._states[fragment].values]):
+            if fragment in self._sends:
+                raise _ClaimedError
+            yield piece.values.to(device)
+
+    def _upload(self) -> None:
+        while True:
+            if self.machine.may_found or self.machine.is_founder:
+                self._found()
+            try:
+                part, payload = self._uploads.get(timeout=LOOK)
+            except Empty:
+                self._sleep(0.0)
+                self._collect_garbage()
+                continue
+            size = 0
+            if payload is not None:
+                name = part_name(self.machine.incarnation, part.fragment, part.number)
+                content = memory_of(payload)
+                size = len(content)
+                while not self._try(lambda: self.run.large.create(name, content, resume=True)):  # noqa: B023
+                    self._sleep(AGAIN_SECONDS)
+            with self._changed:
+                now = time.monotonic()
+                self.machine.on_stored(part, size, now, is_finite=payload is not None)
+                self._notify()
+
+    def _found(self) -> None:
+        """Store the founding, and the copies once this island is the founder."""
+        founding = self.machine.founds
+        assert founding is not None
+        if not self._is_founding_stored:
+            name = founding_name(self.machine.incarnation)
+            content = encode_founding(founding)
+            self._is_founding_stored = self._try(lambda: self.run.store.create(name, content))
+        if self.machine.is_founder and not self._are_copies_stored:
+            self._are_copies_stored = self._try(
+                lambda: store_copies(self.run, self.machine.incarnation, self._states)
+            )
+
+    def _collect_garbage(self) -> None:
+        with self._changed:
+            names = self.machine.take_garbage() if self.machine.fragments else []
+        for name in names:
+            with suppress(AwayError):  # the syncer deletes it later
+                self.run.large.delete(name)
+
+    def _try(self, call: Callable[[], bool]) -> bool:
+        """Return whether a call has succeeded. It is to be repeated otherwise."""
+        try:
+            assert call(), "another process writes the objects of this one"
+        except (AwayError, FullError) as error:
+            logger.warning(f"{error}; trying again")
+            return False
+        return True
+
+    @property
+    def away_seconds(self) -> float:
+        """Seconds since the store was last read."""
+        return max(0.0, time.monotonic() - self.read_at)
