@@ -443,8 +443,8 @@ def check_port(host: str, port: int) -> None:
         socket.create_server((host, port), family=family).close()
     except OSError as error:
         raise UserError(
-            f"--host {host} --port {port}: {error.strerror}; give a free port, and an address of "
-            "this machine"
+            f"--host {host} --port {port}: {os.strerror(error.errno or 0)}; give a free port, and "
+            "an address of this machine"
         ) from error
 
 
