@@ -65,10 +65,14 @@ class Serving:
     @property
     def weed(self) -> int:
         """Process id of SeaweedFS."""
+        (found,) = self.children("-s3.config=")
+        return found
+
+    def children(self, word: str) -> list[int]:
+        """Return its processes that were started with a word."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
         running = [int(word) for word in children.split()]
-        (found,) = [pid for pid in running if Path(f"/proc/{pid}/exe").readlink().name == "weed"]
-        return found
+        return [pid for pid in running if word in Path(f"/proc/{pid}/cmdline").read_text()]
 
     def join_file(self, login: str) -> Path:
         return self.folder / f"join-{login}.toml"
@@ -97,7 +101,8 @@ def serving(folder: Path, *arguments: object) -> Iterator[Serving]:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     folder = tmp_path_factory.mktemp("served") / "bucket"
-    with serving(folder, "--address", "127.0.0.1", "--port", free_port()) as found:
+    flags = ["--address", "127.0.0.1", "--port", free_port(), "--no-syncer"]
+    with serving(folder, *flags) as found:
         found.site()
         yield found
 
@@ -330,11 +335,26 @@ def test_seaweedfs_is_killed_and_returns(server: Serving) -> None:
         store.close()
 
 
+def test_a_killed_syncer_is_started_again(tmp_path: Path) -> None:
+    flags = ["--address", "127.0.0.1", "--port", free_port()]
+    with serving(tmp_path / "bucket", *flags) as server:
+        server.read_to("the syncer decides for the run in ")
+        wait_until(lambda: server.children("--scratch"), "the syncer")
+        (killed,) = server.children("--scratch")
+        os.kill(killed, signal.SIGKILL)
+        server.read_to("the syncer ended with code -9; starting it again in 1 s")
+        wait_until(lambda: server.children("--scratch") not in ([], [killed]), "the next syncer")
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_nothing_is_left_behind(tmp_path: Path, number: signal.Signals) -> None:
-    folder, port = tmp_path / "bucket", free_port()
-    with serving(folder, "--address", "127.0.0.1", "--port", port, "--host", "127.0.0.1") as first:
+    folder = tmp_path / "bucket"
+    flags = ["--address", "127.0.0.1", "--port", free_port(), "--host", "127.0.0.1"]
+    with serving(folder, *flags) as first:
+        first.read_to("the syncer decides for the run in ")
         weed = first.weed
+        wait_until(lambda: first.children("--scratch"), "the syncer")
+        started = [weed, *first.children("--scratch")]
         numbers = [each.number for each in listening_ports(weed)]
         assert main(["serve", str(folder)]) == USER_ERROR, "the folder is served"
         store = open_store(first.join_file("owner"), writes=None, quiet=True)
@@ -342,7 +362,8 @@ def test_nothing_is_left_behind(tmp_path: Path, number: signal.Signals) -> None:
         first.process.send_signal(number)
         assert first.wait() == (0 if number == signal.SIGTERM else -number)
         store.close()
-    wait_until(lambda: not Path(f"/proc/{weed}").exists(), "the end of SeaweedFS")
+    for process in started:
+        wait_until(lambda pid=process: not Path(f"/proc/{pid}").exists(), "the end of a child")
     if number == signal.SIGKILL:
         return
     left = [
@@ -351,7 +372,7 @@ def test_nothing_is_left_behind(tmp_path: Path, number: signal.Signals) -> None:
         if path.stem.rpartition("-")[2] in map(str, numbers)
     ]
     assert left == []
-    again = ["--address", "localhost", "--port", free_port()]
+    again = ["--no-syncer", "--address", "localhost", "--port", free_port()]
     with serving(folder, *again) as second:
         assert f"https://localhost:{again[-1]}" in second.said[-1]
         store = open_store(second.join_file("owner"), writes=None, quiet=True)
@@ -399,7 +420,8 @@ def test_mistakes_are_one_line_with_a_remedy(
         flags = [*here, "--host", "127.0.0.1", "--port", port]
         line = f"error: --host 127.0.0.1 --port {port}: Address already in use; give a free port"
         assert error_of(capsys, "serve", new, *flags).startswith(line)
-    assert tomllib.loads((new / "join-owner.toml").read_text())["endpoint"].endswith(":8333")
+    assert not (new / "join-owner.toml").exists()
+    assert str(port) not in (new / "serve.json").read_text(), "what failed is not kept"
     for site in ("owner", "syncer", "anonymous", "a.b", "a/b", "-a", ""):
         assert f"site {site!r}: give a name" in error_of(capsys, "site", new, "--", site)
     assert "there is no site 'lab'; there are: none" in error_of(

@@ -1,8 +1,9 @@
-"""Bucket of one's own: SeaweedFS with TLS and a login for each site, in a folder.
+"""Bucket of one's own: SeaweedFS with TLS and a login for each site, in a folder, and the syncer.
 
-Only the S3 port is meant for others. All other ports of SeaweedFS are on the loopback, except that
-of its S3 gRPC, which listens where S3 does; without a key that is made anew at each start, none of
-them answers more than its status.
+Only the S3 port is for others. SeaweedFS's other ports are on the loopback, except that of gRPC of
+S3, which is on the addresses of S3. None of them answers more than a status without a key, which is
+made at each start: gRPC wants a certificate of the client, the HTTP of master and filer is off, and
+that of volumes wants a signature.
 """
 
 import os
@@ -17,6 +18,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -69,6 +71,8 @@ FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0
 """Pause before a process that has ended is started again, which doubles each time."""
 STOP_SECONDS = 3.0
 """SeaweedFS does not end on SIGTERM while it has connections."""
+SYNCER_SECONDS = 20.0
+"""Time for the syncer to publish what it merges when it is stopped."""
 STARTS = 3
 """Attempts to start SeaweedFS on ports that were free a moment before."""
 FIRST = "test-first"
@@ -142,11 +146,12 @@ class Child:
 
 
 class BucketServer:
-    """SeaweedFS in a folder, started again whenever it ends."""
+    """SeaweedFS in a folder and the syncer of its run, started again whenever they end."""
 
-    def __init__(self, folder: BucketFolder, weed: Path, say: Say) -> None:
+    def __init__(self, folder: BucketFolder, weed: Path, *, with_syncer: bool, say: Say) -> None:
         """`weed`: SeaweedFS's program. `say`: receives a line about what happens."""
         self.folder = folder
+        self.syncer = Child("the syncer", self._launch_syncer, say) if with_syncer else None
         self.seaweed = Child("SeaweedFS", self._launch, say, self._why)
         self._weed = weed
         self._say = say
@@ -178,9 +183,11 @@ class BucketServer:
             store.close()
 
     def keep_running(self) -> NoReturn:
-        """Start SeaweedFS again whenever it ends, and let it read the logins when they change."""
+        """Start what has ended again, and let SeaweedFS read the logins when they change."""
         is_ready = True
         while True:
+            if self.syncer is not None:
+                self.syncer.runs()
             time.sleep(LOOK_SECONDS)
             if not self.seaweed.runs():
                 is_ready = False
@@ -193,6 +200,8 @@ class BucketServer:
             self._watch_disk()
 
     def stop(self) -> None:
+        if self.syncer is not None:
+            self.syncer.stop(SYNCER_SECONDS)  # first, as it stores what it has merged
         self.seaweed.stop(STOP_SECONDS)
         self._remove_sockets()
 
@@ -251,6 +260,17 @@ class BucketServer:
                 process_group=0,  # Ctrl-C is for this process, which stops it
                 preexec_fn=_end_with_parent,
             )
+
+    def _launch_syncer(self) -> subprocess.Popen[bytes]:
+        location = self.folder.join_file(SYNCER)
+        scratch = self.folder.path / "syncer"
+        words = ["sync", str(location), "--stay", "--scratch", str(scratch)]
+        return subprocess.Popen(
+            [sys.executable, "-m", "torchtitan_diloco.islands", *words],
+            stdin=subprocess.DEVNULL,
+            process_group=0,
+            preexec_fn=partial(end_with_parent, signal.SIGTERM),
+        )
 
     def _flush_contents(self) -> None:
         """Let SeaweedFS flush each content to the disk before it says that it is stored."""
@@ -395,19 +415,35 @@ class BucketServer:
 
 
 def serve(
-    path: Path, *, address: str | None, host: str | None, port: int | None, say: Say
+    path: Path,
+    *,
+    address: str | None,
+    host: str | None,
+    port: int | None,
+    with_syncer: bool,
+    say: Say,
 ) -> NoReturn:
-    """Serve the bucket of a folder until a signal comes."""
+    """Serve the bucket of a folder until a signal comes.
+
+    `with_syncer`: decide for the run in it, too.
+    """
     check_cryptography()
     weed = find_weed()
     folder = open_folder(path, address=address, host=host, port=port)
     with folder.serving():
+        check_port(folder.settings.host, folder.settings.port)
         folder.save_settings()
-        server = BucketServer(folder, weed, say)
+        server = BucketServer(folder, weed, with_syncer=with_syncer, say=say)
         try:
             say(f"starting SeaweedFS in {folder.path}")
             server.start()
-            say(f"the bucket {BUCKET} is at {folder.endpoint}")
+            say(
+                f"the bucket {BUCKET} is at {folder.endpoint}; join files: "
+                f"{folder.join_file(OWNER)} of its owner, and those of the sites "
+                f"({', '.join(folder.sites()) or 'none'})"
+            )
+            if with_syncer:
+                say(f"the syncer decides for the run in {folder.join_file(SYNCER)}")
             server.keep_running()
         finally:
             server.stop()
