@@ -72,7 +72,9 @@ class Serving:
         """Return its processes that were started with a word."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
         running = [int(word) for word in children.split()]
-        return [pid for pid in running if word in Path(f"/proc/{pid}/cmdline").read_text()]
+        with suppress(FileNotFoundError):  # one has just ended
+            return [pid for pid in running if word in Path(f"/proc/{pid}/cmdline").read_text()]
+        return []
 
     def join_file(self, login: str) -> Path:
         return self.folder / f"join-{login}.toml"
