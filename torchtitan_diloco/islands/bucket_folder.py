@@ -366,6 +366,7 @@ def make_certificate(
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes
     from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.x509.oid import ExtendedKeyUsageOID
 
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
@@ -383,7 +384,7 @@ def make_certificate(
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), False)
     )
     if by is not None:
-        usages = [x509.ExtendedKeyUsageOID.SERVER_AUTH, x509.ExtendedKeyUsageOID.CLIENT_AUTH]
+        usages = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
         builder = builder.add_extension(x509.ExtendedKeyUsage(usages), False)
     if hosts:
         names = [_host_name(host.strip("[]")) for host in sorted(hosts)]
