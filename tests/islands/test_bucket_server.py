@@ -22,13 +22,14 @@ from tests.conftest import REPOSITORY
 from tests.islands.servers import free_port, wait_until
 from torchtitan_diloco.base.user import USER_ERROR, UserError
 from torchtitan_diloco.islands.__main__ import main
+from torchtitan_diloco.islands.seaweed import find_weed
 from torchtitan_diloco.islands_store import names
 from torchtitan_diloco.store import LargeObjects, RefusedError, open_store
 
-pytest.importorskip("cryptography")
-weed = pytest.importorskip("torchtitan_diloco.islands.bucket_server", exc_type=ImportError)
+for module in ("cryptography", "obstore"):
+    pytest.importorskip(module)
 try:
-    weed.find_weed()
+    find_weed()
 except UserError as error:
     pytest.skip(str(error), allow_module_level=True)
 

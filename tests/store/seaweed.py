@@ -130,7 +130,7 @@ class SeaweedServer:
 
 def _find_weed() -> Path:
     """Return the program, or skip the test."""
-    from torchtitan_diloco.islands.bucket_server import find_weed
+    from torchtitan_diloco.islands.seaweed import find_weed
 
     try:
         return find_weed()
