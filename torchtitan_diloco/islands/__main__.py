@@ -127,6 +127,11 @@ def _parser() -> argparse.ArgumentParser:
 def _add_server_arguments(parser: Parser) -> None:
     bucket = parser.add_argument_group("a bucket of your own (in development; see docs/islands.md)")
     bucket.add_argument("bucket", nargs="?", type=Path, metavar="FOLDER", help="its folder")
+    bucket.add_argument(
+        "--no-syncer",
+        action="store_true",
+        help="serve only a bucket, such as for checkpoint.mirror or for `islands sync` elsewhere",
+    )
     both = parser.add_argument_group("both")
     both.add_argument("--address", help="name or address that others connect to")
     both.add_argument("--host", help="address to listen on (default: 0.0.0.0; for IPv6, ::)")
@@ -187,7 +192,14 @@ def _serve_bucket(options: argparse.Namespace) -> NoReturn:
     except ImportError:
         raise UserError(f"install obstore: {install_command('islands')}") from None
     _exit_on_signals()
-    serve(options.bucket, address=options.address, host=options.host, port=options.port, say=say)
+    serve(
+        options.bucket,
+        address=options.address,
+        host=options.host,
+        port=options.port,
+        with_syncer=not options.no_syncer,
+        say=say,
+    )
 
 
 def _exit_on_signals() -> None:

@@ -71,6 +71,7 @@ class Identity(msgspec.Struct):
     name: str
     credentials: Annotated[list[Credential], Meta(min_length=1)]
     actions: list[str]
+    disabled: bool = False
 
 
 class Identities(msgspec.Struct):
@@ -128,9 +129,12 @@ class BucketFolder:
     # --- logins -----------------------------------------------------------------------------------
 
     def logins(self) -> dict[str, str]:
-        """Return the secret of each login."""
-        identities = self._read("identities.json", Identities).identities
-        return {each.name: each.credentials[0].secret_key for each in identities}
+        """Return the secret of each login that has not been revoked."""
+        return {
+            each.name: each.credentials[0].secret_key
+            for each in self._read("identities.json", Identities).identities
+            if not each.disabled
+        }
 
     def sites(self) -> list[str]:
         """Return the logins of sites."""
@@ -155,14 +159,19 @@ class BucketFolder:
                 names = ", ".join(self.sites()) or "none"
                 raise UserError(f"there is no site {site!r}; there are: {names}")
             if change == "revoke":
-                del logins[site]
-                write_identities(self.path, logins)
+                self._write_identity(revoked_identity(site))
                 path.unlink(missing_ok=True)
             else:
-                logins[site] = new_secret()
-                write_identities(self.path, logins)
-                self._write_join_file(site, logins[site])
+                secret = new_secret()
+                self._write_identity(identity_of(site, secret))
+                self._write_join_file(site, secret)
         return path
+
+    def _write_identity(self, identity: Identity) -> None:
+        """Add an identity, or replace that of the same name."""
+        known = self._read("identities.json", Identities).identities
+        others = [each for each in known if each.name != identity.name]
+        write_identities(self.path, [*others, identity])
 
     def _write_join_file(self, login: str, secret: str) -> None:
         content = {
@@ -274,7 +283,7 @@ def _fill(path: Path, settings: Settings) -> None:
     path.mkdir(parents=True, exist_ok=True)
     path.chmod(0o700)
     authority.write(path, "authority")
-    write_identities(path, {login: new_secret() for login in (OWNER, SYNCER)})
+    write_identities(path, [identity_of(login, new_secret()) for login in (OWNER, SYNCER)])
     write_secret(path / "serve.json", msgspec.json.encode(settings))
 
 
@@ -282,12 +291,21 @@ def new_secret() -> str:
     return secrets.token_urlsafe(30)
 
 
-def write_identities(path: Path, logins: dict[str, str]) -> None:
-    """Write the logins, with their secrets, into a folder, as SeaweedFS reads them."""
-    identities = [
-        Identity(login, [Credential(login, secret)], actions=actions_of(login))
-        for login, secret in logins.items()
-    ]
+def identity_of(login: str, secret: str) -> Identity:
+    return Identity(login, [Credential(login, secret)], actions=actions_of(login))
+
+
+def revoked_identity(login: str) -> Identity:
+    """Return the identity that takes a login its rights.
+
+    SeaweedFS keeps an identity that is missing when it reads them again. It is therefore given
+    another secret, which nobody has.
+    """
+    return Identity(login, [Credential(login, new_secret())], actions=[], disabled=True)
+
+
+def write_identities(path: Path, identities: list[Identity]) -> None:
+    """Write identities into a folder, as SeaweedFS reads them."""
     content = msgspec.json.encode(Identities(identities))
     write_secret(path / "identities.json", msgspec.json.format(content, indent=1))
 

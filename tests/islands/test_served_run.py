@@ -1,0 +1,40 @@
+"""Two islands over the bucket of one's own, whose syncer decides."""
+
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+import torch
+
+from tests.diloco.toy import config
+from tests.islands.by_hand import HandIsland, train
+from tests.islands.servers import free_port, wait_until
+from tests.islands.test_bucket_server import SITE, serving
+from torchtitan_diloco.islands.runs import Run
+from torchtitan_diloco.store import open_store
+
+STEPS = 36
+
+
+def test_islands_of_two_sites_train_over_a_bucket_of_ones_own(tmp_path: Path) -> None:
+    """The island of the owner founds the run, and that of a site, which may not, joins it."""
+    flags = ["--address", "127.0.0.1", "--port", free_port()]
+    with serving(tmp_path / "bucket", *flags) as server, ExitStack() as stack:
+        server.site()
+
+        def island(login: str, name: str) -> HandIsland:
+            store = open_store(server.join_file(login), writes=f"island/{name}/", quiet=True)
+            run = stack.enter_context(closing(Run(store, streams=2)))
+            return HandIsland(run, name, config(8, delay=1))
+
+        def is_founded() -> bool:
+            founder.look()
+            return not founder.decisions.is_empty
+
+        founder = island("owner", "owner")
+        wait_until(is_founded, "the first decision")
+        member = island(SITE, f"{SITE}.2")
+        train([founder, member], STEPS, [100, 100])
+        both = founder.versions.keys() & member.versions.keys()
+        assert max(version for _, version in both) > 3
+        for key in both:
+            assert torch.equal(founder.versions[key], member.versions[key]), key
