@@ -4,12 +4,12 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 
 import torch
-from torchtitan_diloco.islands.runs import Run
 
 from tests.diloco.toy import config
 from tests.islands.by_hand import HandIsland, train
 from tests.islands.servers import free_port, wait_until
 from tests.islands.test_bucket_server import SITE, serving
+from torchtitan_diloco.islands.runs import Run
 from torchtitan_diloco.store import open_store
 
 STEPS = 36
