@@ -437,6 +437,7 @@ def test_mistakes_are_one_line_with_a_remedy(
     assert "authority.pem or authority-key.pem cannot be read" in error_of(
         capsys, "serve", new, "--port", free_port()
     )
+    assert signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN
     (new / "serve.json").write_text("{")
     assert "serve.json is damaged" in error_of(capsys, "serve", new)
 

@@ -307,6 +307,7 @@ def serve(
                 say(f"the syncer decides for the run in {folder.join_file(SYNCER)}")
             server.keep_running()
         finally:
-            for number in STOP_SIGNALS:
-                signal.signal(number, signal.SIG_IGN)
+            handlers = {number: signal.signal(number, signal.SIG_IGN) for number in STOP_SIGNALS}
             server.stop()
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
