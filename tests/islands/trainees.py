@@ -34,9 +34,12 @@ class Trainee:
         saved: dict[str, Any] | None = None,
         step_seconds: float = 0.0,
         grace: float = 1.0,
+        found: bool = False,
         **options: Any,
     ) -> None:
-        islands = Islands(str(store), name, slots=slots, begin=begin, grace_seconds=grace)
+        islands = Islands(
+            str(store), name, slots=slots, begin=begin, grace_seconds=grace, found=found
+        )
         self.model = Net()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.02)
         self.peers = StorePeers(

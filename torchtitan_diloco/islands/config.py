@@ -56,6 +56,9 @@ class Islands(Section):
     action: Literal["note", "wait_less", "evict"] = "wait_less"
     """Strongest action of this island against one that is repeatedly late or wrong. note: report
     it. wait_less: let rounds close without it. evict: also vote to end it."""
+    found: bool = False
+    """Continue the run of the checkpoint in an empty folder or bucket, because its own is lost.
+    Otherwise, that is an error, as the location may only be wrong."""
     local: NotNegative = 0
     """Start a server and this number of islands on this machine, to try islands. 0: none."""
 

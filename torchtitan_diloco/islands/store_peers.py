@@ -92,7 +92,6 @@ class StorePeers(Peers, Witness):
         ranks: dist.ProcessGroup | None = None,
         liveness: Liveness | None = None,
         facts: Mapping[str, object] | None = None,
-        found: bool = False,
     ) -> None:
         """Open the store only in `join`.
 
@@ -104,7 +103,6 @@ class StorePeers(Peers, Witness):
             ranks: joins the ranks of this island on the CPU.
             liveness: watches these ranks.
             facts: other facts that must be equal on all islands, such as the data.
-            found: found a run in an empty location from the checkpoint, instead of an error.
         """
         check_class(islands, "islands", Islands)
         self.islands = islands
@@ -115,7 +113,6 @@ class StorePeers(Peers, Witness):
             raise UserError("islands in a store have one rank each: start each GPU as an island")
         self._liveness = liveness or Liveness(None)
         self._facts = {name: str(value) for name, value in (facts or {}).items()}
-        self._may_found = found
         self.gauges = Gauges()
         self._link: Link | None = None
         self._saved: Saved | None = None
@@ -202,7 +199,7 @@ class StorePeers(Peers, Witness):
             f"{name}/{secrets.token_hex(4)}",
             facts=facts,
             shapes=founding.shapes,
-            founds=founding if saved is None or self._may_found else None,
+            founds=founding if saved is None or self.islands.found else None,
             saved=saved,
         )
         link = Link(Run(store, self.config.link.streams), machine, self.states, self._layouts)

@@ -29,7 +29,7 @@ from torchtitan_diloco.base.process import STOP_SIGNALS
 from torchtitan_diloco.islands.lanes import Lanes
 from torchtitan_diloco.islands.runs import Run
 from torchtitan_diloco.islands.scratch import lock_folder
-from torchtitan_diloco.islands.tasks import FragmentTasks, OverError, TransferTasks
+from torchtitan_diloco.islands.tasks import FragmentTasks, OverError, Result, TransferTasks
 from torchtitan_diloco.islands_store.commit import CallFailedError, Outcome, StandBy, commit
 from torchtitan_diloco.islands_store.decision import Decision
 from torchtitan_diloco.islands_store.fields import MalformedError
@@ -236,12 +236,15 @@ class Term:
         if self._over.wait(seconds):
             raise OverError
 
-    def _deliver(self, call: Callable[[Syncer], None]) -> None:
-        """Pass a result to the machine."""
+    def _deliver(self, call: Callable[[Syncer], Result], /) -> Result:
+        """Call a function with the machine, and return its result. Raise an OverError if this term
+        is over."""
         with self._lock:
-            if not self._over.is_set():
-                call(self.machine)
+            if self._over.is_set():
+                raise OverError
+            result = call(self.machine)
         self._happened.set()
+        return result
 
     # --- decide -----------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias, TypeVar
+from typing import Protocol, TypeAlias, TypeVar
 
 from torchtitan_diloco.base.log import logger
 from torchtitan_diloco.diloco.arithmetic import slot_count
@@ -56,9 +56,15 @@ AGAIN_SECONDS = 1.0
 SPARE_BYTES = 4096
 """Bytes of an object in addition to its values."""
 
-Deliver: TypeAlias = Callable[[Callable[[Syncer], None]], None]
 Sleep: TypeAlias = Callable[[float], None]
 Result = TypeVar("Result")
+
+
+class Deliver(Protocol):
+    """Calls a function with the machine, and returns its result. Raises an OverError if the term is
+    over."""
+
+    def __call__(self, call: Callable[[Syncer], Result], /) -> Result: ...
 
 
 class OverError(Exception):
@@ -114,17 +120,9 @@ class FragmentTasks:
     def layout(self, fragment: int) -> Layout:
         return self.scratch.layouts[fragment]
 
-    def _state_of(self, machine: Syncer) -> Decision:
-        assert machine.state is not None
-        return machine.state
-
     def settings(self) -> Settings:
         """Return the settings of the run now."""
-        found = list[Settings]()
-        self._deliver(lambda machine: found.append(self._state_of(machine).settings))
-        if not found:
-            raise OverError
-        return found[0]
+        return self._deliver(lambda machine: _state_of(machine).settings)
 
     def do(self, job: Job) -> None:
         match job:
@@ -180,11 +178,7 @@ class FragmentTasks:
 
     def _load(self, job: Load) -> None:
         """Load the newest version, from the files of this machine or from the store."""
-        machine_state = list[Decision]()
-        self._deliver(lambda machine: machine_state.append(self._state_of(machine)))
-        if not machine_state:
-            raise OverError
-        [decision] = machine_state
+        decision = self._deliver(_state_of)
         shapes: list[Shapes] = [shared.shapes for shared in decision.fragments]
         scratch = self.open(decision.run, shapes, decision.settings)
         version = job.versions[-1].version if job.versions else job.copy.version
@@ -291,6 +285,11 @@ class FragmentTasks:
             _, state = self._contents.pop((stored.kind, stored.fragment, stored.version))
         if state is not None:
             self.scratch.release(state)
+
+
+def _state_of(machine: Syncer) -> Decision:
+    assert machine.state is not None
+    return machine.state
 
 
 class TransferTasks:
