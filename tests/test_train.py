@@ -136,7 +136,10 @@ def test_all_that_is_missing_is_listed_at_once(
         ("datasets", "c4"),
         ("nats-server", "islands"),
     ]
-    assert "\n  checkpoint.mirror: there is no kind of store ftp://: give a folder, a join" in error
+    assert (
+        "\n  checkpoint.mirror: ftp://host/run: there is no such kind of store; give a folder"
+        in error
+    )
     assert "password" not in error
     assert '\n  metrics.mlflow = "y": set MLFLOW_TRACKING_URI to the address of the' in error
     source = "--source hf:allenai/c4/en:train"

