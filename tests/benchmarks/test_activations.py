@@ -20,7 +20,7 @@ CONFIG = load_config(
     },
 )
 ROWS = 320
-"""Of the embedding, with the default tokenizer."""
+"""Rows of the embedding with the default tokenizer."""
 CPU = torch.device("cpu")
 
 

@@ -81,8 +81,8 @@ def test_validation_corpus_of_its_own(data: Data, tmp_path: Path, make_shards: M
 
 
 def test_a_text_of_few_pieces_has_one_held_out(data: Data, tmp_path: Path) -> None:
-    """Of three documents, and of one long document, the last piece. A single piece has no remedy
-    that another error takes back."""
+    """The last piece of three documents, or of one long document, is held out. A single piece
+    has no remedy that another error takes back."""
     texts = {"documents.jsonl": "".join(f'{{"text": "{one * 5}"}}\n' for one in "abc")}
     texts["long.txt"] = 3 * ("x" * (PIECE_CHARACTERS - 1) + "\n")
     texts["single.txt"] = "a b"

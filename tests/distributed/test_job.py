@@ -1,4 +1,4 @@
-"""What ranks leave in the store of their job, and what later starts and other ranks read there."""
+"""Ranks leave mistakes and starts in the store of their job, where others read them."""
 
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta

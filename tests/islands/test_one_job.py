@@ -16,7 +16,7 @@ from torchtitan_diloco.diloco import DiLoCoConfig
 
 STEPS = 100
 VERSIONS = 11
-"""Of each fragment: the first one after H steps and its offset."""
+"""Versions of each fragment; the first comes after H steps and its offset."""
 
 Versions = dict[tuple[int, int], Tensor]
 

@@ -25,7 +25,7 @@ class Liar:
     simulation: "Simulation"
     name: str
     samples: int = 1
-    """Of each part."""
+    """Samples of each part."""
     is_idle: bool = False
     """Whether it says that it has stopped, so that its parts open rounds at once."""
     faster: int = 1

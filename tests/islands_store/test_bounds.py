@@ -1,4 +1,4 @@
-"""What one island writes, or one login, is bounded: it harms nobody else and fills nothing."""
+"""Notes of one island or login are bounded: they harm no other island, and fill no decision."""
 
 import itertools
 
