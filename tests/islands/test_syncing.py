@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,9 @@ from tests.diloco.toy import config
 from tests.islands.by_hand import HandIsland, newest, open_run, syncer, train
 from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.islands.scratch import lock_folder
+from torchtitan_diloco.islands.tasks import FragmentTasks
+from torchtitan_diloco.islands_store.jobs import Load
+from torchtitan_diloco.islands_store.note import Part
 
 TOKENS = [100, 170]
 PATIENCE = 120.0
@@ -54,10 +58,6 @@ def equal_versions(pair: list[HandIsland]) -> None:
         assert torch.equal(one.outer, other.outer)
 
 
-@pytest.mark.xfail(
-    reason="islands that are out of phase may each wait for a part of the other, up to the grace",
-    run=False,
-)
 def test_a_run_ends_although_its_syncer_is_killed(tmp_path: Path) -> None:
     """Islands train on without it. The command ends with the run."""
     store = tmp_path / "store"
@@ -85,6 +85,33 @@ def test_a_run_ends_although_its_syncer_is_killed(tmp_path: Path) -> None:
         assert [one.lost for one in ledgers] == [0, 0]
         weights = sum(one.taken // 2 * TOKENS[slot] for slot, one in enumerate(ledgers))
         assert weights == after.fragments[0].clock, "all samples once"
+
+
+def test_a_part_is_fetched_before_its_fragment_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new syncer reads parts that have waited for it while it still loads the fragments."""
+    store = tmp_path / "store"
+    is_fetched = threading.Event()
+    load, keep_part = FragmentTasks._load, FragmentTasks.keep_part
+
+    def load_late(tasks: FragmentTasks, job: Load) -> None:
+        assert is_fetched.wait(PATIENCE)
+        load(tasks, job)
+
+    def keep(tasks: FragmentTasks, incarnation: str, part: Part, content: bytearray) -> None:
+        keep_part(tasks, incarnation, part, content)
+        is_fetched.set()
+
+    with open_run(store) as run:
+        pair = [HandIsland(run, name, config(0, delay=1)) for name in ("a", "b")]
+        with syncer(store, tmp_path / "scratch"):
+            train(pair, 12, TOKENS)
+        monkeypatch.setattr(FragmentTasks, "_load", load_late)
+        monkeypatch.setattr(FragmentTasks, "keep_part", keep)
+        with syncer(store, tmp_path / "scratch"):
+            train(pair, 20, TOKENS)
+        equal_versions(pair)
 
 
 def test_a_syncer_on_another_machine_makes_the_same_copies(tmp_path: Path) -> None:

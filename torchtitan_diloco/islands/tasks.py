@@ -114,8 +114,13 @@ class FragmentTasks:
 
     @property
     def scratch(self) -> Scratch:
-        assert self._scratch is not None
-        return self._scratch
+        """Return the scratch folder of the run. The first task opens it, which may be the fetch of
+        a part: a new syncer reads notes while it loads the fragments."""
+        if self._scratch is not None:
+            return self._scratch
+        decision = self._deliver(_state_of)
+        shapes: list[Shapes] = [shared.shapes for shared in decision.fragments]
+        return self.open(decision.run, shapes, decision.settings)
 
     def layout(self, fragment: int) -> Layout:
         return self.scratch.layouts[fragment]
@@ -178,9 +183,7 @@ class FragmentTasks:
 
     def _load(self, job: Load) -> None:
         """Load the newest version, from the files of this machine or from the store."""
-        decision = self._deliver(_state_of)
-        shapes: list[Shapes] = [shared.shapes for shared in decision.fragments]
-        scratch = self.open(decision.run, shapes, decision.settings)
+        scratch = self.scratch
         version = job.versions[-1].version if job.versions else job.copy.version
         state = scratch.find(job.fragment, version, job.checksum)
         if state is None:
