@@ -142,6 +142,36 @@ def test_malformed_values_for_users_silence_no_island() -> None:
         assert seen.vitals == Vitals()
 
 
+DEEP = b"[" * 100_000 + b"]" * 100_000
+"""JSON that is nested too deeply to be decoded."""
+
+
+def test_no_bytes_of_a_note_end_the_syncer() -> None:
+    desk = Desk(founded((A,)))
+    note = b'[%d,"",0,0,0,0.0,false,[],[%b],"",false,[],%b]'
+    for raw in (
+        DEEP,
+        b"",
+        b"\xff",
+        b'[2,"\xff"]',
+        note % (1, DEEP, b"[]"),
+        note % (1, b'"\xff"', b"[]"),
+        note % (1, b"[0,1," + DEEP + b"]", DEEP),
+        note % (1, b"1e999", b'["\xff"]'),
+    ):
+        desk.syncer.on_note(A, raw)
+        desk.pass_time(0.3)
+    desk.note(A, step=2)
+    desk.note(A, step=3)
+    desk.pass_time(0.3)
+    [seen] = desk.state.seen
+    assert seen is not None
+    assert seen.step == 3
+    desk.syncer.on_change("change/1", DEEP)
+    desk.pass_time(0.3)
+    assert [name for name, reason in desk.state.done.items() if reason] == ["change/1"]
+
+
 _EXTREME = st.sampled_from([0, 1, FURTHEST - 1, FURTHEST, LARGEST])
 _FLOATS = st.sampled_from([0.0, 1e-300, 1.0, 1e6, 1e15, 1e308])
 

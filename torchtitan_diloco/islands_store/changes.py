@@ -6,6 +6,7 @@ from typing import Annotated, Any, TypeAlias, get_args
 import msgspec
 from msgspec import Meta
 
+from torchtitan_diloco.base.untrusted import decode_json
 from torchtitan_diloco.diloco.config import CodecName
 from torchtitan_diloco.islands_store.decision import BARRED, LEAVE, Decision
 from torchtitan_diloco.islands_store.fields import MalformedError, Name
@@ -74,8 +75,8 @@ def decode_change(raw: bytes) -> Change:
     if len(raw) > MOST_CHANGE:
         raise MalformedError(f"a change has {len(raw)} bytes, which is more than {MOST_CHANGE}")
     try:
-        return msgspec.json.decode(raw, type=Set | Leave | Evict | Admit)
-    except msgspec.DecodeError as error:
+        return decode_json(raw, Set | Leave | Evict | Admit)
+    except ValueError as error:
         raise MalformedError(f"a change is malformed: {error}") from error
 
 

@@ -12,6 +12,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from torchtitan_diloco.base.untrusted import decode_json
 from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.islands_store.fields import (
     Checksum,
@@ -268,16 +269,16 @@ def decode_decision(raw: bytes, number: int | None = None) -> Decision:
     try:
         plain = inflate.decompress(raw, MOST_PLAIN)
         if not inflate.eof or inflate.unconsumed_tail:
-            raise MalformedError("it is truncated, or too large")
-        head = msgspec.json.decode(plain, type=_Head)
-        if head.protocol > PROTOCOL:
-            raise NewerProtocolError(
-                f"the run uses protocol {head.protocol}, and this code supports "
-                f"{PROTOCOL}: install the same version as the syncer of the run"
-            )
-        decision = msgspec.json.decode(plain, type=Decision)
-    except (zlib.error, msgspec.DecodeError) as error:
+            raise ValueError("it is truncated, or too large")
+        protocol = decode_json(plain, _Head).protocol
+        decision = decode_json(plain, Decision) if protocol <= PROTOCOL else None
+    except (zlib.error, ValueError) as error:
         raise MalformedError(f"decision {number}: {error}") from error
+    if decision is None:
+        raise NewerProtocolError(
+            f"the run uses protocol {protocol}, and this code supports "
+            f"{PROTOCOL}: install the same version as the syncer of the run"
+        )
     if number is not None and decision.number != number:
         raise MalformedError(f"decision {number} contains the number {decision.number}")
     return decision

@@ -10,6 +10,7 @@ from typing import Annotated, TypeAlias
 import msgspec
 from msgspec import Meta
 
+from torchtitan_diloco.base.untrusted import decode_json
 from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.islands_store.decision import (
     PROTOCOL,
@@ -117,8 +118,8 @@ def decode_founding(raw: bytes) -> Founding:
     if len(raw) > MOST_FOUNDING:
         raise MalformedError(f"a founding has more than {MOST_FOUNDING} bytes")
     try:
-        founding = msgspec.json.decode(raw, type=Founding)
-    except msgspec.DecodeError as error:
+        founding = decode_json(raw, Founding)
+    except ValueError as error:
         raise MalformedError(f"a founding is malformed: {error}") from error
     founding.check()
     return founding

@@ -13,6 +13,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from torchtitan_diloco.base.untrusted import decode_json
 from torchtitan_diloco.islands_store.fields import Count, MalformedError, Tokens
 from torchtitan_diloco.islands_store.names import name_of
 from torchtitan_diloco.islands_store.note import Note
@@ -174,6 +175,6 @@ def decode_bin(raw: bytes) -> Bin:
         plain = inflate.decompress(raw, MOST_PLAIN)
         if not inflate.eof or inflate.unconsumed_tail:
             raise MalformedError("it is truncated, or too large")
-        return msgspec.json.decode(plain, type=Bin)
-    except (zlib.error, msgspec.DecodeError) as error:
+        return decode_json(plain, Bin)
+    except (zlib.error, ValueError) as error:
         raise MalformedError(f"an object of the history: {error}") from error

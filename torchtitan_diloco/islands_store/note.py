@@ -6,6 +6,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from torchtitan_diloco.base.untrusted import decode_json
 from torchtitan_diloco.islands_store.fields import (
     MOST_FRAGMENTS,
     Checksum,
@@ -121,11 +122,11 @@ class Note(msgspec.Struct, array_like=True):
         for raw in self.parts:
             part: Part | PartHead
             try:
-                part = msgspec.json.decode(raw, type=Part)
-            except msgspec.DecodeError:
+                part = decode_json(raw, Part)
+            except ValueError:
                 try:
-                    part = msgspec.json.decode(raw, type=PartHead)
-                except msgspec.DecodeError:
+                    part = decode_json(raw, PartHead)
+                except ValueError:
                     continue
             if part.fragment not in seen:
                 seen.add(part.fragment)
@@ -134,8 +135,8 @@ class Note(msgspec.Struct, array_like=True):
     def read_gauges(self) -> Gauges:
         """Return the values for users, or none if they are malformed."""
         try:
-            return msgspec.json.decode(self.gauges, type=Gauges)
-        except msgspec.DecodeError:
+            return decode_json(self.gauges, Gauges)
+        except ValueError:
             return Gauges()
 
 
@@ -147,6 +148,6 @@ def decode_note(raw: bytes) -> Note:
     if len(raw) > MOST_NOTE:
         raise MalformedError(f"a note has {len(raw)} bytes, which is more than {MOST_NOTE}")
     try:
-        return msgspec.json.decode(raw, type=Note)
-    except msgspec.DecodeError as error:
+        return decode_json(raw, Note)
+    except ValueError as error:
         raise MalformedError(f"a note is malformed: {error}") from error
