@@ -210,6 +210,7 @@ class IslandProcess(Process):
             except CallFailedError:
                 continue
             if content is None:  # not visible yet, or old: look at the next decision
+                self.machine.on_missing(stored)
                 yield 0.3
                 continue
             self.hands[stored.name] = content

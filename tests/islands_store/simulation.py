@@ -11,7 +11,7 @@ from tests.islands_store import toy
 from tests.islands_store.island_process import READ_SECONDS, Checkpoint, IslandProcess, Nature
 from tests.islands_store.syncers import SyncerProcess
 from tests.islands_store.world import Plan, World
-from torchtitan_diloco.islands_store import history, presence, writer
+from torchtitan_diloco.islands_store import history, presence, syncer, writer
 from torchtitan_diloco.islands_store.decision import (
     VERSIONS_LATE,
     Decision,
@@ -33,7 +33,7 @@ from torchtitan_diloco.islands_store.names import (
 from torchtitan_diloco.islands_store.note import Part
 from torchtitan_diloco.islands_store.settings import Settings
 
-FORGOTTEN, KEPT_SECONDS = 12.0, 3.0
+FORGOTTEN, KEPT_SECONDS, COPY_SECONDS = 12.0, 3.0, 120.0
 """Runs here last half a minute, so what is old gets old sooner."""
 MOST_OBJECTS = 250
 MOST_NOTE_BYTES, MOST_DECISION_BYTES = 2000, 4000
@@ -290,6 +290,8 @@ class Simulation:
         with (
             patch.object(presence, "FORGOTTEN", FORGOTTEN),
             patch.object(writer, "KEPT_SECONDS", KEPT_SECONDS),
+            # The only remedy if a store that was put back lacks a version that islands wait for.
+            patch.object(syncer, "COPY_SECONDS", COPY_SECONDS),
             patch.object(history, "BIN_SECONDS", self.plan.bin_seconds),
         ):
             is_over = self.world.run(self.is_over, until)

@@ -218,6 +218,26 @@ def test_a_wrong_bit_is_mended_by_a_copy(hand: Hand) -> None:
     assert (hand.sent.is_loss, hand.sent.start, hand.sent.end) == (True, 10, 12)
 
 
+def test_a_copy_takes_the_place_of_an_update_that_is_missing(hand: Hand) -> None:
+    """Such as in a store that was put back by some seconds under a syncer that goes on."""
+    hand.step(10)
+    shared = hand.state.fragments[0]
+    shared.version = 1
+    shared.kept.append(Kept(1, checksum(1), 2))
+    hand.state.number += 1
+    island = hand.island
+    island.on_decision(hand.state, hand.now)
+    [update] = island.wanted()
+    island.on_missing(update)
+    assert island.wanted() == [update], "it may become visible"
+    shared.copies.append(msgspec.structs.replace(shared.copies[-1], version=1, number=3))
+    [copy] = island.wanted()
+    assert copy == Object(COPY, 3, 0, 1)
+    island.on_held(copy, hand.now)
+    assert island.boundary(hand.now).applies[0].source == copy
+    assert island.wanted() == []
+
+
 @pytest.mark.parametrize("what", ["run", "version", "checksum", "ledger", "slots"])
 def test_a_store_that_was_put_back_is_an_error_for_people(hand: Hand, what: str) -> None:
     """A later decision contradicts one that was read."""

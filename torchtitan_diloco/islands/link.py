@@ -311,11 +311,17 @@ class Link:
             most = HEADER_BYTES + 4 * self._layouts[stored.fragment].values
             try:
                 content = self.run.large.get(stored.name, most)
-            except (AwayError, DamagedError) as error:
+            except AwayError as error:
                 logger.warning(f"{error}; trying again")
                 self._sleep(AGAIN_SECONDS)
                 continue
+            except DamagedError as error:
+                logger.warning(f"{error}; trying again, until there is a newer copy")
+                self._sleep(AGAIN_SECONDS)
+                content = None
             if content is None:  # not visible yet, or old: look at the next decision
+                with self._changed:
+                    self.machine.on_missing(stored)
                 self._sleep(LOOK)
                 continue
             self._prepare(stored, content)

@@ -96,6 +96,8 @@ class OwnFragment:
     """Updates by version, downloaded but not applied."""
     copy: Object | None = None
     """Copy, downloaded but not applied."""
+    missing: set[Object] = field(default_factory=set)
+    """Updates that the store does not have, or not yet."""
     sent: Outstanding | None = None
     turn: int = 0
     """Step of this island at which it sends next."""
@@ -142,21 +144,25 @@ class OwnFragment:
 
     def wanted(self) -> list[Object]:
         """Return the next downloads, in order: a copy if it is necessary, then the versions after
-        it."""
+        it. A missing update is asked for again until there is a newer copy."""
         shared, held = self.shared, self.held
-        updates = {one.version: one.number for one in shared.kept if one.number}
+        updates = {
+            kept.version: Object(VERSION, kept.number, self.number, kept.version)
+            for kept in shared.kept
+            if kept.number
+        }
         found = list[Object]()
-        if held < 0 or any(v not in updates for v in range(held + 1, shared.version + 1)):
+        needed = [updates.get(version) for version in range(held + 1, shared.version + 1)]
+        if held < 0 or any(update is None or update in self.missing for update in needed):
             copy = shared.copies[-1]
-            if copy.version <= held:
-                return []  # what is missing is lost: a newer copy comes
-            found.append(Object(COPY, copy.number, self.number, copy.version))
-            held = copy.version
+            if copy.version > held:
+                found.append(Object(COPY, copy.number, self.number, copy.version))
+                held = copy.version
         for version in range(held + 1, shared.version + 1):
             if version not in updates:
-                break
+                break  # it is lost: a newer copy comes
             if version not in self.updates:
-                found.append(Object(VERSION, updates[version], self.number, version))
+                found.append(updates[version])
         return found
 
     def on_held(self, stored: Object, now: float) -> None:
@@ -235,6 +241,7 @@ class OwnFragment:
     def _apply(self, source: Object, mode: Mode, share: float = 0.0) -> Apply:
         self.applied = source.version
         self.updates = {v: one for v, one in self.updates.items() if v > self.applied}
+        self.missing = {one for one in self.missing if one.version > self.applied}
         if self.copy is not None and self.copy.version <= self.applied:
             self.copy = None
         if mode in (Mode.TAKE, Mode.RESET):

@@ -191,6 +191,12 @@ class Island:
             self.fragments[stored.fragment].on_held(stored, now)
             self._begin_if_ready()
 
+    def on_missing(self, stored: Object) -> None:
+        """An object could not be read, because it is not visible yet, is damaged, or was lost when
+        the store was put back. A newer copy takes its place once there is one."""
+        if stored.fragment < len(self.fragments):
+            self.fragments[stored.fragment].missing.add(stored)
+
     def on_checksum(self, fragment: int, version: int, checksum: str) -> None:
         """P of this version was computed and has this checksum."""
         self.fragments[fragment].on_checksum(version, checksum)
