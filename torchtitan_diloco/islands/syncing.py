@@ -62,14 +62,14 @@ from torchtitan_diloco.islands_store.note import MOST_NOTE
 from torchtitan_diloco.islands_store.presence import SILENT
 from torchtitan_diloco.islands_store.settings import RATES
 from torchtitan_diloco.islands_store.syncer import Syncer
-from torchtitan_diloco.store import AwayError, DamagedError, open_store
+from torchtitan_diloco.store import AwayError, DamagedError, Entry, open_store
 from torchtitan_diloco.store.large import owner_of
 
 TICK, BUSY = 0.02, 3.0
 """Seconds between two ticks of the rules without an event, and multiple of the time of a tick."""
 NOTE_SECONDS = 0.1
 """Minimum seconds between two readings of a note, however often its island writes it."""
-MOST_LISTED = 10_000
+MOST_LISTED = 2000
 """Maximum number of notes, foundings or changes that are listed."""
 SWEEP_SECONDS = 60.0
 LINES = 8
@@ -323,8 +323,7 @@ class Term:
 
     def _read_notes(self) -> None:
         """Read the notes that have changed, and foundings until there is a run."""
-        entries = self._run.brief.list(ISLAND, most=MOST_LISTED)
-        entries.sort(key=lambda entry: entry.age)
+        entries = self._list_notes()
         found = {entry.name: (entry.size, entry.tag) for entry in entries}
         with self._lock:
             chosen = self.machine.choose_notes(found)
@@ -346,6 +345,19 @@ class Term:
         if not is_founded:
             self._read_foundings()
         self._deliver(partial(Syncer.on_poll, now=time.monotonic()))
+
+    def _list_notes(self) -> list[Entry]:
+        """List the notes, the newest first. If they are too many, such as a million of one login,
+        those of all known incarnations are among them."""
+        entries = self._run.brief.list(ISLAND, most=MOST_LISTED)
+        if len(entries) == MOST_LISTED:
+            with self._lock:
+                known = list(self.machine.presence.members)
+            listed = {entry.name for entry in entries}
+            for name in (ISLAND + incarnation for incarnation in known):
+                if name not in listed:
+                    entries += self._run.brief.list(name, most=1)
+        return sorted(entries, key=lambda entry: entry.age)
 
     def _read_foundings(self) -> None:
         for entry in self._run.brief.list(FOUND, most=MOST_LISTED):
