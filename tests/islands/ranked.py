@@ -80,6 +80,8 @@ class RankedIsland:
             step = seat.position // SAMPLES + self.steps
             inner_step(self.model, self.optimizer, seat.slot, step)
             self.outer.step(weights[seat.slot])
+            if self.rank == 0:
+                assert not any(one.is_wrong for one in self.peers.machine.fragments)
             for round_ in self.outer.rounds():
                 state = self.peers.states[round_.fragment]
                 self.versions[round_.fragment, round_.outer_round] = state.outer.clone()

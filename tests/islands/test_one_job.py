@@ -101,11 +101,14 @@ def test_islands_have_the_versions_of_one_job_in_a_bucket(
     compare(processes, config(8, delay=1), [100, 170], str(join_file), tmp_path / "scratch")
 
 
-@pytest.mark.parametrize("place", ["folder", "bucket"])
 @pytest.mark.parametrize(
-    ("layers", "outer", "tokens"),
-    [(8, {"name": "nesterov"}, [100, 170]), (2, {"name": "adam", "lr": 0.05}, [130, 130])],
-    ids=["nesterov", "adam"],
+    ("place", "layers", "outer", "tokens"),
+    [
+        ("folder", 8, {"name": "nesterov"}, [100, 170]),
+        ("folder", 2, {"name": "adam", "lr": 0.05}, [130, 130]),
+        ("bucket", 2, {"name": "nesterov"}, [100, 170]),
+    ],
+    ids=["nesterov", "adam", "bucket"],
 )
 def test_islands_of_two_ranks_have_the_versions_of_one_job(
     processes: ProcessPool,

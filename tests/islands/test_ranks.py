@@ -4,20 +4,30 @@ import os
 import random
 import time
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from tests.diloco.toy import config
+from tests.diloco.toy import config, join, sharded
 from tests.islands.by_hand import newest, open_run, syncer
 from tests.islands.ranked import TOKENS, RankedIsland
 from tests.processes import DIED, ProcessPool
+from torchtitan_diloco.base.background import BackgroundThread
 from torchtitan_diloco.diloco import DiLoCoConfig, Quantization
+from torchtitan_diloco.diloco.codecs import Codec
+from torchtitan_diloco.diloco.fragments import build_fragments
+from torchtitan_diloco.diloco.outer_state import OuterState
 from torchtitan_diloco.diloco.round import Round
 from torchtitan_diloco.diloco.transport import WorkerLostError
+from torchtitan_diloco.islands import followers
+from torchtitan_diloco.islands.layout import Layout, Ranks, hexadecimal, shapes_of
+from torchtitan_diloco.islands.payload import Header, encode, memory_of
 from torchtitan_diloco.islands_store.decision import Decision
 from torchtitan_diloco.islands_store.names import PART
 from torchtitan_diloco.islands_store.note import Part
@@ -49,12 +59,7 @@ def to_the_end(store: Path, chosen: DiLoCoConfig, islands: int) -> tuple[Shared,
     """Return the shared parameters at the end of a run, and the checksums of the copies."""
     island = RankedIsland(store, chosen, islands=islands, total_tokens=40 * islands * TOKENS)
     island.peers.join()
-
-    def look(_: int) -> None:
-        if island.rank == 0:
-            assert not any(one.is_wrong for one in island.peers.machine.fragments)
-
-    island.train(on_step=look)
+    island.train()
     island.outer.drain()
     checksums = island.peers._copies.checksums()
     shared = island.shared()
@@ -88,23 +93,28 @@ def late_in_the_second_rank(store: Path, chosen: DiLoCoConfig) -> tuple[Shared, 
     island = RankedIsland(store, chosen, total_tokens=80 * 2 * TOKENS, grace=1.0)
     peers = island.peers
     encode = peers._encode
+    encode_into = followers.encode_into
+    numbers = count(1)
     was_behind = False
 
-    def encode_late(part: Part, round_: Round) -> None:
-        nonlocal was_behind
-        state = peers.states[part.fragment]
-        taken = state.delta.clone()
-        if island.name == "a" and island.rank == 1 and part.number in (2, 4):
+    def encode_late(payload: Tensor, codec: Codec, delta: Tensor) -> None:
+        if island.name == "a" and island.rank == 1 and next(numbers) in (2, 4):
+            taken = delta.clone()
             time.sleep(2.5)  # rounds close after a second
-        assert torch.equal(state.delta, taken)
+            assert torch.equal(delta, taken)
+        encode_into(payload, codec, delta)
+
+    def look(part: Part, round_: Round) -> None:
+        nonlocal was_behind
         encode(part, round_)
         if island.rank == 0:
             was_behind |= peers.machine.fragments[part.fragment].shared.version > part.base
 
-    peers._encode = encode_late  # type: ignore[method-assign]
-    peers.join()
-    island.train(on_step=lambda _: time.sleep(0.02))
-    return finish(island), was_behind
+    peers._encode = look  # type: ignore[method-assign]
+    with patch.object(followers, "encode_into", encode_late):
+        peers.join()
+        island.train(on_step=lambda _: time.sleep(0.02))
+        return finish(island), was_behind
 
 
 def test_a_version_of_others_waits_until_all_ranks_have_encoded(
@@ -118,6 +128,46 @@ def test_a_version_of_others_waits_until_all_ranks_have_encoded(
     assert is_same([shared for shared, _ in found])
     assert any(was_behind for _, was_behind in found)
     assert lost_samples(newest(store)) == [0, 0]
+
+
+def two_downloads(chosen: DiLoCoConfig) -> tuple[list[str], list[str]]:
+    """Prepare two copies one after the other, of which the second rank applies the first one late.
+
+    Return the checksum of the last one, and on the first rank those of both.
+    """
+    world = join(1, 2)
+    model = sharded(world)
+    fragments = build_fragments(model, chosen.fragments)
+    cpu = torch.device("cpu")
+    optimizer = chosen.outer_optimizer
+    states = [OuterState(one, optimizer, cpu, has_optimizer=False) for one in fragments]
+    layouts = [Layout(shapes_of(one), 2, world.rank) for one in fragments]
+    copies = followers.SharedCopies(states, layouts, Ranks(world.shards))
+    following = BackgroundThread("follow")
+    (state,) = states
+    if world.rank:
+        followed = following.submit(copies.follow)
+    expected = list[str]()
+    for seed in (1, 2):
+        if world.rank == 0:
+            whole = torch.randn(layouts[0].values, generator=torch.Generator().manual_seed(seed))
+            content = bytearray(memory_of(encode(whole, Header())))
+            expected.append(hexadecimal(Layout(layouts[0].shapes).checksum(whole)))
+            assert copies.prepare(0, content, lambda: False) == expected[-1]
+        dist.barrier(world.control)
+        if world.rank and seed == 1:
+            prepared = state.delta.clone()
+            time.sleep(1.0)  # the first rank has the next one meanwhile
+            assert torch.equal(state.delta, prepared)
+        state.apply(state.delta, 0.0)
+        copies.on_taken(0)
+    found = copies.checksums()
+    if world.rank == 0:
+        assert torch.equal(copies.gather(0), whole)
+        copies.stop()
+    else:
+        followed.result(60)
+    return found, expected
 
 
 def with_random_delays(store: Path, chosen: DiLoCoConfig, steps: int) -> Shared:
@@ -140,6 +190,13 @@ def with_random_delays(store: Path, chosen: DiLoCoConfig, steps: int) -> Shared:
     peers.join()
     island.train(on_step=lambda _: time.sleep(seconds.choice((0.0, 0.01))))
     return finish(island)
+
+
+def test_a_download_waits_until_all_ranks_have_applied_the_one_before(
+    processes: ProcessPool,
+) -> None:
+    (found, expected), (other, _) = processes.run(two_downloads, 2, config(0))
+    assert found == other == expected[-1:]
 
 
 def test_random_delays_of_ranks_end_in_no_deadlock(processes: ProcessPool, tmp_path: Path) -> None:
