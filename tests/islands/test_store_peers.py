@@ -3,6 +3,7 @@
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,12 +11,15 @@ import torch
 from tests.diloco.toy import config
 from tests.islands.by_hand import newest, open_run, syncer
 from tests.islands.test_one_job import Versions, one_job
+from tests.islands.test_syncing import wait_for
 from tests.islands.trainees import TOKENS, Trainee, trained
 from tests.processes import ProcessPool
 from torchtitan_diloco.base.user import UserError
 from torchtitan_diloco.diloco.round import Round
+from torchtitan_diloco.diloco.state_dict import SHARED, SavedState
+from torchtitan_diloco.islands.layout import hexadecimal
 from torchtitan_diloco.islands.store_peers import StorePeers
-from torchtitan_diloco.islands_store.note import Part
+from torchtitan_diloco.islands_store.note import JOIN, Part
 
 
 def same(one: Trainee, other: Trainee) -> None:
@@ -160,3 +164,70 @@ def test_a_version_of_others_waits_for_the_buffer_of_a_slow_upload(tmp_path: Pat
     same(slow, fast)
     assert any(newest_version > base for base, newest_version in seen), "others were merged"
     assert not any(ledger.lost for slot in newest(store).slots for ledger in slot.ledgers)
+
+
+def test_an_island_that_saves_for_long_keeps_its_slot(tmp_path: Path) -> None:
+    """Its notes go on meanwhile, and another island waits for the slot until it leaves."""
+    store = tmp_path / "store"
+    options: dict[str, Any] = {"begin": 1, "slots": 1, "slot_seconds": 2.0}
+    first, second = (
+        Trainee(store, name, config(8), total_tokens=10**9, **options) for name in "ab"
+    )
+    counters = list[int]()
+
+    def wants_a_slot() -> bool:
+        link = second.peers._link
+        return link is not None and link.machine._wish() == JOIN
+
+    def save(step: int) -> None:
+        if step != 20:
+            return
+        second.thread.start()
+        wait_for(wants_a_slot)
+        counters.append(first.peers.machine._counter)
+        time.sleep(4.0)
+        counters.append(first.peers.machine._counter)
+        assert newest(store).owners() == [first.peers.machine.incarnation]
+        first.stop.set()
+
+    first.on_step = save
+    second.on_step = lambda _: second.stop.set()
+    with syncer(store, tmp_path / "scratch"):
+        with trained(first):
+            pass
+        second.finish()
+    assert counters[1] - counters[0] >= 3
+    assert second.steps == 1
+
+
+def test_a_checkpoint_of_any_step_has_the_bits_of_a_version(tmp_path: Path) -> None:
+    """Also while the next one is prepared. Its parameters are those that validation uses."""
+    store = tmp_path / "store"
+    total = 60 * 2 * TOKENS
+    pair = [Trainee(store, name, config(2, delay=1), total_tokens=total) for name in "ab"]
+    saved = list[tuple[int, int, str]]()
+    decided = dict[tuple[int, int], str]()
+
+    def look(_: int) -> None:
+        peers = pair[0].peers
+        state = SavedState.from_dict(pair[0].outer.state_dict())
+        for number, (one, facts) in enumerate(
+            zip(peers.states, state.facts.fragments, strict=True)
+        ):
+            named = state.kind(SHARED)
+            values = torch.cat([named[part.name].flatten() for part in one.fragment.parts])
+            checksum = hexadecimal(peers._layouts[number].checksum(values))
+            saved.append((number, facts.outer_steps, checksum))
+            with pair[0].outer.global_parameters():
+                assert torch.equal(torch.cat([part.local() for part in one.fragment.parts]), values)
+            shared = peers.machine.fragments[number].shared
+            for version in range(shared.version + 1):
+                if known := shared.checksum(version):
+                    decided[number, version] = known
+
+    pair[0].on_step = look
+    with syncer(store, tmp_path / "scratch"), trained(*pair):
+        pass
+    assert len({version for _, version, _ in saved}) > 4
+    for number, version, checksum in saved:
+        assert decided[number, version] == checksum

@@ -8,6 +8,8 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
+import pytest
+
 from tests.components.test_resume import last
 from tests.conftest import REPOSITORY
 from tests.islands.by_hand import newest
@@ -49,9 +51,12 @@ def steps_of(folder: Path, name: str) -> int:
     return max((json.loads(line).get("step", 0) for line in lines if line.endswith("}")), default=0)
 
 
-def test_islands_stop_are_killed_and_go_on(tmp_path: Path) -> None:
-    """Both stop in order; then one is killed, and the other trains on."""
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_islands_stop_are_killed_and_go_on(tmp_path: Path, ranks: int) -> None:
+    """Both stop in order; then one is killed, and the other trains on. It returns as an island of
+    one rank, whose checkpoint may be of two."""
     more = {"metrics__log_every": 1, "checkpoint__every": 10, "training__steps": 120}
+    more["parallel__fsdp"] = ranks
     with sync(tmp_path / "store", tmp_path / "scratch") as syncer, ExitStack() as started:
 
         def start(name: str, **changed: object) -> "subprocess.Popen[str]":
@@ -73,7 +78,7 @@ def test_islands_stop_are_killed_and_go_on(tmp_path: Path) -> None:
             time.sleep(0.05)
         second.send_signal(signal.SIGKILL)
         second.wait()
-        again = start("b")
+        again = start("b", parallel__fsdp=1)
         assert "run 100 %" in end_of(first)
         output, _ = again.communicate(timeout=PATIENCE)
         assert again.returncode == 0 or "has ended after" in output, output
