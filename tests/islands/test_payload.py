@@ -185,10 +185,18 @@ def test_a_part_of_the_weight_makes_a_part_of_the_step(tmp_path: Path) -> None:
     assert torch.equal(after.theta, state.theta), "its steps were all skipped"
 
 
-def test_only_a_complete_version_is_found_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_fallocate", [True, False])
+def test_only_a_complete_version_is_found_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_fallocate: bool
+) -> None:
+    """Also on systems that do not allocate files, such as macOS: they are written then."""
+    if not has_fallocate:
+        monkeypatch.delattr("os.posix_fallocate", raising=False)
     scratch = Scratch(tmp_path, [SHAPES], slots=1)
     state = begun(scratch)
     scratch.keep(state, 0, 3)
+    file = state.path.stat()
+    assert 512 * file.st_blocks >= file.st_size, "its blocks are allocated"
     checksum = hexadecimal(LAYOUT.checksum(state.published))
     scratch.take(0)
     again = Scratch(tmp_path, [SHAPES], slots=1)

@@ -36,7 +36,9 @@ def pick_state_device(
     choice = config.link.outer_state
     if device.type == "cpu" or choice == "cpu":
         return torch.device("cpu")
-    needed = state_bytes(config, has_optimizer=has_optimizer) * sum(local.numel() for local in locals_)
+    needed = state_bytes(config, has_optimizer=has_optimizer) * sum(
+        local.numel() for local in locals_
+    )
     is_small = needed <= GPU_SHARE * torch.cuda.get_device_properties(device).total_memory
     return device if choice == "device" or is_small else torch.device("cpu")
 

@@ -143,7 +143,10 @@ def own_loop_settings(islands: Islands, config: DiLoCoConfig) -> tuple[Islands, 
     if islands.local:
         text = "starts no server in your own loop: run `serve`, and remove this setting"
         mistakes.append(("islands.local", text))
-    mistakes += [*islands_mistakes(islands, begin), *diloco_mistakes(config, islands=True, has_log=has_log)]
+    mistakes += [
+        *islands_mistakes(islands, begin),
+        *diloco_mistakes(config, islands=True, has_log=has_log),
+    ]
     raise_mistakes(mistakes, islands=replace(islands, join=""), diloco=config)
     config = replace(config, workers=1)
     if has_log:
