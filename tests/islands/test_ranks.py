@@ -27,7 +27,7 @@ from torchtitan_diloco.diloco.round import Round
 from torchtitan_diloco.diloco.transport import WorkerLostError
 from torchtitan_diloco.islands import followers
 from torchtitan_diloco.islands.layout import Layout, Ranks, hexadecimal, shapes_of
-from torchtitan_diloco.islands.payload import Header, encode, memory_of
+from torchtitan_diloco.islands.payload import Header, encode, encode_into, memory_of
 from torchtitan_diloco.islands_store.decision import Decision
 from torchtitan_diloco.islands_store.names import PART
 from torchtitan_diloco.islands_store.note import Part
@@ -93,7 +93,6 @@ def late_in_the_second_rank(store: Path, chosen: DiLoCoConfig) -> tuple[Shared, 
     island = RankedIsland(store, chosen, total_tokens=80 * 2 * TOKENS, grace=1.0)
     peers = island.peers
     encode = peers._encode
-    encode_into = followers.encode_into
     numbers = count(1)
     was_behind = False
 
@@ -185,8 +184,8 @@ def with_random_delays(store: Path, chosen: DiLoCoConfig, steps: int) -> Shared:
         time.sleep(seconds.choice((0.0, 0.0, 0.05)))
         return prepare(*arguments)
 
-    peers._encode = encode_late  # type: ignore[method-assign]
-    peers._copies._prepare = prepare_late  # type: ignore[method-assign]
+    peers._encode = encode_late  # type: ignore[assignment]
+    peers._copies._prepare = prepare_late  # type: ignore[assignment]
     peers.join()
     island.train(on_step=lambda _: time.sleep(seconds.choice((0.0, 0.01))))
     return finish(island)

@@ -100,8 +100,8 @@ def test_islands_leave_on_a_notice(tmp_path: Path) -> None:
     store = tmp_path / "store"
     with metadata_server() as server, sync(store, tmp_path / "scratch"), ExitStack() as started:
         server.answers[GCP] = "TRUE"
-        more = {"run__preemption": "gcp", "run__preemption_address": server.address}
-        more |= {"training__steps": 20_000}
+        more: dict[str, object] = {"run__preemption": "gcp", "training__steps": 20_000}
+        more["run__preemption_address"] = server.address
         pair = [island(tmp_path, "a", parallel__fsdp=2, **more), island(tmp_path, "b", **more)]
         for process in pair:
             started.callback(process.kill)
