@@ -2,6 +2,8 @@
 
 import threading
 import time
+from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from tests.islands.test_syncing import wait_for
 from tests.islands.trainees import TOKENS, Trainee, trained
 from tests.processes import ProcessPool
 from torchtitan_diloco.base.user import UserError
+from torchtitan_diloco.diloco import Quantization
 from torchtitan_diloco.diloco.round import Round
 from torchtitan_diloco.diloco.state_dict import SHARED, SavedState
 from torchtitan_diloco.islands.layout import hexadecimal
@@ -231,3 +234,50 @@ def test_a_checkpoint_of_any_step_has_the_bits_of_a_version(tmp_path: Path) -> N
     assert len({version for _, version, _ in saved}) > 4
     for number, version, checksum in saved:
         assert decided[number, version] == checksum
+
+
+def test_wrong_bits_of_a_copy_are_found_when_the_next_one_is_applied(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    total = 60 * 2 * TOKENS
+    chosen = replace(config(8), quantization=Quantization(codec="fp4_e3m0"))
+    pair = [Trainee(store, name, chosen, total_tokens=total) for name in "ab"]
+    news = list[str]()
+
+    def damage(step: int) -> None:
+        if step == 30:
+            pair[0].peers.states[0].outer[3] += 1.0
+        news.extend(pair[0].peers.machine.news)
+
+    pair[0].on_step = damage
+    with syncer(store, tmp_path / "scratch"), trained(*pair):
+        pass
+    same(*pair)
+    assert any("its copy has wrong bits" in line for line in news)
+
+
+def test_a_download_is_dropped_if_its_base_was_reset_meanwhile(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    total = 60 * 2 * TOKENS
+    first, second = (Trainee(store, name, config(8), total_tokens=total) for name in "ab")
+    prepare = first.peers._copies.prepare
+    calls = count(1)
+    seen = list[bool]()
+
+    def reset_meanwhile(fragment: int, *arguments: Any) -> str | None:
+        checksum = prepare(fragment, *arguments)
+        if next(calls) == 9:
+            link = first.peers._link
+            assert link is not None
+            own = link.machine.fragments[fragment]
+            with link._changed:
+                link.machine.on_checksum(fragment, own.applied, "0" * 16)
+                seen.append(own.is_wrong)
+        return checksum
+
+    first.peers._copies.prepare = reset_meanwhile  # type: ignore[method-assign]
+    with syncer(store, tmp_path / "scratch"), trained(first, second):
+        pass
+    same(first, second)
+    assert seen == [True]
+    slots = newest(store).slots
+    assert any(ledger.lost for slot in slots for ledger in slot.ledgers)

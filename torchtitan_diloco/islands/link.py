@@ -326,7 +326,7 @@ class Link:
                     self._changed.wait(LOOK)
                     if self._closed.is_set():
                         raise _ClosedError
-                if stored not in self.machine.wanted():
+                if not self._is_next(stored):
                     return
                 self._claims[stored.fragment] = Claim.PREPARING
             checksum = self._copies.prepare(
@@ -337,7 +337,7 @@ class Link:
                 self._changed.notify_all()
                 if checksum is None or stored.fragment in self._sends:
                     continue
-                if stored not in self.machine.wanted():
+                if not self._is_next(stored):
                     return
                 self._claims[stored.fragment] = Claim.PREPARED
                 now = time.perf_counter()
@@ -345,6 +345,12 @@ class Link:
                 self.machine.on_held(stored, time.monotonic())
                 self._notify()
             return
+
+    def _is_next(self, stored: Object) -> bool:
+        """Return whether an object is the next one of its fragment: it changes the P that is there.
+        After a copy that is wanted first, it would change another one."""
+        of_fragment = (one for one in self.machine.wanted() if one.fragment == stored.fragment)
+        return stored == next(of_fragment, None)
 
     def _is_needed_by_send(self, fragment: int) -> bool:
         return self._claims[fragment] is Claim.SENDING or fragment in self._sends
